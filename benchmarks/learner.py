@@ -1,21 +1,22 @@
-"""Training steps on packed rows against padded ones, and with DeepSpeed against without, on the
-same rows, model and optimizer.
+"""Compares training steps on packed and padded rows, and with and without DeepSpeed, on the same
+rows, model and optimizer.
 
     python -m benchmarks.learner [--models tiny,medium] [--rows 512] [--variants
     packed,unpacked,learner,learner_unpacked]
 
-padded: transformers and torch alone, as a plain training loop has it: rows in the data set's order
-in micro-batches of 16, padded to the longest, an attention mask, logits of the whole micro-batch.
-packed: our policy and our packing in the same plain loop. learner: the learner's own rank,
-DeepSpeed ZeRO-3 at world size 1. unpacked, learner_unpacked: the same with `learner.packing: none`,
-one trajectory a forward in transformers' own attention, on the same model. Rows have lognormal
-lengths (median 64, at most 768, seeded). A step is one pass over all rows with one AdamW step at
-its end.
+- padded: a plain training loop with transformers and torch. Rows are in the data set's order, in
+  micro-batches of 16, padded to the longest, with an attention mask and full logits.
+- packed: asyncrl's policy and packing in the same plain loop.
+- learner: the learner's own rank, with DeepSpeed ZeRO-3 at world size 1.
+- unpacked, learner_unpacked: the same with `learner.packing: none`. Each trajectory has its own
+  forward in transformers' attention, on the same model.
 
-Every measurement is a process of its own: a step on a few rows, which warms it up, and one that is
-timed, both at learning rate 0. A few rows tell for each variant whether one thread or two is the
-faster. Then the variants take turns, and the fastest step of each counts. Their losses must be the
-same to 1e-4.
+Rows have lognormal lengths (median 64, at most 768, seeded). A step is one pass over all rows with
+one AdamW step at its end.
+
+Each measurement has its own process, with a warm-up step on a few rows and a timed step, both at
+learning rate 0. A trial on a few rows chooses one or two threads for each variant. Then the
+variants take turns, and the fastest step of each counts. Their losses must agree to 1e-4.
 """
 
 import argparse
@@ -55,20 +56,20 @@ MODELS = {
 }
 """Qwen3 shapes; medium has 50 million parameters."""
 LOSS_TOLERANCE = 1e-4
-"""Relative: all variants compute the same loss of the same rows, in float32."""
+"""Relative. All variants compute the same loss of the same rows, in float32."""
 TURNS = {"tiny": 3, "medium": 1}
 WARM_UP_ROWS = 16
 TRIAL_ROWS = {"tiny": 512, "medium": 32}
 """Rows with which one thread is compared with two."""
 VARIANTS = ("padded", "packed", "learner")
-"""Those that are measured unless others are asked for; the first two of them have the bar."""
+"""The variants that are measured by default. The bar compares the first two."""
 UNPACKED = {"unpacked": "packed", "learner_unpacked": "learner"}
-"""One trajectory a forward → the same on packed rows."""
+"""Variant with one trajectory per forward → the same variant on packed rows."""
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, print, and say by the exit code whether packed trains at least 2.5 times the tokens
-    per second of padded."""
+    """Measure and print. The exit code is 0 if packed trains at least 2.5 times the tokens per
+    second of padded, and the losses agree."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learner")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rows", type=int, default=512)
@@ -76,16 +77,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--only", nargs=4, metavar=("VARIANT", "PATH", "THREADS", "ROWS"), help=argparse.SUPPRESS
     )
-    asked = parser.parse_args(arguments)
-    if asked.only:
-        variant, path, threads, rows = asked.only
+    options = parser.parse_args(arguments)
+    if options.only:
+        variant, path, threads, rows = options.only
         print(
             json.dumps(
                 measure(variant, path, int(threads), seeded_rows(int(rows), _vocabulary(path)))
             )
         )
         return 0
-    lengths = [len(prompt) + len(following) for prompt, following in seeded_rows(asked.rows, 32)]
+    lengths = [len(prompt) + len(following) for prompt, following in seeded_rows(options.rows, 32)]
     padded = sum(
         max(lengths[at : at + PADDED_ROWS]) * len(lengths[at : at + PADDED_ROWS])
         for at in range(0, len(lengths), PADDED_ROWS)
@@ -93,23 +94,23 @@ def main(arguments: list[str]) -> int:
     print(
         f"{len(lengths)} rows, {sum(lengths):,} tokens: median {statistics.median(lengths):g}, mean"
         f" {statistics.mean(lengths):.0f}, largest {max(lengths)}, seed {SEED}; padded in order by"
-        f" {PADDED_ROWS}: {padded:,} places, {padded / sum(lengths):.2f} times as many"
+        f" {PADDED_ROWS}: {padded:,} tokens, {padded / sum(lengths):.2f} times as many"
     )
     missed = []
     with tempfile.TemporaryDirectory(prefix="asyncrl_bench_") as folder:
-        for model in asked.models.split(","):
+        for model in options.models.split(","):
             if not compare(
                 model,
                 save_model(model, Path(folder) / model),
-                asked.rows,
-                tuple(asked.variants.split(",")),
+                options.rows,
+                tuple(options.variants.split(",")),
             ):
                 missed.append(model)
     print(
         f"bar missed by {', '.join(missed)}"
         if missed
         else (
-            f"bars held: the same loss and, where both were measured, packed at least {BAR:g} times"
+            f"bars met: the same loss and, where both were measured, packed at least {BAR:g} times"
             " padded"
         )
     )
@@ -117,7 +118,7 @@ def main(arguments: list[str]) -> int:
 
 
 def compare(model: str, path: str, rows: int, variants: tuple[str, ...] = VARIANTS) -> bool:
-    """Print one model's table; whether the bars hold."""
+    """Print one model's table, and return whether the bars are met."""
     threads = {}
     for variant in variants:
         trials = {
@@ -130,7 +131,7 @@ def compare(model: str, path: str, rows: int, variants: tuple[str, ...] = VARIAN
         for _ in range(TURNS[model])
     ]
     found = {
-        variant: max((turn[variant] for turn in turns), key=lambda seen: seen["tokens_per_s"])
+        variant: max((turn[variant] for turn in turns), key=lambda result: result["tokens_per_s"])
         for variant in variants
     }
     print(
@@ -138,12 +139,12 @@ def compare(model: str, path: str, rows: int, variants: tuple[str, ...] = VARIAN
         f" {TURNS[model]}"
     )
     print(f"{'':<17}{'trained tokens/s':>18}{'of ' + variants[0]:>12}{'threads':>9}{'loss':>9}")
-    for variant, seen in found.items():
-        ratio = seen["tokens_per_s"] / found[variants[0]]["tokens_per_s"]
+    for variant, result in found.items():
+        ratio = result["tokens_per_s"] / found[variants[0]]["tokens_per_s"]
         print(
-            f"{variant:<17}{seen['tokens_per_s']:>18,.0f}{ratio:>11.2f}x{threads[variant]:>9}{seen['loss']:>9.4f}"
+            f"{variant:<17}{result['tokens_per_s']:>18,.0f}{ratio:>11.2f}x{threads[variant]:>9}{result['loss']:>9.4f}"
         )
-    speed = {variant: seen["tokens_per_s"] for variant, seen in found.items()}
+    speed = {variant: result["tokens_per_s"] for variant, result in found.items()}
     if speed.keys() >= {"packed", "learner"}:
         print(
             f"DeepSpeed ZeRO-3 at world size 1 costs {speed['packed'] / speed['learner'] - 1:+.0%}"
@@ -158,11 +159,11 @@ def compare(model: str, path: str, rows: int, variants: tuple[str, ...] = VARIAN
                 f"{alone}: {speed[alone] / speed[together]:.2f} of the tokens per second of"
                 f" {together}, {cpu:.2f} of those per second of CPU"
             )
-    same = losses_agree([seen["loss"] for turn in turns for seen in turn.values()])
+    same = losses_agree([result["loss"] for turn in turns for result in turn.values()])
     if not same:
         print(
             f"the variants' losses differ by more than {LOSS_TOLERANCE:g}: they do not compute the"
-            " same thing"
+            " same function"
         )
     return same and (
         not speed.keys() >= {"padded", "packed"} or speed["packed"] >= BAR * speed["padded"]
@@ -170,12 +171,12 @@ def compare(model: str, path: str, rows: int, variants: tuple[str, ...] = VARIAN
 
 
 def losses_agree(losses: list[float]) -> bool:
-    """Whether all are the first one, to LOSS_TOLERANCE; NaN never is."""
+    """Whether all losses equal the first one to LOSS_TOLERANCE. NaN never does."""
     return all(abs(loss - losses[0]) <= LOSS_TOLERANCE * abs(losses[0]) for loss in losses)
 
 
 def run(variant: str, path: str, threads: int, rows: int) -> dict[str, float]:
-    """`measure` in a process of its own."""
+    """Call `measure` in a separate process."""
     command = [
         sys.executable,
         "-m",
@@ -200,8 +201,8 @@ def run(variant: str, path: str, threads: int, rows: int) -> dict[str, float]:
 
 
 def measure(variant: str, path: str, threads: int, rows: list) -> dict[str, float]:
-    """Trained tokens per second, and per second of CPU, of one step, after one on a few rows. Both
-    steps have learning rate 0, which costs the same, so the loss is the untouched model's."""
+    """Trained tokens per second, and per CPU second, of one step after a warm-up step. Both steps
+    have learning rate 0, which costs the same and leaves the model, and so its loss, unchanged."""
     import torch
 
     torch.set_num_threads(threads)
@@ -225,7 +226,7 @@ def measure(variant: str, path: str, threads: int, rows: list) -> dict[str, floa
 
 
 def padded_step(path: str, threads: int):
-    """(rows, learning rate) → loss, and the number of parameters."""
+    """The step of a plain loop, (rows, learning rate) → loss, and the number of parameters."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -265,7 +266,7 @@ def padded_step(path: str, threads: int):
 
 
 def packed_step(path: str, threads: int, packing: str):
-    """The same on packed rows, or one trajectory a forward, with our policy."""
+    """The same with asyncrl's policy, on packed rows or with one trajectory per forward."""
     import torch
 
     from asyncrl.algorithms import supervised_loss, token_weights
@@ -292,7 +293,7 @@ def packed_step(path: str, threads: int, packing: str):
 
 
 def learner_step(path: str, threads: int, packing: str):
-    """The same by the learner's rank."""
+    """The same with the learner's rank."""
     from asyncrl.config import Config
     from asyncrl.learning import Meeting, start_rank
 
@@ -336,7 +337,7 @@ def _apply(model, optimizer, learning_rate: float) -> None:
 
 
 def seeded_rows(count: int, vocabulary: int) -> list:
-    """(prompt ids, following ids), of a few tokens and the rest."""
+    """(prompt ids, following ids) of each row; the prompt has PROMPT tokens."""
     generator = np.random.default_rng(SEED)
     lengths = np.clip(
         generator.lognormal(np.log(MEDIAN), SIGMA, count), PROMPT + 1, LONGEST
@@ -346,7 +347,7 @@ def seeded_rows(count: int, vocabulary: int) -> list:
 
 
 def save_model(name: str, path: Path) -> str:
-    """A seeded random Qwen3."""
+    """Save a seeded random Qwen3, and return its path."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -1,16 +1,16 @@
-"""Private memory of the learner's two largest terms, with what keeps them small and without. One
-process after the other, on CPU, float32.
+"""Measures the private memory of the learner's two largest terms, with and without the techniques
+that keep them small. Processes run one after the other, on CPU, in float32.
 
     python -m benchmarks.memory [--tokens 2048] [--vocabulary 150000] [--hidden 256] [--layers 12]
 
-head: log-probs and entropies of `tokens` loss tokens and their backward pass, in chunks against
-whole logits; both also against float64, which tells rounding from error. layers: forward and
-backward pass of a Qwen3 of `layers` layers over `tokens` tokens in segments of 256, with
-gradient_checkpointing against without.
+- head: log-probs and entropies of `tokens` loss tokens and their backward pass, with chunks and
+  with whole logits. Both are also compared with float64, to tell rounding from errors.
+- layers: forward and backward pass of a Qwen3 with `layers` layers over `tokens` tokens in segments
+  of 256, with and without gradient_checkpointing.
 
-A peak is the kernel's high-water mark of resident memory over the pass, less what was resident
-before it: exact, not sampled. The model, the hidden states and the place of the model's gradients
-are there before, so what is seen is what the pass itself needs.
+A peak is the kernel's high-water mark of resident memory during the pass, less the resident memory
+before it. It is exact, not sampled. The model, the hidden states and the model's gradients are
+allocated before, so the peak is what the pass itself needs.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 SEGMENT = 256
 EXACT = 1e-6
 CASES = {"head": ("chunked", "whole"), "layers": ("checkpointed", "kept")}
-# Blocks are given back when freed, so that what is resident is what is alive.
+# Freed blocks return to the system at once, so that resident memory is live memory.
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -35,7 +35,7 @@ ENVIRONMENT = {
 
 
 def main(arguments: list[str]) -> int:
-    """Measure each case in processes of their own and print them side by side."""
+    """Measure each variant in a separate process, and print the comparisons."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory")
     for name, default in (
         ("tokens", 2048),
@@ -58,8 +58,8 @@ def main(arguments: list[str]) -> int:
 def _compare(
     case: str, variants: tuple[str, str], arguments: list[str], sizes: argparse.Namespace
 ) -> bool:
-    """Whether the small variant needs less memory and computes the same: to EXACT, or as near to
-    float64 as the large one."""
+    """Whether the small variant needs less memory and computes the same: to EXACT, or as close to
+    float64 as the large variant."""
     import torch
 
     with tempfile.TemporaryDirectory(prefix="asyncrl_bench_") as folder:
@@ -76,16 +76,16 @@ def _compare(
                 variant,
                 str(file),
             ]
-            seen = json.loads(
+            result = json.loads(
                 subprocess.run(
                     command, check=True, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE
                 ).stdout
             )
-            peaks[variant] = seen["peak"]
+            peaks[variant] = result["peak"]
             outputs.append(torch.load(file, mmap=True))
             print(
-                f"{case:<7}{variant:<13}peak {seen['peak'] / 2**20:8.1f} MiB,"
-                f" {seen['seconds']:6.1f} s",
+                f"{case:<7}{variant:<13}peak {result['peak'] / 2**20:8.1f} MiB,"
+                f" {result['seconds']:6.1f} s",
                 flush=True,
             )
         compared = {f"{variants[0]} from {variants[1]}": _differences(outputs[0], outputs[1])}
@@ -112,14 +112,15 @@ def _compare(
         for name, value in between.items()
     ]
     print(
-        f"{case:<7}{'held' if small < large and all(same) else 'MISSED'}: less memory, and equal to"
-        f" {EXACT:g} or as near to float64"
+        f"{case:<7}{'met' if small < large and all(same) else 'MISSED'}: less memory, and equal to"
+        f" {EXACT:g} or as close to float64"
     )
     return small < large and all(same)
 
 
 def _differences(found: dict, other: dict) -> dict[str, float]:
-    """By name, relative to the largest element: single elements may cancel to nothing."""
+    """Largest difference by name, relative to the largest element, because single elements may
+    cancel to zero."""
     return {
         name: float((found[name] - value).abs().max() / value.abs().max())
         for name, value in other.items()
@@ -127,8 +128,7 @@ def _differences(found: dict, other: dict) -> dict[str, float]:
 
 
 def _chunks_text(peak: int, tokens: int, vocabulary: int, hidden: int) -> str:
-    """What the peak of the chunked variant says about the constants of `asyncrl plan`'s
-    estimate."""
+    """The peak of the chunked variant in the terms of `asyncrl plan`'s estimate."""
     from asyncrl.algorithms import CHUNK_ELEMENTS, LIVE_CHUNKS
     from asyncrl.preflight import HEAD_GRADIENTS
 
@@ -136,18 +136,18 @@ def _chunks_text(peak: int, tokens: int, vocabulary: int, hidden: int) -> str:
     chunk = 4 * vocabulary * min(tokens, max(1, CHUNK_ELEMENTS // vocabulary))
     implied = (peak - HEAD_GRADIENTS * head) / chunk
     return (
-        f"chunked: {implied:.1f} chunks of logits beside {HEAD_GRADIENTS} gradients of the head's"
+        f"chunked: {implied:.1f} chunks of logits plus {HEAD_GRADIENTS} gradients of the head's"
         f" weight; the estimate of `asyncrl plan` counts {LIVE_CHUNKS}"
     )
 
 
 def _measure(case: str, variant: str, file: str, sizes: argparse.Namespace) -> None:
-    """One pass in this process: the peak as JSON on stdout, what it computed in `file`."""
+    """Run one pass in this process. Prints the peak as JSON, and writes the results to `file`."""
     import torch
 
     torch.manual_seed(0)
     run = (_head if case == "head" else _layers)(variant, sizes)
-    run(8)  # libraries are loaded and gradients have their place
+    run(8)  # loads libraries and allocates gradients
     before = _high_water(reset=True)
     began = time.monotonic()
     found = run(sizes.tokens)
@@ -169,7 +169,7 @@ def _head_inputs(sizes: argparse.Namespace):
 
 
 def _exact_head(sizes: argparse.Namespace) -> dict:
-    """What `_head` computes, in float64 and with nothing of asyncrl."""
+    """What `_head` computes, in float64 and without asyncrl's code."""
     import torch
 
     hidden, weight, targets = _head_inputs(sizes)
@@ -188,7 +188,6 @@ def _exact_head(sizes: argparse.Namespace) -> dict:
 
 
 def _head(variant: str, sizes: argparse.Namespace):
-
     from asyncrl.algorithms import CHUNK_ELEMENTS, token_logprobs
 
     every, weight, targets = _head_inputs(sizes)
@@ -267,8 +266,8 @@ def _layers(variant: str, sizes: argparse.Namespace):
 
 
 def _high_water(reset: bool = False) -> int:
-    """The most bytes that were resident in this process since the last reset; with `reset`, what is
-    resident now."""
+    """The largest resident memory of this process since the last reset, in bytes. With `reset`, the
+    mark is reset first, and the result is the resident memory now."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     line = next(

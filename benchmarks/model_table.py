@@ -1,23 +1,21 @@
-"""The table of docs/reference/models.md: what each family of tiny random checkpoints does in the learner, and
-some of them in vLLM.
+"""Makes the table of docs/reference/models.md: model families in the learner and in vLLM.
+
+Each family is a tiny random checkpoint.
 
     python -m benchmarks.model_table [--families NAME ...] [--no-engines] [--write]
 
-Every family of `asyncrl.testing.families` is taken through:
+Every family of `asyncrl.testing.families` goes through these checks:
 
-load        `asyncrl plan`'s own rule for how it is trained: packed, one trajectory at a time, or
-            refused.
-isolation   the check at a learner's start: no trajectory reaches another, nothing looks ahead.
-plain       log-probs and gradients of five trajectories as the learner computes them, beside those
-            of transformers alone.
-train       log-probs of the policy told to train, beside those of the policy told to evaluate.
-names       what is published, tensor by tensor, beside the checkpoint's own files.
-vLLM        for the families of `ENGINES`: every parameter is changed, a version is published under
-            the checkpoint's names and loaded by vLLM as in a run; then the log-probs of what it
-            samples beside the learner's.
+- load: how `asyncrl plan` would train it: packed, one trajectory at a time, or refused.
+- isolation: the check at a learner's start that trajectories do not see each other or look ahead.
+- plain: log-probs and gradients of five trajectories in the learner and in transformers alone.
+- train: log-probs of the policy in train mode and in eval mode.
+- names: the published tensors and those in the checkpoint's files, one by one.
+- vLLM, for the families of `ENGINES`: the log-probs of vLLM's samples and the learner's. Before
+  that, every parameter is changed, and vLLM loads the published version as in a run.
 
-Exits with 1 if a family misses a bar. `--write` puts the table into docs/reference/models.md, between its two
-marks.
+Exits with 1 if a family misses a bar. `--write` puts the table into docs/reference/models.md,
+between its two marks.
 """
 
 from __future__ import annotations
@@ -60,30 +58,29 @@ UNSERVED: Mapping[str, str] = {
     "qwen3_5_text": "no: does not load a checkpoint of text alone",
     "qwen3_next": "no: computes in bfloat16 alone",
 }
-"""Families that vLLM 0.32.0 on CPU was asked for, and did not serve like the learner in float32:
-they are checked on the learner's side alone. `asyncrl.preflight.served` refuses those that a run
-could meet."""
+"""Families that vLLM 0.32.0 on CPU does not serve like the learner in float32. They are only
+checked on the learner's side. `asyncrl.preflight.served` refuses those that a run could use."""
 
 ENGINES = tuple(name for name in FAMILIES if name not in UNSERVED)
-"""Families that go through vLLM as well."""
+"""Families that also go through vLLM."""
 
 LENGTHS = (3, 5, 17, 17, 40)
 """Tokens of the trajectories in the comparison with transformers."""
 SAME = 2e-5
-"""Nats, and shares of the largest gradient: rounding of two ways to compute the same in float32."""
+"""Nats, and shares of the largest gradient: the rounding between two float32 computations."""
 ENGINE_SAME = 1e-4
-"""Nats, between vLLM's kernels and the learner's: `weights.logprob_tolerance` in float32."""
+"""Nats between vLLM's kernels and the learner's: `weights.logprob_tolerance` in float32."""
 NOISE = 0.05
-"""Standard deviation of what is added to each parameter before it is published."""
+"""Standard deviation of the noise added to each parameter before publication."""
 PROMPTS, TOKENS, LONGEST = 4, 24, 64
 UPDATE = "update.json"
-"""Beside a checkpoint: what vLLM is to load."""
+"""File next to a checkpoint with the update that vLLM loads."""
 ENGINE_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One family. Numbers are largest differences; None = not measured."""
+    """The results of one family. Numbers are largest differences; None if not measured."""
 
     name: str
     title: str
@@ -102,7 +99,7 @@ class Row:
     engine: float | None = None
     """Nats between vLLM after an update of every parameter, and the learner."""
     note: str = ""
-    """What failed, or why vLLM was not asked."""
+    """What failed, or why vLLM was left out."""
 
     def missed(self) -> str:
         """The bar that this family misses; empty if none."""
@@ -118,7 +115,7 @@ class Row:
 
 
 def learner_row(made: Family, folder: Path) -> Row:
-    """Everything but vLLM. `folder` gets the checkpoint."""
+    """All checks except vLLM's. `folder` contains the checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -185,13 +182,13 @@ def learner_row(made: Family, folder: Path) -> Row:
         if gradients[name].grad is not None
     ]
     with torch.no_grad():
-        told_to_train = torch.cat(of_policy()) if policy.train() else None
-        told_to_evaluate = torch.cat(of_policy()) if policy.eval() else None
+        in_train_mode = torch.cat(of_policy()) if policy.train() else None
+        in_eval_mode = torch.cat(of_policy()) if policy.eval() else None
     row = replace(
         row,
         plain=_furthest(torch.cat(ours), torch.cat(theirs)),
         gradient=max(off) / largest,
-        train=_furthest(told_to_train, told_to_evaluate),
+        train=_furthest(in_train_mode, in_eval_mode),
     )
     return _with_names(row, folder, policy.model)
 
@@ -222,13 +219,13 @@ def _with_names(row: Row, folder: Path, model: Any) -> Row:
     return replace(
         row,
         names=len(published),
-        note=f"{wrong[0]!r} is published otherwise than the file has it" if wrong else "",
+        note=f"{wrong[0]!r} is published with other values than the file" if wrong else "",
     )
 
 
 def version_tensors(folder: Path, model: Any) -> dict[str, Any]:
-    """Every tensor of a version by its name in the checkpoint: of the model's parameters, or as the
-    file has it."""
+    """Every tensor of a version by its name in the checkpoint: from the model's parameters, or else
+    from the checkpoint's file."""
     import torch
     from safetensors import safe_open
 
@@ -253,7 +250,7 @@ def version_tensors(folder: Path, model: Any) -> dict[str, Any]:
 
 
 def disturbed(path: Path) -> Any:
-    """The policy of a checkpoint with every parameter changed; its version lies beside the
+    """The policy of a checkpoint with every parameter changed. Its version is written next to the
     checkpoint, for vLLM to load."""
     import torch
 
@@ -270,20 +267,20 @@ def disturbed(path: Path) -> Any:
     return policy
 
 
-def say_samples(names: Sequence[str], folder: Path) -> None:
-    """What vLLM samples from each family after its update, a line of JSON each. vLLM is imported
-    once for all."""
+def print_samples(names: Sequence[str], folder: Path) -> None:
+    """Print what vLLM samples from each family after its update, one line of JSON each. vLLM is
+    imported once for all families."""
     from vllm.model_executor.models import registry
 
-    # vLLM looks at a model's class in a process of its own, which imports everything again.
+    # vLLM would inspect a model's class in a separate process, which imports everything again.
     registry._run_in_subprocess = lambda function: function()
     for name in names:
         try:
-            said = {"samples": samples(folder / name)}
+            result = {"samples": samples(folder / name)}
         except Exception as error:
-            # Of any kind: the table says it, and goes on with the next family.
-            said = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-        print(json.dumps({"engine": name} | said), flush=True)
+            # The table shows the error of a family, and the next family is still measured.
+            result = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        print(json.dumps({"engine": name} | result), flush=True)
 
 
 def samples(path: Path) -> list[dict[str, Any]]:
@@ -360,7 +357,7 @@ def from_learner(policy: Any, found: Sequence[Mapping[str, Any]]) -> float:
 
 
 def staged(tensors: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Write a staging file as a replica has it; return vLLM's update of it."""
+    """Write a staging file as a replica does, and return vLLM's update for it."""
     places, offset = [], 0
     with path.open("wb") as file:
         for name, tensor in tensors.items():
@@ -375,15 +372,15 @@ def staged(tensors: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def in_engines(rows: Sequence[Row], names: Sequence[str], folder: Path) -> list[Row]:
-    """The rows with vLLM's differences; vLLM runs in one process of its own."""
+    """The rows with vLLM's differences. vLLM runs in one separate process."""
     from asyncrl.generation import engine_environment
 
-    asked = [
+    served = [
         row.name for row in rows if row.name in names and not row.note and row.mode != "refused"
     ]
-    if not asked:
+    if not served:
         return list(rows)
-    policies = {name: disturbed(folder / name) for name in asked}
+    policies = {name: disturbed(folder / name) for name in served}
     environment = (
         os.environ
         | engine_environment("cpu")
@@ -399,7 +396,7 @@ def in_engines(rows: Sequence[Row], names: Sequence[str], folder: Path) -> list[
         "--engines-in",
         str(folder),
         "--families",
-        *asked,
+        *served,
     ]
     done = subprocess.run(
         command,
@@ -410,26 +407,27 @@ def in_engines(rows: Sequence[Row], names: Sequence[str], folder: Path) -> list[
         timeout=ENGINE_TIMEOUT_S,
         check=False,
     )
-    said = {
-        one["engine"]: one
-        for one in map(
+    results = {
+        result["engine"]: result
+        for result in map(
             json.loads, (line for line in done.stdout.splitlines() if line.startswith('{"engine"'))
         )
     }
-    if missing := [name for name in asked if name not in said]:
+    if missing := [name for name in served if name not in results]:
         raise RuntimeError(f"vLLM's process ended before {missing[0]}: {done.stderr[-2000:]}")
     measured_rows = []
     for row in rows:
-        if row.name in said and "error" in said[row.name]:
-            row = replace(row, note=f"vLLM: {said[row.name]['error']}")
-        elif row.name in said:
-            row = replace(row, engine=from_learner(policies[row.name], said[row.name]["samples"]))
+        result = results.get(row.name)
+        if result is not None and "error" in result:
+            row = replace(row, note=f"vLLM: {result['error']}")
+        elif result is not None:
+            row = replace(row, engine=from_learner(policies[row.name], result["samples"]))
         measured_rows.append(row)
     return measured_rows
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown, and why some are trained one at a time."""
+    """The rows as Markdown, with the reasons why some are trained one at a time."""
     reasons = sorted({row.reason for row in rows if row.reason})
     lines = [
         (
@@ -447,7 +445,7 @@ def table(rows: Sequence[Row]) -> str:
             str(row.names or ""),
         ]
         vllm = (
-            row.note or UNSERVED.get(row.name, "not asked")
+            row.note or UNSERVED.get(row.name, "left out")
             if row.engine is None
             else _number(row.engine, " nats")
         )
@@ -479,13 +477,13 @@ def main(arguments: list[str]) -> int:
         "--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}"
     )
     parser.add_argument("--engines-in", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args(arguments)
-    if asked.engines_in:
-        say_samples(asked.families, asked.engines_in)
+    options = parser.parse_args(arguments)
+    if options.engines_in:
+        print_samples(options.families, options.engines_in)
         return 0
-    rows = measured(asked.families, () if asked.no_engines else ENGINES)
+    rows = measured(options.families, () if options.no_engines else ENGINES)
     print(table(rows))
-    if asked.write:
+    if options.write:
         write(rows)
     missed = {row.name: row.missed() for row in rows if row.missed()}
     for name, what in missed.items():
@@ -494,7 +492,7 @@ def main(arguments: list[str]) -> int:
 
 
 def measured(names: Sequence[str], engines: Sequence[str]) -> list[Row]:
-    """The rows of these families, `engines` of them through vLLM as well."""
+    """The rows of these families. Those in `engines` also go through vLLM."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from transformers.utils import logging
 

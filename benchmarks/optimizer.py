@@ -1,10 +1,9 @@
-"""CPU time of AdamW's step: the learner's fused one beside torch's other two.
+"""Compares the CPU time of AdamW's step in torch's three implementations; the learner uses fused.
 
     python -m benchmarks.optimizer [--parameters 50000000] [--steps 5] [--threads 1]
 
-The parameters lie in one flat float32 tensor, as ZeRO-3 hands them to the optimizer. Prints CPU
-seconds a step and how many times the fused one's each needs; exits with 1 if fused is not the
-fastest.
+The parameters are one flat float32 tensor, as ZeRO-3 passes them to the optimizer. Prints CPU
+seconds per step, and their ratio to fused. Exits with 1 if fused is not the fastest.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ KINDS = {
 
 
 def cpu_seconds(parameters: int, steps: int, kind: str) -> float:
-    """CPU time of one step, of all threads, without the first (which makes the moments)."""
+    """CPU seconds of one step over all threads. The first step, which allocates the moments, is
+    left out."""
     flat = torch.nn.Parameter(torch.zeros(parameters))
     flat.grad = torch.randn(parameters, generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW([flat], lr=1e-4, weight_decay=0.01, **KINDS[kind])
@@ -41,9 +41,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--parameters", type=int, default=50_000_000)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    asked = parser.parse_args(arguments)
-    torch.set_num_threads(asked.threads)
-    found = {kind: cpu_seconds(asked.parameters, asked.steps, kind) for kind in KINDS}
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    found = {kind: cpu_seconds(options.parameters, options.steps, kind) for kind in KINDS}
     for kind, seconds in found.items():
         print(f"{kind:8} {seconds:8.4f} CPU s a step, {seconds / found['fused']:.1f} times fused")
     return int(min(found, key=found.__getitem__) != "fused")

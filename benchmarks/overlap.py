@@ -1,11 +1,10 @@
-"""How much of the slower side's time an asynchronous step takes, as a ratio of one run's own
-measurements.
+"""Measures an asynchronous step as a multiple of the slower side's time, within one run.
 
     python -m benchmarks.overlap [--section.field value …]
 
-Generation is measured with the learner idle, training on the groups so recorded with generation
-paused, then both together. Generator processes are pinned to one core and learner processes to
-another in all three measurements; everything else is unpinned.
+First generation is measured with an idle learner, then training on the recorded groups with
+generation paused, and then both together. In all three measurements, generator processes are pinned
+to one core and learner processes to another. All other processes are unpinned.
 """
 
 import asyncio
@@ -22,8 +21,8 @@ from asyncrl.config import Config, ConfigError, load_config
 from asyncrl.contracts import State
 from asyncrl.control import Coordinator, Parts, Schedule, Staleness
 from asyncrl.observe import descendants, process_name
-from asyncrl.preflight import make_plan, ray_cluster
-from asyncrl.run import concurrency_of, launch_stations
+from asyncrl.preflight import make_plan
+from asyncrl.run import AcrossAttempts, concurrency_of, launch_stations
 from asyncrl.rundir import RunDirectory
 from asyncrl.testing import FakeRecorder
 from jobs.quickstart.task import make_inputs
@@ -44,17 +43,18 @@ def main(overrides: list[str]) -> int:
 
 
 def overlap(config: Config) -> int:
-    """Measure, print, and say by the exit code whether the bar holds."""
+    """Measure and print. The exit code is 0 if the bar is met."""
     if len(os.sched_getaffinity(0)) < 2:
         print(
-            "overlap: pins generators and learner to a core each, and this machine gives us one",
+            "overlap: needs two cores, one for generators and one for the learner; only one is"
+            " available",
             file=sys.stderr,
         )
         return 2
     make_inputs(config)
     config = _free_name(config)
     plan = make_plan(config)
-    with RunDirectory(config) as directory, ray_cluster(config):
+    with RunDirectory(config) as directory:
         return asyncio.run(_overlap(config, directory, plan))
 
 
@@ -62,7 +62,11 @@ async def _overlap(config, directory, plan) -> int:
     async def nothing(learner) -> None:
         return None
 
-    async with launch_stations(config, directory, plan.prompts, plan.context, nothing) as stations:
+    across = AcrossAttempts()
+    async with (
+        across.attempt(config, directory.state, directory.logs, lambda: 0),
+        launch_stations(config, directory, plan.prompts, plan.context, nothing, across) as stations,
+    ):
         pinned = pin()
         print(f"pinned: {', '.join(f'{name} to core {core}' for name, core in pinned.items())}")
         manifest = await stations.learner.gather(0)
@@ -77,7 +81,7 @@ async def _overlap(config, directory, plan) -> int:
     print(f"generation alone   {generation_s:6.2f} s a step")
     print(
         f"training alone     {training_s:6.2f} s a step   (the smaller side takes"
-        f" {smaller / larger:.2f} of the larger; at least 0.75 wanted)"
+        f" {smaller / larger:.2f} of the larger; at least 0.75 required)"
     )
     print(
         f"one after the other{generation_s + training_s:6.2f} s a step   ="
@@ -89,10 +93,7 @@ async def _overlap(config, directory, plan) -> int:
     )
     staleness = statistics.mean(record["staleness/mean"] for record in records)
     gathers = statistics.mean(record["time/learner_waited_s"] for record in records)
-    print(
-        f"staleness {staleness:.2f} in the mean; the learner waited {gathers:.2f} s a step for"
-        " groups"
-    )
+    print(f"mean staleness {staleness:.2f}; the learner waited {gathers:.2f} s a step for groups")
     print("CPU seconds a step, spinning included, by process:")
     for name, seconds in sorted(cpu.items(), key=lambda item: -item[1])[:12]:
         print(f"  {name:<36}{seconds / len(records):6.2f}")
@@ -100,7 +101,8 @@ async def _overlap(config, directory, plan) -> int:
 
 
 def pin() -> dict[str, int]:
-    """Every thread of generators on the first core that is ours, of learners on the second."""
+    """Pin every thread of generators to the first available core, and of learners to the second.
+    Returns process name → core."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     pinned = {}
     for process in descendants(psutil.Process()):
@@ -114,8 +116,8 @@ def pin() -> dict[str, int]:
 
 
 async def _generate_alone(config, stations) -> tuple[list, float]:
-    """Scored groups of some steps, and seconds per step: as many groups outstanding as in
-    training."""
+    """Scored groups of ALONE_STEPS steps, and seconds per step. As many groups are outstanding as
+    in training."""
     wanted = ALONE_STEPS * config.groups_per_step
     room = asyncio.Semaphore(config.max_outstanding)
     scored, arrivals = [], []
@@ -142,14 +144,14 @@ async def _generate_alone(config, stations) -> tuple[list, float]:
 
 
 def _seconds_per_step(times: list[float], groups: int) -> float:
-    """From the last arrival of the warm-up to the last of all, per `groups` arrivals: groups come
-    in waves, so an interval ends where it began in one."""
+    """Seconds per `groups` arrivals, from the last arrival of the warm-up to the last of all.
+    Groups arrive in waves, so both ends are at the same place of a wave."""
     skipped = WARM_UP_STEPS * groups
     return (times[-1] - times[skipped - 1]) / (len(times) - skipped) * groups
 
 
 async def _train_alone(config, stations, recorded) -> float:
-    """Median seconds of a step on recorded groups, the first ones left out."""
+    """Median seconds of a step on recorded groups, without the warm-up steps."""
     groups, seconds = config.groups_per_step, []
     for at in range(0, len(recorded), groups):
         began = time.monotonic()

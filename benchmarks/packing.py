@@ -1,11 +1,11 @@
-"""Packing against TRL's, in one process: 1,000,000 rows of lognormal length (median 64, at most
-768, seeded).
+"""Compares packing with TRL's, in one process, on 1,000,000 rows of lognormal length (median 64, at
+most 768, seeded).
 
     python -m benchmarks.packing
 
-TRL packs a table of token lists, so ours packs the same table: one window of all rows, ids gathered
-into packed rows. Beside it, ours on the lengths alone. TRL's `bfd` is called on the whole table at
-once; `pack_dataset` would call it for every 1,000 rows and pack them worse.
+Both pack the same table of token lists: one window of all rows, with ids gathered into packed rows.
+A second figure shows asyncrl's packing on the lengths alone. TRL's `bfd` is called on the whole
+table; `pack_dataset` would call it for every 1,000 rows and pack them worse.
 """
 
 import sys
@@ -25,8 +25,8 @@ MOST_FILL_LOST = 0.001
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether ours is at least as fast with a fill within
-    a tenth of a point."""
+    """Measure and print. The exit code is 0 if ours is at least as fast, with a fill within a tenth
+    of a point."""
     try:
         from trl.data_utils import _pack_bfd
     except ImportError as error:
@@ -57,13 +57,13 @@ def main() -> int:
         capacity for capacity in CAPACITIES if not compare(lengths, table, capacity, _pack_bfd)
     ]
     print(
-        f"bar missed at {missed}" if missed else "bar held: at least as fast, fill within 0.1 point"
+        f"bar missed at {missed}" if missed else "bar met: at least as fast, fill within 0.1 point"
     )
     return 1 if missed else 0
 
 
 def seeded_lengths(rows: int) -> np.ndarray:
-    """[rows] int64."""
+    """Lognormal row lengths, [rows] int64."""
     return np.clip(
         np.random.default_rng(SEED).lognormal(np.log(MEDIAN), SIGMA, rows), 1, LONGEST
     ).astype(np.int64)
@@ -72,7 +72,7 @@ def seeded_lengths(rows: int) -> np.ndarray:
 def compare(
     lengths: np.ndarray, table: pa.Table, capacity: int, pack_bfd: Callable[..., pa.Table]
 ) -> bool:
-    """One line of the table; whether the bar holds."""
+    """Print one line of the table, and return whether the bar is met."""
     ways: dict[str, Callable[[], Any]] = {
         "ours": lambda: fill_of(
             next(pack_blocks([table], capacity, "bfd", ["input_ids"], len(lengths))), capacity
@@ -97,7 +97,7 @@ def compare(
 
 
 def fill_of(packed: pa.Table, capacity: int) -> float:
-    """Share of the packed rows' capacity that holds tokens, 0..1."""
+    """Share of the packed rows' capacity that is filled with tokens, 0..1."""
     return len(packed["input_ids"].combine_chunks().flatten()) / (packed.num_rows * capacity)
 
 

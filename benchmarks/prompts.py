@@ -1,7 +1,7 @@
-"""Seconds to cut one block of the prompt stream out of a dataset: its rows alone, against
+"""Compares two ways to cut a block of the prompt stream out of a dataset: only its rows, and
 `Table.take`, which copies the table.
 
-python -m benchmarks.prompts [MiB of the dataset, default 290]
+    python -m benchmarks.prompts [MiB of the dataset, default 290]
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REPEATS = 15
 
 
 def dataset(mebibytes: int) -> pa.Table:
-    """Rows of 2 KiB of text in chunks, as the readers give them."""
+    """Rows of 2 KiB of text in chunks, as the readers return them."""
     rows = (mebibytes << 20) // ROW_BYTES
     chunks = [
         pa.table(
@@ -37,13 +37,13 @@ def dataset(mebibytes: int) -> pa.Table:
 
 
 def seconds(cut: Callable[[list[int]], pa.Table], rows: int) -> float:
-    """Median over blocks of rows drawn anew."""
+    """Median seconds to cut a block of random rows."""
     generator, taken = np.random.default_rng(0), []
     for _ in range(REPEATS):
         wanted = generator.integers(0, rows, ROWS_PER_BLOCK).tolist()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         block = cut(wanted)
-        taken.append(time.perf_counter() - begun)
+        taken.append(time.perf_counter() - started)
         assert block.num_rows == ROWS_PER_BLOCK
     return statistics.median(taken)
 

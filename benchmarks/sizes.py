@@ -1,8 +1,8 @@
-"""Print how large the package is: files, functions, imports between folders, and words of docs.
+"""Prints how large the package is: files, functions, imports between folders, words in the docs.
 
     python -m benchmarks.sizes [DIRECTORY]
 
-The figures have no limits. They show where a reader has much to read.
+The figures have no limits. They show where there is much to read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def sizes(root: Path) -> dict[str, str]:
-    """The figures of the project in `root`: what is counted → value."""
+    """Title → value of each figure of the project in `root`."""
     sources = {path: path.read_text() for path in sorted((root / PACKAGE).rglob("*.py"))}
     trees = {path: ast.parse(source) for path, source in sources.items()}
     lines = sorted(source.count("\n") for source in sources.values() if source.strip())
@@ -39,7 +39,7 @@ def sizes(root: Path) -> dict[str, str]:
         "modules": f"{len(lines)}",
         "lines of a module: median; longest": f"{statistics.median(lines):.0f}; {lines[-1]}",
         "lines of the package": str(sum(lines)),
-        "folders; loose modules beside them": f"{len(folders)}; {len(loose)}",
+        "folders; modules outside folders": f"{len(folders)}; {len(loose)}",
         "imports between folders; levels": f"{len(arrows)}; {levels(arrows)}",
         "functions": f"{len(functions)}, median {statistics.median(functions):.0f} lines",
         f"functions above {LONG_FUNCTION} lines; longest": (
@@ -63,12 +63,13 @@ def function_lengths(tree: ast.Module) -> Iterator[int]:
 
 
 def folder_imports(root: Path, trees: dict[Path, ast.Module]) -> set[tuple[str, str]]:
-    """(importing folder, imported folder) of the package, a loose module counting as a folder."""
+    """(importing folder, imported folder) of the package. A module outside folders counts as
+    one."""
     modules = {".".join(path.relative_to(root).with_suffix("").parts) for path in trees}
     arrows = set()
     for path, tree in trees.items():
         if path == root / PACKAGE / "__init__.py":
-            continue  # it only passes names on
+            continue  # it only re-exports names
         for node in ast.walk(tree):
             for name in _imported(node):
                 if name.startswith(f"{PACKAGE}.") and (name in modules or _is_folder(root, name)):
@@ -77,7 +78,7 @@ def folder_imports(root: Path, trees: dict[Path, ast.Module]) -> set[tuple[str, 
 
 
 def levels(arrows: set[tuple[str, str]]) -> str:
-    """Length of the longest chain of imports between folders, or the folders of a circle."""
+    """The longest chain of imports between folders, or the folders of an import cycle."""
     targets: dict[str, set[str]] = {}
     for source, target in arrows:
         targets.setdefault(source, set()).add(target)

@@ -1,10 +1,11 @@
-"""Start of a generator's engine against a naive one: whole processes, from their start to the first
-token, by turns.
+"""Compares the start of a generator's engine with a naive one. Whole processes take turns, timed
+from their start to the first token.
 
     python -m benchmarks.startup [--rounds 3]
 
-naive: `AsyncLLM.from_engine_args` with our model, dtype, `enforce_eager` and KV size; all else is
-vLLM's default. asyncrl: `asyncrl.generation.engine.Engine` in the environment that a replica gets.
+- naive: `AsyncLLM.from_engine_args` with the same model, dtype, `enforce_eager` and KV size, and
+  otherwise vLLM's defaults.
+- asyncrl: `asyncrl.generation.engine.Engine` in the environment of a replica.
 """
 
 import argparse
@@ -23,8 +24,8 @@ PROMPT = [5, 6, 7]
 
 
 def main(arguments: list[str]) -> int:
-    """Start both by turns, print the medians and their ratio, and say by the exit code whether the
-    bar holds."""
+    """Start both in turns, and print the medians and their ratio. The exit code is 0 if the bar is
+    met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.startup")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> int:
                     Path(folder) / f"first_{name}_{turn}",
                 )
                 command = [sys.executable, "-m", __spec__.name, "--only", name, folder, str(first)]
-                begun = time.monotonic()
+                started = time.monotonic()
                 subprocess.run(
                     command,
                     check=True,
@@ -56,19 +57,19 @@ def main(arguments: list[str]) -> int:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                 )
-                seconds[name].append(float(first.read_text()) - begun)
+                seconds[name].append(float(first.read_text()) - started)
                 print(f"round {turn + 1}  {name:<8}{seconds[name][-1]:7.1f} s", flush=True)
     naive_s, ours_s = statistics.median(seconds["naive"]), statistics.median(seconds["asyncrl"])
     print(
-        f"medians: naive {naive_s:.1f} s, asyncrl {ours_s:.1f} s = {ours_s / naive_s:.2f} of it"
+        f"medians: naive {naive_s:.1f} s, asyncrl {ours_s:.1f} s = {ours_s / naive_s:.2f} of naive"
         f" (bar {BAR:g})"
     )
     return 0 if ours_s <= BAR * naive_s else 1
 
 
 async def naive(model: str, first: Path) -> None:
-    """vLLM as its documentation starts it. Writes when the first token came, on the machine's
-    monotonic clock; the shutdown does not count."""
+    """Start vLLM as in its documentation, and write the time of the first token (monotonic clock).
+    The shutdown does not count."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -87,7 +88,8 @@ async def naive(model: str, first: Path) -> None:
 
 
 async def ours(model: str, first: Path) -> None:
-    """The engine of a replica, whose start ends with a first token; writes when that was."""
+    """Start the engine of a replica, and write the time of the first token, which ends its
+    start."""
     from asyncrl.config import GeneratorConfig
     from asyncrl.generation import Engine, GeneratorApp
 

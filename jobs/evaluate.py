@@ -1,5 +1,5 @@
-"""Evaluates a finished run's model in a fresh vLLM engine, and compares its greedy accuracy on the
-held-out prompts with the one that the run measured.
+"""Evaluates a finished run's model in a fresh vLLM engine. Compares its greedy accuracy on the
+held-out prompts with the run's own figure.
 
     python -m jobs.evaluate runs/quickstart
 

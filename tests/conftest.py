@@ -1,4 +1,4 @@
-"""Real parts that tests share: one local Ray cluster, tiny checkpoints, one Serve application with
+"""Real parts that tests share: a local Ray cluster, tiny checkpoints, and a Serve application with
 a real vLLM replica."""
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from asyncrl.contracts.messages import Manifest
 from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
 
 ENGINE_STARTS: list[str] = []
-"""What started a vLLM engine in this session, one item per engine process."""
+"""The tests and fixtures that started a vLLM engine in this session, one item per engine
+process."""
 
 CHARACTERS = "0123456789+-*=() ?abcdefghijklmnopqrstuvwxyz.,:\n"
 
@@ -34,7 +35,7 @@ LEAVINGS = (
     "*wandb-*",
     "-".join(["[0-9a-f]" * length for length in (8, 4, 4, 4, 12)]),
 )
-"""What libraries call their temporary files: vLLM's sockets are UUIDs."""
+"""Name patterns of the temporary files of libraries. vLLM's sockets are named by UUIDs."""
 
 
 def leavings() -> set[str]:
@@ -49,18 +50,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(
             f"vLLM engine starts: {len(ENGINE_STARTS)} ({', '.join(ENGINE_STARTS)})"
         )
-    # The folders of engines that tests have killed.
+    # Engines that tests have killed leave their folders.
     remove_left_behind(TemporaryPlace.where())
-    if left := sorted(
-        leavings() - THERE_BEFORE
-    ):  # no failure: another session on this machine may have made them
+    # Only a notice, because another session on this machine may have made them.
+    if left := sorted(leavings() - THERE_BEFORE):
         terminalreporter.write_line(f"left in {TemporaryPlace.where()}: {', '.join(left)}")
 
 
 @pytest.fixture
 def full_disk() -> Callable[[int], Any]:
-    """`full_disk(size)`: a context in which the kernel lets no file of this process grow beyond so
-    many bytes."""
+    """`full_disk(size)`: a context in which no file of this process can grow beyond `size`
+    bytes."""
 
     @contextlib.contextmanager
     def limited(size: int) -> Iterator[None]:
@@ -76,15 +76,15 @@ def full_disk() -> Callable[[int], Any]:
 
 @pytest.fixture(scope="session")
 def engine_starts() -> list[str]:
-    """Append what you start, once per engine process: the session prints the count, and the default
-    run may have four."""
+    """Append an item for each engine process that the test starts. The session prints the count;
+    the default tests may start four."""
     return ENGINE_STARTS
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
-    """A cluster of this session's own, with two logical CPUs. Its workers can import the tests'
-    modules, as actors and rewards need."""
+    """A Ray cluster of this session, with two logical CPUs. Its workers can import the tests'
+    modules, which actors and rewards need."""
     import ray
 
     from asyncrl.preflight.cluster import start_local_ray
@@ -107,26 +107,25 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a head of its own."""
+    """The same with a separate head."""
     return save_tiny(tmp_path_factory.mktemp("models") / "untied", tied=False)
 
 
 @pytest.fixture(scope="session")
 def llama_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Somebody else's model: Llama-shaped, sharded, untied, with a BPE tokenizer and a chat
-    template."""
+    """A Llama-shaped checkpoint: sharded, untied, with a BPE tokenizer and a chat template."""
     return save_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture(scope="session")
 def save_qwen3() -> Callable[..., Path]:
-    """`save_qwen3(directory, tied, **changes)`: such a checkpoint with other settings."""
+    """`save_qwen3(directory, tied, **changes)`: saves such a checkpoint with other settings."""
     return save_tiny
 
 
 def save_tiny(directory: Path, tied: bool, **changes: Any) -> Path:
-    """Write the checkpoint: config, safetensors, tokenizer, generation config; `changes` go into
-    the Qwen3Config."""
+    """Write the checkpoint: config, safetensors, tokenizer, generation config. `changes` are
+    settings of the Qwen3Config."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -170,8 +169,8 @@ def save_tiny(directory: Path, tied: bool, **changes: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def publish(ray_cluster: Any) -> Callable[..., Manifest]:
-    """`publish(parameters, version=1, bucket_bytes=…, run_id=…, attempt=…)`: put named tensors in
-    the object store, as a learner would."""
+    """`publish(parameters, version=1, bucket_bytes=…, run_id=…, attempt=…)`: puts named tensors in
+    the object store, as a learner does."""
     from asyncrl.weights.layout import plan_buckets
 
     def put(
@@ -210,8 +209,8 @@ def publish(ray_cluster: Any) -> Callable[..., Manifest]:
 def generators(
     ray_cluster: Any, tiny_model: Path, engine_starts: list[str]
 ) -> Iterator[SimpleNamespace]:
-    """ONE real vLLM replica under Serve for the session: `handle`, `version registry`, `app` (its
-    settings), `name`. Versions only go up, so ask `next_version()`."""
+    """One real vLLM replica under Serve for the session: `handle`, `registry`, `app` (its
+    settings), `name`. Versions only rise, so use `next_version()`."""
     from asyncrl.config import GeneratorConfig
     from asyncrl.generation.app import start_generators, stop_generators
     from asyncrl.generation.settings import GeneratorApp, registry_name

@@ -1,5 +1,4 @@
-"""A second opinion on a run's books, which shares no code with asyncrl: plain loops over what the
-files hold."""
+"""A second audit of a run's books, with plain loops over its files and no code of asyncrl."""
 
 from __future__ import annotations
 
@@ -11,22 +10,22 @@ import pyarrow.parquet as pq
 
 
 def rows_of(directory: Path, folder: str) -> list[dict]:
-    found = []
+    rows = []
     for path in sorted((directory / folder).glob("attempt_*.parquet")):
-        found += pq.ParquetFile(path, page_checksum_verification=True).read().to_pylist()
-    return found
+        rows += pq.ParquetFile(path, page_checksum_verification=True).read().to_pylist()
+    return rows
 
 
 def wrong(directory: Path) -> list[str]:
-    """A line for each thing that cannot be, with the ordinal."""
+    """One line for each contradiction, with its ordinal."""
     attempts = json.loads((directory / "run.json").read_text())["attempts"]
-    groups, said = {}, []
+    groups, found = {}, []
     for row in rows_of(directory, "groups"):
         key = (row["attempt"], row["ordinal"])
         if key in groups and groups[key] != row:
-            said.append(f"{row['ordinal']}: two rows")
+            found.append(f"{row['ordinal']}: two rows")
         groups[key] = row
-        said += [f"{row['ordinal']}: {what}" for what in wrong_in_row(row)]
+        found += [f"{row['ordinal']}: {what}" for what in wrong_in_row(row)]
     outcomes = []
     for ended in rows_of(directory, "outcomes"):
         if ended not in outcomes[-4096:]:
@@ -45,7 +44,7 @@ def wrong(directory: Path) -> list[str]:
         if ended["ended_in"] in line
         and ended["trained_at_version"] < left_at.get(ended["ended_in"], 1 << 60)
     ]
-    said += [
+    found += [
         f"{ordinal}: trained {count} times"
         for ordinal, count in Counter(ended["ordinal"] for ended in kept).items()
         if count > 1
@@ -58,11 +57,11 @@ def wrong(directory: Path) -> list[str]:
             len(batch) != attempts[attempt]["groups_per_step"]
             or len({ended["step"] for ended in batch}) != 1
         ):
-            said.append(f"{batch[0]['ordinal']}: its step, at version {version}, is no batch")
+            found.append(f"{batch[0]['ordinal']}: its step, at version {version}, is not a full batch")
     for ended in kept:
         ordinal, row = ended["ordinal"], groups.get((ended["attempt"], ended["ordinal"]))
         if row is None:
-            said.append(f"{ordinal}: trained without a row")
+            found.append(f"{ordinal}: trained without a row")
             continue
         versions = [span["version"] for spans in row["versions"] for span in spans]
         staleness = ended["trained_at_version"] - min(versions, default=ended["trained_at_version"])
@@ -70,13 +69,13 @@ def wrong(directory: Path) -> list[str]:
             staleness != ended["staleness"]
             or staleness > attempts[ended["ended_in"]]["max_staleness"]
         ):
-            said.append(f"{ordinal}: staleness {staleness}")
+            found.append(f"{ordinal}: staleness {staleness}")
         if max(versions, default=0) > ended["trained_at_version"]:
-            said.append(f"{ordinal}: a version from the future")
+            found.append(f"{ordinal}: a version from the future")
         if sum(map(len, row["completion_ids"])) != ended["completion_tokens"]:
-            said.append(f"{ordinal}: {ended['completion_tokens']} tokens in its outcome")
+            found.append(f"{ordinal}: {ended['completion_tokens']} tokens in its outcome")
         if len(row["completion_ids"]) != attempts[row["attempt"]]["n_samples_per_prompt"]:
-            said.append(f"{ordinal}: {len(row['completion_ids'])} trajectories")
+            found.append(f"{ordinal}: {len(row['completion_ids'])} trajectories")
         made = json.dumps(
             [
                 row["started_at"],
@@ -87,24 +86,24 @@ def wrong(directory: Path) -> list[str]:
             ]
         )
         if generations.setdefault(made, ordinal) != ordinal:
-            said.append(f"{ordinal}: the same as {generations[made]}")
-    return said
+            found.append(f"{ordinal}: the same as {generations[made]}")
+    return found
 
 
 def wrong_in_row(row: dict) -> list[str]:
-    said = ["times"] if not row["started_at"] <= row["finished_at"] else []
+    found = ["times"] if not row["started_at"] <= row["finished_at"] else []
     for ids, mask, logprobs, spans in zip(
         row["completion_ids"], row["loss_mask"], row["logprobs"], row["versions"], strict=True
     ):
         if not len(ids) == len(mask) == len(logprobs):
-            said.append("lengths")
+            found.append("lengths")
         if set(mask) - {0, 1}:
-            said.append("mask")
+            found.append("mask")
         place, newest = 0, -1
         for span in spans:
             if span["start"] != place or span["end"] <= place or span["version"] <= newest:
-                said.append("spans")
+                found.append("spans")
             place, newest = span["end"], span["version"]
         if place != len(ids):
-            said.append("spans")
-    return said
+            found.append("spans")
+    return found

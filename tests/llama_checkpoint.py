@@ -1,5 +1,5 @@
-"""Somebody else's model: a Llama-shaped checkpoint with a byte-level BPE tokenizer trained on the
-spot, a chat template, an untied head and several shards, written with the public libraries alone.
+"""Writes a Llama-shaped checkpoint with public libraries only. It has several shards, an untied
+head, a chat template, and a byte-level BPE tokenizer that is trained here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ TEMPLATE = (
     " endif %}"
 )
 VOCABULARY = 384
-"""Rows of the embedding: more than the tokenizer has, as in most released models."""
+"""Rows of the embedding: more than the tokenizer's tokens, as in most released models."""
 
 
 def save_llama(directory: Path, layers: int = 2, **changes: Any) -> Path:
-    """Write config, sharded safetensors, tokenizer and generation config; `changes` go into the
-    LlamaConfig."""
+    """Write config, sharded safetensors, tokenizer and generation config. `changes` are settings of
+    the LlamaConfig."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -50,7 +50,7 @@ def save_llama(directory: Path, layers: int = 2, **changes: Any) -> Path:
     model = LlamaForCausalLM(LlamaConfig(**(settings | changes)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # which begin as zeros, and would prove nothing
+            if name.endswith("bias"):  # biases start as zeros, which would prove nothing
                 parameter.normal_(0, 0.1)
     model.generation_config = GenerationConfig(
         bos_token_id=1, eos_token_id=[2, SPECIAL.index(END)], pad_token_id=0
@@ -61,8 +61,8 @@ def save_llama(directory: Path, layers: int = 2, **changes: Any) -> Path:
 
 
 def claim_llama_class(directory: Path) -> Path:
-    """Name `LlamaTokenizerFast` in the checkpoint, as DeepSeek's do: transformers then makes a
-    sentencepiece tokenizer of the byte-level vocabulary."""
+    """Name `LlamaTokenizerFast` in the checkpoint, as DeepSeek's checkpoints do. transformers then
+    makes a sentencepiece tokenizer from the byte-level vocabulary."""
     file = directory / "tokenizer_config.json"
     file.write_text(
         json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"})
@@ -71,8 +71,8 @@ def claim_llama_class(directory: Path) -> Path:
 
 
 def tokenizer() -> Any:
-    """Byte-level BPE with merges from sums in words and figures; it puts BOS before a plain text,
-    and the template writes its own."""
+    """Byte-level BPE with merges from sums in words and figures. It puts BOS before plain text, and
+    the chat template writes BOS itself."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -100,7 +100,7 @@ def tokenizer() -> Any:
 
 
 def arithmetic_lines(count: int = 300) -> list[str]:
-    """Seeded lines of text about sums."""
+    """Lines of text about sums, from a fixed seed."""
     draw = random.Random(0)
     pairs = [(draw.randrange(100), draw.randrange(100)) for _ in range(count)]
     return [

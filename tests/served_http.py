@@ -1,4 +1,4 @@
-"""The routes behind a real HTTP server, on a port of its own, for clients that are no tests'."""
+"""Serves routes with a real HTTP server on a free port, for real clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import uvicorn
 
 @contextlib.contextmanager
 def listening(app: Any) -> Iterator[str]:
-    """The base address of a server of this application."""
+    """Start a server of the application, and yield its base address."""
     started = threading.Event()
 
     class Server(uvicorn.Server):

@@ -1,4 +1,4 @@
-"""The smallest config there is, for tests of what does not look at model or data."""
+"""The smallest valid config, for tests that use neither model nor data."""
 
 from asyncrl.config import Config
 
@@ -13,5 +13,5 @@ SMALL = {
 
 
 def small_config(**changes):
-    """With whole sections replaced."""
+    """The small config, with whole sections replaced."""
     return Config.model_validate({**SMALL, **changes})

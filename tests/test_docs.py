@@ -1,4 +1,4 @@
-"""The docs name files of the repository that exist."""
+"""Every repository file that the docs name exists."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *(path for path in sorted(ROOT.glob("*.md")) if path.name != "CHANGELOG.md"),
 ]
-"""All but the changelog, which names files of earlier days."""
+"""All pages except the changelog, which names files of the past."""
 NAMED = re.compile(
     r"(?<![\w/.])((?:asyncrl|tests|jobs|benchmarks|docs|serve_configs|notebooks)/"
     r"[\w/.-]+\.(?:py|md|yaml|ipynb))"

@@ -1,4 +1,4 @@
-"""One word, one meaning: the synonyms that the glossary rules out are nowhere else."""
+"""One word, one meaning: no other file uses a synonym that the glossary rules out."""
 
 import re
 from pathlib import Path
@@ -37,7 +37,7 @@ def texts() -> dict[Path, str]:
 
 
 def places(synonym: str, text: str) -> list[str]:
-    """Lines with the word, also as a part of a name such as `fate_of`."""
+    """Lines with the word, alone or as part of a name such as `fate_of`."""
     pattern = re.compile(rf"(?<![A-Za-z]){re.escape(synonym)}(?![A-Za-z])", re.IGNORECASE)
     return [line for line in text.splitlines() if pattern.search(line)]
 
@@ -59,4 +59,4 @@ def test_no_synonym_is_used(synonym: str) -> None:
         for path, text in texts().items()
         if (lines := places(synonym, text))
     }
-    assert not found, f"write {RULED_OUT[synonym]!r} in place of {synonym!r}"
+    assert not found, f"write {RULED_OUT[synonym]!r} instead of {synonym!r}"

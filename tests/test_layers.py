@@ -1,4 +1,4 @@
-"""The rules of who imports whom, read from the source: imports inside functions count too."""
+"""The import rules, checked in the source. Imports inside functions count too."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ BETWEEN_STATIONS = {
     ("learning", "weights"),
     ("serving", "generation"),
 }
-"""(importer, imported): the only stations that know another."""
-TAKE_CONFIG = ("config", "rundir", "observe", "preflight", "run", "cli", "testing")
+"""(importer, imported): the only stations that import another."""
+TAKE_CONFIG = ("config", "rundir", "preflight", "run", "cli", "testing")
 """Folders that may take a whole `Config`."""
 HOMES = {
     "vllm": ["generation", "weights"],
@@ -76,7 +76,7 @@ def ours(path: Path) -> set[str]:
     return (named & known) - {""}
 
 
-def lies_in(name: str, homes: list[str]) -> bool:
+def is_in(name: str, homes: list[str]) -> bool:
     return any(name == home or name.startswith(home + ".") for home in homes)
 
 
@@ -97,7 +97,7 @@ def test_imports_go_downward(name: str, path: Path) -> None:
     assert not higher, f"{name} (layer {layer(name)}) imports {higher}"
 
 
-def test_stations_do_not_know_one_another() -> None:
+def test_stations_do_not_import_one_another() -> None:
     arrows = {
         (name, other)
         for name, path in modules()
@@ -110,13 +110,13 @@ def test_stations_do_not_know_one_another() -> None:
 
 
 def test_folders_import_one_another_one_way() -> None:
-    """No circle of folders, and none of modules: whatever is imported was there before."""
+    """Neither folders nor modules import one another in a cycle."""
     arrows: dict[str, set[str]] = {name: ours(path) - {name} for name, path in modules()}
     for graph in (_by_folder(arrows), arrows):
         while leaves := [name for name, targets in graph.items() if not targets & set(graph)]:
             for leaf in leaves:
                 del graph[leaf]
-        assert not graph, f"circles among {sorted(graph)}"
+        assert not graph, f"cycles among {sorted(graph)}"
 
 
 def _by_folder(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
@@ -130,7 +130,7 @@ def _by_folder(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def test_only_some_folders_take_a_whole_config() -> None:
-    """A station takes a small spec of its own, which `preflight.specs` makes."""
+    """A station takes its own small spec, which `preflight.specs` makes."""
     takers = {
         name
         for name, path in modules()
@@ -164,7 +164,10 @@ SURFACE = {
     "packing": "pack pack_blocks pack_rows",
     "preflight": "HEAD_GRADIENTS data_spec learner_spec make_plan model_context ray_cluster",
     "rewards": "GroupCall RewardError call_reward",
-    "run": "RunFailedError Summary command_name concurrency_of launch_stations run_training",
+    "run": (
+        "AcrossAttempts RunFailedError Summary command_name concurrency_of launch_stations "
+        "run_training"
+    ),
     "rundir": "Run RunDirectory RunNotFoundError open_run",
     "sandbox": (
         "Level Levels Limits LocalSandbox Program Result Sandbox SandboxError "
@@ -187,8 +190,8 @@ def test_a_folder_exports_what_it_promises(name: str) -> None:
     package = importlib.import_module(f"asyncrl.{name}" if name else "asyncrl")
     exported = getattr(package, "__all__", [])
     assert sorted(exported) == sorted(SURFACE.get(name, "").split())
-    for one in exported:
-        assert getattr(package, one) is not None
+    for attribute in exported:
+        assert getattr(package, attribute) is not None
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=str)
@@ -204,8 +207,8 @@ def test_jobs_and_benchmarks_use_the_public_surface_alone(path: Path) -> None:
 
 
 def test_nothing_is_computed_with_the_wall_clock() -> None:
-    """Somebody may set it: deadlines and intervals are counted on the monotonic clock. Only records
-    have the time of day."""
+    """The wall clock can be set, so deadlines and intervals use the monotonic clock. Only records
+    contain the time of day."""
     wall = ("time.time", "datetime.now", "datetime.datetime.now")
     readers = {
         name
@@ -225,18 +228,18 @@ def test_heavy_libraries_have_one_home(library: str) -> None:
         for name, path in modules()
         if any(m == library or m.startswith(library + ".") for m in imports(path))
     }
-    assert not {name for name in users if not lies_in(name, HOMES[library])}
+    assert not {name for name in users if not is_in(name, HOMES[library])}
 
 
 def test_control_imports_no_files_and_no_heavy_library() -> None:
-    strangers = {"ray", "vllm", "deepspeed", "torch", "os", "shutil", "tempfile"}
+    forbidden = {"ray", "vllm", "deepspeed", "torch", "os", "shutil", "tempfile"}
     for name, path in modules():
         if folder(name) == "control":
-            assert not {module.split(".")[0] for module in imports(path)} & strangers, name
+            assert not {module.split(".")[0] for module in imports(path)} & forbidden, name
 
 
 def test_the_sandbox_needs_the_standard_library_alone() -> None:
-    """Its supervisor starts without site-packages, and in front of every program."""
+    """Its supervisor runs without site-packages, and starts before every program."""
     for name, path in modules():
         if folder(name) == "sandbox":
             others = {
@@ -248,8 +251,8 @@ def test_the_sandbox_needs_the_standard_library_alone() -> None:
 
 
 def test_the_driver_imports_neither_torch_nor_vllm_nor_deepspeed() -> None:
-    """A process that only starts and watches others: each of these would cost it, and every reward
-    process, seconds and hundreds of MiB."""
+    """The driver only starts and watches other processes. Each of these imports would cost it, and
+    every reward process, seconds and hundreds of MiB."""
     script = (
         "import sys, asyncrl.run.train\n"
         "print([name for name in ('torch', 'vllm', 'deepspeed') if name in sys.modules])"

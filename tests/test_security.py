@@ -1,5 +1,5 @@
-"""One attempt to break each of the promises about security. What is guarded elsewhere as well: the
-HTTP routes (tests/generation/test_http.py)."""
+"""Each test attempts to break one security promise. The HTTP routes have their own tests
+(tests/serving)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]<script>alert(1)</script>\u202e\r"
 
 
 class Touch:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -51,9 +51,9 @@ class Touch:
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Iterator[Path]:
-    """A file that nobody makes."""
+    """The path of a file that no code may create."""
     yield tmp_path / "executed"
-    assert not (tmp_path / "executed").exists(), "something ran the code of a file"
+    assert not (tmp_path / "executed").exists(), "code in a file was run"
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_ray_without_its_token_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         pytest.raises(RuntimeError, match="Ray's token authentication is off; unset RAY_AUTH_MODE"),
         cluster.ray_cluster(config(tmp_path)),
     ):
-        raise AssertionError("the run went on")
+        raise AssertionError("the run continued")
     assert ended == [True]
 
 
@@ -113,7 +113,7 @@ def test_a_local_cluster_has_a_token(ray_cluster: Any) -> None:
 
 @pytest.fixture
 def model_with_code(tmp_path: Path, tiny_model: Path, marker: Path) -> Path:
-    """A checkpoint that brings code for its config, model and tokenizer."""
+    """A checkpoint with its own code for config, model and tokenizer."""
     directory = tmp_path / "model"
     directory.mkdir()
     for file in tiny_model.iterdir():
@@ -139,11 +139,11 @@ def test_a_models_own_code_does_not_run(
     from asyncrl.models.policy import load_policy
     from asyncrl.text.tokenizer import load_tokenizer
 
-    monkeypatch.setattr("builtins.input", lambda *text: "y")  # transformers asks, unless it is told
+    monkeypatch.setattr("builtins.input", lambda *text: "y")  # transformers asks by default
     with pytest.raises(ValueError):
         load_policy(str(model_with_code), torch.float32, 1.0)
-    load = load_tokenizer.__wrapped__  # not what it remembers
-    load(str(model_with_code))  # the fast tokenizer's own file
+    load = load_tokenizer.__wrapped__  # without the cache
+    load(str(model_with_code))  # the tokenizer.json alone is safe
     (model_with_code / "tokenizer.json").rename(model_with_code / "vocabulary.json")
     with pytest.raises((ValueError, OSError)):
         load(str(model_with_code))
@@ -152,8 +152,8 @@ def test_a_models_own_code_does_not_run(
 def test_weights_come_from_safetensors_alone(
     tmp_path: Path, tiny_model: Path, marker: Path
 ) -> None:
-    """A directory with some safetensors file passes the plan; transformers would look for its usual
-    names, and then for pickles."""
+    """A directory with any safetensors file passes the plan, but transformers would look for its
+    usual names and then for pickles."""
     import torch
 
     from asyncrl.models.policy import load_policy
@@ -166,8 +166,10 @@ def test_weights_come_from_safetensors_alone(
         load_policy(str(tmp_path), torch.float32, 1.0)
 
 
-def test_the_engine_is_told_the_same(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked of the source: a config of vLLM's takes it half a minute to import."""
+def test_the_engine_gets_the_same_settings(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checked in the source, because importing vLLM's config takes half a minute."""
     (call,) = [
         node
         for node in ast.walk(parsed("generation/arguments.py"))
@@ -189,7 +191,7 @@ SAFE = {"weights_only": True, "trust_remote_code": False}
     sorted([*(ROOT / "asyncrl").rglob("*.py"), *(ROOT / "jobs").glob("*.py")]),
     ids=lambda path: str(path.relative_to(ROOT)),
 )
-def test_no_call_that_runs_what_it_reads(path: Path) -> None:
+def test_no_call_runs_code_from_files(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
@@ -223,7 +225,7 @@ def test_no_call_that_runs_what_it_reads(path: Path) -> None:
             assert given.get("shell") is not True, f"line {node.lineno}"
 
 
-# Checkpoints: our own shards, after the manifest check
+# Checkpoints: only our own shards, after the manifest check
 
 
 class Learner(FakeLearner):
@@ -261,7 +263,7 @@ def test_a_shard_that_was_replaced_is_never_loaded(
 def test_a_shard_that_was_added_is_never_loaded(
     tmp_path: Path, checkpoint: Path, marker: Path
 ) -> None:
-    """DeepSpeed looks for shards by pattern, so it would find it."""
+    """DeepSpeed looks for shards by pattern, so it would find this one."""
     (checkpoint / "learner" / "zero3" / "mp_rank_01_model_states.pt").write_bytes(
         pickle.dumps(Touch(marker))
     )
@@ -272,7 +274,7 @@ def test_a_shard_that_was_added_is_never_loaded(
 
 
 def test_a_shard_behind_a_link_is_never_loaded(tmp_path: Path, checkpoint: Path) -> None:
-    """Its content is right when it is checked, and may be another's when it is loaded."""
+    """The content may be right during the check and different during the load."""
     shard = checkpoint / "learner" / "zero3" / "mp_rank_00_model_states.pt"
     (tmp_path / "elsewhere").write_bytes(shard.read_bytes())
     shard.unlink()
@@ -368,8 +370,8 @@ def test_yaml_makes_no_objects(tmp_path: Path, marker: Path) -> None:
 
 
 def test_a_dataset_runs_no_code(tmp_path: Path, marker: Path) -> None:
-    """A column of Ray's object type is unpickled by whoever looks at its values, once ray.data is
-    imported."""
+    """Once ray.data is imported, reading a value of a column with Ray's object type unpickles
+    it."""
     from ray.data._internal.object_extensions.arrow import ArrowPythonObjectType
 
     from asyncrl.data.sources import read_sources
@@ -421,7 +423,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         "half",
     ],
 )
-def test_a_yaml_file_stands_for_no_more_than_it_says(
+def test_a_yaml_file_that_expands_or_nests_too_far_is_refused(
     tmp_path: Path, text: str, reason: str
 ) -> None:
     path = tmp_path / "config.yaml"
@@ -432,7 +434,7 @@ def test_a_yaml_file_stands_for_no_more_than_it_says(
         _ = open_run(tmp_path).config
 
 
-def test_yaml_aliases_that_repeat_a_little_are_fine(tmp_path: Path) -> None:
+def test_a_few_yaml_aliases_are_fine(tmp_path: Path) -> None:
     from asyncrl.runtime.yaml_files import parse_yaml
 
     assert parse_yaml("a: &a {x: 1}\nb: [*a, *a]\nc: {<<: *a, y: 2}") == {
@@ -451,8 +453,7 @@ def test_a_config_that_is_a_pipe_is_named(tmp_path: Path) -> None:
 def test_import_paths_come_from_the_config_alone(
     tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that names a function, in every column that might be taken for one, is given to the
-    reward as data."""
+    """A row that names a function in its columns reaches the reward as data only."""
     from asyncrl.data.rendering import read_prompt_rows
     from asyncrl.rewards.contract import GroupCall, call_reward
 
@@ -511,7 +512,7 @@ def test_secrets_stay_out_of_config_dumps(tmp_path: Path, secret: str) -> None:
         ROOT / "asyncrl" / "preflight" / "plan.py"
     ).read_text()
     assert "model_dump(" not in source.replace("correction.model_dump(", ""), (
-        "whoever shows a config shows `dump()`"
+        "use `dump()` to show a config"
     )
 
 
@@ -559,7 +560,7 @@ def test_ray_logs_are_kept_without_secrets(tmp_path: Path, secret: str) -> None:
         "password=hunter22",
     ],
 )
-def test_what_looks_like_a_secret_goes(text: str) -> None:
+def test_text_that_looks_like_a_secret_is_redacted(text: str) -> None:
     assert "[redacted]" in redact(text)
     assert not any(part in redact(text) for part in ("hunter22", "abcdef"))
 
@@ -582,14 +583,14 @@ def test_what_looks_like_a_secret_goes(text: str) -> None:
         "-----BEGIN RSA PRIVATE KEY-----\nhunter22\n-----END RSA PRIVATE KEY-----",
     ],
 )
-def test_more_that_looks_like_a_secret_goes(text: str) -> None:
+def test_more_text_that_looks_like_a_secret_is_redacted(text: str) -> None:
     assert "[redacted]" in redact(text) and not re.search(
         "hunter22|aHVudGVy", redact(text), re.IGNORECASE
     ), redact(text)
 
 
 @pytest.mark.parametrize("value", ["p@ss w0rd/+é!x", "abcdefgh12345678", "first line\nsecond line"])
-def test_a_secret_goes_in_whatever_it_was_written_into(
+def test_a_secret_is_redacted_in_every_encoding(
     monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", value)
@@ -623,7 +624,7 @@ def test_a_secret_goes_in_whatever_it_was_written_into(
         "session_cookie",
     ],
 )
-def test_more_names_of_secrets(name: str) -> None:
+def test_values_under_names_of_secrets_are_redacted(name: str) -> None:
     assert redact_tree({name: ["a", {"b": "c"}, 5]}) == {
         name: ["[redacted]", {"b": "[redacted]"}, 5]
     }
@@ -640,11 +641,11 @@ def test_more_names_of_secrets(name: str) -> None:
         "version 1.2.3",
     ],
 )
-def test_plain_words_stay(text: str) -> None:
+def test_plain_words_are_kept(text: str) -> None:
     assert redact(text) == text
 
 
-def test_a_secret_in_a_name_goes(secret: str) -> None:
+def test_a_secret_in_a_name_is_redacted(secret: str) -> None:
     assert redact_tree({secret: 1, "monkey": "x", "max_tokens": 5}) == {
         "[redacted ASYNCRL_API_KEY]": 1,
         "monkey": "x",
@@ -694,17 +695,17 @@ def test_variables_of_these_names_are_secret_in_every_form(
         ("PATH_X", "work"),
     ],
 )
-def test_other_variables_stay(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_other_variables_are_kept(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     assert redact(f"a {value} b") == f"a {value} b"
 
 
-def test_a_short_secret_goes_only_as_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_secret_is_redacted_only_as_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DB_PWD", "run")
     assert redact("running run, rerun") == "running [redacted DB_PWD], rerun"
 
 
-def test_secrets_go_by_their_names_and_nothing_else_does() -> None:
+def test_only_values_under_names_of_secrets_are_redacted() -> None:
     assert redact_tree(
         {"api_key": "x", "wandb": {"token": "y"}, "monkey": "z", "tokens": ["a"]}
     ) == {
@@ -725,7 +726,7 @@ def harmless(text: str) -> bool:
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_model_text_moves_no_terminal(live: bool) -> None:
+def test_model_text_cannot_act_on_a_terminal(live: bool) -> None:
     stream = io.StringIO()
     with ProgressView(stream=stream, live=live) as view:
         view.show(
@@ -738,10 +739,10 @@ def test_model_text_moves_no_terminal(live: bool) -> None:
         and "\x07" not in text
         and "\u202e" not in text
     )
-    assert "[bold red]" in text, "markup is shown, not obeyed"
+    assert "[bold red]" in text, "markup is shown and not applied"
 
 
-def test_an_error_that_quotes_model_text_moves_no_terminal(
+def test_an_error_that_quotes_model_text_cannot_act_on_a_terminal(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from asyncrl import cli
@@ -754,7 +755,7 @@ def test_an_error_that_quotes_model_text_moves_no_terminal(
 
 
 @pytest.mark.parametrize("command", ["plan", "audit", "export"])
-def test_names_of_files_and_columns_move_no_terminal(
+def test_names_of_files_and_columns_cannot_act_on_a_terminal(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from asyncrl import cli
@@ -773,9 +774,9 @@ def test_names_of_files_and_columns_move_no_terminal(
     )
 
 
-def test_model_text_is_no_html() -> None:
-    """People see it in notebooks, as tables of pandas, which escapes. Nothing of ours makes HTML,
-    or tells pandas not to."""
+def test_model_text_is_not_html() -> None:
+    """Notebooks show model output as pandas tables, which escape it. asyncrl's code writes no HTML,
+    and does not turn the escaping off."""
     ours = [
         path
         for folder in ("asyncrl", "notebooks", "jobs")
@@ -792,7 +793,7 @@ def test_model_text_is_no_html() -> None:
     assert "<script>" not in page and "<img" not in page and "&lt;script&gt;" in page
 
 
-def test_a_cluster_without_a_token_may_be_used_by_a_setting_that_says_what_it_opens(
+def test_a_cluster_without_a_token_needs_a_setting_and_gives_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
 

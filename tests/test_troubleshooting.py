@@ -1,5 +1,5 @@
-"""docs/troubleshooting.md quotes messages as the code says them: every fixed part of one occurs in
-a string of the package."""
+"""docs/troubleshooting.md quotes messages correctly: each fixed part of a message occurs in a
+string of the package."""
 
 import ast
 import re
@@ -16,13 +16,13 @@ MESSAGES = [
     for line in block.splitlines()
 ]
 SHORTEST = 11
-"""Letters that at least one fixed part of a message must have: shorter ones occur in any program.
+"""Least length of the longest fixed part of a message, because short strings occur in any program.
 """
 
 
 def strings(source):
-    """Every string of a module as it reads, with … for what is filled in. Neighboring pieces are
-    one string."""
+    """Every string of a module, with … for each formatted value. Adjacent literals are one
+    string."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             yield "".join(
@@ -64,7 +64,7 @@ def test_slimes_thirteen_come_first_and_every_section_is_whole():
         ), title
 
 
-def test_a_message_that_nobody_says_is_noticed():
+def test_a_message_that_is_not_in_the_source_is_noticed():
     assert "the run was eaten by a dog" not in SOURCE and fixed_parts(
         "model.path = …: gone (…)"
     ) == ["model.path =", "gone"]

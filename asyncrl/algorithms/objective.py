@@ -83,9 +83,11 @@ def token_weights(
 ) -> list[float]:
     """Return the weight of each loss token, one value for each trajectory.
 
-    token_mean: 1 / N (DAPO, arXiv:2503.14476, eq. 8). sequence_mean_token_mean: 1 / (S · its
-    length) (GRPO, arXiv:2402.03300, eq. 3). sequence_mean_token_sum: 1 / S. fixed: 1 / (S ·
-    fixed_length) (Dr.GRPO, arXiv:2503.20783, with the longest completion allowed).
+    - token_mean: 1 / N (DAPO, arXiv:2503.14476, eq. 8).
+    - sequence_mean_token_mean: 1 / (S · its length) (GRPO, arXiv:2402.03300, eq. 3).
+    - sequence_mean_token_sum: 1 / S.
+    - fixed: 1 / (S · fixed_length) (Dr.GRPO, arXiv:2503.20783, with the longest completion
+      allowed).
 
     Args:
         lengths: loss tokens of each trajectory of the step. N is their sum. S is the number of
@@ -321,8 +323,8 @@ def _value_term(tokens: PolicyTokens, objective: ObjectiveSpec) -> Tensor:
 
 def _kl_weight(tokens: PolicyTokens, objective: ObjectiveSpec) -> Tensor:
     """min(π_learner / π_behavior, correction.cap), which turns a mean over the behavior policy's
-    tokens into one over the learner's (DeepSeek-V3.2, arXiv:2512.02556, section 3.1, without a
-    cap).
+    tokens into one over the learner's. Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1,
+    without a cap.
 
     The weight carries a gradient: part of the divergence's gradient comes from tokens that change
     their probability. Without that part, k3 has the gradient of KL(reference || learner). k2 is the

@@ -500,8 +500,8 @@ LIKENESS = 0.8
 
 
 def explain_unknown(name: str, known: Sequence[str]) -> str:
-    """Explain, in one line, a setting that is not among the `known` dotted names: its name here,
-    why it is not implemented, or the nearest name."""
+    """One line about a setting that is not among the `known` dotted names: its name here, why it
+    does not exist, or the nearest name."""
     for ending in _endings(name):
         if ending in NOT_IMPLEMENTED:
             return f"{name} is not implemented: {NOT_IMPLEMENTED[ending]}"

@@ -174,27 +174,29 @@ describes them)."""
 
 def check_rules(config: Settings) -> None:
     """Raise ValueError for the first rule that does not hold."""
-    _sources_hold(config)
-    _batches_divide(config)
-    _lengths_and_timeouts_fit(config)
-    _evaluation_holds(config)
-    _old_policy_suits_the_loss(config)
-    _dual_clip_acts(config)
-    _advantage_suits_the_rewards(config)
-    _stale_tokens_are_corrected(config)
-    _kl_holds(config)
-    _kept_tokens_fit(config)
-    _everything_acts(config)
+    _check_sources(config)
+    _check_batches(config)
+    _check_lengths_and_timeouts(config)
+    _check_evaluation(config)
+    _check_old_policy(config)
+    _check_dual_clip(config)
+    _check_advantage(config)
+    _check_correction(config)
+    _check_kl(config)
+    _check_kept_tokens(config)
+    _check_effects(config)
 
 
-def _sources_hold(config: Settings) -> None:
+def _check_sources(config: Settings) -> None:
     """Check that all sources of data.train have a weight or none has, and that names are unique."""
     settings = {
         "data.train": config.data.train,
         "eval.data": config.eval.data,
         "warm_start.data": config.warm_start.data,
     }
-    settings |= {f"eval.sets.{name}.data": one.data for name, one in config.eval.sets.items()}
+    settings |= {
+        f"eval.sets.{name}.data": eval_set.data for name, eval_set in config.eval.sets.items()
+    }
     for setting, value in settings.items():
         sources = value if isinstance(value, tuple) else ()
         if isinstance(value, tuple) and not value:
@@ -235,7 +237,7 @@ def length_text(config: Settings) -> str:
     return f"{lengths} = {config.longest_trajectory}"
 
 
-def _batches_divide(config: Settings) -> None:
+def _check_batches(config: Settings) -> None:
     rollout, staleness, generator = config.rollout, config.staleness, config.generator
     if generator.least_replicas > generator.num_replicas:
         raise ValueError(
@@ -273,7 +275,7 @@ def _batches_divide(config: Settings) -> None:
         )
 
 
-def _lengths_and_timeouts_fit(config: Settings) -> None:
+def _check_lengths_and_timeouts(config: Settings) -> None:
     if config.data.max_length is not None and config.data.max_length > (
         longest := config.data.max_prompt_length + config.rollout.max_completion_length
     ):
@@ -288,24 +290,24 @@ def _lengths_and_timeouts_fit(config: Settings) -> None:
             f" generator.stall_timeout_s = {stall_timeout_s(config):g}: a stalled generator would"
             " end the run before it is replaced; raise push_timeout_s, or lower stall_timeout_s"
         )
-    _trajectories_fit(config)
-    _pieces_are_cut(config)
+    _check_trajectories(config)
+    _check_packing(config)
 
 
-def _evaluation_holds(config: Settings) -> None:
+def _check_evaluation(config: Settings) -> None:
     if config.warm_start.data is not None and config.eval.data is None:
         raise ValueError(
             f"warm_start.data = {config.warm_start.data!r} needs eval.data: the accuracy on it ends"
             " the warm start; name a held-out file"
         )
-    _code_has_a_sandbox(config)
+    _check_sandbox(config)
     if config.eval.every_steps and not config.eval.evaluates:
         raise ValueError(
             f"eval.every_steps = {config.eval.every_steps} has nothing to evaluate on; set"
             " eval.data or eval.sets, or leave it out"
         )
-    _sets_can_be_evaluated(config)
-    _evaluation_metrics_differ(config)
+    _check_sets(config)
+    _check_metric_names(config)
     if config.eval.accuracy is not None and config.eval.accuracy not in config.reward.functions:
         raise ValueError(
             f"eval.accuracy = {config.eval.accuracy!r} is not one of reward.functions"
@@ -313,7 +315,7 @@ def _evaluation_holds(config: Settings) -> None:
         )
 
 
-def _code_has_a_sandbox(config: Settings) -> None:
+def _check_sandbox(config: Settings) -> None:
     """Check that a reward that runs model-written code has a sandbox, with a limit below the
     reward's deadline."""
     sandbox, deadline_s = config.reward.sandbox, config.reward.deadline_s
@@ -338,8 +340,8 @@ def _code_has_a_sandbox(config: Settings) -> None:
         )
 
 
-def _sets_can_be_evaluated(config: Settings) -> None:
-    for name, one in config.eval.sets.items():
+def _check_sets(config: Settings) -> None:
+    for name, eval_set in config.eval.sets.items():
         field = f"eval.sets.{name}"
         if not SET_NAME.fullmatch(name) or name in OWN_SETS:
             raise ValueError(
@@ -347,26 +349,28 @@ def _sets_can_be_evaluated(config: Settings) -> None:
                 f" letter or digit. {' and '.join(OWN_SETS)} are the sets of eval.data; choose"
                 " another name"
             )
-        if one.data is None and config.eval.data is None:
+        if eval_set.data is None and config.eval.data is None:
             raise ValueError(f"{field} has no prompts; set {field}.data, or eval.data")
-        if one.temperature == 0 and (
-            cut := [name for name in ("top_p", "top_k", "min_p") if getattr(one, name) is not None]
+        if eval_set.temperature == 0 and (
+            cut := [
+                name for name in ("top_p", "top_k", "min_p") if getattr(eval_set, name) is not None
+            ]
         ):
             raise ValueError(
                 f"{field}.{cut[0]} has no effect at temperature 0, which always takes the most"
                 " probable token; leave one of them out"
             )
-        if one.temperature == 0 and one.n > 1:
+        if eval_set.temperature == 0 and eval_set.n > 1:
             raise ValueError(
-                f"{field}.n = {one.n} at temperature 0 would give the same completion {one.n}"
-                " times; set n: 1, or a temperature above 0"
+                f"{field}.n = {eval_set.n} at temperature 0 would give the same completion"
+                f" {eval_set.n} times; set n: 1, or a temperature above 0"
             )
 
 
-def _evaluation_metrics_differ(config: Settings) -> None:
+def _check_metric_names(config: Settings) -> None:
     """Check that an evaluation's metrics have unique names, or one would overwrite another."""
     known = dict.fromkeys(OVER_ALL_SETS, "all sets")
-    for one in [*(OWN_SETS if config.eval.data is not None else ()), *config.eval.sets]:
+    for set_name in [*(OWN_SETS if config.eval.data is not None else ()), *config.eval.sets]:
         for measured in [
             *MEASURED,
             *(
@@ -375,21 +379,21 @@ def _evaluation_metrics_differ(config: Settings) -> None:
                 if name != config.accuracy or name not in MEASURED
             ),
         ]:
-            metric = f"{one}_{measured}"
+            metric = f"{set_name}_{measured}"
             if metric in known:
                 reward = (
                     f"reward.functions.{measured}"
                     if measured in config.reward.functions
-                    else f"eval.sets.{one}"
+                    else f"eval.sets.{set_name}"
                 )
                 raise ValueError(
                     f"{reward}: two metrics would have the name eval/{metric} (the other belongs to"
                     f" {known[metric]}); choose another name"
                 )
-            known[metric] = f"set {one}"
+            known[metric] = f"set {set_name}"
 
 
-def _pieces_are_cut(config: Settings) -> None:
+def _check_packing(config: Settings) -> None:
     """Check that packing cuts longer rows if there are any, and only then."""
     warm_start = config.warm_start
     if warm_start.packing_strategy == "bfd_split" and not warm_start.splits:
@@ -406,7 +410,7 @@ def _pieces_are_cut(config: Settings) -> None:
         )
 
 
-def _trajectories_fit(config: Settings) -> None:
+def _check_trajectories(config: Settings) -> None:
     """Check the longest possible trajectory now, so that it cannot fail in the middle of a run."""
     learner, longest = config.learner, config.longest_trajectory
     if learner.world_size % learner.sequence_parallel_size:
@@ -433,7 +437,7 @@ def _trajectories_fit(config: Settings) -> None:
         )
 
 
-def _everything_acts(config: Settings) -> None:
+def _check_effects(config: Settings) -> None:
     """Refuse a setting that differs from its default and has no effect."""
     for setting, other, values, how in ACTS_WITH:
         section, _, name = setting.rpartition(".")
@@ -448,7 +452,7 @@ def _everything_acts(config: Settings) -> None:
             )
 
 
-def _kept_tokens_fit(config: Settings) -> None:
+def _check_kept_tokens(config: Settings) -> None:
     """Refuse to compare log-probs over the kept tokens with log-probs over all tokens."""
     compares = config.algorithm.compares_behavior
     for name, value in config.rollout.kept_tokens.items():
@@ -460,7 +464,7 @@ def _kept_tokens_fit(config: Settings) -> None:
             )
 
 
-def _old_policy_suits_the_loss(config: Settings) -> None:
+def _check_old_policy(config: Settings) -> None:
     algorithm = config.algorithm
     if algorithm.correction.truncation != "none" and algorithm.old_policy == "behavior":
         raise ValueError(
@@ -488,7 +492,7 @@ def _old_policy_suits_the_loss(config: Settings) -> None:
         )
 
 
-def _dual_clip_acts(config: Settings) -> None:
+def _check_dual_clip(config: Settings) -> None:
     algorithm = config.algorithm
     if algorithm.dual_clip is not None and (
         algorithm.loss != "ppo" or algorithm.old_policy == "learner"
@@ -504,7 +508,7 @@ def _dual_clip_acts(config: Settings) -> None:
         )
 
 
-def _advantage_suits_the_rewards(config: Settings) -> None:
+def _check_advantage(config: Settings) -> None:
     algorithm = config.algorithm
     if algorithm.correction.sequence_mask_above is not None and algorithm.advantage == "gae":
         raise ValueError(
@@ -537,7 +541,7 @@ def _advantage_suits_the_rewards(config: Settings) -> None:
         )
 
 
-def _stale_tokens_are_corrected(config: Settings) -> None:
+def _check_correction(config: Settings) -> None:
     algorithm = config.algorithm
     if (
         not algorithm.corrected
@@ -552,7 +556,7 @@ def _stale_tokens_are_corrected(config: Settings) -> None:
         )
 
 
-def _kl_holds(config: Settings) -> None:
+def _check_kl(config: Settings) -> None:
     """Check that the KL divergence is in one place, the reward or the loss, with a correct
     gradient."""
     algorithm = config.algorithm

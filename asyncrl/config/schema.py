@@ -144,7 +144,7 @@ class Source(Section):
         return ".".join(parts)[:64]
 
 
-def _several(value: object) -> object:
+def _as_sources(value: object) -> object:
     """A single path stays as it is. Anything else becomes a tuple of sources."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         return value[0]  # the command line gives a single path as a list
@@ -155,14 +155,14 @@ def _several(value: object) -> object:
     return value
 
 
-def _form(value: object) -> str:
+def _source_tag(value: object) -> str:
     return "(sources)" if isinstance(value, tuple) else "(path)"
 
 
 Sources = Annotated[
     Annotated[str, Tag("(path)")] | Annotated[tuple[Source, ...], Tag("(sources)")],
-    Discriminator(_form),
-    BeforeValidator(_several),
+    Discriminator(_source_tag),
+    BeforeValidator(_as_sources),
 ]
 
 
@@ -252,7 +252,7 @@ class RolloutConfig(Section):
     rollout_stop: list[str] = []
     """Additional strings that end a completion, beyond EOS and the chat end token. Special tokens
     and strings of any length are allowed. The tokens of the stop string stay in the completion and
-    are trained on. The text that rewards receive includes the stop string and ends there."""
+    are trained on. The text that rewards receive ends before the stop string."""
     rollout_stop_token_ids: list[int] = []
     """Additional stop token ids. Their text stays in what rewards receive."""
     ignore_eos: bool = False
@@ -534,9 +534,9 @@ class LearnerConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip the gradient to this L2 norm."""
     call_timeout_s: float = Field(default=3600.0, gt=0)
-    """Seconds in which every rank must answer a call: a start, step, version, save or load. A rank
-    that does not answer counts as dead: all ranks are ended, and a new attempt starts
-    (`max_restarts`). Collectives wait a minute longer, so that the driver decides."""
+    """Seconds in which every rank must answer a call: a start, step, version, save or load. Ranks
+    that do not answer count as dead: they are ended, and a new attempt starts (`max_restarts`).
+    Collectives wait a minute longer, so that the driver decides."""
     max_skipped_steps: int = Field(default=3, gt=0)
     """Consecutive skipped steps (NaN or Inf) after which the run ends."""
     find_nonfinite: bool = False
@@ -548,13 +548,13 @@ class LearnerConfig(Section):
 
     @field_validator("ds3_gather_for_generation")
     @classmethod
-    def model_is_never_gathered(cls, asked: bool) -> bool:
-        if asked:
+    def model_is_never_gathered(cls, gather: bool) -> bool:
+        if gather:
             raise ValueError(
                 "generators receive weights in buckets of weights.bucket_bytes, so no rank gathers"
                 " the whole model; set it to false, or leave it out"
             )
-        return asked
+        return gather
 
     @property
     def data_parallel_size(self) -> int:
@@ -854,7 +854,7 @@ class EvalConfig(Section):
     @property
     def draws_several(self) -> bool:
         """Whether a set has several completions per prompt."""
-        return any(one.n > 1 for one in self.sets.values())
+        return any(eval_set.n > 1 for eval_set in self.sets.values())
 
 
 class CheckpointConfig(Section):

@@ -75,14 +75,14 @@ def _token_bytes(array: pa.Array) -> list[bytes]:
     """The bytes to hash for each row: list lengths, then items. A row with a null uses JSON."""
     if (parts := _parts(array)) is not None:
         return _cut(parts, len(array))
-    alone = [array.take(pa.array([row])) for row in range(len(array))]
+    singles = [array.take(pa.array([row])) for row in range(len(array))]
     return [
         (
             _cut(parts, 1)[0]
-            if (parts := _parts(one)) is not None
-            else json.dumps(one.to_pylist()).encode()
+            if (parts := _parts(single)) is not None
+            else json.dumps(single.to_pylist()).encode()
         )
-        for one in alone
+        for single in singles
     ]
 
 

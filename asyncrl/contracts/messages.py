@@ -211,7 +211,8 @@ class Manifest:
     """zlib.crc32 of each bucket."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    """Tensors of the checkpoint that are not published, because no side computes with them."""
+    """Tensors of the checkpoint that are not published, because neither the learner nor the
+    generators compute with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +337,7 @@ class ServedWeights:
 
     @property
     def text(self) -> str:
-        """A sentence for people."""
+        """A description for the user."""
         if self.weights is None:
             held = "the checkpoint's own weights"
         else:

@@ -1,4 +1,4 @@
-"""Prompts and supervised rows: read, rendered, cut to length and streamed by Ray Data."""
+"""Prompts and supervised rows: reading, rendering, length limits, and streaming with Ray Data."""
 
 from __future__ import annotations
 

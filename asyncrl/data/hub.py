@@ -1,6 +1,7 @@
-"""Datasets of the Hugging Face hub: a commit's files of one split, fetched into the hub's cache.
+"""Datasets on the Hugging Face hub: the files of one split of a commit, downloaded into the hub's
+cache.
 
-`resolve_data` puts the cache's folders in place of names, so that everything after it reads files.
+`resolve_data` replaces names by the cache's folders, so everything after it reads files.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["download_dataset"]
 
 README = "README.md"
 UNREACHABLE = (httpx2.TransportError, ConnectionError, LocalEntryNotFoundError)
-"""What a hub that cannot be asked raises, HF_HUB_OFFLINE included."""
+"""Errors when the hub cannot be reached, HF_HUB_OFFLINE included."""
 REFUSED = (OSError, HFValidationError, RevisionResolutionError, httpx2.HTTPError)
 
 
@@ -46,24 +47,28 @@ def download_dataset(
     cache: Path | None = None,
     field: str = "data.train",
 ) -> Path:
-    """Folder of one commit of a dataset, with the files of a split and its README.md.
+    """Folder of one commit of a dataset, with its README.md and the files of one split.
 
-    One process on a node fetches; those that ask meanwhile wait. A hub that cannot be reached is
-    no error where the cache has what it last gave.
+    One process per node downloads while others wait. If the hub cannot be reached, the last state
+    in the cache is used.
 
     Args:
         name: `owner/name`.
+        split: name of the split.
+        subset: configuration; None = the default one.
         revision: branch, tag or commit; None = the main branch.
-        cache: default: the variable HF_HUB_CACHE, else the one below HF_HOME.
+        cache: default: the environment variable HF_HUB_CACHE, else the cache in HF_HOME.
+        field: setting that names the dataset, for messages.
 
     Raises:
-        ConfigError: neither the hub nor the cache has it, or it has no such split or subset.
+        ConfigError: the dataset is neither on the hub nor in the cache, or has no such split or
+            subset.
     """
     cache = cache or Path(constants.HF_HUB_CACHE)
     at = f" at revision {revision!r}" if revision else ""
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        if not os.access(cache, os.W_OK):  # others keep it: what is there may be used
+        if not os.access(cache, os.W_OK):  # a read-only cache of others may be used as it is
             return _from_cache(name, split, subset, revision, cache)
         with filelock.FileLock(cache / f".asyncrl-dataset-{name.replace('/', '--')}.lock"):
             try:
@@ -74,15 +79,15 @@ def download_dataset(
                 return _from_cache(name, split, subset, revision, cache)
     except ValueError as error:
         if isinstance(error, HFValidationError):
-            raise _unfetched(name, at, field, error) from None
+            raise _not_downloaded(name, at, field, error) from None
         raise ConfigError(f"{field} = {name!r}{at} {error}") from None
     except REFUSED as error:
-        raise _unfetched(name, at, field, error) from None
+        raise _not_downloaded(name, at, field, error) from None
 
 
 def _from_hub(name: str, split: str, subset: str | None, revision: str | None, cache: Path) -> Path:
     info = HfApi().dataset_info(name, revision=revision)
-    names = [one.rfilename for one in info.siblings or []]
+    names = [file.rfilename for file in info.siblings or []]
     text = None
     if README in names:
         readme = hf_hub_download(
@@ -90,7 +95,7 @@ def _from_hub(name: str, split: str, subset: str | None, revision: str | None, c
         )
         text = Path(readme).read_text(errors="replace")
     files = data_files(names, text, split, subset)
-    # A branch's name, not its commit, so that the cache knows what it stood for.
+    # The name of a branch, not its commit, so that the cache records which commit it was.
     folder = snapshot_download(
         name,
         repo_type="dataset",
@@ -125,14 +130,13 @@ def _from_cache(
 
 
 def _literal(name: str) -> str:
-    """A file's name as a pattern that fits it alone."""
+    """A pattern that matches exactly this file name."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
-def _unfetched(name: str, at: str, field: str, error: BaseException) -> ConfigError:
+def _not_downloaded(name: str, at: str, field: str, error: BaseException) -> ConfigError:
     why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ConfigError(
-        f"{field} = {name!r}: no such file or folder, and no dataset of the hub{at} that can be "
-        f"fetched ({why}); correct it, or fetch it beforehand with "
-        f"`hf download --repo-type dataset {name}`"
+        f"{field} = {name!r}: no such file or folder, and no dataset on the hub{at} that can be"
+        f" downloaded ({why}); correct it, or first run `hf download --repo-type dataset {name}`"
     )

@@ -1,4 +1,5 @@
-"""JSONL files as Arrow tables, without guessing: a value has the type that its text has."""
+"""Read JSONL files as Arrow tables without guessing types: each value keeps the type of its JSON
+text."""
 
 from __future__ import annotations
 
@@ -15,23 +16,24 @@ from asyncrl.contracts.columns import encode_column, json_field, json_text
 __all__ = ["MOST_ROW_BYTES", "read_jsonl"]
 
 MOST_ROW_BYTES = 64 << 20
-"""Largest row, in bytes: of a line of JSONL, and of a row of Parquet in Arrow's memory."""
+"""Largest row in bytes: a line of JSONL, or a row of Parquet in Arrow's memory."""
 CHUNK_BYTES = 16 << 20
-"""Bytes of lines that become one chunk of a column; far below the 2 GiB that one may hold."""
+"""Bytes of lines that become one chunk of a column. Arrow's limit for a chunk is 2 GiB."""
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 SURROGATE = re.compile("[\ud800-\udfff]")
 PLAIN = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
-"""Python type of all values of a column → its Arrow type. JSON text carries the others."""
+"""Python type of all values in a column → its Arrow type. Columns with other types become JSON
+text."""
 
 
 def read_jsonl(path: Path) -> list[pa.Table]:
-    """The rows of a JSONL file as tables, one after the other, each with its own columns and types.
+    """Read the rows of a JSONL file as a list of tables, each with its own columns and types.
 
-    A key that a row lacks is null there, as a key with null. Blank lines are passed over. The
-    file may be compressed (.gz, .bz2, .zst, .lz4).
+    A missing key is null, like a key with the value null. Blank lines are skipped. The file may be
+    compressed (.gz, .bz2, .zst, .lz4).
 
     Raises:
-        ValueError: a line is too long, no JSON object or not UTF-8; the message has its number.
+        ValueError: a line is too long, not a JSON object, or not UTF-8. The message has its number.
         OSError: the file cannot be read.
     """
     tables, rows, size, places = [], [], 0, []
@@ -58,10 +60,10 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             number += 1
             if len(line) > MOST_ROW_BYTES:
                 raise ValueError(
-                    f"line {number} is longer than {MOST_ROW_BYTES >> 20} MiB, the most that one"
-                    " row may have; shorten its values, or leave the row out"
+                    f"line {number} is longer than {MOST_ROW_BYTES >> 20} MiB, the limit for one"
+                    " row; shorten its values, or leave the row out"
                 )
-            # Files that were joined have marks inside as well.
+            # Concatenated files have byte order marks inside, too.
             line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
                 yield number, line
@@ -69,7 +71,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _parsed(line: bytes, number: int) -> dict[str, object]:
     if line.lstrip().startswith(b"["):
-        raise ValueError(f"line {number} begins a JSON array; write one object in each line")
+        raise ValueError(f"line {number} starts a JSON array; write one object per line")
     try:
         row = DECODER.decode(line.decode())
     except (ValueError, RecursionError) as error:
@@ -80,14 +82,14 @@ def _parsed(line: bytes, number: int) -> dict[str, object]:
             why = f"it is not UTF-8 ({why})"
         raise ValueError(f"line {number} cannot be read as JSON: {why}") from None
     if row == {}:
-        raise ValueError(f"line {number} holds an object without keys; leave it out")
+        raise ValueError(f"line {number} has an object without keys; leave it out")
     if isinstance(row, dict):
         return row
-    raise ValueError(f"line {number} holds no JSON object; write one object in each line")
+    raise ValueError(f"line {number} is not a JSON object; write one object per line")
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object. Which of two values of one key was meant would be a guess."""
+    """A JSON object. Duplicate keys are refused, because choosing a value would be a guess."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -108,7 +110,7 @@ def _table(rows: list[dict[str, object]], places: list[int]) -> pa.Table:
             field = _field(name, values)
             arrays.append(encode_column(values, field))
         except UnicodeEncodeError:
-            raise ValueError(_half_character(name, values, places)) from None
+            raise ValueError(_lone_surrogate(name, values, places)) from None
         fields.append(field)
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
@@ -124,15 +126,15 @@ def _field(name: str, values: list[object]) -> pa.Field:
 
 
 def _fits(value: object) -> bool:
-    """Whether an integer has 64 bits or fewer. Other values are not judged."""
+    """Whether an integer has at most 64 bits. True for any other value."""
     return not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
 
 
-def _half_character(name: str, values: list[object], places: list[int]) -> str:
-    """The line of the first value that no UTF-8 text can hold, or of its key."""
+def _lone_surrogate(name: str, values: list[object], places: list[int]) -> str:
+    """The message for the first value or key that UTF-8 cannot encode."""
     texts = [name + (json_text(value) or "") for value in values]
     broken = next(place for place, text in enumerate(texts) if SURROGATE.search(text))
     return (
         f"line {places[broken]} has half a character (a lone \\ud800 to \\udfff) at {name!a}, which"
-        " no text can hold; remove it"
+        " UTF-8 cannot encode; remove it"
     )

@@ -1,10 +1,9 @@
-"""Truncation: rows cut, dropped or refused by their lengths in tokens, on Arrow columns, before
-anything is batched.
+"""Length limits: rows that are too long are truncated, dropped or refused, on Arrow columns before
+batching.
 
-Three limits in TRL's order: the prompt (its end is kept), the completion (its start is kept), then
-prompt and completion together. One function serves prompts that wait for their completion,
-supervised rows and preference pairs. Nothing is ever added: a completion that is cut at its end
-loses its EOS with it.
+The three limits apply in TRL's order: the prompt (its end is kept), the completion (its start is
+kept), and the two together. One function handles prompts without completions, supervised rows and
+preference pairs. It never adds tokens: a completion that loses its end also loses its EOS.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ __all__ = [
 ]
 
 Policy = Literal["truncate", "drop", "error"]
-"""What happens to a row above a limit: cut to it, left out and counted, or an error."""
+"""What happens to a row above a limit: truncate it, drop and count it, or raise an error."""
 Side = Literal["keep_start", "keep_end"]
 Column: TypeAlias = "pa.Array | pa.ChunkedArray"
 """[R] list<int32> or large_list: the token ids of R rows. A null counts as empty."""
 
 TO_GENERATE = "first generated token"
-"""Stands for the completion of a row that has none yet: it must have room for one token."""
+"""Stands for the completion of a row that has none yet. The row needs room for one token."""
 
 
 class TooLongError(ValueError):
-    """A row above a limit under policy `error`. The message is one line that names row, length,
-    limit and the ways out."""
+    """A row is above a limit with policy `error`. The message gives row, length, limit and fixes in
+    one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """At most `tokens` tokens, from which side, and what else. The names are those of the settings,
-    for messages."""
+    """A limit of `tokens` tokens, the side that is kept, and the names of its settings for
+    messages."""
 
     tokens: int
     policy: Policy
@@ -55,13 +54,13 @@ class Limit:
     setting: str
     policy_setting: str
     side_setting: str = ""
-    """Where the side is a setting too."""
+    """Name of the setting for the side, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a row; None = no limit. `whole` bounds the prompt with its completion, and
-    judges each of a pair's completions with the prompt."""
+    """The limits of a row; None = no limit. `whole` bounds prompt plus completion. In a pair, it
+    applies to each completion with the prompt."""
 
     prompt: Limit | None = None
     completion: Limit | None = None
@@ -70,8 +69,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What one limit did: rows that are used with fewer tokens, the tokens they lost, and rows left
-    out."""
+    """What one limit did: rows used with fewer tokens, the tokens removed from them, and rows
+    dropped."""
 
     rows: int = 0
     tokens: int = 0
@@ -85,27 +84,27 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class LengthReport:
-    """What became of `rows` rows. Reports of blocks add up. A row that is left out is counted once,
-    where it was first; its cuts are not counted."""
+    """What the limits did to `rows` rows. Reports of blocks can be added. A row that is left out
+    counts once, at the first limit that it fails, and its cuts do not count."""
 
     rows: int = 0
     prompt: Cuts = Cuts()
     completion: Cuts = Cuts()
     whole: Cuts = Cuts()
     no_completion: int = 0
-    """Rows refused because no token to learn from (or to generate) is left."""
+    """Rows refused because no token to learn from or to generate is left."""
     no_prompt: int = 0
-    """Rows refused because no prompt is left: the first completion token needs a token before it.
-    """
+    """Rows refused because no prompt is left. The first completion token needs a token before
+    it."""
 
     @property
     def dropped(self) -> int:
-        """Rows left out as too long (policy drop)."""
+        """Rows dropped as too long (policy drop)."""
         return self.prompt.dropped + self.completion.dropped + self.whole.dropped
 
     @property
     def refused(self) -> int:
-        """Rows left out because nothing to learn from, or no prompt, is left of them."""
+        """Rows left out because nothing to learn from, or no prompt, is left."""
         return self.no_completion + self.no_prompt
 
     @property
@@ -125,7 +124,7 @@ class LengthReport:
 
     def metrics(self) -> dict[str, int]:
         """The counts by name: `rows`, `used`, `no_completion`, `no_prompt`, and `<limit>_rows`,
-        `<limit>_tokens`, `<limit>_dropped` of each limit."""
+        `<limit>_tokens`, `<limit>_dropped` for each limit."""
         limits = {"prompt": self.prompt, "completion": self.completion, "whole": self.whole}
         by_limit = {
             f"{name}_{field.name}": getattr(cuts, field.name)
@@ -141,7 +140,8 @@ class LengthReport:
         }
 
     def text(self) -> str:
-        """One line: rows used, and for each limit the rows and tokens cut and the rows dropped."""
+        """One line: the rows used, and for each limit the rows and tokens cut and the rows
+        dropped."""
         parts = [f"{self.used} of {_counted(self.rows, 'row')} used"]
         for name, cuts in (
             ("max_prompt_length", self.prompt),
@@ -170,14 +170,14 @@ class LengthReport:
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """The K rows that are used, of R."""
+    """The K of R rows that are used."""
 
     prompts: pa.Array
-    """[K] in the type of the prompts given."""
+    """[K] with the type of the given prompts."""
     completions: dict[str, pa.Array]
     """Name → [K]."""
     kept: np.ndarray
-    """[K] int64: their indices among the R."""
+    """[K] int64: their indices among the R rows."""
     cut: np.ndarray
     """[K] bool: whether the row lost a token."""
     report: LengthReport
@@ -185,14 +185,14 @@ class Truncated:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The part of each list that is kept: [R] int64 where it starts in the column's values, and [R]
-    int64 its length."""
+    """The part of each list that is kept. starts: [R] int64, its start in the column's values.
+    lengths: [R] int64."""
 
     starts: np.ndarray
     lengths: np.ndarray
 
     def cut(self, limit: int | np.ndarray, side: Side) -> _Parts:
-        """At most `limit` tokens, one number or [R]."""
+        """At most `limit` tokens, given as one number or as [R]."""
         lengths = np.minimum(self.lengths, limit)
         return _Parts(
             self.starts if side == "keep_start" else self.starts + self.lengths - lengths, lengths
@@ -200,38 +200,37 @@ class _Parts:
 
 
 def cut(column: Column, limit: int, side: Side) -> pa.Array:
-    """The first (keep_start) or last (keep_end) `limit` tokens of every row of `column` [R]: [R],
-    of the same type."""
-    array = _whole(column)
+    """The first (keep_start) or last (keep_end) `limit` tokens of each row of `column` [R]. Returns
+    [R] of the same type."""
+    array = _as_array(column)
     return _gather(array, _parts(array).cut(limit, side), np.arange(len(array)))
 
 
 def truncate(
     prompts: Column, completions: Mapping[str, Column], limits: Limits, first_row: int = 0
 ) -> Truncated:
-    """Apply the limits to R rows, in this order: prompt, completion, whole.
+    """Apply the limits to R rows in this order: prompt, completion, whole.
 
-    A row is used or left out as a whole. A row is refused, and counted, if one of its completions
-    or its prompt is empty in the end. No Python loop runs over rows.
+    A row is used or left out as a whole. It is refused, and counted, if its prompt or one of its
+    completions is empty afterwards. No Python loop runs over rows.
 
     Args:
-        completions: name → column [R]. None of them: prompts yet to be completed, whose whole is
-            the prompt and one token to generate. Two: preference pairs; under `whole` both
-            completions are cut to the room that the prompt leaves (keep_start), or the prompt is
-            cut to the room that the longer one leaves (keep_end), so that both still answer the
-            same prompt.
+        completions: name → column [R]. Without any, the prompts are still to be completed, and the
+            whole is the prompt plus one token. Two are a preference pair. `whole` then cuts both
+            completions to the room after the prompt (keep_start), or the prompt to the room that
+            the longer completion leaves (keep_end). So both still have the same prompt.
         first_row: number of the first row, for messages.
 
     Raises:
         TooLongError: a row is above a limit whose policy is `error`.
-        ValueError: the columns are no list columns of one length.
+        ValueError: the columns are not list columns of the same length.
     """
-    prompt_array = _whole(prompts)
-    arrays = {name: _whole(column) for name, column in completions.items()}
+    prompt_array = _as_array(prompts)
+    arrays = {name: _as_array(column) for name, column in completions.items()}
     rows = len(prompt_array)
     found = {name: len(array) for name, array in arrays.items()}
     if any(count != rows for count in found.values()):
-        raise ValueError(f"{rows} prompts do not go with completions of {found} rows")
+        raise ValueError(f"{rows} prompts do not match completions with {found} rows")
     parts = {name: _parts(array) for name, array in arrays.items()} or {
         TO_GENERATE: _Parts(np.zeros(rows, np.int64), np.ones(rows, np.int64))
     }
@@ -262,7 +261,7 @@ def truncate(
 def _apply_all(
     limits: Limits, prompt: _Parts, answers: dict[str, _Parts], first_row: int
 ) -> tuple[_Parts, dict[str, _Parts], list[_Effect]]:
-    """Apply the limits in order: the parts that are kept, and each limit's effect."""
+    """Apply the limits in order. Returns the remaining parts and the effect of each limit."""
     alive = np.ones(len(prompt.lengths), dtype=bool)
     effects: list[_Effect] = []
     for limit, stage in (
@@ -286,7 +285,7 @@ class _Effect:
     """[R] bool: rows that the limit dropped."""
 
     def cuts(self, used: np.ndarray) -> Cuts:
-        """The counts over the rows that are used in the end."""
+        """The counts over the rows that are used."""
         tokens = self.tokens[used]
         return Cuts(int((tokens > 0).sum()), int(tokens.sum()), int(self.dropped.sum()))
 
@@ -299,7 +298,7 @@ def _apply(
     alive: np.ndarray,
     first_row: int,
 ) -> tuple[_Parts, dict[str, _Parts], _Effect]:
-    """Apply one limit to the rows that are still `alive` [R]: prompt, completions, and its
+    """Apply one limit to the rows that are still `alive` [R]. Returns prompt, completions and the
     effect."""
     before, nothing = _tokens(prompt, answers), np.zeros(len(alive), dtype=bool)
     if limit is None:
@@ -318,8 +317,7 @@ def _apply(
 
 
 Stage = tuple[dict[str, np.ndarray], _Parts, dict[str, _Parts]]
-"""What a limit judges (name → lengths [R]), and prompt and completions as they are when cut to it.
-"""
+"""What a limit bounds (name → lengths [R]), and the prompt and completions after truncation."""
 
 
 def _cut_prompt(prompt: _Parts, answers: dict[str, _Parts], limit: Limit) -> Stage:
@@ -327,7 +325,7 @@ def _cut_prompt(prompt: _Parts, answers: dict[str, _Parts], limit: Limit) -> Sta
 
 
 def _cut_completions(prompt: _Parts, answers: dict[str, _Parts], limit: Limit) -> Stage:
-    lengths = {f"the {_spoken(name)}": part.lengths for name, part in answers.items()}
+    lengths = {f"the {_display_name(name)}": part.lengths for name, part in answers.items()}
     return (
         lengths,
         prompt,
@@ -337,7 +335,7 @@ def _cut_completions(prompt: _Parts, answers: dict[str, _Parts], limit: Limit) -
 
 def _cut_whole(prompt: _Parts, answers: dict[str, _Parts], limit: Limit) -> Stage:
     lengths = {
-        f"prompt and {_spoken(name)} together": prompt.lengths + part.lengths
+        f"prompt and {_display_name(name)} together": prompt.lengths + part.lengths
         for name, part in answers.items()
     }
     if limit.side == "keep_start":
@@ -356,7 +354,7 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def _spoken(name: str) -> str:
+def _display_name(name: str) -> str:
     return name if name in ("completion", TO_GENERATE) else f"{name} completion"
 
 
@@ -367,7 +365,7 @@ def _too_long(
         ((what, int(length[row])) for what, length in lengths.items()), key=lambda item: item[1]
     )
     subject = what.removesuffix(" together")
-    # A prompt that fills the limit alone leaves no completion while its start is kept.
+    # If the start is kept, a prompt that fills the limit alone leaves no completion.
     full = limit.side_setting and limit.side == "keep_start" and prompts[row] >= limit.tokens
     ways = f"drop, or truncate with {limit.side_setting}: keep_end" if full else "drop or truncate"
     return (
@@ -385,15 +383,15 @@ def _tokens(prompt: _Parts, answers: Mapping[str, _Parts]) -> np.ndarray:
     return tokens
 
 
-def _whole(column: Column) -> pa.Array:
+def _as_array(column: Column) -> pa.Array:
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if not (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
-        raise ValueError(f"token ids are lists, such as list<int32>, not {array.type}")
+        raise ValueError(f"token ids must be lists, such as list<int32>, not {array.type}")
     return array
 
 
 def _parts(array: pa.Array) -> _Parts:
-    """All of every list. `offsets` are those of the slice, counted in the unsliced values."""
+    """The whole of every list. `offsets` belong to the slice and count in the unsliced values."""
     offsets = array.offsets.to_numpy().astype(np.int64)
     lengths = np.diff(offsets)
     return _Parts(
@@ -407,8 +405,8 @@ def _parts(array: pa.Array) -> _Parts:
 
 
 def _gather(array: pa.Array, parts: _Parts, rows: np.ndarray) -> pa.Array:
-    """[K] lists of the same type: the part of each of these rows. The values are copied in runs, or
-    not at all where they lie together."""
+    """[K] lists of the same type with the kept part of each of these rows. Values are copied in
+    runs, or not at all if they are contiguous."""
     large = pa.types.is_large_list(array.type)
     width, views, lists = (
         (np.int64, pa.LargeListViewArray, pa.LargeListArray)

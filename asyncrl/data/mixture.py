@@ -1,8 +1,8 @@
-"""Which row an ordinal means: one seeded permutation for each epoch, or a weighted mixture. Pure.
+"""Which row an ordinal means: one seeded permutation per epoch, or a weighted mixture. Pure.
 
-A mixture's epoch has a fixed number of prompts of each source. Its order is a permutation by
-(seed, epoch), and each source is gone through row by row, over and over, in permutations of its
-own. So an ordinal means one row for ever, whichever attempt asks.
+In a mixture, each epoch has a fixed number of prompts from each source, in an order permuted by
+(seed, epoch). Each source is read row by row, again and again, in its own permutations. So an
+ordinal always means the same row, in every attempt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 __all__ = ["Order", "ordinal_to_row"]
 
 LEAST_EPOCH = 1000
-"""Fewest prompts in a mixture's epoch, so that shares of small data come out to 0.1%."""
+"""Minimum prompts in a mixture's epoch. It keeps the shares of small sources accurate to 0.1%."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -24,7 +24,7 @@ def _permutation(rows: int, *seed: int) -> np.ndarray:
 
 
 def ordinal_to_row(ordinal: int, rows: int, seed: int, shuffle: bool = True) -> tuple[int, int]:
-    """(epoch, row index) of an ordinal, for a dataset of `rows` rows."""
+    """(Epoch, row index) of an ordinal, for a dataset of `rows` rows."""
     epoch, position = divmod(ordinal, rows)
     return epoch, int(_permutation(rows, seed, epoch)[position]) if shuffle else position
 
@@ -36,18 +36,18 @@ class Order:
     rows: tuple[int, ...]
     """Rows of each source."""
     weights: tuple[float, ...] | None
-    """Of each source; None: every row of every source once in each epoch."""
+    """Weight of each source. None: every row of every source once per epoch."""
     seed: int
     shuffle: bool = True
 
     @property
     def epoch(self) -> int:
-        """Prompts of one epoch."""
+        """Prompts per epoch."""
         return sum(self.rows) if self.weights is None else max(sum(self.rows), LEAST_EPOCH)
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
-        """Prompts of each source in one epoch: by weight, to the nearest, and at least one."""
+        """Prompts from each source per epoch, rounded by weight, and at least one."""
         if self.weights is None:
             return self.rows
         exact = np.array(self.weights) / sum(self.weights) * self.epoch
@@ -64,7 +64,7 @@ class Order:
         return tuple(count / self.epoch for count in self.counts)
 
     def place(self, ordinal: int) -> tuple[int, int]:
-        """(epoch, row) of an ordinal. Rows count on from source to source."""
+        """(Epoch, row) of an ordinal. Row numbers continue from one source to the next."""
         if self.weights is None:
             return ordinal_to_row(ordinal, sum(self.rows), self.seed, self.shuffle)
         epoch, position = divmod(ordinal, self.epoch)
@@ -81,9 +81,9 @@ class Order:
 def _epoch_slots(
     counts: tuple[int, ...], seed: int, epoch: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The source at each place of an epoch, and how many of its prompts come before in the epoch.
+    """The source at each position of an epoch, and how many prompts of that source come before it.
 
-    `epoch` None: in file order, each source's prompts as evenly as they go.
+    `epoch` None: sources stay in file order, spread as evenly as possible.
     """
     sources = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     if epoch is None:

@@ -1,7 +1,7 @@
-"""Training prompts, streamed without end by Ray Data in the order of their ordinals.
+"""Training prompts, streamed endlessly by Ray Data in the order of their ordinals.
 
-Ordinals are attached before rows stream. So neither a retried read task nor a resume can change
-which row an ordinal means.
+Ordinals are attached before rows are streamed. So neither a retried read task nor a resume can
+change which row an ordinal means.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["ROWS_PER_BLOCK", "RayPromptSource", "ReorderWindow", "stream_ordinal
 ROWS_PER_BLOCK = 32
 BLOCK_BYTES = 16 << 10
 STREAM_BYTES = 512 << 10
-"""Object store that unread prompts may take: the stream runs ahead this far and no further."""
+"""Object store for unread prompts. The stream runs ahead only this far."""
 WAITING_PROMPTS = 128
-"""Prompts that wait in this process, at most."""
+"""Most prompts that wait in this process."""
 WAITING_BYTES = 256 << 20
-"""Memory that they may take if all have the size of the largest row."""
+"""Memory limit for waiting prompts, if all have the size of the largest row."""
 
 
 def stream_ordinals(lowest: int, finished: frozenset[int]) -> Iterator[int]:
-    """The ordinals from a frontier on: `lowest` is the lowest unfinished one, `finished` those
-    above it to leave out."""
+    """The ordinals from the frontier on: from `lowest`, the lowest unfinished one, without those in
+    `finished`."""
     ordinal = lowest
     while True:
         if ordinal not in finished:
@@ -47,8 +47,8 @@ def stream_ordinals(lowest: int, finished: frozenset[int]) -> Iterator[int]:
 def _stream_tables(
     data: Data, spec: DataSpec, report: PromptReport, lowest: int, finished: frozenset[int]
 ) -> Iterator[pa.Table]:
-    """Raw rows with ordinal and epoch, block after block, without end. Runs in the read task, which
-    holds the rows. A block ends early if its rows are large."""
+    """Raw rows with ordinal and epoch, in endless blocks. Runs in the read task, which keeps all
+    rows in memory. Large rows make shorter blocks."""
     rows = RowsByNumber(read_prompt_rows(data, spec, "data.train").table)
     order = order_of(report, spec)
     block: list[tuple[int, int, pa.RecordBatch]] = []
@@ -66,8 +66,8 @@ def _stream_tables(
 
 
 class ReorderWindow:
-    """Gives prompts back in ordinal order, each once, in whatever order and however often they
-    come."""
+    """Returns each prompt exactly once, in the order of ordinals. Prompts may arrive in any order
+    and repeatedly."""
 
     def __init__(self, lowest: int, finished: frozenset[int]) -> None:
         self._ordinals = stream_ordinals(lowest, finished)
@@ -76,11 +76,11 @@ class ReorderWindow:
 
     @property
     def lowest(self) -> int:
-        """The ordinal of the next prompt to give."""
+        """The ordinal of the next prompt to return."""
         return self._next
 
     def put(self, prompt: Prompt) -> list[Prompt]:
-        """Take one prompt; return those that are now in order."""
+        """Add one prompt; return the prompts that are next in order."""
         if prompt.ordinal >= self._next:
             self._early[prompt.ordinal] = prompt
         ready = []
@@ -91,8 +91,8 @@ class ReorderWindow:
 
 
 class RayPromptSource:
-    """`PromptSource`: one endless Ray Data execution, consumed by a thread; `next()` waits on the
-    event loop without blocking it."""
+    """`PromptSource`: one endless Ray Data execution that a thread consumes. `next()` waits without
+    blocking the event loop."""
 
     def __init__(
         self,
@@ -105,17 +105,17 @@ class RayPromptSource:
         """Start streaming.
 
         Args:
-            report: of `check_prompts(spec)`.
+            report: from `check_prompts(spec)`.
             lowest: the lowest unfinished ordinal (the frontier).
-            finished: ordinals above it that are finished; they are left out.
-            stacks: as of `stream_blocks`.
+            finished: finished ordinals above it, which are skipped.
+            stacks: see `stream_blocks`.
         """
         self._stacks = stacks
         self._frontier = lowest, frozenset(finished)
         self._schema = report.schema
         most = max(1, min(WAITING_PROMPTS, WAITING_BYTES // max(1, report.largest_row)))
         self._waiting: queue.Queue[Prompt | BaseException] = queue.Queue(most)
-        self._begun, self._closed = threading.Event(), threading.Event()
+        self._started, self._closed = threading.Event(), threading.Event()
         tables = functools.partial(_stream_tables, spec.data.train, spec, report)
         self._thread = threading.Thread(
             target=self._consume,
@@ -126,8 +126,8 @@ class RayPromptSource:
         self._thread.start()
 
     async def next(self) -> Prompt:
-        """The next prompt in ordinal order. Raises RuntimeError if the stream broke, PartDiedError
-        if a process died."""
+        """The next prompt in the order of ordinals. Raises RuntimeError if the stream broke, or
+        PartDiedError if a process died."""
         item: Prompt | BaseException | None
         while True:
             try:
@@ -140,9 +140,9 @@ class RayPromptSource:
                 return item
 
     async def started(self) -> bool:
-        """Whether the execution's task runs: its first block has come. A stream that broke has
-        begun: `next` raises its error."""
-        return self._begun.is_set()
+        """Whether the first block has arrived, so the execution's task runs. Also true for a broken
+        stream: `next` raises its error."""
+        return self._started.is_set()
 
     async def close(self) -> None:
         """End the execution and its tasks."""
@@ -160,8 +160,8 @@ class RayPromptSource:
         tables: Callable[[int, frozenset[int]], Iterator[pa.Table]],
         stage: Callable[[pa.Table], pa.Table],
     ) -> None:
-        """Where the task's process dies, a new execution begins at the first prompt that has not
-        come."""
+        """Stream prompts into the queue. If the task's process dies, start a new execution at the
+        first missing prompt."""
         from asyncrl.runtime.ray_stream import Deaths, stream_blocks
 
         window, deaths = ReorderWindow(*self._frontier), Deaths("prompt")
@@ -171,21 +171,21 @@ class RayPromptSource:
                 for block in stream_blocks(
                     source, stage, BLOCK_BYTES, STREAM_BYTES, "prompts", self._stacks
                 ):
-                    self._begun.set()
+                    self._started.set()
                     for prompt in prompts_of(block, self._schema):
                         for ready in window.put(prompt):
                             if not self._put(ready):
                                 return
-                raise RuntimeError("it ended, though it has no end")
+                raise RuntimeError("it ended, although it should be endless")
             except Exception as error:
                 if not deaths.survived(error):
-                    # The caller that waits in next() raises it: this thread has no other way.
-                    self._begun.set()
+                    # next() raises this in its caller. A thread cannot report it otherwise.
+                    self._started.set()
                     self._put(error)
                     return
 
     def _put(self, item: Prompt | BaseException) -> bool:
-        """Wait for room; False if the source was closed."""
+        """Wait for space in the queue. False if the source was closed."""
         while not self._closed.is_set():
             try:
                 self._waiting.put(item, timeout=0.2)

@@ -1,6 +1,6 @@
-"""Prompts: read, and checked before a run starts.
+"""Read prompts, and check them before a run starts.
 
-A prompt is identified for ever by its ordinal. `asyncrl.data.mixture` says which row that is.
+The ordinal of a prompt identifies it permanently. `asyncrl.data.mixture` maps ordinals to rows.
 """
 
 from __future__ import annotations
@@ -46,34 +46,34 @@ __all__ = [
 ]
 
 ROWS_PER_CHECK = 1024
-"""Rows that a check before the run has in memory, tokenized, at once."""
+"""Rows that a check tokenizes and keeps in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReport:
-    """What the check of a prompt file found."""
+    """The result of checking a prompt file."""
 
     rows: int
-    """Rows that are used."""
+    """Number of rows that are used."""
     truncation: LengthReport
-    """What the limits cut and left out."""
+    """What the length limits did."""
     longest: int
-    """Tokens of the longest prompt that is used, as it is used."""
+    """Tokens of the longest used prompt, after truncation."""
     first_text: str
-    """The first prompt that is used, as the model sees it."""
+    """The first used prompt, as the model sees it."""
     first_ids: tuple[int, ...]
     columns: tuple[str, ...]
-    """Other columns, which reach the reward."""
+    """The other columns, which rewards receive."""
     kept: tuple[int, ...] | None
-    """Row indices that are used; None = all."""
+    """Indices of the rows that are used; None = all."""
     schema: pa.Schema
-    """Arrow fields of the other columns, as `asyncrl.contracts.columns` describes them."""
+    """Arrow fields of the other columns, as described in `asyncrl.contracts.columns`."""
     sources: tuple[SourceRows, ...]
-    """Where the rows come from, with the rows that are used of each."""
+    """The sources, with the number of used rows of each."""
     largest_row: int
     """Bytes of a large row in Arrow's memory."""
     notes: tuple[str, ...] = ()
-    """What template, system prompt, tools and BOS did to them, in words."""
+    """What the template, system prompt, tools and BOS did to the prompts, in words."""
 
 
 @dataclass(slots=True)
@@ -155,17 +155,17 @@ def _none_left(truncation: LengthReport, spec: DataSpec) -> str:
 def _used_of_sources(
     sources: Sequence[SourceRows], kept: Sequence[int], where: str
 ) -> tuple[SourceRows, ...]:
-    """The sources with the rows that are used of them.
+    """The sources with the number of used rows of each.
 
-    Raises ConfigError if a source has a weight and none of its rows is used.
+    Raises ConfigError if no row of a weighted source is used.
     """
     ends = np.cumsum([source.rows for source in sources])
     used = np.diff(np.searchsorted(np.asarray(kept), [0, *ends]))
     for source, rows in zip(sources, used, strict=True):
         if source.weight is not None and not rows:
             raise ConfigError(
-                f"{where}: no row of source {source.name!r} is left; raise the limit, or take the"
-                " source out"
+                f"{where}: no row of source {source.name!r} is left; raise the limit, or remove the"
+                " source"
             )
     return tuple(
         replace(source, rows=int(rows)) for source, rows in zip(sources, used, strict=True)
@@ -173,7 +173,7 @@ def _used_of_sources(
 
 
 def _largest_row(table: pa.Table) -> int:
-    """Bytes of a row at most: those of the largest row in the largest of some blocks."""
+    """Bytes of a large row: the largest one in the largest of several blocks."""
     batches = table.to_batches(max_chunksize=ROWS_PER_CHECK)
     largest = max(batches, key=lambda batch: batch.nbytes)
     return max(int(largest.slice(row, 1).nbytes) for row in range(largest.num_rows))
@@ -182,11 +182,11 @@ def _largest_row(table: pa.Table) -> int:
 def read_prompts(
     data: Data, spec: DataSpec, limit: int | None = None, field: str = "eval.data"
 ) -> list[Prompt]:
-    """The first `limit` prompts of small data, in its order, with their row index as ordinal and
-    epoch 0. Several sources take turns.
+    """The first `limit` prompts of small data in its order, with the row index as ordinal and epoch
+    0. Several sources take turns.
 
     Raises:
-        ConfigError: as `check_prompts`.
+        ConfigError: see `check_prompts`.
     """
     report = check_prompts(spec, data, field)
     found = read_prompt_rows(data, spec, field)
@@ -200,8 +200,7 @@ def read_prompts(
 
 
 def first_prompt(spec: DataSpec, report: PromptReport) -> Prompt:
-    """The first prompt of `data.train` that `report`, which `check_prompts` made of it, says is
-    used."""
+    """The first used prompt of `data.train`, by the report of `check_prompts`."""
     table = read_prompt_rows(spec.data.train, spec, "data.train").table
     row = report.kept[0] if report.kept is not None else 0
     return next(
@@ -212,22 +211,26 @@ def first_prompt(spec: DataSpec, report: PromptReport) -> Prompt:
 
 
 def in_turn(rows: Sequence[int], sources: Sequence[SourceRows]) -> list[int]:
-    """Places of row numbers, in an order in which the sources take turns: any number of first ones
-    has as many of each source, until it has no more."""
+    """Positions of row numbers in an order in which sources take turns.
+
+    Every prefix has the same number of rows from each source, until a source has no more.
+    """
     numbers = np.asarray(rows, np.int64)
-    source = np.searchsorted(np.cumsum([one.rows for one in sources]), numbers, side="right")
+    ends = np.cumsum([source.rows for source in sources])
+    source_of = np.searchsorted(ends, numbers, side="right")
     turn = np.empty(len(numbers), np.int64)
-    for one in range(len(sources)):
-        turn[source == one] = np.arange(int((source == one).sum()))
-    order: list[int] = np.lexsort((source, turn)).tolist()
+    for source in range(len(sources)):
+        turn[source_of == source] = np.arange(int((source_of == source).sum()))
+    order: list[int] = np.lexsort((source_of, turn)).tolist()
     return order
 
 
 def prompt_ids_of(spec: DataSpec, ordinals: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """(ordinal, prompt's token ids) of ordinals of `data.train`, made again from the files.
+    """(Ordinal, token ids of the prompt) for ordinals of `data.train`, computed from the files
+    again.
 
     Raises:
-        ConfigError: as `check_prompts`.
+        ConfigError: see `check_prompts`.
     """
     report = check_prompts(spec)
     order, rows = (
@@ -245,7 +248,7 @@ def prompt_ids_of(spec: DataSpec, ordinals: Sequence[int]) -> Iterator[tuple[int
 
 
 def order_of(report: PromptReport, spec: DataSpec) -> Order:
-    """Which row an ordinal means, among the rows that are used."""
+    """The order that maps ordinals to rows, among the used rows."""
     weights = tuple(source.weight for source in report.sources if source.weight is not None)
     rows = tuple(source.rows for source in report.sources)
     return Order(rows, weights or None, spec.seed, spec.data.shuffle)

@@ -1,4 +1,4 @@
-"""Rows as prompts: text and token ids as the model sees them, within the limits.
+"""Rows as prompts: text and token ids as the model sees them, within the length limits.
 
 Training, evaluation and the warm start share these functions.
 """
@@ -53,7 +53,7 @@ __all__ = [
 
 TOKENS = pa.list_(pa.int32())
 MESSAGES = "messages"
-"""Column with the chat that a template rendered; rewards get it."""
+"""Column with the chat that a template rendered. Rewards receive it."""
 Data = str | tuple[Source, ...]
 """A setting that names rows."""
 TAKEN_COLUMNS = {
@@ -66,15 +66,15 @@ TAKEN_COLUMNS = {
     "completions",
     *TRAJECTORY_COLUMNS,
 }
-"""Names of our own columns and of the reward's arguments."""
+"""Column names of asyncrl, and argument names of rewards."""
 
 
 def read_prompt_rows(data: Data, spec: DataSpec, field: str) -> Rows:
-    """The rows of a setting that names prompts, with columns that may travel beside ours.
+    """Read the rows of a setting that names prompts, and check their columns.
 
     Raises:
-        ConfigError: as `read_sources`, the column of tools is missing, or a column has a name of
-            ours.
+        ConfigError: see `read_sources`; or the tools column is missing, or asyncrl uses the name of
+            a column.
     """
     found = read_sources(data, field, spec.data.prompt_column)
     if spec.data.tools_column not in (None, *found.table.column_names):
@@ -85,7 +85,7 @@ def read_prompt_rows(data: Data, spec: DataSpec, field: str) -> Rows:
     names = {*found.table.column_names} - {spec.data.prompt_column}
     if taken := sorted(TAKEN_COLUMNS & names):
         raise ConfigError(
-            f"{named(data, field)} has columns {taken}, names that asyncrl uses; rename them"
+            f"{named(data, field)} has columns {taken}, which asyncrl uses itself; rename them"
         )
     return found
 
@@ -97,9 +97,10 @@ def named(data: Data, field: str) -> str:
 
 
 def prompt_values(table: pa.Table, column: str) -> list[object]:
-    """The prompts of a table, or its tools: strings, or chats with the keys that they were given.
+    """The prompts of a table, or its tools: strings, or lists of messages with the keys of the
+    file.
 
-    A Parquet struct has every key in every row, so None there means an absent key.
+    A Parquet struct has every key in every row, so None there means that the key is absent.
     """
     field = table.schema.field(column)
     values = column_values(table[column], field)
@@ -107,7 +108,7 @@ def prompt_values(table: pa.Table, column: str) -> list[object]:
 
 
 def template_of(spec: DataSpec) -> Template:
-    """How the run's prompts become text and tokens."""
+    """The template that turns the run's prompts into text and tokens."""
     data = spec.data
     return Template(
         spec.model_path,
@@ -119,7 +120,7 @@ def template_of(spec: DataSpec) -> Template:
 
 
 def prompts_and_tools(table: pa.Table, spec: DataSpec) -> tuple[list[object], list[object] | None]:
-    """The prompts of a table, and their tools if it has any."""
+    """The prompts of a table, and their tools if it has a tools column."""
     column = spec.data.tools_column
     return prompt_values(table, spec.data.prompt_column), (
         prompt_values(table, column) if column is not None else None
@@ -136,8 +137,8 @@ def render_rows(table: pa.Table, spec: DataSpec, first_row: int = 0) -> Rendered
 
 
 def limits(spec: DataSpec, targets: bool = False, split: bool = False) -> Limits:
-    """The limits of prompts, or of supervised rows, which have targets; `split`: of rows that
-    packing will cut, whose prompt alone is bounded."""
+    """The length limits of prompts, or of supervised rows if there are `targets`. `split`: packing
+    will cut the rows, so only the prompt is bounded."""
     data = spec.data
     prompt = Limit(
         data.max_prompt_length,
@@ -175,11 +176,11 @@ def limits(spec: DataSpec, targets: bool = False, split: bool = False) -> Limits
 def truncate_prompts(
     texts: Sequence[str], ids: Sequence[Sequence[int]], spec: DataSpec, first_row: int = 0
 ) -> tuple[list[str], Truncated]:
-    """The prompts that are used, within the limits, and their texts: a prompt that was cut is
-    decoded from the tokens that are left of it.
+    """The used prompts within the limits, and their texts. A truncated prompt's text is decoded
+    from its remaining tokens.
 
     Raises:
-        TooLongError: as `truncate`.
+        TooLongError: see `truncate`.
     """
     truncated = truncate(pa.array(ids, TOKENS), {}, limits(spec), first_row)
     used = [texts[row] for row in truncated.kept]
@@ -191,35 +192,36 @@ def truncate_prompts(
 
 
 def refuse_empty(ids: Sequence[Sequence[int]], first_row: int, data: Data, field: str) -> None:
-    """Raise ConfigError if a prompt has no tokens: the first completion token needs a token before
-    it."""
+    """Raise ConfigError if a prompt has no tokens, because the first completion token needs a token
+    before it."""
     empty = [row for row, tokens in enumerate(ids, first_row) if not tokens]
     if empty:
         raise ConfigError(
-            f"{named(data, field)}: row {empty[0]} has an empty prompt, one of {len(empty)} such"
-            " rows; remove them"
+            f"{named(data, field)}: row {empty[0]} has an empty prompt (one of {len(empty)} such"
+            " rows); remove them"
         )
 
 
 def with_ordinals(table: pa.Table, ordinals: Sequence[int], epochs: Sequence[int]) -> pa.Table:
+    """The table with the columns `ordinal` and `epoch`."""
     return table.append_column("ordinal", pa.array(ordinals, pa.int64())).append_column(
         "epoch", pa.array(epochs, pa.int32())
     )
 
 
 def render_table(table: pa.Table, spec: DataSpec) -> pa.Table:
-    """Replace the prompt column by prompt_text and prompt_ids, within the limits. Only rows that
-    `check_prompts` kept come here.
+    """Replace the prompt column by prompt_text and prompt_ids within the limits. Every row must
+    have passed `check_prompts`.
 
     Raises:
-        ConfigError: a row is not used after all, so that its ordinal would be missing.
+        ConfigError: a row is not used after all, so its ordinal would be missing.
     """
     rendered = render_rows(table, spec)
     texts, truncated = truncate_prompts(rendered.texts, rendered.ids, spec)
     if truncated.report.used < table.num_rows:
         raise ConfigError(
-            "prompts are no longer those that were checked before the run"
-            f" ({truncated.report.text()}); give the file as it was, or start again"
+            "the prompts have changed since the check before the run"
+            f" ({truncated.report.text()}); restore the file, or start a new run"
         )
     table = _with_messages(table, spec)
     return table.append_column("prompt_text", pa.array(texts, pa.string())).append_column(
@@ -228,7 +230,7 @@ def render_table(table: pa.Table, spec: DataSpec) -> pa.Table:
 
 
 def _gives_messages(table: pa.Table, spec: DataSpec) -> bool:
-    """Whether rewards get the chats of the prompts, as MESSAGES: there are some, and no other
+    """Whether rewards receive the chats of the prompts as MESSAGES: there are chats, and no other
     column has that name."""
     column = spec.data.prompt_column
     field = table.schema.field(column)
@@ -237,15 +239,15 @@ def _gives_messages(table: pa.Table, spec: DataSpec) -> bool:
 
 
 def reward_schema(table: pa.Table, spec: DataSpec) -> pa.Schema:
-    """The columns that rewards get, of a dataset's table."""
+    """The columns of a dataset's table that rewards receive."""
     column = spec.data.prompt_column
     fields = [field for field in table.schema if field.name != column]
     return pa.schema([*fields, json_field(MESSAGES)] if _gives_messages(table, spec) else fields)
 
 
 def _with_messages(table: pa.Table, spec: DataSpec) -> pa.Table:
-    """The table with the chats of its prompts, as the dataset has them, in place of the prompts;
-    null for a prompt that is no chat."""
+    """The table with the chats of its prompts, as in the dataset, instead of the prompts. Null for
+    a prompt that is not a chat."""
     column = spec.data.prompt_column
     rest = table.drop_columns([column])
     if not _gives_messages(table, spec):
@@ -264,7 +266,7 @@ def _with_messages(table: pa.Table, spec: DataSpec) -> pa.Table:
 
 
 def prompts_of(table: pa.Table, schema: pa.Schema) -> Iterator[Prompt]:
-    """`schema`: of the dataset's columns."""
+    """The prompts of a rendered table. `schema` has the dataset's columns."""
     ours = (table[name].to_pylist() for name in ("ordinal", "epoch", "prompt_text", "prompt_ids"))
     rows = (
         row_values(table.select(schema.names).cast(schema))

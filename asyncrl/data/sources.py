@@ -1,7 +1,8 @@
-"""The rows of a setting that names data: a file, a glob, a folder, a dataset, or a list of them.
+"""Read the rows of a setting that names data: a file, a glob, a folder, a dataset, or a list of
+them.
 
-Training, evaluation and the warm start all read by `read_sources`. It refuses what cannot travel
-to a reward and back, so that no worker meets it.
+Training, evaluation and the warm start all use `read_sources`. It refuses values that cannot travel
+to a reward and back, so workers never meet them.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from asyncrl.runtime import parquet
 __all__ = ["Rows", "RowsByNumber", "SourceRows", "files_of", "read_sources"]
 
 ROWS_PER_LOOK = 1024
-"""Rows that are weighed together before each is weighed alone."""
+"""Rows measured together before each is measured alone."""
 WHOLE = {pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32()}
-"""Integers that all fit in int64."""
+"""Integer types whose values all fit in int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """Rows of one source: they lie one after the other in the table."""
+    """Rows of one source, contiguous in the table."""
 
     name: str
     rows: int
@@ -48,28 +49,29 @@ class SourceRows:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What `read_sources` found."""
+    """The result of `read_sources`."""
 
     table: pa.Table
-    """Columns as `asyncrl.contracts.columns` describes them."""
+    """Columns as described in `asyncrl.contracts.columns`."""
     sources: tuple[SourceRows, ...]
 
 
 def read_sources(
     value: str | Sequence[Source], field: str = "data.train", prompt_column: str = "prompt"
 ) -> Rows:
-    """The rows of all sources, one source after the other, under one set of columns.
+    """Read the rows of all sources, one source after the other, into one table.
 
-    A column that a source lacks is null there. A column whose type differs between files or
-    sources travels as JSON text, so that each value keeps its own type. A source's own prompt
-    column is renamed to `prompt_column`.
+    A column that a source lacks is null there. A column with different types in different files or
+    sources becomes JSON text, so each value keeps its type. A source's own prompt column is renamed
+    to `prompt_column`.
 
     Args:
         value: a path, or sources.
         field: the setting, for messages.
+        prompt_column: name of the column with the prompts.
 
     Raises:
-        ConfigError: a file cannot be read, or holds something that cannot travel.
+        ConfigError: a file cannot be read, or has values that cannot travel.
     """
     sources = sources_of(value if isinstance(value, str) else tuple(value))
     tables, found = [], []
@@ -82,22 +84,22 @@ def read_sources(
             )
         tables.append(_with_prompt_column(table, source, prompt_column, field))
         found.append(SourceRows(source.label, table.num_rows, len(files), source.weight))
-    for table, one in zip(tables, found, strict=True):
+    for table, source_rows in zip(tables, found, strict=True):
         if SOURCE_COLUMN in table.column_names:
             raise ConfigError(
-                f"{field}: source {one.name!r} has a column {SOURCE_COLUMN!r}, a name that asyncrl"
-                " uses for the sources of rows; rename it"
+                f"{field}: source {source_rows.name!r} has a column {SOURCE_COLUMN!r}, which"
+                " asyncrl uses for the name of a row's source; rename it"
             )
     if len(sources) == 1:
         return Rows(tables[0], tuple(found))
-    tables = [_named(table, one.name) for table, one in zip(tables, found, strict=True)]
+    tables = [_named(table, rows.name) for table, rows in zip(tables, found, strict=True)]
     return Rows(_unified(tables, field), tuple(found))
 
 
 def files_of(source: Source, field: str) -> list[Path]:
-    """The files of a source, in the order in which they are read.
+    """The files of a source, in reading order.
 
-    Raises ConfigError if there are none, or if they do not fit the split and subset.
+    Raises ConfigError if there are none, or if they do not match the split and subset.
     """
     path = Path(source.path)
     try:
@@ -109,7 +111,7 @@ def files_of(source: Source, field: str) -> list[Path]:
         raise ConfigError(f"{field} = {source.path!r} cannot be read: {error.strerror}") from None
     if source.split or source.subset:
         chosen = f"split {source.split!r}" if source.split else f"subset {source.subset!r}"
-        raise ConfigError(f"{field} = {source.path!r} is no folder, and has no {chosen}")
+        raise ConfigError(f"{field} = {source.path!r} is not a folder, so it has no {chosen}")
     if path.is_file():
         return [path]
     if glob.has_magic(source.path):
@@ -118,12 +120,12 @@ def files_of(source: Source, field: str) -> list[Path]:
             return files
     raise ConfigError(
         f"{field} = {source.path!r}: no such file; give a Parquet or JSONL file, a glob, a folder,"
-        " or owner/name of a dataset on the hub"
+        " or the owner/name of a dataset on the hub"
     )
 
 
 def _read_file(path: Path, field: str) -> list[pa.Table]:
-    """The rows of a file as tables that may differ in columns and types."""
+    """The rows of a file, as tables that may differ in columns and types."""
     try:
         if path.suffix.lower() not in (".parquet", ".pq"):
             return read_jsonl(path)
@@ -150,15 +152,15 @@ def _refuse_large_rows(table: pa.Table, path: Path, field: str) -> None:
             for row in range(batch.num_rows):
                 if (size := batch.slice(row, 1).nbytes) > MOST_ROW_BYTES:
                     raise ConfigError(
-                        f"{field} = {str(path)!r}: row {first + row} has {size >> 20} MiB, above "
-                        f"the {MOST_ROW_BYTES >> 20} MiB that one row may have; shorten its "
-                        "values, or leave the row out"
+                        f"{field} = {str(path)!r}: row {first + row} has {size >> 20} MiB, above"
+                        f" the limit of {MOST_ROW_BYTES >> 20} MiB for one row; shorten its values,"
+                        " or leave the row out"
                     )
         first += batch.num_rows
 
 
 def _carried(table: pa.Table, path: Path, field: str) -> pa.Table:
-    """The table without a file's own marks. Dictionaries become the values that they stand for."""
+    """The table without the file's own metadata. Dictionary columns become plain values."""
     names = table.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{field} = {str(path)!r} has columns {twice} twice; rename one")
@@ -187,8 +189,8 @@ def _with_prompt_column(table: pa.Table, source: Source, wanted: str, field: str
         return table
     if wanted in table.column_names:
         raise ConfigError(
-            f"{field} = {source.path!r} has a column {wanted!r} beside its prompt_column {named!r};"
-            " rename it, or set data.prompt_column to another name"
+            f"{field} = {source.path!r} has a column {wanted!r} in addition to its prompt_column"
+            f" {named!r}; rename it, or set data.prompt_column to another name"
         )
     return table.rename_columns([wanted if name == named else name for name in table.column_names])
 
@@ -199,7 +201,7 @@ def _named(table: pa.Table, name: str) -> pa.Table:
 
 
 def _unified(tables: Sequence[pa.Table], field: str) -> pa.Table:
-    """The rows of all tables under one schema: the union of their columns."""
+    """The rows of all tables under one schema with all their columns."""
     names = dict.fromkeys(name for table in tables for name in table.column_names)
     fields = [_common(name, tables) for name in names]
     columns = []
@@ -209,8 +211,8 @@ def _unified(tables: Sequence[pa.Table], field: str) -> pa.Table:
         except (TypeError, pa.ArrowException):
             kinds = sorted({str(t.schema.field(wanted.name).type) for t in _having(tables, wanted)})
             raise ConfigError(
-                f"{field}: column {wanted.name!r} has types {kinds} in different files, which no"
-                " column can hold together; give it one type, or rename one"
+                f"{field}: column {wanted.name!r} has types {kinds} in different files, which"
+                " cannot be combined; give it one type, or rename one"
             ) from None
         chunks = [chunk for part in parts for chunk in part.chunks]
         columns.append(pa.chunked_array(chunks, wanted.type))
@@ -222,7 +224,7 @@ def _having(tables: Sequence[pa.Table], wanted: pa.Field) -> list[pa.Table]:
 
 
 def _common(name: str, tables: Sequence[pa.Table]) -> pa.Field:
-    """The field that holds a column's values of all tables without a change."""
+    """The type that represents a column's values from all tables without a change."""
     there = [table.schema.field(name) for table in tables if name in table.column_names]
     known = [field for field in there if not pa.types.is_null(field.type)]
     kinds = {field.type for field in known}
@@ -253,9 +255,10 @@ def _recast(table: pa.Table, wanted: pa.Field) -> pa.ChunkedArray:
 
 
 class RowsByNumber:
-    """Rows of a table by their numbers, in any order, at the price of those rows alone.
+    """Access to single rows of a table by number, in any order. The cost depends only on these
+    rows.
 
-    `Table.take` copies every chunk of a string column for each call.
+    `Table.take` copies every chunk of a string column in each call.
     """
 
     def __init__(self, table: pa.Table) -> None:
@@ -264,13 +267,13 @@ class RowsByNumber:
         self._ends = np.cumsum([batch.num_rows for batch in self._batches])
 
     def row(self, number: int) -> pa.RecordBatch:
-        """One row, on the table's own memory."""
+        """One row that shares the table's memory."""
         place = int(np.searchsorted(self._ends, number, side="right"))
         batch = self._batches[place]
         return batch.slice(number - int(self._ends[place]) + batch.num_rows, 1)
 
     def table(self, rows: Sequence[pa.RecordBatch]) -> pa.Table:
-        """Rows of `row` as one table with memory of its own."""
+        """Rows from `row` as one table with its own memory."""
         if len(rows) == 1:
             return pa.Table.from_batches([rows[0].take([0])], self._schema)
         return pa.Table.from_batches(rows, self._schema).combine_chunks()

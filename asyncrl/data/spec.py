@@ -1,4 +1,4 @@
-"""What reading prompts and supervised rows needs of a run."""
+"""The spec for reading prompts and supervised rows."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["DataSpec"]
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """The settings of one run that its data needs."""
+    """The settings of a run that its data needs."""
 
     data: DataConfig
     eval: EvalConfig
     warm_start: WarmStartConfig
     model_path: str
-    """Hugging Face checkpoint directory: its tokenizer and its chat template."""
+    """Hugging Face checkpoint directory, for its tokenizer and chat template."""
     max_completion_length: int
     """Tokens."""
     seed: int
-    """Of the data's order."""
+    """Seed of the data order."""

@@ -1,4 +1,4 @@
-"""The data files of a split in a folder: as its README says, else by the names of the files.
+"""Find the data files of a split in a folder, by its README.md or by file names.
 
 The layout is that of datasets on the Hugging Face hub: `train-00000-of-00002.parquet`,
 `data/test.jsonl`, or a README.md whose front matter lists `configs` with their `data_files`.
@@ -20,7 +20,7 @@ __all__ = ["DATA_SUFFIXES", "data_files", "folder_files", "is_data_file"]
 
 DATA_SUFFIXES = (".parquet", ".pq", ".jsonl", ".ndjson", ".json")
 NO_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
-"""What libraries write about a dataset beside its rows."""
+"""Files that libraries write about a dataset, next to its rows."""
 COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 SPLIT_WORDS = {
     "train": "train",
@@ -34,7 +34,7 @@ SPLIT_WORDS = {
     "eval": "test",
     "evaluation": "test",
 }
-"""Word in a file's path → its split, as the hub reads it."""
+"""Word in a file's path → its split, with the hub's rules."""
 SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<rest>\.[^/]*)")
 
 
@@ -52,30 +52,30 @@ def is_data_file(name: str) -> bool:
 def data_files(
     names: Iterable[str], readme: str | None, split: str | None, subset: str | None
 ) -> list[str]:
-    """Which files hold the split, in the order in which they are read.
+    """The files of the split, in reading order.
 
     Args:
         names: paths of all files, relative to the folder, with `/`.
         readme: text of its README.md.
-        split: None = the only one there is.
-        subset: a configuration of the README, or a folder. None = the only, or default, one.
+        split: None = the only one.
+        subset: a configuration in the README, or a folder. None = the only or default one.
 
     Raises:
-        ValueError: there is no such split or subset, several are there and none is named, or a
-            shard is missing. The message names those there are.
+        ValueError: no such split or subset exists, there are several and none is named, or a shard
+            is missing. The message lists those that exist.
     """
     there = sorted(name for name in names if _visible(name))
     configs = _configs(readme)
     splits = _config_splits(configs, there, subset) if configs else _name_splits(there, subset)
     if not splits:
-        raise ValueError(f"holds no data file ({', '.join(DATA_SUFFIXES)})")
-    named = sorted(one for one in splits if one)
+        raise ValueError(f"contains no data file ({', '.join(DATA_SUFFIXES)})")
+    named = sorted(name for name in splits if name)
     if split is None and len(splits) > 1:
-        other = f", and files of no split ({splits[''][0]})" if "" in splits else ""
-        raise ValueError(f"holds the splits {named}{other}; name one of them as split")
+        other = f", and files without a split ({splits[''][0]})" if "" in splits else ""
+        raise ValueError(f"contains the splits {named}{other}; name one of them as split")
     chosen = splits.get(split) if split else next(iter(splits.values()))
     if chosen is None:
-        raise ValueError(f"holds no split {split!r}; it has {named}")
+        raise ValueError(f"contains no split {split!r}; it has {named}")
     _refuse_missing_shards(chosen)
     return chosen
 
@@ -85,20 +85,20 @@ def _visible(name: str) -> bool:
 
 
 def _below(names: Sequence[str], subset: str | None) -> list[str]:
-    """The data files, of the subset's folder if one is named."""
+    """The data files, restricted to the subset's folder if one is named."""
     found = [name for name in names if is_data_file(name)]
     if subset is None:
         return found
     below = [name for name in found if subset in PurePosixPath(name).parts[:-1]]
     if not below:
         folders = sorted({PurePosixPath(name).parts[0] for name in found if "/" in name})
-        raise ValueError(f"holds no subset {subset!r}; it has the folders {folders}")
+        raise ValueError(f"contains no subset {subset!r}; it has the folders {folders}")
     return below
 
 
 def _name_splits(names: Sequence[str], subset: str | None) -> dict[str, list[str]]:
-    """Split → files. Those without a split's word in their path are `train`, if all are so; else ""
-    has them."""
+    """Split → files. Files without a split's word in their path are `train` if all files are like
+    that; else their split is ""."""
     splits: dict[str, list[str]] = {}
     for name in _below(names, subset):
         words = re.split(r"[^a-z0-9]+", name.lower())
@@ -108,7 +108,7 @@ def _name_splits(names: Sequence[str], subset: str | None) -> dict[str, list[str
 
 
 def _configs(readme: str | None) -> list[dict[str, object]]:
-    """The `configs` of the README's front matter that name data files."""
+    """The `configs` in the README's front matter that name data files."""
     if readme is None or not readme.startswith("---"):
         return []
     try:
@@ -118,17 +118,17 @@ def _configs(readme: str | None) -> list[dict[str, object]]:
     configs = tree.get("configs") if isinstance(tree, dict) else None
     if not isinstance(configs, list):
         return []
-    return [one for one in configs if isinstance(one, dict) and one.get("data_files")]
+    return [config for config in configs if isinstance(config, dict) and config.get("data_files")]
 
 
 def _chosen(configs: Sequence[dict[str, object]], subset: str | None) -> dict[str, object]:
-    by_name = {str(one.get("config_name", "default")): one for one in configs}
-    default = [one for one in configs if one.get("default")] or configs[:1]
+    by_name = {str(config.get("config_name", "default")): config for config in configs}
+    default = [config for config in configs if config.get("default")] or configs[:1]
     if subset is None and (len(by_name) == 1 or "default" in by_name or default[0].get("default")):
         return by_name.get("default", default[0])
     if subset not in by_name:
-        said = "holds several subsets" if subset is None else f"holds no subset {subset!r}"
-        raise ValueError(f"{said}; name one of {sorted(by_name)} as subset")
+        found = "contains several subsets" if subset is None else f"contains no subset {subset!r}"
+        raise ValueError(f"{found}; name one of {sorted(by_name)} as subset")
     return by_name[subset]
 
 
@@ -144,12 +144,12 @@ def _config_splits(
             if files:
                 splits.setdefault(split, []).extend(files)
     except (KeyError, TypeError, AttributeError):
-        raise ValueError("has a README.md whose configs cannot be read; name the files") from None
+        raise ValueError("has a README.md with unreadable configs; name the files") from None
     return splits
 
 
 def _patterns(given: object) -> list[tuple[str, list[str]]]:
-    """(Split, patterns) in any of the forms that the hub takes.
+    """(Split, patterns) from any of the forms that the hub accepts.
 
     Raises KeyError, TypeError or AttributeError for another form.
     """
@@ -167,7 +167,7 @@ def _patterns(given: object) -> list[tuple[str, list[str]]]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a glob with `*`, `?`, `[…]` and `**` (any number of folders) fits the path."""
+    """Whether a glob with `*`, `?`, `[…]` and `**` (any number of folders) matches the path."""
     return _fit(name.split("/"), pattern.removeprefix("./").split("/"))
 
 
@@ -189,11 +189,11 @@ def _refuse_missing_shards(names: Sequence[str]) -> None:
         families.setdefault(family, set()).add(int(shard["number"]))
     for (stem, count, rest), numbers in families.items():
         if missing := sorted(set(range(int(count))) - numbers):
-            raise ValueError(f"lacks {stem}-{missing[0]:05d}-of-{count}{rest}; fetch it again")
+            raise ValueError(f"lacks {stem}-{missing[0]:05d}-of-{count}{rest}; download it again")
 
 
 def folder_files(folder: Path, split: str | None, subset: str | None) -> list[Path]:
-    """`data_files` of a folder on this machine. Raises ValueError, OSError."""
+    """`data_files` of a local folder. Raises ValueError, OSError."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     readme = folder / "README.md"
     text = readme.read_text(errors="replace") if readme.is_file() else None

@@ -1,5 +1,4 @@
-"""Supervised rows: a prompt and the target that should follow it, as token ids, within the limits
-of both."""
+"""Supervised rows: the token ids of a prompt and its target, within their length limits."""
 
 from __future__ import annotations
 
@@ -32,13 +31,12 @@ Row = tuple[Sequence[int], Sequence[int]]
 
 
 def read_supervised(spec: DataSpec, data: Data, field: str) -> tuple[list[Row], LengthReport]:
-    """The rows of a file with prompts and warm_start.target_column, in its order (several sources
-    take turns), and what the limits did. Those of warm_start.data may be of any length under
-    warm_start.completion_policy: split.
+    """Read the rows of a file with prompts and warm_start.target_column, in file order. Several
+    sources take turns. Returns the rows, and what the limits did.
 
-    EOS is appended to a target before anything is cut, so a target cut at its end has none: the
-    model is not taught to stop in mid-answer. A row without a target (null) has nothing to learn
-    from, and is refused.
+    Rows of warm_start.data may have any length with warm_start.completion_policy: split. EOS is
+    appended before truncation. So a target that loses its end has no EOS, and the model does not
+    learn to stop in the middle. A row without a target (null) is refused.
 
     Raises:
         ConfigError: the file, a column or a row cannot be used, or no row is left.
@@ -78,14 +76,14 @@ def read_supervised(spec: DataSpec, data: Data, field: str) -> tuple[list[Row], 
         report += truncated.report
     if not rows:
         raise ConfigError(
-            f"{named(data, field)}: no row is left ({report.text()}); raise the limits, or give"
-            f" targets in {column!r}"
+            f"{named(data, field)}: no row is left ({report.text()}); raise the limits, or put"
+            f" targets into column {column!r}"
         )
     return [rows[place] for place in in_turn(kept, found.sources)], report
 
 
 def supervised_rows(spec: DataSpec) -> tuple[list[Row], list[Row]]:
-    """The warm start's rows, and the first eval.max_prompts held-out ones. `make_plan` has checked
+    """The warm start's rows, and the first eval.max_prompts held-out rows. `make_plan` has checked
     both files."""
     assert spec.warm_start.data is not None and spec.eval.data is not None
     train, _ = read_supervised(spec, spec.warm_start.data, "warm_start.data")
@@ -94,15 +92,15 @@ def supervised_rows(spec: DataSpec) -> tuple[list[Row], list[Row]]:
 
 
 def _targets(values: Sequence[object], spec: DataSpec) -> list[list[int]]:
-    """Token ids of the targets with the token that ends them appended: that of the chat template's
-    turns where it renders the prompts, else EOS. None of a null."""
+    """Token ids of the targets with the token that ends them: the template's end of turn if it
+    renders the prompts, else EOS. Empty for null."""
     tokenizer = load_tokenizer(spec.model_path)
     end = chat_end_token(tokenizer) if spec.data.apply_chat_template else None
     end = tokenizer.eos_token_id if end is None else end
     if end is None:
         raise ConfigError(
-            f"model.path = {spec.model_path!r}: its tokenizer has no EOS, so supervised rows"
-            " could not teach where to stop; name one there"
+            f"model.path = {spec.model_path!r}: its tokenizer has no EOS token, which supervised"
+            " rows need; set one there"
         )
     ids = tokenizer(
         ["" if value is None else str(value) for value in values], add_special_tokens=False

@@ -86,8 +86,8 @@ def engine_config(app: GeneratorApp) -> tuple[VllmConfig, type[Executor]]:
         return config, Executor.get_class(config)
     arguments.kv_cache_memory_bytes = generator.kv_cache_memory_bytes
     arguments.enforce_eager = True
-    # vLLM rewinds the random generator of a seeded request that it prefills in chunks, as in a
-    # recompute of many requests. torch's CPU generator cannot be rewound, and the engine dies.
+    # A chunked prefill of a seeded request, as in a recompute of many requests, makes vLLM rewind a
+    # random generator. A CPU generator of torch cannot be rewound, so the engine would die.
     arguments.enable_chunked_prefill = False
     if arguments.create_model_config().has_inner_state:
         # vLLM caches the state of a prefix only with chunked prefill.
@@ -140,8 +140,8 @@ def stream_params(request: GenerateRequest, stops: Stops, details: Details) -> S
 
 
 def sibling_params(params: SamplingParams, index: int) -> SamplingParams:
-    """Parameters of one of n completions as a separate request, with the seed that vLLM gives the
-    completion of this index in a request for n."""
+    """Parameters of one of n completions as a separate request. vLLM gives it the same seed in a
+    request for all n."""
     sibling = params.clone()
     sibling.n = 1
     sibling.seed = None if params.seed is None else params.seed + index

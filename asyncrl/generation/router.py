@@ -24,7 +24,7 @@ class VersionRouter(RequestRouter):
     loaded of two random replicas. Replicas that are held, or known to be behind the request's
     version, are left out.
 
-    Serve's own router with a filter would not do: it assigns a replica to the oldest waiting
+    Serve's own router with a filter is not enough. It assigns a replica to the oldest waiting
     request, which may not be the request that names it.
     """
 
@@ -35,8 +35,8 @@ class VersionRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """The replicas from which Serve chooses by load.
 
-        If the named replica is not up, these are all replicas: the one that gets the request
-        refuses it with an error that explains why.
+        If the named replica is not up, these are all replicas. Each of them would refuse the
+        request with an error that explains why.
         """
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True

@@ -128,21 +128,18 @@ class Policy(nn.Module):
         output = self._hidden_states(batch)
         hidden = output[0, batch.select]
         scored, weight, bias = self._of_head(hidden)
-        chunk_elements = self.head.chunk_elements
         if greedy:
-            return (
-                greedy_tokens(scored, weight, bias, chunk_elements, self.logit_map)
-                == batch.targets,
-                hidden.new_zeros(0),
-                hidden.new_zeros(0),
+            likeliest = greedy_tokens(
+                scored, weight, bias, self.head.chunk_elements, self.logit_map
             )
+            return likeliest == batch.targets, hidden.new_zeros(0), hidden.new_zeros(0)
         logprobs, entropy = token_logprobs(
             scored,
             weight,
             batch.targets,
             temperature or self.temperature,
             bias,
-            chunk_elements,
+            self.head.chunk_elements,
             self.entropy_gradient,
             self.logit_map,
         )
@@ -258,8 +255,8 @@ def load_policy(
 
 
 def _check_attended(model: PreTrainedModel, segments: Segments) -> None:
-    """Raise ValueError unless every layer attended exactly once within the segments. Any other
-    layer attended over the whole row."""
+    """Raise ValueError unless every layer attended exactly once within the segments. A layer that
+    did not has attended over the whole row."""
     layers, calls = model.config.get_text_config().num_hidden_layers, segments.attended
     if not len(calls) == len(set(calls)) == layers:
         raise ValueError(

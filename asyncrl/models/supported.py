@@ -2,7 +2,7 @@
 can report the decision before anything is allocated.
 
 With packed rows, each layer must be causal attention that uses transformers' attention interface.
-Any other layer that passes information along the row (a recurrent state, a convolution, its own
+Another layer that passes information along the row (a recurrent state, a convolution, its own
 attention) would silently mix trajectories. Such a model is trained with one trajectory in each
 forward pass.
 """

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from asyncrl.config import Config
 from asyncrl.contracts.messages import Example
 from asyncrl.contracts.outcomes import Outcome
 from asyncrl.contracts.protocols import TableRow
@@ -17,6 +16,7 @@ from asyncrl.observe.log_lines import record_line
 from asyncrl.observe.metric_values import number
 from asyncrl.observe.progress import Progress, ProgressView, time_left
 from asyncrl.observe.shared_text import SharedText
+from asyncrl.observe.spec import ObserveSpec
 from asyncrl.rundir.metrics import MetricsWriter
 from asyncrl.rundir.outcomes import OutcomesWriter
 from asyncrl.runtime.redact import redact, shown
@@ -50,7 +50,7 @@ class RunRecorder:
             entropies: as in `Alarms`.
         """
         self.writer, self.outcomes_writer, self.live = writer, outcomes, live
-        self._alarms = Alarms(live.config.rollout.cuts_distribution, entropies)
+        self._alarms = Alarms(live.spec.cuts_distribution, entropies)
         self._alarmed: set[str] = set()
         """Metrics whose alarm the terminal has shown."""
 
@@ -65,11 +65,11 @@ class RunRecorder:
             }
         self.writer.write(event, step, version, metrics)
         if (
-            line := record_line(event, step, version, metrics, self.live.config.max_steps)
+            line := record_line(event, step, version, metrics, self.live.spec.max_steps)
         ) is not None:
             logger.info("%s", line)
         self.live.recorded(event, metrics)
-        every = self.live.config.observe.completions_every
+        every = self.live.spec.completions_every
         if event == "step" and every and step % every == 0:
             self.writer.show_batch(step, self.live.rewards(), self.live.rows())
         if event in ("step", "evaluation"):
@@ -104,12 +104,12 @@ class RunRecorder:
 class Live:
     """Turns the coordinator's counters into a `Progress`, which the live table shows."""
 
-    def __init__(self, config: Config, started: float) -> None:
-        self.config, self.started = config, started
+    def __init__(self, spec: ObserveSpec, started: float) -> None:
+        self.spec, self.started = spec, started
         self.progress = Progress(
             phase="starting",
-            max_steps=config.max_steps,
-            max_staleness=config.staleness.max_staleness,
+            max_steps=spec.max_steps,
+            max_staleness=spec.max_staleness,
         )
         self.phases: dict[str, float] = {}
         """Phase that has ended → its seconds."""
@@ -146,10 +146,10 @@ class Live:
         if event == "evaluation":
             self.progress.held_out_accuracy = number(metrics, "eval/accuracy")
         if event == "step":
-            self.progress.accuracy = number(metrics, f"reward/{self.config.accuracy}")
+            self.progress.accuracy = number(metrics, f"reward/{self.spec.accuracy}")
             self.progress.reward_parts = {
                 name: value
-                for name in self.config.reward.functions
+                for name in self.spec.rewards
                 if (value := number(metrics, f"reward/{name}")) is not None
             }
         if event == "startup" and any(
@@ -188,10 +188,7 @@ class Live:
         return [self._row(example, staleness) for example, staleness in examples[:MOST_ROWS]]
 
     def _row(self, example: Example, staleness: int) -> TableRow:
-        parts = {
-            f"reward/{name}": example.reward_parts.get(name)
-            for name in self.config.reward.functions
-        }
+        parts = {f"reward/{name}": example.reward_parts.get(name) for name in self.spec.rewards}
         texts = {
             "prompt": shown(example.prompt)[:MOST_CHARACTERS],
             "completion": shown(example.completion)[:MOST_CHARACTERS],
@@ -249,5 +246,5 @@ class Live:
             progress.trained_tokens_per_s = (counters.trained_tokens - trained) / (now - began)
         first = self._coordinator.first_version
         progress.left_s = time_left(
-            counters.version - first, self.config.max_steps - first, now - self._training_began
+            counters.version - first, self.spec.max_steps - first, now - self._training_began
         )

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from asyncrl.config import Config
 from asyncrl.contracts.protocols import Sink, TableRow
 from asyncrl.runtime.temporary import temporary_within
 
@@ -326,16 +325,16 @@ class Background:
             )
 
 
-def missing_packages(config: Config) -> list[str]:
-    """Sinks that are configured but whose package is not installed."""
-    return [name for name in config.observe.sinks if importlib.util.find_spec(name) is None]
+def missing_packages(names: Sequence[str]) -> list[str]:
+    """The sinks among `names` whose package is not installed."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
-def wandb_asks_for_a_key(config: Config, variables: Mapping[str, str]) -> str | None:
-    """The host whose API key wandb would ask for on the terminal. None if wandb is not configured,
-    has a key, or is offline."""
+def wandb_asks_for_a_key(names: Sequence[str], variables: Mapping[str, str]) -> str | None:
+    """The host whose API key wandb would ask for on the terminal. None if wandb is not among the
+    sinks, has a key, or is offline."""
     if (
-        "wandb" not in config.observe.sinks
+        "wandb" not in names
         or variables.get("WANDB_MODE", "online") not in ("online", "run", "shared")
         or variables.get("WANDB_API_KEY")
     ):
@@ -353,19 +352,19 @@ def wandb_asks_for_a_key(config: Config, variables: Mapping[str, str]) -> str | 
     return host
 
 
-def open_sinks(config: Config, directory: Path, run_id: str) -> list[Sink]:
-    """TensorBoard, and the sinks of `observe.sinks`."""
-    run = SinkRun(config.observe.project, config.name, run_id, directory, config.dump())
-    makers: dict[str, Callable[[], Sink]] = {
-        name: partial(PACKAGES[name], run) for name in config.observe.sinks
-    }
+def open_sinks(names: Sequence[str], run: SinkRun) -> list[Sink]:
+    """TensorBoard, and the sinks in `names`."""
+    makers: dict[str, Callable[[], Sink]] = {name: partial(PACKAGES[name], run) for name in names}
     if "wandb" in makers and "wandb" not in sys.modules:
         # Importing wandb creates temporary folders. It is imported here and not in the thread, so
         # that no other code uses the temporary directory at the same time. The thread reports an
         # error.
         with temporary_within("wandb"), contextlib.suppress(Exception):
             importlib.import_module("wandb")
-    return [TensorBoardSink(directory / "tensorboard"), *([Background(makers)] if makers else [])]
+    return [
+        TensorBoardSink(run.directory / "tensorboard"),
+        *([Background(makers)] if makers else []),
+    ]
 
 
 def _make(name: str, make: Callable[[], Sink], sinks: dict[str, Sink]) -> None:

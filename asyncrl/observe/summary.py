@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from asyncrl.config import Config
 from asyncrl.observe.metric_values import number
+from asyncrl.observe.spec import ObserveSpec
 
 __all__ = ["before_and_after"]
 
@@ -18,17 +18,17 @@ Row = tuple[str, str, str, str]
 """What is measured, the value before, the value after, and a remark."""
 
 
-def before_and_after(config: Config, records: Sequence[Mapping[str, object]]) -> list[str]:
+def before_and_after(spec: ObserveSpec, records: Sequence[Mapping[str, object]]) -> list[str]:
     """Aligned lines. First the accuracy and rewards of each set in the first and last evaluation,
     then the rewards of the first and last steps."""
     evaluations = [record for record in records if record["event"] == "evaluation"]
     steps = [record for record in records if record["event"] == "step"]
     rows: list[Row] = []
     if evaluations:
-        for title in config.evaluation_sets:
-            rows += _set_rows(config, title, evaluations[0], evaluations[-1])
+        for title in spec.evaluation_sets:
+            rows += _set_rows(spec, title, evaluations[0], evaluations[-1])
     if steps:
-        rows += _step_rows(config, steps)
+        rows += _step_rows(spec, steps)
     if not rows:
         return []
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -39,7 +39,7 @@ def before_and_after(config: Config, records: Sequence[Mapping[str, object]]) ->
 
 
 def _set_rows(
-    config: Config, title: str, first: Mapping[str, object], last: Mapping[str, object]
+    spec: ObserveSpec, title: str, first: Mapping[str, object], last: Mapping[str, object]
 ) -> list[Row]:
     start = f"eval/{title}_"
     before, after = number(first, f"{start}accuracy"), number(last, f"{start}accuracy")
@@ -58,7 +58,7 @@ def _set_rows(
     for name in last:
         key = name.removeprefix(start)
         if name.startswith(start) and (
-            _of_a_reward(config, key) or key.startswith(("avg_at_", "pass_at_"))
+            _of_a_reward(spec, key) or key.startswith(("avg_at_", "pass_at_"))
         ):
             rows.append(
                 (
@@ -71,7 +71,7 @@ def _set_rows(
     return rows
 
 
-def _step_rows(config: Config, steps: Sequence[Mapping[str, object]]) -> list[Row]:
+def _step_rows(spec: ObserveSpec, steps: Sequence[Mapping[str, object]]) -> list[Row]:
     many = max(1, min(MOST_STEPS, len(steps) // 4))
     first, last = steps[:many], steps[-many:]
     where = f"(mean of steps {_span(first)} and {_span(last)})"
@@ -80,16 +80,16 @@ def _step_rows(config: Config, steps: Sequence[Mapping[str, object]]) -> list[Ro
         name for record in steps for name in record if name.startswith("reward/")
     ):
         key = name.removeprefix("reward/")
-        if key == "mean" or _of_a_reward(config, key):
+        if key == "mean" or _of_a_reward(spec, key):
             rows.append(
                 (f"reward {key}", _mean(first, name), _mean(last, name), where if not rows else "")
             )
     return rows
 
 
-def _of_a_reward(config: Config, key: str) -> bool:
+def _of_a_reward(spec: ObserveSpec, key: str) -> bool:
     """Whether the metric is the reward of a function, or a part of that reward."""
-    return key.split("/")[0] in config.reward.functions and not key.endswith("/unscored_ratio")
+    return key.split("/")[0] in spec.rewards and not key.endswith("/unscored_ratio")
 
 
 def _mean(records: Sequence[Mapping[str, object]], name: str) -> str:

@@ -1,4 +1,4 @@
-"""What is checked before anything is allocated, and the cluster it is allocated on."""
+"""The checks before anything is allocated, and the cluster on which a run allocates."""
 
 from __future__ import annotations
 

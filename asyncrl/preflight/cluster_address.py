@@ -61,14 +61,14 @@ def answering_cluster(default: str | None = None) -> str | None:
         ) from None
     if address is None:
         return None
-    if why := _why_silent(address):
+    if why := _connection_problem(address):
         raise ConfigError(
             f"RAY_ADDRESS = {named!r}: no Ray cluster answers at {address} ({why}); {WAY_OUT}"
         )
     return address
 
 
-def _why_silent(address: str) -> str:
+def _connection_problem(address: str) -> str:
     """Why no gRPC service answers there; empty if one does."""
     host, port = parse_address(address)
     try:

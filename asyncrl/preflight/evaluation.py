@@ -36,9 +36,9 @@ def evaluation_seconds(config: Config, prompts: Mapping[str, int], weights_bytes
     """
     speed, at_once = SPEEDS[config.generator.device], config.max_num_seqs
     seconds = 0.0
-    for name, one in config.evaluation_sets.items():
-        completions = one.n * min(prompts[name], one.max_prompts or prompts[name])
-        longest = one.max_completion_length or config.rollout.max_completion_length
+    for name, eval_set in config.evaluation_sets.items():
+        completions = eval_set.n * min(prompts[name], eval_set.max_prompts or prompts[name])
+        longest = eval_set.max_completion_length or config.rollout.max_completion_length
         steps = -(-completions // at_once) * longest
         seconds += (
             steps * (speed.step_s + weights_bytes / speed.bytes_per_s)
@@ -52,12 +52,12 @@ def evaluation_text(config: Config, prompts: Mapping[str, int], weights_bytes: i
     if not config.eval.evaluates:
         return "# evaluation\n  none (eval.data)"
     lines = []
-    for name, one in config.evaluation_sets.items():
-        used = min(prompts[name], one.max_prompts or prompts[name])
-        longest = one.max_completion_length or config.rollout.max_completion_length
+    for name, eval_set in config.evaluation_sets.items():
+        used = min(prompts[name], eval_set.max_prompts or prompts[name])
+        longest = eval_set.max_completion_length or config.rollout.max_completion_length
         lines.append(
-            f"  {name}: {used} prompts x {one.n} at temperature {one.temperature:g}, up to"
-            f" {longest} tokens each ({one.data})"
+            f"  {name}: {used} prompts x {eval_set.n} at temperature {eval_set.temperature:g}, up"
+            f" to {longest} tokens each ({eval_set.data})"
         )
     when = (
         f"before, every {config.eval.every_steps} steps and after"

@@ -1,5 +1,5 @@
-"""How much memory one learner rank will need, from the checkpoint's headers alone, beside what this
-machine has. No weight is read."""
+"""Memory that one learner rank needs, and the memory of this machine. Reads only the headers of the
+checkpoint, no weights."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from asyncrl.weights.published import outline
 __all__ = ["Needs", "estimate", "memory_text", "parameter_counts"]
 
 HEAD_GRADIENTS = 2
-"""Gradients of the head's weight that are alive at once in the log-probs' backward pass: that of a
-chunk, and their sum in float32."""
+"""Gradients of the head's weight that exist at the same time in the backward pass of the log-probs:
+a chunk's, and their float32 sum."""
 KEPT_SCORES, LIVE_SCORES = 2, 3
-"""Tensors of tokens by tokens that the model's own eager attention keeps for the backward pass of a
-layer, and further ones while it computes."""
+"""Tensors of tokens × tokens per layer in the model's own eager attention: those kept for the
+backward pass, and temporary ones."""
 VOCABULARY = ("vocab_size",)
 HEADS, LAYERS, WIDTH = (
     ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     ("hidden_size", "n_embd", "n_embed", "d_model"),
 )
-"""What config.json calls them, newest name first."""
+"""Names of these sizes in config.json, newest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes of one rank. On device cpu both places are host memory."""
+    """Bytes for one rank. With device: cpu, both places are host memory."""
 
     parameters: int
-    """Parameters of the model, the tied ones once."""
+    """Parameters of the model. Tied ones count once."""
     largest_layer: int
-    """Parameters of the module that has most of its own."""
+    """Parameters of the module with the most, without its submodules."""
     on_device: int
-    """Weights, gradients and optimizer states, by DeepSpeed's formula."""
+    """Weights, gradients and optimizer states on the device, by DeepSpeed's formula."""
     on_host: int
-    """The same: what is offloaded, and DeepSpeed's buffers."""
+    """Offloaded states and DeepSpeed's buffers on the host, by the same formula."""
     buckets: int
-    """Two buckets of weights, while a version is published. Host, rank 0."""
+    """Two weight buckets while a version is published. Host, rank 0."""
     logits: int
-    """A chunk of logits, what is computed from it, and the head's gradients. Device."""
+    """A chunk of logits, the values computed from it, and the head's gradients. Device."""
     scores: int = 0
-    """Of the longest trajectory: scores of tokens by tokens, where the model's own attention holds
-    them. Device."""
+    """Attention scores (tokens × tokens) of the longest trajectory, if the model's own attention
+    stores them. Device."""
 
 
 def parameter_counts(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    """(parameters in all, parameters of the module that has most of its own) of name → shape: what
-    DeepSpeed's estimators ask for."""
+    """(All parameters, parameters of the largest module without its submodules) of name → shape, as
+    DeepSpeed's estimators need them."""
     layers: dict[str, int] = defaultdict(int)
     for name, shape in shapes.items():
         layers[name.rpartition(".")[0]] += prod(shape)
@@ -67,13 +67,13 @@ def parameter_counts(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 
 
 def estimate(config: Config) -> Needs:
-    """The needs of one rank, all ranks on one machine. Imports DeepSpeed, which takes seconds.
+    """The needs of one rank, with all ranks on one machine. Imports DeepSpeed, which takes seconds.
 
-    DeepSpeed's formula (`estimate_zero3_model_states_mem_needs`) counts mixed precision, 18 bytes a
-    parameter; in float32 it is 16, and 4 more in a step.
+    DeepSpeed's formula (`estimate_zero3_model_states_mem_needs`) assumes mixed precision with 18
+    bytes per parameter. In float32 it is 16, plus 4 during a step.
     """
-    # Only a formula is wanted: no accelerator is looked for, and no message names the one that
-    # is missing.
+    # Only a formula is needed. This keeps DeepSpeed from searching for an accelerator and
+    # printing a message about a missing one.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
@@ -113,8 +113,8 @@ def estimate(config: Config) -> Needs:
 
 
 def _scores(config: Config, tree: Mapping[str, object], text: Mapping[str, object]) -> int:
-    """Bytes of the scores that grow with the longest trajectory squared; gradient_checkpointing
-    keeps those of one layer."""
+    """Bytes of attention scores, which grow with the square of the longest trajectory.
+    gradient_checkpointing keeps the scores of one layer only."""
     if not squares_scores(tree):
         return 0
     layers = 1 if config.learner.gradient_checkpointing else _size_of(text, LAYERS)
@@ -127,13 +127,13 @@ def _scores(config: Config, tree: Mapping[str, object], text: Mapping[str, objec
 
 
 def _size_of(text: Mapping[str, object], names: tuple[str, ...]) -> int:
-    """The first of these settings that the config has; 0 without any."""
+    """The first of these settings in the config; 0 if it has none."""
     values = (text.get(name) for name in names)
     return next((int(value) for value in values if isinstance(value, int | float) and value), 0)
 
 
 def memory_text(config: Config) -> str:
-    """The estimate as a person reads it, and what this machine has."""
+    """The estimate and the memory of this machine, for people."""
     needs, learner = estimate(config), config.learner
     on_cpu = learner.device == "cpu"
     device = "host" if on_cpu else "GPU"
@@ -148,13 +148,13 @@ def memory_text(config: Config) -> str:
     for place in sorted({device, "host"}):
         rows.append(
             (
-                "all of it, without activations and libraries",
+                "total, without activations and libraries",
                 place,
                 sum(size for _, where, size in rows if where == place),
             )
         )
     note = (
-        "\n  offloading saves nothing on learner.device: cpu: both places are host memory"
+        "\n  offloading saves nothing with learner.device: cpu, where both places are host memory"
         if on_cpu and learner.offload_optimizer == "cpu"
         else ""
     )
@@ -168,12 +168,12 @@ def memory_text(config: Config) -> str:
                 f" {learner.offload_param}; the first two rows are DeepSpeed's own estimate"
             ),
             *(f"  {name:<50}{place:<5}{_size(size)}" for name, place, size in rows),
-            "  activations come on top: they grow with max_tokens_per_gpu"
+            "  activations are not included: they grow with max_tokens_per_gpu"
             f" {learner.max_tokens_per_gpu}, "
             + (
-                "and gradient_checkpointing keeps one input for each layer"
+                "and gradient_checkpointing keeps one input per layer"
                 if learner.gradient_checkpointing
-                else "and gradient_checkpointing makes them small"
+                else "and gradient_checkpointing would make them small"
             )
             + note,
             f"  this machine: {_machine()}",

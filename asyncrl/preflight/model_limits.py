@@ -32,17 +32,7 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
             or a trajectory could be longer than its context.
     """
     path = Path(at or config.model.path)
-    try:
-        tree: dict[str, object] = json.loads((path / "config.json").read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"{field} = {str(path)!r}: {error.strerror} (config.json); give a Hugging Face"
-            " checkpoint directory"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{field} = {str(path)!r}: config.json is not JSON ({error})") from None
-    if why := unusable(tree):
-        raise ConfigError(f"{field} = {str(path)!r}: config.json {why}")
+    tree = _read_config_json(path, field)
     try:
         stored_files(path)
     except CheckpointFilesError as error:
@@ -75,6 +65,21 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
             " trajectory in the packed row; lower it, or set a lower data.max_length"
         )
     return min(context, uniform)
+
+
+def _read_config_json(path: Path, field: str) -> dict[str, object]:
+    try:
+        tree: dict[str, object] = json.loads((path / "config.json").read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{field} = {str(path)!r}: {error.strerror} (config.json); give a Hugging Face"
+            " checkpoint directory"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{field} = {str(path)!r}: config.json is not JSON ({error})") from None
+    if why := unusable(tree):
+        raise ConfigError(f"{field} = {str(path)!r}: config.json {why}")
+    return tree
 
 
 def kv_bytes_per_token(config: Config) -> int | None:

@@ -1,8 +1,8 @@
-"""The model, resolved once per node: a directory as it is, or a commit of the Hugging Face hub,
-fetched by one process while the others wait.
+"""The model, resolved once per node: a directory, or a commit on the Hugging Face hub. One process
+downloads a commit while the others wait.
 
-After that it is only opened, by its path. `asyncrl.preflight.placement` compares what every node
-finds there before anything is allocated.
+After that, the model is only opened by its path. `asyncrl.preflight.placement` compares it between
+nodes before anything is allocated.
 """
 
 from __future__ import annotations
@@ -40,38 +40,35 @@ __all__ = [
 
 FILES, NOT_FILES = (
     ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
-    [
-        "*/*",
-        "consolidated*",
-    ],
+    ["*/*", "consolidated*"],
 )
-"""What is fetched of a model: no pickles, no code, and its weights once."""
+"""Files of a model to download: no pickles, no code, and each weight once."""
 SAMPLES, SAMPLE_BYTES = 16, 4096
-"""What is read of each file of weights."""
+"""Samples of each weights file, and the bytes of one."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 IN_CACHE = re.compile(
     r"(?P<cache>.+)/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})"
 )
-"""Where the hub's cache keeps a commit."""
+"""Path of a commit in the hub's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What must be the same wherever a model is read."""
+    """What must be the same on every node that reads a model."""
 
     hash: str
     """SHA-256 of config and tokenizer, in hex."""
     weights: Mapping[str, tuple[int, str]]
-    """Bytes of each safetensors file, and SHA-256 of samples over its length: what was trained
-    differs there, if anywhere."""
+    """Size of each safetensors file in bytes, and SHA-256 of samples over its length. Training
+    changes the samples."""
 
 
 def resolve_models(config: Config) -> Config:
-    """The config with directories of this node in place of names of the hub, of datasets too. A run
-    that goes on keeps the commits that it began with.
+    """The config with local directories instead of names of models and datasets on the hub. A
+    resumed run keeps its commits.
 
     Raises:
-        ConfigError: a name cannot be fetched and is not in the cache.
+        ConfigError: a model or dataset is neither on the hub nor in the cache.
     """
     model, algorithm = config.model, config.algorithm
     if is_hub_name(model.path):
@@ -94,25 +91,26 @@ def resolve_models(config: Config) -> Config:
 def download(
     name: str, revision: str | None, cache: Path | None = None, field: str = "model.path"
 ) -> Path:
-    """Directory of one commit of a model, complete. One process on a node fetches it; those that
-    ask meanwhile wait for it and find it there.
+    """Directory of a complete commit of a model. One process per node downloads it; others wait and
+    then use it.
 
     Args:
         name: `owner/name`.
-        revision: branch, tag or commit; None = the main branch, as the hub has it now, or as it was
-            last seen if the hub cannot be reached.
-        cache: default: the variable HF_HUB_CACHE, else the one below HF_HOME.
+        revision: branch, tag or commit. None = the main branch on the hub, or its last known commit
+            if the hub cannot be reached.
+        cache: default: the environment variable HF_HUB_CACHE, else the cache in HF_HOME.
+        field: setting that names the model, for messages.
 
     Raises:
-        ConfigError: the hub does not give it, and the cache has not got it.
+        ConfigError: the model is neither on the hub nor in the cache.
     """
     cache = cache or Path(constants.HF_HUB_CACHE)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        if not os.access(cache, os.W_OK):  # others keep it: what is there may be used
+        if not os.access(cache, os.W_OK):  # a read-only cache of others may be used as it is
             return _download(name, revision, cache, local_files_only=True)
         with filelock.FileLock(cache / f".asyncrl-{name.replace('/', '--')}.lock"):
-            try:  # a commit that is there needs no network
+            try:  # a cached commit needs no network
                 return _download(
                     name,
                     revision,
@@ -124,9 +122,8 @@ def download(
     except (OSError, HFValidationError, RevisionResolutionError, httpx2.HTTPError) as error:
         at = f" at revision {revision!r}" if revision else ""
         raise ConfigError(
-            f"{field} = {name!r}: no such directory, and no model of the hub{at} that can be"
-            f" fetched ({_first_line(error)}); correct it, or fetch it beforehand with `hf download"
-            f" {name}`"
+            f"{field} = {name!r}: no such directory, and no model on the hub{at} that can be"
+            f" downloaded ({_first_line(error)}); correct it, or first run `hf download {name}`"
         ) from None
 
 
@@ -143,8 +140,7 @@ def _download(name: str, revision: str | None, cache: Path, local_files_only: bo
 
 
 def _commit_before(config: Config) -> str | None:
-    """The commit that the run of this name began with, if it goes on and was given the same name of
-    the hub."""
+    """The commit of the earlier attempt, if the run is resumed with the same hub name."""
     before = config_before(config)
     model = before.get("model") if isinstance(before, dict) else None
     path = model.get("path") if isinstance(model, dict) else None
@@ -157,7 +153,7 @@ def _commit_before(config: Config) -> str | None:
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """What a checkpoint directory holds, with every file opened.
+    """The snapshot of a checkpoint directory. Opens every file.
 
     Raises:
         OSError: a file cannot be read.
@@ -183,12 +179,12 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def in_cache(path: str) -> re.Match[str] | None:
-    """The hub's cache, owner, name and commit of a path in it; None for another path."""
+    """Hub cache, owner, name and commit of a path in the cache; None for another path."""
     return IN_CACHE.fullmatch(path)
 
 
 def look(path: str) -> Snapshot | str:
-    """What another node finds at the path, or why it finds nothing."""
+    """The snapshot on this node (another one than the driver's), or why there is none."""
     try:
         if (place := in_cache(path)) is not None:
             download(f"{place['owner']}/{place['name']}", place["commit"], Path(place["cache"]))
@@ -202,12 +198,12 @@ def difference(found: Snapshot | str, expected: Snapshot) -> str:
     if isinstance(found, str):
         return found
     if found.hash != expected.hash:
-        return "has another config or tokenizer"
+        return "has a different config or tokenizer"
     sizes = [
-        f"{len(one.weights)} files, {sum(size for size, _ in one.weights.values())} bytes"
-        for one in (found, expected)
+        f"{len(snapshot.weights)} files, {sum(size for size, _ in snapshot.weights.values())} bytes"
+        for snapshot in (found, expected)
     ]
-    return f"has other weights ({sizes[0]}; here {sizes[1]})"
+    return f"has different weights ({sizes[0]}; here {sizes[1]})"
 
 
 def _first_line(error: BaseException) -> str:

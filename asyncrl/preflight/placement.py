@@ -97,7 +97,7 @@ async def wait_for_resources(
     limit, clock = config.placement_wait_s, asyncio.get_running_loop().time
     demand: _Demand | None = None
     nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
-    deadline, settled, told = clock() + limit, clock(), clock() - TELL_EVERY_S
+    deadline, settled, last_told = clock() + limit, clock(), clock() - TELL_EVERY_S
     try:
         while True:
             wanted = run_needs(config, version_bytes)
@@ -121,9 +121,9 @@ async def wait_for_resources(
             may_grow = settled < clock() < deadline and not own_cluster()
             if demand is None and may_grow and shortages(run_needs(config), nodes, "free"):
                 demand = _Demand(config)
-            if clock() - told >= TELL_EVERY_S:
-                told = clock()
-                tell(await _waiting_text(deadline - told, short[0]))
+            if clock() - last_told >= TELL_EVERY_S:
+                last_told = clock()
+                tell(await _waiting_text(deadline - last_told, short[0]))
             await asyncio.sleep(LOOK_EVERY_S)
             nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
     finally:

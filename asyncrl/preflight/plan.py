@@ -32,8 +32,8 @@ def make_plan(config: Config) -> Plan:
     """Check everything that can be checked without allocating resources.
 
     Raises:
-        ConfigError: the model or data cannot be read, the model cannot be published, a length does
-            not fit, a reward cannot be imported, or shared memory or disk space is too small.
+        ConfigError: the model, the data or a reward cannot be used, a length does not fit, or
+            shared memory or disk space is too small.
     """
     from asyncrl.data.prompts import check_prompts
 
@@ -102,12 +102,12 @@ def _check_rewards(config: Config) -> None:
 
 
 def _check_sinks(config: Config) -> None:
-    if missing := missing_packages(config):
+    if missing := missing_packages(config.observe.sinks):
         raise ConfigError(
             f"observe.sinks names {missing[0]}, which is not installed; run `pip install"
             f" 'asyncrl[{missing[0]}]'`, or remove it"
         )
-    if host := wandb_asks_for_a_key(config, os.environ):
+    if host := wandb_asks_for_a_key(config.observe.sinks, os.environ):
         raise ConfigError(
             f"observe.sinks names wandb, and no key for {host} was found; set WANDB_API_KEY, run"
             " `wandb login`, set WANDB_MODE=offline, or remove it"
@@ -153,16 +153,16 @@ def _check_evaluation(config: Config, context: int) -> dict[str, LengthReport]:
 
     reports: dict[str, LengthReport] = {}
     fields = {"eval.data": config.eval.data} | {
-        f"eval.sets.{name}.data": one.data for name, one in config.eval.sets.items()
+        f"eval.sets.{name}.data": eval_set.data for name, eval_set in config.eval.sets.items()
     }
     for field, path in fields.items():
         if path is not None:
             reports[field] = check_prompts(data_spec(config), path, field).truncation
-    for name, one in config.eval.sets.items():
-        longest = config.longest_prompt + (one.max_completion_length or 0)
+    for name, eval_set in config.eval.sets.items():
+        longest = config.longest_prompt + (eval_set.max_completion_length or 0)
         if longest > context:
             raise ConfigError(
-                f"eval.sets.{name}.max_completion_length = {one.max_completion_length} and the"
+                f"eval.sets.{name}.max_completion_length = {eval_set.max_completion_length} and the"
                 f" longest prompt of {config.longest_prompt} tokens exceed the model's context"
                 f" of {context}; lower it"
             )

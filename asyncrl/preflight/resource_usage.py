@@ -1,5 +1,5 @@
-"""Who holds a cluster's resources: actors, placement groups and running tasks, as Ray's public
-state API lists them."""
+"""The users of a cluster's resources: actors, placement groups and running tasks, from Ray's public
+state API."""
 
 from __future__ import annotations
 
@@ -32,15 +32,19 @@ class _ListOptions(TypedDict):
 
 
 def users_by_node() -> tuple[dict[str, tuple[ResourceUser, ...]], str]:
-    """Node, named as in `asyncrl.preflight.placement.cluster_nodes`, → who holds CPUs and GPUs
-    there, the largest first; and why nobody knows, or ""."""
+    """Who uses CPUs and GPUs on each node, largest first. Nodes have the names of
+    `asyncrl.preflight.placement.cluster_nodes`.
+
+    Returns:
+        (Node → users, "" or why the users are unknown).
+    """
     url = get_dashboard_url()
     if not url:
         return (
             {},
             (
                 "this cluster has no dashboard, which Ray's state API needs (`ray start --head`"
-                " starts one, with ray[default])"
+                " with ray[default] starts one)"
             ),
         )
     address = url if url.startswith("http") else f"http://{url}"
@@ -55,13 +59,13 @@ def users_by_node() -> tuple[dict[str, tuple[ResourceUser, ...]], str]:
             node.node_id: f"{node.node_ip} ({node.node_id[:6]})" for node in list_nodes(**options)
         }
         if ray.get_runtime_context().get_node_id() not in names:
-            # A head without a dashboard still names the default port, where another
-            # cluster's may listen.
-            return {}, f"what answers at {address} is another cluster's dashboard"
+            # A head without a dashboard still reports the default port, where the dashboard of
+            # another cluster may listen.
+            return {}, f"the dashboard at {address} belongs to another cluster"
         groups = list_placement_groups(**options, detail=True, filters=[("state", "=", "CREATED")])
         living = list_actors(**options, detail=True, filters=[("state", "=", "ALIVE")])
         running = list_tasks(**options, detail=True, filters=[("state", "=", "RUNNING")])
-    except Exception as error:  # its client raises whatever requests and the server's answer bring
+    except Exception as error:  # Ray's client lets errors of requests and of parsing through
         return {}, f"Ray's state API does not answer: {' '.join(str(error).split())[:200]}"
     found = group_users(_claims(groups, living, running))
     return {names.get(node, node): users for node, users in found.items()}, ""
@@ -70,8 +74,8 @@ def users_by_node() -> tuple[dict[str, tuple[ResourceUser, ...]], str]:
 def group_users(
     claims: Iterable[tuple[str, str, dict[str, float]]],
 ) -> dict[str, tuple[ResourceUser, ...]]:
-    """Node → users, from (node, name, amounts) of each; those of one name are one, with their
-    number."""
+    """Node → users, from (node, name, amounts) of each. Users with the same name are merged and
+    counted."""
     claimed: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
     for node, name, amounts in claims:
         if shown := {
@@ -79,12 +83,12 @@ def group_users(
         }:
             claimed[node][name].append(shown)
     return {
-        node: tuple(sorted((_holder(name, parts) for name, parts in by_name.items()), key=_weight))
+        node: tuple(sorted((_user(name, parts) for name, parts in by_name.items()), key=_weight))
         for node, by_name in claimed.items()
     }
 
 
-def _holder(name: str, parts: Sequence[dict[str, float]]) -> ResourceUser:
+def _user(name: str, parts: Sequence[dict[str, float]]) -> ResourceUser:
     sums = {resource: sum(part.get(resource, 0.0) for part in parts) for resource in SHOWN}
     return ResourceUser(
         name if len(parts) == 1 else f"{len(parts)} x {name}",
@@ -92,8 +96,8 @@ def _holder(name: str, parts: Sequence[dict[str, float]]) -> ResourceUser:
     )
 
 
-def _weight(holder: ResourceUser) -> tuple[float, float, str]:
-    return -holder.amounts.get("GPU", 0.0), -holder.amounts.get("CPU", 0.0), holder.name
+def _weight(user: ResourceUser) -> tuple[float, float, str]:
+    return -user.amounts.get("GPU", 0.0), -user.amounts.get("CPU", 0.0), user.name
 
 
 def _claims(
@@ -101,8 +105,8 @@ def _claims(
     living: Iterable[ActorState],
     running: Iterable[TaskState],
 ) -> Iterable[tuple[str, str, dict[str, float]]]:
-    """What lies in a placement group is counted with the group, which holds its bundles whether
-    they are used or not."""
+    """(Node, name, amounts) of each user. Actors and tasks in a placement group count as that
+    group, which reserves its bundles even when they are idle."""
     inside: dict[str, list[str]] = defaultdict(list)
     for actor in living:
         if actor.placement_group_id:
@@ -135,7 +139,7 @@ def _claims(
 
 
 def _title(name: str | None, class_name: str) -> str:
-    """A Serve replica by its application and deployment; another actor by its class."""
+    """The application and deployment of a Serve replica, or the class of another actor."""
     if name and name.startswith(REPLICA):
         return f"Serve replica {'#'.join(name.removeprefix(REPLICA).split('#')[:2])}"
     return class_name

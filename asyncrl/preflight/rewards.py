@@ -1,4 +1,4 @@
-"""Every reward is called once, on the first prompt and a made-up completion, before anything is
+"""Call every reward once, on the first prompt and a made-up completion, before anything is
 allocated."""
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from asyncrl.text.tokenizer import load_tokenizer
 __all__ = ["COMPLETION", "rewards_text", "try_rewards"]
 
 COMPLETION = "0"
-"""What the model is made to have said. A reward has to live with any text, this one included."""
+"""The made-up completion. A reward must accept any text."""
 
 
 def try_rewards(config: Config, report: PromptReport) -> dict[str, float | None] | None:
-    """What each reward gives for `COMPLETION` as the answer to the first prompt that `report` says
-    is used. Values that a reward tells of as well are there under NAME/PART. None: rewards that ask
-    for a GPU are not tried.
+    """What each reward returns for `COMPLETION` as the completion of the first prompt in `report`.
+
+    Additional values that a reward reports are named NAME/PART. None: rewards that need a GPU are
+    not tried.
 
     Raises:
-        ConfigError: a reward raised, hung, died or broke its contract. The message has the
-            traceback of what it raised.
+        ConfigError: a reward raised, hung, died or broke its contract. The message contains the
+            traceback of its exception.
     """
     if config.reward.num_gpus:
         return None
@@ -49,14 +50,14 @@ def try_rewards(config: Config, report: PromptReport) -> dict[str, float | None]
 def rewards_text(given: dict[str, float | None] | None) -> str:
     """A line for each reward."""
     if given is None:
-        return "# rewards\n  not tried: they ask for a GPU (reward.num_gpus)"
+        return "# rewards\n  not tried: they need a GPU (reward.num_gpus)"
     lines = [
         f"  {name:<24} {'None: not scored' if value is None else format(value, 'g')}"
         for name, value in given.items()
     ]
     return "\n".join(
         [
-            f"# rewards\n  what each gives for the first prompt and the completion {COMPLETION!r}",
+            f"# rewards\n  for the first prompt and the completion {COMPLETION!r}",
             *lines,
         ]
     )

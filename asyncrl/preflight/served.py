@@ -84,12 +84,12 @@ def unusable(tree: object) -> str | None:
         ]:
             return f"has {name} = {wrong[0]!r}, not a whole number above 0; repair it"
     named = tree.get("architectures")
-    if not isinstance(named, list) or not named or not all(isinstance(one, str) for one in named):
+    if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
         return (
             "has no architectures, which vLLM needs to load the model; add them, such as"
             ' "architectures": ["LlamaForCausalLM"]'
         )
-    if other := next((one for one in named if any(task in one for task in OTHER_TASKS)), None):
+    if other := next((name for name in named if any(task in name for task in OTHER_TASKS)), None):
         return (
             f"has architecture {other!r}, which does not predict the next token; name a causal"
             " language model"
@@ -100,8 +100,8 @@ def unusable(tree: object) -> str | None:
 def _is_count(value: object) -> bool:
     """Whether this is a positive whole number, or a list of them with one per layer."""
     return all(
-        type(one) is int and one > 0
-        for one in (value if isinstance(value, list) and value else [value])
+        type(number) is int and number > 0
+        for number in (value if isinstance(value, list) and value else [value])
     )
 
 

@@ -1,4 +1,4 @@
-"""From the whole config to what each station needs of it."""
+"""Turn the config into the spec of each station."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from asyncrl.data.spec import DataSpec
 from asyncrl.frozen.spec import ReferenceSpec
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.learning.spec import LearnerSpec
+from asyncrl.observe.spec import ObserveSpec
 from asyncrl.rewards.spec import ScoringSpec
 from asyncrl.rollout.worker import WorkerSpec
 
@@ -19,6 +20,7 @@ __all__ = [
     "generator_app",
     "learner_spec",
     "objective_spec",
+    "observe_spec",
     "reference_spec",
     "scoring_spec",
     "worker_spec",
@@ -26,7 +28,7 @@ __all__ = [
 
 
 def data_spec(config: Config) -> DataSpec:
-    """For prompts and supervised rows."""
+    """The spec for reading prompts and supervised rows."""
     return DataSpec(
         data=config.data,
         eval=config.eval,
@@ -40,10 +42,10 @@ def data_spec(config: Config) -> DataSpec:
 def worker_spec(
     config: Config, run_id: str, attempt: int, generate: Callable[[], Generate]
 ) -> WorkerSpec:
-    """For rollout workers.
+    """The spec of a rollout worker.
 
     Args:
-        generate: makes the generator, in the worker.
+        generate: creates the generator in the worker.
     """
     return WorkerSpec(
         rollout=config.rollout,
@@ -57,7 +59,7 @@ def worker_spec(
 
 
 def scoring_spec(config: Config) -> ScoringSpec:
-    """For the scoring stream."""
+    """The spec of the scoring stream."""
     return ScoringSpec(
         reward=config.reward,
         algorithm=config.algorithm,
@@ -68,7 +70,7 @@ def scoring_spec(config: Config) -> ScoringSpec:
 
 
 def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
-    """For the policy loss."""
+    """The spec of the policy loss."""
     correction = algorithm.correction
     return ObjectiveSpec(
         loss=algorithm.loss,
@@ -97,7 +99,7 @@ def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
 
 
 def learner_spec(config: Config) -> LearnerSpec:
-    """For the learner's ranks."""
+    """The spec of the learner's ranks."""
     return LearnerSpec(
         learner=config.learner,
         algorithm=config.algorithm,
@@ -118,7 +120,7 @@ def learner_spec(config: Config) -> LearnerSpec:
 
 
 def reference_spec(config: Config) -> ReferenceSpec:
-    """For the reference policy."""
+    """The spec of the reference policy."""
     return ReferenceSpec(
         learner=config.learner,
         path=config.reference_path,
@@ -128,7 +130,7 @@ def reference_spec(config: Config) -> ReferenceSpec:
 
 
 def generator_app(config: Config) -> GeneratorApp:
-    """For a run's own generators."""
+    """The Serve application for generators that the run starts."""
     return GeneratorApp(
         model=config.model.path,
         dtype=config.model.dtype,
@@ -139,4 +141,17 @@ def generator_app(config: Config) -> GeneratorApp:
         rollout_stop_token_ids=config.rollout.rollout_stop_token_ids,
         fetch_timeout_s=config.push_timeout_s,
         replace_after_s=config.push_timeout_s,
+    )
+
+
+def observe_spec(config: Config) -> ObserveSpec:
+    """The spec of the live table, the alarms and the summary."""
+    return ObserveSpec(
+        max_steps=config.max_steps,
+        max_staleness=config.staleness.max_staleness,
+        rewards=tuple(config.reward.functions),
+        accuracy=config.accuracy,
+        evaluation_sets=tuple(config.evaluation_sets),
+        cuts_distribution=config.rollout.cuts_distribution,
+        completions_every=config.observe.completions_every,
     )

@@ -49,7 +49,7 @@ sys.stdout.flush()
 os.write(1, f"\\n{passed}".encode())
 os._exit(0)
 """
-"""Prints a secret word last. Code that ends the process before its tests are done never prints it."""
+"""Prints a secret word last. Code that ends the process before its tests are done does not."""
 
 CASES = """
 import json, subprocess, sys
@@ -60,7 +60,7 @@ for case in json.load(sys.stdin):
     outputs.append([done.returncode, done.stdout.decode(errors="replace")])
 print(json.dumps(outputs))
 """
-"""Prints the outputs. The expected ones stay outside, where the code cannot find or rewrite them."""
+"""Prints the outputs. The expected ones stay outside, so the code cannot find or rewrite them."""
 
 
 async def code_tests(

@@ -1,16 +1,16 @@
-"""Reward processes: rewards run outside every process of ours, and are killed at their deadline
-with all that they have started.
+"""Reward processes: rewards run in separate processes, which are killed at their deadline with
+everything that they have started.
 
 A reward may loop in C code with the interpreter locked, kill its own process, or leave processes
-behind; neither threads nor signals stop that. `asyncrl.rewards.supervisor` says how a process ends,
-`asyncrl.rewards.process` what it does.
+behind. Threads and signals cannot stop that. `asyncrl.rewards.process` is what a process runs, and
+`asyncrl.rewards.supervisor` is how it ends.
 
     submit ──► one task per group ──► waiting calls ──dispatch──► a process with room
            ──► its answer, or its end
 
-A process runs `concurrency` calls at once. When it ends or must be killed, whoever did it is not
-always known. Then each call that ran in it runs again, alone in a process; what fails there has
-failed by itself.
+A process runs `concurrency` calls at once. If it dies or must be killed, the call that caused this
+is not always known. Then each call that ran in it runs again, alone in a process, where only the
+call itself can cause a failure.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ from asyncrl.rewards.supervisor import command
 __all__ = ["GroupRewards", "RewardPool", "no_rewards", "total_rewards"]
 
 START_TIMEOUT_S = 180.0
-"""Seconds in which a new reward process must answer, imports included."""
+"""Seconds until a new reward process must be ready, imports included."""
 RESTART_PAUSE_S = 0.2
-"""Seconds before a process is started again that did not come to its first call."""
+"""Seconds between the end of a process and its restart."""
 GUARD_S = CANCEL_S + 1.0
-"""Seconds beyond the deadline, which the process keeps itself, until one that says nothing is
-killed."""
+"""Seconds beyond the deadline until the pool kills a process that has not answered. The process
+enforces the deadline itself."""
 END_S = 5.0
-"""Seconds that a supervisor gets to end everything."""
+"""Seconds that a supervisor has to end everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """Rewards of one group of n trajectories. `failure` says why there are none (then all parts are
-    None)."""
+    """Rewards of one group of n trajectories. `failure` says why there are none; then all parts are
+    None."""
 
     parts: Mapping[str, list[float | None]] = field(default_factory=dict)
-    """Name of the reward function → n rewards, and name/part → n values of each part that it told
-    of."""
+    """Name of the reward function → n rewards, and name/part → n values of each part that it
+    returned."""
     failure: str | None = None
     tokens: list[list[float] | None] | None = None
-    """Weighted sum of the functions that reward each token, trajectory by trajectory; None without
-    such a function."""
+    """Weighted sum of the per-token rewards, trajectory by trajectory; None without a function that
+    is `per_token`."""
 
 
 def no_rewards(config: RewardConfig, n: int, failure: str) -> GroupRewards:
-    """A group of n trajectories that was given up."""
+    """The rewards of a failed group of n trajectories: None everywhere, and the reason."""
     return GroupRewards(
         {name: [None] * n for name in config.functions},
         failure,
@@ -84,7 +84,7 @@ def no_rewards(config: RewardConfig, n: int, failure: str) -> GroupRewards:
 def total_rewards(
     parts: Mapping[str, Sequence[float | None]], weights: Mapping[str, float]
 ) -> list[float | None]:
-    """Weighted sum of the parts [n] per trajectory; None if a part with weight is None."""
+    """Weighted sum of the parts [n] per trajectory; None if a part that has a weight is None."""
     weighted = [(weights[name], values) for name, values in parts.items() if weights[name]]
     if not weighted:
         return [0.0 for _ in next(iter(parts.values()))]
@@ -102,16 +102,20 @@ def total_rewards(
 def _weighted_sum(weights: Sequence[float], rewards: Sequence[list[float] | None]) -> list[float]:
     return [
         finite_sum(weight * value for weight, value in zip(weights, token, strict=True))
-        for token in zip(*(some or [] for some in rewards), strict=True)
+        for token in zip(*(tokens or [] for tokens in rewards), strict=True)
     ]
 
 
 class RewardPool:
-    """`config.processes` reward processes and the policy on failures. Use as a context manager, or
-    close it."""
+    """`config.processes` reward processes and the policy on failures. Use the pool as a context
+    manager, or close it."""
 
     def __init__(self, config: RewardConfig, least: float | None = None) -> None:
-        """`least`: a group with a total reward below it failed; None = any total is allowed."""
+        """Start the processes.
+
+        Args:
+            least: Lowest total reward; a group with a lower one has failed. None = any is allowed.
+        """
         self._config, self._least = config, least
         self._loop = asyncio.new_event_loop()
         self._waiting: deque[_Waiting] = deque()
@@ -120,7 +124,7 @@ class RewardPool:
         self._tasks: set[asyncio.Task[object]] = set()
         self._closing = False
         self._ready: Future[Mapping[str, str]] = Future()
-        """Of the first process that has imported the functions: name → why it could not."""
+        """Set by the first process that is ready: name of a function → why its import failed."""
         self._thread = threading.Thread(target=self._run, daemon=True, name="rewards")
         self._thread.start()
 
@@ -139,31 +143,34 @@ class RewardPool:
         """Wait until a reward process has imported every function.
 
         Raises:
-            RewardError: one cannot be imported, or that takes longer than START_TIMEOUT_S.
+            RewardError: A function cannot be imported, or the import takes longer than
+                START_TIMEOUT_S.
         """
         if failed := await asyncio.wrap_future(self._ready):
             raise RewardError(next(iter(failed.values())))
 
     def submit(self, call: GroupCall) -> Future[GroupRewards]:
-        """Rewards of one group, under the policy.
+        """Rewards of one group, under the policy on failures.
 
-        The future raises RewardError under policy `fail`. Under the others it gives a group with a
-        `failure`.
+        Under policy `fail`, the future raises RewardError. Under the others, the result of a failed
+        group has a `failure`.
         """
         return asyncio.run_coroutine_threadsafe(self._tracked(self._score(call)), self._loop)
 
     async def score(self, call: GroupCall) -> GroupRewards:
-        """As `submit`, on the caller's event loop."""
+        """`submit` for a caller on an event loop."""
         return await asyncio.wrap_future(self.submit(call))
 
     def close(self) -> None:
-        """Kill the processes and what they have started, whatever they do."""
+        """Kill the processes and everything that they have started."""
         self._loop.call_soon_threadsafe(self._close)
         self._thread.join()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        keepers = [self._loop.create_task(self._keep(process)) for process in self._processes]
+        keepers = [
+            self._loop.create_task(self._keep_running(process)) for process in self._processes
+        ]
         self._loop.run_until_complete(asyncio.gather(*keepers))
         for task in self._tasks:
             task.cancel()
@@ -177,7 +184,7 @@ class RewardPool:
             process.kill()
 
     async def _tracked(self, work: Awaitable[GroupRewards]) -> GroupRewards:
-        """The pool ends its groups' tasks with itself."""
+        """Run the work in a task that the pool cancels when it closes."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -189,14 +196,15 @@ class RewardPool:
         tries = config.retries + 1 if config.policy == "retry" else 1
         for left in reversed(range(tries)):
             try:
-                given = await self._try(call)
-                rewards = self._allowed({name: one.rewards for name, one in given.items()})
+                results = await self._run_functions(call)
+                rewards = {name: result.rewards for name, result in results.items()}
+                self._check_totals(rewards)
                 parts = {
                     f"{name}/{part}": values
-                    for name, one in given.items()
-                    for part, values in one.parts.items()
+                    for name, result in results.items()
+                    for part, values in result.parts.items()
                 }
-                tokens = self._token_rewards(given)
+                tokens = self._token_rewards(results)
                 return GroupRewards(rewards | parts, tokens=tokens)
             except RewardError as error:
                 if config.policy == "fail":
@@ -205,54 +213,53 @@ class RewardPool:
                     failure = str(error)
         return no_rewards(config, len(call.completions), failure)
 
-    def _allowed(self, rewards: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
-        """The rewards. Raises RewardError if a trajectory's total is below the least one that the
-        advantage is defined for."""
+    def _check_totals(self, rewards: Mapping[str, list[float | None]]) -> None:
+        """Raise RewardError if a trajectory's total is not finite, or too low for the advantage."""
         weights = {name: function.weight for name, function in self._config.functions.items()}
         totals = total_rewards(rewards, weights)
         if not all(math.isfinite(total) for total in totals if total is not None):
             raise RewardError(
-                f"a total reward of {', '.join(self._config.functions)} is no finite number; return"
+                f"a total reward of {', '.join(self._config.functions)} is not finite; return"
                 " smaller rewards, or lower reward weights"
             )
         below = min((total for total in totals if total is not None), default=0.0)
         if self._least is not None and below < self._least:
             raise RewardError(
                 f"a total reward of {below:g} of {', '.join(self._config.functions)} is below"
-                f" {self._least:g}, and algorithm.advantage: maxrl is not defined there; return"
-                " rewards of 0 and above, or use grpo or rloo"
+                f" {self._least:g}, where algorithm.advantage: maxrl is not defined; return rewards"
+                " >= 0, or use grpo or rloo"
             )
-        return rewards
 
     def _token_rewards(
-        self, given: Mapping[str, FunctionRewards]
+        self, results: Mapping[str, FunctionRewards]
     ) -> list[list[float] | None] | None:
-        """Weighted sum of what functions gave for each token; None for a trajectory that one of
-        them could not score."""
+        """Weighted sum of the per-token rewards; None for a trajectory that a function could not
+        score."""
         weights = {name: function.weight for name, function in self._config.functions.items()}
         weighted = [
-            (weights[name], one.tokens)
-            for name, one in given.items()
-            if one.tokens is not None and weights[name]
+            (weights[name], result.tokens)
+            for name, result in results.items()
+            if result.tokens is not None and weights[name]
         ]
         if not weighted:
             return None
         trajectories = zip(*(tokens for _, tokens in weighted), strict=True)
         sums = [
-            None if None in some else _weighted_sum([weight for weight, _ in weighted], some)
-            for some in trajectories
+            None if None in tokens else _weighted_sum([weight for weight, _ in weighted], tokens)
+            for tokens in trajectories
         ]
-        if not all(math.isfinite(value) for some in sums if some is not None for value in some):
+        if not all(math.isfinite(value) for row in sums if row is not None for value in row):
             raise RewardError(
-                f"a token's reward of {', '.join(self._config.functions)} is no finite number;"
+                f"a token's reward of {', '.join(self._config.functions)} is not finite;"
                 " return smaller rewards, or lower reward weights"
             )
         return sums
 
-    async def _try(self, call: GroupCall) -> dict[str, FunctionRewards]:
-        """All functions side by side; the first that fails ends the others. Raises RewardError."""
+    async def _run_functions(self, call: GroupCall) -> dict[str, FunctionRewards]:
+        """Run all functions at once; the first failure cancels the others. Raises RewardError."""
         tasks = {
-            name: asyncio.ensure_future(self._ask(name, call)) for name in self._config.functions
+            name: asyncio.ensure_future(self._run_function(name, call))
+            for name in self._config.functions
         }
         try:
             return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
@@ -260,7 +267,7 @@ class RewardPool:
             for task in tasks.values():
                 task.cancel()
 
-    async def _ask(self, name: str, group: GroupCall) -> FunctionRewards:
+    async def _run_function(self, name: str, group: GroupCall) -> FunctionRewards:
         waiting = _Waiting(Call(next(self._numbers), name, group), self._loop.create_future())
         self._waiting.append(waiting)
         self._dispatch()
@@ -274,22 +281,22 @@ class RewardPool:
             raise
 
     def _dispatch(self) -> None:
-        """Give waiting calls, in their order, to the processes with the least to do. One that must
-        be alone holds back those behind it."""
+        """Give waiting calls, in their order, to the processes with the fewest calls. A call that
+        must run alone delays the calls after it."""
         while self._waiting:
             alone = self._waiting[0].alone
-            able = [
+            available = [
                 process
                 for process in self._processes
                 if process.has_room(1 if alone else self._config.concurrency)
             ]
-            if not able:
+            if not available:
                 return
-            process = min(able, key=lambda process: len(process.running))
+            process = min(available, key=lambda process: len(process.running))
             process.give(self._waiting.popleft(), self._config.deadline_s + GUARD_S)
 
-    async def _keep(self, process: _Process) -> None:
-        """Run one process after the other, until the pool closes."""
+    async def _keep_running(self, process: _Process) -> None:
+        """Run one process after another, until the pool closes."""
         while not self._closing:
             came_up = False
             try:
@@ -302,7 +309,7 @@ class RewardPool:
                     self._ready.set_result(ready["ready"])
                 self._dispatch()
                 while True:
-                    self._answered(process, await process.read())
+                    self._handle_answer(process, await process.read())
                     self._dispatch()
             except TimeoutError:
                 problem = f"gave no answer in {START_TIMEOUT_S:g} s"
@@ -312,7 +319,7 @@ class RewardPool:
             if self._closing:
                 return
             if came_up:
-                self._after_the_end(process, code)
+                self._handle_end(process, code)
             else:
                 self._not_started(
                     RewardError(
@@ -333,13 +340,13 @@ class RewardPool:
     def _functions(self) -> list[str]:
         return [reward.function for reward in self._config.functions.values()]
 
-    def _answered(self, process: _Process, message: Answer) -> None:
+    def _handle_answer(self, process: _Process, message: Answer) -> None:
         waiting = process.running.get(message["number"])
         if waiting is None:
             return
         if "stuck" in message or ("late" in message and process.has_started_others()):
-            # A call that was late and has ended may have left processes: nobody knows whose they
-            # are, so all of them go.
+            # A late call that has ended may have left processes behind. Which call started them is
+            # unknown, so the pool kills them all.
             process.blamed.add(waiting.call.number)
             process.kill()
             return
@@ -355,9 +362,12 @@ class RewardPool:
                 failure.add_note(note)
             waiting.fail(failure)
 
-    def _after_the_end(self, process: _Process, code: int | None) -> None:
-        """Answer the calls that a process took with it, or have them run again: in their turn if it
-        is known who ended it, else alone."""
+    def _handle_end(self, process: _Process, code: int | None) -> None:
+        """Handle the calls that ran in a process when it ended.
+
+        Calls that are known to be the cause fail, and the others run again. If the cause is
+        unknown, each call runs again alone.
+        """
         lost, blamed, killed = process.forget()
         if not blamed and len(lost) == 1:
             blamed = {lost[0].call.number}
@@ -393,12 +403,12 @@ class RewardPool:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A call, from when it is asked to its answer. It may run more than once."""
+    """A call, from its submission to its answer. It may run more than once."""
 
     call: Call
     answer: asyncio.Future[FunctionRewards]
     alone: bool = False
-    """No other call may run in its process."""
+    """Whether no other call may run in its process."""
     guard: asyncio.TimerHandle | None = None
 
     def give(self, rewards: FunctionRewards) -> None:
@@ -411,14 +421,14 @@ class _Waiting:
 
 
 class _Process:
-    """One reward process and its supervisor, seen from the pool. It may be started again after its
-    end. All on the pool's loop."""
+    """One reward process and its supervisor, as the pool sees them. It can be restarted after its
+    end. Use it on the pool's loop only."""
 
     def __init__(self) -> None:
         self.ready = False
         self.running: dict[int, _Waiting] = {}
         self.blamed: set[int] = set()
-        """Calls because of which it is killed."""
+        """Numbers of the calls that are the reason to kill it."""
         self._killed = False
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
@@ -426,7 +436,7 @@ class _Process:
         self._writer: asyncio.StreamWriter | None = None
 
     def has_room(self, concurrency: int) -> bool:
-        """Whether it may be given a call, if it runs so many at once."""
+        """Whether it may be given a call, if it runs `concurrency` calls at once."""
         return (
             self.ready
             and not self._killed
@@ -435,12 +445,11 @@ class _Process:
         )
 
     async def start(self, setup: Setup) -> None:
-        """Start the process and tell it what it is for. Its first message comes when it is
-        ready."""
+        """Start the process and send it its setup. Its first message reports that it is ready."""
         ours, theirs = socket.socketpair()
         end, self._lifeline = os.pipe()
         try:
-            # A session of its own: the terminal's Ctrl-C is for the driver.
+            # A new session: Ctrl-C in the terminal is for the driver only.
             self._supervisor = await asyncio.to_thread(
                 subprocess.Popen,
                 command(end, theirs.fileno()),
@@ -455,45 +464,45 @@ class _Process:
         self._send(setup)
 
     async def read(self) -> Answer:
-        """The next message. Raises EOFError or OSError at the process's end."""
+        """The next message. Raises EOFError or OSError when the process has ended."""
         assert self._reader is not None
         size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
         message: Answer = json.loads(await self._reader.readexactly(size))
         return message
 
     def give(self, waiting: _Waiting, limit_s: float) -> None:
-        """Run a call; kill the process if it says nothing of it for so long."""
+        """Run a call; kill the process if it has not answered after `limit_s`."""
         waiting.guard = asyncio.get_running_loop().call_later(limit_s, self.kill)
         self.running[waiting.call.number] = waiting
         self._send(waiting.call)
 
     def cancel(self, number: int) -> None:
-        """Nobody waits for this call any more."""
+        """Cancel a call that the caller no longer waits for."""
         if number in self.running:
             self._send(Cancel(number))
 
     def done(self, waiting: _Waiting) -> None:
-        """The call has ended, and its place is free."""
+        """Remove a call that has ended, which makes room for another."""
         del self.running[waiting.call.number]
         if waiting.guard is not None:
             waiting.guard.cancel()
 
     def kill(self) -> None:
-        """Have the supervisor end it and whatever it has started."""
+        """Have the supervisor end the process and everything that it has started."""
         self._killed = True
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
 
     def has_started_others(self) -> bool:
-        """Whether anything lives that the process has started."""
+        """Whether a process that this one has started is still alive."""
         assert self._supervisor is not None
         with contextlib.suppress(psutil.Error):
             return len(psutil.Process(self._supervisor.pid).children(recursive=True)) > 1
         return False
 
     async def end(self) -> int | None:
-        """End it; its exit code, 128 + n after signal n."""
+        """End the process. Returns its exit code, 128 + n after signal n; None if unknown."""
         killed = self._killed
         self.kill()
         self._killed = killed
@@ -504,16 +513,16 @@ class _Process:
         try:
             code = await asyncio.to_thread(self._supervisor.wait, END_S)
         except subprocess.TimeoutExpired:
-            return None  # it goes on trying
+            return None  # the supervisor keeps trying
         if code < 0:
-            # It was killed itself: at least those go that stayed in its process group.
+            # The supervisor itself was killed. End at least what is still in its process group.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._supervisor.pid, signal.SIGKILL)
         return code
 
     def forget(self) -> tuple[list[_Waiting], set[int], bool]:
-        """Be new. Returns the calls that it ran, those that are to blame, and whether we killed
-        it."""
+        """Reset for a restart. Returns the calls that ran, the numbers of those to blame, and
+        whether the pool killed the process."""
         lost, blamed, killed = list(self.running.values()), self.blamed, self._killed
         for waiting in lost:
             self.done(waiting)

@@ -2,10 +2,10 @@
 nothing heavy.
 
     reader thread ──plain functions──► main thread (concurrency 1), else a pool of threads
-          └────────async functions───► event loop, in a thread of its own, as long as the process
+          └────────async functions───► one event loop, in its own thread
 
-Plain functions have the main thread, so that signals and `asyncio.run` work in them. One loop
-serves all async calls, so that a client which is kept between calls goes on working.
+Plain functions run in the main thread, so that signals and `asyncio.run` work in them. All async
+calls share one loop, so that a client that is kept between calls keeps working.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ __all__ = ["CANCEL_S", "HEADER", "Answer", "Call", "Cancel", "Named", "Setup", "
 T = TypeVar("T")
 
 HEADER = struct.Struct("!Q")
-"""Before each message: its length in bytes. The pool sends what multiprocessing would and gets
-JSON: what a reward process writes is data."""
+"""Before each message: its length in bytes. The pool sends pickles and reads JSON: a reward process
+is not trusted to send pickles."""
 CANCEL_S = 1.0
-"""Seconds that an async function gets to end after it was cancelled at its deadline."""
+"""Seconds that an async function has to end after its task is canceled at the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A function of the config."""
+    """A reward function of the config."""
 
     function: str
     arguments: Mapping[str, object]
@@ -58,7 +58,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a reward process is told first."""
+    """The first message to a reward process."""
 
     functions: Mapping[str, Named]
     concurrency: int
@@ -68,7 +68,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run the function of this name."""
+    """A message to a reward process: run the function `name` on a group."""
 
     number: int
     name: str
@@ -77,7 +77,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for this call any more."""
+    """A message to a reward process: the caller no longer waits for this call."""
 
     number: int
 
@@ -132,12 +132,12 @@ class _Process:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def run(self) -> None:
-        """Import the functions, say so, and be the thread of plain functions."""
+        """Import the functions, report that, then run plain functions in this thread."""
         for name, named in self._setup.functions.items():
             try:
                 self._functions[name] = import_reward(named.function)
             except RewardError as error:
-                # Each call of it says so, under its name.
+                # Each call of the function reports this, under its name.
                 self._failed_imports[name] = str(error)
         self._send({"ready": self._failed_imports})
         for target in (self._run_loop, self._read):
@@ -153,7 +153,7 @@ class _Process:
             os._exit(ending.code if isinstance(ending.code, int) else 1)
 
     def _read(self) -> None:
-        """Thread: messages of the pool, to its end."""
+        """Thread: handle messages from the pool until it closes the connection."""
         while True:
             try:
                 message = _receive(self._connection)
@@ -173,8 +173,11 @@ class _Process:
             task.cancel()
 
     async def _answer(self, call: Call) -> None:
-        """Send what the call gave, or that it is past its deadline: `late` if it has ended by then,
-        `stuck` if only its process's end ends it."""
+        """Send the outcome of the call.
+
+        Past the deadline, that is `late` if the call has ended, and `stuck` if only the end of the
+        process can end it.
+        """
         try:
             given = await self._within_deadline(call)
         except asyncio.CancelledError:
@@ -197,8 +200,8 @@ class _Process:
             done, _ = await asyncio.wait({work}, timeout=self._setup.deadline_s)
         except asyncio.CancelledError:
             if stage.in_thread:
-                # It cannot be ended, and holds its thread: the answer comes when it has ended by
-                # itself, or at the deadline.
+                # A plain function cannot be stopped, and keeps its thread. So the answer is sent
+                # when it returns, or at the deadline.
                 done, _ = await asyncio.wait({work}, timeout=self._setup.deadline_s)
             else:
                 work.cancel()
@@ -230,7 +233,7 @@ class _Process:
             else:
                 stage.in_thread = True
                 values, error = await asyncio.wrap_future(
-                    self._in_thread(lambda: _caught(lambda: reward(**arguments)))
+                    self._in_thread(lambda: _outcome(lambda: reward(**arguments)))
                 )
                 stage.in_thread = False
                 if error is not None:
@@ -239,9 +242,8 @@ class _Process:
                     values = await values
         except (asyncio.CancelledError, SystemExit):
             raise
-        except (
-            BaseException
-        ) as error:  # KeyboardInterrupt, and what packages derive from BaseException
+        except BaseException as error:
+            # Not only Exception: packages derive from BaseException, and KeyboardInterrupt does.
             raise failed(named.function, error) from None
         return check_rewards(named.function, values, group, named.per_token)
 
@@ -249,7 +251,7 @@ class _Process:
         if self._threads is not None:
             return self._threads.submit(work)
         future: Future[T] = Future()
-        self._main.put(lambda: _fulfil(future, work))
+        self._main.put(lambda: _fulfill(future, work))
         return future
 
     def _send(self, message: Answer) -> None:
@@ -260,7 +262,7 @@ class _Process:
 
 @dataclass(slots=True)
 class _Stage:
-    """Whether a call runs where nothing but its process's end can end it."""
+    """Whether a call runs in a thread, where only the end of the process can end it."""
 
     in_thread: bool = False
 
@@ -270,9 +272,9 @@ def _is_async(reward: Callable[..., object]) -> TypeGuard[Callable[..., Awaitabl
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(method)
 
 
-def _caught(work: Callable[[], object]) -> tuple[object, BaseException | None]:
-    """What the work gave or raised: no future takes a StopIteration, and one that never ends would
-    look like a hang."""
+def _outcome(work: Callable[[], object]) -> tuple[object, BaseException | None]:
+    """What the work returned or raised. A future refuses StopIteration, and would never be done,
+    which looks like a hang."""
     try:
         return work(), None
     except SystemExit:
@@ -281,13 +283,13 @@ def _caught(work: Callable[[], object]) -> tuple[object, BaseException | None]:
         return None, error
 
 
-def _fulfil(future: Future[T], work: Callable[[], T]) -> None:
+def _fulfill(future: Future[T], work: Callable[[], T]) -> None:
     try:
         future.set_result(work())
     except SystemExit:
         raise
     except BaseException as error:
-        # Whoever waits for it reports it.
+        # The caller that waits for the future reports it.
         future.set_exception(error)
 
 

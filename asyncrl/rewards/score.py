@@ -1,5 +1,5 @@
-"""From raw rewards to a scored group: total, status, advantage. Pure; one table of groups in, one
-out."""
+"""From raw rewards to scored groups: totals, statuses, advantages. Pure: one table of groups in,
+one out."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def group_call(group: pa.Table) -> GroupCall:
 
 
 def attach_rewards(group: pa.Table, rewards: GroupRewards) -> pa.Table:
-    """One group's one-row table with its raw rewards: columns reward_parts, failure, and
+    """Add raw rewards to one group's one-row table: columns reward_parts and failure, and
     token_rewards if there are any."""
     names = list(rewards.parts)
     parts = [
@@ -107,8 +107,8 @@ def group_rows(group: pa.Table) -> list[tuple[list[int], list[int]]]:
 
 
 def attach_reference(group: pa.Table, logprobs: Sequence[Logprobs]) -> pa.Table:
-    """One group's one-row table with the reference policy's log-probs: one array for each
-    trajectory."""
+    """Add the reference policy's log-probs, one array per trajectory, to one group's one-row
+    table."""
     return group.append_column(
         REFERENCE_COLUMN, pa.array([[values.tolist() for values in logprobs]], REFERENCE_LOGPROBS)
     )
@@ -138,11 +138,9 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
             longest if reason == "repetition" else len(ids)
             for reason, ids in zip(row["finish_reason"], row["completion_ids"], strict=True)
         ]
-        rewards = _shortened(total_rewards(parts, weights), lengths, longest, spec.reward)
+        rewards = _less_overlong(total_rewards(parts, weights), lengths, longest, spec.reward)
         if spec.algorithm.kl_coef:
-            rewards = _held_to_reference(
-                rewards, row["logprobs"], row[REFERENCE_COLUMN], spec.algorithm
-            )
+            rewards = _less_kl(rewards, row["logprobs"], row[REFERENCE_COLUMN], spec.algorithm)
         logprobs = [
             ours + theirs
             for ours, theirs in zip(
@@ -156,7 +154,7 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         ]
         scored["reward"].append(rewards)
         scored["status"].append(statuses)
-        advantages, failure = _judged(row, rewards, statuses, spec.algorithm)
+        advantages, failure = _advantages(row, rewards, statuses, spec.algorithm)
         scored["advantage"].append(advantages)
         failures.append(row["failure"] or failure)
         scored["scored_at"].append(time.time())
@@ -169,14 +167,14 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
     )
 
 
-def _judged(
+def _advantages(
     row: _RewardedRow,
     rewards: Sequence[float | None],
     statuses: Sequence[str],
     algorithm: AlgorithmConfig,
 ) -> tuple[list[float | None], str | None]:
-    """The advantages of a group, and why it is not trained: the user's own filter left it out, or a
-    function of the user's own failed."""
+    """The advantages of a group, and the reason if it is not trained: the user's filter rejected
+    it, or a function of the user failed."""
     ok = [status == "ok" for status in statuses]
     try:
         advantages = group_advantages(rewards, ok, algorithm.advantage)
@@ -195,17 +193,17 @@ def _judged(
             lengths,
             truncated,
         )
-        return advantages, None if trained else f"{FILTERED}{algorithm.group_filter} said False"
+        return advantages, None if trained else f"{FILTERED}{algorithm.group_filter} returned False"
     except FunctionError as error:
         return [None] * len(ok), unforeseen("the group could not be scored", error)
 
 
-def _shortened(
+def _less_overlong(
     rewards: Sequence[float | None], lengths: Sequence[int], longest: int, reward: RewardConfig
 ) -> list[float | None]:
-    """The rewards less the soft overlong penalty. `longest` is where these completions end at the
-    latest; one that was ended in a loop counts as that long, since nothing else would have ended
-    it."""
+    """The rewards less the soft overlong penalty. `longest` is the length limit of these
+    completions. A completion that was ended in a loop counts as that long: it would have continued
+    to the limit."""
     penalties = [
         soft_overlong_penalty(length, longest, reward.overlong_buffer, reward.overlong_penalty)
         for length in lengths
@@ -216,23 +214,23 @@ def _shortened(
     ]
 
 
-def _held_to_reference(
+def _less_kl(
     rewards: Sequence[float | None],
     logprobs: Sequence[Sequence[float]],
     reference: Sequence[Sequence[float]],
     algorithm: AlgorithmConfig,
 ) -> list[float | None]:
-    """The rewards less kl_coef times the trajectory's KL divergence from the reference. Log-probs
-    that are no numbers are left to the status."""
-    held: list[float | None] = []
+    """The rewards less kl_coef times each trajectory's KL divergence from the reference. A KL that
+    is not finite is ignored here: `trajectory_status` masks the trajectory."""
+    penalized: list[float | None] = []
     for reward, ours, theirs in zip(rewards, logprobs, reference, strict=True):
         kl = reward_kl(ours, theirs)
-        held.append(
+        penalized.append(
             None
             if reward is None
             else reward - algorithm.kl_coef * (kl if math.isfinite(kl) else 0.0)
         )
-    return held
+    return penalized
 
 
 def trajectory_status(
@@ -242,7 +240,7 @@ def trajectory_status(
     loss_mask: Sequence[int],
     longest: int,
 ) -> str:
-    """ok, or why the trajectory is masked. `logprobs` are the generator's and the reference's;
+    """`ok`, or why the trajectory is masked. `logprobs` are the generator's and the reference's;
     `loss_mask` has one item per completion token."""
     if not any(loss_mask):
         return "no_token"
@@ -254,23 +252,27 @@ def trajectory_status(
 
 
 class ScoresGroups(Protocol):
-    """Reward processes, here or on another node."""
+    """A reward pool, on this node or another."""
 
     async def score(self, call: GroupCall) -> GroupRewards:
-        """Rewards of one group, under the policy. Raises RewardError under policy `fail`."""
+        """Rewards of one group, under the policy on failures.
+
+        Raises:
+            RewardError: A reward failed under policy `fail`.
+        """
 
 
 async def score_completions(
     pool: ScoresGroups, prompt: Prompt, completions: Sequence[Completion]
 ) -> dict[str, list[float | None]]:
-    """Raw rewards of one prompt's completions outside the training stream (evaluation).
+    """Raw rewards of one prompt's completions outside the training stream, for evaluation.
 
     Returns:
-        Name of the reward function, and name/part of each part that it told of → one reward per
-        completion. A group given up under the pool's policy has None.
+        Name of the reward function, and name/part of each part that it returned → one reward per
+        completion. They are None if the group failed.
 
     Raises:
-        RewardError: policy `fail`, and a reward failed.
+        RewardError: A reward failed under policy `fail`.
     """
     call = GroupCall(
         prompts=[prompt.text] * len(completions),

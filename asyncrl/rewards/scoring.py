@@ -1,5 +1,5 @@
-"""Scoring: one long-lived Ray Data execution from the rollout workers' outboxes to scored groups in
-complete Parquet files.
+"""Scoring: one long-lived Ray Data execution, from the rollout workers' outboxes to scored groups
+in complete Parquet files.
 
     outboxes ──take──► source: rewards, in reward processes ──► map_batches: status, advantage
         ▲                                                                    │
@@ -50,7 +50,7 @@ __all__ = ["RayScores", "scored_summary"]
 logger = logging.getLogger(__name__)
 
 STREAM_BYTES = 256 << 20
-"""Object store that scored groups may take before the stream is held back."""
+"""Bytes of unread scored groups in the object store at which the stream pauses."""
 MOST_IN_FLUSH = 256
 EXAMPLE_LENGTH = 1000
 SUMMARIZED = (
@@ -86,13 +86,13 @@ class _ScoredRow(TypedDict):
 
 
 FLUSH_LINGER_S = 0.1
-"""Seconds from the first row of a flush to the flush: each costs a file, an object and an
-acknowledgement, however many rows it has."""
+"""Seconds from the first row of a flush to the flush. A flush costs a file, an object and an
+acknowledgment, however many rows it has."""
 
 
 class RayScores:
-    """`Scores` over Ray actors. Each admitted group comes once, by ordinal; a second copy is
-    acknowledged and dropped here."""
+    """`Scores` over Ray actors. `next` returns each admitted group once, by ordinal. Further copies
+    are acknowledged and dropped here."""
 
     def __init__(
         self,
@@ -107,11 +107,11 @@ class RayScores:
         """Start the execution. Call it on the event loop.
 
         Args:
-            workers: actor handles of the rollout workers (`RayRollouts.workers`).
-            rollouts: gets the acknowledgements of second copies.
-            groups_directory: <run>/groups; made if missing.
-            reference: the actor of the reference policy; None = there is none.
-            stacks: as of `stream_blocks`.
+            workers: Actor handles of the rollout workers (`RayRollouts.workers`).
+            rollouts: Gets the acknowledgments of further copies.
+            groups_directory: <run>/groups; created if missing.
+            reference: Actor of the reference policy; None = there is none.
+            stacks: See `stream_blocks`.
         """
         make_directory(groups_directory)
         self._spec, self._attempt, self._workers, self._rollouts = (
@@ -125,7 +125,7 @@ class RayScores:
         self._arrived: queue.Queue[pa.Table | BaseException | None] = queue.Queue()
         self._safe: asyncio.Queue[list[tuple[int, Scored | None]] | BaseException] = asyncio.Queue()
         self._seen: set[int] = set()
-        """Ordinals that have come, those below `_ended_below` left out: they have all ended."""
+        """Ordinals that have arrived, except those below `_ended_below`, which have all ended."""
         self._ended_below = 0
         self._closed = False
         self._threads = [
@@ -136,12 +136,12 @@ class RayScores:
             thread.start()
 
     async def next(self) -> list[Scored]:
-        """Groups scored since the last call, at least one; their rows are in a complete Parquet
+        """Groups scored since the last call, at least one. Their rows are in a complete Parquet
         file. The caller acknowledges them.
 
         Raises:
-            RewardError: policy `fail`, and a reward failed.
-            RuntimeError: the execution broke; PartDiedError if a process died.
+            RewardError: A reward failed under policy `fail`.
+            RuntimeError: The execution broke; PartDiedError if a process died.
         """
         while True:
             items = await self._safe.get()
@@ -155,7 +155,7 @@ class RayScores:
                 return scored
 
     def ended_below(self, ordinal: int) -> None:
-        """Copies of groups below this ordinal are acknowledged and dropped from now on."""
+        """From now on, acknowledge and drop copies of groups below this ordinal."""
         self._ended_below = ordinal
 
     async def save(self, groups: Sequence[Scored], path: Path) -> None:
@@ -163,15 +163,14 @@ class RayScores:
         references = [scored.ref for scored in groups]
 
         def write() -> None:
-            write_groups(
-                path, groups_at(references)
-            )  # asks the object store, which may take seconds
+            # Reads the object store, which may take seconds.
+            write_groups(path, groups_at(references))
 
         await asyncio.to_thread(write)
 
     async def load(self, path: Path) -> list[Scored]:
-        """The groups of a file that `save` wrote, in its order, in the object store again. They do
-        not come by `next`."""
+        """Put the groups of a file that `save` wrote into the object store, and return them in the
+        file's order. `next` does not return them."""
         return await asyncio.to_thread(self._load, path)
 
     def _load(self, path: Path) -> list[Scored]:
@@ -183,20 +182,20 @@ class RayScores:
         ]
 
     async def started(self) -> bool:
-        """Whether the execution's task runs: it has asked a worker for groups. A stream that broke
-        has begun: `next` raises its error."""
+        """Whether the execution's task has asked a worker for groups. Also true for a stream that
+        broke: `next` raises its error."""
         reading = self._threads[0].is_alive()
         return not reading or any(
             await asyncio.gather(*(worker.has_reader.remote() for worker in self._workers))
         )
 
     def lost(self, ordinal: int, error: BaseException) -> None:
-        """A group that `next` waits for will never come: it gives it as lost, or, if it is not for
-        want of an answer, raises the error."""
+        """Report that a group will never arrive. After a RolloutFailedError, `next` returns the
+        group as lost; it raises any other error."""
         if not isinstance(error, RolloutFailedError):
             self._safe.put_nowait(error)
             return
-        why = f"lost with its rollout worker, and not made again: {error}"
+        why = f"lost with its rollout worker, and not generated again: {error}"
         self._safe.put_nowait(
             [
                 (
@@ -209,8 +208,8 @@ class RayScores:
         )
 
     async def close(self) -> None:
-        """Close the workers' outboxes, which ends the execution; kill what rewards are still doing;
-        merge the small files."""
+        """Close the workers' outboxes, which ends the execution and kills rewards that still run.
+        Then merge the small files."""
         self._closed = True
         closing = [worker.close_outbox.remote() for worker in self._workers]
         for closed in closing:
@@ -222,8 +221,11 @@ class RayScores:
             await asyncio.to_thread(compact, self._directory)
 
     def _read_stream(self) -> None:
-        """Thread: rows from Ray Data, as they come. Where the task's process dies, a new execution
-        follows: to the rollout workers a new reader, which is offered what was not acknowledged."""
+        """Thread: queue rows from Ray Data as they arrive.
+
+        If the task's process dies, start a new execution. The rollout workers take it for a new
+        reader, and offer it every group that was not acknowledged.
+        """
         least = 0.0 if self._spec.algorithm.advantage == "maxrl" else None
         reward = self._spec.reward
         tasks = Tasks(reward.tasks, reward.num_cpus, reward.num_gpus)
@@ -239,19 +241,19 @@ class RayScores:
                     source, stage, 1, STREAM_BYTES, "scoring", self._stacks, tasks
                 ):
                     self._arrived.put(block)
-                end = RuntimeError("it ended though its rollout workers live")
+                end = RuntimeError("it ended while its rollout workers were alive")
             except Exception as error:
                 if not deaths.survived(error):
-                    # Handed to next(), which raises it: a thread cannot.
+                    # next() raises it. Raised in this thread, it would be lost.
                     end = error
         self._arrived.put(None if self._closed else end)
 
     def _write_files(self) -> None:
-        """Thread: one file for whatever waits, then one object per group, then the event loop."""
+        """Thread: write all waiting rows to one file and one object, then tell the event loop."""
         try:
             files = FlushFiles(self._directory, self._attempt)
             while True:
-                tables, end = _whatever_waits(self._arrived)
+                tables, end = _waiting_tables(self._arrived)
                 rows = [table.slice(row, 1) for table in tables for row in range(table.num_rows)]
                 if rows:
                     self._flush(files, rows)
@@ -260,7 +262,7 @@ class RayScores:
         except _EndedError:
             return
         except Exception as error:
-            # As above: next() raises it.
+            # As above, next() raises it.
             self._hand_over(error)
 
     def _flush(self, files: FlushFiles, rows: list[pa.Table]) -> None:
@@ -293,13 +295,13 @@ class RayScores:
 
 
 class _EndedError(Exception):
-    """The stream ended because it was closed."""
+    """The stream was closed."""
 
 
-def _whatever_waits(
+def _waiting_tables(
     arrived: queue.Queue[pa.Table | BaseException | None],
 ) -> tuple[list[pa.Table], BaseException | None]:
-    """At least one table, and those that follow within FLUSH_LINGER_S; or the end."""
+    """At least one table, with those that follow within FLUSH_LINGER_S; or the end."""
     tables: list[pa.Table] = []
     item = arrived.get()
     if isinstance(item, pa.Table):
@@ -319,7 +321,7 @@ def _whatever_waits(
 
 
 def scored_summary(row: pa.Table, reference: RowRef, content: str = "") -> Scored:
-    """What control needs to know of a scored group's one-row table."""
+    """What control needs to know of a scored group, from its one-row table."""
     group: _ScoredRow = row.select(list(SUMMARIZED)).to_pylist()[0]
     versions = [span["version"] for spans in group["versions"] for span in spans] or [0]
     usable = [index for index, status in enumerate(group["status"]) if status == "ok"]
@@ -359,23 +361,21 @@ def scored_summary(row: pa.Table, reference: RowRef, content: str = "") -> Score
 
 
 def _shortened(text: str) -> str:
-    """The text without secrets, and without its middle where it is longer than EXAMPLE_LENGTH."""
-    text, half = (
-        redact(text),
-        EXAMPLE_LENGTH // 2,
-    )  # before the cut: half a secret is not recognized
+    """The text without secrets, and without its middle if it is longer than EXAMPLE_LENGTH."""
+    # Redact before the cut: half a secret would not be recognized.
+    text, half = redact(text), EXAMPLE_LENGTH // 2
     return text if len(text) <= EXAMPLE_LENGTH else f"{text[:half]} … {text[-half:]}"
 
 
 def _unscored(parts: Sequence[Mapping[str, float | None]]) -> dict[str, int]:
-    """Trajectories without a reward, by function. A part of a function's reward, NAME/PART, is
-    none."""
+    """Number of trajectories without a reward, by function. Entries NAME/PART are not functions,
+    and are left out."""
     names = dict.fromkeys(name for part in parts for name in part if "/" not in name)
     return {name: sum(part[name] is None for part in parts) for name in names}
 
 
 def _part_means(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """Mean of each part over the trajectories that have it; a part that none has is left out."""
+    """Mean of each part over the trajectories that have it. A part without a value is left out."""
     names = dict.fromkeys(name for part in parts for name in part)
     values = {name: [part[name] for part in parts if part.get(name) is not None] for name in names}
     return {name: sum(some) / len(some) for name, some in values.items() if some}  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""The source of the scoring execution: takes finished groups from the rollout workers and yields
-each as its rewards are done."""
+"""The source of the scoring execution: takes finished groups from the rollout workers, and yields
+each when its rewards are done."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["rewarded_groups"]
 TAKE_WAIT_S = 1.0
 RESTART_PAUSE_S = 0.2
 TAKEN_AHEAD = 2
-"""Groups that a task takes for each that its processes run at once."""
+"""Groups that a task takes, as a multiple of those that its processes run at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,8 @@ def rewarded_groups(
 def _taking(
     workers: Sequence[Actor], reader: str, places: int
 ) -> Iterator[tuple[_Events, threading.Semaphore]]:
-    """Take groups in a thread: their events, and the semaphore to release for each scored one."""
+    """Take groups in a thread. Yields the queue of events, and the semaphore to release for each
+    group that has its rewards."""
     events: _Events = queue.Queue()
     room = threading.Semaphore(places)
     stop = threading.Event()
@@ -184,7 +185,7 @@ def _take(
     stop: threading.Event,
     events: _Events,
 ) -> None:
-    """Long-poll every worker; put one-row tables on the queue, and None when no worker is left."""
+    """Thread: long-poll every worker and queue one-row tables; then None when no worker is left."""
     try:
         left = list(workers)
         takes: dict[ray.ObjectRef[pa.Buffer | None], Actor] = {}
@@ -210,13 +211,13 @@ def _take(
                         events.put(_Taken(group))
         events.put(None)
     except Exception as error:
-        # The generator raises it: this thread cannot.
+        # The generator raises it. Raised in this thread, it would be lost.
         events.put(error)
 
 
 def _rows(stream: pa.Buffer | None) -> Iterator[pa.Table]:
-    """The one-row tables of a take, each with buffers of its own: a pickled slice would carry the
-    whole table."""
+    """The one-row tables of a take. Each has its own buffers: a pickled slice would carry the whole
+    table."""
     if stream is not None:
         table = table_from_ipc(stream)
         yield from (table.take([row]) for row in range(table.num_rows))

@@ -1,4 +1,4 @@
-"""What scoring knows of a run."""
+"""The settings that scoring needs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ScoringSpec:
     max_completion_length: int
     """Tokens."""
     max_length: int | None
-    """Tokens of prompt and completion together; None = no bound of their sum."""
+    """Tokens of prompt and completion together; None = no limit on the sum."""
     longest_trajectory: int
     """Tokens of the longest possible trajectory."""
 
     def completion_room(self, prompt_tokens: int) -> int:
-        """Tokens that the completion of a prompt of so many tokens may have."""
+        """Most tokens that the completion of a prompt of `prompt_tokens` may have."""
         return completion_room(self.max_completion_length, self.max_length, prompt_tokens)

@@ -1,14 +1,14 @@
-"""The parent of one reward process. It ends everything that the process has started, however that
-tried to get away.
+"""The parent of one reward process. It ends everything that the process has started, even
+processes that try to escape.
 
-    pool ──lifeline (pipe)──► supervisor ──fork──► reward process ──► whatever it starts
+    pool ──lifeline (pipe)──► supervisor ──fork──► reward process ──► what it starts
       ▲                                                  │
       └───────────────── socket: calls, answers ─────────┘
 
-The supervisor is a subreaper: a process whose parent has died becomes its child, not init's,
-whether or not it has a session of its own. When the reward process ends, or the pool closes the
-lifeline or dies, the supervisor stops and kills all its descendants until none is left. Then it
-exits with the reward process's code (128 + n after signal n, its own SIGKILL included).
+The supervisor is a subreaper: a descendant whose parent dies becomes its child, not init's, even in
+another session. When the reward process ends, or the pool closes the lifeline or dies, the
+supervisor stops and kills all its descendants until none is left. Then it exits with the reward
+process's code: 128 + n after signal n, the supervisor's own SIGKILL included.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LOOK_AGAIN_S = 0.005
 
 
 def command(lifeline: int, connection: int) -> list[str]:
-    """The command line of a supervisor with these inherited file descriptors. Its modules are found
-    where this process finds them."""
+    """The command line of a supervisor that inherits these file descriptors. It imports modules
+    from where this process does."""
     start = (
         "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from asyncrl.rewards.supervisor"
         " import main; main(*map(int, sys.argv[2:]))"
@@ -42,10 +42,10 @@ def command(lifeline: int, connection: int) -> list[str]:
 
 
 def main(lifeline: int, connection: int) -> None:
-    """Run one reward process to its end, or to that of the lifeline."""
+    """Run one reward process until it ends or the lifeline closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    # Written to by the interpreter at each signal, so that poll() wakes.
+    # The interpreter writes to this pipe at each signal, so that poll() wakes.
     woken, waker = os.pipe()
     os.set_blocking(waker, False)
     os.set_blocking(woken, False)
@@ -61,15 +61,15 @@ def main(lifeline: int, connection: int) -> None:
         _become_reward_process(connection)
     os.close(connection)
     status = _wait(process, lifeline, woken, ended)
-    # A process that ends closes its connection first. The pool may then be quicker than the kernel:
-    # the code is there once the process is reaped.
+    # A process closes its connection before the kernel reports its exit. If the pool reacts in
+    # between, there is no status yet, and the code is known once the process is reaped.
     reaped = _kill_descendants()
     code = os.waitstatus_to_exitcode(reaped.get(process, 0) if status is None else status)
     os._exit(code if code >= 0 else 128 - code)
 
 
 def _become_reward_process(connection: int) -> None:
-    """In the child: die with the supervisor, and serve calls until the pool is gone."""
+    """In the child: die with the supervisor, and serve calls until the pool disconnects."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -90,7 +90,7 @@ def _become_reward_process(connection: int) -> None:
 
 
 def _wait(process: int, lifeline: int, woken: int, ended: list[int]) -> int | None:
-    """The reward process's wait status, or None if it is no longer wanted."""
+    """The reward process's wait status, or None if the pool wants it to end."""
     poll = select.poll()
     poll.register(lifeline, select.POLLIN | select.POLLHUP)
     poll.register(woken, select.POLLIN)
@@ -107,7 +107,7 @@ def _wait(process: int, lifeline: int, woken: int, ended: list[int]) -> int | No
 
 
 def _reap() -> list[tuple[int, int]]:
-    """(Process id, wait status) of children that have ended, adopted ones included."""
+    """(Process id, wait status) of children that have ended, including adopted ones."""
     reaped = []
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -116,8 +116,8 @@ def _reap() -> list[tuple[int, int]]:
 
 
 def _kill_descendants() -> dict[int, int]:
-    """Return when no descendant is left: wait statuses by process id. They are stopped before they
-    are killed: one that starts others would outrun us."""
+    """Kill all descendants; return their wait statuses by process id. Stops them all first: a
+    process that keeps starting others would outrun the kills."""
     this = psutil.Process()
     reaped: dict[int, int] = {}
     while left := this.children(recursive=True):

@@ -1,5 +1,5 @@
-"""Signs of gibberish in one completion: a loop of one n-gram, characters that no text has. Pure;
-docs/how_to/metrics.md has the healthy ranges."""
+"""Signs of gibberish in one completion: a loop of one n-gram, and characters that text does not
+contain. Pure. docs/how_to/metrics.md lists the healthy ranges."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["LOOP_NGRAM", "LOOP_TIMES", "LOOP_TOKENS", "has_loop", "unprintable"]
 LOOP_NGRAM = 32
 """Longest n-gram that counts as a loop, in tokens."""
 LOOP_TIMES, LOOP_TOKENS = 4, 32
-"""A loop is an n-gram so many times in a row at least, over so many tokens at least: short answers
-and rows of dashes are none."""
+"""A loop is at least LOOP_TIMES copies of an n-gram in a row, and at least LOOP_TOKENS tokens long.
+So short answers and rows of dashes do not count."""
 
 REPLACEMENT = "\ufffd"
-"""What a tokenizer writes for bytes that are no text."""
+"""What a tokenizer writes for bytes that are not valid text."""
 NO_TEXT = frozenset({"Cc", "Cs", "Co", "Cn"})
 """Unicode categories: control, surrogate, private, unassigned."""
 LINES = frozenset("\n\r\t")
 
 
 def has_loop(token_ids: Sequence[int]) -> bool:
-    """Whether the tokens somewhere hold one n-gram of 1 to LOOP_NGRAM tokens, LOOP_TIMES times in a
-    row and over LOOP_TOKENS tokens at least."""
+    """Whether the tokens contain a loop of at least LOOP_TOKENS tokens: LOOP_TIMES or more copies
+    in a row of an n-gram of 1 to LOOP_NGRAM tokens."""
     ids = np.asarray(token_ids)
     for n in range(1, min(LOOP_NGRAM, len(ids) // LOOP_TIMES) + 1):
         # Over a stretch of s tokens with period n, s - n tokens in a row equal the one n places
@@ -38,8 +38,8 @@ def has_loop(token_ids: Sequence[int]) -> bool:
 
 
 def unprintable(text: str) -> int:
-    """Characters that no text has: control characters but for line ends and tabs, surrogates,
-    private and unassigned ones, U+FFFD."""
+    """Number of characters that text does not contain: control characters except line ends and
+    tabs, surrogates, private and unassigned characters, and U+FFFD."""
     if REPLACEMENT not in text and text.translate(dict.fromkeys(map(ord, LINES))).isprintable():
         return 0
     return sum(

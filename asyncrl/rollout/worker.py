@@ -24,8 +24,7 @@ __all__ = ["RETRIED", "RolloutWorker", "WorkerSpec", "rollout_seed"]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 RETRIED = (StaleReplicaError, *DEATHS, ConnectionError)
-"""Errors after which a request is tried again: the replica is behind, has died or restarts, and
-another replica, or the same one later, may answer."""
+"""Errors after which a request is tried again: its replica is behind, has died or restarts."""
 
 
 def rollout_seed(seed: int, ordinal: int) -> int:

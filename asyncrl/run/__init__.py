@@ -6,6 +6,7 @@ from asyncrl.runtime.exports import lazy_exports
 
 __getattr__ = lazy_exports(
     __name__,
+    AcrossAttempts="attempts",
     RunFailedError="embedded",
     Summary="train",
     command_name="train",

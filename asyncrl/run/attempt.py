@@ -20,11 +20,11 @@ from asyncrl.learning.warm_start import WarmStartCheck, warm_start
 from asyncrl.observe.alarms import FIRST_STEPS
 from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.progress import ProgressView
-from asyncrl.observe.sinks import open_sinks
+from asyncrl.observe.sinks import SinkRun, open_sinks
 from asyncrl.observe.watchdog import Stage, Watchdog, current_stage, marks
 from asyncrl.preflight.placement import check_models, wait_for_resources
 from asyncrl.preflight.plan_text import Plan
-from asyncrl.preflight.specs import data_spec
+from asyncrl.preflight.specs import data_spec, observe_spec
 from asyncrl.run.attempts import AcrossAttempts
 from asyncrl.run.evaluation import Evaluator
 from asyncrl.run.launch import Stations, launch_stations
@@ -57,7 +57,7 @@ class Attempt:
         self.plan = plan
         self.directory = directory
         self.across = across
-        self.live = Live(config, time.monotonic())
+        self.live = Live(observe_spec(config), time.monotonic())
         self.recorder = RunRecorder(
             writer,
             OutcomesWriter(directory.path / "outcomes", directory.state.attempt),
@@ -212,7 +212,8 @@ class Attempt:
 def open_writer(config: Config, directory: RunDirectory) -> MetricsWriter:
     """The metrics writer of one attempt: `metrics.jsonl`, and the sinks of the config."""
     state = directory.state
-    sinks = open_sinks(config, directory.path, state.run_id)
+    run = SinkRun(config.observe.project, config.name, state.run_id, directory.path, config.dump())
+    sinks = open_sinks(config.observe.sinks, run)
     return MetricsWriter(
         directory.path, state.attempt, sinks, {state.version: state.steps_attempted}
     )

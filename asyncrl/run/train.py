@@ -33,6 +33,7 @@ from asyncrl.preflight.plan import make_plan
 from asyncrl.preflight.plan_sections import arithmetic
 from asyncrl.preflight.plan_text import Plan
 from asyncrl.preflight.rewards import try_rewards
+from asyncrl.preflight.specs import observe_spec
 from asyncrl.run.attempt import Attempt, open_writer
 from asyncrl.run.attempts import AcrossAttempts
 from asyncrl.rundir.directory import RunDirectory
@@ -225,7 +226,10 @@ def _summary(
     records = list(read_metrics(directory.path))
     evaluations = [record for record in records if record["event"] == "evaluation"]
     summary = Summary(
-        directory.path, seconds, phases=phases, changes=before_and_after(config, records)
+        directory.path,
+        seconds,
+        phases=phases,
+        changes=before_and_after(observe_spec(config), records),
     )
     if evaluations:
         summary.before, summary.after = evaluations[0], evaluations[-1]

@@ -188,13 +188,13 @@ class CheckpointStore:
             committed = [path for path in committed if _version(path) == version]
         if not committed:
             names = ", ".join(map(str, self.versions())) or "none"
-            wanted = (
-                "committed checkpoint"
+            missing = (
+                "no committed checkpoint"
                 if version is None
-                else f"committed checkpoint of step {version} (there are: {names})"
+                else f"no committed checkpoint of step {version} (there are: {names})"
             )
             raise NoCheckpointError(
-                f"no {wanted} in {self.directory}; start with --resume never or auto"
+                f"{missing} in {self.directory}; start with --resume never or auto"
             )
         passed_over = self._bad_pointer()
         for path in committed:

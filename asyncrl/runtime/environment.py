@@ -77,8 +77,8 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 def preload_openmp(preloaded: str) -> str:
     """Add torch's OpenMP library to a value of LD_PRELOAD that has none.
 
-    With two OpenMP libraries in a process, threads that are bound to cores share one core. vLLM
-    adds the library only after the engine's process has started (vllm-project/vllm#27369).
+    With two OpenMP libraries in a process, threads that are bound to cores share one core. The
+    engine's process needs it at its start, and vLLM adds it later (vllm-project/vllm#27369).
     """
     spec = importlib.util.find_spec("torch")
     if (

@@ -1,9 +1,10 @@
-"""Running code that nobody trusts: what a model wrote, for rewards and tools.
+"""Runs untrusted code, such as code that a model wrote, for rewards and tools.
 
     from asyncrl.sandbox import run
-    run("print(6 * 7)", level="namespaces").stdout      # "42\\n", or an error: never less isolation
+    run("print(6 * 7)", level="namespaces").stdout      # "42\\n"; raises if there is no such level
 
-`python -m asyncrl.sandbox` prints what this machine reaches. Only the standard library is used.
+`python -m asyncrl.sandbox` prints the levels that this machine supports. The package uses only the
+standard library.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`python -m asyncrl.sandbox`: print what this machine reaches, or serve it to others.
+"""`python -m asyncrl.sandbox`: print the levels that this machine supports, or serve a sandbox.
 
-python -m asyncrl.sandbox                            the levels, and why not more
+python -m asyncrl.sandbox                            the levels, and why others are missing
 python -m asyncrl.sandbox serve --level landlock     HTTP service; needs ASYNCRL_SANDBOX_TOKEN
 """
 
@@ -15,14 +15,14 @@ from asyncrl.sandbox.service import SandboxServer
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 done; 1 nothing may be run here; 2 wrong arguments."""
+    """Run the command. Exit codes: 0 success; 1 no sandbox here; 2 wrong arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m asyncrl.sandbox",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", nargs="?", choices=["levels", "serve"], default="levels")
-    parser.add_argument("--python", help="interpreter of the programs; default: this one")
+    parser.add_argument("--python", help="Python interpreter for programs; default: this one")
     parser.add_argument(
         "--path",
         action="append",
@@ -33,12 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--level",
         choices=[Level.NAMESPACES, Level.LANDLOCK],
         default=Level.NAMESPACES,
-        help="serve: at least this; default: namespaces",
+        help="serve: lowest level to accept; default: namespaces",
     )
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="serve: address to listen on; default: this machine alone",
+        help="serve: address to listen on; default: only this machine",
     )
     parser.add_argument("--port", type=int, default=8700, help="serve: port; 0: a free one")
     known = parser.parse_args(arguments)

@@ -1,10 +1,10 @@
-"""From a forked child to the program: every step that takes rights away, in order.
+"""From a forked child to the program: every step that removes rights, in order.
 
     supervisor ─fork─► warden ─fork─► program          (`namespaces`: one more process in between)
 
-The warden is process 1 of the namespaces, or the head of the Landlock domain. It adopts orphans,
-waits for the program, reports its end, and takes with it whatever the program left. A step that
-fails is reported, and the program never starts.
+The warden is process 1 of the namespaces, or the first process of the Landlock domain. It adopts
+orphans, waits for the program, reports its end, and then ends what the program left behind. If a
+step fails, that is reported and the program never starts.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ __all__ = ["OWN_FOLDER", "Ends", "Users", "run_child", "write_files"]
 OWN_FOLDER = "/sandbox"
 """The program's folder, as it sees it, under `namespaces`."""
 HOST = "/host"
-"""Where the old root lies while the new one is built."""
+"""Mount point of the old root while the new one is built."""
 WARDEN_ID, PROGRAM_ID = 65533, 65534
 """User and group ids inside the user namespace."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
-"""Readable inside, where they exist: what programs need to start. No other file of /etc is."""
+"""Paths that are readable inside if they exist, since programs need them to start. The rest of /etc
+is not."""
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""No /dev/zero: mapped as shared, it is memory that no count sees."""
+"""/dev/zero is left out: a shared mapping of it is memory that no limit counts."""
 ROOT_TMPFS = "size=1m,nr_inodes=1024,mode=0755"
 LOOK_EVERY_S = 0.1
-"""How often the warden looks at the folder where no file system of its own bounds it."""
+"""How often the warden checks the size of a folder that is not its own file system."""
 SHARED_ROOM = 16
-"""Where the kernel cannot count a program's own processes, so many times the limit bound a burst.
-"""
+"""Without its own user, a program shares the kernel's count of processes. The room for a burst is
+then this multiple of the limit."""
 SIGNALS_KEPT = 6
-"""Landlock version that keeps signals inside."""
+"""First Landlock version that confines signals."""
 LEAST_LANDLOCK = 3
-"""Landlock version that holds truncation."""
+"""First Landlock version that controls truncation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Users:
-    """Ids that no other process has. A supervisor that is root gives them away."""
+    """User ids that no other process has. Only a supervisor that runs as root can assign them."""
 
     warden: int
     program: int
@@ -57,7 +58,7 @@ class Users:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Descriptors that the child uses: the program's three, and the report."""
+    """Descriptors of the child: the program's three, the report, and a handshake."""
 
     stdin: int
     stdout: int
@@ -72,15 +73,16 @@ class Ends:
 
 
 def run_child(job: Job, users: Users | None, folder: str, ends: Ends) -> NoReturn:
-    """Confine this process and start the program. Never returns; what fails is on `ends.status`."""
+    """Confine this process and start the program. Reports failures on `ends.status`."""
     try:
-        # Python's own handler: by it a program could interrupt process 1, which ignores all else.
+        # Process 1 ignores signals without a handler. With Python's SIGINT handler, a program could
+        # interrupt it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if job.level == "namespaces":
             _into_namespaces(job, users, ends)
         _into_landlock(job, users, folder, ends)
     except BaseException as error:
-        # This process must never go on as the supervisor that it was forked from.
+        # This process must never continue as the supervisor that it was forked from.
         _report(
             ends.status,
             error=f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}",
@@ -102,7 +104,7 @@ def _into_namespaces(job: Job, users: Users | None, ends: Ends) -> NoReturn:
     user, group = os.geteuid(), os.getegid()
     kernel.unshare()
     if users is None:
-        # One who is not root may map himself, and nobody else.
+        # A user who is not root may map only their own id.
         for name, text in (
             ("setgroups", "deny"),
             ("uid_map", f"{PROGRAM_ID} {user} 1"),
@@ -142,11 +144,11 @@ def _first_process(job: Job, users: Users | None, ends: Ends) -> NoReturn:
     kernel.die_with_parent()
     while not _ended(program, ends.status, 0):
         pass
-    os._exit(0)  # and with process 1 goes everything in its namespace
+    os._exit(0)  # the end of process 1 ends everything in its namespace
 
 
 def _build_root(job: Job) -> None:
-    """A root of our own: system folders read-only, four devices, an empty folder, no /proc."""
+    """Build a new root: read-only system folders, four devices, an empty folder, no /proc."""
     kernel.mount_private()
     kernel.mount_tmpfs(job.base, ROOT_TMPFS)
     os.mkdir(job.base + HOST)
@@ -172,7 +174,7 @@ def _build_root(job: Job) -> None:
 
 
 def _shown(job: Job) -> list[str]:
-    """Paths to show, none of them below another."""
+    """Paths to make visible, none of them below another."""
     shown: list[str] = []
     for path in sorted({*SYSTEM, *job.paths}):
         if not any(path == other or path.startswith(other + "/") for other in shown):
@@ -216,8 +218,8 @@ def _into_landlock(job: Job, users: Users | None, folder: str, ends: Ends) -> No
         _become(users.program)
     processes = job.limits.processes + 1
     if users is None:
-        # The kernel counts all of this user's: others must find room. The supervisor counts
-        # exactly.
+        # The kernel counts all processes of this user, so the limit must leave room for the others.
+        # The supervisor counts exactly.
         processes = usage.tasks_of_user(os.getuid()) + SHARED_ROOM * job.limits.processes
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     kernel.keep_orphans()
@@ -232,7 +234,7 @@ def _into_landlock(job: Job, users: Users | None, folder: str, ends: Ends) -> No
     if program == 0:
         _start(job, folder, ends, users is not None, processes, paths)
     ends.close_all_but_status()
-    # Its other end closes when the program begins: until then nobody may look into that process.
+    # The other end closes when the program starts. Until then, its process cannot be inspected.
     os.close(started[1])
     os.read(started[0], 1)
     _watch(program, ends.status, job, folder)
@@ -241,7 +243,7 @@ def _into_landlock(job: Job, users: Users | None, folder: str, ends: Ends) -> No
 
 
 def _watch(program: int, status: int, job: Job, folder: str) -> None:
-    """Until the program ends, the supervisor asks (SIGTERM), or the folder holds too much."""
+    """Wait until the program ends, the supervisor asks (SIGTERM), or the folder is too large."""
     next_look = 0.0
     while not _ended(program, status, os.WNOHANG):
         if time.monotonic() >= next_look:
@@ -258,9 +260,9 @@ def _watch(program: int, status: int, job: Job, folder: str) -> None:
 
 
 def _kill_domain(status: int) -> None:
-    """SIGKILL, in one call of the kernel, to all that this process may signal: its own domain.
+    """Send SIGKILL to everything that this process may signal, its own domain, in one system call.
 
-    Where it may signal the supervisor as well it is held by nothing, and must not.
+    If it may also signal the supervisor, it is not confined, and does not kill.
     """
     try:
         os.kill(os.getppid(), 0)
@@ -282,7 +284,7 @@ def _become(user: int) -> None:
 
 
 def write_files(job: Job, folder: str, owner: int) -> None:
-    """The job's files, below the folder, which nobody else has used yet."""
+    """Write the job's files below the folder, which no program has used yet."""
     for name, content in job.files.items():
         parent = folder
         for part in name.split("/")[:-1]:
@@ -296,7 +298,7 @@ def write_files(job: Job, folder: str, owner: int) -> None:
 
 
 def _ended(program: int, status: int, options: int) -> bool:
-    """Reap one process; whether it was the program, whose end is then reported."""
+    """Reap one process. If it was the program, report its end and return True."""
     found, wait_status = os.waitpid(-1, options)
     if found != program:
         return False
@@ -317,9 +319,9 @@ def _start(
     """Become the program.
 
     Args:
-        own_user: this user has no other process or file.
+        own_user: Whether this user has no other process or file.
         processes: RLIMIT_NPROC.
-        paths: path → rights that Landlock leaves; None: there is no Landlock.
+        paths: Path → rights that Landlock leaves; None without Landlock.
     """
     os.setsid()
     os.chdir(folder)
@@ -335,7 +337,7 @@ def _start(
     kernel.drop_privileges()
     if paths is not None:
         kernel.restrict_paths(paths)
-    # Who has a user of his own, or a root of his own, owns no other file.
+    # A program with its own user, or its own root, can reach no other file that its user owns.
     kernel.install_filter(seccomp_filter(modes=paths is None or own_user, times=paths is None))
     environment = job.environment(folder)
     try:
@@ -358,7 +360,7 @@ def _limit(job: Job, processes: int) -> None:
         (resource.RLIMIT_FSIZE, limits.disk_bytes, limits.disk_bytes),
         (resource.RLIMIT_NOFILE, limits.open_files, limits.open_files),
         (resource.RLIMIT_NPROC, processes, processes),
-        (resource.RLIMIT_CORE, 1, 1),  # 0 would still start a host's program that takes dumps
+        (resource.RLIMIT_CORE, 1, 1),  # with 0, a core dump handler of the host would still start
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):

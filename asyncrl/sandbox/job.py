@@ -1,4 +1,4 @@
-"""One run as text: what a caller hands to the supervisor, or to a service, and what comes back."""
+"""One run as JSON: what a caller sends to the supervisor or a service, and what it gets back."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = ["Job", "limits_from", "program_from", "program_to", "result_from", "r
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A program, where and how it runs."""
+    """A program, and where and how it runs."""
 
     level: str
     argv: tuple[str, ...]
-    """The first word is a path, or a name that PATH has."""
+    """The first word is a path, or a name on PATH."""
     stdin: bytes
     files: Mapping[str, bytes]
     limits: Limits
     paths: tuple[str, ...]
-    """Real paths that are readable inside, besides the system's."""
+    """Real paths that are readable inside, in addition to the system's."""
     imports: tuple[str, ...]
-    """Of these the folders that Python finds packages in."""
+    """Those of `paths` from which Python imports packages."""
     base: str
-    """A folder that exists, for temporary folders and as a mount point."""
+    """An existing folder, for temporary folders and as a mount point."""
 
     def environment(self, folder: str) -> dict[str, str]:
-        """All that the program finds in its environment."""
+        """The program's whole environment."""
         named = {
             "PATH": "/usr/local/bin:/usr/bin:/bin",
             "HOME": folder,
@@ -43,13 +43,13 @@ class Job:
         return named | ({"PYTHONPATH": ":".join(self.imports)} if self.imports else {})
 
     def dump(self) -> bytes:
-        """As one line."""
+        """Serialize as one line of JSON."""
         tree = dataclasses.asdict(self) | program_to(Program(self.argv, self.stdin, self.files))
         return json.dumps(tree).encode() + b"\n"
 
     @staticmethod
     def load(line: bytes) -> Job:
-        """From `dump`."""
+        """The inverse of `dump`."""
         tree = json.loads(line)
         program, limits = program_from(tree), limits_from(tree["limits"])
         lists = {name: tuple(tree[name]) for name in ("paths", "imports")}
@@ -74,35 +74,35 @@ class ProgramRecord(TypedDict):
 
 
 def program_to(program: Program) -> ProgramRecord:
-    """For JSON."""
+    """Convert to JSON values."""
     files = {name: _text(content) for name, content in program.files.items()}
     return {"argv": list(program.argv), "stdin": _text(program.stdin), "files": files}
 
 
 def program_from(tree: ProgramRecord) -> Program:
-    """From `program_to`. Raises ValueError, KeyError, TypeError or AttributeError on anything
-    else."""
+    """The inverse of `program_to`. Raises ValueError, KeyError, TypeError or AttributeError on any
+    other input."""
     files = {str(name): base64.b64decode(content) for name, content in tree["files"].items()}
     return Program(tuple(map(str, tree["argv"])), base64.b64decode(tree["stdin"]), files)
 
 
 def limits_from(tree: object) -> Limits:
-    """Raises ValueError or TypeError on what are no limits."""
+    """Limits from JSON values. Raises ValueError or TypeError if they are not valid."""
     if not isinstance(tree, Mapping):
-        raise TypeError(f"limits are an object of names and numbers, not {type(tree).__name__}")
+        raise TypeError(f"limits must be an object, not {type(tree).__name__}")
     return Limits(**tree)
 
 
 def result_to(result: Result) -> dict[str, object]:
-    """For JSON."""
+    """Convert to JSON values."""
     return dataclasses.asdict(result)
 
 
 def result_from(tree: object) -> Result:
-    """From `result_to`, or from a supervisor that failed.
+    """The inverse of `result_to`.
 
     Raises:
-        SandboxError: it failed, or this is no result.
+        SandboxError: `tree` is an error, or not a result.
     """
     if isinstance(tree, dict) and isinstance(tree.get("error"), str):
         raise SandboxError(tree["error"])
@@ -111,7 +111,7 @@ def result_from(tree: object) -> Result:
             raise TypeError(f"it is a {type(tree).__name__}")
         return Result(**{**tree, "level": Level(tree["level"])})
     except (TypeError, KeyError, ValueError) as error:
-        raise SandboxError(f"a sandbox answered with what is no result ({error})") from None
+        raise SandboxError(f"a sandbox did not answer with a result ({error})") from None
 
 
 def _text(content: bytes) -> str:

@@ -1,7 +1,7 @@
 """Linux calls that Python 3.11 lacks, by ctypes: namespaces, mounts, Landlock, seccomp, privileges.
 
-Each raises OSError with the call's name. The Landlock and seccomp packages on PyPI were no way
-round this file: they need a system library, or are a few months old.
+Each raises OSError with the call's name. The Landlock and seccomp packages on PyPI cannot replace
+this file: they need a system library, or are only a few months old.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CLOSE_RANGE_CLOEXEC, ALL_DESCRIPTORS = 4, 0xFFFFFFFF
 
 CLOSE_RANGE, MOUNT_SETATTR = 436, 442
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
-"""The same on every machine."""
+"""System call numbers that are the same on every machine."""
 OTHER_NUMBERS = {
     "x86_64": {"pivot_root": 155, "capset": 126},
     "aarch64": {"pivot_root": 41, "capset": 91},
@@ -66,7 +66,7 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_REG, MAKE_FIFO = 16, 32, 128, 256, 1024
 MAKE_SYM, REFER, TRUNCATE = 4096, 8192, 16384
 FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
-"""Landlock version → all rights over files that it knows."""
+"""Landlock version → all file rights that it controls."""
 TCP_RIGHTS, SCOPES = 3, 3
 """bind and connect (version 4); abstract Unix sockets and signals (version 6)."""
 
@@ -84,9 +84,9 @@ OWN = (
     | REFER
     | TRUNCATE
 )
-"""Everything in the sandbox's folder but devices and sockets."""
+"""Rights in the sandbox's folder: everything except devices and sockets."""
 ON_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
-"""Rights that a rule for a file, not a folder, may have."""
+"""Rights that a rule for a file may have; a rule for a folder may have more."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -134,7 +134,7 @@ def _prctl(what: str, *arguments: int) -> None:
 
 
 def unshare() -> None:
-    """Enter new namespaces of every kind in NAMESPACES; the next child is process 1 of its own."""
+    """Enter new namespaces of every kind in NAMESPACES. The next child is process 1 in its one."""
     _checked(_libc.unshare(ctypes.c_int(sum(NAMESPACES.values()))), "unshare")
 
 
@@ -145,17 +145,17 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def mount_private() -> None:
-    """No mount from here on is seen outside, and none from outside here."""
+    """Make later mounts here invisible outside, and later mounts outside invisible here."""
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
 
 
 def mount_tmpfs(target: str, options: str) -> None:
-    """A file system in memory, with `options` such as "size=1048576,nr_inodes=64,mode=0700"."""
+    """Mount an in-memory file system. `options`: "size=1048576,nr_inodes=64,mode=0700", say."""
     _mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, options)
 
 
 def bind(source: str, target: str) -> None:
-    """Show `source`, and what is mounted below it, at `target` as well."""
+    """Bind-mount `source`, with the mounts below it, at `target`."""
     _mount(source, target, None, MS_BIND | MS_REC)
 
 
@@ -181,17 +181,17 @@ def switch_root(new: str, old: str) -> None:
 
 
 def detach(target: str) -> None:
-    """Take a mount out of sight."""
+    """Unmount lazily: hide a mount now, and release it when it is no longer used."""
     _checked(_libc.umount2(os.fsencode(target), ctypes.c_int(MNT_DETACH)), f"umount {target}")
 
 
 def set_hostname(name: str) -> None:
-    """The name that this UTS namespace shows."""
+    """Set the hostname of this UTS namespace."""
     _checked(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
 
 
 def keep_orphans() -> None:
-    """Descendants whose parent ends become children of this process, whatever session they made."""
+    """Make orphaned descendants children of this process, even those in another session."""
     _prctl("PR_SET_CHILD_SUBREAPER", PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -201,16 +201,16 @@ def die_with_parent() -> None:
 
 
 def close_others_on_exec() -> None:
-    """A program that this process becomes gets descriptors 0, 1 and 2, and no other."""
+    """Close all descriptors except 0, 1 and 2 when this process executes a program."""
     _syscall(CLOSE_RANGE, "close_range", 3, ALL_DESCRIPTORS, CLOSE_RANGE_CLOEXEC)
 
 
 def drop_privileges() -> None:
-    """No capability, now or by any execve; no other process may look into this one."""
+    """Drop all capabilities for good, and let no other process inspect this one."""
     _prctl("PR_CAP_AMBIENT", PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     for capability in range(64):
         if _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
-            break  # the kernel knows no more of them, or this process has none to drop
+            break  # the kernel has no more capabilities, or this process may not drop any
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     none = (ctypes.c_uint32 * 6)()
     _syscall(_other("capset"), "capset", ctypes.byref(header), ctypes.byref(none))
@@ -219,7 +219,7 @@ def drop_privileges() -> None:
 
 
 def install_filter(instructions: bytes) -> None:
-    """Hold this process and its descendants to a seccomp filter; needs `drop_privileges` before."""
+    """Apply a seccomp filter to this process and its descendants. Call `drop_privileges` first."""
     memory = ctypes.create_string_buffer(instructions, len(instructions))
     program = _FilterProgram(len(instructions) // 8, ctypes.addressof(memory))
     result = _libc.prctl(
@@ -229,7 +229,7 @@ def install_filter(instructions: bytes) -> None:
 
 
 def landlock_version() -> int:
-    """Version of the kernel's Landlock; 0 = it has none, or it is switched off."""
+    """Version of the kernel's Landlock; 0 = not available, or switched off."""
     try:
         return _syscall(LANDLOCK_CREATE, "landlock_create_ruleset", None, 0, 1)
     except OSError:
@@ -237,12 +237,12 @@ def landlock_version() -> int:
 
 
 def restrict_signals() -> None:
-    """This process and its descendants signal nobody else (Landlock version 6)."""
+    """Let this process and its descendants signal only one another (Landlock version 6)."""
     _restrict(_ruleset(0, 0, SCOPES))
 
 
 def restrict_paths(paths: Mapping[str, int]) -> None:
-    """Open no path but these and what is below them, with the rights given; no TCP either."""
+    """Allow only these paths and what is below them, with the given rights, and no TCP."""
     version = landlock_version()
     handled = FILE_RIGHTS[min(version, max(FILE_RIGHTS))]
     ruleset = _ruleset(handled, TCP_RIGHTS if version >= 4 else 0, SCOPES if version >= 6 else 0)

@@ -23,7 +23,7 @@ __all__ = [
 Status = Literal[
     "exited", "signaled", "wall", "cpu", "memory", "processes", "disk", "files", "output"
 ]
-"""How a program ended: it exited, or by a signal, or by the limit of that name."""
+"""How a program ended: it exited, a signal ended it, or it exceeded the limit of that name."""
 
 
 class SandboxError(RuntimeError):
@@ -32,19 +32,19 @@ class SandboxError(RuntimeError):
 
 
 class SandboxUnavailableError(SandboxError):
-    """The level that was asked for cannot be reached here. The message says why, level by level."""
+    """The requested level is not available here. The message says why, level by level."""
 
 
 class Level(StrEnum):
-    """What separates a program from the machine, the weakest first. docs/how_to/sandbox.md compares
+    """What separates a program from the machine, weakest first. docs/how_to/sandbox.md compares
     them."""
 
     LANDLOCK = "landlock"
-    """The machine's own files and processes, held by Landlock and seccomp."""
+    """Landlock and seccomp restrict access to the machine's files and processes."""
     NAMESPACES = "namespaces"
-    """Users, processes, mounts, network and IPC of its own, and the seccomp filter."""
+    """Separate users, processes, mounts, network and IPC, and the seccomp filter."""
     CONTAINER = "container"
-    """A machine or container of its own, which only a service (`sandbox.service`) vouches for."""
+    """A separate machine or container. Only a service (`sandbox.service`) offers this level."""
 
     def reaches(self, asked: Level) -> bool:
         """Whether this level is at least `asked`."""
@@ -54,18 +54,18 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use, with all the processes that it starts.
+    """What one program may use, including all processes that it starts.
 
     Raises:
-        ValueError: a limit is not a finite number above 0.
+        ValueError: A limit is not a finite number above 0.
     """
 
     wall_s: float = 10.0
-    """Seconds on the clock."""
+    """Seconds of wall-clock time."""
     cpu_s: float = 10.0
     """Seconds of processor time."""
     memory_bytes: int = 1 << 30
-    """Address space of one process, and memory of all of them together."""
+    """Address space of each process, and memory of all of them together."""
     processes: int = 32
     """Processes and threads at once."""
     disk_bytes: int = 64 << 20
@@ -90,15 +90,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run: a command, its standard input, and the files that lie in its folder at the
-    start.
+    """What to run: a command, its standard input, and the files in its folder at the start.
 
     Raises:
-        ValueError: no command, a NUL in it, or the name of a file leads out of the folder.
+        ValueError: The command is empty or contains NUL, or a file name leads out of the folder.
     """
 
     argv: tuple[str, ...]
-    """`python` as the first word is the sandbox's own interpreter."""
+    """The first word `python` means the sandbox's own interpreter."""
     stdin: bytes = b""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Name relative to the folder, such as "data/a.txt" → content."""
@@ -118,7 +117,7 @@ class Program:
     def python(
         source: str, stdin: bytes | str = b"", files: Mapping[str, bytes | str] | None = None
     ) -> Program:
-        """Python source as `main.py`, which may import the other files."""
+        """A program that runs Python source as `main.py`, which may import the other files."""
         given = {name: _bytes(content) for name, content in (files or {}).items()}
         return Program(
             ("python", "-s", "-B", "main.py"), _bytes(stdin), {"main.py": _bytes(source), **given}
@@ -126,7 +125,7 @@ class Program:
 
 
 def _bytes(text: bytes | str) -> bytes:
-    """A model's text may hold lone surrogates, which are no UTF-8."""
+    """As UTF-8. A model's text may contain lone surrogates, which are replaced."""
     return text.encode(errors="replace") if isinstance(text, str) else text
 
 
@@ -136,17 +135,16 @@ class Result:
 
     status: Status
     exit_code: int | None
-    """Of a program that exited; minus the signal of one that a signal ended; else None.
-    """
+    """Exit code, or minus the signal that ended the program; None if a limit ended it."""
     stdout: str
-    """At most `output_bytes`; what is no UTF-8 is replaced."""
+    """At most `output_bytes`. Bytes that are not UTF-8 are replaced."""
     stderr: str
     seconds: float
-    """On the clock, from the program's start."""
+    """Wall-clock time since the program's start."""
     cpu_s: float
-    """Processor time of it and of all that it started, as far as the sandbox saw."""
+    """Processor time of the program and all that it started, as far as the sandbox saw."""
     memory_bytes: int
-    """The most that was seen at once."""
+    """Highest memory use that was observed."""
     level: Level
 
     @property
@@ -156,19 +154,18 @@ class Result:
 
 
 class Sandbox(Protocol):
-    """Runs programs that nobody trusts. `asyncrl.testing.FakeSandbox` runs nothing and answers by
-    rule."""
+    """Runs untrusted programs. `asyncrl.testing.FakeSandbox` is a fake that runs nothing."""
 
     @property
     def level(self) -> Level:
-        """What it has proved, or its service vouches for."""
+        """The level that a self-test proved, or that the service reports."""
         ...
 
     def run(self, program: Program, limits: Limits = ...) -> Result:
-        """Run the program to its end. Raises SandboxError if it was not run, or its end is
+        """Run the program to its end. Raises SandboxError if the program did not run, or its end is
         unknown."""
         ...
 
     async def run_async(self, program: Program, limits: Limits = ...) -> Result:
-        """The same; cancelling it kills the program."""
+        """`run`, without blocking the event loop. Cancellation kills a program on this machine."""
         ...

@@ -1,4 +1,4 @@
-"""A sandbox on this machine, what it reaches here, and how a caller asks for one."""
+"""Sandboxes on this machine: the levels that it supports, and how to open and use a sandbox."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SUPERVISOR = (
     " main()"
 )
 GRACE_S = 30.0
-"""Seconds beyond a program's own for a sandbox to be made and cleared away."""
+"""Seconds beyond a program's own for making and removing its sandbox."""
 MOST_ANSWER = 1 << 16
-"""Bytes of a supervisor's answer beyond a program's output, which JSON may write six times as long.
+"""Bytes of a supervisor's answer, in addition to the output, which JSON may make six times as long.
 """
 NEVER_SHOWN = ("/", "/proc", "/sys", "/dev", "/run", "/var/run", "/etc", "/tmp", "/root", "/home")
-"""Folders that `paths` may not name whole."""
+"""Folders that `paths` may not contain; folders below some of them are allowed."""
 
 SELF_TEST = """
 import os, socket, sys
@@ -60,24 +60,24 @@ assert "CANARY" not in os.environ, "the environment is the host's"
 open("own", "w").close()
 print("confined")
 """
-"""What a level must hold before anything else is run under it. The tests try far more."""
+"""A level must pass this before any other program runs at it. The tests try far more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What a machine reaches, and why not more."""
+    """The levels that a machine supports, and why it does not support others."""
 
     reached: tuple[Level, ...]
     reasons: Mapping[Level, str]
-    """Level that is not reached → why."""
+    """Level that is not supported → why."""
 
     @property
     def best(self) -> Level | None:
-        """The strongest that is reached; None: nothing may be run here."""
+        """The strongest level that is supported; None if nothing may run here."""
         return max(self.reached, key=list(Level).index, default=None)
 
     def text(self) -> str:
-        """A line for each level that a machine reaches without a service, the strongest first."""
+        """A line for each level that needs no service, strongest first."""
         local = (Level.NAMESPACES, Level.LANDLOCK)
         return "\n".join(
             f"{level:<11} {'yes' if level in self.reached else 'no: ' + self.reasons[level]}"
@@ -86,26 +86,24 @@ class Levels:
 
 
 class LocalSandbox:
-    """`Sandbox` on this machine, at exactly one level. A program costs about 0.15 s of processor
-    time beyond its own."""
+    """`Sandbox` on this machine, at exactly one level. Each program costs about 0.15 s of
+    additional processor time."""
 
     def __init__(
         self, level: Level, *, python: str | None = None, paths: Sequence[str] = ()
     ) -> None:
-        """Make one without a proof that the level is reached; `open_sandbox` asks for it.
+        """Create a sandbox without testing that the level works here, as `open_sandbox` does.
 
         Args:
-            python: interpreter of the programs. Default: this one, without its environment's
+            python: Interpreter for programs. Default: this one, without its environment's
                 packages.
-            paths: folders that programs may read; Python imports from them.
+            paths: Folders that programs may read and import from.
 
         Raises:
-            ValueError: a path does not exist, or shows too much.
+            ValueError: A path does not exist, or shows too much.
         """
         if level == Level.CONTAINER:
-            raise ValueError(
-                "level 'container' is what an outside service gives: set sandbox.service"
-            )
+            raise ValueError("level 'container' needs an outside service: set sandbox.service")
         self.level = level
         self._python = os.path.realpath(python or sys.executable)
         self._imports = tuple(_checked_path(path) for path in paths)
@@ -114,12 +112,12 @@ class LocalSandbox:
         """Run the program to its end.
 
         Raises:
-            SandboxError: it was not run, or its end is unknown.
+            SandboxError: The program did not run, or its end is unknown.
         """
         return _Running(self._job(program, limits or Limits())).result()
 
     async def run_async(self, program: Program, limits: Limits | None = None) -> Result:
-        """The same in a thread; cancelling it kills the program."""
+        """`run` in a thread. Cancellation kills the program."""
         running = _Running(self._job(program, limits or Limits()))
         try:
             return await asyncio.to_thread(running.result)
@@ -138,12 +136,12 @@ class LocalSandbox:
 
 
 class _Running:
-    """One supervisor at work. It ends when this process does: its standard input is a pipe from
-    here."""
+    """A running supervisor. Its standard input is a pipe from this process, so it ends when this
+    process does."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        # No environment: what is in it could be read in /proc. No site-packages.
+        # No environment, which could be read in /proc. No site-packages.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", SUPERVISOR],
             stdin=subprocess.PIPE,
@@ -167,16 +165,16 @@ class _Running:
         try:
             tree = json.loads(answer)
         except ValueError:
-            told = errors.decode(errors="replace").strip().splitlines()[-1:] or [
+            last_line = errors.decode(errors="replace").strip().splitlines()[-1:] or [
                 f"exit code {process.returncode}"
             ]
             raise SandboxError(
-                f"the sandbox's supervisor ended without a result: {told[0]}"
+                f"the sandbox's supervisor ended without a result: {last_line[0]}"
             ) from None
         return result_from(tree)
 
     def cancel(self) -> None:
-        """Have the supervisor end everything. From any thread."""
+        """Have the supervisor end everything. Safe to call from any thread."""
         stdin = self._process.stdin
         assert stdin is not None
         try:
@@ -185,7 +183,7 @@ class _Running:
             return
 
     def _talk(self) -> tuple[bytes, bytes]:
-        """Hand the job over, and read the answer and what is on standard error."""
+        """Send the job; return the answer and the text on standard error."""
         process, limits = self._process, self._job.limits
         assert (
             process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -194,7 +192,7 @@ class _Running:
             process.stdin.write(self._job.dump())
             process.stdin.flush()
         except (BrokenPipeError, ValueError):
-            pass  # it died, or was cancelled: the answer, or its lack, tells
+            pass  # it died or was canceled, which the missing answer shows
         parts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
         most = MOST_ANSWER + 12 * limits.output_bytes
         poll = select.poll()
@@ -212,7 +210,7 @@ class _Running:
                 parts[descriptor] += part
                 if len(parts[descriptor]) > most:
                     raise SandboxError(
-                        "the sandbox's supervisor answered with more than any result holds"
+                        "the sandbox's supervisor sent more than a result can contain"
                     )
                 if not part:
                     poll.unregister(descriptor)
@@ -224,16 +222,17 @@ class _Running:
 def _checked_path(path: str) -> str:
     real = os.path.realpath(path)
     if not os.path.isdir(real):
-        raise ValueError(f"sandbox path {path!r} is no folder here; name one that exists")
+        raise ValueError(f"sandbox path {path!r} is not a folder here; name one that exists")
     if ":" in real:
         raise ValueError(
-            f"sandbox path {path!r} has a colon, which PYTHONPATH cannot hold; use another folder"
+            f"sandbox path {path!r} has a colon, which PYTHONPATH does not allow; use another"
+            " folder"
         )
     if real in NEVER_SHOWN or any(
         real.startswith(f"{other}/") for other in ("/proc", "/sys", "/dev")
     ):
         raise ValueError(
-            f"sandbox path {path!r} would show programs far more than they need; name a folder"
+            f"sandbox path {path!r} would expose far more than programs need; name a folder"
             " below it"
         )
     return real
@@ -241,8 +240,8 @@ def _checked_path(path: str) -> str:
 
 @functools.cache
 def probe(python: str | None = None, paths: tuple[str, ...] = ()) -> Levels:
-    """Try each level on this machine with a small program that tests its walls. About 0.5 s, once
-    per process."""
+    """Test each level on this machine, with a small program that tries to escape. Takes about
+    0.5 s, once per process."""
     reasons: dict[Level, str] = {}
     for level in (Level.NAMESPACES, Level.LANDLOCK):
         if reason := _refusal(LocalSandbox(level, python=python, paths=paths)):
@@ -252,11 +251,11 @@ def probe(python: str | None = None, paths: tuple[str, ...] = ()) -> Levels:
 
 
 def _refusal(sandbox: LocalSandbox) -> str | None:
-    """Why nothing may run at this level, or None."""
+    """Why this level does not work here; None if it works."""
     if sys.platform != "linux":
-        return f"the system is {sys.platform}, and only Linux has it"
+        return f"the system is {sys.platform}, and sandboxes need Linux"
     with tempfile.TemporaryDirectory(prefix="asyncrl-canary-") as folder:
-        # Everybody may write here but for the sandbox.
+        # Every user may write here, so that only the sandbox can prevent it.
         os.chmod(folder, 0o777)
         canary = Path(folder, "canary")
         canary.write_text("readable")
@@ -268,8 +267,8 @@ def _refusal(sandbox: LocalSandbox) -> str | None:
         written = Path(folder, "written").exists()
     if result.ok and result.stdout == "confined\n" and not written:
         return None
-    told = result.stderr.strip().splitlines()[-1:] or [result.status]
-    return f"its self-test failed ({told[0]})"
+    last_line = result.stderr.strip().splitlines()[-1:] or [result.status]
+    return f"its self-test failed ({last_line[0]})"
 
 
 def open_sandbox(
@@ -279,33 +278,37 @@ def open_sandbox(
     python: str | None = None,
     paths: Sequence[str] = (),
 ) -> Sandbox:
-    """The strongest sandbox there is, which is at least `level`.
+    """Open the strongest sandbox that is available, at least `level`.
 
     Args:
-        service: URL of a sandbox service, which then runs everything; None: this machine does.
-        python, paths: as of `LocalSandbox`.
+        service: URL of a sandbox service that runs the programs; None = this machine runs them.
+        python, paths: See `LocalSandbox`.
 
     Raises:
-        SandboxUnavailableError: the level is not reached.
-        ValueError: the level is unknown, or a path cannot be shown.
+        SandboxUnavailableError: The level is not available.
+        ValueError: The level is unknown, or a path may not be shown.
     """
-    asked = Level(level)
+    required = Level(level)
     if service is not None:
         from asyncrl.sandbox.service import ServiceSandbox
 
         outside = ServiceSandbox(service)
-        if not outside.level.reaches(asked):
+        if not outside.level.reaches(required):
             raise SandboxUnavailableError(
-                f"sandbox level {asked.value!r} is asked for, and the service at {service} has"
+                f"sandbox level {required.value!r} is required, and the service at {service} has"
                 f" {outside.level.value!r}"
             )
         return outside
     levels = probe(python, tuple(paths))
     best = levels.best
-    if best is None or not best.reaches(asked):
+    if best is None or not best.reaches(required):
         why = "; ".join(f"{name.value}: {reason}" for name, reason in levels.reasons.items())
-        hint = "only a service gives it: set sandbox.service" if asked == Level.CONTAINER else why
-        raise SandboxUnavailableError(f"sandbox level {asked.value!r} is not reached here ({hint})")
+        hint = (
+            "only a service offers it: set sandbox.service" if required == Level.CONTAINER else why
+        )
+        raise SandboxUnavailableError(
+            f"sandbox level {required.value!r} is not available here ({hint})"
+        )
     return LocalSandbox(best, python=python, paths=paths)
 
 
@@ -320,7 +323,7 @@ def run(
     """Run Python source (a string) or a command (a sequence) in a sandbox of at least `level`.
 
     Raises:
-        SandboxError: it was not run.
+        SandboxError: The program did not run, or its end is unknown.
     """
     return open_sandbox(level).run(_program(code, stdin, files), limits or Limits())
 
@@ -333,7 +336,7 @@ async def run_async(
     limits: Limits | None = None,
     level: Level | str = Level.NAMESPACES,
 ) -> Result:
-    """`run`, without blocking the event loop; cancelling it kills the program."""
+    """`run`, without blocking the event loop. Cancellation kills the program."""
     sandbox = await asyncio.to_thread(open_sandbox, level)
     return await sandbox.run_async(_program(code, stdin, files), limits or Limits())
 

@@ -3,9 +3,9 @@
     GET  /level                                  → {"level": "namespaces"}
     POST /run  {"program": …, "limits": …}       → the fields of a `Result`, or {"error": …}
 
-Every request carries `Authorization: Bearer TOKEN`; both sides take the token from the variable
-ASYNCRL_SANDBOX_TOKEN. Whoever writes a service of his own may answer level "container", which says
-that programs have a machine or container to themselves.
+Every request carries `Authorization: Bearer TOKEN`. Both sides read the token from the environment
+variable ASYNCRL_SANDBOX_TOKEN. Your own service may report level "container", which promises that
+programs run on a separate machine or in a separate container.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_BODY = 64 << 20
 ANSWER_S = 60.0
 """Seconds beyond the program's own that an answer may take."""
 HELD_S = 30.0
-"""Seconds for which a client may send nothing."""
+"""Seconds after which an idle client is disconnected."""
 
 
 def _token() -> str:
@@ -52,8 +52,8 @@ class ServiceSandbox:
         """Ask the service for its level.
 
         Raises:
-            SandboxError: no token, or the service does not answer as one.
-            ValueError: this is no URL of one.
+            SandboxError: There is no token, or no sandbox service answers.
+            ValueError: `url` is not the URL of a service.
         """
         parts = urlsplit(url)
         if (
@@ -61,22 +61,24 @@ class ServiceSandbox:
             or not parts.hostname
             or parts.path not in ("", "/")
         ):
-            raise ValueError(f"sandbox service {url!r} is no URL such as 'http://127.0.0.1:8700'")
+            raise ValueError(
+                f"sandbox service {url!r} is not a URL such as 'http://127.0.0.1:8700'"
+            )
         self._url, self._parts, self._token = url, parts, _token()
         answer = self._ask("GET", "/level", None, ANSWER_S, MOST_BODY)
         try:
             self.level = Level(str(answer["level"]))
         except (KeyError, TypeError, ValueError):
             raise SandboxError(
-                f"the sandbox service at {url} named no level: {str(answer)[:200]}"
+                f"the sandbox service at {url} did not report a level: {str(answer)[:200]}"
             ) from None
 
     def run(self, program: Program, limits: Limits | None = None) -> Result:
-        """Run the program there.
+        """Run the program at the service.
 
         Raises:
-            SandboxError: it was not run, its end is unknown, or it ran at another level than the
-                service said.
+            SandboxError: The program did not run, its end is unknown, or it ran at a lower level
+                than the service reported.
         """
         limits = limits or Limits()
         body = {"program": program_to(program), "limits": dataclasses.asdict(limits)}
@@ -85,12 +87,12 @@ class ServiceSandbox:
         if not result.level.reaches(self.level):
             raise SandboxError(
                 f"the sandbox service at {self._url} ran a program at level {result.level.value!r}"
-                f" after it had said {self.level.value!r}"
+                f" after reporting level {self.level.value!r}"
             )
         return result
 
     async def run_async(self, program: Program, limits: Limits | None = None) -> Result:
-        """The same in a thread. Cancelling it leaves the program to its limits."""
+        """`run` in a thread. Cancellation does not kill the program; its limits still apply."""
         return await asyncio.to_thread(self.run, program, limits)
 
     def _ask(
@@ -122,8 +124,8 @@ class ServiceSandbox:
             tree = None
         if not isinstance(tree, dict):
             raise SandboxError(
-                f"the sandbox service at {self._url} answered {response.status} with what is no"
-                " JSON object"
+                f"the sandbox service at {self._url} answered {response.status} without a JSON"
+                " object"
             )
         if response.status != 200:
             raise SandboxError(
@@ -133,15 +135,19 @@ class ServiceSandbox:
 
 
 class SandboxServer:
-    """A service over any sandbox, a few programs at once. `serve` runs until `close`."""
+    """Serves any sandbox over HTTP, a few programs at once. `serve` runs until `close`."""
 
     def __init__(
         self, sandbox: Sandbox, host: str = "127.0.0.1", port: int = 0, at_once: int | None = None
     ) -> None:
-        """Listen, on a free port if it is 0.
+        """Listen on `port`; 0 = a free port.
+
+        Args:
+            at_once: Programs that run concurrently. Default: one per processor core.
 
         Raises:
-            SandboxError: no token. OSError: the port is taken.
+            SandboxError: There is no token.
+            OSError: The port is taken.
         """
         slots = threading.BoundedSemaphore(at_once or os.cpu_count() or 1)
         handler = type(
@@ -152,12 +158,12 @@ class SandboxServer:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL of this service."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}"
 
     def serve(self) -> None:
-        """Answer requests until `close`, from another thread."""
+        """Answer requests until another thread calls `close`."""
         self._server.serve_forever(poll_interval=0.1)
 
     def close(self) -> None:
@@ -201,7 +207,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             tree = json.loads(self.rfile.read(int(length)))
             program, limits = program_from(tree["program"]), limits_from(tree["limits"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            self._answer(400, {"error": f"no program with limits: {error}"})
+            self._answer(400, {"error": f"the body is not a program with limits: {error}"})
             return
         try:
             with self.slots:
@@ -210,7 +216,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(503, {"error": str(error)})
 
     def _allowed(self) -> bool:
-        """Whether the request has the token; a refusal has been sent if not."""
+        """Whether the request has the token. If not, sends a refusal."""
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if hmac.compare_digest(given.encode(), self.token.encode()):
             return True
@@ -228,4 +234,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing: a request's text is not for a terminal."""
+        """Log nothing: the text of a request does not belong on a terminal."""

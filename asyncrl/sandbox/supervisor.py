@@ -1,7 +1,7 @@
 """The process that runs one job: it confines a child, watches it, ends it, and reports.
 
-It lives outside the sandbox, adopts whatever the program leaves, and returns only when none of it
-lives. It ends everything when its standard input closes: that is how its caller dies or cancels.
+It runs outside the sandbox, adopts the processes that the program leaves, and returns only when all
+have ended. It ends everything when its standard input closes: the caller has died or canceled.
 
     caller ── job, one line ──► stdin                stdout ── result, one line ──► caller
 """
@@ -28,20 +28,20 @@ __all__ = ["main", "supervise"]
 
 LOOK_EVERY_MS = 20
 STOP_WITHIN_S = 10.0
-"""Seconds for everything to be gone after SIGKILL. The kernel may have memory to free."""
+"""Seconds for everything to end after SIGKILL. The kernel may have memory to free."""
 LOWEST_USER, USERS = 1_800_000_000, 100_000_000
-"""Where the ids of a supervisor that is root are: above those that systems give to people."""
+"""User ids for programs of a supervisor that is root, above the ids that systems give to people."""
 SMALL_RANGE, SMALL_USERS = 61_184, 4_000
-"""The same in a container that has 65,536 ids: systemd's range for services that come and go."""
+"""The same in a container that has 65,536 ids: systemd's range for transient services."""
 
 
-class Failed(Exception):
-    """The job could not be run as asked. The message goes to the caller."""
+class JobError(Exception):
+    """The job could not be run. The message goes to the caller."""
 
 
 @dataclass
-class _Seen:
-    """What the supervisor has learned of the child."""
+class _Observed:
+    """What the supervisor has observed of the child."""
 
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
@@ -63,28 +63,28 @@ class _Report(TypedDict, total=False):
 
 
 def main() -> None:
-    """Read a job from standard input, run it, print what came of it."""
+    """Read a job from standard input, run it, and print the result or the error."""
     try:
         answer = supervise(Job.load(sys.stdin.buffer.readline()), sys.stdin.fileno())
-    except (Failed, OSError) as error:
+    except (JobError, OSError) as error:
         answer = {"error": str(error)}
     print(json.dumps(answer), flush=True)
 
 
 def supervise(job: Job, lifeline: int) -> dict[str, object]:
-    """The fields of a `Result`.
+    """Run a job. Returns the fields of a `Result`.
 
     Args:
-        lifeline: everything ends when this descriptor is closed at its other end.
+        lifeline: Descriptor of a pipe. Everything ends when its other end closes.
 
     Raises:
-        Failed: the program was not started, or its end is unknown.
+        JobError: The program was not started, or its end is unknown.
     """
     if not usage.children_known():
-        raise Failed("the kernel does not list a process's children (CONFIG_PROC_CHILDREN)")
+        raise JobError("the kernel does not list a process's children (CONFIG_PROC_CHILDREN)")
     if os.readlink("/proc/self") != str(os.getpid()):
-        # Its numbers would be those of other processes, and the supervisor kills by number.
-        raise Failed("/proc is that of another PID namespace; mount one for this one")
+        # The process ids in it would mean other processes, and the supervisor kills by id.
+        raise JobError("/proc is that of another PID namespace; mount one for this one")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     kernel.keep_orphans()
     users = _own_users() if os.geteuid() == 0 else None
@@ -102,9 +102,10 @@ def supervise(job: Job, lifeline: int) -> dict[str, object]:
 
 
 def _own_users() -> Users | None:
-    """Two ids that no other process has, since each supervisor takes those of its own number.
+    """Two user ids that no other process has. They depend on the supervisor's process id, so that
+    supervisors do not share them.
 
-    None: this root is an ordinary user outside, whom a container calls so, and has no ids to give.
+    None: this root is an ordinary user outside its container, and has no ids to assign.
     """
     with open("/proc/self/uid_map") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
@@ -114,7 +115,7 @@ def _own_users() -> Users | None:
     elif mapped > SMALL_RANGE + SMALL_USERS:
         first = SMALL_RANGE + 2 * os.getpid() % SMALL_USERS
     elif any(inside == 0 and outside == 0 for inside, outside, _ in ranges):
-        raise Failed(
+        raise JobError(
             f"root has {mapped} user ids here, and the sandbox needs its own from {SMALL_RANGE} on"
         )
     else:
@@ -132,24 +133,28 @@ def _run(job: Job, users: Users | None, folder: str, lifeline: int) -> dict[str,
         run_child(job, users, folder, ends)
     for descriptor in (ends.stdin, *(pipe[1] for pipe in (output, errors, status, ready)), go[0]):
         os.close(descriptor)
-    seen = _Seen()
+    observed = _Observed()
     began = time.monotonic()
     try:
         if job.level == "namespaces":
             _map_users(child, users, ready[0], go[1])
         began = time.monotonic()
-        buffers = {output[0]: seen.stdout, errors[0]: seen.stderr, status[0]: seen.report}
-        _watch(job, child, buffers, seen, began, lifeline)
+        buffers = {
+            output[0]: observed.stdout,
+            errors[0]: observed.stderr,
+            status[0]: observed.report,
+        }
+        _watch(job, child, buffers, observed, began, lifeline)
     finally:
         _stop(job, child, users)
     seconds = time.monotonic() - began
     for descriptor, buffer in buffers.items():
         _drain(descriptor, buffer, job.limits.output_bytes)
-    return _answer(job, seen, seconds)
+    return _answer(job, observed, seconds)
 
 
 def _readable(content: bytes) -> int:
-    """A descriptor from which the content can be read, and nothing written to."""
+    """A read-only descriptor of the content."""
     written = os.memfd_create("stdin")
     with open(written, "wb", closefd=False) as file:
         file.write(content)
@@ -159,9 +164,9 @@ def _readable(content: bytes) -> int:
 
 
 def _map_users(child: int, users: Users | None, ready: int, go: int) -> None:
-    """Give the child's user namespace its ids. One who is not root lets the child do it."""
+    """Map the ids of the child's user namespace. Without root, the child does this itself."""
     if os.read(ready, 1) != b"u":
-        return  # its report says why
+        return  # the child's report says why
     if users is not None:
         text = f"0 0 1\n65533 {users.warden} 2\n"
         for name in ("uid_map", "gid_map"):
@@ -171,47 +176,52 @@ def _map_users(child: int, users: Users | None, ready: int, go: int) -> None:
 
 
 def _watch(
-    job: Job, child: int, buffers: dict[int, bytearray], seen: _Seen, began: float, lifeline: int
+    job: Job,
+    child: int,
+    buffers: dict[int, bytearray],
+    observed: _Observed,
+    began: float,
+    lifeline: int,
 ) -> None:
-    """Collect output until the warden is gone or a limit is met, which is then the verdict."""
+    """Collect output until the warden ends or a limit is exceeded, which is then the verdict."""
     poll = select.poll()
     for descriptor in (*buffers, lifeline):
         poll.register(descriptor, select.POLLIN)
     deadline, next_look = began + job.limits.wall_s, 0.0
-    while seen.verdict is None:
+    while observed.verdict is None:
         for descriptor, _ in poll.poll(LOOK_EVERY_MS):
             if descriptor == lifeline:
-                raise Failed("cancelled by its caller")
+                raise JobError("canceled by its caller")
             part = os.read(descriptor, 1 << 16)
             buffers[descriptor] += part
             if not part:
                 poll.unregister(descriptor)
-                if buffers[descriptor] is seen.report:
+                if buffers[descriptor] is observed.report:
                     return
             if (
-                buffers[descriptor] is not seen.report
+                buffers[descriptor] is not observed.report
                 and len(buffers[descriptor]) > job.limits.output_bytes
             ):
-                seen.verdict = "output"
+                observed.verdict = "output"
         now = time.monotonic()
         if now >= deadline:
-            seen.verdict = "wall"
+            observed.verdict = "wall"
         elif now >= next_look:
-            seen.verdict = seen.verdict or _exceeded(job, child, seen)
+            observed.verdict = observed.verdict or _exceeded(job, child, observed)
             next_look = now + LOOK_EVERY_MS / 1000
 
 
-def _exceeded(job: Job, child: int, seen: _Seen) -> str | None:
-    """The limit that all processes together are above, or None."""
+def _exceeded(job: Job, child: int, observed: _Observed) -> str | None:
+    """The limit that all processes together exceed, or None."""
     processes = usage.descendants(os.getpid())
-    # Ours: the warden, and under `namespaces` the process before it, its parent.
+    # Not the program's: the warden, and its parent under `namespaces`.
     ours = 2 if job.level == "namespaces" else 1
     used = usage.usage_of(processes[ours:] if processes[:1] == [child] else processes)
-    seen.memory_bytes, seen.cpu_s = (
-        max(seen.memory_bytes, used.memory_bytes),
-        max(seen.cpu_s, used.cpu_s),
+    observed.memory_bytes, observed.cpu_s = (
+        max(observed.memory_bytes, used.memory_bytes),
+        max(observed.cpu_s, used.cpu_s),
     )
-    # Too many processes come first: they are why the memory and CPU time went up with them.
+    # Check the number of processes first: too many of them also raise memory and CPU time.
     if used.tasks > job.limits.processes:
         return "processes"
     if used.memory_bytes > job.limits.memory_bytes:
@@ -220,13 +230,13 @@ def _exceeded(job: Job, child: int, seen: _Seen) -> str | None:
 
 
 def _stop(job: Job, child: int, users: Users | None) -> None:
-    """Kill all that is left, and return when it is gone.
+    """Kill all that is left, and return when it has ended.
 
     Raises:
-        Failed: something lives.
+        JobError: A process does not end.
     """
     if job.level != "namespaces":
-        # At once, so that nothing can outrun it; below it is one process after the other.
+        # Kills everything at once, so that no fork can outrun it. The loop below kills one by one.
         if users is not None:
             _kill_user(users.program)
         else:
@@ -236,8 +246,8 @@ def _stop(job: Job, child: int, users: Users | None) -> None:
     while _reap():
         now = time.monotonic()
         if now > deadline:
-            raise Failed(f"processes {usage.descendants(os.getpid())} of the sandbox do not end")
-        # The warden of a Landlock domain kills all of it at once.
+            raise JobError(f"processes {usage.descendants(os.getpid())} of the sandbox do not end")
+        # The warden of a Landlock domain gets time to kill the whole domain at once.
         for process in usage.descendants(os.getpid()):
             if not (patient and process == child and now < deadline - STOP_WITHIN_S / 2):
                 _signal(process, signal.SIGKILL)
@@ -245,7 +255,7 @@ def _stop(job: Job, child: int, users: Users | None) -> None:
 
 
 def _reap() -> bool:
-    """Reap what has ended; whether there are children yet."""
+    """Reap the children that have ended. Returns whether there are others."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -262,14 +272,14 @@ def _signal(process: int, number: int) -> None:
 
 
 def _kill_user(user: int) -> None:
-    """SIGKILL all processes of an id of our own, in one call of the kernel."""
+    """Send SIGKILL to all processes of one of our user ids, in one system call."""
     helper = os.fork()
     if helper == 0:
         try:
             os.setgroups([])
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
-            # As somebody who may not signal the supervisor. Were it otherwise, this would kill it.
+            # Only as a user that may not signal the supervisor: otherwise this would kill it too.
             try:
                 os.kill(os.getppid(), 0)
             except PermissionError:
@@ -280,27 +290,27 @@ def _kill_user(user: int) -> None:
 
 
 def _drain(descriptor: int, buffer: bytearray, limit: int) -> None:
-    """What is in the pipe yet: all its writers are gone."""
+    """Read what is left in the pipe, whose writers have all ended."""
     while len(buffer) <= limit and (part := os.read(descriptor, 1 << 16)):
         buffer += part
     os.close(descriptor)
 
 
-def _answer(job: Job, seen: _Seen, seconds: float) -> dict[str, object]:
-    told: _Report = {}
-    for line in bytes(seen.report).splitlines():
-        told.update(json.loads(line))
-    if "error" in told:
-        raise Failed(told["error"])
+def _answer(job: Job, observed: _Observed, seconds: float) -> dict[str, object]:
+    report: _Report = {}
+    for line in bytes(observed.report).splitlines():
+        report.update(json.loads(line))
+    if "error" in report:
+        raise JobError(report["error"])
     limits = job.limits
-    cpu_s = max(seen.cpu_s, told.get("cpu_seconds", 0.0))
-    code = told.get("ended")
-    verdict = seen.verdict or told.get("exceeded")
-    if verdict is None and max(len(seen.stdout), len(seen.stderr)) > limits.output_bytes:
+    cpu_s = max(observed.cpu_s, report.get("cpu_seconds", 0.0))
+    code = report.get("ended")
+    verdict = observed.verdict or report.get("exceeded")
+    if verdict is None and max(len(observed.stdout), len(observed.stderr)) > limits.output_bytes:
         verdict = "output"
     if verdict is None and code is None:
         if job.level == "namespaces":
-            raise Failed("the sandbox's own process ended before the program did")
+            raise JobError("the sandbox's own process ended before the program did")
         # Before Landlock version 6 a program may signal its warden, whose user it shares.
         code = -signal.SIGKILL
     if (
@@ -312,20 +322,20 @@ def _answer(job: Job, seen: _Seen, seconds: float) -> dict[str, object]:
     return {
         "status": verdict or ("exited" if code is not None and code >= 0 else "signaled"),
         "exit_code": None if verdict else code,
-        "stdout": bytes(seen.stdout[: limits.output_bytes]).decode(errors="replace"),
-        "stderr": bytes(seen.stderr[: limits.output_bytes]).decode(errors="replace"),
+        "stdout": bytes(observed.stdout[: limits.output_bytes]).decode(errors="replace"),
+        "stderr": bytes(observed.stderr[: limits.output_bytes]).decode(errors="replace"),
         "seconds": seconds,
         "cpu_s": cpu_s,
-        "memory_bytes": seen.memory_bytes,
+        "memory_bytes": observed.memory_bytes,
         "level": job.level,
     }
 
 
 def _remove(folder: str) -> None:
-    """Delete a folder that a program has filled, now that none of its processes lives.
+    """Delete a folder that a program has filled, once all its processes have ended.
 
-    Follows no link, and goes as deep as the program did without recursion or open descriptors:
-    folders within a folder are moved up first.
+    Follows no links. Works at any depth without recursion or open descriptors: folders within a
+    folder are moved up first.
     """
     moved, mark = 0, os.urandom(8).hex()
     while names := os.listdir(folder):
@@ -338,7 +348,7 @@ def _remove(folder: str) -> None:
             for inner in os.listdir(path):
                 moved += 1
                 if stat.S_ISDIR(os.lstat(f"{path}/{inner}").st_mode):
-                    os.chmod(f"{path}/{inner}", 0o700)  # a folder moves only if it may be written
+                    os.chmod(f"{path}/{inner}", 0o700)  # a move needs write permission
                     os.rename(f"{path}/{inner}", f"{folder}/{mark}-{moved}")
                 else:
                     os.unlink(f"{path}/{inner}")

@@ -1,7 +1,7 @@
 """The system calls that sandboxed code may make, as a seccomp filter for x86-64 and arm64.
 
-The filter is a list of what is allowed. Everything else fails, so a call that a later kernel adds
-is denied until somebody puts it here. Pure: no call of this module changes the process.
+The filter lists what is allowed. Everything else fails, so calls that later kernels add are denied
+until they are listed here. Pure: this module only computes the filter.
 """
 
 from __future__ import annotations
@@ -78,20 +78,20 @@ socketpair 53 199
 MODES = _parse("""
 chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452
 """)
-"""Change a file's mode. Landlock does not hold them, so they are allowed only where every reachable
-file that the user owns lies in the sandbox."""
+"""Change a file's mode. Landlock does not control them. So they are allowed only if every reachable
+file that the user owns is in the sandbox."""
 
 TIMES = _parse("""
 futimesat 261 -, utime 132 -, utimensat 280 88, utimes 235 -
 """)
-"""Change a file's times, of one that may be written to as well: allowed only where none is outside.
-"""
+"""Change a file's times, for which write permission is enough. So they are allowed only if no file
+outside is reachable."""
 
 ATTRIBUTES = _parse("""
 fgetxattr 193 10, flistxattr 196 13, getxattr 191 8, lgetxattr 192 9, listxattr 194 11,
 llistxattr 195 12
 """)
-"""Read extended attributes. Programs are told that the file system has none."""
+"""Read extended attributes. The filter answers that the file system does not support them."""
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine → its column in the tables, and its AUDIT_ARCH number."""
@@ -100,12 +100,13 @@ CLONE_NAMESPACES = 0x7E020080
 """All CLONE_NEW* flags, time namespaces included."""
 AF_UNIX, SOCK_STREAM, SOCK_TYPES = 1, 1, 0xF
 MAP_KIND_OR_ANONYMOUS, SHARED_ANONYMOUS = 0x2F, (0x21, 0x23)
-"""mmap flags: what tells them apart, and MAP_SHARED or MAP_SHARED_VALIDATE with MAP_ANONYMOUS."""
+"""mmap flags: the mask to compare, and MAP_SHARED or MAP_SHARED_VALIDATE with MAP_ANONYMOUS."""
 TERMINAL_QUESTIONS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
 """ioctl: TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2."""
 PRCTL_OPTIONS = (3, 15, 16, 21, 23, 39, 0x53564D41)
 """prctl: GET_DUMPABLE, SET_NAME, GET_NAME, GET_SECCOMP, CAPBSET_READ, GET_NO_NEW_PRIVS, SET_VMA.
-No SET_PDEATHSIG: a program must die with its supervisor. No SET_DUMPABLE: the supervisor looks."""
+No SET_PDEATHSIG: a program must die with its supervisor. No SET_DUMPABLE: the supervisor must be
+able to inspect it."""
 
 # Classic BPF over struct seccomp_data: int nr; u32 arch; u64 instruction_pointer; u64 args[6].
 LOAD, AND, JUMP_EQUAL, JUMP_GREATER, JUMP_AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x25, 0x35, 0x06
@@ -114,13 +115,13 @@ ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOTTY, ENOSYS, EOPNOTSUPP = 1, 25, 38, 95
 CLONE3 = 435
 NEWEST = 462
-"""Numbers above it are unknown here: libraries expect ENOSYS of them, and fall back."""
+"""Highest number known here. Above it, the answer is ENOSYS, on which libraries fall back."""
 
 Instruction = tuple[int, int, int, int]
 
 
 class UnknownMachineError(OSError):
-    """The tables have no numbers for this processor."""
+    """The tables have no numbers for this machine."""
 
 
 def numbers(table: dict[str, tuple[int | None, int | None]], machine: str) -> dict[str, int]:
@@ -133,14 +134,14 @@ def numbers(table: dict[str, tuple[int | None, int | None]], machine: str) -> di
 
 
 def seccomp_filter(modes: bool, times: bool, machine: str | None = None) -> bytes:
-    """The filter as an array of struct sock_filter.
+    """The filter, as an array of struct sock_filter.
 
     Args:
-        modes, times: those of files may be changed.
-        machine: default: this one.
+        modes, times: Whether programs may change file modes and times.
+        machine: As in `platform.machine()`; default: this one.
 
     Raises:
-        UnknownMachineError: not x86-64 or arm64.
+        UnknownMachineError: The machine is not x86-64 or arm64.
     """
     machine = machine or platform.machine()
     always = ALLOWED | (MODES if modes else {}) | (TIMES if times else {})
@@ -158,7 +159,7 @@ def seccomp_filter(modes: bool, times: bool, machine: str | None = None) -> byte
         program += [(JUMP_EQUAL, 0, len(body), number), *body]
     for number in numbers(ATTRIBUTES, machine).values():
         program += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | EOPNOTSUPP)]
-    # clone3 passes its flags in memory, where no filter can look: libraries fall back to clone.
+    # clone3 passes its flags in memory, which a filter cannot read. Libraries fall back to clone.
     program += [(JUMP_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | ENOSYS)]
     program += [(JUMP_GREATER, 0, 1, NEWEST), (RETURN, 0, 0, ERRNO | ENOSYS)]
     program += [(RETURN, 0, 0, ERRNO | EPERM)]
@@ -177,20 +178,20 @@ def _ranges(sorted_numbers: Sequence[int]) -> Iterable[tuple[int, int]]:
 
 
 def _checks(name: str) -> list[Instruction]:
-    """What follows once the number is that of `name`: the body ends in a return on every path."""
+    """The instructions for a call of `name`. Every path ends in a return."""
     if name == "clone":
         return [*_argument(0, AND, CLONE_NAMESPACES), *_allow_if_one_of((0,), EPERM)]
     if name == "socketpair":
-        # Streams only: a datagram socket could send to any address. asyncio needs a pair.
+        # asyncio needs a pair. Streams only: a datagram socket could send to any address.
         domain = [*_argument(0), (JUMP_EQUAL, 1, 0, AF_UNIX), (RETURN, 0, 0, ERRNO | EPERM)]
         return [*domain, *_argument(1, AND, SOCK_TYPES), *_allow_if_one_of((SOCK_STREAM,), EPERM)]
     if name == "sendto":
-        # Without an address this is send(). Both halves of the pointer must be zero.
+        # Without an address, this is send(). Both halves of the pointer must be zero.
         low = [*_argument(4), (JUMP_EQUAL, 1, 0, 0), (RETURN, 0, 0, ERRNO | EPERM)]
         return [*low, (LOAD, 0, 0, ARGUMENTS_AT + 8 * 4 + 4), *_allow_if_one_of((0,), EPERM)]
     if name == "mmap":
-        # Pages of shared memory outlive a part's unmapping, in no process's count. A file's pages
-        # are the folder's.
+        # Shared memory stays allocated after a part is unmapped, and no process's count includes
+        # it. Pages of a file count for the folder.
         denied: list[Instruction] = []
         for flags in SHARED_ANONYMOUS:
             denied += [(JUMP_EQUAL, 0, 1, flags), (RETURN, 0, 0, ERRNO | EPERM)]

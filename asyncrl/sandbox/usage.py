@@ -1,6 +1,6 @@
-"""What a tree of processes uses, read from /proc, and what lies in a folder. For the supervisor.
+"""What a tree of processes uses, read from /proc, and what a folder contains. For the supervisor.
 
-The kernel bounds one process (rlimits) and the number of them; these sums bound them together.
+The kernel limits each process (rlimits) and their number. These sums limit them together.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ __all__ = [
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 DEEPEST = 64
-"""Levels of folders that a program may nest: those who look and clean up walk them."""
+"""Levels of folders that a program may nest. Checks and cleanup walk all of them."""
 LOOKS, BETWEEN_LOOKS_S = 40, 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of several processes together."""
+    """What several processes use together."""
 
     tasks: int = 0
     """Processes and threads."""
     memory_bytes: int = 0
     """Anonymous, shared and swapped pages. Files are not counted: the kernel can drop those."""
     cpu_s: float = 0.0
-    """Their own and that of the children that they have reaped."""
+    """Processor time of the processes and of the children that they have reaped."""
 
 
 def children_known() -> bool:
@@ -47,8 +47,8 @@ def children_known() -> bool:
 
 
 def descendants(process: int) -> list[int]:
-    """Ids of all processes below `process`, parents first. One that ends meanwhile may be
-    missed."""
+    """Ids of all processes below `process`, parents first. A process that ends during the call may
+    hide its children."""
     found: list[int] = []
     waiting = [process]
     while waiting:
@@ -70,14 +70,15 @@ def _children(process: int) -> list[int]:
 
 
 def usage_of(processes: Iterable[int]) -> Usage:
-    """The sum over the processes that are still there."""
+    """The sum over those of the processes that still exist."""
     tasks = memory = 0
     cpu = 0.0
     for process in processes:
         try:
             status = _fields(f"/proc/{process}/status")
             with open(f"/proc/{process}/stat") as file:
-                # The name, in parentheses, may hold anything: the fields begin after the last one.
+                # The name, in parentheses, may contain any character. The other fields begin
+                # after the last parenthesis.
                 times = file.read().rpartition(")")[2].split()[11:15]
         except (FileNotFoundError, ProcessLookupError):
             continue
@@ -108,7 +109,7 @@ def _fields(path: str) -> dict[str, str]:
 
 
 def folder_exceeds(folder: str, limits: Limits) -> str | None:
-    """The limit that a folder is above, or None. One that cannot be read counts as too much."""
+    """The limit that a folder exceeds, or None. An unreadable folder counts as exceeding one."""
     count = size = 0
     waiting = [(folder, 0)]
     while waiting:
@@ -130,12 +131,12 @@ def folder_exceeds(folder: str, limits: Limits) -> str | None:
 
 
 def deleted_exceed(process: int, limits: Limits) -> str | None:
-    """ "disk" if the files that are deleted and still open below `process` are above the limit."""
+    """ "disk" if deleted files that processes below `process` keep open exceed the limit."""
     sizes: dict[tuple[int, int], int] = {}
     for other in descendants(process):
         found = _open_files(other)
         if found is None:
-            return "disk"  # it hides what it holds
+            return "disk"  # it hides its open files
         for file in found:
             if stat.S_ISREG(file.st_mode) and file.st_nlink == 0:
                 sizes[file.st_dev, file.st_ino] = 512 * file.st_blocks
@@ -143,7 +144,7 @@ def deleted_exceed(process: int, limits: Limits) -> str | None:
 
 
 def _open_files(process: int) -> list[os.stat_result] | None:
-    """None: they cannot be seen, time and again. Within execve nobody can see them for a moment."""
+    """None if repeated attempts cannot read them. They are briefly unreadable during execve."""
     for _ in range(LOOKS):
         try:
             return _open_files_now(process)
@@ -155,14 +156,14 @@ def _open_files(process: int) -> list[os.stat_result] | None:
 
 
 def _open_files_now(process: int) -> list[os.stat_result]:
-    """Of any thread that lives: the first one may have ended, and all have the same files."""
+    """Files of any live thread: the first may have ended, and all threads share them."""
     for task in os.listdir(f"/proc/{process}/task"):
         folder = f"/proc/{process}/task/{task}"
         try:
             names = os.listdir(f"{folder}/fd")
         except PermissionError:
             if "VmSize" not in _fields(f"{folder}/status"):
-                continue  # it is ending, and has no memory any more
+                continue  # the thread is ending, and has released its memory
             raise
         if names:
             return [found for name in names if (found := _stat(f"{folder}/fd/{name}"))]

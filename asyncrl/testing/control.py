@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
 
 from asyncrl.contracts.errors import RolloutFailedError
 from asyncrl.contracts.messages import (
@@ -16,7 +15,6 @@ from asyncrl.contracts.messages import (
     Finished,
     Manifest,
     PushReport,
-    RowRef,
     Scored,
     StepResult,
 )
@@ -213,7 +211,8 @@ class FakeScores:
     """Scores the finished groups of `rollouts`, each after `latency(ordinal)`. `score(ordinal)`
     returns the rewards of the usable trajectories.
 
-    `Scored.ref` is the group's true oldest version, so that `FakeLearner` can check it.
+    All tokens of a group have one version. It is in `Scored.newest` too, where `FakeLearner` checks
+    it.
     """
 
     def __init__(
@@ -277,7 +276,7 @@ class FakeScores:
             Scored(
                 ordinal,
                 finished.oldest_version,
-                cast("RowRef", finished.oldest_version),
+                None,
                 finished.tokens,
                 rewards,
                 parts,
@@ -287,10 +286,6 @@ class FakeScores:
                 failure=self.fails(ordinal),
             )
         )
-
-
-def _began(scored: Scored) -> int:
-    return cast("int", scored.ref)
 
 
 class FakeLearner:
@@ -331,11 +326,11 @@ class FakeLearner:
                 " distinct groups"
             )
         if self.max_staleness is not None and any(
-            self.version - _began(scored) > self.max_staleness for scored in batch
+            self.version - scored.newest > self.max_staleness for scored in batch
         ):
             raise AssertionError(
-                f"groups with oldest versions {[_began(scored) for scored in batch]} are too stale"
-                f" for version {self.version}"
+                f"groups of versions {[scored.newest for scored in batch]} are too stale for"
+                f" version {self.version}"
             )
         await self._work()
         applied = not self.skips(len(self.batches))

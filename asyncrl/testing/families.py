@@ -2,8 +2,8 @@
 
     path = family("mixtral").save(tmp_path / "mixtral")
 
-A checkpoint has the settings that are typical of its family (experts, windows, soft caps, sinks,
-recurrent layers) and at least one layer of each kind. No parameter or saved buffer is constant, so
+A checkpoint has its family's typical settings (experts, windows, soft caps, sinks, recurrent
+layers) and at least one layer of each kind. No parameter or saved buffer is constant, so
 a lost tensor changes the log-probs. Dropout and jitter are those of the family's default config.
 """
 

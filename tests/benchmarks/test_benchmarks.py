@@ -1,4 +1,4 @@
-"""What the benchmarks claim of themselves, without running them."""
+"""Properties of the benchmarks that need no measurement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-def test_as_many_rows_as_asked_for_and_few_are_the_first_of_many() -> None:
+def test_few_rows_are_the_first_of_many() -> None:
     bench = importlib.import_module("benchmarks.learner")
     many, few = (bench.seeded_rows(count, 32) for count in (1000, 512))
     assert (len(many), len(few)) == (1000, 512)
@@ -54,5 +54,5 @@ def test_without_trl_the_packing_benchmark_says_so_before_it_measures(
     monkeypatch.setitem(sys.modules, "trl.data_utils", None)
     monkeypatch.setattr(bench, "seeded_lengths", lambda *_: pytest.fail("it measured"))
     assert bench.main() == 2
-    said = capsys.readouterr().err
-    assert "pip install 'asyncrl[bench]'" in said and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "pip install 'asyncrl[bench]'" in error and error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""docs/reference/models.md against the families, and the table's measurements themselves."""
+"""docs/reference/models.md agrees with the families, and the measurements of its table work."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_page_has_every_family_as_the_code_trains_it() -> None:
         assert all(numbers[:4]), f"{made.title} was not measured"
 
 
-def test_the_page_has_what_went_through_vllm() -> None:
+def test_the_page_has_the_families_that_went_through_vllm() -> None:
     page = rows_of_the_page()
     asked = {name: page[FAMILIES[name].title][-1] for name in ENGINES}
     assert all(re.fullmatch(r"[0-9.e-]+ nats", cell) for cell in asked.values()), asked
@@ -62,7 +62,7 @@ def test_the_page_has_what_went_through_vllm() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in UNSERVED if name not in ("cohere2", "gemma3")])
-def test_what_vllm_does_not_serve_is_refused_before_it_starts(name: str) -> None:
+def test_a_family_that_vllm_does_not_serve_is_refused_before_the_start(name: str) -> None:
     assert refusal(family(name).config().to_dict(), small_config())
 
 

@@ -1,4 +1,4 @@
-"""The sizes that `make sizes` prints, of a package made here."""
+"""The figures of `make sizes`, for a small package made here."""
 
 import ast
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_a_small_package_is_counted(tmp_path: Path) -> None:
             data__rows="import asyncrl.control\n" + long_function,
         )
     )
-    assert found["folders; loose modules beside them"] == "2; 1"
+    assert found["folders; modules outside folders"] == "2; 1"
     assert found["imports between folders; levels"] == "2; 2"
     assert found["functions above 60 lines; longest"] == "1; 62"
     assert found["lines with Any, imports aside"] == "1"

@@ -1,4 +1,4 @@
-"""Every refusal names the field, the value and the fix; every shipped YAML is a valid config."""
+"""Each refusal names the field, the value and the fix, and every shipped YAML is a valid config."""
 
 import re
 import subprocess
@@ -58,7 +58,7 @@ def test_batch_arithmetic(tmp_path):
     ) == (4, 16, 12, 28)
 
 
-def test_max_length_bounds_prompt_and_completion_together(tmp_path):
+def test_max_length_bounds_prompt_plus_completion(tmp_path):
     config = load(tmp_path, {"data.max_length": 24, "learner.max_tokens_per_gpu": 24})
     assert (config.longest_trajectory, config.longest_prompt, config.longest_request) == (
         24,
@@ -66,8 +66,8 @@ def test_max_length_bounds_prompt_and_completion_together(tmp_path):
         24,
     )
     assert [config.completion_room(tokens) for tokens in (1, 16, 17, 20)] == [8, 8, 7, 4]
-    # A prompt that may fill max_length alone leaves one token to generate, and a probe of the
-    # log-prob check as well.
+    # A prompt that may fill max_length alone leaves one token for the completion, and one for a
+    # probe of the log-prob check.
     config = load(tmp_path, {"data.max_length": 10, "learner.max_tokens_per_gpu": 10})
     assert (
         config.longest_trajectory,
@@ -86,7 +86,7 @@ def test_max_length_bounds_prompt_and_completion_together(tmp_path):
     ) == (28, 20, 8, 84)
 
 
-def test_evaluation_sets_take_what_they_do_not_say_from_the_rest(tmp_path, monkeypatch):
+def test_evaluation_sets_default_to_the_rollout_and_eval_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load(tmp_path).evaluation_sets == {}
     sets = {
@@ -130,7 +130,7 @@ REINFORCE = {
 WARM = {"warm_start.data": "w", "eval.data": "e"}
 
 
-def test_every_setting_of_a_warm_start_acts_only_with_one():
+def test_warm_start_settings_without_a_warm_start_are_refused():
     assert {"data", *WARM_START} == set(WarmStartConfig.model_fields)
 
 
@@ -224,12 +224,12 @@ def test_every_setting_of_a_warm_start_acts_only_with_one():
         ({"max_length": 100}, "did you mean data.max_length"),
     ],
 )
-def test_lengths_that_cannot_be_meant_are_refused(tmp_path, changes, message):
+def test_contradictory_lengths_are_refused(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, changes)
 
 
-def test_the_length_policy_acts_on_prompts_that_fill_max_length_and_on_supervised_rows(tmp_path):
+def test_length_policy_applies_to_prompts_that_fill_max_length_and_to_supervised_rows(tmp_path):
     policy = {"data.length_policy": "truncate", "data.length_side": "keep_end"}
     assert load(tmp_path, {**policy, "data.max_length": 20}).judges_length
     assert load(
@@ -349,7 +349,7 @@ def test_the_overlong_penalty_fits_the_completion_and_the_advantage(tmp_path):
         load(tmp_path, {"reward.overlong_buffer": 4, "algorithm.advantage": "maxrl"})
 
 
-def test_a_push_outlasts_a_generator_that_stands_still(tmp_path):
+def test_push_timeout_is_longer_than_stall_timeout(tmp_path):
     with pytest.raises(
         ConfigError,
         match=(r"push_timeout_s = 60 is not above generator.stall_timeout_s = 120: .* raise push"),
@@ -363,7 +363,7 @@ def test_over_sampling_needs_drop(tmp_path):
         load(tmp_path, {"staleness.over_sampling": 4})
 
 
-def test_cut_distributions_go_with_an_objective_that_compares_no_log_probs(tmp_path):
+def test_top_p_top_k_and_min_p_need_an_objective_that_does_not_compare_log_probs(tmp_path):
     config = load(
         tmp_path, {**REINFORCE, "rollout.top_p": 0.9, "rollout.top_k": 50, "rollout.min_p": 0.05}
     )
@@ -384,7 +384,7 @@ def test_cut_distributions_go_with_an_objective_that_compares_no_log_probs(tmp_p
     )
 
 
-def test_a_templates_variables_may_come_from_the_command_line(tmp_path):
+def test_chat_template_variables_can_come_from_the_command_line(tmp_path):
     config = load(
         tmp_path,
         {"data.apply_chat_template": True},
@@ -399,7 +399,7 @@ def test_a_templates_variables_may_come_from_the_command_line(tmp_path):
     assert config.data.chat_template_kwargs == {"enable_thinking": False}
 
 
-def test_command_line_wins_over_yaml(tmp_path):
+def test_command_line_takes_precedence_over_yaml(tmp_path):
     config = load(
         tmp_path,
         {"rollout.temperature": 0.7},
@@ -624,7 +624,7 @@ def test_refusals_name_the_field_and_the_fix(tmp_path, changes, message):
     assert "\n" not in str(error.value)
 
 
-def test_ranks_that_share_rows_take_longer_trajectories(tmp_path):
+def test_ranks_that_share_rows_allow_longer_trajectories(tmp_path):
     config = load(
         tmp_path,
         {
@@ -667,7 +667,7 @@ def test_bad_overrides(tmp_path, overrides, message):
         load(tmp_path, (), overrides)
 
 
-def test_what_is_in_a_mapping_of_the_users_own_keys_is_overridden_as_well(tmp_path):
+def test_entries_of_mappings_can_be_overridden(tmp_path):
     overrides = [
         "--reward.functions.exact.weight",
         "2",
@@ -757,7 +757,7 @@ def test_bad_overrides_inside_a_mapping(tmp_path, overrides, message):
         load(tmp_path, (), overrides)
 
 
-def test_null_takes_a_setting_back_and_a_whole_mapping_is_replaced(tmp_path):
+def test_null_resets_a_setting_and_a_whole_mapping_is_replaced(tmp_path):
     assert (
         load(tmp_path, {"data.max_length": 100}, ["--data.max_length", "null"]).data.max_length
         is None
@@ -785,12 +785,12 @@ def test_null_takes_a_setting_back_and_a_whole_mapping_is_replaced(tmp_path):
         ({"seed": 2**70}, f"seed = {2**70}: "),
     ],
 )
-def test_a_value_of_another_kind_is_said_in_yaml_s_words(tmp_path, changes, message):
+def test_a_value_of_the_wrong_kind_is_explained_in_yaml_terms(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, changes)
 
 
-def test_files_that_are_no_config(tmp_path):
+def test_files_that_are_not_a_config(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "none.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
@@ -810,7 +810,7 @@ def test_files_that_are_no_config(tmp_path):
         load_config(tmp_path / "broken.yaml")
 
 
-def test_paths_are_absolute_and_may_lie_under_the_runs_root(tmp_path, monkeypatch):
+def test_paths_are_absolute_and_may_be_under_the_runs_root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ASYNCRL_RUNS", "/somewhere/runs")
     config = load(tmp_path, {"model.path": "{runs_root}/inputs/model", "data.train": "train.jsonl"})
@@ -853,7 +853,7 @@ def test_data_may_be_a_path_a_source_or_several(tmp_path, monkeypatch):
     assert [source.path for source in two] == [str(tmp_path / "x.jsonl"), str(tmp_path / "y.jsonl")]
 
 
-def test_runs_never_lie_in_rays_working_directory(tmp_path, monkeypatch):
+def test_a_run_directory_inside_rays_working_directory_is_refused(tmp_path, monkeypatch):
     config = load(tmp_path)
     monkeypatch.setenv("ASYNCRL_RUNS", str(tmp_path))
     assert config.run_directory == tmp_path / "run"
@@ -879,7 +879,7 @@ def test_runs_never_lie_in_rays_working_directory(tmp_path, monkeypatch):
         ("activation_offloading", "is not implemented: .*learner.gradient_checkpointing"),
     ],
 )
-def test_what_others_call_the_learners_settings(tmp_path, name, answer):
+def test_learner_settings_under_other_systems_names(tmp_path, name, answer):
     with pytest.raises(ConfigError, match=rf"learner.{name} (is unknown; here it is )?{answer}"):
         load(tmp_path, {f"learner.{name}": 1})
 
@@ -895,7 +895,7 @@ trainer: {total_epochs: 15, test_freq: 5, n_gpus_per_node: 8, logger: [console]}
 """
 
 
-def test_a_config_of_verl_is_answered_line_by_line(tmp_path):
+def test_every_setting_of_a_verl_config_is_explained(tmp_path):
     (tmp_path / "verl.yaml").write_text(VERL)
     with pytest.raises(ConfigError) as raised:
         load_config(tmp_path / "verl.yaml")
@@ -954,7 +954,7 @@ def test_a_config_of_verl_is_answered_line_by_line(tmp_path):
         ("lora_r", "is not implemented: all weights are trained"),
     ],
 )
-def test_an_unknown_name_gets_a_true_answer_or_none(name, answer):
+def test_an_unknown_name_gets_a_correct_suggestion_or_none(name, answer):
     assert answer in explain_unknown(name, field_names())
 
 
@@ -968,7 +968,7 @@ def test_the_tables_of_foreign_names_point_at_settings_that_exist():
         assert named or here.startswith("nothing: ") or re.split("[:, ]", here)[0] in known, foreign
 
 
-def test_every_field_says_what_it_is():
+def test_every_field_has_a_description():
     def undocumented(section, prefix=""):
         for name, field in section.model_fields.items():
             if hasattr(field.annotation, "model_fields"):
@@ -979,7 +979,7 @@ def test_every_field_says_what_it_is():
     assert list(undocumented(Config)) == []
 
 
-def test_gathering_the_whole_model_may_be_declined_by_name(tmp_path):
+def test_ds3_gather_for_generation_may_be_false(tmp_path):
     assert (
         load(
             tmp_path, {"learner.ds3_gather_for_generation": False}
@@ -1016,13 +1016,13 @@ def test_help_imports_nothing_heavy():
     assert result.returncode == 0 and "train" in result.stdout
 
 
-def test_the_log_prob_bound_is_of_the_largest_difference_or_in_bfloat16_of_the_mean(tmp_path):
+def test_logprob_tolerance_bounds_the_maximum_or_in_bfloat16_the_mean(tmp_path):
     config, lower = load(tmp_path), load(tmp_path, {"model.dtype": "bfloat16"})
     assert (config.logprob_statistic, config.logprob_tolerance) == ("max", 1e-4)
     assert (lower.logprob_statistic, lower.logprob_tolerance) == ("mean", 0.03)
 
 
-def test_a_kl_term_after_a_warm_start_names_its_reference(tmp_path):
+def test_a_kl_term_after_a_warm_start_needs_ref_load(tmp_path):
     changes = {"warm_start.data": "t", "eval.data": "t", "algorithm.kl_loss_coef": 0.1}
     with pytest.raises(ConfigError, match=r"name the reference policy in algorithm\.ref_load"):
         load(tmp_path, changes)

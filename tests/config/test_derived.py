@@ -1,5 +1,5 @@
-"""Settings that nobody set follow from lengths, concurrency, device and the model's size; a value
-that is set wins."""
+"""Unset settings are derived from lengths, concurrency, device and model size. Explicit values take
+precedence."""
 
 import pytest
 import yaml
@@ -14,7 +14,7 @@ from asyncrl.run.evaluation import Evaluator
 
 
 def sized(folder, size):
-    """A model's folder with a file of so many bytes, none of which take room."""
+    """A model folder with a sparse file of this many bytes."""
     folder.mkdir()
     with (folder / "model.safetensors").open("wb") as file:
         file.truncate(size)
@@ -24,7 +24,7 @@ def sized(folder, size):
 LONG = {"rollout": {"max_completion_length": 16_384}, "learner": {"max_tokens_per_gpu": 1 << 15}}
 
 
-def test_a_short_run_has_the_shortest_times_there_are():
+def test_a_short_run_gets_the_minimum_timeouts():
     one = config()
     assert (
         one.deadline_s,
@@ -36,15 +36,15 @@ def test_a_short_run_has_the_shortest_times_there_are():
     assert one.learner.logprob_bytes == 224 << 20
 
 
-def test_long_answers_get_time_to_be_written():
-    """A group of 16,384 tokens at 10 tokens/s takes 1,638 s: it would have failed after 300."""
+def test_long_completions_get_a_longer_deadline():
+    """A group of 16,384 tokens at 10 tokens/s takes 1,638 s. A deadline of 300 s would fail it."""
     assert config(**LONG, generator={"device": "cuda"}).deadline_s == 3277, "16,384 / 5"
     assert config(**LONG, generator={"max_num_seqs": 64}).deadline_s == 19_661, (
         "384 completions, 64 at once"
     )
 
 
-def test_an_evaluation_set_has_the_deadline_of_its_own_length():
+def test_an_evaluation_sets_deadline_follows_its_longest_completion():
     one = config(
         eval={
             "sets": {"long": {"data": "e", "max_completion_length": 32_768}, "short": {"data": "e"}}
@@ -62,7 +62,7 @@ def test_an_evaluation_set_has_the_deadline_of_its_own_length():
     assert one.deadline_s == 300
 
 
-def test_an_engine_runs_the_runs_completions_at_once_and_no_more_than_its_device_likes():
+def test_max_num_seqs_follows_concurrency_up_to_the_devices_limit():
     gpus = {"device": "cuda"}
     assert config(generator=gpus).max_num_seqs == 384 == 3 * 16 * 8
     assert config(generator={**gpus, "num_replicas": 2}).max_num_seqs == 192
@@ -80,7 +80,7 @@ def test_an_engine_runs_the_runs_completions_at_once_and_no_more_than_its_device
     )
 
 
-def test_a_large_model_gets_time_to_load_and_to_travel(tmp_path):
+def test_a_large_model_gets_longer_start_and_push_timeouts(tmp_path):
     model = sized(tmp_path / "m", 140 << 30)
     one = config(model=model, generator={"device": "cuda"})
     assert one.start_timeout_s == 600 + 1434 and one.stall_timeout_s == 260
@@ -93,17 +93,17 @@ def test_a_large_model_gets_time_to_load_and_to_travel(tmp_path):
     assert GeneratorApp(model=model["path"], fetch_timeout_s=7).fetch_within_s == 7
 
 
-def test_draining_generators_may_take_a_version_after_their_longest_answer():
+def test_push_timeout_includes_the_longest_completion_under_drain():
     one = config(**LONG, generator={"in_flight": "drain"})
     assert one.push_timeout_s == 300 + one.deadline_s
 
 
-def test_many_processes_are_waited_for_longer():
+def test_placement_timeout_grows_with_the_number_of_processes():
     many = config(learner={"world_size": 512}, generator={"num_replicas": 256})
     assert many.placement_wait_s == 512 + 256 + 2
 
 
-def test_a_value_that_is_set_wins():
+def test_an_explicit_value_overrides_the_derived_one():
     one = config(
         rollout={"max_completion_length": 16_384, "deadline_s": 7},
         learner={"max_tokens_per_gpu": 1 << 15, "logprob_memory_bytes": 1000, "device": "cuda"},
@@ -128,7 +128,7 @@ def test_a_value_that_is_set_wins():
 
 
 @pytest.mark.parametrize("unset", ["auto", None])
-def test_auto_and_null_ask_for_the_derived_value(unset):
+def test_auto_and_null_mean_the_derived_value(unset):
     one = config(
         rollout={"max_completion_length": 8, "deadline_s": unset},
         generator={"max_num_seqs": unset},
@@ -137,7 +137,7 @@ def test_auto_and_null_ask_for_the_derived_value(unset):
     assert one == config()
 
 
-def test_auto_on_the_command_line_takes_back_what_the_file_says(tmp_path):
+def test_auto_on_the_command_line_overrides_the_file(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(
         yaml.safe_dump(
@@ -151,7 +151,7 @@ def test_auto_on_the_command_line_takes_back_what_the_file_says(tmp_path):
     assert load_config(path, ["--rollout.deadline_s", "6"]).deadline_s == 6
 
 
-def test_the_plan_says_what_follows_from_what(tmp_path):
+def test_the_plan_shows_derived_values_and_their_reasons(tmp_path):
     lines = [
         one.text() for one in derived_settings(config(**LONG, model=sized(tmp_path / "m", 1 << 30)))
     ]

@@ -1,5 +1,4 @@
-"""A group's hash is the same wherever its row has been, and another one when any value of it has
-changed."""
+"""A group's hash survives every way in which its row is stored, and changes with every value."""
 
 import pyarrow as pa
 import pytest
@@ -47,11 +46,11 @@ TABLE = groups_to_table(GROUPS)
 HASHES = content_hashes(TABLE)
 
 
-def test_each_row_has_its_own():
-    assert len(set(HASHES)) == 6 and all(len(one) == 32 for one in HASHES)
+def test_each_row_has_its_own_hash():
+    assert len(set(HASHES)) == 6 and all(len(digest) == 32 for digest in HASHES)
 
 
-def test_slices_orders_and_chunks_do_not_matter():
+def test_slices_column_order_and_chunks_do_not_matter():
     assert [content_hashes(TABLE.slice(row, 1))[0] for row in range(6)] == HASHES
     assert content_hashes(TABLE.select(sorted(TABLE.column_names, reverse=True))) == HASHES
     assert (
@@ -70,16 +69,16 @@ def test_parquet_and_compaction_do_not_matter(tmp_path):
     assert content_hashes(parquet.read_table(path)) == HASHES
 
 
-def test_what_a_merge_makes_of_a_datasets_columns_does_not_matter():
-    """A column that is empty in one file takes its type from another, whole numbers become floats,
-    and structs get each other's fields."""
-    one, other = (
+def test_type_changes_of_dataset_columns_in_a_merge_do_not_matter():
+    """An empty column takes its type from another file, whole numbers become floats, and structs
+    get each other's fields."""
+    first, second = (
         group(0, hint=None, number=3, extra={"a": 1}),
         group(1, hint="x", number=2.5, extra={"a": 1, "b": "y"}),
     )
-    apart = [content_hashes(groups_to_table([each]))[0] for each in (one, other)]
+    apart = [content_hashes(groups_to_table([each]))[0] for each in (first, second)]
     merged = pa.concat_tables(
-        [groups_to_table([one]), groups_to_table([other])], promote_options="permissive"
+        [groups_to_table([first]), groups_to_table([second])], promote_options="permissive"
     )
     assert merged.schema.field("number").type == pa.float64() and content_hashes(merged) == apart
 
@@ -97,9 +96,8 @@ def test_what_a_merge_makes_of_a_datasets_columns_does_not_matter():
         "token_rewards",
     ],
 )
-def test_a_value_that_is_missing_in_one_row_does_not_show_in_another(column):
-    """Flushes of one group each are merged: one with an unscored trajectory may lie beside
-    others."""
+def test_a_missing_value_does_not_change_the_hash_of_other_rows(column):
+    """Merging flushes puts a group with an unscored trajectory next to complete ones."""
     whole = [row | {"token_rewards": [[0.5, 0.0], []]} for row in TABLE.to_pylist()]
     schema = TABLE.schema.append(pa.field("token_rewards", pa.list_(pa.list_(pa.float32()))))
     for row in whole:
@@ -131,7 +129,7 @@ def test_a_value_that_is_missing_in_one_row_does_not_show_in_another(column):
 
 
 @pytest.mark.parametrize("name", TABLE.column_names)
-def test_a_change_in_any_column_is_seen(name):
+def test_a_change_in_any_column_changes_the_hash(name):
     rows = TABLE.to_pylist()
     before = rows[2][name]
     rows[2][name] = changed(before)
@@ -168,7 +166,7 @@ def changed(value):
     return value + "x" if isinstance(value, str) else value + 1
 
 
-def test_values_do_not_run_into_one_another():
+def test_adjacent_values_are_kept_apart():
     def hash_of(ids, texts):
         completions = [
             Completion(tuple(one), (-1.0,) * len(one), (VersionSpan(0, 0, len(one)),), "stop", text)

@@ -251,7 +251,7 @@ def test_a_run_without_groups_to_train_on_ends_with_an_error():
 def test_a_group_that_the_users_filter_rejects_is_filtered_and_replaced():
     coordinator = make(
         scores=lambda rollouts: FakeScores(
-            rollouts, fails=lambda ordinal: "filtered: m:f said False" if ordinal == 1 else None
+            rollouts, fails=lambda ordinal: "filtered: m:f returned False" if ordinal == 1 else None
         )
     )
     progress = on_virtual_time(coordinator)
@@ -260,7 +260,7 @@ def test_a_group_that_the_users_filter_rejects_is_filtered_and_replaced():
         ended.reason
         for ended in coordinator.parts.recorder.all_outcomes
         if ended.outcome == "filtered"
-    } == {"m:f said False"}
+    } == {"m:f returned False"}
 
 
 def test_wait_loses_no_slow_group():

@@ -7,8 +7,8 @@ from asyncrl.config import Config
 
 @pytest.fixture
 def prompt_config(tiny_model, tmp_path):
-    """`prompt_config(rows, **data)`: a config whose data.train is a JSONL file of these rows. Other
-    sections may be given by `sections`."""
+    """`prompt_config(rows, **data)`: a config whose data.train is a JSONL file with these rows.
+    `sections` may contain other sections."""
 
     def make(rows, sections=None, **data):
         path = tmp_path / "train.jsonl"

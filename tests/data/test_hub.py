@@ -1,5 +1,5 @@
-"""A dataset of the hub: the files of one split, once per node, and without the network afterwards.
-The hub is a small server on loopback."""
+"""A dataset on the hub: the files of one split, downloaded once per node, and usable without the
+network. The hub is a small server on loopback."""
 
 import json
 import os
@@ -42,13 +42,13 @@ for split in sys.argv[1:]:
     except ConfigError as error:
         print(error)
 sys.stdout.flush()
-os._exit(0)  # under load, a thread of pyarrow's can abort the interpreter's own end
+os._exit(0)  # under load, a pyarrow thread can abort a normal exit of the interpreter
 """
 
 
 @pytest.fixture
 def served(tmp_path):
-    """The files of `someone/sums`, and how often each was fetched."""
+    """The files of `someone/sums`, and how often each was downloaded."""
     files = {"README.md": README.encode(), "load.py": b"raise SystemExit", ".gitattributes": b""}
     for split in ("train", "test"):
         for shard in range(2):
@@ -127,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def fetch(served, home, *splits, offline=False):
-    """What a process that fetches these splits prints: a line for each."""
+    """The output of a process that downloads these splits, with a line for each."""
     endpoint = f"http://127.0.0.1:{served.server_port}"
     environment = {
         **os.environ,
@@ -149,7 +149,7 @@ def fetch(served, home, *splits, offline=False):
     return done.stdout.strip().splitlines()
 
 
-def test_only_the_files_of_the_split_are_fetched_and_need_no_network_afterwards(served, tmp_path):
+def test_only_the_files_of_the_split_are_downloaded_once(served, tmp_path):
     home = tmp_path / "home"
     (train,) = fetch(served, home, "train")
     assert train.endswith(f"datasets--someone--sums/snapshots/{COMMIT} ['train 0', 'train 1']")
@@ -168,7 +168,7 @@ def test_only_the_files_of_the_split_are_fetched_and_need_no_network_afterwards(
 
 
 def cached(cache, files, name="someone--sums"):
-    """The hub's cache as a fetch leaves it: blobs, links to them, and what the branch stood for."""
+    """A hub cache as a download leaves it: blobs, links to them, and the commit of the branch."""
     repository = cache / f"datasets--{name}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(COMMIT)
@@ -183,7 +183,7 @@ def cached(cache, files, name="someone--sums"):
 
 @pytest.fixture
 def offline(monkeypatch):
-    """A hub that nobody can reach."""
+    """A hub that cannot be reached."""
 
     def unreachable(*_, **__):
         raise ConnectionError("offline")
@@ -191,7 +191,7 @@ def offline(monkeypatch):
     monkeypatch.setattr(hub.HfApi, "dataset_info", unreachable)
 
 
-def test_without_the_hub_its_cache_is_read(tmp_path, offline):
+def test_without_the_hub_the_cache_is_used(tmp_path, offline):
     folder = cached(
         tmp_path, {"test.jsonl": b'{"prompt": "1"}\n', "train.jsonl": b'{"prompt": "2"}\n'}
     )
@@ -201,34 +201,34 @@ def test_without_the_hub_its_cache_is_read(tmp_path, offline):
     ]
     with pytest.raises(
         ConfigError,
-        match=r"data.train = 'someone/sums' holds no split 'dev'; it has \['test', 'train'\]",
+        match=r"data.train = 'someone/sums' contains no split 'dev'; it has \['test', 'train'\]",
     ):
         download_dataset("someone/sums", "dev", cache=tmp_path)
     with pytest.raises(
         ConfigError,
         match=(
-            r"no dataset of the hub at revision 'v2' that can be fetched .*hf download --repo-type"
-            r" dataset someone/sums"
+            r"no dataset on the hub at revision 'v2' that can be downloaded .*hf download"
+            r" --repo-type dataset someone/sums"
         ),
     ):
         download_dataset("someone/sums", "test", revision="v2", cache=tmp_path)
     with pytest.raises(
         ConfigError,
         match=(
-            r"eval.data = 'someone/other': no such file or folder, and no dataset of the hub that"
-            r" can be fetched"
+            r"eval.data = 'someone/other': no such file or folder, and no dataset on the hub that"
+            r" can be downloaded"
         ),
     ):
         download_dataset("someone/other", "test", cache=tmp_path, field="eval.data")
 
 
-def test_a_fetch_that_lacks_a_shard_is_not_taken_for_whole(tmp_path, offline):
+def test_a_cache_that_lacks_a_shard_is_refused(tmp_path, offline):
     cached(tmp_path, {"train-00000-of-00002.parquet": b""})
-    with pytest.raises(ConfigError, match=r"lacks train-00001-of-00002.parquet; fetch it again"):
+    with pytest.raises(ConfigError, match=r"lacks train-00001-of-00002.parquet; download it again"):
         download_dataset("someone/sums", "train", cache=tmp_path)
 
 
-def test_every_setting_that_names_data_may_name_a_dataset_and_a_run_that_goes_on_keeps_its_commits(
+def test_every_data_setting_may_name_a_hub_dataset_and_a_resumed_run_keeps_its_commits(
     tmp_path, offline, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -255,22 +255,20 @@ def test_every_setting_that_names_data_may_name_a_dataset_and_a_run_that_goes_on
         (found.warm_start.data, "train"),
     ):
         assert [(one.path, one.split) for one in sources_of(value)] == [(folder, split)]
-    asked = []
+    revisions = []
     monkeypatch.setattr(
         dataset_snapshot,
         "download_dataset",
-        lambda name, split, subset, revision, field: asked.append(revision) or tmp_path,
+        lambda name, split, subset, revision, field: revisions.append(revision) or tmp_path,
     )
     config.run_directory.mkdir(parents=True)
     (config.run_directory / "config.yaml").write_text(json.dumps(found.dump()))
     for resume in ("must", "never"):
         resolve_data(config.model_copy(update={"resume": resume}))
-    assert asked == [COMMIT] * 4 + [None] * 4
+    assert revisions == [COMMIT] * 4 + [None] * 4
 
 
-def test_a_config_of_the_run_before_that_is_damaged_matters_to_names_of_the_hub_alone(
-    tmp_path, monkeypatch
-):
+def test_a_damaged_config_of_the_earlier_attempt_only_matters_for_hub_names(tmp_path, monkeypatch):
     monkeypatch.setattr(
         dataset_snapshot, "download_dataset", lambda name, split, subset, revision, field: tmp_path
     )
@@ -284,7 +282,8 @@ def test_a_config_of_the_run_before_that_is_damaged_matters_to_names_of_the_hub_
     (local.run_directory / "config.yaml").write_text("data: [")
     assert resolve_models(local).data == local.data
     with pytest.raises(
-        ConfigError, match=r"config.yaml cannot be read \(.*it is the only record of the run's hub commits"
+        ConfigError,
+        match=r"config.yaml cannot be read \(.*it is the only record of the run's hub commits",
     ):
         resolve_data(named)
     with pytest.raises(ConfigError, match=r"config\.yaml cannot be read"):

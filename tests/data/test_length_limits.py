@@ -1,4 +1,4 @@
-"""Truncation on Arrow columns against a naive version that takes row by row."""
+"""Length limits on Arrow columns, compared with a naive version that processes row by row."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def column(rows, type_=TOKENS):
 
 
 def rows_of(truncated):
-    """One tuple for each row that is used: the prompt and its completions."""
+    """One tuple for each used row: the prompt and its completions."""
     return list(
         zip(
             truncated.prompts.to_pylist(),
@@ -48,8 +48,8 @@ def shortened(ids, limit, side):
 
 
 def naive(prompts, completions, limits):
-    """What `truncate` should give, row by row: the rows that are used, their indices and the
-    report. None: a row is an error."""
+    """The expected result of `truncate`: the used rows, their indices and the report. None: a row
+    is an error."""
     used, kept, report = [], [], LengthReport()
     for row, prompt in enumerate(prompts):
         ids = [prompt or [], *(answers[row] or [] for answers in completions)]
@@ -111,7 +111,7 @@ def naive_row(ids, limits):
 
 
 def a_limit(limit, policies, sides):
-    """Mostly a limit, now and then none."""
+    """Usually a limit, sometimes none."""
     some = st.builds(
         lambda tokens, policy, side: replace(limit, tokens=tokens, policy=policy, side=side),
         st.integers(1, 9),
@@ -122,7 +122,7 @@ def a_limit(limit, policies, sides):
 
 
 def random_rows(rng, count):
-    """Lists of 0 to 8 tokens, and a null now and then."""
+    """Lists of 0 to 8 tokens, with some nulls."""
     return [
         (
             None
@@ -135,8 +135,8 @@ def random_rows(rng, count):
 
 @st.composite
 def cases(draw, policies=("truncate", "drop")):
-    """Prompts, none, one or two completion columns of the same rows (nulls included), limits, and a
-    slice of the rows."""
+    """Prompts; none, one or two completion columns with the same number of rows (nulls included);
+    limits; and a slice of the rows."""
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     start, length, after = (
         draw(st.integers(0, 3)),
@@ -155,7 +155,7 @@ def cases(draw, policies=("truncate", "drop")):
 
 @settings(derandomize=True, max_examples=200, deadline=None)
 @given(cases(), st.sampled_from([TOKENS, pa.large_list(pa.int64())]), st.booleans())
-def test_every_row_is_as_if_it_were_taken_alone(case, type_, chunked):
+def test_every_row_is_truncated_independently(case, type_, chunked):
     columns, limits, start, length = case
     wanted, kept, report = naive(
         *(lambda sliced: (sliced[0], sliced[1:]))(
@@ -184,7 +184,7 @@ def test_every_row_is_as_if_it_were_taken_alone(case, type_, chunked):
 
 @settings(derandomize=True, deadline=None)
 @given(cases(("truncate", "drop", "error")))
-def test_an_error_is_raised_when_a_row_alone_would_raise_it(case):
+def test_an_error_is_raised_if_any_single_row_raises_it(case):
     columns, limits, *_ = case
     prompts, *answers = [column(rows) for rows in columns]
     answers = {str(number): answer for number, answer in enumerate(answers)}
@@ -220,8 +220,8 @@ def test_the_three_limits_by_hand():
     prompts = column([[1, 2, 3, 4, 5, 6], [7, 8], [9]])
     completions = column([[10, 11, 12, 13, EOS], [14, EOS], [15, 16, 17, EOS]])
     got = truncate(prompts, {"completion": completions}, Limits(PROMPT, COMPLETION, WHOLE))
-    # The first row loses two tokens of its prompt, two of its completion, and two more of that: 4 +
-    # 3 is above 5.
+    # The first row loses two tokens of its prompt and two of its completion. Then 4 + 3 is above 5,
+    # so the completion loses two more.
     assert rows_of(got) == [([3, 4, 5, 6], [10]), ([7, 8], [14, EOS]), ([9], [15, 16, 17])]
     assert got.report == LengthReport(3, Cuts(1, 2), Cuts(2, 3), Cuts(1, 2))
     assert got.cut.tolist() == [True, False, True]
@@ -237,15 +237,15 @@ def test_the_three_limits_by_hand():
     ]
 
 
-def test_a_completion_that_is_cut_loses_its_eos_and_gets_no_other():
+def test_a_cut_completion_loses_its_eos():
     completions = column([[10, 11, EOS], [10, 11, 12, EOS]])
     got = truncate(column([[1], [1]]), {"completion": completions}, Limits(completion=COMPLETION))
     assert got.completions["completion"].to_pylist() == [[10, 11, EOS], [10, 11, 12]]
 
 
 def test_rows_without_a_token_to_learn_from_are_refused_with_a_count():
-    # Nothing to begin with; pushed out by the prompt; and (keep_end) a completion that pushes its
-    # prompt out.
+    # Empty from the start; no room after the prompt; and (keep_end) a completion that leaves no
+    # room for its prompt.
     limits = Limits(whole=WHOLE)
     got = truncate(
         column([[1], None, [1] * 5, [1, 2]]),
@@ -266,7 +266,7 @@ def test_rows_without_a_token_to_learn_from_are_refused_with_a_count():
     assert (rows_of(got), got.report) == ([([1], [7] * 4)], LengthReport(2, no_prompt=1))
 
 
-def test_a_prompt_that_waits_for_its_completion_keeps_room_for_one_token():
+def test_a_prompt_without_completion_keeps_room_for_one_token():
     prompts = column([[1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]])
     assert rows_of(truncate(prompts, {}, Limits(whole=replace(WHOLE, side="keep_end")))) == [
         ([1, 2, 3, 4],),
@@ -281,7 +281,7 @@ def test_a_prompt_that_waits_for_its_completion_keeps_room_for_one_token():
         assert (rows_of(got), got.report) == ([([1, 2, 3, 4],)], report)
 
 
-def test_a_pair_is_judged_with_the_prompt_and_kept_or_dropped_whole():
+def test_a_preference_pair_is_kept_or_dropped_as_a_whole():
     prompts = column([[1, 2, 3], [1, 2], [1]])
     pairs = {
         "chosen": column([[10, EOS], [11, EOS], [12, EOS]]),
@@ -297,7 +297,7 @@ def test_a_pair_is_judged_with_the_prompt_and_kept_or_dropped_whole():
         [10, EOS],
         [20, 21],
     )
-    # Both still answer one prompt.
+    # Both completions still have the same prompt.
     assert rows_of(truncate(prompts, pairs, Limits(whole=replace(WHOLE, side="keep_end"))))[0] == (
         [3],
         [10, EOS],
@@ -331,7 +331,7 @@ def test_a_pair_is_judged_with_the_prompt_and_kept_or_dropped_whole():
         ),
     ],
 )
-def test_an_error_names_row_length_limit_and_the_ways_out(limits, message):
+def test_an_error_names_row_length_limit_and_fixes(limits, message):
     limits = Limits(
         *(
             limit and replace(limit, policy="error")
@@ -344,7 +344,7 @@ def test_an_error_names_row_length_limit_and_the_ways_out(limits, message):
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
-def test_the_report_reads_as_one_line():
+def test_the_report_is_one_line():
     assert LengthReport(4).text() == "4 of 4 rows used; none cut, none dropped"
     report = LengthReport(20, Cuts(3, 12, 1), Cuts(1, 1), Cuts(0, 0, 2), 1, 2)
     assert (
@@ -355,13 +355,13 @@ def test_the_report_reads_as_one_line():
     )
 
 
-def test_one_column_alone():
+def test_cut_of_a_single_column():
     ids = column([[0], [1, 2, 3], None, [4, 5, 6, 7]]).slice(1)
     assert cut(ids, 2, "keep_start").to_pylist() == [[1, 2], [], [4, 5]]
     assert cut(ids, 2, "keep_end").to_pylist() == [[2, 3], [], [6, 7]]
 
 
-def test_a_null_may_have_values_behind_it_which_are_not_its_own():
+def test_values_behind_a_null_are_ignored():
     ids = pa.ListArray.from_arrays([0, 2, 4], pa.array([1, 2, 3, 4]), mask=pa.array([True, False]))
     assert cut(ids, 5, "keep_start").to_pylist() == [[], [3, 4]]
     assert truncate(ids, {}, Limits()).report == LengthReport(2, no_prompt=1)
@@ -371,15 +371,15 @@ def test_a_null_may_have_values_behind_it_which_are_not_its_own():
     ("prompts", "completions"),
     [(pa.array([1, 2]), {}), (column([[1]]), {"completion": column([[1], [2]])})],
 )
-def test_columns_that_are_no_rows_of_token_ids(prompts, completions):
+def test_columns_that_do_not_contain_token_ids_are_refused(prompts, completions):
     with pytest.raises(
         ValueError,
-        match=r"lists, such as list<int32>, not int64|1 prompts do not go with .*'completion': 2",
+        match=r"lists, such as list<int32>, not int64|1 prompts do not match .*'completion': 2",
     ):
         truncate(prompts, completions, Limits())
 
 
-def test_no_values_are_copied_where_nothing_is_cut():
+def test_nothing_is_copied_if_nothing_is_cut():
     prompts = column([[1, 2], [3]])
     got = truncate(prompts, {}, Limits(PROMPT))
     assert got.prompts.values.buffers()[1].address == prompts.values.buffers()[1].address

@@ -1,5 +1,5 @@
-"""A mixture's order: shares as asked for, every row of a source before any comes again, and an
-ordinal means one row for ever."""
+"""The order of a mixture: requested shares, no repeats before every row of a source has appeared,
+and permanent ordinals."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ def drawn(order, ordinals):
     ]
 
 
-def test_without_weights_sources_are_one_dataset():
+def test_without_weights_all_sources_form_one_dataset():
     order = Order((7, 3), None, seed=5)
     assert [order.place(ordinal) for ordinal in range(25)] == [
         ordinal_to_row(ordinal, 10, 5) for ordinal in range(25)
@@ -38,7 +38,7 @@ def test_without_weights_sources_are_one_dataset():
         ((900, 300), (3, 1)),
     ],
 )
-def test_shares_are_those_of_the_weights_and_no_row_comes_twice_before_all_have(
+def test_shares_follow_the_weights_and_no_row_repeats_before_all_have_appeared(
     rows, weights, shuffle
 ):
     order = Order(rows, weights, 3, shuffle)
@@ -58,8 +58,8 @@ def test_shares_are_those_of_the_weights_and_no_row_comes_twice_before_all_have(
     assert sum(order.counts) == order.epoch
 
 
-def test_any_ordinal_can_be_asked_for_first():
-    """A resume asks from its frontier on, and a new process has no memory of what came before."""
+def test_any_ordinal_can_be_computed_first():
+    """A resume starts at its frontier, and a new process knows no earlier ordinals."""
     forward = [Order((50, 20), (1, 4), 9).place(ordinal) for ordinal in range(3000)]
     backward = [
         Order((50, 20), (1, 4), 9).place(ordinal) for ordinal in reversed(range(2900, 3000))
@@ -78,7 +78,7 @@ def test_seeds_and_epochs_differ_and_sources_are_mixed_within_an_epoch():
 
 
 def test_an_order_does_not_change_from_release_to_release():
-    """Checkpoints count on it."""
+    """Checkpoints depend on it."""
     assert [Order((5, 3), (1, 1), 0).place(ordinal)[1] for ordinal in range(12)] == [
         2,
         0,

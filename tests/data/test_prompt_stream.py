@@ -1,4 +1,4 @@
-"""Training prompts as a stream: order, restarts of the reader, and what rows carry."""
+"""The stream of training prompts: order, restarts of the reader, and the values of rows."""
 
 import asyncio
 
@@ -19,12 +19,12 @@ from asyncrl.preflight.specs import data_spec
 ROWS = [{"prompt": f"{index}+1=", "answer": str(index + 1), "level": index} for index in range(10)]
 
 
-def test_ordinals_go_on_from_a_frontier():
+def test_ordinals_continue_from_a_frontier():
     ordinals = stream_ordinals(4, frozenset({5, 7}))
     assert [next(ordinals) for _ in range(4)] == [4, 6, 8, 9]
 
 
-def test_the_window_restores_order_and_drops_what_comes_twice():
+def test_the_window_restores_order_and_drops_duplicates():
     window = ReorderWindow(2, frozenset({4}))
     given = []
     for ordinal in (3, 5, 2, 3, 2, 6):
@@ -39,8 +39,8 @@ async def take(source, count):
         await source.close()
 
 
-def test_a_reader_that_dies_is_followed_by_one_that_goes_on(prompt_config, ray_cluster):
-    """After the death come more prompts than were waiting, none twice and none left out."""
+def test_a_reader_that_dies_is_replaced(prompt_config, ray_cluster):
+    """After the death come more prompts than were waiting, without duplicates and gaps."""
     config, first, then = prompt_config(ROWS), 50, 3000
     report = check_prompts(data_spec(config))
 
@@ -71,7 +71,7 @@ def test_a_reader_that_dies_is_followed_by_one_that_goes_on(prompt_config, ray_c
     ]
 
 
-def test_the_stream_gives_every_ordinal_in_order_across_epochs_and_from_a_frontier(
+def test_the_stream_yields_every_ordinal_in_order_from_a_frontier(
     prompt_config, ray_cluster, capfd
 ):
     # Prompts of four tokens lose their first one.
@@ -101,8 +101,8 @@ def test_the_stream_gives_every_ordinal_in_order_across_epochs_and_from_a_fronti
 def test_the_stream_carries_tool_calls_maps_and_large_rows_of_a_mixture(
     prompt_config, tmp_path, ray_cluster
 ):
-    """What a worker used to meet (a map, a uint64, a number beside a string, a row beyond the
-    stream's memory) comes as the files gave it."""
+    """A map, a uint64, numbers mixed with strings, and a row above the stream's memory arrive as in
+    the files."""
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
     rows = [
         {"prompt": f"{n}+1=", "calls": [call] if n % 2 else [], "mixed": n if n % 3 else str(n)}
@@ -150,32 +150,25 @@ def test_the_stream_carries_tool_calls_maps_and_large_rows_of_a_mixture(
     assert [prompt.ordinal for prompt in later] == [10, 12, 13] and later[0].text == given[10].text
 
 
-def test_after_a_death_the_reader_begins_where_prompts_are_missing_and_not_at_the_attempts_start(
-    prompt_config, monkeypatch
-):
-    """A run of days would else render all of its prompts again."""
-    config, begun_at = prompt_config(ROWS), []
+def test_after_a_death_the_reader_starts_at_the_first_missing_prompt(prompt_config, monkeypatch):
+    """Otherwise, a run of several days would render all of its prompts again."""
+    config, starts = prompt_config(ROWS), []
     report = check_prompts(data_spec(config))
 
     def stream(source, stage, *_):
-        begun_at.append(source.args[3])
+        starts.append(source.args[3])
         for number, table in enumerate(source()):
-            if number == 3 and len(begun_at) < 3:
+            if number == 3 and len(starts) < 3:
                 raise ray.exceptions.WorkerCrashedError
             yield stage(table)
 
     monkeypatch.setattr("asyncrl.runtime.ray_stream.stream_blocks", stream)
     given = asyncio.run(take(RayPromptSource(data_spec(config), report, 7, {9, 12}), 400))
     assert [prompt.ordinal for prompt in given] == [7, 8, 10, 11, *range(13, 13 + 396)]
-    assert (
-        begun_at[0] == 7
-        and len(begun_at) == 3
-        and begun_at[1] > 80
-        and begun_at[2] > begun_at[1] + 80
-    )
+    assert starts[0] == 7 and len(starts) == 3 and starts[1] > 80 and starts[2] > starts[1] + 80
 
 
-def test_a_reader_that_dies_at_once_again_and_again_breaks_the_stream(prompt_config, monkeypatch):
+def test_a_reader_that_dies_repeatedly_breaks_the_stream(prompt_config, monkeypatch):
     config = prompt_config(ROWS)
 
     def stream(*_):

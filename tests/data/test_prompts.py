@@ -16,7 +16,7 @@ from asyncrl.preflight.specs import data_spec
 ROWS = [{"prompt": f"{index}+1=", "answer": str(index + 1), "level": index} for index in range(10)]
 
 
-def test_an_ordinal_means_one_row_and_every_epoch_has_every_row_once():
+def test_an_ordinal_means_one_row_and_each_epoch_has_every_row_once():
     places = [ordinal_to_row(ordinal, 10, seed=3) for ordinal in range(30)]
     assert places == [ordinal_to_row(ordinal, 10, seed=3) for ordinal in range(30)]
     assert [epoch for epoch, _ in places] == [0] * 10 + [1] * 10 + [2] * 10
@@ -30,7 +30,7 @@ def test_an_ordinal_means_one_row_and_every_epoch_has_every_row_once():
     ]
 
 
-def test_the_report_names_first_prompt_and_columns(prompt_config):
+def test_the_report_has_first_prompt_and_columns(prompt_config):
     report = check_prompts(data_spec(prompt_config(ROWS)))
     assert (report.rows, report.truncation, report.longest, report.kept) == (
         10,
@@ -55,7 +55,7 @@ def test_the_report_names_first_prompt_and_columns(prompt_config):
         (
             [{"prompt": "1+1=", "reward": 1.0}],
             {},
-            r"columns \['reward'\], names that asyncrl uses; rename them",
+            r"columns \['reward'\], which asyncrl uses itself; rename them",
         ),
         (
             [*ROWS, {"prompt": "1" * 17, "answer": "", "level": 0}],
@@ -91,13 +91,13 @@ def test_the_report_names_first_prompt_and_columns(prompt_config):
         (
             [{"prompt": "1"}, {"prompt": ""}, {"prompt": ""}],
             {},
-            "row 1 has an empty prompt, one of 2 such rows",
+            "row 1 has an empty prompt \\(one of 2 such rows\\)",
         ),
         ([{"prompt": 12}], {}, "the prompt is '12'; give a string, or a list of messages"),
         (ROWS, {"apply_chat_template": True}, "no chat template"),
     ],
 )
-def test_prompts_that_cannot_be_used(prompt_config, rows, data, message):
+def test_unusable_prompts_are_refused(prompt_config, rows, data, message):
     config = prompt_config(rows, **data)
     with pytest.raises(ConfigError, match=message) as raised:
         check_prompts(data_spec(config))
@@ -124,7 +124,7 @@ def test_chat_templates_are_rendered(prompt_config, tiny_model, tmp_path, rows, 
     )
     report = check_prompts(data_spec(config))
     assert report.first_text == "<bos>user: 1+2=\nassistant: "
-    # One BOS, the template's own; one token per character after it.
+    # One BOS, from the template, and then one token per character.
     assert (
         report.first_ids[0] == 1
         and report.first_ids.count(1) == 1
@@ -138,7 +138,7 @@ def test_a_file_that_is_neither_parquet_nor_jsonl(prompt_config, tmp_path):
         check_prompts(data_spec(prompt_config(ROWS, train=str(tmp_path / "broken.parquet"))))
 
 
-def test_policy_drop_leaves_long_prompts_out_and_counts_them(prompt_config):
+def test_policy_drop_counts_long_prompts(prompt_config):
     config = prompt_config([{"prompt": "1" * 17}, *ROWS], prompt_policy="drop")
     report = check_prompts(data_spec(config))
     assert (report.rows, report.truncation, report.kept) == (
@@ -153,7 +153,7 @@ def test_policy_drop_leaves_long_prompts_out_and_counts_them(prompt_config):
     ]
 
 
-def test_rows_keep_their_numbers_over_the_blocks_of_the_check(prompt_config, monkeypatch):
+def test_row_numbers_continue_over_the_blocks_of_the_check(prompt_config, monkeypatch):
     monkeypatch.setattr("asyncrl.data.prompts.ROWS_PER_CHECK", 4)
     rows = [*ROWS[:6], {"prompt": "1" * 17}, *ROWS[6:]]
     report = check_prompts(data_spec(prompt_config(rows, prompt_policy="drop")))
@@ -167,7 +167,7 @@ def test_rows_keep_their_numbers_over_the_blocks_of_the_check(prompt_config, mon
         check_prompts(data_spec(prompt_config([*ROWS[:9], {"prompt": ""}])))
 
 
-def test_policy_truncate_keeps_the_end_and_the_text_says_what_the_model_sees(prompt_config):
+def test_policy_truncate_keeps_the_end_of_tokens_and_text(prompt_config):
     config = prompt_config(
         [{"prompt": "7" * 15 + "1+2=", "answer": "3"}, *ROWS], prompt_policy="truncate"
     )
@@ -187,9 +187,7 @@ def test_policy_truncate_keeps_the_end_and_the_text_says_what_the_model_sees(pro
     assert second.text == "0+1=" and first.columns["answer"] == "3"
 
 
-def test_a_rendered_prompt_that_is_cut_keeps_what_makes_the_model_answer(
-    prompt_config, tiny_model, tmp_path
-):
+def test_a_cut_rendered_prompt_keeps_the_assistant_turn(prompt_config, tiny_model, tmp_path):
     model = shutil.copytree(tiny_model, tmp_path / "chat")
     (model / "chat_template.jinja").write_text(TEMPLATE)
     config = prompt_config([{"prompt": "1+2="}], apply_chat_template=True, prompt_policy="truncate")
@@ -217,7 +215,7 @@ def test_a_rendered_prompt_that_is_cut_keeps_what_makes_the_model_answer(
         ),
     ],
 )
-def test_a_prompt_that_fills_max_length_is_judged_by_length_policy(
+def test_length_policy_applies_to_a_prompt_that_fills_max_length(
     prompt_config, data, kept, longest, truncation
 ):
     report = check_prompts(
@@ -226,7 +224,7 @@ def test_a_prompt_that_fills_max_length_is_judged_by_length_policy(
     assert (report.kept, report.longest, report.truncation) == (kept, longest, truncation)
 
 
-def test_the_stage_of_the_stream_cuts_each_row_and_misses_none(prompt_config):
+def test_the_render_stage_cuts_each_row_and_loses_none(prompt_config):
     rows = [{"prompt": "7" * 15 + "1+2=", "answer": "3"}, *ROWS]
     config = prompt_config(rows, prompt_policy="truncate")
     table = with_ordinals(pa.Table.from_pylist(rows[:2]), [5, 6], [0, 0])
@@ -240,7 +238,7 @@ def test_the_stage_of_the_stream_cuts_each_row_and_misses_none(prompt_config):
     dropping = Config.model_validate(
         config.model_dump() | {"data": config.data.model_dump() | {"prompt_policy": "drop"}}
     )
-    with pytest.raises(ConfigError, match=r"no longer those that were checked .*1 row dropped"):
+    with pytest.raises(ConfigError, match=r"have changed since the check .*1 row dropped"):
         render_table(table, data_spec(dropping))
 
 

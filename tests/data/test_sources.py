@@ -1,5 +1,5 @@
-"""Rows keep the types and shapes of their files, whatever they come from, and what cannot travel is
-refused by name."""
+"""Rows keep the types and shapes of their files, and values that cannot travel are refused by
+name."""
 
 import datetime
 import decimal
@@ -78,7 +78,7 @@ def write_jsonl(path, rows):
 
 
 def same(value, other):
-    """Equal in type, order of keys and value, at every depth."""
+    """Equal in type, key order and value, at every depth."""
     if isinstance(value, dict):
         return (
             isinstance(other, dict)
@@ -108,11 +108,9 @@ def test_jsonl_is_read_without_guessing(tmp_path, monkeypatch, chunk_bytes):
     )
 
 
-def test_columns_come_to_the_reward_as_the_file_gave_them_whatever_group_they_travel_with(
-    prompt_config, tmp_path
-):
-    """Through prompts, groups, leases of several groups, Arrow's stream and Parquet: groups of
-    other rows change no type."""
+def test_columns_reach_the_reward_unchanged(prompt_config, tmp_path):
+    """Columns pass through prompts, groups, leases of several groups, Arrow's stream and Parquet.
+    Rows of other groups do not change their types."""
     for row in EXACT:
         row["prompt"] = "1+1="
     config = prompt_config(EXACT)
@@ -133,11 +131,8 @@ def test_columns_come_to_the_reward_as_the_file_gave_them_whatever_group_they_tr
 
 
 @pytest.mark.parametrize("limit", [2, 5, 7, None])
-def test_several_sources_take_turns_where_only_some_prompts_are_used(
-    prompt_config, tmp_path, limit
-):
-    """In evaluation and in the warm start's held-out rows; ordinals stay the numbers of the
-    rows."""
+def test_several_sources_take_turns_if_only_some_prompts_are_used(prompt_config, tmp_path, limit):
+    """In evaluation and in the warm start's held-out rows. Ordinals stay the row numbers."""
     from asyncrl.data.supervised import read_supervised
 
     rows = {"a": 5, "b": 2, "c": 1}
@@ -167,7 +162,7 @@ def test_several_sources_take_turns_where_only_some_prompts_are_used(
     assert [tuple(ids) for ids, _ in held_out][:limit] == [prompt.token_ids for prompt in prompts]
 
 
-def test_a_parquet_chat_has_only_the_keys_that_a_message_has(prompt_config, tmp_path, tiny_model):
+def test_parquet_messages_have_only_the_keys_of_the_file(prompt_config, tmp_path, tiny_model):
     """Arrow fills absent struct fields with None, and a template would print them."""
     from asyncrl.data.rendering import prompt_values
 
@@ -215,7 +210,7 @@ def test_rewards_get_the_messages_as_given(prompt_config, tmp_path, llama_model,
 
 
 def test_arrow_types_are_carried(tmp_path):
-    """Maps, large uint64, times, decimals, bytes: to the reward, into groups and back."""
+    """Maps, large uint64, times, decimals and bytes: to the reward, into groups and back."""
     when = datetime.datetime(2024, 1, 2, 3, 4, 5, 678, datetime.UTC)
     values = {
         "map": pa.array([{"a": 1, "b": None}], pa.map_(pa.string(), pa.int64())),
@@ -264,10 +259,8 @@ def test_arrow_types_are_carried(tmp_path):
         ),
     ],
 )
-def test_what_cannot_travel_is_refused_before_a_worker_meets_it(
-    tmp_path, monkeypatch, column, message
-):
-    # Parquet itself holds no intervals, but another reader of ours may.
+def test_values_that_cannot_travel_are_refused(tmp_path, monkeypatch, column, message):
+    # Parquet has no intervals, but another reader may produce them.
     table = pa.table({"prompt": ["1+1="], "extra": column})
     monkeypatch.setattr("asyncrl.runtime.parquet.read_table", lambda path: table)
     (tmp_path / "rows.parquet").write_bytes(b"")
@@ -279,9 +272,9 @@ def test_what_cannot_travel_is_refused_before_a_worker_meets_it(
     ("text", "message"),
     [
         ('{"prompt": "a"}\n\n{"prompt": \n', "line 3 cannot be read as JSON: Expecting value"),
-        ('{"prompt": "a"}\n["b"]\n', "line 2 begins a JSON array; write one object in each line"),
-        ('[\n{"prompt": "a"}]', "line 1 begins a JSON array; write one object in each line"),
-        ('"a"\n', "line 1 holds no JSON object; write one object in each line"),
+        ('{"prompt": "a"}\n["b"]\n', "line 2 starts a JSON array; write one object per line"),
+        ('[\n{"prompt": "a"}]', "line 1 starts a JSON array; write one object per line"),
+        ('"a"\n', "line 1 is not a JSON object; write one object per line"),
         ('{"prompt": "a"}\n{"prompt": "\\ud800"}\n', r"line 2 has half a character .* at 'prompt'"),
         (
             '{"prompt": "a", "n": ' + "9" * 5000 + "}\n",
@@ -293,14 +286,14 @@ def test_what_cannot_travel_is_refused_before_a_worker_meets_it(
             '{"prompt": "a"}\n{"prompt": "b", "n": {"k": 1, "k": 2}}\n',
             "line 2 cannot be read as JSON: the key 'k' appears twice in an object; keep one",
         ),
-        ("{}\n", "line 1 holds an object without keys; leave it out"),
+        ("{}\n", "line 1 has an object without keys; leave it out"),
         (
             '{"prompt": "\ufeffa"}\n'.encode("utf-16").decode("latin-1"),
             "line 1 cannot be read as JSON: it is not UTF-8",
         ),
     ],
 )
-def test_a_line_that_is_no_row_is_named(tmp_path, text, message):
+def test_an_invalid_line_is_named(tmp_path, text, message):
     (tmp_path / "rows.jsonl").write_bytes(
         text.encode("latin-1" if text.startswith("ÿþ") else "utf-8")
     )
@@ -322,7 +315,10 @@ UNREADABLE = {
         pa.array([0, 2**62], pa.timestamp("us")),
         r"column 'x' in row 1 has a value .*out of range",
     ),
-    "before the year 1": (pa.array([0, -(2**40)], pa.timestamp("s")), "column 'x' in row 1 has a value"),
+    "before the year 1": (
+        pa.array([0, -(2**40)], pa.timestamp("s")),
+        "column 'x' in row 1 has a value",
+    ),
     "a date": (pa.array([0, 2**30], pa.date32()), "column 'x' in row 1 has a value"),
     "a duration": (pa.array([0, 2**62], pa.duration("s")), "column 'x' in row 1 has a value"),
     "a zone": (
@@ -345,9 +341,7 @@ def not_utf8(lists=False):
 
 
 @pytest.mark.parametrize(("column", "message"), UNREADABLE.values(), ids=UNREADABLE)
-def test_values_that_python_cannot_have_are_refused_before_a_worker_meets_them(
-    tmp_path, column, message
-):
+def test_values_that_python_cannot_represent_are_refused(tmp_path, column, message):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": ["a", "b"], "x": column}), path)
     with pytest.raises(ConfigError, match=message):
@@ -363,12 +357,12 @@ def test_parquet_text_that_is_not_utf8_is_refused_with_its_column(tmp_path, list
         read_sources(str(tmp_path / "rows.parquet"))
 
 
-def test_a_suffix_in_capitals_is_a_suffix(tmp_path):
+def test_file_suffixes_may_be_in_capitals(tmp_path):
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "TRAIN.PARQUET")
     assert read_sources(str(tmp_path)).table["prompt"].to_pylist() == ["a"]
 
 
-def test_a_file_of_another_kind_is_told_what_is_read(tmp_path):
+def test_a_file_of_another_format_is_refused_with_the_supported_ones(tmp_path):
     (tmp_path / "rows.csv").write_text("prompt,answer\na,b\n")
     with pytest.raises(
         ConfigError,
@@ -380,8 +374,8 @@ def test_a_file_of_another_kind_is_told_what_is_read(tmp_path):
         read_sources(str(tmp_path / "rows.csv"))
 
 
-def test_a_column_named_as_the_sources_is_refused_also_with_one_source(tmp_path):
-    with pytest.raises(ConfigError, match="has a column 'source_name', a name that asyncrl uses"):
+def test_a_column_source_name_is_refused_even_with_one_source(tmp_path):
+    with pytest.raises(ConfigError, match="has a column 'source_name', which asyncrl uses"):
         read_sources(
             write_jsonl(
                 tmp_path / "rows.jsonl", [{"prompt": "a", "source_name": {"not": "a name"}}]
@@ -389,9 +383,7 @@ def test_a_column_named_as_the_sources_is_refused_also_with_one_source(tmp_path)
         )
 
 
-def test_a_row_may_have_any_size_up_to_the_limit_and_beyond_it_the_error_says_so(
-    tmp_path, monkeypatch
-):
+def test_rows_above_the_size_limit_are_refused(tmp_path, monkeypatch):
     rows = [{"prompt": "a", "text": "x"}, {"prompt": "b", "text": "y" * (3 << 20)}]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -401,16 +393,16 @@ def test_a_row_may_have_any_size_up_to_the_limit_and_beyond_it_the_error_says_so
         monkeypatch.setattr(module, "MOST_ROW_BYTES", 2 << 20)
     with pytest.raises(
         ConfigError,
-        match="line 2 is longer than 2 MiB, the most that one row may have; shorten its values",
+        match="line 2 is longer than 2 MiB, the limit for one row; shorten its values",
     ):
         read_sources(path)
-    with pytest.raises(ConfigError, match="row 1 has 3 MiB, above the 2 MiB that one row may have"):
+    with pytest.raises(ConfigError, match="row 1 has 3 MiB, above the limit of 2 MiB"):
         read_sources(str(tmp_path / "rows.parquet"))
 
 
 def test_a_string_column_may_have_more_than_two_gib(tmp_path):
-    """2,304 rows of 1 MiB: `Table.take` of them fails with an offset overflow. Chunks share one
-    buffer here, as only offsets matter."""
+    """2,304 rows of 1 MiB. `Table.take` of them fails with an offset overflow. All chunks share one
+    buffer here, because only offsets matter."""
     one = pa.array(["x" * (1 << 20)] * 64)
     column = pa.chunked_array([one] * 36)
     table = pa.table({"text": column, "number": pa.array(range(len(column)))})
@@ -420,7 +412,7 @@ def test_a_string_column_may_have_more_than_two_gib(tmp_path):
     assert taken["number"].to_pylist() == [2303, 0, 64] and len(taken["text"][0].as_py()) == 1 << 20
 
 
-def test_rows_by_number_are_the_tables_rows_on_memory_of_their_own():
+def test_rows_by_number_copies_the_rows_of_the_table():
     table = pa.concat_tables(
         [
             pa.table({"n": list(range(start, start + 7)), "s": [str(n) for n in range(7)]})
@@ -437,7 +429,7 @@ def test_rows_by_number_are_the_tables_rows_on_memory_of_their_own():
         )
 
 
-def test_globs_folders_and_compressed_files_are_read_by_name(tmp_path):
+def test_globs_folders_and_compressed_files_are_read_in_name_order(tmp_path):
     for name in ("b", "a", "c"):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, name: 1}])
     (tmp_path / "d.jsonl.gz").write_bytes(
@@ -453,14 +445,14 @@ def test_globs_folders_and_compressed_files_are_read_by_name(tmp_path):
     assert read_sources(str(tmp_path / "[ab].jsonl")).table["prompt"].to_pylist() == ["a", "b"]
     with pytest.raises(
         ConfigError,
-        match="no such file; give a Parquet or JSONL file, a glob, a folder, or owner/name",
+        match="no such file; give a Parquet or JSONL file, a glob, a folder, or the owner",
     ):
         read_sources(str(tmp_path / "x*.jsonl"))
-    with pytest.raises(ConfigError, match="is no folder, and has no split 'test'"):
+    with pytest.raises(ConfigError, match="is not a folder, so it has no split 'test'"):
         read_sources((Source(path=str(tmp_path / "a.jsonl"), split="test"),))
 
 
-def test_sources_share_one_set_of_columns_and_name_their_rows(tmp_path):
+def test_sources_share_one_set_of_columns_and_add_their_name(tmp_path):
     first = write_jsonl(tmp_path / "first.jsonl", [{"prompt": CHAT, "answer": 4, "level": 1}])
     pq.write_table(
         pa.Table.from_pylist([{"question": "2+2", "answer": "4", "score": 0.5}]),
@@ -478,32 +470,32 @@ def test_sources_share_one_set_of_columns_and_name_their_rows(tmp_path):
     assert [(one.name, one.rows) for one in found.sources] == [("first", 1), ("sums", 1)]
 
 
-def test_columns_that_no_type_can_hold_together_are_refused(tmp_path):
+def test_columns_with_incompatible_types_are_refused(tmp_path):
     pq.write_table(pa.table({"prompt": ["a"], "extra": [b"bytes"]}), tmp_path / "a.parquet")
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "b", "extra": 1}])
     with pytest.raises(
         ConfigError,
         match=(
-            r"column 'extra' has types \['binary', 'int64'\] in different files, which no column"
-            r" can hold"
+            r"column 'extra' has types \['binary', 'int64'\] in different files, which cannot"
+            r" be combined"
         ),
     ):
         read_sources(str(tmp_path))
 
 
-def test_a_prompt_column_that_is_not_there_is_named(tmp_path):
+def test_a_missing_prompt_column_is_named(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "question": "b"}])
     with pytest.raises(
         ConfigError, match=r"prompt_column = 'text' is not a column of .*a.jsonl', which has"
     ):
         read_sources((Source(path=path, prompt_column="text"),))
     with pytest.raises(
-        ConfigError, match="has a column 'prompt' beside its prompt_column 'question'"
+        ConfigError, match="has a column 'prompt' in addition to its prompt_column 'question'"
     ):
         read_sources((Source(path=path, prompt_column="question"),))
 
 
-def test_what_the_plan_knows_of_several_sources(prompt_config, tmp_path):
+def test_the_plan_shows_several_sources(prompt_config, tmp_path):
     many = write_jsonl(
         tmp_path / "many.jsonl", [{"prompt": f"{n}+1="} for n in range(30)] + [{"prompt": "1" * 17}]
     )
@@ -526,19 +518,19 @@ def test_what_the_plan_knows_of_several_sources(prompt_config, tmp_path):
     assert report.columns == ("source_name",)
     (tmp_path / "few.jsonl").write_text(json.dumps({"prompt": "1" * 17}))
     with pytest.raises(
-        ConfigError, match="no row of source 'few' is left; raise the limit, or take the source out"
+        ConfigError, match="no row of source 'few' is left; raise the limit, or remove the"
     ):
         check_prompts(data_spec(config))
 
 
-def test_a_dictionary_counts_by_each_rows_own_value(tmp_path, monkeypatch):
+def test_dictionary_columns_count_by_each_rows_value(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "MOST_ROW_BYTES", 2 << 20)
     column = pa.array(["x" * (3 << 19), "y" * (3 << 19)]).dictionary_encode()
     pq.write_table(pa.table({"prompt": ["a", "b"], "extra": column}), tmp_path / "rows.parquet")
     assert read_sources(str(tmp_path / "rows.parquet")).table.num_rows == 2
 
 
-def test_compressed_files_may_be_named_in_capitals_and_a_byte_order_mark_is_no_row(tmp_path):
+def test_compressed_suffixes_may_be_in_capitals_and_a_byte_order_mark_is_skipped(tmp_path):
     (tmp_path / "ROWS.JSONL.GZ").write_bytes(gzip.compress(b'{"prompt": "a"}'))
     assert row_values(read_sources(str(tmp_path / "ROWS.JSONL.GZ")).table) == [{"prompt": "a"}]
     (tmp_path / "mark.jsonl").write_bytes(b"\xef\xbb\xbf")

@@ -1,4 +1,4 @@
-"""The files of a split, by the layouts that datasets on the hub have."""
+"""The files of a split, for the layouts of datasets on the hub."""
 
 import pytest
 
@@ -34,9 +34,9 @@ SORTED = ["x/b.jsonl", "x/y/c.jsonl", "a.jsonl"]
 HANG = "*a" * 40 + "b"
 
 
-def test_a_pattern_of_a_strangers_readme_takes_no_time():
+def test_a_hostile_glob_in_a_readme_is_fast():
     readme = f"---\nconfigs:\n- data_files: '{HANG}'\n---"
-    with pytest.raises(ValueError, match="holds no data file"):
+    with pytest.raises(ValueError, match="contains no data file"):
         data_files(["a" * 200 + ".jsonl"], readme, None, None)
 
 
@@ -101,76 +101,76 @@ def test_the_files_of_a_split(names, readme, split, subset, files):
             GSM8K_README,
             "train",
             None,
-            r"holds several subsets; name one of \['main', 'socratic'\] as subset",
+            r"contains several subsets; name one of \['main', 'socratic'\] as subset",
         ),
         (
             GSM8K,
             GSM8K_README,
             "train",
             "hard",
-            r"holds no subset 'hard'; name one of \['main', 'socratic'\]",
+            r"contains no subset 'hard'; name one of \['main', 'socratic'\]",
         ),
         (
             GSM8K,
             None,
             "train",
             "hard",
-            r"holds no subset 'hard'; it has the folders \['main', 'socratic'\]",
+            r"contains no subset 'hard'; it has the folders \['main', 'socratic'\]",
         ),
-        (GSM8K, GSM8K_README, "test", "socratic", r"holds no split 'test'; it has \['train'\]"),
+        (GSM8K, GSM8K_README, "test", "socratic", r"contains no split 'test'; it has \['train'\]"),
         (
             MATH,
             None,
             None,
             None,
-            r"holds the splits \['test', 'train'\]; name one of them as split",
+            r"contains the splits \['test', 'train'\]; name one of them as split",
         ),
-        (MATH, None, "train[:10%]", None, r"holds no split 'train\[:10%\]'"),
-        (["README.md"], None, "train", None, r"holds no data file \(.parquet"),
+        (MATH, None, "train[:10%]", None, r"contains no split 'train\[:10%\]'"),
+        (["README.md"], None, "train", None, r"contains no data file \(.parquet"),
         (
             ["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"],
             None,
             "train",
             None,
-            "lacks train-00001-of-00003.parquet; fetch it again",
+            "lacks train-00001-of-00003.parquet; download it again",
         ),
         (
             ["a.jsonl"],
             "---\nconfigs:\n- data_files: [{path: a.jsonl}]\n---",
             None,
             None,
-            "has a README.md whose configs cannot be read",
+            "has a README.md with unreadable configs",
         ),
         (
             ["a.jsonl"],
             "---\nconfigs:\n- data_files: 5\n---",
             None,
             None,
-            "has a README.md whose configs cannot be read",
+            "has a README.md with unreadable configs",
         ),
         (
             ["a.jsonl"],
             "---\nconfigs:\n- data_files: '[z-a].jsonl'\n---",
             None,
             None,
-            "holds no data file",
+            "contains no data file",
         ),
         (
             ["more.jsonl", "train.jsonl"],
             None,
             None,
             None,
-            r"holds the splits \['train'\], and files of no split \(more.jsonl\); name one of them",
+            r"contains the splits \['train'\], and files without a split \(more.jsonl\); name one",
         ),
         (
             ["a.jsonl"],
             "---\nconfigs:\n- data_files: ../../etc/*\n---",
             None,
             None,
-            "holds no data file",
+            "contains no data file",
         ),
     ],
 )
-def test_what_names_no_files(names, readme, split, subset, message):
+def test_missing_splits_and_files_are_refused(names, readme, split, subset, message):
     with pytest.raises(ValueError, match=message):
         data_files(names, readme, split, subset)

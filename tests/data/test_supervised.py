@@ -1,4 +1,5 @@
-"""Supervised rows: EOS before the cut, limits of prompt, target and both, and what is refused."""
+"""Supervised rows: EOS is added before truncation, limits of prompt, target and both, and
+refusals."""
 
 import json
 import shutil
@@ -23,7 +24,7 @@ def ids(text):
 
 @pytest.fixture
 def supervised(prompt_config, tmp_path):
-    """`supervised(rows, completion_policy, most, **data)`: the supervised rows of a file of these
+    """`supervised(rows, completion_policy, most, **data)`: the supervised rows of a file with these
     rows, and the report."""
 
     def read(rows, completion_policy="error", most=8, field="warm_start.data", model=None, **data):
@@ -48,11 +49,11 @@ def test_eos_ends_every_target_that_fits(supervised):
 
 
 @pytest.mark.parametrize(("rendered", "end"), [(True, "<turn>"), (False, "<eos>")])
-def test_a_target_ends_as_the_template_ends_a_turn_where_it_renders_the_prompts(
+def test_targets_end_with_the_templates_end_of_turn(
     supervised, tiny_model, tmp_path, rendered, end
 ):
-    """Taught the tokenizer's EOS alone, a model of chats would write what no turn of its template
-    ends with."""
+    """With only the tokenizer's EOS as a target, a chat model would learn an ending that its
+    template never uses."""
     shutil.copytree(tiny_model, tmp_path / "chat")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "chat")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
@@ -63,13 +64,13 @@ def test_a_target_ends_as_the_template_ends_a_turn_where_it_renders_the_prompts(
 
 
 def test_a_cut_target_has_no_eos(supervised):
-    # Five digits fill the limit: it is the EOS that does not fit.
+    # Five digits fill the limit, so only the EOS does not fit.
     rows, report = supervised(ROWS, "truncate", most=5)
     assert [target for _, target in rows] == [[*ids("15"), EOS], ids("10000")]
     assert report == LengthReport(2, completion=Cuts(1, 1))
 
 
-def test_prompts_and_both_together_have_their_limits(supervised):
+def test_prompt_and_total_length_are_limited(supervised):
     rows, report = supervised(
         ROWS,
         "truncate",
@@ -94,7 +95,7 @@ def test_prompts_and_both_together_have_their_limits(supervised):
     assert rows == [(ids("2+3="), [*ids("15"), EOS]), (ids("99+1=")[-4:], ids("100"))]
 
 
-def test_under_split_a_target_of_any_length_stays_whole_and_a_held_out_one_is_refused(supervised):
+def test_split_keeps_long_targets_whole_and_refuses_long_held_out_ones(supervised):
     rows = [*ROWS, {"prompt": "1=", "answer": "1" * 10_000}]
     found, report = supervised(rows, "split", 6, max_length=20)
     assert [len(target) for _, target in found] == [3, 6, 10_001] and report == LengthReport(3)
@@ -108,7 +109,7 @@ def test_under_split_a_target_of_any_length_stays_whole_and_a_held_out_one_is_re
         supervised(rows, "split", 6, "eval.data", max_length=20)
 
 
-def test_the_held_out_rows_are_the_first_of_their_file(prompt_config, tmp_path):
+def test_held_out_rows_are_the_first_of_the_file(prompt_config, tmp_path):
     path = tmp_path / "supervised.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     sections = {"warm_start": {"data": str(path)}, "eval": {"data": str(path), "max_prompts": 1}}
@@ -116,7 +117,7 @@ def test_the_held_out_rows_are_the_first_of_their_file(prompt_config, tmp_path):
     assert [len(target) for _, target in train] == [3, 6] and held_out == train[:1]
 
 
-def test_policy_drop_counts_why(supervised):
+def test_policy_drop_counts_each_reason(supervised):
     rows, report = supervised(
         [*ROWS, {"prompt": "1" * 17, "answer": "1"}], "drop", 5, prompt_policy="drop"
     )
@@ -124,7 +125,7 @@ def test_policy_drop_counts_why(supervised):
     assert report == LengthReport(3, Cuts(dropped=1), Cuts(dropped=1))
 
 
-def test_rows_keep_their_numbers_over_blocks(supervised, monkeypatch):
+def test_row_numbers_continue_over_blocks(supervised, monkeypatch):
     monkeypatch.setattr("asyncrl.data.supervised.ROWS_PER_CHECK", 2)
     rows, report = supervised([*ROWS, *ROWS[:1] * 3], "drop", 5)
     assert [prompt for prompt, _ in rows] == [ids("12+3=")] * 4 and report == LengthReport(
@@ -170,7 +171,7 @@ def test_a_row_without_a_target_is_refused_and_an_empty_answer_is_not(supervised
         ),
     ],
 )
-def test_rows_that_cannot_be_used(supervised, rows, most, message):
+def test_unusable_rows_are_refused(supervised, rows, most, message):
     with pytest.raises(ConfigError, match=message) as error:
         supervised(rows, most=most)
     assert "\n" not in str(error.value)

@@ -1,5 +1,5 @@
-"""Requests to an ASGI application without a server, several at once if need be, from clients that
-may leave."""
+"""Requests to an ASGI application without a server. Several can run concurrently, and a client can
+disconnect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def scope_of(method: str, path: str, **headers: str) -> dict[str, Any]:
-    """A request to loopback. Headers are named with "_" for "-"."""
+    """The scope of a request to loopback. Header names have "_" for "-"."""
     given = {"host": "127.0.0.1", "content-type": "application/json"} | {
         name.replace("_", "-"): value for name, value in headers.items()
     }
@@ -20,7 +20,7 @@ def scope_of(method: str, path: str, **headers: str) -> dict[str, Any]:
 async def call(
     app: Any, method: str, path: str, body: Any = None, left: asyncio.Event | None = None
 ) -> tuple[int, Any]:
-    """Status and answer of one request. The client leaves when `left` is set."""
+    """Status and body of one response. The client disconnects when `left` is set."""
     sent: list[dict[str, Any]] = []
     parts = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 

@@ -1,4 +1,4 @@
-"""Log-probs as plain transformers computes them."""
+"""Log-probs that transformers computes, as the reference."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A Serve replica like ours in everything but its engine: that one makes tokens of the version that
-it has, each in a millisecond."""
+"""A real Serve replica around a stub engine, which makes one token of its current version each
+millisecond."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class StubEngine:
     async def stop(self) -> None: ...
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        made_by = [self.version]
+        versions = [self.version]
         self.stats.tokens_generated += request.n
         for _ in range(request.max_tokens - 1):
             await asyncio.sleep(TOKEN_S)
-            made_by.append(self.version)
+            versions.append(self.version)
             self.stats.tokens_generated += request.n
         spans = [
             VersionSpan(
-                version, made_by.index(version), made_by.index(version) + made_by.count(version)
+                version, versions.index(version), versions.index(version) + versions.count(version)
             )
-            for version in sorted(set(made_by))
+            for version in sorted(set(versions))
         ]
-        tokens = len(made_by)
+        tokens = len(versions)
         return (
             Completion((3,) * tokens, (-0.1,) * tokens, tuple(spans), "length", "3" * tokens),
         ) * request.n
@@ -54,9 +54,9 @@ class StubEngine:
 
 
 class StubGenerator(replica.Generator):
-    """Its process is the replica's own, so what it replaces there is nobody else's."""
+    """It replaces functions of a module, which only this replica uses in its process."""
 
-    # Serve awaits a replica's constructor
+    # Serve awaits a replica's constructor.
     async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]
         module: Any = replica
         module.Engine, module.expected_tensors = StubEngine, lambda model, dtype: {}

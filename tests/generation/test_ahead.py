@@ -1,4 +1,4 @@
-"""A process that is started before its work is known. Here it runs a shell; in `test_engine` it is
+"""A process that starts before its target is known. Here it runs a shell; in `test_engine` it runs
 vLLM's engine."""
 
 import logging
@@ -28,7 +28,7 @@ def shell(command):
     }
 
 
-def test_it_runs_what_it_is_given_in_the_environment_of_that_moment(tmp_path, monkeypatch):
+def test_it_runs_its_target_in_the_current_environment(tmp_path, monkeypatch):
     with AheadProcess(PREPARE) as process:
         monkeypatch.setenv("ASYNCRL_TEST_LATER", "set after it was started")
         made = process.Process(
@@ -40,7 +40,7 @@ def test_it_runs_what_it_is_given_in_the_environment_of_that_moment(tmp_path, mo
     assert (tmp_path / "said").read_text() == "set after it was started, in /"
 
 
-def test_an_error_of_what_it_runs_is_its_exit_code():
+def test_an_error_of_its_target_is_its_exit_code():
     with AheadProcess(PREPARE) as process:
         process.Process(**shell("exit 3")).start()
         process.join(30)
@@ -52,14 +52,14 @@ class Unreadable:
         return os.stat, ("/no/such/file",)
 
 
-def test_work_that_cannot_be_read_there_is_an_error():
+def test_a_target_that_cannot_be_unpickled_is_an_error():
     with AheadProcess(PREPARE) as process:
         process.Process(target=print, name="Shell", kwargs={"file": Unreadable()}).start()
         process.join(30)
     assert process.exitcode == 1
 
 
-def test_without_work_it_ends():
+def test_it_ends_without_a_target():
     with AheadProcess(PREPARE) as process:
         pass
     assert process.exitcode == -signal.SIGKILL
@@ -71,14 +71,14 @@ def test_it_ends_with_a_block_that_fails():
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_one_that_has_ended_is_found_by_its_exit_code():
+def test_a_process_that_has_ended_keeps_its_exit_code():
     with AheadProcess(partial(os._exit, 7)) as process:
         process.join(30)
         process.Process(**shell("true")).start()
     assert process.exitcode == 7
 
 
-def test_it_is_one_process():
+def test_it_takes_one_target():
     with AheadProcess(PREPARE) as process:
         process.Process(**shell("true"))
         with pytest.raises(RuntimeError, match="a second process"):
@@ -105,7 +105,7 @@ if __name__ == "__main__":
 
 
 def owned(tmp_path):
-    """A process that has one prepared, and waits for a line."""
+    """A process that owns a prepared process, and waits for a line."""
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
     owner = subprocess.Popen(
@@ -116,14 +116,14 @@ def owned(tmp_path):
     return owner, process
 
 
-def test_it_ends_when_the_one_that_started_it_is_killed(tmp_path):
+def test_it_ends_when_its_parent_is_killed(tmp_path):
     owner, process = owned(tmp_path)
     with owner:
         owner.kill()
     process.wait(30)
 
 
-def test_it_ends_when_the_one_that_started_it_ends(tmp_path):
+def test_it_ends_when_its_parent_ends(tmp_path):
     owner, process = owned(tmp_path)
     with owner:
         owner.communicate(b"end\n", timeout=30)
@@ -132,7 +132,7 @@ def test_it_ends_when_the_one_that_started_it_ends(tmp_path):
 
 @pytest.fixture
 def utils(monkeypatch):
-    """vLLM's module that makes the engine's process, as far as it matters here."""
+    """The part of vLLM's module that makes the engine's process."""
     module = ModuleType("vllm.v1.engine.utils")
     module.get_mp_context = lambda: "spawn"
     parents = {name: ModuleType(name) for name in ("vllm", "vllm.v1", "vllm.v1.engine")}
@@ -142,7 +142,7 @@ def utils(monkeypatch):
     return module
 
 
-def test_vllm_gets_it_and_then_its_own_again(utils):
+def test_vllm_uses_it_inside_the_block_only(utils):
     spawned = utils.get_mp_context
     with AheadProcess(PREPARE) as process:
         with handed_to_vllm(process):
@@ -158,7 +158,7 @@ def test_vllm_gets_it_and_then_its_own_again(utils):
     assert utils.get_mp_context is spawned
 
 
-def test_a_vllm_that_does_not_take_it_is_refused(utils):
+def test_a_vllm_that_spawns_its_own_process_is_refused(utils):
     with (
         pytest.raises(RuntimeError, match="is this the version of vLLM"),
         AheadProcess(PREPARE) as process,
@@ -198,7 +198,7 @@ def test_an_engine_that_cannot_start_leaves_no_process(tmp_path):
     ].endswith("[]"), ended.stdout + ended.stderr
 
 
-def test_what_an_engine_logs_before_it_dies_is_kept_in_one_line(tmp_path):
+def test_the_last_error_of_an_engine_is_kept_as_one_line(tmp_path):
     log = logging.Logger("engine")
     log.addFilter(partial(keep_fatal_error, str(tmp_path)))
     log.error("nothing has died yet")
@@ -211,9 +211,8 @@ def test_what_an_engine_logs_before_it_dies_is_kept_in_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_real_engine_that_dies_at_its_start_says_what_of(tmp_path, tiny_model):
-    """Attention heads of 16 elements, for which vLLM has no code on CPU: `plan` would have refused
-    them."""
+def test_the_error_of_a_start_contains_the_cause(tmp_path, tiny_model):
+    """vLLM does not support attention heads of 16 elements on CPU; `plan` would refuse them."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.save_pretrained(tmp_path)
     shape = {
@@ -227,7 +226,7 @@ def test_a_real_engine_that_dies_at_its_start_says_what_of(tmp_path, tiny_model)
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES, (
-        "of the version that is installed"
+        "of the installed version"
     )
     start = (
         "import asyncio\nfrom asyncrl.generation.engine import Engine\nfrom"

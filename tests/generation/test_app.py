@@ -1,4 +1,4 @@
-"""The application's settings and its YAML forms."""
+"""The application's settings, and the YAML configs that ship with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_serve_configs_are_loopback_and_build(path: Path) -> None:
     assert build_standing_app(args)._bound_deployment.func_or_class.__name__ == "HttpGenerator"
 
 
-def test_both_devices_have_a_config() -> None:
+def test_each_device_has_a_config() -> None:
     assert [path.stem for path in CONFIGS] == ["generator_cpu", "generator_gpu"]
 
 

@@ -1,5 +1,5 @@
-"""An update that does not come to its end leaves an engine that says so. The engine around it is a
-stub: no vLLM."""
+"""An engine that is lost in an update, hangs or ends refuses requests with the reason. vLLM is a
+stub."""
 
 import asyncio
 import time
@@ -41,7 +41,7 @@ def test_a_failed_update_breaks_the_engine():
     assert broken.version == 0 and "OSError" in broken.broken
 
 
-def test_so_does_a_cancelled_one():
+def test_a_cancelled_update_breaks_the_engine_too():
     async def hangs(request):
         await asyncio.Event().wait()
 
@@ -56,7 +56,7 @@ def test_so_does_a_cancelled_one():
         asyncio.run(broken.check())
 
 
-def test_a_stopped_engine_refuses_requests_by_name():
+def test_a_stopped_engine_refuses_requests():
     async def asked():
         stopped = Engine(GeneratorApp(model="unused"))
         await stopped.stop()
@@ -73,7 +73,7 @@ def test_a_stopped_engine_refuses_requests_by_name():
 
 
 @pytest.mark.parametrize("how", ["dies", "falls silent"])
-def test_an_engine_that_ends_in_mid_stream_says_so_after_what_it_made(llama_model, how):
+def test_a_stream_of_an_engine_that_ends_raises_after_its_last_piece(llama_model, how):
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -124,7 +124,7 @@ def build(is_sleeping):
     return made
 
 
-def test_an_engine_that_answers_nothing_is_ended():
+def test_an_engine_that_hangs_is_killed():
     async def hangs():
         await asyncio.Event().wait()
 
@@ -144,7 +144,7 @@ def test_an_engine_that_answers_nothing_is_ended():
     assert asyncio.run(main())._processes[0].killed
 
 
-def test_a_slow_one_is_not():
+def test_a_slow_engine_is_not_killed():
     async def slow():
         await asyncio.sleep(0.2)
         return False
@@ -154,7 +154,7 @@ def test_a_slow_one_is_not():
         for _ in range(16):
             await engine.check()
             await asyncio.sleep(0.05)
-        # This process hangs, and the answer waits.
+        # This process hangs while the answer arrives.
         time.sleep(1.0)  # noqa: ASYNC251
         await engine.check()
         return engine
@@ -163,9 +163,9 @@ def test_a_slow_one_is_not():
     assert engine.broken is None and not engine._processes[0].killed
 
 
-def test_a_question_that_fails_is_no_answer():
+def test_a_probe_that_fails_is_an_error():
     async def fails():
-        raise TypeError("no such question")
+        raise TypeError("no such method")
 
     async def main():
         engine = build(fails)
@@ -173,12 +173,12 @@ def test_a_question_that_fails_is_no_answer():
         await asyncio.sleep(0)
         await engine.check()
 
-    with pytest.raises(TypeError, match="no such question"):
+    with pytest.raises(TypeError, match="no such method"):
         asyncio.run(main())
 
 
-def test_no_prefix_is_shared_with_the_same_version_of_another_attempt():
-    """An engine that outlives its learner gets the checkpoint's version again."""
+def test_the_same_version_of_another_attempt_shares_no_prefix():
+    """An engine that outlives its learner takes the checkpoint's version again."""
     salts = []
 
     async def generate(prompt, sampling, name):

@@ -1,4 +1,4 @@
-"""A request that is given up: the engine stops, and the tokens that nobody wants are not made."""
+"""The engine stops generating for a request that its caller cancels."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ def test_a_cancelled_request_is_aborted_in_the_engine(generators):
 
     async def scenario():
         before, aborted_before = await tokens(), await aborted()
-        asked = asyncio.create_task(
+        request = asyncio.create_task(
             ServeGenerate(generators.handle).generate(
                 GenerateRequest((5, 6, 14), n, length, 1.0, seed=1, ignore_eos=True)
             )
@@ -28,12 +28,12 @@ def test_a_cancelled_request_is_aborted_in_the_engine(generators):
         async with asyncio.timeout(120):
             while await tokens() == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
             while (await generators.handle.pause_empty.remote())["in_flight"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        return asked.cancelled(), await tokens() - before, await aborted() - aborted_before
+        return request.cancelled(), await tokens() - before, await aborted() - aborted_before
 
-    cancelled, made, given_up = asyncio.run(scenario())
-    assert cancelled and 0 < made < n * length
-    assert given_up == n, "every completion of the request is counted, by its length"
+    cancelled, generated, counted = asyncio.run(scenario())
+    assert cancelled and 0 < generated < n * length
+    assert counted == n, "every completion of the request is counted, by its length"

@@ -1,5 +1,5 @@
-"""The plain engine, without Serve: an untied head, old KV kept over an update, a failed update, a
-kill that leaves no process."""
+"""A real engine without Serve: an untied head, updates of generations in flight, a failed update,
+and a kill that leaves no process."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from asyncrl.weights.staging import fetch_version
 pytestmark = pytest.mark.timeout(600)
 
 KV_TOKENS = 8192
-"""Of 1 KiB each: 2 layers, keys and values, 2 heads of 32 float32."""
+"""Tokens of 1 KiB each: 2 layers, keys and values, 2 heads of 32 float32."""
 
 
 @pytest.fixture(scope="module")
 def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> Iterator[Any]:
     class EngineActor(Engine):
-        """An engine in an actor of its own. Defined here so that it travels by value: workers
-        cannot import test modules."""
+        """An engine in an actor. Defined here so that it is pickled by value: workers cannot import
+        test modules."""
 
         async def processes(self) -> tuple[int, list[int]]:
             return os.getpid(), [process.pid for process in self._processes if process.is_running()]
@@ -83,8 +83,8 @@ def test_generations_in_flight_at_an_update(
     length, versions = 200, iter(range(11, 100))
 
     def apply(model: Any) -> tuple[int, dict[str, float], Any]:
-        """The version, its timings, and the completion of a request that comes while the update is
-        under way."""
+        """The version, its timings, and the completion of a request that comes during the
+        update."""
         version = next(versions)
         staged = fetch_version(
             publish(dict(model.named_parameters()), version=version),
@@ -140,28 +140,28 @@ def test_generations_in_flight_at_an_update(
                 worst[span.version] = max(worst[span.version], apart)
         gap = ray_cluster.get(holder.gap.remote())
         assert mode == "drain" or timings["pause_s"] <= gap + 0.05, (
-            "the pause is a gap between the tokens of what was in flight"
+            "the pause is a gap between tokens of the generations in flight"
         )
         assert gap < 60
         both = sum(len(answer.versions) == 2 for answer in answers)
         print(
-            f"in_flight {mode}: {both} of {len(answers)} completions carry both versions, log-probs"
+            f"in_flight {mode}: {both} of {len(answers)} completions have both versions, log-probs"
             f" differ by at most {worst}, {timings}"
         )
         assert both == 0 if mode == "drain" else both >= len(answers) / 2
         assert worst.pop(min(worst)) <= 1e-4
-        # Kept KV is that of the old weights: what the new ones make of it is no checkpoint's
-        # distribution.
+        # Kept KV is from the old weights, so tokens of the new weights are from neither
+        # checkpoint's distribution.
         assert max(worst.values()) > 1e-2 if mode == "keep" else max(worst.values()) <= 1e-4
     assert ray_cluster.get(holder.preempted.remote())[0] == 0, (
-        "what an update takes out is no sign of a full cache"
+        "completions that an update interrupts are not counted as preempted"
     )
     apply(load_reference(untied_model))
 
 
 def test_a_loop_ends_a_completion(holder: Any, ray_cluster: Any) -> None:
-    """The greedy completions of a small random model end in loops: ended at the token that
-    completes the wanted repetitions, and said so."""
+    """The greedy completions of a small random model loop. Each ends at the token that completes
+    the repetitions, with the finish reason `repetition`."""
     ngram, times = 8, 5
 
     def ask(prompt: tuple[int, ...], repetition: tuple[int, int] | None) -> Any:
@@ -187,7 +187,7 @@ def test_a_loop_ends_a_completion(holder: Any, ray_cluster: Any) -> None:
         )
         assert stopped.finish_reason == ("length" if end in (None, 200) else "repetition")
         ended += stopped.finish_reason == "repetition"
-    assert ended, "no completion of these looped, so nothing was tested"
+    assert ended, "no completion looped, so nothing was tested"
 
 
 def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_cache(
@@ -199,8 +199,8 @@ def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_
     load_reference: Any,
     tmp_path: Path,
 ) -> None:
-    """31 completions leave one place for a pair of siblings with a prompt of more than one cache
-    block: the second runs when the others are done."""
+    """31 completions leave one slot for two siblings, whose prompt is longer than one cache block.
+    The second sibling runs after the others."""
     ray_cluster.get(holder.in_flight.remote("keep"))
     new = load_reference(untied_model)
     disturb(new, seed=31)
@@ -287,7 +287,7 @@ def test_untied_head_matches_transformers_then_dies_clean(
     ]
 
     def worst(temperature: float = 1.0) -> float:
-        """Log-probs are those of the distribution sampled from, at whatever temperature."""
+        """The largest difference from transformers' log-probs at this temperature."""
         requests = [
             GenerateRequest(p, 1, 64, temperature, seed=5, ignore_eos=True) for p in prompts
         ]
@@ -315,8 +315,8 @@ def test_untied_head_matches_transformers_then_dies_clean(
     assert timings["in_flight"] == 0
     assert worst() <= 1e-4
 
-    # A file that goes away between its check and the flip: the weights are lost, and the engine
-    # says so instead of generating.
+    # The file is removed between its check and the update: the weights are lost, and the engine
+    # raises that error instead of generating.
     staged.remove()
     with pytest.raises(RuntimeError, match="update of version 2 failed"):
         ray_cluster.get(holder.apply.remote(staged.update_info(), 2), timeout=120)
@@ -325,11 +325,11 @@ def test_untied_head_matches_transformers_then_dies_clean(
     with pytest.raises(StaleReplicaError):
         ray_cluster.get(holder.generate.remote(GenerateRequest((5,), 1, 4, 1.0)), timeout=60)
 
-    # Killed without a chance to clean up, it takes its processes along.
+    # A killed engine cannot clean up, but its processes end with it.
     pid, processes = ray_cluster.get(holder.processes.remote(), timeout=60)
     started = [psutil.Process(process) for process in processes]
     assert [process.cmdline()[0] for process in started] == ["VLLM::EngineCore"], (
-        "started ahead, or spawned by vLLM beside it"
+        "the process that was started ahead, and no other"
     )
     mapped = {
         line.split()[-1]
@@ -337,7 +337,7 @@ def test_untied_head_matches_transformers_then_dies_clean(
         for line in Path(f"/proc/{process}/maps").read_text().splitlines()
         if "/dev/shm/" in line
     }
-    assert mapped == set(), "a killed process would leave these"
+    assert mapped == set(), "a killed process would leave these files"
     os.kill(pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(started, timeout=30)
     assert alive == []

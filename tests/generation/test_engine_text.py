@@ -1,5 +1,5 @@
-"""Text and sampling of a real engine: a checkpoint whose tokenizer has a misleading class, stop
-strings of several tokens, kept tokens."""
+"""Text and sampling of a real engine: a tokenizer with a misleading class, stop strings of several
+tokens, and truncated sampling."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def tokenizer(model: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def ask(ray_cluster: Any, model: Path, engine_starts: list[str]) -> Iterator[Any]:
-    """`ask(method, *arguments)`: what a method of an engine answers."""
+    """`ask(method, *arguments)` calls a method of an engine and returns the answer."""
 
     class EngineActor(Engine):
-        """An engine in an actor of its own. Defined here so that it travels by value: workers
-        cannot import test modules."""
+        """An engine in an actor. Defined here so that it is pickled by value: workers cannot import
+        test modules."""
 
         async def stop_at(self, strings: tuple[str, ...]) -> None:
             self.stops = Stops(self.stops.tokens, strings)
@@ -91,18 +91,18 @@ def test_the_engine_decodes_with_the_tokenizer_that_encodes(ask: Any, tokenizer:
 def test_a_stop_string_of_several_tokens_ends_a_completion_at_the_token_that_completes_it(
     ask: Any, tokenizer: Any, whose: str
 ) -> None:
-    """All tokens stay, with their log-probs and versions, those of the stop string included; the
-    text goes up to it."""
+    """The tokens of the stop string stay, with their log-probs and versions. The text ends before
+    it."""
     for seed in range(6):
         request = GenerateRequest(PROMPT, 2, 80, 1.0, seed=seed)
         ask("stop_at", ())
         plain = ask("generate", request)
-        # A random model writes bytes that are no text, too; vLLM waits for the rest of such a
-        # character.
+        # Printable characters only: a random model also writes incomplete ones, and vLLM waits for
+        # their other bytes.
         stop = next(
             found[0]
-            for one in plain
-            for found in re.finditer("[ -~]{4}", one.text)
+            for completion in plain
+            for found in re.finditer("[ -~]{4}", completion.text)
             if found.start() > 20
         )
         if whose == "the engine's":
@@ -134,13 +134,13 @@ def test_a_stop_string_of_several_tokens_ends_a_completion_at_the_token_that_com
         assert len(tokenizer.encode(stop, add_special_tokens=False)) > 1
     ask("stop_at", (stop,))
     [measured] = ask("generate", GenerateRequest(PROMPT, 1, 80, 1.0, seed=seed, ignore_eos=True))
-    assert len(measured.token_ids) == 80, "ignore_eos goes past strings as well"
+    assert len(measured.token_ids) == 80, "ignore_eos also ignores stop strings"
 
 
 def test_a_stop_string_that_is_a_special_token_ends_a_completion_as_that_token(
     ask: Any, tokenizer: Any
 ) -> None:
-    """No text shows it."""
+    """The text does not contain it."""
     user = tokenizer.convert_tokens_to_ids("<|user|>")
     ask("stop_at", ())
     ended = 0
@@ -157,14 +157,14 @@ def test_a_stop_string_that_is_a_special_token_ends_a_completion_as_that_token(
             "stop" if user in whole.token_ids else "length"
         )
         ended += cut.finish_reason == "stop"
-    assert ended, "no completion held the token, so nothing was tested"
+    assert ended, "no completion contained the token, so nothing was tested"
 
 
 @pytest.mark.parametrize("kept", [{"top_k": 5}, {"top_p": 0.3}, {"min_p": 0.6}])
-def test_log_probs_are_renormalized_over_the_tokens_that_are_kept(
+def test_log_probs_are_renormalized_over_the_kept_tokens(
     ask: Any, model: Path, load_reference: Any, reference: Any, kept: dict[str, Any]
 ) -> None:
-    """Which is why the learner's, over all tokens, cannot be held against them."""
+    """So they cannot be compared with the learner's, which are over all tokens."""
     ask("stop_at", ())
     policy, temperature = load_reference(model), 0.7
     [completion] = ask(
@@ -185,7 +185,7 @@ def test_log_probs_are_renormalized_over_the_tokens_that_are_kept(
     mass = (descending * keep).sum(-1)
     chosen = torch.tensor(completion.token_ids)[:, None]
     assert keep.gather(1, (order == chosen).int().argmax(-1, keepdim=True)).all(), (
-        "a token that was cut away was sampled"
+        "a truncated token was sampled"
     )
     assert mass.max() < 0.95
     full = reference(policy, PROMPT, completion.token_ids, temperature)
@@ -194,7 +194,7 @@ def test_log_probs_are_renormalized_over_the_tokens_that_are_kept(
     assert (ours - full).abs().min() > -math.log(0.95)
 
 
-def test_without_them_log_probs_are_those_of_the_whole_distribution(
+def test_without_truncation_log_probs_are_those_of_the_whole_distribution(
     ask: Any, model: Path, load_reference: Any, reference: Any
 ) -> None:
     [completion] = ask("generate", GenerateRequest(PROMPT, 1, 40, 0.7, seed=3, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Scoring fixed tokens: the same numbers that sampling them gave."""
+"""Scoring fixed tokens returns the log-probs that sampling them returned."""
 
 import asyncio
 

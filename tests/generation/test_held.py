@@ -1,5 +1,5 @@
-"""An evaluation on one of several replicas: Serve, its routers, pushes and the version registry are
-real, the engines are stubs."""
+"""An evaluation on one of several replicas. Serve, its routers, pushes and the version registry are
+real; the engines are stubs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def two(ray_cluster: Any) -> Iterator[SimpleNamespace]:
-    """Two replicas: `handle` and `version registry`."""
+    """Two replicas: their `handle` and their version `registry`."""
     name = "two-stubs"
     registry = open_registry(registry_name(name))
     with pytest.MonkeyPatch.context() as patch:
@@ -57,10 +57,10 @@ def request(run: str, version: int, replica: str | None = None) -> GenerateReque
     )
 
 
-async def asked(
+async def answers_of(
     generate: ServeGenerate, wanted: GenerateRequest, times: int = 20
 ) -> Counter[tuple[str, int]]:
-    """(Replica, version) of so many answers."""
+    """Answers to a request that is sent `times` times, by (replica, version)."""
     answers = await asyncio.gather(*(generate.generate(wanted) for _ in range(times)))
     return Counter(
         (answer.replica, answer.completions[0].versions[-1].version) for answer in answers
@@ -72,7 +72,7 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.1)
 
 
-def test_requests_that_name_the_held_replica_go_there_and_no_others_do(
+def test_only_requests_that_name_the_held_replica_go_to_it(
     two: SimpleNamespace,
 ) -> None:
     sync, generate = (
@@ -84,17 +84,17 @@ def test_requests_that_name_the_held_replica_go_there_and_no_others_do(
         await sync.push(manifest("a", 1))
         held = await sync.hold(1)
         assert held is not None
-        assert await asked(generate, request("a", 1, held)) == {(held, 1): 20}
+        assert await answers_of(generate, request("a", 1, held)) == {(held, 1): 20}
         report = await sync.push(manifest("a", 2))
         [other] = report.replicas
         assert other != held
-        # Routers may not know yet that it is held: it refuses what it may not answer, and the other
-        # one is asked.
-        assert await asked(generate, request("a", 2)) == {(other, 2): 20}
-        assert await asked(generate, request("a", 1, held)) == {(held, 1): 20}
+        # Routers may not know yet that it is held. It refuses requests for newer weights, which
+        # then go to the other replica.
+        assert await answers_of(generate, request("a", 2)) == {(other, 2): 20}
+        assert await answers_of(generate, request("a", 1, held)) == {(held, 1): 20}
 
-        async def avoided() -> bool:  # by requests that it could answer
-            return set(await asked(generate, request("a", 1))) == {(other, 2)}
+        async def avoided() -> bool:  # even by requests that it could answer
+            return set(await answers_of(generate, request("a", 1))) == {(other, 2)}
 
         await until(avoided)
         for wanted in (request("a", 2, held), request("a", 1, "gone")):
@@ -103,7 +103,8 @@ def test_requests_that_name_the_held_replica_go_there_and_no_others_do(
         await sync.release(held)
 
         async def both() -> bool:
-            return {name for name, _ in await asked(generate, request("a", 2), 60)} == {held, other}
+            answers = await answers_of(generate, request("a", 2), 60)
+            return {name for name, _ in answers} == {held, other}
 
         await until(both)
         assert set((await sync.push(manifest("a", 3))).replicas) == {held, other}
@@ -112,7 +113,7 @@ def test_requests_that_name_the_held_replica_go_there_and_no_others_do(
 
 
 class Rollouts(FakeRollouts):
-    """Groups made by the replicas."""
+    """Rollouts whose groups the replicas make."""
 
     def __init__(self, generate: ServeGenerate, run: str) -> None:
         super().__init__()
@@ -121,9 +122,9 @@ class Rollouts(FakeRollouts):
 
     async def _generate(self, ordinal: int) -> Finished:
         answer: Generated = await self.generate.generate(request(self.run, self.newest_committed))
-        begun = answer.completions[0].versions[0].version
-        self.made.append((answer.replica, begun))
-        return Finished(ordinal, begun, 2)
+        oldest = answer.completions[0].versions[0].version
+        self.made.append((answer.replica, oldest))
+        return Finished(ordinal, oldest, 2)
 
 
 class Learner(FakeLearner):
@@ -133,9 +134,8 @@ class Learner(FakeLearner):
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_while_it_evaluates(two: SimpleNamespace, tmp_path: Any) -> None:
-    """The learner's step is slow beside everything else, so what it waits for would be the
-    evaluation."""
+def test_training_continues_during_an_evaluation(two: SimpleNamespace, tmp_path: Any) -> None:
+    """The learner's step is the slowest part, so the learner would wait only for the evaluation."""
     generate = ServeGenerate(two.handle)
     sets = {"long": {"data": "d", "n": 8, "max_completion_length": 400}}
     config = Config.model_validate(
@@ -156,12 +156,12 @@ def test_a_run_trains_on_while_it_evaluates(two: SimpleNamespace, tmp_path: Any)
     prompts = {data: [Prompt(ordinal, 0, "p", (1,)) for ordinal in range(3)]}
     evaluator = Evaluator(config, generate, score, prompts, "b", 0, tmp_path / "evaluations")
     learner, rollouts = Learner(4, latency=0.5), Rollouts(generate, "b")
-    seen: list[tuple[int, str | None, float, float, int]] = []
+    evaluations: list[tuple[int, str | None, float, float, int]] = []
 
     async def evaluate(version: int, replica: str | None) -> dict[str, float]:
         waited = coordinator.progress.learner_waited_s
         metrics = await evaluator(version, replica)
-        seen.append(
+        evaluations.append(
             (
                 version,
                 replica,
@@ -180,12 +180,11 @@ def test_a_run_trains_on_while_it_evaluates(two: SimpleNamespace, tmp_path: Any)
     coordinator = Coordinator(parts, schedule, State("b", 0, 0, 0, 0, ()))
     asyncio.run(asyncio.wait_for(coordinator.run(), 200))
 
-    held = [one for one in seen if one[1] is not None]
+    held = [evaluation for evaluation in evaluations if evaluation[1] is not None]
     assert len(held) >= 2
-    assert seen[-1][:2] == (24, None)
-    for version, replica, seconds, waited, committed in held[
-        1:
-    ]:  # the first one begins before there are groups to train
+    assert evaluations[-1][:2] == (24, None)
+    # The first evaluation begins before there are groups to train.
+    for version, replica, seconds, waited, committed in held[1:]:
         print(
             f"version {version} on {replica}: {seconds:.1f} s, of which the learner waited"
             f" {waited:.3f} s; {committed} was committed at the end"
@@ -193,12 +192,12 @@ def test_a_run_trains_on_while_it_evaluates(two: SimpleNamespace, tmp_path: Any)
         assert committed >= version + 2
         assert waited <= 0.05 * seconds
         assert not any(
-            name == replica and version + 1 < begun < committed for name, begun in rollouts.made
+            name == replica and version + 1 < oldest < committed for name, oldest in rollouts.made
         )
     (tmp_path / "config.yaml").write_text("")
     rows = open_run(tmp_path).evaluations().to_pylist()
     assert {row["status"] for row in rows} == {"ok"}
-    for version, replica, *_ in seen:
+    for version, replica, *_ in evaluations:
         mine = [row for row in rows if row["version"] == version]
         assert len(mine) == 24
         assert replica is None or {row["replica"] for row in mine} == {replica}
@@ -251,4 +250,4 @@ def test_an_evaluation_in_flight_keeps_the_spans_of_changing_versions(
         for row in open_run(tmp_path).evaluations().to_pylist()
     ]
     assert [1, 2] in spans
-    assert all(made == sorted(made) for made in spans)
+    assert all(versions == sorted(versions) for versions in spans)

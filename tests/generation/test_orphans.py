@@ -1,5 +1,5 @@
-"""Generators whose driver was killed: a watcher ends them, and so does the next attempt. Serve is
-real, the engines are stubs."""
+"""Generators whose driver was killed: a watcher or the next attempt ends them. Serve is real; the
+engines are stubs."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ asyncio.run(main())
 
 @pytest.fixture
 def start_driver(ray_cluster: Any) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`start_driver(application, grace_s)`: a driver whose generators are up. What it leaves is
-    ended after the test."""
+    """`start_driver(application, grace_s)`: a driver whose generators are up. The fixture ends
+    the driver and its application after the test."""
     started: list[tuple[str, subprocess.Popen[str]]] = []
 
     def start(name: str, grace_s: float) -> subprocess.Popen[str]:
@@ -96,12 +96,12 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def unique(attempt: int) -> tuple[str, str, str]:
-    """Run's name and id, and the name of an attempt's application."""
+    """The run's name and id, and the name of an attempt's application."""
     run_id = f"{os.getpid():08x}"
     return "orphaned", run_id, application_name("orphaned", run_id, attempt)
 
 
-def test_generators_of_a_killed_driver_end_and_the_watcher_with_them(
+def test_the_watcher_ends_the_generators_of_a_killed_driver_and_itself(
     start_driver: Any, ray_cluster: Any
 ) -> None:
     name, free = unique(0)[2], ray_cluster.available_resources()["CPU"]
@@ -115,9 +115,7 @@ def test_generators_of_a_killed_driver_end_and_the_watcher_with_them(
     until(lambda: ray_cluster.available_resources()["CPU"] > free - 1e-6)
 
 
-def test_a_driver_that_ends_by_itself_leaves_no_watcher(
-    start_driver: Any, ray_cluster: Any
-) -> None:
+def test_a_driver_that_ends_normally_leaves_no_watcher(start_driver: Any, ray_cluster: Any) -> None:
     name = unique(1)[2]
     driver = start_driver(name, 600)
     assert driver.communicate("\n")[0] == "closed\n"
@@ -126,8 +124,8 @@ def test_a_driver_that_ends_by_itself_leaves_no_watcher(
 
 
 @pytest.mark.slow
-def test_a_watcher_whose_process_dies_watches_on(start_driver: Any, ray_cluster: Any) -> None:
-    """As when its node is lost, with the driver's."""
+def test_a_watcher_whose_process_dies_is_restarted(start_driver: Any, ray_cluster: Any) -> None:
+    """Its process dies as if its node, which is also the driver's, were lost."""
     name = unique(2)[2]
     driver = start_driver(name, 0.5)
     ray_cluster.kill(watcher(name, ray_cluster), no_restart=False)
@@ -136,41 +134,41 @@ def test_a_watcher_whose_process_dies_watches_on(start_driver: Any, ray_cluster:
     until(lambda: watcher(name, ray_cluster) is None)
 
 
-def test_the_next_attempt_ends_what_the_last_one_left_and_nothing_else(
+def test_the_next_attempt_ends_only_the_generators_of_its_run(
     start_driver: Any, ray_cluster: Any
 ) -> None:
     run, run_id, name = unique(3)
-    driver = start_driver(name, 600)  # no watcher does it in this test's time
+    driver = start_driver(name, 600)  # its watcher waits longer than this test
     other = "orphaned-standing"
     serve.start()
     standing = serve.deployment(num_replicas=1, ray_actor_options={"num_cpus": 0})(
         type("ServedWeights", (), {"__call__": lambda self: 1})
     ).bind()
     serve.run(standing, name=other, route_prefix=None)
-    told: list[str] = []
+    lines: list[str] = []
     with (
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(LeaseHeldError, match="leased by run 'first'"),
     ):
         patch.setattr(orphans, "NODE_LOST_S", 0.0)
-        asyncio.run(end_orphans(run, run_id, told.append))
+        asyncio.run(end_orphans(run, run_id, lines.append))
     assert (
-        len(told) == 1
-        and told[0].startswith("waiting up to 0 s for the end of run 'first'")
+        len(lines) == 1
+        and lines[0].startswith("waiting up to 0 s for the end of run 'first'")
         and name in serve.status().applications
     )
     driver.send_signal(signal.SIGKILL)
-    asyncio.run(end_orphans(run, "another run's", told.append))
+    asyncio.run(end_orphans(run, "another run's", lines.append))
     assert name in serve.status().applications
-    asyncio.run(end_orphans(run, run_id, told.append))
-    assert told[-1] == f"ending {name}, left by an earlier attempt"
+    asyncio.run(end_orphans(run, run_id, lines.append))
+    assert lines[-1] == f"ending {name}, left by an earlier attempt"
     assert set(serve.status().applications) >= {other} and name not in serve.status().applications
     until(lambda: find_registry(registry_name(name)) is None)
     serve.delete(other)
 
 
 class Lease:
-    """Answers of `find_board`, one after another."""
+    """A fake `find_registry` that returns or raises these answers in turn."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = iter(answers)
@@ -182,9 +180,9 @@ class Lease:
         return answer
 
 
-def test_a_lease_that_is_only_out_of_sight_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's control service is away, the lease is taken again in the grace period, and ends at
-    last."""
+def test_the_watcher_survives_errors_and_a_new_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's control service is unreachable, the lease is renewed in the grace period, and finally
+    it ends."""
     ended: list[str] = []
 
     async def end(name: str) -> None:
@@ -224,36 +222,36 @@ def test_a_lease_that_is_only_out_of_sight_ends_nothing(monkeypatch: pytest.Monk
     assert ended == ["one"]
 
 
-def test_an_orphan_whose_node_is_lost_is_waited_for_until_ray_knows(
+def test_the_next_attempt_waits_until_ray_notices_the_loss_of_a_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ray shows the lease of a driver on a lost node for up to 65 s. The run's own orphan would
-    refuse the resume."""
-    told: list[str] = []
-    given_s: list[float] = []
+    """Ray shows the lease of a driver on a lost node for up to 65 s, and an attempt that did not
+    wait would fail."""
+    lines: list[str] = []
+    waits_s: list[float] = []
 
     async def held(registry: str) -> str | None:
         return "run 'r', process 7"
 
     async def take(registry: str, holder: str, application: str, release_s: float = 10.0) -> str:
-        given_s.append(release_s)
+        waits_s.append(release_s)
         return "lease"
 
     async def applications() -> set[str]:
         return {application_name("r", "0123456789", 0), "asyncrl-other"}
 
     async def end(name: str) -> None:
-        told.append(f"ended {name}")
+        lines.append(f"ended {name}")
 
     monkeypatch.setattr(orphans, "lease_holder", held)
     monkeypatch.setattr(orphans, "take_lease", take)
     monkeypatch.setattr(orphans, "_applications", applications)
     monkeypatch.setattr(orphans, "_end", end)
-    monkeypatch.setattr(orphans.ray, "kill", lambda actor: told.append(f"ended the {actor}"))
-    asyncio.run(end_orphans("r", "0123456789", told.append))
+    monkeypatch.setattr(orphans.ray, "kill", lambda actor: lines.append(f"ended the {actor}"))
+    asyncio.run(end_orphans("r", "0123456789", lines.append))
     assert (
-        given_s[0] > 65
-        and told[0]
+        waits_s[0] > 65
+        and lines[0]
         == "waiting up to 75 s for the end of run 'r', process 7, which has asyncrl-r-01234567-0"
     )
-    assert told[-2:] == ["ended asyncrl-r-01234567-0", "ended the lease"]
+    assert lines[-2:] == ["ended asyncrl-r-01234567-0", "ended the lease"]

@@ -1,4 +1,4 @@
-"""vLLM's labels as integer versions."""
+"""vLLM's outputs as asyncrl's messages: weight labels become integer versions."""
 
 from __future__ import annotations
 

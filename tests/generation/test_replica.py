@@ -1,4 +1,4 @@
-"""A replica's own logic, around an engine that is a stub."""
+"""The replica's logic, with a stub engine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ async def started(
     fetched: list[int],
     removed: list[int] | None = None,
 ) -> Generator:
-    """A replica of id "a" on a stub of an engine, which applies versions by `apply`; those that it
-    fetches are noted."""
+    """A replica with id "a" around a stub engine, which applies versions with `apply`. Versions
+    that the replica fetches are added to `fetched`."""
 
     def fetch_version(manifest: Manifest, *arguments: Any) -> Any:
         fetched.append(manifest.version)
@@ -60,30 +60,28 @@ async def started(
     return made
 
 
-def test_a_change_that_has_begun_goes_on_when_whoever_asked_gives_up(
+def test_an_update_continues_when_its_caller_is_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A request that catches up is cancelled in the middle of the change."""
-
     async def scenario() -> tuple[WeightsId | None, list[int], list[int]]:
-        begun, go_on = asyncio.Event(), asyncio.Event()
+        started_apply, proceed = asyncio.Event(), asyncio.Event()
         fetched: list[int] = []
         removed: list[int] = []
 
         async def apply(update: Any, version: int) -> dict[str, float]:
-            begun.set()
-            await go_on.wait()
+            started_apply.set()
+            await proceed.wait()
             return {}
 
         made = await started(monkeypatch, apply, fetched, removed)
         manifest = Manifest("run", 0, 3, (), (), (), ())
-        asking = asyncio.create_task(made.apply_version(manifest))
-        await begun.wait()
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        again = asyncio.create_task(made.apply_version(manifest))
-        go_on.set()
-        await again
+        caller = asyncio.create_task(made.apply_version(manifest))
+        await started_apply.wait()
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        second = asyncio.create_task(made.apply_version(manifest))
+        proceed.set()
+        await second
         return made.weights, fetched, removed
 
     assert asyncio.run(asyncio.wait_for(scenario(), 20)) == (WeightsId("run", 0, 3), [3], [3])
@@ -93,7 +91,7 @@ def request(version: int, name: str | None = None) -> GenerateRequest:
     return GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("run", 0, version), replica=name)
 
 
-def test_a_held_replica_keeps_its_weights_and_answers_for_them_alone(
+def test_a_held_replica_keeps_its_weights_and_answers_only_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def apply(update: Any, version: int) -> dict[str, float]:
@@ -139,13 +137,13 @@ def test_a_held_replica_keeps_its_weights_and_answers_for_them_alone(
         assert await made.hold("a", WeightsId("run", 0, 4))
         await made.apply_version(manifests[5])
         assert made.weights == WeightsId("run", 0, 5), (
-            "a push that names no held replica ends what a lost word left"
+            "a push that names no held replica ends a hold whose release was lost"
         )
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def test_a_replica_is_held_by_its_own_attempt_alone_and_not_beyond_its_job(
+def test_a_hold_ends_with_its_attempt_or_its_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def apply(update: Any, version: int) -> dict[str, float]:
@@ -159,7 +157,7 @@ def test_a_replica_is_held_by_its_own_attempt_alone_and_not_beyond_its_job(
         assert made.weights == WeightsId("run", 1, 2) and not made.held
         assert await made.hold("a", WeightsId("run", 1, 2))
         await made.check_health()
-        assert not made.held, "there is no version registry: its job has ended"
+        assert not made.held, "without a version registry, its job has ended"
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
@@ -168,7 +166,7 @@ def test_a_replica_is_held_by_its_own_attempt_alone_and_not_beyond_its_job(
     ("in_flight", "makes_tokens", "replaced"),
     [("recompute", False, True), ("recompute", True, True), ("drain", True, False)],
 )
-def test_a_replica_that_stays_behind_for_too_long_is_replaced(
+def test_a_replica_that_stays_behind_too_long_is_replaced(
     monkeypatch: pytest.MonkeyPatch, in_flight: str, makes_tokens: bool, replaced: bool
 ) -> None:
     now = 0.0
@@ -212,33 +210,35 @@ def test_a_replica_that_stays_behind_for_too_long_is_replaced(
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def test_what_an_ended_attempt_asked_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a word of the driver, or else when the next attempt's first version comes; what others
-    asked for goes on."""
+def test_a_replica_gives_up_the_requests_of_an_ended_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does so when the driver calls `abandon`, or when the next attempt's first version comes.
+    Other requests continue."""
 
     async def apply(update: Any, version: int) -> dict[str, float]:
         return {}
 
     async def scenario() -> None:
         made = await started(monkeypatch, apply, [])
-        answer, begun, ended = made.engine.generate, asyncio.Semaphore(0), []
-        go_on = asyncio.Event()
+        answer, arrived, ended = made.engine.generate, asyncio.Semaphore(0), []
+        proceed = asyncio.Event()
 
-        async def long(asked: GenerateRequest) -> Any:
-            begun.release()
+        async def long(request: GenerateRequest) -> Any:
+            arrived.release()
             try:
-                await go_on.wait()
+                await proceed.wait()
             except asyncio.CancelledError:
-                ended.append(asked.min_weights)
+                ended.append(request.min_weights)
                 raise
-            return await answer(asked)
+            return await answer(request)
 
         monkeypatch.setattr(made.engine, "generate", long)
         await made.apply_version(Manifest("run", 0, 3, (), (), (), ()))
-        nobodys = asyncio.create_task(made.generate(GenerateRequest((1,), 1, 4, 1.0)))
-        theirs = asyncio.create_task(made.generate(request(3)))
+        without_run = asyncio.create_task(made.generate(GenerateRequest((1,), 1, 4, 1.0)))
+        abandoned = asyncio.create_task(made.generate(request(3)))
         for _ in range(2):
-            await begun.acquire()
+            await arrived.acquire()
         await made.abandon("run", 1)
         await made.abandon("another", 0)
         assert not ended
@@ -247,29 +247,29 @@ def test_what_an_ended_attempt_asked_for_is_given_up(monkeypatch: pytest.MonkeyP
             StaleReplicaError,
             match=r"given up a request for .*attempt=0, version=3\): another attempt has begun",
         ):
-            await theirs
+            await abandoned
         late = asyncio.create_task(made.generate(request(2)))
-        await begun.acquire()
+        await arrived.acquire()
         await made.apply_version(Manifest("run", 1, 2, (), (), (), ()))
         with pytest.raises(StaleReplicaError, match="another attempt has begun"):
             await late
         assert ended == [WeightsId("run", 0, 3), WeightsId("run", 0, 2)]
-        ours = asyncio.create_task(
+        current = asyncio.create_task(
             made.generate(GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("run", 1, 2)))
         )
-        await begun.acquire()
+        await arrived.acquire()
         await made.apply_version(Manifest("run", 1, 3, (), (), (), ()))
-        go_on.set()
-        assert (await ours).completions and (await nobodys).completions and not made._pending
+        proceed.set()
+        assert (await current).completions and (await without_run).completions
+        assert not made._pending
 
-        leaver = asyncio.create_task(
+        cancelled = asyncio.create_task(
             made.generate(GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("run", 1, 2)))
         )
-        go_on.clear()
-        await begun.acquire()
-        leaver.cancel()
-        assert [type(one) for one in await asyncio.gather(leaver, return_exceptions=True)] == [
-            asyncio.CancelledError
-        ] and not made._pending
+        proceed.clear()
+        await arrived.acquire()
+        cancelled.cancel()
+        (error,) = await asyncio.gather(cancelled, return_exceptions=True)
+        assert isinstance(error, asyncio.CancelledError) and not made._pending
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

@@ -1,4 +1,4 @@
-"""What ends a request's completions: the generator's stops, and its own."""
+"""What ends a request's completions: the generator's stops and the request's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_request_ends_at_the_generators_stops_and_at_its_own(llama_model: Path
     assert set(own.tokens) == {2, 3} and own.strings == (
         " plus",
         "\n\n",
-    ), "a special token shows in no text"
+    ), "the text does not contain special tokens"
     assert engine._stops(GenerateRequest((1,), 1, 8, 1.0, ignore_eos=True)) == Stops({})
     assert engine._stops(GenerateRequest((1,), 1, 8, 1.0, ignore_eos=True, stop=("x",))) == Stops(
         {}, ("x",)

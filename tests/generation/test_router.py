@@ -1,4 +1,4 @@
-"""Which replica a request goes to, on Serve's own types."""
+"""The choice of a replica for a request, on Serve's types."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pending(*arguments: Any) -> Any:
 
 
 def chosen(replicas: list[Any], *arguments: Any) -> set[str]:
-    """Ids of all replicas that a request may go to."""
+    """Ids of all replicas that a request can go to."""
 
     async def draw() -> list[list[Any]]:
         return await VersionRouter.choose_replicas(
@@ -35,14 +35,14 @@ def chosen(replicas: list[Any], *arguments: Any) -> set[str]:
 
     drawn = [asyncio.run(draw()) for _ in range(50)]
     assert all(len(ranks) == 1 and 1 <= len(ranks[0]) <= 2 for ranks in drawn)
-    return {one.replica_id.unique_id for ranks in drawn for one in ranks[0]}
+    return {replica.replica_id.unique_id for ranks in drawn for replica in ranks[0]}
 
 
 def request(name: str | None) -> GenerateRequest:
     return GenerateRequest((1,), 1, 4, 1.0, replica=name)
 
 
-def test_a_request_that_names_a_replica_goes_there_and_no_other_does() -> None:
+def test_only_requests_that_name_a_held_replica_go_to_it() -> None:
     replicas = [replica("a"), replica("b", held=True), replica("c", stats=False)]
     assert chosen(replicas, request("b")) == {"b"}
     assert chosen(replicas, request(None)) == {"a", "c"}
@@ -50,7 +50,7 @@ def test_a_request_that_names_a_replica_goes_there_and_no_other_does() -> None:
     assert chosen(replicas) == {"a", "c"}
 
 
-def test_what_nobody_else_can_answer_goes_to_whoever_is_there() -> None:
+def test_a_request_without_a_suitable_replica_goes_to_any() -> None:
     assert chosen([replica("a", held=True)], request(None)) == {"a"}
     assert chosen([replica("a"), replica("b")], request("gone")) == {"a", "b"}
     assert (
@@ -61,14 +61,14 @@ def test_what_nobody_else_can_answer_goes_to_whoever_is_there() -> None:
     )
 
 
-def test_a_replica_that_is_behind_gets_nothing_that_it_may_not_answer() -> None:
+def test_a_replica_that_is_behind_gets_no_request_for_newer_weights() -> None:
     replicas = [
         replica("a", weights=("r", 1, 4)),
         replica("b", weights=("r", 1, 3)),
         replica("c", weights=("r", 0, 9)),
         replica("d"),
     ]
-    asked = GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("r", 1, 4))
-    assert chosen(replicas, asked) == {"a", "d"}, "of the last one nothing is known"
+    newest = GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("r", 1, 4))
+    assert chosen(replicas, newest) == {"a", "d"}, "the weights of d are unknown"
     assert chosen(replicas, request(None)) == {"a", "b", "c", "d"}
-    assert chosen(replicas[1:3], asked) == {"b", "c"}, "just after a commit nobody has said so yet"
+    assert chosen(replicas[1:3], newest) == {"b", "c"}, "no replica has reported it yet"

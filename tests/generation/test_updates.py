@@ -1,4 +1,4 @@
-"""A real Serve replica through updates: log-prob parity, every parameter, generations in flight,
+"""Updates of a real Serve replica: log-prob parity, every parameter, generations in flight, and
 catching up."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def sync(generators: Any) -> ServeWeightSync:
     return ServeWeightSync(generators.handle, generators.registry, push_timeout_s=60)
 
 
-def test_the_tensor_that_a_replica_does_not_hold_as_published_is_named(
+def test_the_tensor_that_differs_most_from_the_published_one_is_named(
     generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any
 ) -> None:
     async def run() -> None:
@@ -80,8 +80,8 @@ def test_the_tensor_that_a_replica_does_not_hold_as_published_is_named(
             "model.layers.0.mlp.down_proj.weight",
             "model.layers.1.input_layernorm.weight",
         ):
-            # The replica keeps the version that it has; what was published in its place would
-            # differ in one tensor.
+            # The replica keeps its version. The manifest that is compared with it differs in one
+            # tensor.
             sync._last = publish(
                 {**parameters, name: parameters[name].detach().flip(0).contiguous()},
                 version=version,
@@ -138,7 +138,7 @@ def test_parity_after_every_parameter_changed_and_a_bucket_ends_inside_qkv(
     asyncio.run(run())
 
 
-def test_no_parameter_can_be_left_out(
+def test_every_parameter_is_updated(
     generators: Any,
     sync: ServeWeightSync,
     publish: Any,
@@ -165,14 +165,14 @@ def test_no_parameter_can_be_left_out(
             with torch.no_grad():
                 parameter.copy_(before)
             assert parity(model, reference, [(5, 6, 14, 7)], [answer]) > 10 * TOLERANCE, (
-                f"{name} moves nothing: the test cannot tell"
+                f"{name} has no effect on log-probs, so this tests nothing"
             )
 
     asyncio.run(run())
 
 
 def held_back(cluster: Any, manifest: Manifest) -> tuple[Manifest, Any]:
-    """The manifest with a first bucket that cannot be fetched before `gate.open.remote()`."""
+    """The manifest, with a first bucket that cannot be fetched before `gate.open.remote()`."""
 
     class Gate:
         def __init__(self) -> None:
@@ -212,8 +212,8 @@ def test_update_in_flight(
         spread = [asyncio.Event() for _ in range(16)]
 
         async def keep_generating(prompt: Any, index: int) -> list[Any]:
-            """Until the update is over, after a first answer of another length for each: in step,
-            they might all be at their first token when it comes."""
+            """Generate until the update is over. First answers differ in length: otherwise all
+            completions might be at their first token when the update comes."""
             completions = (
                 await generate.generate(request(prompt, n=8, max_tokens=12 * (index + 1)))
             ).completions
@@ -254,7 +254,7 @@ def test_update_in_flight(
     asyncio.run(run())
 
 
-def test_a_replica_that_missed_the_broadcast_takes_the_version_from_the_board(
+def test_a_replica_that_missed_the_broadcast_takes_the_version_from_the_registry(
     generators: Any, publish: Any, load_reference: Any, tiny_model: Any
 ) -> None:
     async def run() -> None:
@@ -270,7 +270,7 @@ def test_a_replica_that_missed_the_broadcast_takes_the_version_from_the_board(
     asyncio.run(run())
 
 
-def test_versions_never_go_back_and_repeats_change_nothing(
+def test_versions_never_decrease_and_repeats_change_nothing(
     generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any
 ) -> None:
     async def run() -> None:
@@ -286,17 +286,17 @@ def test_versions_never_go_back_and_repeats_change_nothing(
     asyncio.run(run())
 
 
-def test_stale_replica_says_so_and_the_caller_gives_up_at_its_deadline(generators: Any) -> None:
+def test_a_stale_replica_refuses_and_the_caller_gives_up_at_its_deadline(generators: Any) -> None:
     async def run() -> None:
         unknown = WeightsId("test", 1, 10**9)
         with pytest.raises(StaleReplicaError, match="nothing newer"):
             await generators.handle.generate.remote(request(min_weights=unknown))
-        begun = time.monotonic()
+        started = time.monotonic()
         with pytest.raises(GenerationTimeoutError, match="StaleReplicaError"):
             await ServeGenerate(generators.handle).generate(
                 request(min_weights=unknown, deadline_s=1.0)
             )
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - started < 10
 
     asyncio.run(run())
 
@@ -321,8 +321,7 @@ def test_bad_versions_are_refused_before_anything_changes(
         assert (
             await generators.handle.generate.remote(request(temperature=0.0))
         ).completions == answer.completions
-        # The version registry is left at a version that cannot be applied: a good one takes its
-        # place.
+        # The version registry now has a version that cannot be applied: replace it with a good one.
         await sync.push(publish(parameters, version=generators.next_version()))
 
     asyncio.run(run())
@@ -352,8 +351,8 @@ def test_a_replica_that_starts_between_publish_and_commit_catches_up(
     tiny_model: Any,
     engine_starts: list[str],
 ) -> None:
-    """The only replica is killed while a version is on the version registry and nobody has applied
-    it: its successor starts with that version."""
+    """The only replica is killed while the version registry has a version that no replica has
+    applied. Its successor starts with that version."""
 
     async def run() -> None:
         before = await generators.handle.status.remote()
@@ -377,13 +376,13 @@ def test_a_replica_that_starts_between_publish_and_commit_catches_up(
     asyncio.run(run())
 
 
-def test_a_replica_says_what_its_engine_does(generators: Any) -> None:
+def test_a_replica_returns_the_stacks_of_its_engine(generators: Any) -> None:
     [(replica, stacks)] = asyncio.run(ServeGenerate(generators.handle).stacks())
     assert replica == generators.handle.status.remote().result().replica
     assert stacks and all(re.search(r"File .* in \w+ < File ", stack) for stack in stacks), stacks
 
 
-def test_a_board_that_died_is_told_the_version_again(
+def test_a_restarted_registry_gets_the_version_again(
     ray_cluster: Any,
     generators: Any,
     sync: ServeWeightSync,
@@ -429,7 +428,7 @@ def test_two_replicas_on_two_cores(
         two = generators.app.model_copy(
             update={"generator": generators.app.generator.model_copy(update={"num_replicas": 2})}
         )
-        # Serve takes changed settings for a new version of the deployment: both replicas are new.
+        # Serve treats changed settings as a new deployment version, so both replicas are new.
         engine_starts.extend(["two replicas"] * 2)
         await asyncio.to_thread(start_generators, two, generators.name)
         statuses = await generators.handle.broadcast("status").results_async()
@@ -449,16 +448,16 @@ def test_two_replicas_on_two_cores(
     asyncio.run(run())
 
 
-def test_a_stream_goes_on_over_an_update(
+def test_a_stream_continues_through_an_update(
     generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any
 ) -> None:
-    """Its last piece says which tokens each version made, and no piece is lost."""
+    """Its last piece has the version spans of all tokens, and no piece is lost."""
 
     async def run() -> None:
         model = load_reference(tiny_model)
         first, second = generators.next_version(), generators.next_version()
         await sync.push(publish(disturb(model, seed=11), version=first))
-        begun = [asyncio.Event() for _ in range(4)]
+        streaming = [asyncio.Event() for _ in range(4)]
 
         async def keep_streaming(own: asyncio.Event) -> list[list[Piece]]:
             streams: list[list[Piece]] = []
@@ -472,12 +471,14 @@ def test_a_stream_goes_on_over_an_update(
             return streams
 
         async def update() -> None:
-            await asyncio.gather(*(event.wait() for event in begun))
+            await asyncio.gather(*(event.wait() for event in streaming))
             await sync.push(publish(disturb(model, seed=12), version=second))
 
         push = asyncio.create_task(update())
         streams = [
-            pieces for many in await asyncio.gather(*map(keep_streaming, begun)) for pieces in many
+            pieces
+            for many in await asyncio.gather(*map(keep_streaming, streaming))
+            for pieces in many
         ]
         for pieces in streams:
             assert (

@@ -1,4 +1,4 @@
-"""A loss, an advantage and a group filter as a user writes them, for whole runs."""
+"""A user's loss, advantage and group filter, for whole runs."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Whole runs in processes of their own: the command line, real parts, a small task."""
+"""Starts whole runs in separate processes: the command line, real parts, a small task."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIGITS = "rewards_for_runs:digits"
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Any]:
-    """A small arithmetic task for the tiny model, as the config's tree."""
+    """A small arithmetic task for the tiny model, as a config tree."""
     from jobs.quickstart.task import make_data
 
     directory = tmp_path_factory.mktemp("task")
@@ -44,7 +44,7 @@ def task(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str
 
 
 def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The tree with values changed by dotted name."""
+    """A copy of the tree with some values changed, by dotted name."""
     copy: dict[str, Any] = yaml.safe_load(yaml.safe_dump(tree))
     for name, value in changes.items():
         *parents, leaf = name.split(".")
@@ -56,7 +56,7 @@ def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def lives(process: psutil.Process) -> bool:
-    """It may end while it is looked at."""
+    """Whether a process runs. It may end during the call."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -64,7 +64,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def command_line(process: psutil.Process) -> str:
-    """In one line; "" if it has ended."""
+    """The command line of a process in one line; "" if it has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
@@ -72,14 +72,14 @@ def command_line(process: psutil.Process) -> str:
 
 
 class RunProcess:
-    """`asyncrl train` as a process group of its own."""
+    """`asyncrl train` in its own process group."""
 
     def __init__(
         self, config: Path, log: Path, arguments: list[str], environment: dict[str, str]
     ) -> None:
         self.log = log
         command = [Path(sys.executable).with_name("asyncrl"), "train", config, *arguments]
-        here = Path(__file__).parent  # where the rewards lie
+        here = Path(__file__).parent  # where the rewards are
         self.process = subprocess.Popen(
             command,
             stdout=log.open("w"),
@@ -95,18 +95,18 @@ class RunProcess:
         return self.log.read_text()
 
     def descendants(self) -> list[psutil.Process]:
-        """All processes that this run has had and that still live, reparented ones included."""
+        """All living processes of this run, including those whose parent has ended."""
         if self.process.poll() is None:
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 self.seen[child.pid] = child
         return [child for child in self.seen.values() if lives(child)]
 
     def having(self, part: str) -> list[psutil.Process]:
-        """Those of them whose command line has this in it."""
+        """The living processes whose command line contains `part`."""
         return [process for process in self.descendants() if part in command_line(process)]
 
     def until(self, condition: Callable[[], Any], timeout_s: float = 400) -> Any:
-        """Wait until the condition holds; fail with the run's output if it ends before."""
+        """Wait until the condition is true. Fail with the run's output if the run ends before."""
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
             self.descendants()
@@ -116,7 +116,7 @@ class RunProcess:
         return value
 
     def wait(self, timeout_s: float = 400) -> int:
-        """Exit code; processes are remembered meanwhile."""
+        """Wait for the exit code, and record the run's processes until then."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:
             self.descendants()
@@ -129,7 +129,7 @@ class RunProcess:
         self.process.send_signal(number)
 
     def gone(self, timeout_s: float = 15) -> list[str]:
-        """Names of processes that outlive the run, after they had time to end."""
+        """Names of processes that are still alive after `timeout_s`."""
         _, alive = psutil.wait_procs(self.descendants(), timeout_s)
         return [
             f"{process.pid} {command_line(process)[:80]}" for process in alive if lives(process)
@@ -147,8 +147,8 @@ class RunProcess:
 def start_run(
     task: dict[str, Any], tmp_path: Path, engine_starts: list[str]
 ) -> Iterator[Callable[..., RunProcess]]:
-    """`start_run(changes, *arguments, name="run", **variables)` → a RunProcess (`variables`: of its
-    environment) in `tmp_path / "runs" / name`."""
+    """`start_run(changes, *arguments, name="run", **variables)` → a RunProcess in `tmp_path /
+    "runs" / name`. `variables` are environment variables."""
     started: list[RunProcess] = []
 
     def start(
@@ -188,8 +188,8 @@ def start_run(
 
 @pytest.fixture
 def shared_memory() -> Callable[[], set[str]]:
-    """Files in shared memory that no living process has mapped: what a process left behind. Others
-    on this machine may have theirs."""
+    """Files in shared memory that no living process has mapped, so that a process has left them
+    behind. Other programs on this machine may have such files too."""
 
     def left() -> set[str]:
         files = {str(path) for path in Path("/dev/shm").rglob("*") if path.is_file()}

@@ -1,5 +1,4 @@
-"""Rewards for whole runs: one that hangs, some that can be learnt, one that runs code, and one that
-takes its time."""
+"""Rewards for whole runs: one hangs, some can be learned, one runs code, and one is slow."""
 
 import time
 
@@ -11,7 +10,7 @@ def hangs(prompts, completions, completion_ids, **columns):
 
 
 def digits(prompts, completions, completion_ids, **columns):
-    """Share of digits among at most six tokens: a model of random weights earns some of it, and
+    """Share of digits among at most six tokens. A model with random weights earns some of it, and
     learns it in a few steps."""
     return [sum(character.isdigit() for character in completion) / 6 for completion in completions]
 
@@ -22,7 +21,7 @@ def unhurried(prompts, completions, completion_ids, **columns):
 
 
 def digit_tokens(prompts, completions, completion_ids, **columns):
-    """A reward for each token: the more, the more digits there are."""
+    """A reward for each token, which grows with the number of digits."""
     return [
         [sum(character.isdigit() for character in completion) / 6 / len(ids) for _ in ids]
         for completion, ids in zip(completions, completion_ids, strict=True)
@@ -30,7 +29,7 @@ def digit_tokens(prompts, completions, completion_ids, **columns):
 
 
 async def runs_code(completions, **columns):
-    """A program for each completion, in the sandbox of the run."""
+    """Run a program for each completion in the run's sandbox."""
     programs = [f"```python\nlength = {len(completion)}\n```" for completion in completions]
     return await code_tests(
         programs, [f"assert length == {len(completion)}" for completion in completions]

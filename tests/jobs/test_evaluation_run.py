@@ -1,4 +1,4 @@
-"""A whole run on two real replicas: one of them evaluates, and training goes on with the other."""
+"""A whole run on two real replicas: one evaluates, and training continues with the other."""
 
 from collections import Counter
 
@@ -10,8 +10,8 @@ import asyncrl
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_learner_does_not_wait_for_an_evaluation(start_run, tmp_path):
-    """Micro-batches of one or two trajectories make the learner the slow part, so what it waits for
-    would be the evaluation."""
+    """Micro-batches of one or two trajectories make the learner the slow part, so it could only
+    wait for the evaluation."""
     long = {"n": 16, "temperature": 0.8, "max_completion_length": 300}
     run = start_run(
         {
@@ -43,9 +43,8 @@ def test_the_learner_does_not_wait_for_an_evaluation(start_run, tmp_path):
             [span["version"] for span in row["versions"]] == [record["version"]] for row in mine
         )
         assert 0 <= record["eval/long_pass_at_1"] <= record["eval/long_pass_at_16"] <= 1
-    for record in evaluations[
-        1:-1
-    ]:  # the first begins before there is a batch; nothing is trained during the last
+    # The first evaluation begins before there is a batch. During the last, nothing is trained.
+    for record in evaluations[1:-1]:
         began = record["time"] - record["eval/seconds"]
         waited = sum(
             step["time/learner_waited_s"]

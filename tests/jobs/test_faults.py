@@ -1,5 +1,5 @@
-"""One real run, and one part of it after the other is killed, stopped or broken. `make faults` runs
-this and prints how long each took to recover."""
+"""Kills, stops or breaks one part after the other of a real run. `make faults` runs this and prints
+the recovery time of each part."""
 
 import contextlib
 import json
@@ -22,19 +22,22 @@ from asyncrl.run.audit import audit, audit_text
 from asyncrl.rundir.directory import read_record
 
 STEPS_AFTER = 3
-"""Steps that the run must do after a fault, with a version committed among them, before it counts
-as recovered."""
+"""Steps that a run must take after a fault to count as recovered, with a version committed among
+them."""
 
 
 LOOK_S = 0.3
-"""Seconds between the process's stop and the look whether the fault's moment still lasts."""
+"""Seconds between stopping the process and checking that the fault's moment still lasts."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The first process of the run whose command line has `process` in it is stopped at the
-    `moment`, and then killed, left as it is, or let go after `stopped_s` seconds. `moment` tells by
-    the run's directory; a stopped process cannot end it, so that it is known to have been hit.
+    """Stop a process at a moment, and then kill it, leave it, or let it go after `stopped_s`
+    seconds.
+
+    The process is the first of the run whose command line contains `process`. `moment(directory)`
+    tells from the run directory whether the moment has come. A stopped process cannot end its
+    moment, so the test knows that it was hit.
     """
 
     name: str
@@ -46,7 +49,7 @@ class Fault:
 
 
 def newest(directory, event, attempt=0):
-    """Newest version that a record of this event tells of, in this attempt or later."""
+    """The newest version in the records of this event, in this attempt or later."""
     found = (
         asyncrl.open_run(directory).records(event) if (directory / "metrics.jsonl").exists() else []
     )
@@ -54,8 +57,8 @@ def newest(directory, event, attempt=0):
 
 
 def last_of(directory, *events):
-    """The last record of one of these events in the newest attempt, without reading the whole file:
-    some moments are short."""
+    """The event of the newest attempt's last record among these. It does not read the whole file,
+    because some moments are short."""
     with (directory / "metrics.jsonl").open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 17)))
         lines = file.read().splitlines()[1:]
@@ -77,16 +80,16 @@ def fetching(directory):
 
 
 def staged(directory):
-    """A replica has a version in shared memory: it still fetches it, or its engine changes to it.
-    Stopped, the replica is in the one or the other; of a stopped engine the replica waits in vain
-    for the change."""
+    """A replica has a version in shared memory, because it still fetches it or its engine is
+    changing to it. A replica that is stopped now is in one of the two states. With a stopped
+    engine, the replica waits in vain for the change."""
     run_id = json.loads((directory / "run.json").read_text())["run_id"]
     return any(Path("/dev/shm").glob(f"asyncrl-{run_id}-*.weights"))
 
 
 def gathering(directory):
-    """A step was done, the version before it is committed, and nothing is saved: what the rank does
-    next is to gather the new one."""
+    """A step is done, the previous version is committed, and nothing is being saved, so the rank
+    gathers the new version next."""
     return (
         last_of(directory, "step", "gather") == "step"
         and not fetching(directory)
@@ -127,7 +130,7 @@ FAULTS = [
 
 
 def stop_in_its_moment(fault, run, directory):
-    """The process, stopped while the fault's moment lasts."""
+    """Stop the process in the fault's moment, and return it."""
     deadline, process = time.monotonic() + 300, None
     while True:
         if process is None or not process.is_running():
@@ -225,8 +228,8 @@ cluster.shutdown()
 
 
 class TwoNodes:
-    """A Ray cluster of two nodes on this machine, in a process of its own. The second has room for
-    a replica, and for no learner."""
+    """A Ray cluster of two nodes on this machine, in a separate process. The second node has room
+    for a replica, but not for a learner."""
 
     def __init__(self, environment):
         self.process = subprocess.Popen(
@@ -242,7 +245,7 @@ class TwoNodes:
         self.started = [script, *script.children(recursive=True)]
 
     def go_on(self):
-        """Let it do what comes next; what it says then, without Ray's own lines."""
+        """Let the process take its next step, and return its output without Ray's own lines."""
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         return (
@@ -257,7 +260,7 @@ def two_nodes():
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     cluster = TwoNodes(
         os.environ | token | {"PYTHONPATH": str(Path(__file__).parent)}
-    )  # where the rewards lie
+    )  # where the rewards are
     yield cluster, {**token, "RAY_ADDRESS": cluster.address}
     started = [
         *cluster.started,
@@ -285,7 +288,7 @@ def test_a_full_object_store_and_a_lost_node(two_nodes, start_run, tmp_path):
     )
     run.until(lambda: newest(directory, "commit") >= 3)
 
-    assert cluster.go_on() == "full"  # with twice what it takes: Ray spills
+    assert cluster.go_on() == "full"  # filled with twice its capacity, so Ray spills
     step = newest(directory, "step")
     run.until(lambda: newest(directory, "commit") >= step + 10)
     assert cluster.go_on() == "whole"
@@ -314,9 +317,9 @@ def test_a_full_object_store_and_a_lost_node(two_nodes, start_run, tmp_path):
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
 def test_eight_generators_on_one_node(start_run, shared_memory, tmp_path, engine_starts):
-    """Real ones, started at once. An engine asks the kernel for its ports when it binds them
-    (gloo), so that nobody can take one meanwhile; its processes meet over a file, and speak with
-    the replica over pipes of their own."""
+    """Eight real engines start at once without a port clash. An engine gets its ports from the
+    kernel when it binds them (gloo). Its processes meet over a file, and use pipes to the
+    replica."""
     before, directory = shared_memory(), tmp_path / "runs" / "run"
     engine_starts += ["one of eight"] * 8
     run = start_run({"generator.num_replicas": 8, "generator.num_cpus": 0.1, "max_steps": 40})

@@ -1,5 +1,5 @@
-"""A run from Python where an event loop runs already, as in Jupyter: a refused config first, then
-the corrected one under the same name."""
+"""A run from Python in a running event loop, as in Jupyter: first a refused config, then the
+corrected one under the same name."""
 
 from __future__ import annotations
 

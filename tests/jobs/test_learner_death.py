@@ -1,5 +1,4 @@
-"""A learner that dies in a whole run: the learner starts anew, and the engines go on if they
-can."""
+"""A learner that dies in a whole run is started again, and the engines keep running if they can."""
 
 import signal
 
@@ -12,7 +11,7 @@ from asyncrl.rundir.directory import read_record
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_engines_outlive_the_death_of_a_rank_and_start_anew_if_they_died_with_it(
+def test_engines_outlive_the_death_of_a_rank_and_restart_if_they_died_too(
     start_run, shared_memory, tmp_path, engine_starts
 ):
     before, directory = shared_memory(), tmp_path / "runs" / "run"
@@ -29,8 +28,8 @@ def test_engines_outlive_the_death_of_a_rank_and_start_anew_if_they_died_with_it
         commits = records("commit", attempt)
         return commits and commits[-1]["version"] >= commits[0]["version"] + steps
 
-    # `keep` does not clear the prefix cache at an update: the checkpoint's version must not meet
-    # what the same version of another attempt has left there.
+    # `keep` does not clear the prefix cache at an update. The checkpoint's version must not use
+    # entries of the same version in another attempt.
     run = start_run(
         {
             "max_steps": 200,
@@ -68,7 +67,7 @@ def test_engines_outlive_the_death_of_a_rank_and_start_anew_if_they_died_with_it
     replicas = [{record["replica"] for record in records("push", attempt)} for attempt in range(3)]
     assert replicas[0] == replicas[1] and len(replicas[0]) == 1 and not replicas[2] & replicas[0]
     assert records("push", 1)[0]["version"] == attempts[1]["version"], (
-        "the checkpoint's version comes first, in full"
+        "the checkpoint's version is published first"
     )
     startup = [records("startup", attempt)[0]["startup/generators_s"] for attempt in range(3)]
     print(f"seconds until the generators of each attempt answer: {startup}")

@@ -1,5 +1,5 @@
-"""A Ray node that does not start in Ray's 30 seconds is started once more, and the try leaves no
-process behind."""
+"""A Ray node that does not start within Ray's 30 seconds is started once more. The failed start
+leaves no process behind."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""A whole short job with somebody else's model: Llama-shaped, sharded, untied, with a BPE tokenizer
-and a chat template."""
+"""A short run with a Llama-shaped model: sharded, untied, with a BPE tokenizer and a chat
+template. Further runs have other models and custom functions."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def test_another_family_trains_from_chat_prompts_to_a_plain_checkpoint(
 def test_a_mixture_trains_with_own_functions_and_exports_under_its_names(
     start_run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Its experts are one parameter in the learner, three tensors each in the checkpoint, and one
-    again in vLLM. Two ranks hold a half of each. The loss, the advantage and the group filter are a
-    user's."""
+    """The experts are one parameter in the learner, three tensors each in the checkpoint, and one
+    parameter in vLLM. Each of two ranks has half of it. The loss, the advantage and the group
+    filter are a user's."""
     import torch
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
@@ -135,7 +135,7 @@ def test_a_mixture_trains_with_own_functions_and_exports_under_its_names(
         found = {}
         for file in path.glob("model-*.safetensors"):
             with safe_open(file, "np") as tensors:
-                # (it is no mapping)
+                # safetensors' file is not a mapping.
                 found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
         return found
 
@@ -219,7 +219,7 @@ def test_rewards_for_each_token_code_in_the_sandbox_and_stop_strings_in_one_run(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_hybrid_with_recurrent_layers_trains_one_trajectory_at_a_time_beside_vllm(
+def test_a_hybrid_with_recurrent_layers_trains_one_trajectory_at_a_time_with_vllm(
     start_run: Callable[..., Any], tmp_path: Path
 ) -> None:
     from asyncrl.testing.families import family

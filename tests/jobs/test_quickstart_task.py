@@ -1,4 +1,4 @@
-"""The quickstart's inputs are ordinary, disjoint and reproducible."""
+"""The quickstart's inputs are ordinary files, disjoint and reproducible."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_sets_are_distinct_and_cover_nearly_every_sum(inputs: Path) -> None:
     assert len(prompts) == len(set(prompts)) and 85 <= len(prompts) <= 100  # 10 x 10 digits
 
 
-def test_rows_hold_what_a_scorer_needs(inputs: Path) -> None:
+def test_rows_contain_what_a_scorer_needs(inputs: Path) -> None:
     import reasoning_gym
 
     score = reasoning_gym.get_score_answer_fn("chain_sum")

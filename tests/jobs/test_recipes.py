@@ -1,4 +1,4 @@
-"""Every recipe is a config that `asyncrl plan` accepts, for a model and data made here."""
+"""`asyncrl plan` accepts every recipe, with a model and data made here."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def data(tmp_path_factory) -> Path:
     return path
 
 
-def test_there_are_the_recipes_that_the_docs_name() -> None:
+def test_the_recipes_that_the_docs_name_exist() -> None:
     names = {path.stem for path in RECIPES}
     assert names == {"math", "code", "long_answers", "two_gpus", "eight_gpus", "two_nodes"}
     page = (ROOT / "docs" / "recipes.md").read_text()
@@ -32,7 +32,7 @@ def test_there_are_the_recipes_that_the_docs_name() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_planned(path: Path, data: Path, tiny_model: Path, tmp_path: Path) -> None:
-    """The tiny model has neither a chat template nor the context of a large one."""
+    """The tiny model has no chat template and a short context."""
     given = load_config(path)
     changes = {
         "runs_root": tmp_path / "runs",

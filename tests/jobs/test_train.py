@@ -1,4 +1,4 @@
-"""Whole runs on real parts, as a user starts them."""
+"""Whole runs with real parts, as a user starts them."""
 
 import contextlib
 import os
@@ -55,14 +55,12 @@ def execute_notebook(directory, folder, monkeypatch):
 
 
 @pytest.mark.timeout(900)
-def test_a_run_end_to_end_and_the_notebook_beside_it(
-    start_run, shared_memory, tmp_path, monkeypatch
-):
+def test_a_run_end_to_end_with_its_notebook(start_run, shared_memory, tmp_path, monkeypatch):
     before, directory = shared_memory(), tmp_path / "runs" / "run"
     unhurried = {
         "function": "rewards_for_runs:unhurried",
         "weight": 0.0,
-    }  # so that the notebook finds the run alive
+    }  # so that the run is still alive when the notebook reads it
     run = start_run(
         {
             "max_steps": 120,
@@ -109,7 +107,7 @@ def test_a_run_end_to_end_and_the_notebook_beside_it(
     late = [ended["staleness"] for ended in trained if ended["trained_at_version"] >= 3]
     assert (
         sum(late) / len(late) >= 0.5
-    )  # the unhurried reward lets the learner wait; the demo's bar is 1
+    )  # the slow reward lets the learner wait; the demo's bar is 1
     rewards = [record["reward/mean"] for record in finished.records("step")]
     assert sum(rewards[-20:]) > 1.5 * sum(rewards[:20])
     assert (
@@ -189,7 +187,7 @@ def test_parts_of_a_run_are_killed_and_nothing_is_lost(
         if (path / "COMMITTED").exists()
     )
 
-    before = shared_memory()  # what SIGKILL left behind is Ray's and vLLM's
+    before = shared_memory()  # SIGKILL leaves behind files of Ray and vLLM
     second = start_run({"max_steps": committed + steps}, "--resume", "must")
     for part, after in kills:
         second.until(
@@ -303,7 +301,7 @@ def test_a_signal_stops_the_run_cleanly(start_run, task, shared_memory, tmp_path
     run.until(lambda: PHASES[phase](run, directory))
     for number in numbers:
         run.stop(number)
-        time.sleep(0.5)  # the second within the first one's grace
+        time.sleep(0.5)  # the second signal comes while the run stops
     if signal.SIGKILL in numbers:
         assert run.wait(30) == -signal.SIGKILL
         assert (
@@ -346,7 +344,7 @@ def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one(
     directory = tmp_path / "runs" / "run"
     assert len({record["replica"] for record in asyncrl.open_run(directory).records("push")}) == 2
 
-    # The model that two ranks wrote, in an engine that knows nothing of the run.
+    # The model that two ranks wrote, in an engine outside the run.
     engine_starts.append("evaluate.py")
     evaluated = subprocess.run(
         [sys.executable, "-m", "jobs.evaluate", directory],
@@ -415,7 +413,7 @@ def test_one_of_two_replicas_slower(times, start_run, tmp_path):
     run.until(lambda: len(events(directory, "step")) >= 3)
     slow = run.having("EngineCore")[0]
     with contextlib.suppress(psutil.NoSuchProcess):
-        while run.process.poll() is None:  # it moves in one of so many parts of its time
+        while run.process.poll() is None:  # it runs 1/times of the time
             slow.suspend()
             time.sleep(0.5 - 0.5 / times)
             slow.resume()
@@ -423,7 +421,7 @@ def test_one_of_two_replicas_slower(times, start_run, tmp_path):
     assert run.wait(900) == 0, run.output
     outcomes = asyncrl.open_run(directory).outcomes().to_pylist()
     assert {ended["outcome"] for ended in outcomes} == {"trained"} and len(outcomes) == 40 * 4, (
-        "`wait` keeps what the slow replica makes"
+        "`wait` keeps the groups of the slow replica"
     )
     assert max(ended["staleness"] for ended in outcomes) <= 2
     by_replica = Counter(
@@ -437,7 +435,7 @@ def test_one_of_two_replicas_slower(times, start_run, tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_bad_input_costs_nothing(start_run, tmp_path):
+def test_bad_input_starts_nothing(start_run, tmp_path):
     run = start_run({"data.prompt_column": "question_text"}, starts_engine=False)
     assert run.wait() == 2
     assert len(run.output.strip().splitlines()) == 1 and "question_text" in run.output

@@ -1,4 +1,4 @@
-"""`ray job submit` and `serve deploy` against a Ray that was started with token authentication."""
+"""`ray job submit` and `serve deploy` on a Ray cluster with token authentication."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def free_port() -> int:
 
 
 class Cluster:
-    """A head node of its own: loopback, token authentication, ports that were free."""
+    """A separate head node on loopback, with token authentication and free ports."""
 
     def __init__(self, folder: Path) -> None:
         self.port, self.dashboard = free_port(), free_port()
@@ -86,7 +86,7 @@ class Cluster:
         ]
         options.append(
             f"--dashboard-agent-listen-port={free_port()}"
-        )  # its default is taken by the session's own cluster, and jobs need the agent
+        )  # the session's own cluster uses the default port, and jobs need the agent
         command = [
             BIN / "ray",
             "start",
@@ -156,8 +156,8 @@ class Cluster:
         return submitted
 
     def applications(self) -> dict[str, Any]:
-        """What `serve status` shows, from its REST API: the command's own imports would starve the
-        replica that it asks about."""
+        """The applications of `serve status`, from the REST API: the imports of the command would
+        starve the replica."""
         headers = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.dashboard}/api/serve/applications/", headers=headers
@@ -166,7 +166,7 @@ class Cluster:
             return json.load(answer)["applications"]
 
     def having(self, part: str) -> list[psutil.Process]:
-        """Processes of the cluster whose command line has this in it."""
+        """Processes of the cluster whose command line contains `part`."""
         found = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):  # others come and go
@@ -174,7 +174,7 @@ class Cluster:
         return found
 
     def kill(self, part: str) -> None:
-        """End a process of the cluster whose command line has this in it."""
+        """Kill a process of the cluster whose command line contains `part`."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):  # others come and go
                 if part in " ".join(process.cmdline()):
@@ -222,7 +222,7 @@ def runs(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_submitted_job_trains_where_it_was_told_to(cluster, runs, engine_starts):
+def test_a_submitted_job_trains_in_its_runs_folder(cluster, runs, engine_starts):
     refused = cluster.submit(RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN="")
     assert refused.returncode != 0 and re.search(
         "auth", refused.stdout + refused.stderr, re.IGNORECASE
@@ -267,10 +267,10 @@ def test_a_submitted_job_trains_where_it_was_told_to(cluster, runs, engine_start
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_whose_driver_is_gone_leaves_no_generators(cluster, runs, engine_starts):
-    """The driver is killed with SIGKILL, and the resume command takes the room at once. Then `ray
-    job stop`, which kills after three seconds."""
+    """The driver is killed with SIGKILL, and the resume command takes its room at once. Then `ray
+    job stop` kills a driver after three seconds."""
     variables = {"RAY_ADDRESS": f"127.0.0.1:{cluster.port}", "ASYNCRL_RUNS": str(runs)}
-    # Two such replicas have no room beside one another.
+    # The cluster has no room for two such replicas.
     small = [
         "--name",
         "left",
@@ -344,13 +344,13 @@ def test_a_run_whose_driver_is_gone_leaves_no_generators(cluster, runs, engine_s
 
 
 class Http:
-    """The standing generator's HTTP side."""
+    """A client of the standing generator's HTTP routes."""
 
     def __init__(self, port: int, key: str | None) -> None:
         self.base, self.key = f"http://127.0.0.1:{port}", key
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-        """Status and JSON body."""
+        """Send a request, and return the status and the JSON body."""
         headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {self.key}"} if self.key else {}
         )
@@ -366,7 +366,7 @@ class Http:
     def answers(self) -> bool:
         with contextlib.suppress(
             urllib.error.URLError, ConnectionError, ValueError
-        ):  # the proxy's own errors are no JSON
+        ):  # the proxy's own errors are not JSON
             return self.ask("/health")[0] == 200
         return False
 
@@ -393,8 +393,8 @@ def worst_difference(model: Path, prompt: list[int], answer: dict[str, Any]) -> 
 
 
 def deploy(cluster: Cluster, folder: Path, model: Path) -> int:
-    """`serve deploy` of the shipped file for this model; the HTTP port, once the application
-    runs."""
+    """Deploy the shipped file for this model, wait until the application runs, and return its HTTP
+    port."""
     tree = yaml.safe_load((ROOT / "serve_configs" / "generator_cpu.yaml").read_text())
     tree["applications"][0]["args"]["model"] = str(model)
     tree["http_options"]["port"] = port = free_port()
@@ -413,7 +413,7 @@ def deploy(cluster: Cluster, folder: Path, model: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_official_client_through_serves_proxy(cluster, runs, tmp_path, engine_starts):
-    """Pieces come one by one through the proxy, and a client that leaves it ends its generations in
+    """Pieces arrive one by one through the proxy. A client that disconnects ends its generations in
     the engine."""
     model = shutil.copytree(runs / "quickstart-inputs" / "model", tmp_path / "model")
     (model / "chat_template.jinja").write_text(
@@ -456,7 +456,7 @@ def test_the_official_client_through_serves_proxy(cluster, runs, tmp_path, engin
 
 
 def metric(port: int, key: str, name: str, **labels: str) -> float:
-    """The one replica's sample in /metrics."""
+    """The only replica's sample in /metrics."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/metrics", headers={"Authorization": f"Bearer {key}"}
     )
@@ -516,7 +516,7 @@ def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(
     assert (stopped["text"], stopped["finish_reason"]) == (text[: text.index(text[-1])], "stop")
     assert len(stopped["token_ids"]) == len(stopped["logprobs"]["token_logprobs"]) > 0
 
-    # A driver that has the lease, dies without a word, and leaves it to the next.
+    # A driver with the lease is killed, and the next driver gets the lease.
     holder = [sys.executable, "-c", HOLD, f"127.0.0.1:{cluster.port}"]
     holding = subprocess.Popen(
         holder,
@@ -565,7 +565,7 @@ def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(
     assert worst_difference(runs / "attached" / "hf", body["prompt"], answer) < 1e-4
     assert len(cluster.applications()) == 1
 
-    # Serve's proxy dies: another takes its port, and the replica behind it has not changed.
+    # Serve's proxy dies. Another one takes its port, and the replica behind it is the same.
     cluster.kill("ray::ProxyActor")
     deadline = time.monotonic() + 120
     while not http.answers():
@@ -577,8 +577,8 @@ def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(
     }
     assert stranger.ask("/health")[0] == 401
 
-    # The replica dies while nothing is asked of it. What it served was nobody's any more: the one
-    # that comes instead says that it serves the checkpoint.
+    # The replica dies while it is idle. No lease held its weights, so its replacement serves the
+    # checkpoint's.
     cluster.kill("ray::ServeReplica")
     deadline = time.monotonic() + 300
     while not http.answers():

@@ -1,4 +1,4 @@
-"""A wheel of the project, installed in a fresh environment."""
+"""Installs a wheel of the project in a fresh environment."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def test_the_wheel_installs_and_its_command_answers(tmp_path: Path) -> None:
     run(sys.executable, "-m", "venv", tmp_path / "fresh")
     python = tmp_path / "fresh" / "bin" / "python"
     run(uv, "pip", "install", "--python", python, "--no-deps", wheel)
-    # The packages come from this environment: to install them again would take minutes.
+    # Other packages come from this environment, because installing them would take minutes.
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     here = run(sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
     (Path(site) / "packages.pth").write_text(here)

@@ -1,4 +1,4 @@
-"""A small run directory, written by the package's own writers."""
+"""Writes a small run directory with the package's own writers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ CONFIG = {
 
 
 def small_group(ordinal: int, version: int, attempt: int = 0) -> Group:
-    """Two trajectories; the second begins at `version` and ends one version later, and the first is
-    right."""
+    """A group of two trajectories. The first is right. The second begins at `version` and ends one
+    version later."""
     prompt = Prompt(ordinal, 0, f"{ordinal} + 1 =", (5, 6, 7), {"answer": str(ordinal + 1)})
     whole = Completion(
         (8, 2), (-0.1, -0.2), (VersionSpan(version, 0, 2),), "stop", str(ordinal + 1)
@@ -73,8 +73,8 @@ def small_group(ordinal: int, version: int, attempt: int = 0) -> Group:
 
 
 def write_small_run(directory: Path, steps: int = 6) -> Path:
-    """Steps of two groups each, generated one version before they are trained; one group dropped,
-    one still waiting."""
+    """Write steps of two groups each, generated one version before they are trained. One more group
+    is dropped, and one is waiting."""
     (directory / "groups").mkdir(parents=True)
     (directory / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     outcomes, noise = OutcomesWriter(directory / "outcomes", attempt=0), random.Random(0)

@@ -53,7 +53,7 @@ def test_gibberish_raises_an_alarm():
     assert all("garbled" in line for line in lines) and "rollout.repetition_stop" in lines[1]
 
 
-def test_what_compares_two_distributions_raises_no_alarm_where_one_of_them_is_cut():
+def test_restricted_sampling_raises_no_alarm_of_the_ratio_metrics():
     metrics = {
         "ess": 0.25,
         "chi2": 1.5,
@@ -78,8 +78,9 @@ RECORDED = {
         ("ess", "ratio_mean", "kl_k3", "clip_fraction"),
     ),
 }
-"""Steps of the real learner on the tests' tiny Qwen3, its own log-probs as the generator's:
-versions of staleness, learning rate, the OFF_POLICY metrics, and those that have an alarm."""
+"""Steps of the real learner on the tests' tiny Qwen3, with its own log-probs in place of the
+generator's. Each has its staleness, its learning rate, the OFF_POLICY metrics, and the metrics that
+raise an alarm."""
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -96,10 +97,9 @@ def test_recorded_steps_raise_the_alarms_of_their_kind_with_advice_that_follows(
 
 
 RUNS = Path(__file__).parent / "recorded"
-"""What alarms look at, of each step and evaluation of four whole runs of the main job
-(jobs/quickstart/quickstart.yaml): `healthy` as it is, `diverging` with learner.learning_rate 2e-2,
-`stale` with staleness.max_staleness 16, `stale_and_fast` with that and a learning rate of
-3e-3."""
+"""The metrics with alarms of four whole runs of the main job (jobs/quickstart/quickstart.yaml), for
+each step and evaluation. `healthy` has the job's own settings, `diverging` a learning rate of 2e-2,
+and `stale` a max_staleness of 16. `stale_and_fast` has that and a learning rate of 3e-3."""
 
 
 def records(run):
@@ -113,27 +113,27 @@ def records(run):
 
 
 def replayed(run):
-    """Metric → the step of its first alarm, and its line; and how often each began."""
-    watch, first, begun = Alarms(), {}, Counter()
+    """Metric → the step and the line of its first alarm; metric → number of new alarms."""
+    watch, first, new_alarms = Alarms(), {}, Counter()
     for event, step, metrics in records(run):
         if event == "step":
             metrics |= watch.entropy_ratio(metrics.get("entropy"))
         for name, (line, begins) in watch.check(metrics).items():
             first.setdefault(name, (step, line))
-            begun[name] += begins
-    return first, begun
+            new_alarms[name] += begins
+    return first, new_alarms
 
 
 @pytest.mark.parametrize("run", ["healthy", "stale"])
 def test_a_run_that_learns_raises_no_alarm(run):
-    """Old data alone is no fault: its policy moves slowly."""
+    """Stale data alone raises no alarm if the policy moves slowly."""
     assert replayed(run) == ({}, Counter())
     oldest = max(metrics.get("staleness/max", 0) for _, _, metrics in records(run))
     assert oldest == 2 if run == "healthy" else oldest > 8
 
 
-def test_a_diverging_run_is_told_at_once_and_its_collapse_named():
-    first, begun = replayed("diverging")
+def test_a_diverging_run_raises_alarms_at_once_and_names_its_collapse():
+    first, new_alarms = replayed("diverging")
     steps = {name: step for name, (step, _) in first.items()}
     assert steps == {
         "ess": 2,
@@ -153,23 +153,23 @@ def test_a_diverging_run_is_told_at_once_and_its_collapse_named():
             "the entropy has collapsed" in first[name][1]
             and "checkpoint.ckpt_step" in first[name][1]
         ), "other prompts would not help"
-    assert begun["entropy_ratio"] == begun["reward/zero_variance_ratio"] == 1, (
-        "a hundred steps outside begin once"
+    assert new_alarms["entropy_ratio"] == new_alarms["reward/zero_variance_ratio"] == 1, (
+        "a hundred steps outside raise one new alarm"
     )
 
 
-def test_old_data_under_large_steps_is_told_with_both_ways_out():
-    first, begun = replayed("stale_and_fast")
+def test_stale_data_with_large_steps_names_both_remedies():
+    first, new_alarms = replayed("stale_and_fast")
     assert {name: step for name, (step, _) in first.items()} == {"kl_k3": 3, "ess": 9, "chi2": 9}
     assert all(
         line.endswith(": lower staleness.max_staleness or learner.learning_rate")
         for _, line in first.values()
     )
-    assert begun["kl_k3"] == 7
+    assert new_alarms["kl_k3"] == 7
 
 
 def test_a_limit_that_is_moved_is_noticed(monkeypatch):
-    """So these runs hold the limits, and not only the names."""
+    """The recorded runs test the limits, not only the names."""
     for name, low, high in (
         ("kl_k3", 0.0, 0.04),
         ("time/event_loop_lag_s", 0.0, 0.2),
@@ -200,7 +200,7 @@ def test_the_entropy_is_compared_with_the_runs_beginning(tmp_path):
     first = first_entropies(tmp_path, FIRST_STEPS)
     assert len(first) == FIRST_STEPS and first[:2] == [1.0, pytest.approx(1 / 3)]
     assert Alarms(entropies=first).entropy_ratio(0.1) == {"entropy_ratio": 0.1}, (
-        "a run that goes on compares with its first attempt"
+        "a resumed run compares with its first attempt"
     )
     (tmp_path / "metrics.jsonl").write_text(
         json.dumps({"event": "step", "entropy": 0.5}) + "\nno record\n"
@@ -209,7 +209,7 @@ def test_the_entropy_is_compared_with_the_runs_beginning(tmp_path):
     assert first_entropies(tmp_path / "none", FIRST_STEPS) == []
 
 
-def test_a_metric_that_is_back_inside_begins_anew():
+def test_a_metric_that_returns_to_its_range_can_raise_a_new_alarm():
     watch = Alarms()
     outside, inside = {"reward/zero_variance_ratio": 0.95}, {"reward/zero_variance_ratio": 0.5}
     seen = [

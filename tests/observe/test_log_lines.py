@@ -1,4 +1,5 @@
-"""driver.log tells the training, and the end of a run names every reward and evaluation set."""
+"""driver.log has the course of the training. The end of a run names every reward and evaluation
+set."""
 
 import logging
 import math
@@ -10,14 +11,15 @@ from asyncrl.contracts.messages import Example
 from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.log_lines import record_line
 from asyncrl.observe.summary import before_and_after
+from asyncrl.preflight.specs import observe_spec
 from asyncrl.rundir.metrics import MetricsWriter
 from asyncrl.rundir.outcomes import OutcomesWriter
 
 
-def test_the_log_tells_phases_steps_alarms_evaluations_and_checkpoints(tmp_path, caplog):
+def test_the_log_has_phases_steps_alarms_evaluations_and_checkpoints(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     with MetricsWriter(tmp_path) as writer:
-        live = Live(small_config(max_steps=20), 0.0)
+        live = Live(observe_spec(small_config(max_steps=20)), 0.0)
         recorder = RunRecorder(writer, OutcomesWriter(tmp_path / "outcomes", 0), live)
         live.phase("training")
         step = {
@@ -51,7 +53,7 @@ def test_the_log_tells_phases_steps_alarms_evaluations_and_checkpoints(tmp_path,
     ]
 
 
-def test_a_line_of_the_log_is_one_line():
+def test_a_record_is_one_line_of_the_log():
     assert (
         record_line("evaluation_lost", 3, 2, {"reason": "gone:\n  why\x1b[2J"})
         == "evaluation_lost at step 3, version 2: reason gone: why\x1b[2J"
@@ -90,7 +92,8 @@ def test_the_end_names_every_set_and_every_reward():
         for n in range(1, 9)
     ]
     lines = before_and_after(
-        config, [{"event": "evaluation", **evaluation}, *steps, {"event": "evaluation", **later}]
+        observe_spec(config),
+        [{"event": "evaluation", **evaluation}, *steps, {"event": "evaluation", **later}],
     )
     assert [" ".join(line.split()) for line in lines] == [
         f"held-out {first} accuracy 25.0% → 50.0% (+25.0% on 8 prompts)",
@@ -103,10 +106,10 @@ def test_the_end_names_every_set_and_every_reward():
         "reward style 1.000 → 1.000",
     ]
     assert len({line.index("→") for line in lines}) == 1
-    assert before_and_after(config, []) == []
+    assert before_and_after(observe_spec(config), []) == []
 
 
-def test_the_sinks_get_completions_and_rewards_now_and_then(tmp_path, monkeypatch):
+def test_the_sinks_get_completions_and_rewards_every_few_steps(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "correct-horse-battery")
     config = small_config(max_steps=20, observe={"completions_every": 3})
     name = next(iter(config.reward.functions))
@@ -126,10 +129,10 @@ def test_the_sinks_get_completions_and_rewards_now_and_then(tmp_path, monkeypatc
         def close(self, failed=False): ...
 
     with MetricsWriter(tmp_path, sinks=[Kept()]) as writer:
-        live = Live(config, 0.0)
+        live = Live(observe_spec(config), 0.0)
         recorder = RunRecorder(writer, OutcomesWriter(tmp_path / "outcomes", 0), live)
         recorder.record("step", 3, 3, {"applied": 1.0})
-        assert not shown, "no batch is known yet"
+        assert not shown, "there is no batch yet"
         live.follow(SimpleNamespace(progress=seen))
         for step in (4, 5, 6, 7):
             recorder.record("step", step, step, {"applied": 1.0})

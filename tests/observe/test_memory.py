@@ -1,4 +1,4 @@
-"""The sampler against a process of known size."""
+"""The memory sampler, tested on a process of known size."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_shared_memory_made_since_the_start_counts_once(tmp_path: Path) -> None:
     assert sampler.peak.shared >= 32 * MIB
 
 
-def test_the_thread_samples_by_itself(child: subprocess.Popen[str]) -> None:
+def test_the_thread_takes_samples(child: subprocess.Popen[str]) -> None:
     with MemorySampler(interval_s=0.05) as sampler:
         _wait_until(lambda: sampler.peak.samples >= 5)
     assert sampler.now_bytes >= 64 * MIB

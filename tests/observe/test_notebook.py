@@ -1,4 +1,4 @@
-"""The notebook runs as it is on a finished run directory, without a cluster."""
+"""The notebook runs unchanged on a finished run directory, without a cluster."""
 
 from __future__ import annotations
 

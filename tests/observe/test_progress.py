@@ -42,7 +42,7 @@ TRAINING = Progress(
 )
 
 
-def test_a_line_says_all_that_is_known() -> None:
+def test_a_line_has_all_known_values() -> None:
     assert (
         line(TRAINING)
         == "4m01s | training | step 73/200 | version 73 (committed 72) | reward 0.812 | accuracy"
@@ -52,7 +52,7 @@ def test_a_line_says_all_that_is_known() -> None:
     assert line(Progress("starting", elapsed_s=3)) == "3s | starting"
 
 
-def test_the_table_shows_the_same_and_model_text_is_harmless() -> None:
+def test_the_table_has_all_known_values_and_model_text_is_harmless() -> None:
     from rich.console import Console
 
     console = Console(width=104, file=io.StringIO(), record=True)
@@ -119,7 +119,7 @@ def test_secrets_are_in_no_sample_and_no_note(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setenv("JUDGE_API_KEY", "correct-horse-battery")
     token = "hf_" + "a" * 30
-    said = Progress(
+    progress = Progress(
         "training",
         prompt="say correct-horse-battery",
         completion=f"{'x' * 300} correct-horse-battery {token}",
@@ -128,15 +128,15 @@ def test_secrets_are_in_no_sample_and_no_note(monkeypatch: pytest.MonkeyPatch) -
     )
     plain = io.StringIO()
     with ProgressView(stream=plain, live=False) as view:
-        view.show(said)
+        view.show(progress)
     console = Console(width=120, file=io.StringIO(), record=True)
-    console.print(table(said))
+    console.print(table(progress))
     for text in (plain.getvalue(), console.export_text()):
         assert "[redacted" in text and "correct" not in text and "hf_" not in text
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "phase"),
     [
         (MemoryError("full"), "failed"),
         (asyncio.CancelledError(), "interrupted"),
@@ -144,18 +144,18 @@ def test_secrets_are_in_no_sample_and_no_note(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 @pytest.mark.parametrize("live", [False, True])
-def test_the_last_picture_of_a_run_that_ends_early_says_so(
-    error: BaseException, told: str, live: bool
+def test_the_last_update_of_a_run_that_ends_early_says_how_it_ended(
+    error: BaseException, phase: str, live: bool
 ) -> None:
     stream = io.StringIO()
     with contextlib.suppress(type(error)), ProgressView(stream=stream, live=live) as view:
         view.show(replace(TRAINING, phase="stopping"))
         raise error
-    assert told in stream.getvalue().split("stopping")[-1]
+    assert phase in stream.getvalue().split("stopping")[-1]
     assert (" | step 73/200 | " if not live else "73 of 200") in stream.getvalue()
 
 
-def test_a_last_picture_that_cannot_be_written_does_not_hide_why_the_run_ended() -> None:
+def test_a_last_update_that_cannot_be_written_does_not_hide_the_cause() -> None:
     class Full(io.StringIO):
         def write(self, text: str) -> int:
             if "failed" in text:

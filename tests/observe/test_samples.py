@@ -1,5 +1,5 @@
-"""What a person reads of the model's own words: what differs, whole samples, and nothing that moves
-a terminal."""
+"""How model output is shown: without the shared text, as whole samples, and without control
+characters."""
 
 import io
 import os
@@ -15,6 +15,7 @@ from asyncrl.observe.live import Live
 from asyncrl.observe.progress import Progress, ProgressView, table
 from asyncrl.observe.samples import samples_text
 from asyncrl.observe.shared_text import SharedText
+from asyncrl.preflight.specs import observe_spec
 from asyncrl.rundir.reader import open_run
 
 ADVICE = (
@@ -38,7 +39,7 @@ def test_a_prompt_is_shown_without_what_all_prompts_share():
     assert shared("<|user|>-12<|end|>", "<|user|>-15<|end|>") == [
         "…-12…",
         "…-15…",
-    ], "no number is cut"
+    ], "numbers are not cut"
     assert shared("only one") == ["only one"]
     assert shared("one", "one") == ["one", "one"]
     assert shared("nothing", "alike") == ["nothing", "alike"]
@@ -55,7 +56,7 @@ def screen(progress, width, height):
 
 
 @pytest.mark.parametrize(("width", "height"), [(60, 24), (80, 24), (120, 40), (200, 50)])
-def test_the_table_is_as_wide_as_the_terminal_and_cuts_no_advice(width, height):
+def test_the_table_is_as_wide_as_the_terminal_and_shows_whole_notes(width, height):
     sample = {
         "prompt": "\N{CJK UNIFIED IDEOGRAPH-4F60}" * 400,
         "completion": "x\x1b[2J\u202e\n" * 400,
@@ -83,7 +84,7 @@ def test_the_table_is_as_wide_as_the_terminal_and_cuts_no_advice(width, height):
     assert screen(Progress("starting", elapsed_s=3), width, height)[1].strip("│ ") == "elapsed  3s"
 
 
-def test_a_log_shows_a_sample_now_and_then_and_every_note_once():
+def test_a_log_shows_samples_at_intervals_and_every_note_once():
     stream, sample = (
         io.StringIO(),
         {
@@ -107,7 +108,7 @@ def test_a_log_shows_a_sample_now_and_then_and_every_note_once():
 def test_the_live_table_shows_the_last_batch():
     from small_config import small_config
 
-    live = Live(small_config(), 0.0)
+    live = Live(observe_spec(small_config()), 0.0)
     batch = (
         (Example("Add 1 now", "2", 0.5, {"f": 0.5}, 3), 1),
         (Example("Add 7 now", "9", 1.0, {"f": 1.0}, 3), 1),
@@ -123,11 +124,11 @@ def test_the_live_table_shows_the_last_batch():
     )
 
 
-def test_no_part_of_a_secret_is_taken_for_what_prompts_share(monkeypatch):
+def test_no_part_of_a_secret_counts_as_shared_text(monkeypatch):
     from small_config import small_config
 
     monkeypatch.setenv("JUDGE_API_KEY", "correct horse battery")
-    live = Live(small_config(), 0.0)
+    live = Live(observe_spec(small_config()), 0.0)
     live._show_sample(
         [(Example(f"say correct horse {end}", "2", 0.5, {}, 3), 1) for end in ("battery", "radish")]
     )
@@ -157,7 +158,7 @@ def test_the_command_shows_whole_samples(tmp_path, capsys):
     assert command("-n", "0")[0] == 2
 
 
-def test_a_run_without_groups_says_so(tmp_path, capsys):
+def test_a_run_without_groups_is_refused(tmp_path, capsys):
     run = write_small_run(tmp_path / "run")
     for path in (run / "groups").iterdir():
         path.unlink()
@@ -166,7 +167,7 @@ def test_a_run_without_groups_says_so(tmp_path, capsys):
     assert ended.value.code == 2 and "contains no completions yet" in capsys.readouterr().err
 
 
-def test_what_a_model_wrote_cannot_pass_for_our_lines(tmp_path):
+def test_model_output_cannot_look_like_lines_of_asyncrl(tmp_path):
     row = open_run(write_small_run(tmp_path / "run")).trajectories().slice(0, 1).to_pylist()[0]
     text = samples_text(
         [
@@ -188,12 +189,12 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, capsys):
     damaged.write_bytes(damaged.read_bytes()[:100])
     with pytest.raises(SystemExit) as ended:
         main(["samples", str(run)])
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert (
         ended.value.code == 2
-        and said.startswith(f"asyncrl: {damaged}")
-        and said.endswith("; restore the file, or move it away\n")
-        and said.count("\n") == 1
+        and error.startswith(f"asyncrl: {damaged}")
+        and error.endswith("; restore the file, or move it away\n")
+        and error.count("\n") == 1
     )
 
 

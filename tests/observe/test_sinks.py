@@ -1,5 +1,5 @@
-"""Every sink by its real library, offline, in a process of its own: they keep state in modules and
-folders."""
+"""Every sink with its real library, offline. Each has its own process, because the libraries keep
+state in modules and folders."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ import sys
 from pathlib import Path
 from asyncrl.config import load_config
 from asyncrl.rundir.metrics import MetricsWriter
-from asyncrl.observe.sinks import open_sinks
+from asyncrl.observe.sinks import SinkRun, open_sinks
 
 directory, sink = Path(sys.argv[1]), sys.argv[2]
 config = load_config(Path("jobs/quickstart/quickstart.yaml"), ["--name", "sunk", "--observe.sinks",
     f'["{sink}"]', "--observe.project", "tests"])
-with MetricsWriter(directory, 0, open_sinks(config, directory, sys.argv[3])) as writer:
+run = SinkRun("tests", config.name, sys.argv[3], directory, config.dump())
+with MetricsWriter(directory, 0, open_sinks(config.observe.sinks, run)) as writer:
     for step in (1, 2, 3):
         writer.write("step", step, step, {"reward/mean": step / 4, "note": "text"})
     writer.write("evaluation", 3, 3, {"eval/greedy_accuracy": 0.75})
@@ -47,7 +48,7 @@ def write(directory: Path, sink: str, run_id: str = "id0", **environment: str) -
     )
     assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
     assert list((directory / "tensorboard").iterdir()) and before == set(Path.cwd().iterdir()), (
-        "something was written where the run stands"
+        "something was written to the working directory"
     )
 
 
@@ -93,7 +94,7 @@ def test_mlflow_in_a_file(tmp_path: Path) -> None:
         sqlite3.connect(tmp_path / "mlflow.db").execute("select name, status from runs").fetchall()
     )
     assert runs == [("sunk", "FINISHED")] * 2, (
-        "a second attempt goes on in its run; another run of that name is another"
+        "a second attempt continues its run; another run of the same name is separate"
     )
 
 
@@ -110,7 +111,7 @@ def test_trackio_here(tmp_path: Path) -> None:
     assert json.loads(rows[2][1]) == {"reward/mean": 0.75} and "greedy_accuracy" in str(rows[3][1])
 
 
-def test_a_sink_that_fails_is_named_and_left_out_and_the_others_go_on(
+def test_a_sink_that_fails_is_named_and_dropped_and_the_others_continue(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     got: list[int] = []
@@ -141,14 +142,12 @@ def test_a_sink_that_fails_is_named_and_left_out_and_the_others_go_on(
 
 
 def test_wandb_without_a_key_is_noticed_before_it_asks(tmp_path):
-    from small_config import small_config
-
     from asyncrl.observe.sinks import wandb_asks_for_a_key
 
-    config, home = small_config(observe={"sinks": ["wandb"]}), {"HOME": str(tmp_path)}
-    assert wandb_asks_for_a_key(config, home) == "api.wandb.ai"
+    sinks, home = ["wandb"], {"HOME": str(tmp_path)}
+    assert wandb_asks_for_a_key(sinks, home) == "api.wandb.ai"
     assert (
-        wandb_asks_for_a_key(config, home | {"WANDB_BASE_URL": "https://wandb.example:8080/x"})
+        wandb_asks_for_a_key(sinks, home | {"WANDB_BASE_URL": "https://wandb.example:8080/x"})
         == "wandb.example"
     )
     for variables in (
@@ -156,16 +155,14 @@ def test_wandb_without_a_key_is_noticed_before_it_asks(tmp_path):
         {"WANDB_MODE": "offline"},
         {"WANDB_MODE": "disabled"},
     ):
-        assert wandb_asks_for_a_key(config, home | variables) is None
-    assert wandb_asks_for_a_key(small_config(), home) is None
+        assert wandb_asks_for_a_key(sinks, home | variables) is None
+    assert wandb_asks_for_a_key([], home) is None
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
     (tmp_path / ".netrc").chmod(0o600)
-    assert wandb_asks_for_a_key(config, home) is None
+    assert wandb_asks_for_a_key(sinks, home) is None
     assert (
-        wandb_asks_for_a_key(config, home | {"WANDB_BASE_URL": "https://wandb.example"})
+        wandb_asks_for_a_key(sinks, home | {"WANDB_BASE_URL": "https://wandb.example"})
         == "wandb.example"
     )
     (tmp_path / "broken").write_text("machine")
-    assert (
-        wandb_asks_for_a_key(config, home | {"NETRC": str(tmp_path / "broken")}) == "api.wandb.ai"
-    )
+    assert wandb_asks_for_a_key(sinks, home | {"NETRC": str(tmp_path / "broken")}) == "api.wandb.ai"

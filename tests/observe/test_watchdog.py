@@ -1,4 +1,4 @@
-"""Each stage that hangs is named; one that moves, however slowly, is not."""
+"""The watchdog names each stage that hangs, and no stage that is only slow."""
 
 import asyncio
 from functools import partial
@@ -21,17 +21,17 @@ from asyncrl.testing import (
     VirtualTimeLoop,
 )
 
-FOR_EVER = 1e9
+FOREVER = 1e9
 
 
 class NoPrompts(FakePrompts):
     async def next(self):
-        await asyncio.sleep(FOR_EVER)
+        await asyncio.sleep(FOREVER)
 
 
-def watched(stall_s=60.0, seconds=200.0, ask=None, prompts=None, evaluate=None, **parts):
-    """What the watchdog says in so many virtual seconds of a run."""
-    said = []
+def watched(stall_s=60.0, seconds=200.0, describe=None, prompts=None, evaluate=None, **parts):
+    """The watchdog's reports in this many virtual seconds of a run."""
+    reports = []
 
     async def nothing(stage):
         return None, f"asked {stage}"
@@ -56,13 +56,13 @@ def watched(stall_s=60.0, seconds=200.0, ask=None, prompts=None, evaluate=None, 
             all_parts, Schedule(10**6, Staleness(1, 4)), State("run", 0, 0, 0, 0, ())
         )
         loop = asyncio.get_running_loop()
-        moves, where = partial(marks, coordinator), partial(current_stage, coordinator)
+        progress, stage = partial(marks, coordinator), partial(current_stage, coordinator)
         watchdog = Watchdog(
-            moves,
-            where,
+            progress,
+            stage,
             stall_s,
-            ask or nothing,
-            lambda where, seconds, text: said.append((where, seconds, text)),
+            describe or nothing,
+            lambda stage, seconds, workers: reports.append((stage, seconds, workers)),
             loop.time,
         )
         running = asyncio.create_task(coordinator.run())
@@ -74,11 +74,11 @@ def watched(stall_s=60.0, seconds=200.0, ask=None, prompts=None, evaluate=None, 
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(both())
-    return said
+    return reports
 
 
-async def evaluate_for_ever(version, replica):
-    await asyncio.sleep(FOR_EVER)
+async def evaluate_forever(version, replica):
+    await asyncio.sleep(FOREVER)
     return {}
 
 
@@ -89,41 +89,43 @@ async def evaluate_for_ever(version, replica):
         (
             "generation",
             "groups that are being generated",
-            {"rollouts": FakeRollouts(latency=lambda _: FOR_EVER)},
+            {"rollouts": FakeRollouts(latency=lambda _: FOREVER)},
         ),
         (
             "scoring",
             "the rewards of 8 groups",
-            {"scores": lambda rollouts: FakeScores(rollouts, latency=lambda _: FOR_EVER)},
+            {"scores": lambda rollouts: FakeScores(rollouts, latency=lambda _: FOREVER)},
         ),
         (
             "publishing",
             "the replicas to apply version 0",
-            {"weights": FakeWeightSync(latency=lambda _: FOR_EVER)},
+            {"weights": FakeWeightSync(latency=lambda _: FOREVER)},
         ),
         ("prompts", "no prompt comes", {"prompts": NoPrompts()}),
         (
             "evaluation",
             "held-out prompts at version 0",
-            {"evaluate": evaluate_for_ever, "rollouts": FakeRollouts(latency=lambda _: FOR_EVER)},
+            {"evaluate": evaluate_forever, "rollouts": FakeRollouts(latency=lambda _: FOREVER)},
         ),
     ],
 )
-def test_the_stage_that_stands_still_is_named(stage, waits_for, parts):
+def test_the_stage_that_hangs_is_named(stage, waits_for, parts):
     if stage == "learning":
 
         class Stuck(FakeLearner):
             async def step(self, batch):
-                await asyncio.sleep(FOR_EVER)
+                await asyncio.sleep(FOREVER)
 
         parts = {"learner": Stuck(4)}
-    said = watched(**parts)
-    assert [stalled.name for stalled, _, _ in said] == [stage] * len(said) and 2 <= len(said) <= 3
-    assert waits_for in said[0][0].waits_for and said[0][2] == f"asked {stage}"
-    assert 60 <= said[0][1] <= 70 and 120 <= said[1][1] <= 140
+    reports = watched(**parts)
+    assert [stalled.name for stalled, _, _ in reports] == [stage] * len(reports) and 2 <= len(
+        reports
+    ) <= 3
+    assert waits_for in reports[0][0].waits_for and reports[0][2] == f"asked {stage}"
+    assert 60 <= reports[0][1] <= 70 and 120 <= reports[1][1] <= 140
 
 
-def test_a_slow_run_is_left_alone():
+def test_a_slow_run_is_not_reported():
     assert (
         watched(
             seconds=3000,
@@ -134,21 +136,26 @@ def test_a_slow_run_is_left_alone():
     )
 
 
-def test_completions_that_grow_are_no_standstill():
+def test_completions_that_grow_are_progress():
     tokens = iter(range(100))
 
     async def counted(stage):
         return next(tokens), "tokens flow"
 
-    assert watched(seconds=1000, rollouts=FakeRollouts(latency=lambda _: 900.0), ask=counted) == []
+    assert (
+        watched(seconds=1000, rollouts=FakeRollouts(latency=lambda _: 900.0), describe=counted)
+        == []
+    )
 
 
-def test_a_learner_that_works_alone_is_watched_as_well(tmp_path):
-    """Before training and after it: loading, warm start, saving."""
-    said = asyncio.Event()
+def test_a_learner_that_works_alone_is_watched_too(tmp_path):
+    """The learner works alone before and after training: loading, warm start, saving."""
+    reported = asyncio.Event()
     recorder, live = (
         FakeRecorder(),
-        SimpleNamespace(progress=SimpleNamespace(phase="warm start"), note=lambda text: said.set()),
+        SimpleNamespace(
+            progress=SimpleNamespace(phase="warm start"), note=lambda text: reported.set()
+        ),
     )
     config = SimpleNamespace(observe=SimpleNamespace(stall_s=0.2))
 
@@ -174,7 +181,7 @@ def test_a_learner_that_works_alone_is_watched_as_well(tmp_path):
                 learner.answered += 1
                 await asyncio.sleep(0.05)
             quiet = list(recorder.records)
-            await said.wait()
+            await reported.wait()
         return quiet
 
     assert asyncio.run(asyncio.wait_for(both(), 20)) == []
@@ -194,11 +201,14 @@ def test_a_learner_that_works_alone_is_watched_as_well(tmp_path):
 
 def test_workers_that_do_not_answer_or_are_dead():
     async def silent(stage):
-        await asyncio.sleep(FOR_EVER)
+        await asyncio.sleep(FOREVER)
 
     async def dead(stage):
         raise ConnectionError("gone\nfor good")
 
-    stuck = {"rollouts": FakeRollouts(latency=lambda _: FOR_EVER)}
-    assert "did not answer within 10 s" in watched(ask=silent, **stuck)[0][2]
-    assert watched(ask=dead, **stuck)[0][2] == "its workers cannot be asked: ConnectionError: gone"
+    stuck = {"rollouts": FakeRollouts(latency=lambda _: FOREVER)}
+    assert "did not answer within 10 s" in watched(describe=silent, **stuck)[0][2]
+    assert (
+        watched(describe=dead, **stuck)[0][2]
+        == "its workers cannot be asked: ConnectionError: gone"
+    )

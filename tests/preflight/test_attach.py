@@ -1,4 +1,4 @@
-"""What a run asks of generators that stand already, before it leases them."""
+"""What a run requires of standing generators before it leases them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_generators_of_the_same_model_fit(tiny_model: Path) -> None:
     )
 
 
-def test_what_does_not_fit_is_named(tiny_model: Path, untied_model: Path) -> None:
+def test_a_mismatch_is_named(tiny_model: Path, untied_model: Path) -> None:
     app = GeneratorApp(model="elsewhere", http=True)
     for run, held, standing, tokens, text in (
         (
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_named(tiny_model: Path, untied_model: Path) -> Non
             app,
             status(tiny_model),
             85,
-            r"ends completions at tokens \[2\] and strings \[\], the run at \[2, 7\]",
+            r"ends completions at tokens \[2\] and strings \[\], but the run at \[2, 7\]",
         ),
         (
             config(tiny_model, rollout_stop=["12"]),
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_named(tiny_model: Path, untied_model: Path) -> Non
             check_fits(run, "standing", held, standing, tokens)
 
 
-def test_a_run_that_attaches_asks_for_no_room_for_generators(tiny_model: Path) -> None:
+def test_an_attached_run_requests_no_resources_for_generators(tiny_model: Path) -> None:
     attached = config(tiny_model)
     own = attached.model_copy(
         update={"generator": attached.generator.model_copy(update={"attach": None})}

@@ -1,5 +1,5 @@
-"""A cluster that grows: Ray's own autoscaler adds nodes of its fake provider when it sees what a
-run waits for."""
+"""A growing cluster: Ray's autoscaler adds nodes of its fake provider when it sees the demand of a
+waiting run."""
 
 import json
 import os
@@ -25,26 +25,26 @@ from asyncrl.contracts.errors import PlacementError
 
 ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
 TREE = json.loads(sys.argv[2])
-told = []
+lines = []
 
 def room(**more):
     began = time.monotonic()
     try:
         config, table = asyncio.run(placement.wait_for_resources(Config.model_validate({**TREE,
-            **more}), tell=told.append))
+            **more}), tell=lines.append))
         return {"replicas": config.generator.num_replicas, "table": table,
             "seconds": time.monotonic() - began}
     except PlacementError as error:
         return {"error": str(error)}
 
-answers = {"begun with": len(ray.nodes())}
+answers = {"nodes at start": len(ray.nodes())}
 answers["never"] = room(learner={"num_cpus": 64.0}, placement_timeout_s=2)
 answers["grown"] = room(learner={"num_cpus": 3.0}, placement_timeout_s=150)
 answers["nodes"] = sum(node["Alive"] for node in ray.nodes())
 answers["fewer"] = room(generator={"num_replicas": 40, "min_replicas": 2, "num_cpus": 0.4},
     placement_timeout_s=2)
 answers["groups"] = [group["state"] for group in ray.util.placement_group_table().values()]
-answers["told"] = told
+answers["lines"] = lines
 print("ANSWERS " + json.dumps(answers), flush=True)
 """
 
@@ -52,8 +52,11 @@ print("ANSWERS " + json.dumps(answers), flush=True)
 @pytest.fixture
 def growing(tmp_path):
     """Address of a cluster without CPUs that may add two nodes of four, and the variables to reach
-    it. (`AutoscalingCluster` begins by stopping every Ray of this machine, and its base config is
-    not in Ray's wheel.)"""
+    it.
+
+    Ray's `AutoscalingCluster` first stops every Ray on this machine, and its base config is not in
+    Ray's wheel.
+    """
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
@@ -67,8 +70,8 @@ def growing(tmp_path):
             "max_workers": 2,
         },
     }
-    # All nodes have one address, so the autoscaler knows them by their ids. It would start those it
-    # has not yet heard of anew over SSH, and give up.
+    # All nodes have the same address, so the autoscaler must identify them by their ids. Otherwise,
+    # it would restart unknown nodes over SSH, and fail.
     provider = {
         "type": "fake_multinode",
         "gcs_address": address,
@@ -137,7 +140,7 @@ def growing(tmp_path):
         command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=tmp_path
     )
     try:
-        while "--block" not in log.read_text():  # the test's timeout bounds it
+        while "--block" not in log.read_text():  # the test's timeout limits this loop
             assert head.poll() is None, log.read_text()
             time.sleep(0.2)
         yield address, environment, temp
@@ -169,7 +172,7 @@ def test_a_run_waits_for_nodes_that_the_autoscaler_adds(growing):
         next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))[8:]
     )
     print(json.dumps(answers, indent=1))
-    assert answers["begun with"] == 1
+    assert answers["nodes at start"] == 1
     assert answers["never"]["error"].startswith(
         "the cluster is too small for this run after placement_timeout_s = 2 s (CPU: 64.7 needed"
     )
@@ -181,9 +184,9 @@ def test_a_run_waits_for_nodes_that_the_autoscaler_adds(growing):
         line.startswith(
             "waiting up to 150 s for room on the cluster: CPU: 3.7 needed, 0 registered"
         )
-        for line in answers["told"]
+        for line in answers["lines"]
     )
-    assert answers["told"][-1].startswith(
+    assert answers["lines"][-1].startswith(
         f"only {answers['fewer']['replicas']} of generator.num_replicas = 40 have room: CPU: 16.7"
         " needed"
     )

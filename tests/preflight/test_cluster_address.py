@@ -1,4 +1,5 @@
-"""An address where no cluster is costs one line and seconds, before anything is made."""
+"""An address without a cluster is refused in one line, within seconds, before anything is
+created."""
 
 import os
 import signal
@@ -31,7 +32,7 @@ LOOPBACK = "127.0.0.2"
             ),
         ),
         ("https://ray.example", "the address of Ray's job service"),
-        ("ray://127.0.0.1:10001", "is Ray Client's address"),
+        ("ray://127.0.0.1:10001", "is a Ray Client address"),
         (
             "127.0.0.1:1",
             (
@@ -45,21 +46,21 @@ LOOPBACK = "127.0.0.2"
         ("127.0.0.1:", "RAY_ADDRESS = '127.0.0.1:'"),
     ],
 )
-def test_an_address_of_no_cluster_is_named(monkeypatch, named, message):
+def test_an_address_without_a_cluster_is_refused(monkeypatch, named, message):
     monkeypatch.setenv("RAY_ADDRESS", named)
     with pytest.raises(ConfigError, match=message):
         answering_cluster()
 
 
 @pytest.mark.parametrize("named", [None, "", "local"])
-def test_without_an_address_a_run_has_a_cluster_of_its_own(monkeypatch, named):
+def test_without_an_address_a_run_starts_a_local_cluster(monkeypatch, named):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if named is not None:
         monkeypatch.setenv("RAY_ADDRESS", named)
     assert answering_cluster() is None
 
 
-def test_what_listens_and_is_not_ray_is_named(monkeypatch):
+def test_a_listener_that_is_not_ray_is_refused(monkeypatch):
     monkeypatch.setattr(cluster_address, "ANSWER_S", 0.2)
     with socket.create_server((LOOPBACK, 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"{LOOPBACK}:{server.getsockname()[1]}")
@@ -69,7 +70,7 @@ def test_what_listens_and_is_not_ray_is_named(monkeypatch):
             answering_cluster()
 
 
-def test_another_grpc_service_is_named(monkeypatch):
+def test_another_grpc_service_is_refused(monkeypatch):
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port(f"{LOOPBACK}:0")
     server.start()
@@ -77,14 +78,14 @@ def test_another_grpc_service_is_named(monkeypatch):
         monkeypatch.setenv("RAY_ADDRESS", f"{LOOPBACK}:{port}")
         with pytest.raises(
             ConfigError,
-            match=r"something listens there, and did not answer as Ray \(unimplemented\)",
+            match=r"a process listens there, but did not answer like Ray \(unimplemented\)",
         ):
             answering_cluster()
     finally:
         server.stop(None).wait()
 
 
-def test_the_cluster_that_runs_answers(ray_cluster, monkeypatch):
+def test_a_running_cluster_answers(ray_cluster, monkeypatch):
     import ray
 
     address = ray.get_runtime_context().gcs_address
@@ -92,7 +93,7 @@ def test_the_cluster_that_runs_answers(ray_cluster, monkeypatch):
     assert answering_cluster() == address
 
 
-def test_train_ends_with_one_line_and_makes_no_directory(tmp_path: Path):
+def test_train_ends_with_one_line_and_creates_no_directory(tmp_path: Path):
     config = Path(__file__).parents[2] / "jobs" / "quickstart" / "quickstart.yaml"
     environment = {
         **os.environ,
@@ -129,8 +130,8 @@ def test_ctrl_c_ends_the_wait(tmp_path: Path):
         )
         assert process.stdout is not None and process.stdout.readline() == b"asking\n"
         server.settimeout(60)
-        server.accept()[0].close()  # the first connection only asks whether anybody is there
+        server.accept()[0].close()  # the first connection only tests for a listener
         server.accept()
-        begun = time.monotonic()
+        start = time.monotonic()
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) != 0 and time.monotonic() - begun < 30
+        assert process.wait(60) != 0 and time.monotonic() - start < 30

@@ -1,5 +1,4 @@
-"""Room on the disks that a run writes to: hand-computed needs, file systems apart, and the
-refusal."""
+"""Disk space for a run: needs computed by hand, separate file systems, and the refusal."""
 
 import os
 import shutil
@@ -32,7 +31,7 @@ def free(monkeypatch, count):
 
 
 def test_needs_hand_computed(config):
-    """AdamW: 12 bytes a parameter; two are kept while a third is written."""
+    """AdamW: 12 bytes per parameter. Two checkpoints are kept while a third is written."""
     assert checkpoint_bytes(config(), VERSION) == 1200 * MIB
     assert (
         checkpoint_bytes(config(model={**SMALL["model"], "dtype": "bfloat16"}), VERSION)
@@ -51,7 +50,7 @@ def test_needs_hand_computed(config):
     )
 
 
-def test_what_an_earlier_attempt_wrote_makes_room_for_what_comes(config):
+def test_checkpoints_of_an_earlier_attempt_reduce_the_needed_space(config):
     step = Path(config().checkpoints_directory, "step_000050", "learner")
     step.mkdir(parents=True)
     with open(step / "states.pt", "wb") as file:
@@ -63,7 +62,7 @@ def test_what_an_earlier_attempt_wrote_makes_room_for_what_comes(config):
     assert disks(config(), VERSION)[0].needed == 400 * MIB
 
 
-def test_a_checkpoint_that_a_living_run_deletes_meanwhile_counts_nothing(config, monkeypatch):
+def test_a_checkpoint_deleted_during_the_check_counts_zero(config, monkeypatch):
     directory = Path(config().checkpoints_directory)
     directory.mkdir(parents=True)
     monkeypatch.setattr(disk.os, "walk", lambda place: [(str(directory), [], ["gone"])])
@@ -71,7 +70,7 @@ def test_a_checkpoint_that_a_living_run_deletes_meanwhile_counts_nothing(config,
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no second file system")
-def test_checkpoints_elsewhere_need_their_own_room(config, tmp_path):
+def test_checkpoints_on_another_file_system_are_counted_there(config, tmp_path):
     if os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
         pytest.skip("one file system")
     apart = config(checkpoint={"save": f"/dev/shm/asyncrl-{os.getpid()}-none/checkpoints"})
@@ -83,16 +82,15 @@ def test_checkpoints_elsewhere_need_their_own_room(config, tmp_path):
     )
 
 
-def test_a_disk_with_too_little_is_refused_with_both_figures(config, tmp_path, monkeypatch):
+def test_a_disk_with_too_little_space_is_refused_with_both_numbers(config, tmp_path, monkeypatch):
     free(monkeypatch, 4000 * MIB)
     refuse_full(config(), disks(config(), VERSION))
     free(monkeypatch, 4000 * MIB - 1)
     with pytest.raises(ConfigError) as refusal:
         refuse_full(config(), disks(config(), VERSION))
     assert (
-        str(refusal.value)
-        == f"{tmp_path}/runs/{config().name} has 3,999 MiB free on its file system, and up to 3"
-        " checkpoints and the exported model need 4,000.0 MiB; free some room, lower"
+        str(refusal.value) == f"{tmp_path}/runs/{config().name} has 3,999 MiB free, but up to 3"
+        " checkpoints and the exported model need 4,000.0 MiB; free some space, lower"
         " checkpoint.keep = 2, or set runs_root to a larger disk"
     )
     assert not (tmp_path / "runs").exists()

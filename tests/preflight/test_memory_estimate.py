@@ -1,4 +1,4 @@
-"""The memory estimate of `asyncrl plan`: from headers alone, by DeepSpeed's own formula."""
+"""The memory estimate of `asyncrl plan`, from headers only, by DeepSpeed's own formula."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncrl.testing.families import VOCABULARY, family
 
 
 @pytest.mark.parametrize("model", ["tiny_model", "untied_model"])
-def test_headers_tell_what_deepspeed_counts_in_the_model(
+def test_counts_from_headers_equal_deepspeeds_counts_of_the_model(
     model: str, request: pytest.FixtureRequest
 ) -> None:
     from deepspeed.runtime.zero.stage3 import model_to_params
@@ -52,7 +52,7 @@ def test_offload_moves_states_to_the_host_and_ranks_share_them(tiny_model: Path)
     assert (both.on_device, both.on_host) == (layer, int(1.5 * 18 * one.parameters))
 
 
-def test_publishing_takes_two_buckets_and_a_bucket_holds_the_largest_parameter(
+def test_publishing_needs_two_buckets_of_at_least_the_largest_parameter(
     tiny_model: Path,
 ) -> None:
     config = learner_config(tiny_model)
@@ -67,7 +67,7 @@ def test_publishing_takes_two_buckets_and_a_bucket_holds_the_largest_parameter(
     )
 
 
-def test_log_probs_take_seven_chunks_and_two_gradients_of_the_head(untied_model: Path) -> None:
+def test_log_probs_need_seven_chunks_and_two_gradients_of_the_head(untied_model: Path) -> None:
     head = AutoModelForCausalLM.from_pretrained(untied_model).lm_head.weight
     few, many = (
         learner_config(untied_model, max_tokens=64),
@@ -77,12 +77,12 @@ def test_log_probs_take_seven_chunks_and_two_gradients_of_the_head(untied_model:
     assert estimate(many).logits == 4 * (7 * (1 << 23) + 2 * head.numel())
 
 
-def test_the_text_says_what_is_not_in_it_and_what_the_machine_has(tiny_model: Path) -> None:
+def test_the_text_names_excluded_memory_and_this_machine(tiny_model: Path) -> None:
     text = memory_text(learner_config(tiny_model, world_size=2))
     assert f"{psutil.virtual_memory().total / 2**30:.2f} GiB of memory" in text
     assert (
-        "activations come on top" in text
-        and "gradient_checkpointing makes them small" in text
+        "activations are not included" in text
+        and "gradient_checkpointing would make them small" in text
         and "saves nothing" not in text
     )
     assert ("no GPU" in text) != torch.cuda.is_available()
@@ -90,8 +90,8 @@ def test_the_text_says_what_is_not_in_it_and_what_the_machine_has(tiny_model: Pa
         learner_config(tiny_model, gradient_checkpointing=True, offload_optimizer="cpu")
     )
     assert (
-        "keeps one input for each layer" in offloaded
-        and "offloading saves nothing on learner.device: cpu" in offloaded
+        "keeps one input per layer" in offloaded
+        and "offloading saves nothing with learner.device: cpu" in offloaded
     )
 
 
@@ -100,11 +100,9 @@ def test_the_text_says_what_is_not_in_it_and_what_the_machine_has(tiny_model: Pa
     [False, pytest.param(True, marks=pytest.mark.slow)],
     ids=["kept", "computed again"],
 )
-def test_scores_of_tokens_by_tokens_are_counted_as_large_as_they_get(
-    tmp_path: Path, checkpointing: bool
-) -> None:
-    """Gemma 2 attends eagerly: forward and backward pass of one trajectory, in resident memory,
-    against the estimate."""
+def test_attention_scores_are_estimated_at_their_peak(tmp_path: Path, checkpointing: bool) -> None:
+    """Gemma 2 uses eager attention. Compares the resident memory of a trajectory's forward and
+    backward pass with the estimate."""
     tokens = 1700
     path = family("gemma2").save(tmp_path, max_position_embeddings=4096, num_attention_heads=4)
     config = learner_config(path, max_tokens=tokens, gradient_checkpointing=checkpointing)
@@ -141,9 +139,7 @@ def test_scores_of_tokens_by_tokens_are_counted_as_large_as_they_get(
     assert 0.6 * needed < highest[0] < 1.25 * needed
 
 
-def test_models_that_keep_no_scores_are_not_charged_for_them(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_models_that_store_no_scores_need_none(tiny_model: Path, tmp_path: Path) -> None:
     assert estimate(learner_config(tiny_model)).scores == 0
     assert estimate(learner_config(family("qwen3_next").save(tmp_path / "hybrid"))).scores == 0
     assert "tokens squared" not in memory_text(learner_config(tiny_model))
@@ -151,6 +147,6 @@ def test_models_that_keep_no_scores_are_not_charged_for_them(
 
 @pytest.mark.parametrize("name", ["gpt2", "mamba2"])
 def test_older_names_of_sizes_are_read(tmp_path: Path, name: str) -> None:
-    """GPT-2 says n_embd; a Mamba has no attention heads."""
+    """GPT-2 has n_embd, and a Mamba has no attention heads."""
     needs = estimate(learner_config(family(name).save(tmp_path / name)))
     assert needs.logits > 4 * 2 * VOCABULARY * 64

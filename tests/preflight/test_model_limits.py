@@ -1,4 +1,4 @@
-"""The longest sequence that a model takes, by its config.json."""
+"""The longest sequence of a model, by its config.json."""
 
 import json
 import shutil
@@ -10,8 +10,8 @@ from asyncrl.preflight.plan import make_plan
 from asyncrl.testing.families import family
 
 
-def test_a_long_rope_model_is_held_to_its_short_frequencies(write, tiny_model, tmp_path):
-    """Past them, one long trajectory of a packed row would change all the others."""
+def test_long_rope_limits_trajectories_to_the_short_frequencies(write, tiny_model, tmp_path):
+    """Beyond them, one long trajectory would change all others in its packed row."""
     from transformers import Phi3Config, Phi3ForCausalLM
 
     model = shutil.copytree(tiny_model, tmp_path / "phi3")
@@ -42,7 +42,7 @@ def test_a_long_rope_model_is_held_to_its_short_frequencies(write, tiny_model, t
         assert config.longest_trajectory == 28
         if original == 28:
             assert make_plan(config).context == 28, (
-                "the generators' engines are told as well: vLLM chooses by its longest sequence"
+                "the generators' engines get it too: vLLM chooses by its longest sequence"
             )
             continue
         with pytest.raises(
@@ -56,8 +56,8 @@ def test_a_long_rope_model_is_held_to_its_short_frequencies(write, tiny_model, t
         assert "\n" not in str(error.value)
 
 
-def test_pieces_of_supervised_rows_are_held_to_the_short_frequencies_too(write, tmp_path):
-    """A piece may fill a micro-batch, and reach further than any trajectory."""
+def test_long_rope_limits_pieces_of_supervised_rows_too(write, tmp_path):
+    """A piece may fill a micro-batch, and be longer than any trajectory."""
     split = {"warm_start.completion_policy": "split", "warm_start.packing_strategy": "bfd_split"}
     files = {
         "warm_start.data": "HERE/train.parquet",
@@ -74,7 +74,7 @@ def test_pieces_of_supervised_rows_are_held_to_the_short_frequencies_too(write, 
         make_plan(load_config(write({**split, **files, "learner.max_tokens_per_gpu": 65})))
 
 
-def test_the_context_of_a_text_config_is_seen(write, tmp_path, tiny_model):
+def test_the_context_of_a_nested_text_config_is_used(write, tmp_path, tiny_model):
     shutil.copytree(tiny_model, tmp_path / "nested")
     tree = json.loads((tiny_model / "config.json").read_text())
     (tmp_path / "nested" / "config.json").write_text(

@@ -1,5 +1,5 @@
-"""A model of the hub is fetched once per node, whoever asks at once, and needs no network
-afterwards. The hub is a small server on loopback."""
+"""A model on the hub is downloaded once per node, even by concurrent processes, and then needs no
+network. The hub is a small server on loopback."""
 
 import json
 import os
@@ -38,7 +38,7 @@ class Hub(ThreadingHTTPServer):
         self.got: Counter[str] = Counter()
         self.trees = 0
         self.there = True
-        self.asked = threading.Event()
+        self.requested = threading.Event()
         self.open = threading.Event()
         self.open.set()
 
@@ -95,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
         if with_body:
             self.server.got[name] += 1
             if name.endswith(".safetensors"):
-                self.server.asked.set()
+                self.server.requested.set()
                 self.server.open.wait(60)
         return self.send(
             self.server.files[name], 200, with_body, {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT}
@@ -131,7 +131,7 @@ def hub(tiny_model, tmp_path):
 
 @pytest.fixture
 def ask(hub, tmp_path):
-    """Starts a process that fetches the model; `offline`: without the network."""
+    """Starts a process that downloads the model; `offline`: without the network."""
     started = []
 
     def start(offline=False):
@@ -162,14 +162,14 @@ def ask(hub, tmp_path):
         process.communicate()
 
 
-def said(process):
+def output_of(process):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return out.strip().splitlines()[-1]
 
 
-def test_eight_processes_at_once_fetch_a_model_once(hub, ask, tiny_model):
-    places = {said(process) for process in [ask() for _ in range(8)]}
+def test_eight_concurrent_processes_download_a_model_once(hub, ask, tiny_model):
+    places = {output_of(process) for process in [ask() for _ in range(8)]}
     (place,) = places
     assert place.endswith(f"models--someone--tiny/snapshots/{COMMIT}")
     assert hub.trees == 1, "the others found it complete"
@@ -178,40 +178,40 @@ def test_eight_processes_at_once_fetch_a_model_once(hub, ask, tiny_model):
     assert read_snapshot(type(tiny_model)(place)) == read_snapshot(tiny_model)
 
 
-def test_a_fetched_model_needs_no_network(hub, ask):
-    place = said(ask())
+def test_a_downloaded_model_needs_no_network(hub, ask):
+    place = output_of(ask())
     before = hub.got.copy()
-    assert said(ask(offline=True)) == place
+    assert output_of(ask(offline=True)) == place
     assert hub.got == before
 
 
-def test_a_process_that_dies_while_it_fetches_leaves_nothing_half(hub, ask, tiny_model):
+def test_a_process_that_dies_during_a_download_leaves_no_partial_model(hub, ask, tiny_model):
     hub.open.clear()
     first = ask()
-    assert hub.asked.wait(60)
+    assert hub.requested.wait(60)
     waiting = ask()
     first.kill()
     first.wait()
     hub.open.set()
-    place = said(waiting)
+    place = output_of(waiting)
     assert look(place) == read_snapshot(tiny_model)
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_a_name_that_the_hub_has_not_got_is_one_line(hub, ask, offline):
+def test_a_name_that_is_not_on_the_hub_is_refused_in_one_line(hub, ask, offline):
     hub.there = False
     process = ask(offline)
     _, err = process.communicate(timeout=120)
     last = err.strip().splitlines()[-1]
     assert (
-        "model.path = 'someone/tiny': no such directory, and no model of the hub that can be"
-        " fetched"
+        "model.path = 'someone/tiny': no such directory, and no model on the hub that can be"
+        " downloaded"
         in last
         and "hf download someone/tiny" in last
     )
 
 
-def test_a_directory_is_a_directory(tiny_model, tmp_path, monkeypatch):
+def test_a_directory_is_used_as_it_is(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "mine").symlink_to(tiny_model)
@@ -229,30 +229,30 @@ def test_a_directory_is_a_directory(tiny_model, tmp_path, monkeypatch):
     )
 
 
-def test_nodes_that_find_another_model_are_told_apart(tiny_model, tmp_path):
+def test_a_node_with_a_different_model_is_recognized(tiny_model, tmp_path):
     here = read_snapshot(tiny_model)
     assert look(str(tiny_model)) == here
     assert "none' has no model.safetensors and no" in difference(look(str(tmp_path / "none")), here)
     other = tmp_path / "other"
     shutil.copytree(tiny_model, other)
     (other / "tokenizer_config.json").write_text("{}")
-    assert difference(look(str(other)), here) == "has another config or tokenizer"
+    assert difference(look(str(other)), here) == "has a different config or tokenizer"
     assert difference(Snapshot(here.hash, {"model.safetensors": (1, "")}), here).startswith(
-        "has other weights (1 files, 1 bytes; here 1 files, "
+        "has different weights (1 files, 1 bytes; here 1 files, "
     )
     shutil.copy(tiny_model / "tokenizer_config.json", other)
     with (other / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
-    assert difference(look(str(other)), here).startswith("has other weights")
+    assert difference(look(str(other)), here).startswith("has different weights")
 
 
-def test_a_run_that_goes_on_keeps_its_commit(tmp_path, monkeypatch):
-    asked = []
+def test_a_resumed_run_keeps_its_commit(tmp_path, monkeypatch):
+    downloads = []
     monkeypatch.setattr(
         snapshot,
         "download",
-        lambda name, revision, **more: asked.append((name, revision)) or tmp_path,
+        lambda name, revision, **more: downloads.append((name, revision)) or tmp_path,
     )
     cached = f"/cache/models--someone--tiny/snapshots/{COMMIT}"
     (tmp_path / "small").mkdir()
@@ -263,4 +263,4 @@ def test_a_run_that_goes_on_keeps_its_commit(tmp_path, monkeypatch):
         ("someone/other", "auto"),
     ):
         resolve_models(small_config(model={"path": name}, resume=resume, runs_root=str(tmp_path)))
-    assert asked == [("someone/tiny", COMMIT), ("someone/tiny", None), ("someone/other", None)]
+    assert downloads == [("someone/tiny", COMMIT), ("someone/tiny", None), ("someone/other", None)]

@@ -1,5 +1,5 @@
-"""A loss, an advantage and a group filter of the user's own are tried on made-up numbers before
-anything starts."""
+"""The user's own loss, advantage and group filter are tried on made-up numbers before anything
+starts."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def prints(rewards):
 
 @pytest.fixture
 def made(tmp_path, tiny_model, monkeypatch):
-    """`made(**algorithm)`: a config file with these functions, and its path."""
+    """`made(**algorithm)`: writes a config file with these functions and returns its path."""
     (tmp_path / "trial_own.py").write_text(OWN)
     for folder in (tmp_path, Path(__file__).parents[2]):
         monkeypatch.syspath_prepend(str(folder))
@@ -58,22 +58,20 @@ def made(tmp_path, tiny_model, monkeypatch):
         }
         (tmp_path / "config.yaml").write_text(
             str(tree)
-        )  # a Python dict of strings and numbers is YAML as well
+        )  # a Python dict of strings and numbers is valid YAML
         return tmp_path / "config.yaml"
 
     return made
 
 
-def test_the_examples_are_tried_and_said(made):
+def test_the_example_functions_are_tried_and_reported(made):
     names = {"loss": "clipped", "advantage": "standardized", "group_filter": "mixed"}
     lines = try_own(
         load_config(
             made(**{name: f"jobs.own_algorithm:{function}" for name, function in names.items()})
         )
     )
-    assert lines[0].endswith(
-        "a loss and a gradient for each of 12 tokens; metrics: ratio_below_half"
-    )
+    assert lines[0].endswith("a loss and a gradient for 12 tokens; metrics: ratio_below_half")
     assert lines[1].endswith("[1.0, 0.0, 0.5, 0.0] gives [1.5076, -0.9045, 0.3015, -0.9045]")
     assert lines[2].endswith(
         "[1.0, 0.0, 0.5, 0.0] trained; [1.0, 1.0] left out; [0.0, 0.0, 0.0] left out"
@@ -105,13 +103,13 @@ def test_the_examples_are_tried_and_said(made):
     ],
 )
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_what_is_wrong_is_said_with_file_and_line(made, algorithm, message):
+def test_an_error_is_reported_with_file_and_line(made, algorithm, message):
     with pytest.raises(ConfigError, match="^on made-up numbers: .*" + message):
         try_own(load_config(made(**algorithm)))
 
 
 @pytest.mark.parametrize("name", ["advantage", "group_filter"])
-def test_a_function_that_hangs_or_leaves_is_ended_and_named(made, name):
+def test_a_function_that_hangs_or_exits_is_ended_and_named(made, name):
     with pytest.raises(
         ConfigError,
         match=(
@@ -133,20 +131,22 @@ def test_a_module_that_hangs_while_it_is_imported_is_ended(made, tmp_path):
         try_own(load_config(made(loss="never_there:loss")), limit_s=3)
 
 
-def test_what_a_function_prints_is_no_answer_and_its_threads_hold_nothing_up(made, capfd):
+def test_output_of_a_function_is_ignored_and_its_threads_do_not_block(made, capfd):
     [line] = try_own(load_config(made(advantage="trial_own:prints")))
     assert line.endswith("[1.0, 0.0, 0.5, 0.0] gives [1.0, 0.0, 0.5, 0.0]")
-    said = capfd.readouterr()
-    assert not said.out and "own words" in said.err and "own bytes" in said.err
+    output = capfd.readouterr()
+    assert not output.out and "own words" in output.err and "own bytes" in output.err
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_the_command_ends_with_it_and_leaves_nothing(made, command, capsys, tmp_path, monkeypatch):
+def test_the_command_ends_with_the_error_and_leaves_nothing(
+    made, command, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert cli.run(command, str(made(loss="trial_own:half")), []) == 2
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
-        said.startswith("asyncrl: on made-up numbers: algorithm.loss = 'trial_own:half' (")
-        and said.count("\n") == 1
+        output.startswith("asyncrl: on made-up numbers: algorithm.loss = 'trial_own:half' (")
+        and output.count("\n") == 1
     )
     assert not (tmp_path / "runs").exists()

@@ -1,5 +1,5 @@
-"""Room for a run: refused at once where no node can come, else after the timeout; then fewer
-replicas; and a new attempt when it is lost meanwhile."""
+"""Room for a run: an immediate refusal if no node can join, else a timeout, fewer replicas, and a
+new attempt after a lost placement."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,8 @@ from asyncrl.run.launch import Stations
 
 @pytest.fixture
 def holder(ray_cluster):
-    """`holder(cpus)`: an actor that holds so many logical CPUs, gone after the test, and its room
-    free again."""
+    """`holder(cpus)`: an actor that occupies this many logical CPUs. It ends with the test, and its
+    resources are free again."""
     held, free = [], ray_cluster.available_resources()["CPU"]
 
     class Holder:
@@ -47,7 +47,7 @@ def holder(ray_cluster):
         time.sleep(0.05)
 
 
-def test_needed_counts_every_part():
+def test_needed_includes_every_part():
     assert needed(config())["CPU"] == pytest.approx(0.4 + 0.4 + 0.1 + 0.1 + 0.1)
     assert (
         needed(
@@ -61,7 +61,7 @@ def test_needed_counts_every_part():
 
 
 @pytest.mark.timeout(120)
-def test_too_small_a_cluster_of_its_own_is_refused_at_once(ray_cluster):
+def test_a_local_cluster_that_is_too_small_is_refused_at_once(ray_cluster):
     with pytest.raises(
         PlacementError,
         match=(
@@ -80,34 +80,34 @@ def test_too_small_a_cluster_of_its_own_is_refused_at_once(ray_cluster):
 
 
 @pytest.mark.timeout(120)
-def test_room_that_others_hold_is_waited_for_and_then_refused(ray_cluster, holder):
+def test_a_full_cluster_is_refused_after_the_timeout(ray_cluster, holder):
     free = ray_cluster.available_resources()["CPU"]
-    told = []
+    lines = []
     holder(free - 0.5)
     with pytest.raises(
         PlacementError,
         match=(
             r"after placement_timeout_s = 1 s \(CPU: 1\.1 needed, 0\.\d+ free.*\); free some, or"
-            r" wait longer\n"
+            r" raise placement_timeout_s\n"
         ),
     ) as error:
-        asyncio.run(wait_for_resources(config(placement_timeout_s=1), tell=told.append))
+        asyncio.run(wait_for_resources(config(placement_timeout_s=1), tell=lines.append))
     assert "the users of the rest are not known: this cluster has no dashboard" in str(error.value)
-    # Processes of earlier tests may give back theirs meanwhile.
+    # Processes of earlier tests may free their resources during this one.
     assert re.match(
-        r"waiting up to 1 s for room on the cluster: CPU: 1\.1 needed, 0\.\d+ free", told[0]
+        r"waiting up to 1 s for room on the cluster: CPU: 1\.1 needed, 0\.\d+ free", lines[0]
     )
 
 
 @pytest.mark.timeout(120)
-def test_room_that_is_given_back_in_time_is_taken(ray_cluster, holder):
-    other, told = holder(ray_cluster.available_resources()["CPU"] - 0.5), []
+def test_resources_freed_in_time_are_used(ray_cluster, holder):
+    other, lines = holder(ray_cluster.available_resources()["CPU"] - 0.5), []
 
     async def wait():
         waiting = asyncio.create_task(
-            wait_for_resources(config(placement_timeout_s=100), 1 << 20, told.append)
+            wait_for_resources(config(placement_timeout_s=100), 1 << 20, lines.append)
         )
-        while not told:  # noqa: ASYNC110
+        while not lines:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         ray_cluster.kill(other)
         return await waiting
@@ -117,7 +117,7 @@ def test_room_that_is_given_back_in_time_is_taken(ray_cluster, holder):
 
 
 @pytest.mark.timeout(120)
-def test_memory_that_no_node_has_is_never_waited_for(ray_cluster):
+def test_memory_that_no_node_has_is_refused_at_once(ray_cluster):
     with pytest.raises(
         PlacementError, match=r"too small for this run \(memory: .* GiB needed, .* registered"
     ):
@@ -125,7 +125,7 @@ def test_memory_that_no_node_has_is_never_waited_for(ray_cluster):
 
 
 @pytest.mark.timeout(120)
-def test_an_actor_that_nobody_has_room_for_is_named(ray_cluster, holder):
+def test_an_actor_without_room_is_named(ray_cluster, holder):
     free = ray_cluster.available_resources()["CPU"]
     holder(free - 0.1)
     holder(config().generator.num_cpus, wait=False)
@@ -136,22 +136,22 @@ def test_an_actor_that_nobody_has_room_for_is_named(ray_cluster, holder):
         asyncio.run(wait_for_placement(config(placement_timeout_s=3), "no-such-application", {}))
 
 
-async def begun():
+async def started():
     return True
 
 
-async def not_begun():
+async def not_started():
     return False
 
 
 @pytest.mark.timeout(120)
-def test_placement_ends_when_replicas_have_processes_and_streams_have_begun(generators):
-    asyncio.run(wait_for_placement(config(), generators.name, {"prompt stream": begun}))
+def test_placement_ends_when_replicas_have_processes_and_streams_have_started(generators):
+    asyncio.run(wait_for_placement(config(), generators.name, {"prompt stream": started}))
 
 
 @pytest.mark.timeout(180)
 def test_a_stream_without_room_is_named(generators, tiny_model, ray_cluster, holder, tmp_path):
-    """The real prompt stream, in a cluster that somebody else has filled meanwhile."""
+    """The real prompt stream, in a cluster that another job has filled."""
     write_prompts(tmp_path / "p.jsonl")
     free = ray_cluster.available_resources()["CPU"]
     other = holder(free - 0.01)
@@ -165,10 +165,12 @@ def test_a_stream_without_room_is_named(generators, tiny_model, ray_cluster, hol
         prompts = RayPromptSource(data_spec(wanted), check_prompts(data_spec(wanted)))
         try:
             await wait_for_placement(
-                wanted, generators.name, {"prompt stream": prompts.started, "scoring stream": begun}
+                wanted,
+                generators.name,
+                {"prompt stream": prompts.started, "scoring stream": started},
             )
         finally:
-            ray_cluster.kill(other)  # or the stream would be waited for
+            ray_cluster.kill(other)  # otherwise the test would wait for the stream
             await prompts.close()
 
     with pytest.raises(
@@ -183,21 +185,21 @@ def write_prompts(path):
 
 @pytest.fixture
 def nodes_seen(monkeypatch):
-    """`nodes_seen(first, second, …)`: the CPUs of the one node of a standing cluster, look by look;
-    the last stays. Returns what was asked of Ray."""
+    """`nodes_seen(first, second, …)`: CPUs of a standing cluster's only node in successive looks;
+    the last value stays. Returns the calls to Ray."""
 
     def script(*cpus, placed=False):
-        looks, asked = [*cpus], []
+        looks, calls = [*cpus], []
 
         class Demand:
             def __init__(self, config):
-                asked.append(("demand", config.generator.num_replicas))
+                calls.append(("demand", config.generator.num_replicas))
 
             def placed(self):
                 return placed
 
             def remove(self):
-                asked.append("removed")
+                calls.append("removed")
 
         def seen(with_memory):
             have = {"CPU": looks.pop(0) if len(looks) > 1 else looks[0], "GPU": 0.0}
@@ -208,7 +210,7 @@ def nodes_seen(monkeypatch):
         monkeypatch.setattr(placement, "users_by_node", lambda: ({}, ""))
         monkeypatch.setattr(placement, "_Demand", Demand)
         monkeypatch.setattr(placement, "LOOK_EVERY_S", 0.001)
-        return asked
+        return calls
 
     return script
 
@@ -216,24 +218,24 @@ def nodes_seen(monkeypatch):
 RANGE = {"num_replicas": 4, "min_replicas": 2, "num_cpus": 1.0}
 
 
-def test_nodes_that_are_not_registered_yet_are_waited_for_and_asked_for(nodes_seen):
-    asked = nodes_seen(0, 0, 1, 8)
-    begun, table = asyncio.run(wait_for_resources(config(generator=RANGE, placement_timeout_s=600)))
-    assert (
-        begun.generator.num_replicas == 4 and "starts with the replicas that fit, 2 to 4." in table
+def test_missing_nodes_are_requested_and_waited_for(nodes_seen):
+    calls = nodes_seen(0, 0, 1, 8)
+    chosen, table = asyncio.run(
+        wait_for_resources(config(generator=RANGE, placement_timeout_s=600))
     )
-    assert asked == [("demand", 4), "removed"]
+    assert (
+        chosen.generator.num_replicas == 4 and "starts with the replicas that fit, 2 to 4." in table
+    )
+    assert calls == [("demand", 4), "removed"]
 
 
-def test_what_the_demand_held_is_waited_for_until_ray_shows_it_as_free(nodes_seen):
-    asked = nodes_seen(0, 0, 0, 0, 0, 8, placed=True)
+def test_resources_of_a_removed_demand_are_waited_for_until_free(nodes_seen):
+    calls = nodes_seen(0, 0, 0, 0, 0, 8, placed=True)
     asyncio.run(wait_for_resources(config(generator=RANGE, placement_timeout_s=600)))
-    assert asked == [("demand", 4), "removed"]
+    assert calls == [("demand", 4), "removed"]
 
 
-def test_room_that_others_take_whenever_it_is_given_back_is_refused_after_the_time(
-    nodes_seen, monkeypatch
-):
+def test_resources_that_others_always_take_are_refused_after_the_timeout(nodes_seen, monkeypatch):
     monkeypatch.setattr(placement, "GIVEN_BACK_S", 0.01)
     nodes_seen(0, placed=True)
     with pytest.raises(PlacementError, match="too small for this run after placement_timeout_s"):
@@ -244,23 +246,23 @@ def test_room_that_others_take_whenever_it_is_given_back_is_refused_after_the_ti
         )
 
 
-def test_after_the_time_a_run_begins_with_the_replicas_that_have_room(nodes_seen):
+def test_after_the_timeout_a_run_starts_with_the_replicas_that_fit(nodes_seen):
     nodes_seen(3.8)
-    told = []
-    begun, table = asyncio.run(
-        wait_for_resources(config(generator=RANGE, placement_timeout_s=0.05), tell=told.append)
+    lines = []
+    chosen, table = asyncio.run(
+        wait_for_resources(config(generator=RANGE, placement_timeout_s=0.05), tell=lines.append)
     )
-    assert begun.generator.num_replicas == 3 and begun.generator.min_replicas == 2
+    assert chosen.generator.num_replicas == 3 and chosen.generator.min_replicas == 2
     assert (
-        told[-1]
+        lines[-1]
         == "only 3 of generator.num_replicas = 4 have room: CPU: 4.7 needed, 3.8 registered"
     )
     assert "generator replicas 3 of 3" in table
 
 
 @pytest.mark.parametrize("generator", [RANGE, {**RANGE, "min_replicas": None}])
-def test_after_the_time_fewer_than_the_least_are_refused(nodes_seen, generator):
-    asked = nodes_seen(2.0)
+def test_after_the_timeout_fewer_than_min_replicas_are_refused(nodes_seen, generator):
+    calls = nodes_seen(2.0)
     with pytest.raises(
         PlacementError,
         match=(
@@ -269,11 +271,12 @@ def test_after_the_time_fewer_than_the_least_are_refused(nodes_seen, generator):
         ),
     ) as error:
         asyncio.run(wait_for_resources(config(generator=generator, placement_timeout_s=0.05)))
-    assert not isinstance(error.value, PartDiedError) and asked == [("demand", 4), "removed"]
+    assert not isinstance(error.value, PartDiedError) and calls == [("demand", 4), "removed"]
 
 
-def test_a_new_attempt_begins_by_itself_after_a_lost_placement(monkeypatch, tmp_path):
-    """Two attempts lose their room, the third ends. Each asks for all replicas again."""
+def test_a_new_attempt_starts_automatically_after_a_lost_placement(monkeypatch, tmp_path):
+    """Two attempts lose their placement, and the third ends. Each one requests all replicas
+    again."""
     attempts = []
 
     async def train(attempt, plan, directory, *_):
@@ -304,8 +307,8 @@ def test_a_new_attempt_begins_by_itself_after_a_lost_placement(monkeypatch, tmp_
 
 @pytest.fixture
 def replicas_seen(monkeypatch):
-    """`replicas_seen((replicas, waiting, unmet), …)`: what Ray shows, look by look; the last stays.
-    Returns the Stations that look."""
+    """`replicas_seen((replicas, waiting, unmet), …)`: Ray's state in successive looks; the last one
+    stays. Returns the Stations that look."""
 
     def script(*looks, **changes):
         left = [*looks]
@@ -331,7 +334,7 @@ def replicas_seen(monkeypatch):
     return script
 
 
-def test_a_run_without_room_for_any_generator_counts_as_one_that_lost_a_part(replicas_seen):
+def test_a_run_without_room_for_any_generator_has_lost_its_placement(replicas_seen):
     ended = []
 
     async def work():
@@ -352,8 +355,8 @@ def test_a_run_without_room_for_any_generator_counts_as_one_that_lost_a_part(rep
     assert ended == ["work"]
 
 
-def test_another_part_without_room_is_lost_too(replicas_seen):
-    """The node of the reference policy is gone: scoring would wait for ever."""
+def test_another_actor_without_room_has_lost_its_placement(replicas_seen):
+    """The node of the reference policy is gone, so scoring would wait forever."""
 
     async def work():
         await asyncio.Event().wait()
@@ -374,24 +377,24 @@ def test_another_part_without_room_is_lost_too(replicas_seen):
     [(1, 1, True), (0, 1, False), (0, 0, True)],
     ids=["one is left", "one is being started", "Serve asks for none yet"],
 )
-def test_generators_that_are_only_late_end_nothing(replicas_seen, look):
+def test_slow_generators_do_not_end_the_attempt(replicas_seen, look):
     async def work():
-        await asyncio.sleep(0.2)  # four times as long as a part may wait
+        await asyncio.sleep(0.2)  # four times the placement timeout
 
     asyncio.run(replicas_seen(look).while_placed(work()))
 
 
-def test_a_control_service_that_is_away_for_a_while_ends_nothing(replicas_seen, monkeypatch):
-    stations, asked = replicas_seen((0, 1, True)), []
+def test_an_unavailable_control_service_does_not_end_the_attempt(replicas_seen, monkeypatch):
+    stations, looks = replicas_seen((0, 1, True)), []
 
     def away(config):
-        asked.append(config)
+        looks.append(config)
         raise RpcError("GCS is away")
 
     monkeypatch.setattr(placement, "_unmet_demand", away)
 
     async def work():
-        while len(asked) < 20:  # noqa: ASYNC110
+        while len(looks) < 20:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(stations.while_placed(work()), 20))
@@ -405,17 +408,17 @@ def test_an_error_and_a_cancellation_of_the_work_pass_through(replicas_seen):
         asyncio.run(replicas_seen((1, 0, False)).while_placed(fails()))
 
     async def scenario():
-        begun, ended = asyncio.Event(), []
+        started_work, ended = asyncio.Event(), []
 
         async def work():
-            begun.set()
+            started_work.set()
             try:
                 await asyncio.Event().wait()
             finally:
                 ended.append(True)
 
         task = asyncio.create_task(replicas_seen((1, 0, False)).while_placed(work()))
-        await begun.wait()
+        await started_work.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -47,7 +47,7 @@ def weight_bytes(model):
         ),
     ],
 )
-def test_what_the_template_ignores_is_refused(write, llama_model, changes, message):
+def test_settings_that_the_template_ignores_are_refused(write, llama_model, changes, message):
     with pytest.raises(ConfigError, match=message) as error:
         make_plan(
             load_config(
@@ -82,7 +82,7 @@ def test_tools_of_a_column_are_in_the_prompts_and_reach_the_reward(write, llama_
     )
 
 
-def test_a_tokenizer_that_does_not_give_text_back_is_refused(write, llama_model, tmp_path):
+def test_a_tokenizer_that_does_not_preserve_text_is_refused(write, llama_model, tmp_path):
     model = shutil.copytree(llama_model, tmp_path / "no_decoder")
     tree = json.loads((model / "tokenizer.json").read_text())
     (model / "tokenizer.json").write_text(json.dumps(tree | {"decoder": None}))
@@ -198,8 +198,8 @@ def test_two_ranks_and_two_replicas_fit_two_cpus(write):
             {"generator.kv_cache_memory_bytes": 255 << 10},
             None,
             (
-                "generator.kv_cache_memory_bytes = 261120 holds 0 tokens of 1024 bytes, and the"
-                " longest request has .*; raise it to 262144 or more"
+                "generator.kv_cache_memory_bytes = 261120 has room for 0 tokens of 1024 bytes, and"
+                " the longest request has .*; raise it to 262144 or more"
             ),
         ),
         (
@@ -266,16 +266,14 @@ def test_the_command_finds_rewards_in_the_current_directory(write, tmp_path):
     )
 
 
-def test_weights_of_a_version_are_counted_in_the_published_type(write, tiny_model):
+def test_version_size_uses_the_published_type(write, tiny_model):
     stored = weight_bytes(tiny_model)
     assert json.loads((tiny_model / "config.json").read_text()).get("dtype") == "float32"
     assert make_plan(load_config(write({"model.dtype": "bfloat16"}))).weights_bytes == stored // 2
 
 
 @pytest.mark.parametrize("part", ["model.path", "algorithm.ref_load"])
-def test_packed_rows_of_a_model_that_cannot_be_packed_are_refused_by_its_config(
-    write, hybrid, part
-):
+def test_packing_a_model_that_cannot_be_packed_is_refused(write, hybrid, part):
     changes = {
         part: hybrid,
         "learner.packing": "rows",
@@ -293,7 +291,7 @@ def test_packed_rows_of_a_model_that_cannot_be_packed_are_refused_by_its_config(
 
 
 @pytest.mark.parametrize("packing", [None, "none"])
-def test_ranks_cannot_share_a_row_of_one_trajectory(write, hybrid, tiny_model, packing):
+def test_unpacked_rows_cannot_be_shared_by_ranks(write, hybrid, tiny_model, packing):
     changes = {"model.path": str(tiny_model) if packing else hybrid, "learner.packing": packing}
     changes |= {"learner.world_size": 2, "learner.sequence_parallel_size": 2}
     with pytest.raises(
@@ -306,7 +304,7 @@ def test_ranks_cannot_share_a_row_of_one_trajectory(write, hybrid, tiny_model, p
         make_plan(load_config(write(changes)))
 
 
-def test_a_mixture_is_planned_with_its_buffers_and_refused_when_it_lacks_an_expert(write, tmp_path):
+def test_a_mixture_of_experts_counts_its_buffers_and_needs_every_expert(write, tmp_path):
     model = family("glm4_moe").save(tmp_path / "model")
     plan = make_plan(load_config(write({"model.path": str(model), "data.max_prompt_length": 40})))
     assert plan.weights_bytes == weight_bytes(model)
@@ -331,7 +329,7 @@ def test_a_mixture_is_planned_with_its_buffers_and_refused_when_it_lacks_an_expe
     assert "\n" not in str(error.value)
 
 
-def test_a_model_that_nothing_can_train_is_refused_by_its_config(write, tmp_path, tiny_model):
+def test_a_model_that_cannot_be_trained_is_refused(write, tmp_path, tiny_model):
     shutil.copytree(tiny_model, tmp_path / "encoder")
     config = json.loads((tiny_model / "config.json").read_text())
     (tmp_path / "encoder" / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
@@ -345,7 +343,7 @@ def test_a_model_that_nothing_can_train_is_refused_by_its_config(write, tmp_path
         make_plan(load_config(write({"model.path": str(tmp_path / "encoder")})))
 
 
-def test_a_bpe_tokenizer_with_a_chat_template_and_two_ends(write, llama_model):
+def test_a_bpe_tokenizer_with_a_chat_template_and_two_stop_tokens(write, llama_model):
     plan = make_plan(
         load_config(write({"model.path": str(llama_model), "data.apply_chat_template": True}))
     )
@@ -371,7 +369,7 @@ def test_shows_the_level_at_which_code_runs(write):
         with pytest.raises(
             ConfigError,
             match=(
-                r"reward\.sandbox\.level = 'landlock': sandbox level 'landlock' is not reached"
+                r"reward\.sandbox\.level = 'landlock': sandbox level 'landlock' is not available"
                 r" here \("
             ),
         ):
@@ -404,7 +402,7 @@ def test_shows_the_level_at_which_code_runs(write):
         ),
         (
             {"reward.sandbox.level": "landlock", "reward.sandbox.paths": ["/"]},
-            "sandbox path '/' would show programs far more",
+            "sandbox path '/' would expose far more",
         ),
         (
             {"reward.sandbox.level": "landlock", "reward.sandbox.paths": ["here"]},
@@ -431,7 +429,7 @@ def test_shows_the_level_at_which_code_runs(write):
         ),
     ],
 )
-def test_refuses_a_sandbox_that_there_is_not(write, changes, message, monkeypatch):
+def test_an_unavailable_sandbox_is_refused(write, changes, message, monkeypatch):
     monkeypatch.delenv("ASYNCRL_SANDBOX_TOKEN", raising=False)
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_plan(load_config(write({**CODE, **changes})))
@@ -439,7 +437,8 @@ def test_refuses_a_sandbox_that_there_is_not(write, changes, message, monkeypatc
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """`checkpoint(family, change)`: a tiny one whose tensors `change` has changed, by name."""
+    """`checkpoint(family, change)`: a tiny checkpoint whose tensors `change` has modified, by
+    name."""
     from safetensors.torch import load_file, save_file
 
     def made(name, change):
@@ -507,7 +506,7 @@ def test_a_checkpoint_without_a_tokenizer_or_of_an_unknown_type_is_refused_in_on
     assert "\n" not in str(error.value)
 
 
-def test_plan_options_and_overrides_may_stand_in_any_order(write, capsys):
+def test_plan_options_and_overrides_may_have_any_order(write, capsys):
     path = str(write())
     for arguments in (
         ["plan", "--brief", path, "--rollout.temperature", "0.5"],
@@ -521,7 +520,7 @@ def test_plan_options_and_overrides_may_stand_in_any_order(write, capsys):
     assert ended.value.code == 0 and "temperature: 0.5" in capsys.readouterr().out
 
 
-def test_the_version_is_told(capsys):
+def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"asyncrl {version('asyncrl')}\n"

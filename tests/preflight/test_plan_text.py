@@ -31,8 +31,9 @@ def test_shows_arithmetic_cpus_memory_prompts_and_stops(write):
         assert part in text
 
 
-def test_shows_each_source_and_what_all_settings_that_name_data_hold(write, tmp_path):
-    """Of a mixture: a glob, a folder with splits, and one file; the others take sources too."""
+def test_shows_each_source_of_every_data_setting(write, tmp_path):
+    """A mixture of a glob, a folder with splits and one file. The other settings accept sources,
+    too."""
     for name, count in (("a", 2), ("b", 1), ("folder/test", 3), ("folder/train", 5)):
         path = tmp_path / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
@@ -97,8 +98,8 @@ def test_shows_each_source_and_what_all_settings_that_name_data_hold(write, tmp_
         (
             {"eval.data": "HERE/train.parquet", "generator.num_replicas": 2},
             [
-                "of generator.num_replicas = 2, one replica keeps its version meanwhile, and"
-                " training goes on with the others"
+                "generator.num_replicas = 2: an evaluation reserves one replica, and training"
+                " continues with the others"
             ],
         ),
         (
@@ -111,7 +112,7 @@ def test_shows_each_source_and_what_all_settings_that_name_data_hold(write, tmp_
         ),
     ],
 )
-def test_shows_what_an_evaluation_asks_for_and_what_it_does_to_training(
+def test_shows_the_cost_of_an_evaluation_and_its_effect_on_training(
     write, tmp_path, changes, lines
 ):
     changes = json.loads(json.dumps(changes).replace("HERE", str(tmp_path)))
@@ -121,7 +122,7 @@ def test_shows_what_an_evaluation_asks_for_and_what_it_does_to_training(
 
 
 def test_shows_what_the_limits_do_to_every_file(write, tmp_path):
-    # The supervised rows of the held-out file are the same ones, with their targets.
+    # The held-out file's supervised rows are the same rows with targets.
     changes = {
         "data.max_prompt_length": 7,
         "data.prompt_policy": "truncate",
@@ -159,7 +160,7 @@ def test_shows_what_the_limits_do_to_every_file(write, tmp_path):
     assert "data.train: 3 of 3 rows used" in plan.prompts_text()
 
 
-def test_shows_what_ranks_that_share_rows_take_together(write):
+def test_shows_the_token_cap_of_ranks_that_share_rows(write):
     text = make_plan(
         load_config(
             write(
@@ -204,7 +205,7 @@ def test_shows_what_template_stops_and_bos_do(write, llama_model, tmp_path):
     )
 
 
-def test_a_machine_without_a_gpu_is_named_where_something_asks_for_one(write):
+def test_a_missing_gpu_is_reported_if_a_device_is_cuda(write):
     config = load_config(write({"generator.device": "cuda"}))
     assert (
         "this machine has no GPU, and generator.device is cuda: set RAY_ADDRESS to a cluster"
@@ -213,11 +214,11 @@ def test_a_machine_without_a_gpu_is_named_where_something_asks_for_one(write):
     assert no_gpu_text(config, 1) == "" and no_gpu_text(load_config(write()), 0) == ""
 
 
-def test_ten_lines_and_the_config_are_there_on_request(write, capsys):
+def test_brief_and_config_are_printed_on_request(write, capsys):
     path = str(write())
     assert cli.run("plan", path, [], {"brief"}) == 0
-    said = capsys.readouterr().out
-    assert [line.split()[0] for line in said.splitlines()] == [
+    output = capsys.readouterr().out
+    assert [line.split()[0] for line in output.splitlines()] == [
         *(
             "run",
             "model",
@@ -232,13 +233,15 @@ def test_ten_lines_and_the_config_are_there_on_request(write, capsys):
         )
     ]
     assert (
-        "2 rows used, the longest of " in said and "first '1 + 2 ='" in said and "= 28 " not in said
+        "2 rows used, the longest of " in output
+        and "first '1 + 2 ='" in output
+        and "= 28 " not in output
     )
     plan = make_plan(load_config(path))
     assert "temperature: 1.0" in plan.config_text() and "temperature: 1.0" not in plan.text()
 
 
-def test_shows_what_ends_a_loop(write):
+def test_shows_when_a_repetition_ends_a_completion(write):
     assert "n-gram" not in make_plan(load_config(write())).prompts_text()
     assert (
         "; so does an n-gram of up to 16 tokens 20 times in a row"
@@ -246,7 +249,7 @@ def test_shows_what_ends_a_loop(write):
     )
 
 
-def test_a_loss_that_no_run_has_shown_is_called_experimental(write):
+def test_a_loss_without_a_run_in_the_evidence_is_experimental(write):
     assert "experimental" not in make_plan(load_config(write({}))).text()
     text = make_plan(
         load_config(write({"algorithm": {"loss": "sapo", "correction": {"reject_above": 0.5}}}))
@@ -258,7 +261,7 @@ def test_a_loss_that_no_run_has_shown_is_called_experimental(write):
     )
 
 
-def test_the_plan_says_how_the_learner_takes_trajectories_and_why(write, hybrid):
+def test_shows_whether_rows_are_packed_and_why(write, hybrid):
     text = make_plan(load_config(write({"model.path": hybrid}))).text()
     assert (
         "unpacked: one trajectory per forward pass, with the model's own attention, because this"

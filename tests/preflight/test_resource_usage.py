@@ -1,5 +1,5 @@
-"""Who holds what: grouped by name on hand-made claims, and read from the state API of a real
-cluster of two nodes."""
+"""Users of resources: merged by name from hand-made claims, and read from the state API of a real
+two-node cluster."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def actor(node, class_name, job="01000000", name=None, group=None, **resources):
     )
 
 
-def test_same_names_are_one_holder_and_the_largest_comes_first():
+def test_users_with_one_name_are_merged_and_the_largest_is_first():
     claims = [
         ("n", "a", {"CPU": 1.0}),
         ("n", "a", {"CPU": 0.5, "memory": 9.0}),
@@ -38,7 +38,7 @@ def test_same_names_are_one_holder_and_the_largest_comes_first():
     }
 
 
-def test_what_lies_in_a_placement_group_is_counted_once():
+def test_actors_in_a_placement_group_are_counted_once():
     group = SimpleNamespace(
         placement_group_id="g",
         creator_job_id="02000000",
@@ -83,7 +83,7 @@ TREE = json.loads(sys.argv[1])
 def config(cpus, **more):
     return Config.model_validate({**TREE, "learner": {"num_cpus": cpus}, **more})
 
-def said(work):
+def message_of(work):
     try:
         returned = asyncio.run(work)
         return {"returned": returned and returned[1]}
@@ -91,10 +91,10 @@ def said(work):
         return {"error": str(error)}
 
 with_model = Config.model_validate({**TREE, "model": {"path": sys.argv[3]}})
-models = [said(placement.check_models(with_model))]
+models = [message_of(placement.check_models(with_model))]
 placement.look = lambda path: "cannot be read (Permission denied)"
-models.append(said(placement.check_models(with_model)))
-answers = {"models": models, "never": said(placement.wait_for_resources(config(3.0,
+models.append(message_of(placement.check_models(with_model)))
+answers = {"models": models, "never": message_of(placement.wait_for_resources(config(3.0,
     placement_timeout_s=1), 1 << 20))}
 
 class Holder:
@@ -104,19 +104,20 @@ class Holder:
 holders = [ray.remote(Holder).options(num_cpus=1.5,
     scheduling_strategy="SPREAD").remote() for _ in range(2)]
 ray.get([holder.here.remote() for holder in holders])
-# Half a CPU is free on each node: a rank of 0.55 has no place, though the sum is enough.
+# Half a CPU is free on each node: a rank of 0.55 does not fit, although the total is enough.
 tight = dict(generator={"num_cpus": 0.0}, rollout={**TREE["rollout"]}, placement_timeout_s=1)
-told = []
-answers["held"] = said(placement.wait_for_resources(config(0.55, **tight), 1 << 20, told.append))
-answers["told"] = told
+lines = []
+waiting = placement.wait_for_resources(config(0.55, **tight), 1 << 20, lines.append)
+answers["held"] = message_of(waiting)
+answers["lines"] = lines
 async def freed():
     waiting = asyncio.create_task(placement.wait_for_resources(config(0.55, **{**tight,
-        "placement_timeout_s": 120}), 1 << 20, told.append))
-    while len(told) < 2:
+        "placement_timeout_s": 120}), 1 << 20, lines.append))
+    while len(lines) < 2:
         await asyncio.sleep(0.05)
     ray.kill(holders[0])
     return await waiting
-answers["freed"] = said(freed())
+answers["freed"] = message_of(freed())
 ray.kill(holders[1])
 group = placement_group([{"CPU": 1}], lifetime="detached")
 ray.get(group.ready())
@@ -134,8 +135,8 @@ cluster.shutdown()
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_cluster_of_two_nodes(tmp_path, tiny_model):
-    """The model looked at by each node; never, not now, freed in time, and `plan --cluster`, on a
-    cluster of this test's own."""
+    """The model check on each node; a run that never fits, that does not fit now, and that fits in
+    time; and `plan --cluster`."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(SMALL), str(tmp_path / "plan"), str(tiny_model)],
         capture_output=True,
@@ -164,10 +165,10 @@ def test_a_cluster_of_two_nodes(tmp_path, tiny_model):
     )
     assert held.count("used by Holder of job ") == 2 and "not known" not in held
     assert (
-        answers["told"][0].startswith(
+        answers["lines"][0].startswith(
             "waiting up to 1 s for room on the cluster: learner ranks: 1 x (CPU 0.55"
         )
-        and "used by Holder" in answers["told"][0]
+        and "used by Holder" in answers["lines"][0]
     )
     assert "room for learner ranks 1 of 1" in answers["freed"]["returned"]
     assert answers["codes"] == [0, 1]

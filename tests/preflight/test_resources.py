@@ -1,5 +1,5 @@
-"""What a run needs against what nodes have: sums, places on one node, slime's arithmetic, who holds
-the rest. No cluster."""
+"""What a run needs compared with what nodes have: totals, places per node, slime's arithmetic and
+users. No cluster."""
 
 import pytest
 from small_config import small_config as config
@@ -57,8 +57,8 @@ def test_needs_hand_computed():
     assert offloaded["learner ranks"]["memory"] == (30 << 20) * 16 / 3
 
 
-def test_rewards_on_gpus_are_placed_where_those_are():
-    """Two tasks of half a GPU, and as much once more for evaluation, if there is any."""
+def test_rewards_on_gpus_are_placed_with_their_gpus():
+    """Two tasks with half a GPU each, and the same for evaluation if there is one."""
     reward = {"functions": {"r": {"function": "m:r"}}, "tasks": 2, "num_cpus": 3, "num_gpus": 0.5}
     [scoring] = [need for need in run_needs(config(reward=reward)) if need.part == "scoring stream"]
     assert (scoring.count, scoring.amounts) == (2, {"CPU": 3, "GPU": 0.5})
@@ -78,7 +78,7 @@ def test_rewards_on_gpus_are_placed_where_those_are():
     ]
 
 
-def test_what_fits_is_short_of_nothing():
+def test_a_run_that_fits_has_no_shortages():
     assert shortages(run_needs(config(), 1 << 20), [node("a", 2.0)], "free") == []
     assert (
         shortages(run_needs(config(**GPUS)), [node("a", 16, 3), node("b", 8, 1)], "registered")
@@ -86,14 +86,15 @@ def test_what_fits_is_short_of_nothing():
     )
 
 
-def test_two_nodes_of_one_name_both_count():
-    """A node's name is its address and the beginning of its id: on one machine two may share it."""
+def test_two_nodes_with_the_same_name_both_count():
+    """A node's name is its address and the start of its id. Two nodes on one machine may
+    share it."""
     wanted = run_needs(config())
     for order in ([node("a", 8), node("a", 0)], [node("a", 0), node("a", 8)]):
         assert shortages(wanted, order, "registered") == []
 
 
-def test_a_sum_that_is_short_is_named_with_both_numbers():
+def test_a_short_total_is_named_with_both_numbers():
     assert (
         shortages(run_needs(config(**GPUS)), [node("a", 16, 2), node("b", 16, 1)], "registered")[0]
         == "GPU: 4 needed, 3 registered"
@@ -107,7 +108,7 @@ def test_a_sum_that_is_short_is_named_with_both_numbers():
 
 
 def test_two_versions_must_fit_into_one_nodes_object_store():
-    """Enough in /dev/shm is not enough: Ray takes a share of it, and would spill the rest to
+    """Enough /dev/shm is not sufficient: Ray uses a share of it, and would spill everything else to
     disk."""
     small = {"memory": {"shared memory": 64 * GIB, "object store": 1.5 * GIB}}
     short = shortages(
@@ -125,9 +126,9 @@ def test_two_versions_must_fit_into_one_nodes_object_store():
     )
 
 
-def test_enough_in_all_is_not_enough_where_no_node_has_enough_for_one():
-    """Twelve CPUs and four GPUs in all; but a rank's four CPUs are nowhere beside a GPU that is
-    free."""
+def test_each_process_needs_a_single_node_with_enough():
+    """There are twelve CPUs and four GPUs in total, but no node has both four CPUs and a free GPU
+    for every rank."""
     nodes = [node("a", 8, 1), node("b", 3, 3), node("c", 8)]
     assert shortages(run_needs(config(**GPUS)), nodes, "registered") == [
         "learner ranks: 3 x (CPU 4, GPU 1), each on one node, but registered resources fit 1 on a"
@@ -143,7 +144,7 @@ def test_enough_in_all_is_not_enough_where_no_node_has_enough_for_one():
     )
 
 
-def test_memory_is_asked_of_one_node_too_and_a_silent_node_may_have_any():
+def test_memory_must_fit_one_node_and_a_silent_node_may_have_any():
     small = [node(name, 1.5, memory={"memory": 0.3 * GIB}) for name in "ab"]
     assert shortages(run_needs(config(), 1 << 20), small, "free") == []
     wanted = run_needs(config(generator={"kv_cache_memory_bytes": GIB // 2}), 1 << 20)
@@ -155,9 +156,8 @@ def test_memory_is_asked_of_one_node_too_and_a_silent_node_may_have_any():
 
 
 @pytest.mark.parametrize(("rank", "replica", "free"), [(0.1, 0.2, 0.6), (0.1, 0.1, 0.5)])
-def test_fractions_add_up(rank, replica, free):
-    """0.1 + 0.2 is not 0.3 in binary: what is needed may come out a little above what is free, and
-    is enough all the same."""
+def test_fractional_cpus_tolerate_rounding(rank, replica, free):
+    """0.1 + 0.2 is not 0.3 in binary. A need slightly above the free amount still fits."""
     needs = run_needs(config(learner={"num_cpus": rank}, generator={"num_cpus": replica}))
     assert sum(need.count * need.amounts["CPU"] for need in needs) == pytest.approx(free)
     assert shortages(needs, [node("a", 2, free={"CPU": free})], "free") == []
@@ -167,8 +167,8 @@ def test_slimes_arithmetic_for_both_placements():
     text = placement_text(config(**GPUS), [node("a", 8, 4, free={"GPU": 1}), node("b", 8, 4)])
     assert "decoupled needs total >= 3 + 1 = 4: 8 registered, 5 free" in text
     assert text.endswith(
-        "  colocate  needs total >= 3; it is not implemented: generators and learner always have"
-        " processes of their own"
+        "  colocate  needs total >= 3; it is not implemented: generators and learner are"
+        " always separate processes"
     )
     reference = placement_text(config(**GPUS, algorithm={"kl_loss_coef": 0.1}))
     assert (
@@ -180,7 +180,7 @@ def test_slimes_arithmetic_for_both_placements():
     ) and "= 0 GPUs (generator.num_replicas 1 on cpu)" in placement_text(config())
 
 
-def test_the_table_shows_each_node_and_who_holds_what():
+def test_the_table_shows_each_node_and_its_users():
     users = (
         ResourceUser("Serve replica other#Generator of job 02000000", {"CPU": 4.0, "GPU": 1.0}),
         ResourceUser("2 x Trainer of job 03000000", {"CPU": 2.0}),
@@ -220,10 +220,10 @@ def test_the_table_shows_each_node_and_who_holds_what():
         "the users of the rest are not known: no dashboard"
     )
     assert "not known" not in cluster_text(run_needs(config()), [node("a", 2)], "no dashboard"), (
-        "nobody holds anything"
+        "all resources are free"
     )
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 3])
-def test_no_gpu_is_asked_of_a_cluster_for_a_run_on_cpu(gpus):
+def test_a_run_on_cpu_needs_no_gpu(gpus):
     assert "GPU" not in cluster_text(run_needs(config()), [node("a", 2, gpus)])

@@ -1,5 +1,5 @@
-"""A reward of the user's own is tried before anything starts: what is wrong with it is said with
-its line, and costs seconds."""
+"""The user's own reward is tried before anything starts. Errors are reported with their line,
+within seconds."""
 
 import textwrap
 from types import SimpleNamespace
@@ -46,8 +46,8 @@ def unscored(completions, **_):
 
 @pytest.fixture
 def trial(tmp_path, tiny_model, monkeypatch):
-    """`trial("fine", **reward_settings)`: the config of a run with that reward, and its prompts'
-    report."""
+    """`trial("fine", **reward_settings)`: the config of a run with that reward, and the report of
+    its prompts."""
     (tmp_path / "trial_rewards.py").write_text(textwrap.dedent(REWARD))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -71,14 +71,14 @@ def trial(tmp_path, tiny_model, monkeypatch):
             "rollout": {"max_completion_length": 8},
             "reward": {"functions": {"mine": {"function": f"trial_rewards:{name}"}}, **reward},
         }
-        path.write_text(str(tree))  # a Python dict of strings and numbers is YAML as well
+        path.write_text(str(tree))  # a Python dict of strings and numbers is valid YAML
         config = load_config(path)
         return SimpleNamespace(config=config, report=check_prompts(data_spec(config)), path=path)
 
     return made
 
 
-def test_it_is_called_with_the_first_prompt_that_is_used_and_its_columns(trial):
+def test_rewards_get_the_first_used_prompt_and_its_columns(trial):
     one = trial("fine")
     given = try_rewards(one.config, one.report)
     assert given == {"mine": 0.5, "mine/format": 1.0}
@@ -97,7 +97,7 @@ def test_it_is_called_with_the_first_prompt_that_is_used_and_its_columns(trial):
     )
 
 
-def test_none_is_said_to_be_unscored(trial):
+def test_none_is_reported_as_not_scored(trial):
     one = trial("unscored")
     assert "None: not scored" in rewards_text(try_rewards(one.config, one.report))
 
@@ -126,7 +126,7 @@ def test_none_is_said_to_be_unscored(trial):
     ],
 )
 @pytest.mark.parametrize("policy", ["fail", "drop_group"])
-def test_what_is_wrong_is_said_whatever_the_policy(trial, name, message, policy):
+def test_an_error_is_reported_under_every_policy(trial, name, message, policy):
     one = trial(name, policy=policy, deadline_s=1.0)
     with pytest.raises(
         ConfigError, match="the first prompt of data.train with the completion '0': .*" + message
@@ -135,12 +135,12 @@ def test_what_is_wrong_is_said_whatever_the_policy(trial, name, message, policy)
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_the_command_ends_with_it_and_leaves_nothing(trial, command, capsys, tmp_path):
+def test_the_command_ends_with_the_error_and_leaves_nothing(trial, command, capsys, tmp_path):
     one = trial("nested")
     assert cli.run(command, str(one.path), []) == 2
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert (
-        said.startswith("asyncrl: the first prompt of data.train")
-        and "trial_rewards.py:10, in inner\nTraceback" in said
+        error.startswith("asyncrl: the first prompt of data.train")
+        and "trial_rewards.py:10, in inner\nTraceback" in error
     )
     assert not (tmp_path / "runs").exists()

@@ -1,5 +1,4 @@
-"""Models that vLLM does not serve as transformers computes them are refused before anything
-starts."""
+"""Models for which vLLM and transformers differ are refused before anything starts."""
 
 import re
 
@@ -14,7 +13,7 @@ CUDA = {"generator": {"device": "cuda"}, "learner": {"device": "cuda"}}
 
 
 @pytest.mark.parametrize("kind", NOT_SERVED_ON_CPU)
-def test_what_differs_on_cpu_alone_is_refused_there_alone(kind):
+def test_models_that_differ_only_on_cpu_are_refused_only_there(kind):
     assert "vLLM on CPU" in refusal({"model_type": kind}, small_config())
     assert "generator.device: cuda" in refusal(
         {"model_type": "outer", "text_config": {"model_type": kind}}, small_config()
@@ -22,7 +21,7 @@ def test_what_differs_on_cpu_alone_is_refused_there_alone(kind):
     assert refusal({"model_type": kind}, small_config(**CUDA)) is None
 
 
-def test_apertus_and_qwen3_next_want_bfloat16():
+def test_apertus_and_qwen3_next_need_bfloat16():
     for kind in ("apertus", "qwen3_next"):
         assert "set model.dtype: bfloat16" in refusal({"model_type": kind}, small_config())
         assert refusal({"model_type": kind}, small_config(**BF16)) is None
@@ -37,7 +36,7 @@ def test_cohere2_is_served_within_its_window():
     )
 
 
-def test_phimoe_is_served_without_a_bias_of_its_head_alone():
+def test_phimoe_is_served_only_without_a_head_bias():
     for config in (small_config(), small_config(**CUDA)):
         assert "ignores the bias of its head (lm_head_bias)" in refusal(
             {"model_type": "phimoe", "lm_head_bias": True}, config
@@ -83,7 +82,7 @@ GOOD = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_si
 @pytest.mark.parametrize(
     ("tree", "reason"),
     [
-        ([1], "holds list, not an object"),
+        ([1], "contains list, not an object"),
         ({"architectures": ["LlamaForCausalLM"]}, "has no model_type"),
         (
             {**GOOD, "num_attention_heads": "two"},
@@ -93,8 +92,8 @@ GOOD = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_si
         ({**GOOD, "vocab_size": 1.5}, "has vocab_size = 1.5"),
         ({**GOOD, "num_key_value_heads": [2, "x"]}, r"has num_key_value_heads = \[2, 'x'\]"),
         ({**GOOD, "text_config": {"num_hidden_layers": True}}, "has num_hidden_layers = True"),
-        ({"model_type": "llama"}, "names no architectures"),
-        ({**GOOD, "architectures": "LlamaForCausalLM"}, "names no architectures"),
+        ({"model_type": "llama"}, "has no architectures"),
+        ({**GOOD, "architectures": "LlamaForCausalLM"}, "has no architectures"),
         (
             {**GOOD, "architectures": ["LlamaForSequenceClassification"]},
             "does not predict the next token",
@@ -102,7 +101,7 @@ GOOD = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_si
         ({**GOOD, "architectures": ["Qwen2ForRewardModel"]}, "does not predict the next token"),
     ],
 )
-def test_a_config_json_that_cannot_be_used_says_why(tree, reason):
+def test_an_unusable_config_json_is_explained(tree, reason):
     assert re.search(reason, unusable(tree))
 
 
@@ -130,17 +129,17 @@ def test_a_config_json_of_each_family_can_be_used():
         ({"model_type": "mamba", "hidden_size": 20}, None),
     ],
 )
-def test_heads_for_which_vllm_has_no_code_on_cpu_are_refused(tree, size):
-    said = refusal(tree, small_config())
+def test_unsupported_head_sizes_on_cpu_are_refused(tree, size):
+    reason = refusal(tree, small_config())
     assert (
-        said is None
+        reason is None
         if size is None
-        else said.endswith(
+        else reason.endswith(
             f"and this model's have {size}; use generator.device: cuda, or another model"
         )
     )
 
 
-def test_others_are_served():
+def test_other_models_are_served():
     for kind in ("llama", "gpt_oss", "qwen3_moe", "gemma3_text", "falcon_h1", "granitemoehybrid"):
         assert refusal({"model_type": kind}, small_config()) is None

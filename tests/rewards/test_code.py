@@ -69,7 +69,7 @@ def test_takes_the_last_python_block(completion, code):
 )
 def test_reads_assertions_and_cases(tests, read):
     if read is None:
-        with pytest.raises(ValueError, match="column tests holds"):
+        with pytest.raises(ValueError, match="column tests contains"):
             read_tests(tests)
     else:
         assert read_tests(tests) == read
@@ -173,7 +173,8 @@ def test_no_code_runs_without_the_sandbox_that_the_config_asks_for(monkeypatch, 
         rewards([code], "assert True")
     monkeypatch.setenv(SETTINGS, '{"level": "container"}')
     with pytest.raises(
-        RewardError, match=r"SandboxUnavailableError: sandbox level 'container' is not reached here"
+        RewardError,
+        match=r"SandboxUnavailableError: sandbox level 'container' is not available here",
     ):
         rewards([code], "assert True")
     with pytest.raises(SandboxUnavailableError):

@@ -167,8 +167,8 @@ def test_a_package_is_looked_for_and_not_run(tmp_path, monkeypatch):
     with pytest.raises(
         RewardError,
         match=(
-            r"'no_such_package\.rewards:f': there is no module 'no_such_package'; start where it"
-            r" lies"
+            r"'no_such_package\.rewards:f': there is no module 'no_such_package'; start in its"
+            r" folder"
         ),
     ):
         find_reward("no_such_package.rewards:f")

@@ -207,7 +207,7 @@ def test_a_key_that_is_not_there_is_named(judge, monkeypatch):
         ({"url": "http://127.0.0.1:1/v1"}, "model"),
         ({"url": "ftp://127.0.0.1", "model": "m"}, "url"),
         ({"url": "http://judge.example/v1", "model": "m", "key_env": "K"}, "in the clear"),
-        ({"url": "http://127.0.0.1:1", "model": "m", "score": "("}, "no regular expression"),
+        ({"url": "http://127.0.0.1:1", "model": "m", "score": "("}, "not a regular expression"),
         ({"url": "http://127.0.0.1:1", "model": "m", "score": "(a)(b)"}, "has 2 groups"),
         ({"url": "http://127.0.0.1:1", "model": "m", "lowest": 5, "highest": 5}, "not below"),
         ({"url": "http://127.0.0.1:1", "model": "m", "template": "{prompt}"}, "{completion}"),

@@ -327,6 +327,6 @@ def test_a_total_that_no_float_holds_fails(reward_config, name):
     )
     with (
         RewardPool(config.model_copy(update={"functions": {name: function}})) as pool,
-        pytest.raises(RewardError, match="is no finite number"),
+        pytest.raises(RewardError, match="is not finite"),
     ):
         rewards(pool)

@@ -454,11 +454,11 @@ def test_an_own_filter_says_which_groups_are_trained(own):
     assert own([1.0, 0.0], group_filter="keep")[1].failure is None
     assert (
         own([0.0, 0.0], group_filter="keep")[1].failure
-        == "filtered: own_in_scoring:keep said False"
+        == "filtered: own_in_scoring:keep returned False"
     )
     assert (
         own([1.0, 0.0], "length", group_filter="keep")[1].failure
-        == "filtered: own_in_scoring:keep said False"
+        == "filtered: own_in_scoring:keep returned False"
     )
     masked = own([1.0, None], group_filter="keep")[1]
     assert masked.failure is None and masked.usable == 1, (

@@ -1,3 +1,5 @@
+"""The driver's side of the rollout workers, with real Ray actors and a fake generator."""
+
 import asyncio
 import contextlib
 import sys
@@ -21,7 +23,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class SlowOne(FakeGenerate):
-    """Prompt 2 hangs while the file is there; prompt 3 meets only stale replicas."""
+    """Prompt 2 hangs while the file exists; prompt 3 gets only stale replicas."""
 
     def __init__(self, gate):
         super().__init__()
@@ -63,8 +65,8 @@ async def held(rollouts):
 
 
 async def until_held(rollouts, groups):
-    """Acknowledgements are sent without waiting for an answer, and a worker that was killed may
-    still be starting."""
+    """Wait until the workers keep this many groups. Acknowledgments are sent without waiting for an
+    answer, and a worker that was killed may still be starting."""
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(ray.exceptions.ActorUnavailableError):
@@ -73,7 +75,7 @@ async def until_held(rollouts, groups):
             await asyncio.sleep(0.05)
 
 
-def test_work_is_spread_and_forgotten_when_acknowledged(ray_cluster, tmp_path):
+def test_groups_are_spread_over_workers_and_forgotten_when_acknowledged(ray_cluster, tmp_path):
     async def scenario():
         rollouts = start_rollouts(make_spec(tmp_path / "gate", deadline_s=10.0))
         try:
@@ -101,7 +103,7 @@ def test_work_is_spread_and_forgotten_when_acknowledged(ray_cluster, tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_dead_workers_groups_are_made_again_under_their_ordinals(ray_cluster, tmp_path):
+def test_the_groups_of_a_dead_worker_are_made_again_under_their_ordinals(ray_cluster, tmp_path):
     gate = tmp_path / "gate"
     gate.touch()
 
@@ -136,8 +138,8 @@ def test_a_dead_workers_groups_are_made_again_under_their_ordinals(ray_cluster, 
 
 
 def test_only_a_group_that_is_still_needed_counts_as_lost(ray_cluster, tmp_path):
-    """Both are lost with their workers, and neither can be made again in time; but the row of one
-    turns up, scored."""
+    """Two groups are lost with their workers and cannot be generated again in time, but the scored
+    row of one arrives."""
     gate = tmp_path / "gate"
 
     async def scenario():
@@ -174,7 +176,7 @@ def test_only_a_group_that_is_still_needed_counts_as_lost(ray_cluster, tmp_path)
     ) and "was not generated within rollout.deadline_s = 2 s" in message
 
 
-def test_a_cancelled_rollout_is_given_up_by_its_worker(ray_cluster, tmp_path):
+def test_a_worker_gives_up_a_cancelled_rollout(ray_cluster, tmp_path):
     gate = tmp_path / "gate"
     gate.touch()
 
@@ -198,8 +200,8 @@ def test_a_cancelled_rollout_is_given_up_by_its_worker(ray_cluster, tmp_path):
     asyncio.run(asyncio.wait_for(scenario(), 100))
 
 
-class StandIn:
-    """A worker whose process nobody can watch for a moment."""
+class FakeWorker:
+    """A worker whose `until_dead` raises each of the errors in turn, the first after a rollout."""
 
     def __init__(self, dies, made):
         self.dies, self.made = iter(dies), made
@@ -221,23 +223,23 @@ class StandIn:
         return None
 
 
-def test_a_worker_that_ray_loses_by_another_error_than_a_death_is_watched_on(monkeypatch):
-    """Nobody would make again what a death after it loses."""
+def test_a_worker_is_watched_after_an_error_that_is_not_a_death(monkeypatch):
+    """Otherwise the groups that a later death loses would not be generated again."""
     monkeypatch.setattr(ray, "kill", lambda actor: None)
     monkeypatch.setattr(group_module, "RESTART_PAUSE_S", 0.001)
 
     async def scenario():
         again = []
         rollouts = RayRollouts(
-            [StandIn([RpcError("GCS is away"), ActorDiedError()], asyncio.Event())], 60.0
+            [FakeWorker([RpcError("GCS is away"), ActorDiedError()], asyncio.Event())], 60.0
         )
         make_again = rollouts._make_again
 
-        async def noted(held):
+        async def recorded(held):
             again.append(held.prompt.ordinal)
             await make_again(held)
 
-        rollouts._make_again = noted
+        rollouts._make_again = recorded
         await rollouts.rollout(prompt(0), 0)
         while len(again) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Requests under which an engine died are asked again, and kept."""
+"""Requests that are lost with their engine are retried and recorded."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ REQUEST = GenerateRequest((4, 5, 6), 2, 8, 1.0, seed=7, min_weights=WeightsId("r
 
 
 class Handle:
-    """A Serve handle whose replicas answer with the errors given first."""
+    """A Serve handle whose replicas first raise the errors, then answer."""
 
     def __init__(self, *errors):
         self.errors, self.seeds, self.generate = list(errors), [], self
@@ -42,10 +42,10 @@ def rows(directory):
     ]
 
 
-def test_a_request_that_an_engine_died_of_is_asked_again_and_kept_once(tmp_path):
-    said = "Traceback of a replica\n  EngineDiedError: the vLLM engine's process has died"
+def test_a_request_that_is_lost_with_its_engine_is_retried_and_recorded_once(tmp_path):
+    traceback = "Traceback of a replica\n  EngineDiedError: the vLLM engine's process has died"
     from_a_replica = ray.exceptions.RayTaskError(
-        "generate", said, EngineDiedError("dead")
+        "generate", traceback, EngineDiedError("dead")
     ).as_instanceof_cause()
     handle = Handle(from_a_replica, StaleReplicaError("behind"), ray.exceptions.ActorDiedError())
     generate = ServeGenerate(handle, LostRequests(tmp_path / "kept", 1))
@@ -71,7 +71,7 @@ def test_a_request_that_an_engine_died_of_is_asked_again_and_kept_once(tmp_path)
         ray.exceptions.ObjectLostError("ab", None, ""),
     ],
 )
-def test_a_replica_that_ray_ends_or_that_goes_with_its_node_is_asked_elsewhere(tmp_path, death):
+def test_a_request_whose_replica_ray_kills_or_loses_is_retried(tmp_path, death):
     handle = Handle(death)
     generated = asyncio.run(
         ServeGenerate(handle, LostRequests(tmp_path / "kept", 1)).generate(
@@ -81,7 +81,7 @@ def test_a_replica_that_ray_ends_or_that_goes_with_its_node_is_asked_elsewhere(t
     assert len(generated.completions) == 2 and len(rows(tmp_path / "kept")) == 1
 
 
-def test_an_engine_that_dies_of_everything_does_not_fill_the_disk(tmp_path, monkeypatch):
+def test_an_engine_that_dies_repeatedly_does_not_fill_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(lost, "MOST", 3)
     keep = LostRequests(tmp_path, 0)
     for seed in range(10):
@@ -89,6 +89,6 @@ def test_an_engine_that_dies_of_everything_does_not_fill_the_disk(tmp_path, monk
     assert [row["seed"] for row in rows(tmp_path)] == [0, 1, 2]
 
 
-def test_a_full_disk_ends_nothing(tmp_path):
+def test_a_file_that_cannot_be_written_raises_nothing(tmp_path):
     (tmp_path / "kept").write_text("in the way")
     LostRequests(tmp_path / "kept", 0)(REQUEST, EngineDiedError("dead"))

@@ -1,3 +1,5 @@
+"""The outbox of finished groups: taken once by each reader, kept until acknowledged."""
+
 import asyncio
 
 import pytest
@@ -10,7 +12,7 @@ def run(scenario):
     return asyncio.run(asyncio.wait_for(scenario, 5))
 
 
-def test_groups_are_leased_once_and_kept_until_acknowledged():
+def test_groups_are_taken_once_and_kept_until_acknowledged():
     async def scenario():
         outbox = Outbox()
         for ordinal in (3, 1, 2):
@@ -26,7 +28,7 @@ def test_groups_are_leased_once_and_kept_until_acknowledged():
     run(scenario())
 
 
-def test_a_lease_waits_for_a_group():
+def test_a_take_waits_for_a_group():
     async def scenario():
         outbox = Outbox()
         take = asyncio.create_task(outbox.take("a", 8, 5.0))
@@ -37,7 +39,7 @@ def test_a_lease_waits_for_a_group():
     run(scenario())
 
 
-def test_a_new_reader_gets_what_the_old_one_held_first():
+def test_a_new_reader_first_gets_the_groups_that_the_old_one_took():
     async def scenario():
         outbox = Outbox()
         await outbox.put(0, "zero")
@@ -50,7 +52,7 @@ def test_a_new_reader_gets_what_the_old_one_held_first():
     run(scenario())
 
 
-def test_a_waiting_lease_of_a_dead_reader_takes_nothing_from_its_successor():
+def test_a_waiting_take_of_a_dead_reader_takes_nothing_from_its_successor():
     async def scenario():
         outbox = Outbox()
         dead = asyncio.create_task(outbox.take("dead", 8, 5.0))
@@ -65,7 +67,7 @@ def test_a_waiting_lease_of_a_dead_reader_takes_nothing_from_its_successor():
     run(scenario())
 
 
-def test_a_group_made_again_replaces_its_leased_copy():
+def test_a_group_made_again_replaces_its_taken_copy():
     async def scenario():
         outbox = Outbox()
         await outbox.put(0, "first")
@@ -77,7 +79,7 @@ def test_a_group_made_again_replaces_its_leased_copy():
     run(scenario())
 
 
-def test_closing_ends_waiting_leases():
+def test_closing_ends_waiting_takes():
     async def scenario():
         outbox = Outbox()
         take = asyncio.create_task(outbox.take("a", 1, 5.0))

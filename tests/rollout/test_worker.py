@@ -1,3 +1,5 @@
+"""A rollout worker with a fake generator: requests, retries, deadlines and failures of a group."""
+
 import asyncio
 from dataclasses import replace
 
@@ -29,7 +31,7 @@ def make_config(data=None, algorithm=None, staleness=None, **rollout):
 
 
 class Recording(FakeGenerate):
-    """Answers with the errors given first, then with completions."""
+    """First raises the errors, then answers with completions."""
 
     def __init__(self, *errors):
         super().__init__()
@@ -81,10 +83,12 @@ def test_a_request_keeps_the_tokens_that_the_config_keeps():
         staleness={"max_staleness": 0},
     )
     asyncio.run(RolloutWorker(worker_spec(config, "run", 2, lambda: generate)).rollout(PROMPT, 0))
-    assert [(one.top_p, one.top_k, one.min_p) for one in generate.requests] == [(0.9, 50, 0.05)]
+    assert [(request.top_p, request.top_k, request.min_p) for request in generate.requests] == [
+        (0.9, 50, 0.05)
+    ]
 
 
-def test_a_retry_asks_for_the_version_committed_by_then():
+def test_a_retry_needs_the_version_that_is_committed_by_then():
     async def scenario():
         generate = Recording(StaleReplicaError("behind"))
         generate.version = 3
@@ -101,7 +105,7 @@ def test_a_retry_asks_for_the_version_committed_by_then():
     assert first.seed == second.seed == rollout_seed(0, 5)
 
 
-def test_a_group_fails_at_its_deadline_and_says_why():
+def test_a_group_fails_at_its_deadline_with_the_last_error():
     async def scenario():
         await make_worker(Recording(*[StaleReplicaError("behind")] * 100), deadline_s=0.3).rollout(
             PROMPT, 0
@@ -123,11 +127,11 @@ def test_a_generator_timeout_fails_the_group():
     "error",
     [
         KeyError("tokens"),
-        ValueError("a request that nobody tried\nwith two lines"),
+        ValueError("an odd request\nwith two lines"),
         ZeroDivisionError(),
     ],
 )
-def test_an_exception_that_nobody_foresaw_is_that_groups_failure_with_its_stack(error):
+def test_an_unexpected_exception_fails_its_group_with_the_stack(error):
     async def scenario():
         worker = make_worker(Recording(error))
         with pytest.raises(RolloutFailedError) as failed:
@@ -138,16 +142,16 @@ def test_an_exception_that_nobody_foresaw_is_that_groups_failure_with_its_stack(
             await worker.under_way(),
         )
 
-    said, again, under_way = asyncio.run(scenario())
-    first, _, stack = said.partition("\n")
+    message, next_ordinal, under_way = asyncio.run(scenario())
+    first, _, stack = message.partition("\n")
     assert (
         first == f"not foreseen: group 5: {type(error).__name__}: {' '.join(str(error).split())}"
         and "raise self.errors.pop(0)" in stack
     )
-    assert (again, under_way) == (5, 0), "the worker goes on"
+    assert (next_ordinal, under_way) == (5, 0), "the worker continues"
 
 
-def test_a_replica_that_gives_too_few_completions_fails_one_group():
+def test_a_replica_that_returns_too_few_completions_fails_one_group():
     class Few(FakeGenerate):
         async def generate(self, request):
             generated = await super().generate(request)
@@ -167,7 +171,7 @@ def test_seeds_differ_by_ordinal_and_run_seed():
     assert 0 <= rollout_seed(0, 0) < 2**48
 
 
-def test_requests_carry_what_ends_a_loop():
+def test_requests_contain_the_limits_of_repetition():
     for settings, wanted in (
         ({}, None),
         ({"repetition_stop": 20}, (16, 20)),

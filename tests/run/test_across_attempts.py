@@ -1,4 +1,4 @@
-"""What outlives an attempt, and what does not. Cluster and generators are stand-ins."""
+"""Which resources outlive an attempt. Cluster and generators are stand-ins."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ CONFIG = Config.model_validate(SMALL)
 
 
 class StandIn:
-    """Generators whose calls are noted."""
+    """Generators that record their calls."""
 
-    def __init__(self, said: list[str], able: bool = True, hangs: bool = False) -> None:
-        self._said, self._able, self._hangs = said, able, hangs
+    def __init__(self, calls: list[str], able: bool = True, hangs: bool = False) -> None:
+        self._calls, self._able, self._hangs = calls, able, hangs
         self.attached = CONFIG.generator.model_copy(update={"attach": "the application"})
 
     async def release(self, run_id: str, attempt: int) -> bool:
-        self._said.append(f"release {run_id} {attempt}")
+        self._calls.append(f"release {run_id} {attempt}")
         return self._able
 
     async def end(self) -> None:
-        self._said.append("end")
+        self._calls.append("end")
         if self._hangs:
             await asyncio.Event().wait()
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was started and ended."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list of what was started and ended."""
     noted: list[str] = []
 
     @contextlib.contextmanager
@@ -62,7 +62,7 @@ def attempt(
     left: int = 1,
     hung: str = "",
 ) -> BaseException | None:
-    """What comes out of an attempt that starts these generators, and ends with the error."""
+    """Run an attempt that starts these generators and ends with `error`; return what it raises."""
     state: State = SimpleNamespace(run_id="run", attempt=number)  # type: ignore[assignment]
 
     async def work() -> None:
@@ -80,16 +80,16 @@ def attempt(
     return None
 
 
-def test_a_learner_dies_and_the_next_attempt_attaches_to_the_generators(said: list[str]) -> None:
+def test_a_learner_dies_and_the_next_attempt_attaches_to_the_generators(calls: list[str]) -> None:
     across, died = AcrossAttempts(), LearnerDiedError("rank 0")
     assert across.config(CONFIG) is CONFIG
-    assert attempt(across, StandIn(said), died) is died
-    assert said == ["cluster", "release run 0"]
+    assert attempt(across, StandIn(calls), died) is died
+    assert calls == ["cluster", "release run 0"]
     assert across.config(CONFIG).generator.attach == "the application"
     assert attempt(across, None, None, 1) is None
-    assert said == ["cluster", "release run 0", "end", "no cluster"]
+    assert calls == ["cluster", "release run 0", "end", "no cluster"]
     across.end()
-    assert said[4:] == [] and across.config(CONFIG) is CONFIG
+    assert calls[4:] == [] and across.config(CONFIG) is CONFIG
 
 
 @pytest.mark.parametrize(
@@ -116,24 +116,26 @@ def test_a_learner_dies_and_the_next_attempt_attaches_to_the_generators(said: li
         ),
     ],
 )
-def test_all_else_ends_the_generators_and_the_cluster(
-    said: list[str], error: BaseException | None, left: int, able: bool, hung: str
+def test_any_other_end_ends_the_generators_and_the_cluster(
+    calls: list[str], error: BaseException | None, left: int, able: bool, hung: str
 ) -> None:
     across = AcrossAttempts()
-    raised = attempt(across, StandIn(said, able), error, left=left, hung=hung)
+    raised = attempt(across, StandIn(calls, able), error, left=left, hung=hung)
     assert type(raised) is type(error)
-    assert said[0] == "cluster" and said[-2:] == ["end", "no cluster"] and across.generators is None
-    assert attempt(across, StandIn(said), None, 1) is None
-    assert said.count("cluster") == said.count("no cluster") == 2, (
-        "the next attempt has a cluster of its own"
+    assert (
+        calls[0] == "cluster" and calls[-2:] == ["end", "no cluster"] and across.generators is None
+    )
+    assert attempt(across, StandIn(calls), None, 1) is None
+    assert calls.count("cluster") == calls.count("no cluster") == 2, (
+        "the next attempt has its own cluster"
     )
 
 
-def test_what_is_left_for_an_attempt_that_does_not_begin_ends(
-    said: list[str], monkeypatch: pytest.MonkeyPatch
+def test_generators_kept_for_an_attempt_that_does_not_start_are_ended(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(closing, "CLOSE_TIMEOUT_S", 0.05)
     across = AcrossAttempts()
-    attempt(across, StandIn(said, hangs=True), LearnerDiedError("rank 0"))
+    attempt(across, StandIn(calls, hangs=True), LearnerDiedError("rank 0"))
     across.end()
-    assert said == ["cluster", "release run 0", "end", "no cluster"]
+    assert calls == ["cluster", "release run 0", "end", "no cluster"]

@@ -1,5 +1,4 @@
-"""The audit passes on runs that were killed and resumed, and fails for each way in which the books
-can be wrong."""
+"""The audit passes on runs that were killed and resumed, and fails on each kind of wrong books."""
 
 import asyncio
 import contextlib
@@ -75,7 +74,7 @@ def tokens(ordinal):
 
 
 class Files(FakeScores):
-    """Writes each scored group's row, as the scoring stage does."""
+    """Writes the row of each scored group, as the scoring stage does."""
 
     def __init__(self, rollouts, directory, attempt, prompt_ids=lambda ordinal: (1,)):
         super().__init__(rollouts)
@@ -148,7 +147,7 @@ class Learner(FakeLearner):
 
 
 async def at_once(function, *arguments):
-    """In place of `asyncio.to_thread`: a virtual clock does not see threads."""
+    """Replaces `asyncio.to_thread`, because a virtual clock cannot wait for threads."""
     return function(*arguments)
 
 
@@ -158,7 +157,7 @@ def no_threads(monkeypatch):
 
 
 def attempt(root, steps, after, graceful=True, prompt_ids=lambda ordinal: (1,), **changes):
-    """One attempt of the run, ended after so many virtual seconds (None: not at all)."""
+    """Run one attempt and end it after `after` virtual seconds (None: let it finish)."""
     with RunDirectory(config(root, steps, resume="auto", **changes)) as directory:
         state = directory.state
         rollouts = FakeRollouts(
@@ -200,7 +199,7 @@ def attempt(root, steps, after, graceful=True, prompt_ids=lambda ordinal: (1,), 
         async def killed():
             task = asyncio.ensure_future(coordinator.run())
             await asyncio.wait([task], timeout=after)
-            recorder.outcomes = lambda *_: None  # a process that was killed writes nothing more
+            recorder.outcomes = lambda *_: None  # a killed process writes nothing
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             return coordinator.progress.version
@@ -226,7 +225,7 @@ def whole_run(tmp_path_factory):
 
 @pytest.fixture
 def run(whole_run, tmp_path):
-    """A copy of it, to be spoilt."""
+    """A copy of that run, for the test to damage."""
     shutil.copytree(whole_run, tmp_path / "run")
     config_file = tmp_path / "run" / "config.yaml"
     config_file.write_text(config_file.read_text().replace(str(whole_run.parent), str(tmp_path)))
@@ -247,8 +246,8 @@ def test_a_run_that_was_killed_and_resumed_passes(run, capsys):
     assert ended.value.code == 0 and capsys.readouterr().out.count("pass  ") == len(checks)
 
 
-def test_a_run_that_lies_elsewhere_now_has_its_checkpoints_with_it(whole_run, tmp_path):
-    """Its config still names the old place, as that of a run under another ASYNCRL_RUNS does."""
+def test_a_run_that_was_moved_has_its_checkpoints_with_it(whole_run, tmp_path):
+    """Its config still names the old place, as after a change of ASYNCRL_RUNS."""
     shutil.copytree(whole_run, tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved" / "checkpoints")
     assert (
@@ -262,14 +261,14 @@ def test_a_run_that_lies_elsewhere_now_has_its_checkpoints_with_it(whole_run, tm
     )
 
 
-def test_a_run_just_killed_passes_as_well(tmp_path, no_threads):
+def test_a_run_that_was_just_killed_passes(tmp_path, no_threads):
     attempt(tmp_path, 30, 6.5, graceful=False)
     assert all(check.passed for check in checks_of(tmp_path / "run").values())
     assert "waiting" in checks_of(tmp_path / "run")["every admitted group is accounted for"].summary
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_killed_at_any_moments(tmp_path, no_threads, seed):
+def test_a_run_killed_at_random_moments_passes(tmp_path, no_threads, seed):
     random_ = random.Random(seed)
     for _ in range(6):
         if attempt(tmp_path, 15, random_.uniform(0, 5), random_.random() < 0.3) == 15:
@@ -282,8 +281,8 @@ def test_killed_at_any_moments(tmp_path, no_threads, seed):
 
 
 def change(directory, which, edit):
-    """Rewrite the rows of one kind of file; `edit(rows)` gives the new ones. Whoever does this
-    knows of the checksum of a file of outcomes."""
+    """Rewrite the rows of one kind of file as `edit(rows)`. The checksum of a file of outcomes is
+    updated."""
     for path in sorted((directory / which).glob("*.parquet")):
         table = pq.read_table(path)
         before = table.to_pylist()
@@ -303,7 +302,7 @@ def surviving_trained(directory):
 
 
 def in_row(ordinal, **changes):
-    """Edit one ordinal's rows; each change is a function of the old value."""
+    """An edit of one ordinal's rows. Each change is a function of the old value."""
 
     def edit(rows):
         return [
@@ -319,7 +318,7 @@ def in_row(ordinal, **changes):
 
 
 def first_token(new):
-    """Replace the first token's value of the first trajectory."""
+    """Replace the value of the first token of the first trajectory."""
     return lambda lists: [[new(lists[0][0]), *lists[0][1:]], *lists[1:]]
 
 
@@ -387,7 +386,7 @@ def test_a_row_that_was_falsified_is_named(run, what):
 
 
 def add_copy(directory, ordinal, **changes):
-    """A second row of the group, in a file of its own."""
+    """Write a second row of the group to a separate file."""
     for path in sorted((directory / "groups").glob("*.parquet")):
         table = pq.read_table(path)
         for row in (row for row in table.to_pylist() if row["ordinal"] == ordinal):
@@ -408,14 +407,14 @@ def test_two_rows_of_one_group(run):
     assert f"{ended['ordinal']}: two rows" in wrong(run)
 
 
-def test_a_row_that_was_merged_and_whose_file_is_still_there_is_fine(run):
-    """As a crash between the two leaves it."""
+def test_a_merged_row_whose_old_file_still_exists_is_fine(run):
+    """A crash after the merge and before the deletion leaves this."""
     add_copy(run, surviving_trained(run)[7]["ordinal"])
     assert all(check.passed for check in checks_of(run).values()) and not wrong(run)
 
 
 def test_content_trained_again_under_another_ordinal(run):
-    """With its hash in the other's outcome, as somebody who knows of it would do."""
+    """The hash in the other outcome is updated too, as a careful forger would."""
     one, other = surviving_trained(run)[7:9]
     rows = {
         row["ordinal"]: row
@@ -462,7 +461,7 @@ def test_content_trained_again_under_another_ordinal(run):
     ],
     ids=["step", "version", "one too few"],
 )
-def test_a_step_that_is_no_batch(run, change_of, text):
+def test_a_step_that_is_not_a_full_batch(run, change_of, text):
     ended = surviving_trained(run)[9]
     change(
         run,
@@ -517,11 +516,11 @@ def test_a_record_that_was_changed(run, capsys):
     path.write_text(path.read_text().replace('"max_staleness": 2', '"max_staleness": 3'))
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(run)])
-    assert ended.value.code == 2 and "was changed by hand" in capsys.readouterr().err
+    assert ended.value.code == 2 and "was edited" in capsys.readouterr().err
 
 
 def reseal(run, ordinal):
-    """The row's own hash in its outcomes, as somebody who knows of it would write it."""
+    """Write the changed row's hash into its outcomes, as a careful forger would."""
     hashes = {}
     for path in (run / "groups").glob("*.parquet"):
         table = pq.read_table(path)
@@ -559,7 +558,7 @@ def reseal(run, ordinal):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_an_outcome_that_cannot_be(run, changes, text):
+def test_an_impossible_outcome(run, changes, text):
     ended = surviving_trained(run)[5]
     change(
         run, "outcomes", lambda rows: [{**row, **changes} if row == ended else row for row in rows]
@@ -573,14 +572,14 @@ def test_an_outcome_that_cannot_be(run, changes, text):
 
 
 @pytest.mark.parametrize("text", [b'["a"]', b"7", b"[[1]]", b"[" * 100000, b"[-1]"])
-def test_outstanding_ordinals_that_are_none(run, text):
+def test_outstanding_ordinals_that_are_not_ordinals(run, text):
     path = sorted((run / "outcomes").glob("*.parquet"))[-1]
     pq.write_table(_sealed(pq.read_table(path), text), path)
     check = checks_of(run)["every file can be read"]
     assert not check.passed and f"{path} is damaged: its outstanding ordinals" in check.summary
 
 
-def test_ordinals_of_any_size_are_no_work(run):
+def test_huge_ordinals_do_not_slow_the_audit(run):
     path = sorted((run / "outcomes").glob("*.parquet"))[-1]
     pq.write_table(_sealed(pq.read_table(path), b"[1000000000000]"), path)
     assert not checks_of(run)["every admitted group is accounted for"].passed
@@ -629,7 +628,7 @@ def test_what_asyncrl_did_not_write_is_named(run, folder, name):
     ],
 )
 def test_values_that_asyncrl_cannot_have_written(run, name, new, fault):
-    """Also when the outcome was given the hash of the changed row."""
+    """The audit notices, even if the outcome has the hash of the changed row."""
     ended = surviving_trained(run)[5]
     change(run, "groups", in_row(ended["ordinal"], **{name: new}))
     reseal(run, ended["ordinal"])
@@ -661,8 +660,8 @@ def test_two_outcomes_of_one_group_in_one_attempt(run):
     ("outcome", "text"),
     [("failed", "not a full batch: skipped step"), ("every", "steps without any group")],
 )
-def test_a_skipped_step_is_a_batch_as_well(run, outcome, text):
-    """One of its groups, or all of them, are said to have failed."""
+def test_a_skipped_step_must_be_a_full_batch_too(run, outcome, text):
+    """One of its groups, or all of them, are recorded as failed."""
     skipped = [
         ended
         for path in sorted((run / "outcomes").glob("*.parquet"))
@@ -680,7 +679,7 @@ def test_a_skipped_step_is_a_batch_as_well(run, outcome, text):
 
 
 def rewrite_record(run, edit):
-    """With its checksum, as somebody who knows of it would do."""
+    """Edit run.json and update its checksum, as a careful forger would."""
     tree = json.loads((run / "run.json").read_text())
     del tree["checksum"]
     edit(tree)
@@ -701,7 +700,7 @@ def rewrite_record(run, edit):
         (lambda tree: tree["attempts"].reverse(), "attempt 0 is called 5"),
     ],
 )
-def test_a_record_that_cannot_be(run, edit, text, capsys):
+def test_an_impossible_record(run, edit, text, capsys):
     rewrite_record(run, edit)
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(run)])
@@ -709,7 +708,7 @@ def test_a_record_that_cannot_be(run, edit, text, capsys):
 
 
 @pytest.mark.parametrize("text", ["[]", "[" * 100000, "{", "3"])
-def test_a_record_that_is_none(run, text, capsys):
+def test_a_record_that_is_not_a_record(run, text, capsys):
     (run / "run.json").write_text(text)
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(run)])
@@ -734,14 +733,14 @@ def test_a_record_that_is_none(run, text, capsys):
         (lambda tree: tree.update(run_id="another"), "belongs to run"),
     ],
 )
-def test_a_record_that_the_other_files_do_not_bear_out(run, edit, text):
+def test_a_record_that_contradicts_the_other_files(run, edit, text):
     rewrite_record(run, edit)
     check = checks_of(run)["record, config and checkpoints agree"]
     assert not check.passed and text in check.summary
 
 
 def write_metrics(run):
-    """The steps' records, by plain loops over the files."""
+    """Write the records of the steps, computed with plain loops over the files."""
     rows = {
         (row["attempt"], row["ordinal"]): row
         for path in (run / "groups").glob("*.parquet")
@@ -780,9 +779,9 @@ def write_metrics(run):
 METRICS = "metrics match their groups"
 
 
-def test_metrics_bear_out_what_each_step_trained(run):
-    """A group moved to the next step with its staleness, and a reward changed with its hash, leave
-    the other files in agreement."""
+def test_metrics_show_a_group_that_was_moved_to_another_step(run):
+    """Moving a group to the next step with its staleness keeps all other files consistent, so only
+    the metrics show it."""
     write_metrics(run)
     checks = checks_of(run)
     assert all(check.passed for check in checks.values()), audit_text(list(checks.values()))
@@ -866,7 +865,7 @@ def test_metrics_that_were_changed(run, how):
     )
 
 
-def test_an_evaluation_is_that_of_its_completions(run):
+def test_an_evaluation_must_match_its_completions(run):
     rows = {
         "set": ["a"] * 4,
         "attempt": [5] * 4,
@@ -907,7 +906,7 @@ def test_an_evaluation_is_that_of_its_completions(run):
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"trained_tokens": null}', "[" * 100000])
-def test_counters_that_are_none(run, content):
+def test_counters_that_are_not_counters(run, content):
     path = max((run / "checkpoints").glob("step_*")) / "learner" / "counters.json"
     path.write_text(content)
     from asyncrl.rundir.checkpoint import _checksum_of_text
@@ -943,8 +942,8 @@ def test_a_file_that_cannot_be_read_is_named(run, folder, how):
 
 
 @pytest.mark.parametrize("folder", ["groups", "outcomes"])
-def test_any_flip_that_changes_what_a_reader_gets_is_found(run, folder):
-    """Of pages, which have checksums, and of footers, which have none."""
+def test_any_flipped_byte_that_changes_what_is_read_is_found(run, folder):
+    """Pages have checksums, but footers do not."""
     path = sorted((run / folder).glob("*.parquet"))[1]
     write_table(pq.read_table(path), path)
     assert all(check.passed for check in checks_of(run).values())
@@ -972,7 +971,7 @@ def test_any_flip_that_changes_what_a_reader_gets_is_found(run, folder):
 
 @pytest.fixture
 def with_data(tmp_path, tiny_model, no_threads):
-    """A short run whose prompts are those of a file, in its order."""
+    """A short run with the prompts of a file, in the file's order."""
     rows = [f"{number}+{number}=" for number in range(40)]
     (tmp_path / "train.jsonl").write_text(
         "".join(json.dumps({"prompt": text}) + "\n" for text in rows)
@@ -990,13 +989,13 @@ def with_data(tmp_path, tiny_model, no_threads):
     return tmp_path / "run"
 
 
-def test_the_prompts_are_made_again_from_the_data(with_data):
+def test_the_prompts_are_recomputed_from_the_data(with_data):
     check = checks_of(with_data)["each prompt is its ordinal's"]
     assert check.passed and re.fullmatch(r"\d+ ordinals", check.summary), check.summary
 
 
 def test_another_prompt_than_the_ordinals(with_data):
-    """With its own hash in the outcome, as somebody who knows of it would do."""
+    """The hash in the outcome is updated too, as a careful forger would."""
     ordinal = surviving_trained(with_data)[3]["ordinal"]
     change(with_data, "groups", in_row(ordinal, prompt_ids=lambda ids: [*ids[:-1], ids[-1] + 1]))
     rows = {
@@ -1022,7 +1021,7 @@ def test_another_prompt_than_the_ordinals(with_data):
     )
 
 
-def test_prompts_of_data_that_has_changed_are_not_checked_and_it_says_so(with_data):
+def test_prompts_of_changed_data_are_reported_as_not_checked(with_data):
     path = with_data.parent / "train.jsonl"
     path.write_text(path.read_text() + '{"prompt": "1+1="}\n')
     check = checks_of(with_data)["each prompt is its ordinal's"]
@@ -1079,7 +1078,7 @@ def test_an_ordinal_with_two_outcomes_in_one_attempt(run):
 
 
 def test_a_group_that_was_scored_and_forgotten(run):
-    """It has its row, and nothing says what became of it."""
+    """The group has a row, but no record of its outcome."""
     last = len(json.loads((run / "run.json").read_text())["attempts"]) - 1
     one = next(
         ended for ended in surviving_trained(run) if ended["attempt"] == ended["ended_in"] == last
@@ -1165,7 +1164,7 @@ def test_a_row_that_vanished(run):
     assert "without a row" in checks_of(run)["trained groups are whole"].summary
 
 
-def test_a_learner_that_counted_otherwise(run):
+def test_a_learner_with_another_token_count(run):
     path = max((run / "checkpoints").glob("step_*")) / "learner" / "counters.json"
     path.write_text(json.dumps({"trained_tokens": 1}))
     manifest = path.parent.parent / "MANIFEST"
@@ -1179,7 +1178,7 @@ def test_a_learner_that_counted_otherwise(run):
     assert not checks_of(run)["trained tokens equal the learner's count"].passed
 
 
-def test_a_damaged_checkpoint_is_no_missing_one(run):
+def test_a_damaged_checkpoint_is_not_reported_as_missing(run):
     paths = sorted((run / "checkpoints").glob("step_*"))
     (paths[-1] / "COMMITTED").write_text("1")
     check = checks_of(run)["the newest checkpoint is whole"]

@@ -1,5 +1,5 @@
-"""`asyncrl.train` from Python: it blocks, or is awaited where an event loop runs, and leaves
-nothing behind when the config is refused."""
+"""`asyncrl.train` from Python: it blocks, or is awaited if an event loop is running. It leaves
+nothing behind when it refuses the config."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ def settings(tmp_path):
 
 
 def fake(monkeypatch, code, calls=None, works=None):
-    """A run in place of the real one; `works(began)` is what it does."""
+    """Replace the real run with one that calls `works(began)` and returns `code`."""
 
     def train(config, resume_command, after=None, began=None):
         if calls is not None:
@@ -95,7 +95,7 @@ def test_it_blocks_without_a_loop_and_is_awaited_in_one(settings, monkeypatch, t
     assert calls[0][1][1:] == ["train", str(config.run_directory / "config.yaml")]
 
 
-def test_a_run_that_fails_or_is_interrupted_says_so(settings, monkeypatch):
+def test_a_run_that_fails_or_is_interrupted_raises(settings, monkeypatch):
     fake(monkeypatch, 1)
     with pytest.raises(RunFailedError, match="run 'small' failed"):
         asyncrl.train(settings)
@@ -131,7 +131,7 @@ def test_cancelling_stops_the_run_and_waits_for_its_end(settings, monkeypatch, e
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "line"),
     [
         (MemoryError(), "MemoryError"),
         (MemoryError(" full "), "MemoryError: full"),
@@ -140,5 +140,5 @@ def test_cancelling_stops_the_run_and_waits_for_its_end(settings, monkeypatch, e
         (ConfigError("name = '' is empty"), "name = '' is empty"),
     ],
 )
-def test_the_end_of_a_run_names_a_foreign_error_once(error, told):
-    assert run._one_line(error) == told
+def test_the_end_of_a_run_names_the_type_of_a_library_error_once(error, line):
+    assert run._one_line(error) == line

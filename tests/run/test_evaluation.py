@@ -1,4 +1,4 @@
-"""Evaluation: what is asked for, what of it counts, and what is kept."""
+"""Evaluation: its requests, its metrics, and the completions that it keeps."""
 
 import asyncio
 import math
@@ -18,7 +18,7 @@ PROMPTS = [Prompt(0, 0, "p", (1,) * 2), Prompt(1, 0, "p", (1,) * 6)]
 
 
 class Recording(FakeGenerate):
-    """Keeps the requests; `fails(request)` gives what one raises, or None."""
+    """Records the requests. `fails(request)` returns the exception to raise, or None."""
 
     def __init__(self, fails=lambda request: None, **settings):
         super().__init__(**settings)
@@ -93,8 +93,8 @@ def test_completions_end_as_in_rollouts(tmp_path):
     assert {request.repetition for request in generate.requests} == {(3, 5)}
 
 
-def test_a_set_may_cut_the_distribution_beside_any_objective(tmp_path):
-    """Nothing is trained on its log-probs. What a set does not say is as in the rollouts."""
+def test_a_set_may_restrict_sampling_with_any_objective(tmp_path):
+    """Nothing is trained on an evaluation's log-probs. A set without a value uses the rollouts'."""
     sets = {"cut": {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1}}
     generate = Recording()
     evaluate(tmp_path, config_of({"data": "d", "sets": sets}), generate)
@@ -119,9 +119,7 @@ def test_a_set_may_cut_the_distribution_beside_any_objective(tmp_path):
         (RuntimeError("half \ud800"), "failed", "RuntimeError: half \\ud800"),
     ],
 )
-def test_one_completion_that_does_not_come_counts_as_wrong_and_is_reported(
-    tmp_path, error, status, reason
-):
+def test_a_lost_completion_counts_as_wrong_and_is_reported(tmp_path, error, status, reason):
     prompts = [Prompt(ordinal, 0, "p", (ordinal + 1,)) for ordinal in range(8)]
     generate = Recording(
         fails=lambda request: (
@@ -146,7 +144,7 @@ def test_one_completion_that_does_not_come_counts_as_wrong_and_is_reported(
     ) == (status, reason, None, None, None)
 
 
-def test_what_breaks_outside_the_reward_leaves_one_prompt_unscored(tmp_path, caplog):
+def test_an_error_outside_the_reward_leaves_one_prompt_unscored(tmp_path, caplog):
     async def score(prompt, completions):
         if prompt.ordinal == PROMPTS[0].ordinal:
             raise KeyError("nobody's column")
@@ -173,7 +171,7 @@ def test_an_evaluation_whose_replica_is_gone_is_lost_and_not_wrong(tmp_path):
     assert evaluate(tmp_path, config_of({"data": "d"}), generate)["eval/failed_ratio"] == 0.5
 
 
-def test_what_the_reward_does_not_score_is_unscored_and_not_wrong(tmp_path):
+def test_a_completion_without_a_score_is_unscored_and_not_wrong(tmp_path):
     async def score(prompt, completions):
         return {"exact": [None if prompt.ordinal == 0 else 1.0 for _ in completions]}
 
@@ -271,7 +269,7 @@ def answer(accuracy, status="ok"):
     return Answer(completion, status, parts={} if completion is None else {"right": accuracy})
 
 
-def test_pass_at_k_leaves_out_what_has_no_score_and_counts_what_did_not_come():
+def test_pass_at_k_leaves_out_unscored_completions_and_counts_lost_ones():
     answers = [
         [answer(1.0), answer(0.4), answer(None, "unscored"), answer(None, "late")],
         [answer(0.0), answer(None, "unscored"), answer(None, "unscored"), answer(None, "unscored")],
@@ -285,12 +283,14 @@ def test_pass_at_k_leaves_out_what_has_no_score_and_counts_what_did_not_come():
     )
     assert found["avg_at_4"] == pytest.approx((1.4 / 3 + 0.0) / 2)
     assert found["pass_at_1"] == pytest.approx((1 / 3 + 0) / 2)
-    assert found["pass_at_2"] == pytest.approx(2 / 3), "the second prompt has one sample left"
+    assert found["pass_at_2"] == pytest.approx(2 / 3), (
+        "the second prompt has only one scored sample"
+    )
     assert math.isnan(found["pass_at_4"])
 
 
 @pytest.mark.parametrize(("replicas", "held", "most"), [(1, None, 4), (3, None, 12), (3, "c", 4)])
-def test_as_many_requests_run_at_once_as_the_replicas_that_answer_take(
+def test_as_many_requests_run_at_once_as_the_answering_replicas_accept(
     tmp_path, replicas, held, most
 ):
     prompts = [Prompt(ordinal, 0, "p", (ordinal + 1,)) for ordinal in range(40)]
@@ -356,4 +356,4 @@ def test_no_metric_hides_another(sets, reward, metric):
         config_of({"data": "d", "sets": sets}, reward=rewards)
     config_of(
         {"data": "d"}, reward={"functions": {"accuracy": REWARD["functions"]["exact"]}}
-    )  # it is what accuracy means
+    )  # accuracy is this reward

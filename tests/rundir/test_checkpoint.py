@@ -1,4 +1,4 @@
-"""Committed or not there: what a resume finds."""
+"""Checkpoints: committed or ignored, verified when read, and rotated."""
 
 import asyncio
 import errno
@@ -47,7 +47,7 @@ def flip(path, place=0):
     path.write_bytes(content)
 
 
-def test_round_trip_and_the_last_k(tmp_path):
+def test_round_trip_and_rotation(tmp_path):
     checkpoints = CheckpointStore(tmp_path, keep=2)
     for version in (1, 2, 3):
         write(checkpoints, version, waiting=[GROUP])
@@ -65,7 +65,7 @@ def test_round_trip_and_the_last_k(tmp_path):
     }
 
 
-def test_none_is_not_unreadable(tmp_path):
+def test_a_missing_checkpoint_differs_from_an_unreadable_one(tmp_path):
     checkpoints = CheckpointStore(tmp_path, keep=2)
     with pytest.raises(NoCheckpointError, match="no committed checkpoint"):
         checkpoints.find()
@@ -83,7 +83,7 @@ def test_none_is_not_unreadable(tmp_path):
 @pytest.mark.parametrize(
     "file", ["learner/weights", "buffer.parquet", "state.json", "MANIFEST", "COMMITTED"]
 )
-def test_the_one_before_is_taken_if_a_bit_has_flipped_and_it_is_said(tmp_path, file):
+def test_a_flipped_bit_falls_back_to_the_previous_checkpoint_with_a_note(tmp_path, file):
     checkpoints = CheckpointStore(tmp_path, keep=3)
     for version in (1, 2):
         path = write(checkpoints, version, waiting=[GROUP])
@@ -108,33 +108,34 @@ def test_a_truncated_file_counts_as_damaged(tmp_path, file, content):
     assert checkpoints.find()[1].version == 1
 
 
-def test_a_flipped_bit_in_latest_costs_nothing_and_is_said(tmp_path):
+def test_a_damaged_latest_is_reported_and_the_newest_checkpoint_is_used(tmp_path):
     checkpoints = CheckpointStore(tmp_path, keep=3)
     for version in (1, 2):
         write(checkpoints, version)
     checkpoints.point_at("step_000001")
     assert checkpoints.find()[1].version == 1 and not checkpoints.find()[2]
 
-    def is_said():
-        _, state, said = checkpoints.find()
+    def assert_reported():
+        _, state, passed_over = checkpoints.find()
         assert (
             state.version == 2
-            and "LATEST is missing or damaged; the newest committed one is taken" in said[0]
+            and "LATEST is missing or damaged; using the newest committed checkpoint"
+            in passed_over[0]
         )
 
     for place in range((tmp_path / "LATEST").stat().st_size):
         flip(tmp_path / "LATEST", place)
-        is_said()
+        assert_reported()
         flip(tmp_path / "LATEST", place)
     (tmp_path / "LATEST").write_bytes(b"\xff\x00../..")
-    is_said()
+    assert_reported()
     (tmp_path / "LATEST").unlink()
-    is_said()
+    assert_reported()
     checkpoints.point_at("step_000009")
     assert "names 'step_000009', which is not a committed checkpoint" in checkpoints.find()[2][0]
 
 
-def test_a_manifest_cannot_name_what_lies_outside(tmp_path):
+def test_a_manifest_cannot_name_files_outside_the_checkpoint(tmp_path):
     checkpoints = CheckpointStore(tmp_path / "run", keep=3)
     path = write(checkpoints, 1)
     (tmp_path / "secret").write_text("x")
@@ -145,7 +146,7 @@ def test_a_manifest_cannot_name_what_lies_outside(tmp_path):
         checkpoints.find()
 
 
-def test_a_step_that_is_asked_for(tmp_path):
+def test_a_requested_step_is_found(tmp_path):
     checkpoints = CheckpointStore(tmp_path, keep=3)
     for version in (1, 2, 3):
         write(checkpoints, version)
@@ -154,7 +155,7 @@ def test_a_step_that_is_asked_for(tmp_path):
         checkpoints.find(7)
 
 
-def test_after_going_back_the_way_that_was_left_does_not_count(tmp_path):
+def test_after_going_back_the_abandoned_line_is_not_used(tmp_path):
     checkpoints = CheckpointStore(tmp_path, keep=3)
     for version in (1, 2, 3):
         write(checkpoints, version)
@@ -165,11 +166,11 @@ def test_after_going_back_the_way_that_was_left_does_not_count(tmp_path):
     assert state.version == 2
     flip(path / "learner" / "weights")
     assert checkpoints.find()[1].version == 1, (
-        "the one that was left is newer by number, and of another lineage"
+        "the abandoned checkpoint has a higher number, but belongs to another line"
     )
 
 
-def test_a_save_that_failed_leaves_the_one_before(tmp_path):
+def test_a_failed_save_keeps_the_previous_checkpoint(tmp_path):
     checkpoints = CheckpointStore(tmp_path, keep=2)
     write(checkpoints, 1)
 
@@ -182,7 +183,7 @@ def test_a_save_that_failed_leaves_the_one_before(tmp_path):
     assert checkpoints.find()[1].version == 1
 
 
-def test_a_disk_that_takes_no_more_keeps_the_one_before_and_nothing_half(tmp_path, full_disk):
+def test_a_write_error_keeps_the_previous_checkpoint_and_no_partial_one(tmp_path, full_disk):
     class Large(Learner):
         async def save(self, directory):
             (directory / "weights").write_bytes(bytes(100_000))
@@ -190,7 +191,7 @@ def test_a_disk_that_takes_no_more_keeps_the_one_before_and_nothing_half(tmp_pat
 
     checkpoints = CheckpointStore(tmp_path, keep=2)
     write(checkpoints, 1)
-    (tmp_path / ".step_000002.77").mkdir()  # a process that was killed has left this
+    (tmp_path / ".step_000002.77").mkdir()  # left by a killed process
     with full_disk(50_000), pytest.raises(OSError, match="File too large"):
         write(checkpoints, 2, Large(1))
     assert (
@@ -202,20 +203,20 @@ def test_a_disk_that_takes_no_more_keeps_the_one_before_and_nothing_half(tmp_pat
 
 
 def test_the_event_loop_is_free_while_a_checkpoint_is_written(tmp_path, monkeypatch):
-    checkpoints, asked, go_on = (
+    checkpoints, started, proceed = (
         CheckpointStore(tmp_path, keep=2),
         threading.Event(),
         threading.Event(),
     )
     commit = checkpoints._commit
-    told = []
+    signals = []
 
-    def commit_when_told(*arguments):
-        asked.set()
-        told.append(go_on.wait(10))
+    def commit_after_signal(*arguments):
+        started.set()
+        signals.append(proceed.wait(10))
         commit(*arguments)
 
-    monkeypatch.setattr(checkpoints, "_commit", commit_when_told)
+    monkeypatch.setattr(checkpoints, "_commit", commit_after_signal)
 
     async def both():
         writing = asyncio.create_task(
@@ -223,18 +224,18 @@ def test_the_event_loop_is_free_while_a_checkpoint_is_written(tmp_path, monkeypa
                 State("run", 0, 1, 1, 8, ()), [], Learner(1), FakeScores(FakeRollouts())
             )
         )
-        await asyncio.to_thread(asked.wait, 10)
-        go_on.set()
+        await asyncio.to_thread(started.wait, 10)
+        proceed.set()
         return await writing
 
-    assert asyncio.run(both()).name == "step_000001" and told == [True], (
-        "the loop told it to go on while it wrote"
+    assert asyncio.run(both()).name == "step_000001" and signals == [True], (
+        "the event loop signaled during the write"
     )
 
 
 def test_rotation_deletes_checkpoints_and_nothing_else(tmp_path):
-    """Whatever else lies there is somebody else's, also under a name that begins alike."""
-    others = [
+    """Other entries of the folder do not belong to asyncrl, even under similar names."""
+    foreign = [
         "step_backup",
         "step_1x",
         ".step_000001.copy",
@@ -246,20 +247,21 @@ def test_rotation_deletes_checkpoints_and_nothing_else(tmp_path):
         ".step_٠.٠",
     ]
     checkpoints = CheckpointStore(tmp_path, keep=1)
-    for name in others:
+    for name in foreign:
         (tmp_path / name).mkdir()
         (tmp_path / name / "COMMITTED").write_text("mine")
     (tmp_path / ".step_000001.4711").mkdir()
     for version in (1, 2, 3):
         write(checkpoints, version)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [*others, "LATEST", "step_000003"]
+        [*foreign, "LATEST", "step_000003"]
     )
     assert checkpoints.versions() == [3]
 
 
-def test_an_old_one_that_cannot_be_deleted_now_ends_no_run_and_goes_later(tmp_path, monkeypatch):
-    """A person copies it just now, from storage over the network: its folders are never empty."""
+def test_an_old_checkpoint_in_use_is_deleted_later(tmp_path, monkeypatch):
+    """On network storage a folder with open files is never empty, such as while a user copies
+    it."""
     checkpoints, remove = CheckpointStore(tmp_path, keep=1), os.rmdir
 
     def in_use(path, **place):
@@ -271,7 +273,7 @@ def test_an_old_one_that_cannot_be_deleted_now_ends_no_run_and_goes_later(tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", in_use)
         write(checkpoints, 2)
-        assert checkpoints.versions() == [2], "one that is half deleted is no checkpoint"
+        assert checkpoints.versions() == [2], "a partly deleted checkpoint does not count"
     write(checkpoints, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step_000003"]
 
@@ -313,7 +315,7 @@ def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path, monkeypatch, part):
     )
 
 
-def test_a_pipe_in_place_of_a_file_is_damage_and_nobody_waits_for_it(tmp_path):
+def test_a_pipe_in_place_of_a_file_counts_as_damage_and_does_not_block(tmp_path):
     checkpoints = CheckpointStore(tmp_path, keep=2)
     path = write(checkpoints, 1)
     for name in ("state.json", "MANIFEST", "learner/weights"):
@@ -327,13 +329,13 @@ def test_a_pipe_in_place_of_a_file_is_damage_and_nobody_waits_for_it(tmp_path):
 
 
 class Elsewhere(Learner):
-    """Ranks that wrote on a disk of their own node."""
+    """A learner whose ranks wrote to a local disk of another node."""
 
     async def save(self, directory):
         return {"weights": (4, zlib.crc32(b"1234"))}
 
 
-def test_what_the_driver_does_not_see_is_not_committed_and_nothing_older_goes(
+def test_files_invisible_to_the_driver_are_not_committed_and_older_checkpoints_stay(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(wait_until_seen, "__defaults__", (0.2,))
@@ -353,7 +355,7 @@ def test_what_the_driver_does_not_see_is_not_committed_and_nothing_older_goes(
     )
 
 
-def test_a_file_of_which_only_a_part_is_seen_is_not_committed(tmp_path, monkeypatch):
+def test_a_partly_visible_file_is_not_committed(tmp_path, monkeypatch):
     monkeypatch.setattr(wait_until_seen, "__defaults__", (0.2,))
 
     class Part(Learner):
@@ -366,7 +368,7 @@ def test_a_file_of_which_only_a_part_is_seen_is_not_committed(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_manifest_holds_what_the_ranks_summed_and_a_bit_that_flipped_on_the_way_is_found(
+def test_the_manifest_has_the_ranks_checksums_and_detects_a_bit_that_flipped_on_the_way(
     tmp_path,
 ):
     class Flipped(Learner):
@@ -384,9 +386,8 @@ def test_the_manifest_holds_what_the_ranks_summed_and_a_bit_that_flipped_on_the_
     )
 
 
-def test_the_names_of_the_ranks_files_are_on_the_disk_before_committed(tmp_path, monkeypatch):
-    """A machine that loses its power keeps the content of a file that was synced, and may lose the
-    name."""
+def test_directory_entries_of_the_ranks_files_are_synced_before_committed(tmp_path, monkeypatch):
+    """After a power failure a synced file keeps its content but may lose its directory entry."""
 
     class Deep(Learner):
         async def save(self, directory):
@@ -396,19 +397,17 @@ def test_the_names_of_the_ranks_files_are_on_the_disk_before_committed(tmp_path,
 
     synced, sync = [], os.fsync
 
-    def remember(descriptor):
+    def record(descriptor):
         synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
         sync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", remember)
+    monkeypatch.setattr(os, "fsync", record)
     write(CheckpointStore(tmp_path, keep=2), 1, Deep(1))
     committed = next(place for place, name in enumerate(synced) if "COMMITTED" in name)
     assert {"learner", "zero3"} <= set(synced[:committed])
 
 
-def test_a_folder_that_a_network_file_system_still_has_as_it_was_is_looked_at_again(
-    tmp_path, monkeypatch
-):
+def test_stale_entries_of_a_network_file_system_are_checked_again(tmp_path, monkeypatch):
     looks, stat = iter([errno.ESTALE, errno.ENOTDIR, errno.ENOENT]), os.stat
     (tmp_path / "weights").write_bytes(b"1234")
 

@@ -1,4 +1,4 @@
-"""Who may write to a run directory, and where an attempt begins."""
+"""Locking a run directory, and where an attempt begins."""
 
 import asyncio
 import errno
@@ -51,7 +51,7 @@ def test_a_new_run_begins_at_version_0(tmp_path):
         assert (directory.path / "config.yaml").exists() and directory.logs.is_dir()
 
 
-def test_never_refuses_a_directory_that_exists(tmp_path):
+def test_resume_never_refuses_an_existing_directory(tmp_path):
     with RunDirectory(config(tmp_path)):
         pass
     with pytest.raises(ConfigError, match="exists; resume it"):
@@ -66,7 +66,7 @@ def test_a_directory_in_use_refuses_a_second_driver(tmp_path, resume):
             RunDirectory(config(tmp_path, resume=resume))
 
 
-def test_must_needs_a_checkpoint_and_auto_does_not(tmp_path):
+def test_resume_must_needs_a_checkpoint_and_auto_does_not(tmp_path):
     with pytest.raises(ConfigError, match="no committed checkpoint"):
         RunDirectory(config(tmp_path, resume="must"))
     assert not (tmp_path / "run").exists()
@@ -74,7 +74,7 @@ def test_must_needs_a_checkpoint_and_auto_does_not(tmp_path):
         assert directory.state.version == 0
 
 
-def test_a_resumed_attempt_goes_on_counting(tmp_path):
+def test_a_resumed_attempt_continues_from_the_checkpoints_state(tmp_path):
     with RunDirectory(config(tmp_path)) as directory:
         run_id = directory.state.run_id
         group = Scored(17, 1, None, 4, (0.0, 1.0), {}, 2, 0)
@@ -104,7 +104,8 @@ def test_a_resumed_attempt_goes_on_counting(tmp_path):
         assert "step_000002 (version 2, 1 groups waiting)" in directory.notes[0]
     attempts = json.loads((tmp_path / "run" / "run.json").read_text())["attempts"]
     assert [
-        (one["attempt"], one["version"], one["frontier"], one["waiting"]) for one in attempts
+        (record["attempt"], record["version"], record["frontier"], record["waiting"])
+        for record in attempts
     ] == [(0, 0, 0, []), (1, 2, 16, [[0, 17]])]
 
 
@@ -117,7 +118,7 @@ def test_an_unreadable_checkpoint_never_means_a_new_start(tmp_path):
             RunDirectory(config(tmp_path, resume=resume))
 
 
-def test_an_unreadable_one_means_the_one_before_and_is_said(tmp_path):
+def test_an_unreadable_checkpoint_falls_back_to_the_previous_one_with_a_note(tmp_path):
     with RunDirectory(config(tmp_path)) as directory:
         write(directory, replace(directory.state, version=1))
         path = write(directory, replace(directory.state, version=2))
@@ -130,7 +131,7 @@ def test_an_unreadable_one_means_the_one_before_and_is_said(tmp_path):
         )
 
 
-def test_a_step_that_is_asked_for_is_gone_on_from_and_stays_the_newest(tmp_path):
+def test_a_requested_step_is_resumed_and_stays_the_newest(tmp_path):
     with RunDirectory(config(tmp_path)) as directory:
         for version in (1, 2):
             write(directory, replace(directory.state, version=version))
@@ -148,7 +149,7 @@ def test_a_step_that_is_asked_for_is_gone_on_from_and_stays_the_newest(tmp_path)
         ({"seed": 4}, r"seed = 4, but .*step_000000 was made with 0, and data order"),
         (
             {"rollout": {"max_completion_length": 8, "temperature": 0.5}},
-            r"rollout.temperature = 0.5, .* groups that wait in the checkpoint",
+            r"rollout.temperature = 0.5, .* the waiting groups in the checkpoint",
         ),
         (
             {"learner": {"world_size": 2}},
@@ -195,7 +196,7 @@ def test_other_changes_are_shown(tmp_path):
         ]
 
 
-def test_other_data_under_the_same_name_are_refused(tmp_path):
+def test_changed_data_under_the_same_name_is_refused(tmp_path):
     data = {"train": str(tmp_path / "train.parquet"), "max_prompt_length": 20}
     (tmp_path / "train.parquet").write_bytes(b"rows")
     with RunDirectory(config(tmp_path, data=data)) as directory:
@@ -245,7 +246,7 @@ def test_another_model_under_the_same_name_is_refused(tmp_path):
         RunDirectory(config(tmp_path, model={"path": str(tmp_path / "model")}, resume="must"))
 
 
-def test_load_begins_a_new_run_from_another_ones_checkpoint(tmp_path):
+def test_load_starts_a_new_run_from_another_runs_checkpoint(tmp_path):
     with RunDirectory(config(tmp_path, name="old")) as directory:
         state = replace(directory.state, version=2, frontier=16, waiting=((0, 17),))
         write(directory, state, [Scored(17, 1, None, 4, (0.0, 1.0), {}, 2, 0)])
@@ -277,7 +278,7 @@ def test_load_begins_a_new_run_from_another_ones_checkpoint(tmp_path):
         )
 
 
-def test_a_run_that_was_loaded_goes_on_from_its_own_checkpoints(tmp_path):
+def test_a_loaded_run_resumes_from_its_own_checkpoints(tmp_path):
     with RunDirectory(config(tmp_path, name="old")) as directory:
         for version in (1, 2):
             write(directory, replace(directory.state, version=version))
@@ -301,7 +302,7 @@ def test_a_run_that_was_loaded_goes_on_from_its_own_checkpoints(tmp_path):
         assert directory.state.version == 4
 
 
-def test_a_step_that_is_not_there_never_means_a_new_start(tmp_path):
+def test_a_missing_step_never_means_a_new_start(tmp_path):
     with RunDirectory(config(tmp_path)) as directory:
         write(directory, replace(directory.state, version=1))
     with pytest.raises(ConfigError, match=r"no committed checkpoint of step 7 \(there are: 1\)"):
@@ -321,7 +322,7 @@ def test_a_step_that_is_not_there_never_means_a_new_start(tmp_path):
         {"algorithm": {"advantage": "rloo"}},
     ],
 )
-def test_groups_whose_scores_go_with_other_settings_are_made_again(tmp_path, changes):
+def test_waiting_groups_scored_with_old_settings_are_generated_again(tmp_path, changes):
     with RunDirectory(config(tmp_path)) as directory:
         write(
             directory,
@@ -337,9 +338,9 @@ def test_groups_whose_scores_go_with_other_settings_are_made_again(tmp_path, cha
         )
 
 
-def test_a_driver_that_was_faster_is_noticed(tmp_path, monkeypatch):
-    """Between the look at the directory and its lock another driver has begun, and ended, an
-    attempt."""
+def test_a_faster_driver_is_noticed(tmp_path, monkeypatch):
+    """Another driver runs a whole attempt between this one's check of the directory and its
+    lock."""
     from asyncrl.rundir import directory as module
 
     find = module.find_beginning
@@ -363,17 +364,17 @@ def test_a_directory_is_locked_before_it_is_read(tmp_path, monkeypatch):
         write(directory)
     find = module.find_beginning
 
-    def meanwhile(*arguments):
+    def second_driver(*arguments):
         with pytest.raises(ConfigError, match="in use by process"):
             RunDirectory(config(tmp_path, resume="must"))
         return find(*arguments)
 
-    monkeypatch.setattr(module, "find_beginning", meanwhile)
+    monkeypatch.setattr(module, "find_beginning", second_driver)
     with RunDirectory(config(tmp_path, resume="must")) as directory:
         assert directory.state.attempt == 1
 
 
-def test_auto_never_starts_a_run_anew_whose_checkpoints_are_gone(tmp_path):
+def test_auto_never_restarts_a_run_whose_checkpoints_are_gone(tmp_path):
     with RunDirectory(config(tmp_path)) as directory:
         path = write(directory)
     (path / "COMMITTED").unlink()
@@ -385,9 +386,8 @@ def test_auto_never_starts_a_run_anew_whose_checkpoints_are_gone(tmp_path):
     ):
         RunDirectory(config(tmp_path, resume="auto"))
     (path.parent / "LATEST").unlink()
-    with RunDirectory(
-        config(tmp_path, resume="auto")
-    ) as directory:  # killed before it had saved anything
+    # As if the run had been killed before its first checkpoint.
+    with RunDirectory(config(tmp_path, resume="auto")) as directory:
         assert directory.state.version == 0
     (tmp_path / "run" / "metrics.jsonl").write_text(
         '{"event": "checkpoint", "attempt": 0, "step": 1, "version": 1, "time": 0.0}\n'
@@ -398,8 +398,8 @@ def test_auto_never_starts_a_run_anew_whose_checkpoints_are_gone(tmp_path):
     assert not (tmp_path / "mistyped").exists()
 
 
-def test_what_was_gone_back_from_comes_last_and_the_way_to_it_comes_back(tmp_path):
-    def going_on_from(step, *versions):
+def test_abandoned_checkpoints_come_last_until_the_run_returns_to_them(tmp_path):
+    def resumed_from(step, *versions):
         with RunDirectory(
             config(tmp_path, resume="must", checkpoint={"ckpt_step": step, "keep": 9})
         ) as directory:
@@ -410,12 +410,12 @@ def test_what_was_gone_back_from_comes_last_and_the_way_to_it_comes_back(tmp_pat
     with RunDirectory(config(tmp_path, checkpoint={"keep": 9})) as directory:
         for version in (10, 20, 30, 40):
             write(directory, replace(directory.state, version=version))
-    assert going_on_from(10, 15, 30, 45) == [45, 30, 15, 10, 40, 20]
+    assert resumed_from(10, 15, 30, 45) == [45, 30, 15, 10, 40, 20]
     damaged = tmp_path / "run" / "checkpoints" / "step_000045" / "learner" / "weights"
     damaged.write_text("2")
     with RunDirectory(config(tmp_path, resume="must", checkpoint={"keep": 9})) as directory:
-        assert directory.state.version == 30, "40 was gone back from"
-    assert going_on_from(40, 41) == [41, 40, 20, 10, 45, 30, 15]
+        assert directory.state.version == 30, "the run has gone back from 40"
+    assert resumed_from(40, 41) == [41, 40, 20, 10, 45, 30, 15]
 
 
 def test_checkpoints_elsewhere_belong_to_one_run_at_a_time(tmp_path):
@@ -448,7 +448,7 @@ def test_checkpoints_elsewhere(tmp_path):
         RunDirectory(config(tmp_path, name="third", checkpoint=elsewhere, resume="auto"))
 
 
-def test_a_removed_lock_keeps_others_out_and_is_noticed(tmp_path):
+def test_a_removed_lock_file_keeps_others_out_and_is_noticed(tmp_path):
     with RunDirectory(config(tmp_path)) as directory:
         write(directory)
         (directory.path / ".lock").unlink()
@@ -460,7 +460,7 @@ def test_a_removed_lock_keeps_others_out_and_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("name", [".lock", "run.json"])
-def test_a_pipe_in_the_run_directory_is_named_and_nobody_waits_for_it(tmp_path, name):
+def test_a_pipe_in_the_run_directory_is_an_error_and_does_not_block(tmp_path, name):
     with RunDirectory(config(tmp_path)) as directory:
         write(directory)
     (tmp_path / "run" / name).unlink()
@@ -478,7 +478,7 @@ def test_a_pipe_in_the_run_directory_is_named_and_nobody_waits_for_it(tmp_path, 
     ],
 )
 @pytest.mark.parametrize("there", [False, True], ids=["new", "existing"])
-def test_a_place_that_cannot_be_written_is_named_with_the_way_out(
+def test_a_directory_that_cannot_be_written_is_named_with_the_fix(
     tmp_path, monkeypatch, number, why, there
 ):
     def refuse(path):
@@ -509,8 +509,9 @@ def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
         RunDirectory(config(tmp_path, resume="auto"))
 
 
-def test_an_export_replaces_nothing_before_the_new_one_is_whole(tmp_path, monkeypatch):
-    """Killed between the two renames, the run's next attempt finds the old one again."""
+def test_an_export_replaces_the_old_one_only_when_complete(tmp_path, monkeypatch):
+    """If the process is killed between the two renames, the next attempt restores the old
+    export."""
     with RunDirectory(config(tmp_path)) as directory:
         write(directory)
         (directory.path / "hf").mkdir()

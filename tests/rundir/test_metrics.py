@@ -1,4 +1,4 @@
-"""Records survive their file, and TensorBoard's, without torch."""
+"""metrics.jsonl and TensorBoard's files: written without torch, and read back unchanged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_record_has_the_stable_fields_and_plain_numbers(tmp_path: Path) -> Non
     }
 
 
-def test_a_metric_cannot_hide_a_records_own_field(tmp_path: Path) -> None:
+def test_a_metric_cannot_replace_a_reserved_field(tmp_path: Path) -> None:
     with (
         MetricsWriter(tmp_path) as writer,
         pytest.raises(ValueError, match=r"\['version'\].*rename"),
@@ -49,7 +49,7 @@ def test_a_metric_cannot_hide_a_records_own_field(tmp_path: Path) -> None:
         writer.write("step", 1, 1, {"version": 3})
 
 
-def test_a_live_reader_skips_the_unfinished_line_and_a_new_attempt_cuts_it_off(
+def test_a_reader_skips_an_unfinished_line_and_a_new_attempt_removes_it(
     tmp_path: Path,
 ) -> None:
     with MetricsWriter(tmp_path) as writer:
@@ -68,7 +68,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         list(read_metrics(tmp_path))
 
 
-def test_no_file_no_records(tmp_path: Path) -> None:
+def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
     assert list(read_metrics(tmp_path)) == []
 
 
@@ -106,7 +106,7 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     ]
     assert [(event.step, event.value) for event in registry.Scalars("eval/greedy_accuracy")] == [
         (0, 0.75)
-    ], "at the version that was evaluated"
+    ], "at the step that made the version"
     assert [(event.step, event.value) for event in registry.Scalars("reward/mean")] == [
         (1, 0.25),
         (2, 0.5),
@@ -115,7 +115,7 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     assert [event.value for event in registry.Scalars("staleness/histogram/1")] == [1, 2, 3]
 
 
-def test_tensorboard_plots_a_constant_from_its_beginning_once_it_changes(tmp_path: Path) -> None:
+def test_tensorboard_plots_a_constant_from_its_start_once_it_changes(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sink = TensorBoardSink(tmp_path)
@@ -134,7 +134,7 @@ def test_tensorboard_plots_a_constant_from_its_beginning_once_it_changes(tmp_pat
         (4, 2),
         (5, 2),
     ]
-    assert len(registry.Scalars("reward/mean")) == 5, "a reward that stays the same is news"
+    assert len(registry.Scalars("reward/mean")) == 5, "constant rewards are always plotted"
 
 
 def test_neither_writer_nor_package_imports_torch_or_ray(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_an_evaluation_is_plotted_at_the_step_that_made_its_version(tmp_path: Pa
     ]
 
 
-def test_after_a_resume_an_evaluation_of_the_first_version_is_plotted_at_its_step(
+def test_after_a_resume_an_evaluation_of_the_initial_version_is_plotted_at_its_step(
     tmp_path: Path,
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -217,7 +217,7 @@ def test_after_a_resume_an_evaluation_of_the_first_version_is_plotted_at_its_ste
     ]
 
 
-def test_sinks_have_each_metric_once_and_in_one_group(tmp_path: Path) -> None:
+def test_sinks_get_each_metric_once_and_in_one_group(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path / "tensorboard")]) as writer:
@@ -255,7 +255,7 @@ def test_sinks_have_each_metric_once_and_in_one_group(tmp_path: Path) -> None:
     assert sorted(tags) == sorted([*expected, "eval/greedy_accuracy", "eval/seconds"])
 
 
-def test_tensorboard_shows_completions_without_reading_them_as_markup(tmp_path: Path) -> None:
+def test_tensorboard_escapes_completions(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugin_util import markdown_to_safe_html
     from tensorboard.util.tensor_util import make_ndarray

@@ -1,4 +1,4 @@
-"""`asyncrl.open_run` on a directory that the package's own writers made."""
+"""`asyncrl.open_run` on a directory written by the package's own writers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def small_run(tmp_path: Path) -> Path:
     return write_small_run(tmp_path / "runs" / "small")
 
 
-def test_one_row_per_trajectory_with_its_fate(small_run: Path) -> None:
+def test_one_row_per_trajectory_with_its_outcome(small_run: Path) -> None:
     table = asyncrl.open_run(small_run).trajectories()
     assert len(table) == 2 * 14
     rows = {(row["ordinal"], row["index"]): row for row in table.to_pylist()}
@@ -115,7 +115,7 @@ def test_status_and_metrics(small_run: Path) -> None:
     assert run.config.rollout.n_samples_per_prompt == 2
 
 
-def test_a_live_run_grows_under_the_reader(tmp_path: Path) -> None:
+def test_a_reader_sees_a_live_run_grow(tmp_path: Path) -> None:
     directory = write_small_run(tmp_path / "live", steps=2)
     run = asyncrl.open_run(directory)
     assert (run.status().version, len(run.groups())) == (2, 6)
@@ -127,7 +127,7 @@ def test_a_live_run_grows_under_the_reader(tmp_path: Path) -> None:
     assert (run.status().version, len(run.groups())) == (4, 10)
 
 
-def test_a_run_that_has_just_begun_has_empty_tables(small_run: Path) -> None:
+def test_a_run_that_has_just_started_has_empty_tables(small_run: Path) -> None:
     for name in ("groups", "outcomes"):
         shutil.rmtree(small_run / name)
     (small_run / "metrics.jsonl").unlink()
@@ -140,7 +140,7 @@ def test_a_run_that_has_just_begun_has_empty_tables(small_run: Path) -> None:
     assert (status.phase, status.step, status.version, status.committed) == ("starting", 0, 0, None)
 
 
-def test_a_wrong_path_is_answered_in_one_line(small_run: Path) -> None:
+def test_a_wrong_path_gives_a_one_line_error(small_run: Path) -> None:
     with pytest.raises(RunNotFoundError, match=r"is not a directory; give the path") as missing:
         asyncrl.open_run(small_run / "nothing")
     with pytest.raises(
@@ -150,7 +150,7 @@ def test_a_wrong_path_is_answered_in_one_line(small_run: Path) -> None:
     assert "\n" not in str(missing.value) + str(parent.value)
 
 
-def test_a_folder_of_an_older_asyncrl_is_named_with_its_new_name(small_run):
+def test_the_old_name_of_the_outcomes_folder_is_refused_with_the_new_name(small_run):
     (small_run / "outcomes").rename(small_run / "fates")
     with pytest.raises(ConfigError, match="fates has the old name of the outcomes folder; rename"):
         asyncrl.open_run(small_run)

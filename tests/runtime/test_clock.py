@@ -1,4 +1,4 @@
-"""Times of one process stay in order when the machine's clock is set."""
+"""Timestamps of a process stay in order when the machine's clock is set."""
 
 import time
 
@@ -9,7 +9,7 @@ from asyncrl.runtime.clock import steady_time
 
 
 @pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
-def test_a_clock_that_is_set_moves_nothing(monkeypatch, tmp_path, step_s):
+def test_setting_the_clock_does_not_move_timestamps(monkeypatch, tmp_path, step_s):
     true = time.time
     before = steady_time()
     with MetricsWriter(tmp_path) as writer:

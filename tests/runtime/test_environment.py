@@ -1,5 +1,5 @@
-"""Compile caches of one process and one set of versions; the user's variables in the environments
-of ranks and replicas."""
+"""Compile caches per process and set of versions, and the user's variables in ranks and
+replicas."""
 
 import logging
 import os
@@ -26,20 +26,20 @@ from asyncrl.runtime.environment import (
 
 @pytest.fixture
 def unset(monkeypatch):
-    """No cache variable is set, and none stays set; locks taken here are given back."""
+    """Unset all cache variables, and restore them and the list of locks after the test."""
     for name in CACHES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(environment, "_held", [])
 
 
-def give_back():
-    """What the end of a process does to its locks."""
+def release_locks():
+    """Release the locks, as the end of a process does."""
     while environment._held:
         environment._held.pop().close()
 
 
-def test_two_processes_share_no_cache_and_the_next_finds_a_dead_ones(tmp_path):
+def test_two_processes_share_no_cache_and_a_new_one_reuses_that_of_a_dead_one(tmp_path):
     script = (
         "import sys, time; from pathlib import Path\n"
         "from asyncrl.runtime.environment import claim_caches\n"
@@ -66,7 +66,7 @@ def test_two_processes_share_no_cache_and_the_next_finds_a_dead_ones(tmp_path):
             process.stdout.close()
 
 
-def test_the_variables_name_the_processes_own_caches_unless_the_user_has_set_them(
+def test_variables_name_the_processs_caches_unless_the_user_has_set_them(
     tmp_path, monkeypatch, unset
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere/else")
@@ -89,7 +89,7 @@ def test_other_versions_have_other_caches(tmp_path, monkeypatch, unset):
     assert claim_caches("learner", tmp_path).path.parents[1] != before.parents[1]
 
 
-def test_a_damaged_cache_is_removed_once_and_said(tmp_path, monkeypatch, unset, caplog):
+def test_a_damaged_cache_is_emptied_once_with_a_warning(tmp_path, monkeypatch, unset, caplog):
     path = claim_caches("generator", tmp_path).path
     whole, cut = path / "vllm" / "modelinfos" / "a.json", path / "inductor" / "fx" / "b.best_config"
     for file, content in (
@@ -99,7 +99,7 @@ def test_a_damaged_cache_is_removed_once_and_said(tmp_path, monkeypatch, unset, 
     ):
         file.parent.mkdir(parents=True)
         file.write_text(content)
-    give_back()
+    release_locks()
     caplog.set_level(logging.WARNING, logger="asyncrl")
     again = claim_caches("generator", tmp_path)
     assert (
@@ -109,11 +109,11 @@ def test_a_damaged_cache_is_removed_once_and_said(tmp_path, monkeypatch, unset, 
     )
     assert "was damaged (inductor/fx/b.best_config is not JSON) and was emptied" in caplog.text
     caplog.clear()
-    give_back()
+    release_locks()
     assert claim_caches("generator", tmp_path).damaged is None and not caplog.records
 
 
-def test_a_sound_cache_is_kept(tmp_path):
+def test_an_intact_cache_is_kept(tmp_path):
     (tmp_path / "a.json").write_text("[]")
     (tmp_path / "b.py").write_text("{")
     assert damaged_file(tmp_path) is None
@@ -121,7 +121,7 @@ def test_a_sound_cache_is_kept(tmp_path):
     assert damaged_file(tmp_path) == tmp_path / "c.json"
 
 
-def test_a_place_that_cannot_be_written_is_not_used(tmp_path, monkeypatch, unset):
+def test_a_folder_that_cannot_be_written_is_not_used(tmp_path, monkeypatch, unset):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path / "file" / "below"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
@@ -130,7 +130,7 @@ def test_a_place_that_cannot_be_written_is_not_used(tmp_path, monkeypatch, unset
     assert claim_caches("learner").path.is_relative_to(tmp_path / "temporary")
 
 
-def test_the_users_variables_pass_through_but_no_secret(monkeypatch):
+def test_the_users_variables_pass_through_except_secrets(monkeypatch):
     given = {
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         "NCCL_DEBUG": "INFO",
@@ -165,15 +165,13 @@ def test_the_users_variables_pass_through_but_no_secret(monkeypatch):
     )
     replicas = engine_environment("cpu")
     assert given.items() <= ranks.items() and given.items() <= replicas.items()
-    assert replicas["TORCH_COMPILE_DISABLE"] == "0", (
-        "what the user sets wins over what is only chosen"
-    )
+    assert replicas["TORCH_COMPILE_DISABLE"] == "0", "the user's value overrides a default"
     assert replicas["VLLM_PLUGINS"] == "asyncrl_weights" and ranks["DS_ACCELERATOR"] == "cpu", (
-        "and not over what asyncrl needs"
+        "but not a value that asyncrl needs"
     )
 
 
-def test_a_folder_that_others_can_write_to_is_no_place_for_caches(tmp_path, monkeypatch):
+def test_a_folder_that_others_can_write_to_is_not_used_for_caches(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "mine").mkdir(mode=0o700)
     assert (
@@ -193,7 +191,7 @@ def test_a_folder_that_others_can_write_to_is_no_place_for_caches(tmp_path, monk
         )
 
 
-def test_torchs_openmp_is_preloaded_unless_there_is_one():
+def test_torchs_openmp_is_preloaded_unless_another_is():
     ours = preload_openmp("")
     assert os.path.isfile(ours) and "libgomp" in ours
     assert preload_openmp("/lib/libtcmalloc.so") == f"/lib/libtcmalloc.so:{ours}"

@@ -1,4 +1,4 @@
-"""Files of a run are opened without following a link, and only if they are regular files."""
+"""Files of a run are written without following links, and only regular files are opened."""
 
 import errno
 import os
@@ -33,7 +33,7 @@ WRITERS = pytest.mark.parametrize("writer", [write, append])
 
 
 @WRITERS
-def test_a_file_is_written_and_missing_directories_are_made(tmp_path, writer):
+def test_a_file_is_written_and_missing_directories_are_created(tmp_path, writer):
     writer(tmp_path / "a" / "b" / "file")
     assert read_text(tmp_path / "a" / "b" / "file") == "new" and os.listdir(
         tmp_path / "a" / "b"
@@ -82,13 +82,13 @@ def other_kinds(directory):
     ("name", "kind"),
     [("directory", "a directory"), ("pipe", "a named pipe"), ("socket", "a socket")],
 )
-def test_what_is_no_file_is_an_error_with_its_name(tmp_path, monkeypatch, name, kind):
-    monkeypatch.chdir(tmp_path)  # a socket's path is short
+def test_anything_but_a_regular_file_is_an_error_with_its_name(tmp_path, monkeypatch, name, kind):
+    monkeypatch.chdir(tmp_path)  # the path of a socket must be short
     with other_kinds(tmp_path):
         for use in (write, append):
             with pytest.raises(NotAFileError, match=f"{name} is {kind}, not a file"):
                 use(tmp_path / name)
-        if name != "socket":  # the system itself refuses to open one
+        if name != "socket":  # the system refuses to open a socket
             with pytest.raises(NotAFileError, match=f"{name} is {kind}, not a file"):
                 open_regular(tmp_path / name)
 

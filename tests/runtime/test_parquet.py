@@ -1,4 +1,4 @@
-"""One reader: nothing in a Parquet file runs, and a changed page is an error."""
+"""Reading Parquet never runs code, and a changed page is an error."""
 
 import base64
 import os
@@ -17,7 +17,7 @@ PACKAGE = Path(asyncrl.__file__).parent
 
 
 class Touch:
-    """Unpickled, it makes a file."""
+    """Creates a file when unpickled."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -39,12 +39,12 @@ def dangerous(path, marker):
 
 @pytest.fixture
 def marker(tmp_path):
-    """A file that nobody makes."""
+    """A file that must not be created."""
     yield tmp_path / "executed"
     assert not (tmp_path / "executed").exists(), "something ran the code of a file"
 
 
-def test_a_table_comes_back(tmp_path):
+def test_round_trip(tmp_path):
     table = pa.table({"a": [1, None, 3], "b": [["x"], [], None]}).replace_schema_metadata(
         {"key": "value"}
     )
@@ -59,7 +59,7 @@ def test_a_table_comes_back(tmp_path):
     assert read_table(tmp_path / "file.parquet", ["b"]).column_names == ["b"]
 
 
-def test_an_extension_type_is_refused_before_pyarrow_sees_it(tmp_path, marker):
+def test_an_extension_type_is_refused_before_pyarrow_reads_it(tmp_path, marker):
     dangerous(tmp_path / "file.parquet", marker)
     for read in (read_table, read_schema):
         with pytest.raises(
@@ -68,9 +68,8 @@ def test_an_extension_type_is_refused_before_pyarrow_sees_it(tmp_path, marker):
             read(tmp_path / "file.parquet")
 
 
-def test_a_stored_schema_is_found_however_it_is_aligned(tmp_path, marker):
-    """Characters of base64 right before it, such as the length in front of it may be, shift what a
-    decoder sees."""
+def test_a_stored_schema_is_found_at_any_alignment(tmp_path, marker):
+    """A length field in front of the schema may look like base64 and shift the decoded text."""
     from asyncrl.runtime.parquet import _has_extension_type
 
     dangerous(tmp_path / "file.parquet", marker)
@@ -80,8 +79,8 @@ def test_a_stored_schema_is_found_however_it_is_aligned(tmp_path, marker):
     assert not _has_extension_type(base64.b64encode(os.urandom(4096)))
 
 
-def test_every_run_file_is_read_that_way(tmp_path, marker):
-    """A run's groups and outcomes, and the groups that wait in a checkpoint."""
+def test_every_file_of_a_run_is_read_safely(tmp_path, marker):
+    """Groups, outcomes, and the waiting groups of a checkpoint."""
     from asyncrl.rewards.scoring import RayScores
 
     for folder in ("groups", "outcomes"):
@@ -119,14 +118,14 @@ def test_a_changed_byte_of_a_page_is_an_error(tmp_path):
         except OSError:
             changed += 1
         else:
-            assert same, f"byte {at} changed what a reader gets"
+            assert same, f"byte {at} changed the table without an error"
     assert changed > 10
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"PAR1", b"PAR1PAR1", b"PAR1" + b"\xff" * 4 + b"PAR1", b"x" * 100]
 )
-def test_what_is_no_parquet_file_is_named(tmp_path, content):
+def test_a_file_that_is_not_parquet_is_an_error(tmp_path, content):
     (tmp_path / "file.parquet").write_bytes(content)
     with pytest.raises(pa.ArrowInvalid):
         read_table(tmp_path / "file.parquet")

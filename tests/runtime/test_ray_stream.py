@@ -1,3 +1,5 @@
+"""Endless Ray Data streams: back-pressure, separate contexts, and column metadata."""
+
 import functools
 import itertools
 import os
@@ -15,7 +17,7 @@ ROWS = 32
 
 
 def numbered(counter):
-    """Tables of 32 rows without end; the file tells how many rows were made."""
+    """Yield tables of 32 rows without end. The file contains the number of rows so far."""
     for start in itertools.count(0, ROWS):
         temporary = counter.with_suffix(".new")
         temporary.write_text(str(start + ROWS))
@@ -36,15 +38,13 @@ def read_tasks():
     return [name[0] for name in names if "EndlessSource->MapBatches(unchanged)" in name[0]]
 
 
-def test_a_source_whose_blocks_nobody_takes_stops_after_a_while_and_ends_when_closed(
-    ray_cluster, tmp_path
-):
+def test_a_source_without_a_reader_pauses_and_ends_when_closed(ray_cluster, tmp_path):
     counter = tmp_path / "made"
     make = functools.partial(numbered, counter)
     ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
     blocks = stream_blocks(make, unchanged, 16 << 10, 512 << 10, "bounded")
     taken = next(blocks)["number"].to_pylist()
-    # Unbounded, it makes over ten thousand rows a second.
+    # Without a bound the source makes over ten thousand rows per second.
     before, made, deadline = -1, 0, time.monotonic() + 60
     while made != before and time.monotonic() < deadline:
         before = made
@@ -64,15 +64,14 @@ def finite(rows):
     yield pa.table({"number": list(range(rows)), "ids": [[1] * 16] * rows})
 
 
-def test_two_streams_made_at_once_keep_their_own_block_sizes(ray_cluster, monkeypatch):
+def test_two_streams_created_at_once_keep_their_block_sizes(ray_cluster, monkeypatch):
     ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
     both = threading.Barrier(2)
     read_datasource = ray.data.read_datasource
 
     def slowly(*arguments, **options):
-        time.sleep(
-            0.5
-        )  # long enough for the other thread to put its own context in place, if it may
+        # Long enough for the other thread to replace the context, if it could.
+        time.sleep(0.5)
         return read_datasource(*arguments, **options)
 
     monkeypatch.setattr(ray.data, "read_datasource", slowly)
@@ -105,8 +104,8 @@ def marked():
         )
 
 
-def test_a_column_of_json_text_is_still_one_behind_the_stream(ray_cluster):
-    """Without the mark, `groups/*.parquet` would not tell JSON text from text."""
+def test_a_column_of_json_text_keeps_its_mark_in_the_stream(ray_cluster):
+    """Without the mark, `groups/*.parquet` could not distinguish JSON text from plain text."""
     ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
     blocks = list(stream_blocks(marked, unchanged, 1, 1 << 20, "marked"))
     assert [row for block in blocks for row in row_values(block)] == [

@@ -1,4 +1,4 @@
-"""How long one question to all replicas waits for whom. Replicas are stand-ins."""
+"""How long a call to all replicas waits for each of them. Replicas are fakes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.runtime.serve_calls import ask_all
 
 
-def asked(replicas: list[tuple[float, Any]], **times: Any) -> tuple[list[Any], float]:
-    """The answers of replicas that answer after so many seconds, and when they were there."""
+def call_all(replicas: list[tuple[float, Any]], **times: Any) -> tuple[list[Any], float]:
+    """Call replicas, given as (seconds, result) each. Returns the results and the elapsed
+    seconds."""
 
     async def answer(after_s: float, what: Any) -> Any:
         await asyncio.sleep(after_s)
@@ -23,7 +24,10 @@ def asked(replicas: list[tuple[float, Any]], **times: Any) -> tuple[list[Any], f
 
     class Call:
         async def _fetch_replica_results_async(self) -> list[Any]:
-            return [SimpleNamespace(get_async=lambda one=one: answer(*one)) for one in replicas]
+            return [
+                SimpleNamespace(get_async=lambda replica=replica: answer(*replica))
+                for replica in replicas
+            ]
 
     async def ask() -> tuple[list[Any], float]:
         clock = asyncio.get_running_loop().time
@@ -36,16 +40,16 @@ def asked(replicas: list[tuple[float, Any]], **times: Any) -> tuple[list[Any], f
     return asyncio.run(ask())
 
 
-def test_after_the_grace_half_are_enough() -> None:
-    answers, seconds = asked([(0.0, "a"), (60.0, "b")], grace_s=0.2)
+def test_after_the_grace_period_half_are_enough() -> None:
+    answers, seconds = call_all([(0.0, "a"), (60.0, "b")], grace_s=0.2)
     assert answers[0] == "a" and isinstance(answers[1], TimeoutError) and seconds < 1.5
 
 
 @pytest.mark.parametrize("others", [1, 3])
-def test_replicas_that_cannot_answer_make_nobody_give_up_the_one_that_will(others: int) -> None:
-    """Its answer takes longer than the grace. It would be asked anew, and given up again, until the
-    deadline of the run's check."""
-    answers, _ = asked(
+def test_failed_replicas_do_not_end_the_wait_for_the_one_that_answers(others: int) -> None:
+    """The answer takes longer than the grace period. Otherwise the caller would retry, and fail
+    again, until the deadline of the run's check."""
+    answers, _ = call_all(
         [*[(0.0, StaleReplicaError("behind"))] * others, (0.6, "scored")], grace_s=0.2
     )
     assert answers[-1] == "scored" and all(
@@ -53,8 +57,8 @@ def test_replicas_that_cannot_answer_make_nobody_give_up_the_one_that_will(other
     )
 
 
-def test_replicas_that_cannot_answer_are_no_part_of_the_half() -> None:
-    answers, seconds = asked(
+def test_failed_replicas_do_not_count_toward_half() -> None:
+    answers, seconds = call_all(
         [(0.0, StaleReplicaError("behind"))] * 2 + [(0.0, "a"), (60.0, "b")], grace_s=0.2
     )
     assert answers[2] == "a" and isinstance(answers[3], TimeoutError) and seconds < 1.5

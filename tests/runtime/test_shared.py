@@ -1,4 +1,4 @@
-"""Files between nodes: sums made while writing, and who sees what."""
+"""Files that nodes share: checksums computed while writing, and visibility on other nodes."""
 
 import threading
 import zlib
@@ -17,7 +17,7 @@ from asyncrl.runtime.shared import (
 )
 
 
-def test_a_sum_made_while_writing_is_that_of_the_file(tmp_path):
+def test_the_checksum_computed_while_writing_is_that_of_the_file(tmp_path):
     state = {"weights": torch.arange(300_000, dtype=torch.float64).view(3, -1), "step": 7}
     written = write_summed(tmp_path / "state.pt", lambda file: torch.save(state, file))
     content = (tmp_path / "state.pt").read_bytes()
@@ -28,7 +28,7 @@ def test_a_sum_made_while_writing_is_that_of_the_file(tmp_path):
     assert torch.equal(loaded["weights"], state["weights"]) and loaded["step"] == 7
 
 
-def test_any_buffer_is_summed_by_its_bytes(tmp_path):
+def test_any_buffer_is_checksummed_by_its_bytes(tmp_path):
     array = torch.arange(10, dtype=torch.int32).numpy()
     assert write_summed(tmp_path / "a", lambda file: (file.write(array), file.write(b"ab"))) == (
         42,
@@ -36,7 +36,7 @@ def test_any_buffer_is_summed_by_its_bytes(tmp_path):
     )
 
 
-def test_it_waits_for_a_file_that_is_seen_late(tmp_path):
+def test_waits_for_a_file_that_becomes_visible_late(tmp_path):
     def write():
         (tmp_path / "late").write_bytes(b"1234")
 
@@ -46,7 +46,7 @@ def test_it_waits_for_a_file_that_is_seen_late(tmp_path):
     writer.join()
 
 
-def test_what_is_never_seen_is_named(tmp_path):
+def test_a_file_that_stays_invisible_is_named(tmp_path):
     (tmp_path / "short").write_bytes(b"12")
     with pytest.raises(
         NotSharedError,
@@ -58,7 +58,7 @@ def test_what_is_never_seen_is_named(tmp_path):
         wait_until_seen(tmp_path, {"short": 1234}, "share it", within_s=0.1)
 
 
-def test_a_probe_is_answered_where_its_folder_is_seen_and_leaves_nothing(tmp_path):
+def test_a_probe_is_answered_where_its_folder_is_visible_and_is_removed(tmp_path):
     with Probe(tmp_path) as probe:
         assert answer_probe(probe.folder, "rank_0") and probe.seen("rank_0")
         assert not probe.seen("rank_1", within_s=0.1)
@@ -66,7 +66,7 @@ def test_a_probe_is_answered_where_its_folder_is_seen_and_leaves_nothing(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_and_all_below_it_is_synced(tmp_path, monkeypatch):
+def test_a_directory_and_everything_below_it_is_synced(tmp_path, monkeypatch):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").write_text("x")
     synced = []

@@ -1,4 +1,4 @@
-"""A process says what it does, in the middle of a call, and one that cannot is named."""
+"""Stack traces of busy processes, and reports on those that cannot answer."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from asyncrl.runtime.stacks import innermost, register_stacks, stack_here, stack
 
 
 class Busy:
-    """Never answers while it works."""
+    """An actor that answers no call while it works."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +44,7 @@ def busy(ray_cluster, tmp_path):
     ray_cluster.kill(actor)
 
 
-def test_a_busy_one_a_stopped_one_and_one_that_is_gone(busy):
+def test_stacks_of_busy_stopped_and_dead_processes(busy):
     for _ in range(2):
         assert "in work_for_long" in asyncio.run(stack_of(*busy))
     process = psutil.Process(busy[1])
@@ -59,13 +59,13 @@ def test_a_busy_one_a_stopped_one_and_one_that_is_gone(busy):
 
 
 def test_a_process_that_has_not_registered_is_left_alone(tmp_path):
-    """The number of one that has may be another's by now; the signal would end it."""
+    """A new process may have the id of a registered one, and the signal would kill it."""
     innocent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         path = tmp_path / "stacks.txt"
         assert asyncio.run(stack_here(innocent.pid, path)) == f"process {innocent.pid} is gone"
         path.touch()
-        os.utime(path, (1, 1))  # of long before it was started
+        os.utime(path, (1, 1))  # long before the process started
         assert asyncio.run(stack_here(innocent.pid, path)) == f"process {innocent.pid} is gone"
         innocent.communicate(b"\n")
         assert innocent.returncode == 0
@@ -73,7 +73,7 @@ def test_a_process_that_has_not_registered_is_left_alone(tmp_path):
         innocent.kill()
 
 
-def test_a_stream_says_what_its_task_does(ray_cluster, tmp_path):
+def test_the_stack_of_a_streams_task(ray_cluster, tmp_path):
     def tables():
         yield pa.table({"number": [1]})
         time.sleep(600)
@@ -81,8 +81,8 @@ def test_a_stream_says_what_its_task_does(ray_cluster, tmp_path):
     stream = stream_blocks(tables, lambda table: table, 1, 1 << 20, "sleepy", tmp_path)
     try:
         assert next(stream)["number"].to_pylist() == [1]
-        [said] = asyncio.run(stacks_as(tmp_path, "sleepy"))
-        assert re.match(r"sleepy \(process \d+\): .*in tables", said)
+        [line] = asyncio.run(stacks_as(tmp_path, "sleepy"))
+        assert re.match(r"sleepy \(process \d+\): .*in tables", line)
     finally:
         stream.close()
 

@@ -1,5 +1,4 @@
-"""Temporary folders of processes that were killed go when the next one is made; those of living
-ones stay."""
+"""Creating a temporary folder removes those of killed processes and keeps those of living ones."""
 
 import asyncio
 import os
@@ -21,7 +20,7 @@ MAKES = (
 )
 
 
-def test_a_killed_process_leaves_none_behind(monkeypatch, tmp_path):
+def test_the_folder_of_a_killed_process_is_removed(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     makers = [
@@ -61,16 +60,15 @@ print(multiprocessing.util.get_temp_dir(), flush=True)
 
 @pytest.fixture
 def short(monkeypatch):
-    """A temporary directory whose name leaves room for sockets."""
+    """A temporary directory with a path short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", None)
         yield Path(folder)
 
 
-def test_what_libraries_leave_behind_goes_with_the_process(short):
-    """pymp-…, vllm_dist_… and sockets lay in the temporary directory itself, for ever once their
-    process was killed."""
+def test_files_of_libraries_do_not_outlive_the_process(short):
+    """Libraries create pymp-…, vllm_dist_… and sockets, and leave them if the process is killed."""
     makers = [
         subprocess.Popen(
             [sys.executable, "-c", LISTENS],
@@ -87,17 +85,17 @@ def test_what_libraries_leave_behind_goes_with_the_process(short):
     )
     makers[0].send_signal(signal.SIGKILL)
     makers[0].wait()
-    said, _ = makers[1].communicate("\n")
-    assert Path(said.strip()).parent == short, (
-        "the temporary directory is the old one again, for multiprocessing as well"
+    output, _ = makers[1].communicate("\n")
+    assert Path(output.strip()).parent == short, (
+        "the temporary directory is restored, for multiprocessing too"
     )
     remove_left_behind(short)
     assert list(short.iterdir()) == []
 
 
 @pytest.mark.parametrize(("length", "kept"), [(20, True), (40, False)])
-def test_sockets_find_room_in_the_folders_name(monkeypatch, length, kept):
-    """A path of more than 107 characters is no socket's."""
+def test_the_folders_path_is_short_enough_for_sockets(monkeypatch, length, kept):
+    """The path of a socket has at most 107 characters."""
     directory = "/" + "t" * (length - 1)
     monkeypatch.setattr(tempfile, "tempdir", directory)
     assert TemporaryPlace.where() == Path(directory if kept else "/tmp")
@@ -108,20 +106,18 @@ def test_sockets_find_room_in_the_folders_name(monkeypatch, length, kept):
 WANDB = """
 import os, signal, sys
 from pathlib import Path
-from asyncrl.config import Config
-from asyncrl.observe.sinks import open_sinks
-from small_config import SMALL
+from asyncrl.observe.sinks import SinkRun, open_sinks
 
 run = Path(sys.argv[1])
-open_sinks(Config.model_validate({**SMALL, "observe": {"sinks": ["wandb"]}}), run, "abcd1234")
+open_sinks(["wandb"], SinkRun("asyncrl", "run", "abcd1234", run, {}))
 import tempfile
 print(tempfile.gettempdir(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_driver_leaves_nothing_of_a_sink(short, tmp_path):
-    """wandb makes folders when it is imported, and removes them only at a clean end."""
+def test_a_killed_driver_leaves_no_folders_of_a_sink(short, tmp_path):
+    """wandb creates folders on import, and removes them only at a clean exit."""
     folders = [Path(__file__).parents[1], *sys.path]
     environment = {
         **os.environ,
@@ -142,9 +138,9 @@ def test_a_killed_driver_leaves_nothing_of_a_sink(short, tmp_path):
     assert list(short.iterdir()) == []
 
 
-def test_what_an_engine_makes_after_its_start_was_cancelled_goes_as_well(short, monkeypatch):
-    """A replica is ended while it loads: the thread that makes vLLM's engine, and its sockets, goes
-    on."""
+def test_files_of_an_engine_whose_start_was_cancelled_are_removed(short, monkeypatch):
+    """If a replica is stopped while it loads, the thread that creates vLLM's engine and its sockets
+    continues."""
 
     async def hangs(engine, caches, folder):
         await asyncio.Event().wait()

@@ -208,7 +208,7 @@ def test_a_machine_that_lacks_a_level_says_why_and_runs_nothing(level):
     assert (
         last == "namespaces"
         if level == "landlock" and Level.NAMESPACES in probe().reached
-        else last.startswith(f"refused: sandbox level '{level}' is not reached here")
+        else last.startswith(f"refused: sandbox level '{level}' is not available here")
     )
 
 

@@ -69,7 +69,7 @@ def test_a_level_below_the_one_asked_for_is_refused(serve):
     url = serve(fake)
     with pytest.raises(
         SandboxUnavailableError,
-        match=r"'namespaces' is asked for, and the service at .* has 'landlock'",
+        match=r"'namespaces' is required, and the service at .* has 'landlock'",
     ):
         open_sandbox(Level.NAMESPACES, service=url)
     sandbox = open_sandbox(Level.LANDLOCK, service=url)
@@ -108,7 +108,7 @@ def test_refuses_strangers_and_nonsense(serve, monkeypatch):
         SandboxServer(fake)
     for wrong in ("127.0.0.1:8700", "ftp://x", "http://", "http://x/path"):
         monkeypatch.setenv(TOKEN, SECRET)
-        with pytest.raises(ValueError, match="is no URL"):
+        with pytest.raises(ValueError, match="is not a URL"):
             ServiceSandbox(wrong)
 
 
@@ -143,7 +143,7 @@ def test_the_command_serves_a_real_sandbox(monkeypatch):
         try:
             line = server.stdout.readline()
             if probe().best is None:
-                assert line == "" and "is not reached here" in server.stderr.read()
+                assert line == "" and "is not available here" in server.stderr.read()
                 return
             level, url = line.strip().removeprefix("level ").split("; ")
             sandbox = open_sandbox(Level.LANDLOCK, service=url)

@@ -1,5 +1,5 @@
-"""Requests that end with CancelledError or TimeoutError: whether it is their own end, or only an
-answer. The replicas are stand-ins."""
+"""Requests that get a CancelledError or TimeoutError, which may end the request or be a replica's
+answer. The replicas are fakes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Response:
         self.cancelled = True
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self.given().__await__()
+        return self.result().__await__()
 
-    async def given(self) -> Any:
+    async def result(self) -> Any:
         if isinstance(self.answer, BaseException):
             raise self.answer
         if self.answer is None:
@@ -39,20 +39,20 @@ class Response:
 
 
 def generate_with(*responses: Response) -> ServeGenerate:
-    left = iter(responses)
+    remaining = iter(responses)
     return ServeGenerate(
-        SimpleNamespace(generate=SimpleNamespace(remote=lambda request: next(left)))
+        SimpleNamespace(generate=SimpleNamespace(remote=lambda request: next(remaining)))
     )
 
 
-def test_what_a_replica_cancels_goes_to_another() -> None:
+def test_a_request_that_a_replica_cancels_goes_to_another() -> None:
     generate = generate_with(Response(asyncio.CancelledError()), Response(GENERATED))
     assert (
         asyncio.run(generate.generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20))) is GENERATED
     )
 
 
-def test_the_one_that_an_evaluation_holds_is_lost() -> None:
+def test_a_request_that_names_a_replica_fails_when_that_one_cancels_it() -> None:
     with pytest.raises(
         StaleReplicaError,
         match=(
@@ -67,7 +67,7 @@ def test_the_one_that_an_evaluation_holds_is_lost() -> None:
         )
 
 
-def test_what_somebody_gives_up_is_cancelled_in_the_engine_too() -> None:
+def test_a_cancelled_request_is_cancelled_in_the_engine_too() -> None:
     response = Response(None)
 
     async def scenario() -> None:
@@ -84,7 +84,7 @@ def test_what_somebody_gives_up_is_cancelled_in_the_engine_too() -> None:
     assert response.cancelled
 
 
-def test_a_timeout_that_is_not_the_requests_own_is_no_end_of_it() -> None:
+def test_only_the_requests_own_timeout_ends_it() -> None:
     generate = generate_with(
         Response(TimeoutError("Serve's controller restarts")), Response(GENERATED)
     )

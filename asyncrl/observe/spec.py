@@ -1,0 +1,26 @@
+"""What observation needs to know of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ObserveSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveSpec:
+    """`observe_spec` of `asyncrl.preflight.specs` makes it from the config."""
+
+    max_steps: int
+    max_staleness: int
+    """Versions."""
+    rewards: tuple[str, ...]
+    """Names of the reward functions."""
+    accuracy: str
+    """The reward function whose mean is the accuracy."""
+    evaluation_sets: tuple[str, ...]
+    """Names of the evaluation sets, in the order of evaluation."""
+    cuts_distribution: bool
+    """Whether rollouts sample only from some tokens (top_p, top_k, min_p)."""
+    completions_every: int
+    """Steps between two tables of completions in the sinks; 0 = no tables."""
