@@ -57,7 +57,7 @@ def wrong(directory: Path) -> list[str]:
             len(batch) != attempts[attempt]["groups_per_step"]
             or len({ended["step"] for ended in batch}) != 1
         ):
-            found.append(f"{batch[0]['ordinal']}: its step, at version {version}, is not a full batch")
+            found.append(f"{batch[0]['ordinal']}: step of version {version} is not a full batch")
     for ended in kept:
         ordinal, row = ended["ordinal"], groups.get((ended["attempt"], ended["ordinal"]))
         if row is None:

@@ -348,7 +348,7 @@ def test_a_manifest_does_not_name_a_staging_file_elsewhere(tmp_path: Path, run_i
     from asyncrl.weights.staging import StagingError, fetch_version
 
     (tmp_path / "shm").mkdir()
-    with pytest.raises(StagingError, match="would leave"):
+    with pytest.raises(StagingError, match="would be outside"):
         fetch_version(Manifest(run_id, 0, 1, (), (), (), ()), {}, 1.0, tmp_path / "shm")
     assert list((tmp_path / "shm").iterdir()) == []
 

@@ -400,7 +400,7 @@ class RewardConfig(Section):
     """Where rewards run code that the model wrote (`asyncrl.rewards.code`)."""
     shuffle: bool = False
     """Control experiment: permute the rewards over each step's batch, so the model has nothing to
-    learn. Any remaining improvement does not come from the rewards."""
+    learn. Improvements of such a run do not come from the rewards."""
 
     @property
     def per_token(self) -> bool:

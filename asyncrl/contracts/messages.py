@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 __all__ = [
     "Details",
     "EngineLoad",
-    "Example",
     "Finished",
     "GenerateRequest",
     "Generated",
     "Manifest",
-    "Piece",
     "PushReport",
     "ReplicaStatus",
     "RowRef",
     "Scored",
     "ServedWeights",
     "StepResult",
+    "StreamPiece",
     "TensorEntry",
     "Tokens",
+    "TrajectoryText",
     "WeightsId",
 ]
 
@@ -112,7 +112,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class TrajectoryText:
     """One trajectory of a group, shown to the user as a sample. Long texts are cut in the
     middle."""
 
@@ -166,7 +166,7 @@ class Scored:
     characters, and surrogates."""
     source: str | None = None
     """Name of the prompt's source; None if data.train has one source."""
-    example: Example | None = None
+    example: TrajectoryText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What each `Piece` of a streamed completion contains."""
+    """What each `StreamPiece` of a streamed completion contains."""
 
     whole: bool = False
     """Send the completion as one piece at its end, which costs less."""
@@ -313,7 +313,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StreamPiece:
     """A completion's new tokens and text since its previous piece."""
 
     tokens: Tokens

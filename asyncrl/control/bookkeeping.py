@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from asyncrl.contracts.messages import Example, PushReport, Scored, StepResult
+from asyncrl.contracts.messages import PushReport, Scored, StepResult, TrajectoryText
 from asyncrl.contracts.outcomes import Outcome
 from asyncrl.contracts.state import State
 from asyncrl.control.buffer import Outstanding
@@ -61,7 +61,7 @@ class RunProgress:
     """Groups and evaluation completions that ended with an unexpected exception."""
     learner_waited_s: float = 0.0
     generators_waited_s: float = 0.0
-    examples: tuple[tuple[Example, int], ...] = ()
+    examples: tuple[tuple[TrajectoryText, int], ...] = ()
     """Examples of the last batch's groups, with their staleness."""
     rewards: tuple[float, ...] = ()
     """Rewards of the last batch's usable trajectories."""

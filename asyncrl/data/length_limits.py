@@ -17,9 +17,9 @@ import pyarrow as pa
 
 __all__ = [
     "Cuts",
+    "LengthLimits",
     "LengthReport",
     "Limit",
-    "Limits",
     "Policy",
     "Side",
     "TooLongError",
@@ -58,7 +58,7 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LengthLimits:
     """The limits of a row; None = no limit. `whole` bounds prompt plus completion. In a pair, it
     applies to each completion with the prompt."""
 
@@ -207,7 +207,7 @@ def cut(column: Column, limit: int, side: Side) -> pa.Array:
 
 
 def truncate(
-    prompts: Column, completions: Mapping[str, Column], limits: Limits, first_row: int = 0
+    prompts: Column, completions: Mapping[str, Column], limits: LengthLimits, first_row: int = 0
 ) -> Truncated:
     """Apply the limits to R rows in this order: prompt, completion, whole.
 
@@ -259,7 +259,7 @@ def truncate(
 
 
 def _apply_all(
-    limits: Limits, prompt: _Parts, answers: dict[str, _Parts], first_row: int
+    limits: LengthLimits, prompt: _Parts, answers: dict[str, _Parts], first_row: int
 ) -> tuple[_Parts, dict[str, _Parts], list[_Effect]]:
     """Apply the limits in order. Returns the remaining parts and the effect of each limit."""
     alive = np.ones(len(prompt.lengths), dtype=bool)

@@ -27,7 +27,7 @@ from asyncrl.contracts.rows import (
     TRAJECTORY_COLUMNS,
     Prompt,
 )
-from asyncrl.data.length_limits import Limit, Limits, Truncated, truncate
+from asyncrl.data.length_limits import LengthLimits, Limit, Truncated, truncate
 from asyncrl.data.sources import Rows, read_sources
 from asyncrl.data.spec import DataSpec
 from asyncrl.text.template import Rendered, Template
@@ -136,7 +136,7 @@ def render_rows(table: pa.Table, spec: DataSpec, first_row: int = 0) -> Rendered
     return template_of(spec).render(*prompts_and_tools(table, spec), first_row=first_row)
 
 
-def limits(spec: DataSpec, targets: bool = False, split: bool = False) -> Limits:
+def limits(spec: DataSpec, targets: bool = False, split: bool = False) -> LengthLimits:
     """The length limits of prompts, or of supervised rows if there are `targets`. `split`: packing
     will cut the rows, so only the prompt is bounded."""
     data = spec.data
@@ -148,7 +148,7 @@ def limits(spec: DataSpec, targets: bool = False, split: bool = False) -> Limits
         "data.prompt_policy",
     )
     if split:
-        return Limits(prompt)
+        return LengthLimits(prompt)
     chosen = spec.warm_start.completion_policy
     policy = "error" if spec.warm_start.splits or chosen == "split" else chosen
     completion = Limit(
@@ -170,7 +170,7 @@ def limits(spec: DataSpec, targets: bool = False, split: bool = False) -> Limits
             "data.length_side",
         )
     )
-    return Limits(prompt, completion if targets else None, whole)
+    return LengthLimits(prompt, completion if targets else None, whole)
 
 
 def truncate_prompts(

@@ -27,7 +27,7 @@ from asyncrl.contracts.errors import (
     InvalidRequestError,
     StaleReplicaError,
 )
-from asyncrl.contracts.messages import Details, GenerateRequest, Piece
+from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece
 from asyncrl.contracts.rows import Completion
 from asyncrl.generation.ahead import AheadProcess, fatal_error, handed_to_vllm, import_engine
 from asyncrl.generation.arguments import (
@@ -267,7 +267,9 @@ class Engine:
         strings = self._stops(request).strings
         return tuple(to_completion(output, self._tokenizer, strings) for output in outputs)
 
-    async def stream(self, request: GenerateRequest, details: Details) -> AsyncGenerator[Piece]:
+    async def stream(
+        self, request: GenerateRequest, details: Details
+    ) -> AsyncGenerator[StreamPiece]:
         """Yield one completion (`request.n` is 1) in pieces, as the engine generates it. With
         `max_tokens` 0 the engine only reads the prompt. Closing the stream aborts the request.
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.contracts.errors import StaleReplicaError
-from asyncrl.contracts.messages import Details, GenerateRequest, Piece, Tokens
+from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece, Tokens
 from asyncrl.contracts.rows import TRUNCATED, Completion, VersionSpan
 from asyncrl.text.stops import text_before
 from asyncrl.text.streaming import TextStream
@@ -44,7 +44,7 @@ def to_completion(
 
 def to_piece(
     output: RequestOutput, request: GenerateRequest, text: TextStream, details: Details
-) -> Piece:
+) -> StreamPiece:
     """The next piece of a stream of one completion.
 
     Args:
@@ -61,13 +61,13 @@ def to_piece(
         else None
     )
     if not request.max_tokens:
-        return Piece(Tokens((), ()), "", "length", (), prompt)
+        return StreamPiece(Tokens((), ()), "", "length", (), prompt)
     added = text.add(completion.token_ids, output.finished)
     versions = (
         version_spans(completion.weight_versions or (), text.tokens) if output.finished else ()
     )
     tokens = _tokens(completion.token_ids, completion.logprobs, details)
-    return Piece(tokens, added, finish_reason, versions, prompt)
+    return StreamPiece(tokens, added, finish_reason, versions, prompt)
 
 
 def version_spans(labels: Sequence[WeightVersionSpan], tokens: int) -> tuple[VersionSpan, ...]:

@@ -20,9 +20,9 @@ from asyncrl.contracts.messages import (
     Generated,
     GenerateRequest,
     Manifest,
-    Piece,
     ReplicaStatus,
     ServedWeights,
+    StreamPiece,
     WeightsId,
 )
 from asyncrl.generation.engine import Engine
@@ -97,7 +97,9 @@ class Generator:
         load = self.engine.stats.load(self.replica)
         return Generated(completions, self.replica, started_at, steady_time(), load)
 
-    async def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
+    async def stream(
+        self, request: GenerateRequest, details: Details
+    ) -> AsyncIterator[StreamPiece]:
         """One completion in pieces, with the weights that are loaded. Raises as `Engine.stream`
         does."""
         async with contextlib.aclosing(self.engine.stream(request, details)) as pieces:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from asyncrl.contracts.messages import Example
+from asyncrl.contracts.messages import TrajectoryText
 from asyncrl.contracts.outcomes import Outcome
 from asyncrl.contracts.protocols import TableRow
 from asyncrl.control.coordinator import Coordinator
@@ -120,7 +120,7 @@ class Live:
         self._counts: list[tuple[float, int, int]] = []
         """Time, generated tokens and trained tokens of each update within RATE_WINDOW_S."""
         self._shared = SharedText()
-        self._shown: Sequence[tuple[Example, int]] = ()
+        self._shown: Sequence[tuple[TrajectoryText, int]] = ()
 
     def phase(self, name: str) -> None:
         """Begin a phase, and add the seconds of the previous one to `phases`."""
@@ -187,7 +187,7 @@ class Live:
         examples = self._coordinator.progress.examples if self._coordinator is not None else ()
         return [self._row(example, staleness) for example, staleness in examples[:MOST_ROWS]]
 
-    def _row(self, example: Example, staleness: int) -> TableRow:
+    def _row(self, example: TrajectoryText, staleness: int) -> TableRow:
         parts = {f"reward/{name}": example.reward_parts.get(name) for name in self.spec.rewards}
         texts = {
             "prompt": shown(example.prompt)[:MOST_CHARACTERS],
@@ -201,7 +201,7 @@ class Live:
             "staleness": staleness,
         }
 
-    def _show_sample(self, examples: Sequence[tuple[Example, int]]) -> None:
+    def _show_sample(self, examples: Sequence[tuple[TrajectoryText, int]]) -> None:
         """Show the first trajectory of a new batch."""
         if not examples or examples is self._shown:
             return

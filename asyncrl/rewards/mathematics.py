@@ -2,8 +2,8 @@
 expected one.
 
 Sympy may take minutes for an expression that a model wrote. So a forked child judges each
-completion under a CPU time limit that the kernel enforces. math-verify's own limit is a signal
-handler: it works only in the main thread, and not during a long call in C.
+completion under a CPU time limit that the kernel enforces. The limit of math-verify itself is a
+signal handler: it works only in the main thread, and not during a long call in C.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from asyncrl.rewards.contract import (
     RewardError,
     finite_sum,
 )
-from asyncrl.rewards.process import CANCEL_S, HEADER, Answer, Call, Cancel, Named, Setup
+from asyncrl.rewards.process import CANCEL_S, HEADER, Call, Cancel, Named, ProcessMessage, Setup
 from asyncrl.rewards.supervisor import command
 
 __all__ = ["GroupRewards", "RewardPool", "no_rewards", "total_rewards"]
@@ -340,7 +340,7 @@ class RewardPool:
     def _functions(self) -> list[str]:
         return [reward.function for reward in self._config.functions.values()]
 
-    def _handle_answer(self, process: _Process, message: Answer) -> None:
+    def _handle_answer(self, process: _Process, message: ProcessMessage) -> None:
         waiting = process.running.get(message["number"])
         if waiting is None:
             return
@@ -463,11 +463,11 @@ class _Process:
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._send(setup)
 
-    async def read(self) -> Answer:
+    async def read(self) -> ProcessMessage:
         """The next message. Raises EOFError or OSError when the process has ended."""
         assert self._reader is not None
         size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
-        message: Answer = json.loads(await self._reader.readexactly(size))
+        message: ProcessMessage = json.loads(await self._reader.readexactly(size))
         return message
 
     def give(self, waiting: _Waiting, limit_s: float) -> None:

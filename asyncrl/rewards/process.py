@@ -36,7 +36,7 @@ from asyncrl.rewards.contract import (
     keyword_arguments,
 )
 
-__all__ = ["CANCEL_S", "HEADER", "Answer", "Call", "Cancel", "Named", "Setup", "serve"]
+__all__ = ["CANCEL_S", "HEADER", "Call", "Cancel", "Named", "ProcessMessage", "Setup", "serve"]
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class Rewards(TypedDict):
     tokens: list[list[float] | None] | None
 
 
-class Answer(TypedDict, total=False):
+class ProcessMessage(TypedDict, total=False):
     """A message of a reward process: `ready` first, then `number` and the outcome of each call."""
 
     ready: dict[str, str]
@@ -190,7 +190,7 @@ class _Process:
             }
         self._send({"number": call.number, **given})
 
-    async def _within_deadline(self, call: Call) -> Answer:
+    async def _within_deadline(self, call: Call) -> ProcessMessage:
         if call.name in self._failed_imports:
             raise RewardError(self._failed_imports[call.name])
         reward, named = self._functions[call.name], self._setup.functions[call.name]
@@ -254,7 +254,7 @@ class _Process:
         self._main.put(lambda: _fulfill(future, work))
         return future
 
-    def _send(self, message: Answer) -> None:
+    def _send(self, message: ProcessMessage) -> None:
         payload = json.dumps(message, allow_nan=False).encode()
         with self._sending:
             self._connection.sendall(HEADER.pack(len(payload)) + payload)

@@ -29,7 +29,7 @@ import ray.exceptions
 from asyncrl.contracts.columns import SOURCE_COLUMN
 from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.contracts.errors import RolloutFailedError
-from asyncrl.contracts.messages import Example, RowRef, Scored
+from asyncrl.contracts.messages import RowRef, Scored, TrajectoryText
 from asyncrl.contracts.outcomes import FILTERED, UNFORESEEN
 from asyncrl.contracts.protocols import Rollouts
 from asyncrl.contracts.rows import TRUNCATED, SpanRow, table_to_ipc
@@ -350,7 +350,7 @@ def scored_summary(row: pa.Table, reference: RowRef, content: str = "") -> Score
         unscored=_unscored(group["reward_parts"]),
         failure=group["failure"],
         source=row[SOURCE_COLUMN][0].as_py() if SOURCE_COLUMN in row.column_names else None,
-        example=Example(
+        example=TrajectoryText(
             prompt=_shortened(group["prompt_text"]),
             completion=_shortened(group["completion_text"][0]),
             reward=group["reward"][0],

@@ -62,7 +62,7 @@ def main(lifeline: int, connection: int) -> None:
     os.close(connection)
     status = _wait(process, lifeline, woken, ended)
     # A process closes its connection before the kernel reports its exit. If the pool reacts in
-    # between, there is no status yet, and the code is known once the process is reaped.
+    # between, the code is known only once the process is reaped.
     reaped = _kill_descendants()
     code = os.waitstatus_to_exitcode(reaped.get(process, 0) if status is None else status)
     os._exit(code if code >= 0 else 128 - code)

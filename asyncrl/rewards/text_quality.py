@@ -25,7 +25,7 @@ LINES = frozenset("\n\r\t")
 
 def has_loop(token_ids: Sequence[int]) -> bool:
     """Whether the tokens contain a loop of at least LOOP_TOKENS tokens: LOOP_TIMES or more copies
-    in a row of an n-gram of 1 to LOOP_NGRAM tokens."""
+    in a row of an n-gram. The n-gram has 1 to LOOP_NGRAM tokens."""
     ids = np.asarray(token_ids)
     for n in range(1, min(LOOP_NGRAM, len(ids) // LOOP_TIMES) + 1):
         # Over a stretch of s tokens with period n, s - n tokens in a row equal the one n places

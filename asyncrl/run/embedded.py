@@ -75,12 +75,12 @@ def _settings(
         raise ConfigError(explain(error)) from None
 
 
-def _finished(config: Config, began: Callable[[Callable[[], None]], None] | None) -> Run:
+def _finished(config: Config, on_start: Callable[[Callable[[], None]], None] | None) -> Run:
     from asyncrl.run import train as run
 
     directory = config.run_directory
     code = run.run_training(
-        config, [run.command_name(), "train", str(directory / "config.yaml")], began=began
+        config, [run.command_name(), "train", str(directory / "config.yaml")], on_start=on_start
     )
     if code == INTERRUPTED:
         raise KeyboardInterrupt
@@ -98,7 +98,7 @@ async def _in_thread(config: Config) -> Run:
     stops: list[Callable[[], None]] = []
     cancelled = threading.Event()
 
-    def began(stop: Callable[[], None]) -> None:
+    def register_stop(stop: Callable[[], None]) -> None:
         stops.append(stop)
         if cancelled.is_set():
             stop()
@@ -118,7 +118,7 @@ async def _in_thread(config: Config) -> Run:
 
     def work() -> None:
         try:
-            result, error = _finished(config, began), None
+            result, error = _finished(config, register_stop), None
         except BaseException as raised:
             result, error = None, raised
         loop.call_soon_threadsafe(settle, result, error)

@@ -70,7 +70,7 @@ def run_training(
     config: Config,
     resume_command: Sequence[str],
     after: Callable[[Config, Summary], None] | None = None,
-    began: Callable[[Callable[[], None]], None] | None = None,
+    on_start: Callable[[Callable[[], None]], None] | None = None,
 ) -> int:
     """Train according to the config and return the exit code: 0 done, 1 failed, 130 interrupted.
 
@@ -80,7 +80,7 @@ def run_training(
     Args:
         resume_command: the user's command, from which the resume command is derived.
         after: called with the summary of a finished run, for example to print more.
-        began: called with a function that interrupts the run, which any thread may call.
+        on_start: called with a function that interrupts the run, which any thread may call.
 
     Raises:
         ConfigError: a setting cannot be used, or no cluster answers at RAY_ADDRESS. Nothing was
@@ -96,7 +96,7 @@ def run_training(
     )
     across = AcrossAttempts()
     try:
-        summary = _attempts(config, plan, resume, across, began)
+        summary = _attempts(config, plan, resume, across, on_start)
     finally:
         across.end()
     if isinstance(summary, int):
@@ -112,7 +112,7 @@ def _attempts(
     plan: Plan,
     resume: str,
     across: AcrossAttempts,
-    began: Callable[[Callable[[], None]], None] | None,
+    on_start: Callable[[Callable[[], None]], None] | None,
 ) -> Summary | int:
     """Run attempts until one finishes, or ends the run: its summary, or the exit code."""
     restarts_left = config.max_restarts
@@ -122,7 +122,7 @@ def _attempts(
             left = partial(_restarts_left, config, directory, restarts_left)
             try:
                 return asyncio.run(
-                    _interruptible(_train(config, plan, directory, across, left), began)
+                    _interruptible(_train(config, plan, directory, across, left), on_start)
                 )
             except (asyncio.CancelledError, KeyboardInterrupt):
                 logger.info("interrupted")
@@ -162,19 +162,19 @@ def _restarts_left(config: Config, directory: RunDirectory, before: int) -> int:
 
 
 async def _interruptible(
-    work: Coroutine[object, None, Summary], began: Callable[[Callable[[], None]], None] | None
+    work: Coroutine[object, None, Summary], on_start: Callable[[Callable[[], None]], None] | None
 ) -> Summary:
     """Await the work. Ctrl-C and SIGTERM cancel it once, so that its clean-up can finish. Ray
     replaces the handler of SIGTERM, so `_train` sets it again."""
     task = asyncio.create_task(work)
     _catch_signals(task)
-    if began is not None:
+    if on_start is not None:
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
             loop.call_soon_threadsafe(_stop, task)
 
-        began(stop)
+        on_start(stop)
     return await task
 
 

@@ -32,8 +32,8 @@ HOST = "/host"
 WARDEN_ID, PROGRAM_ID = 65533, 65534
 """User and group ids inside the user namespace."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
-"""Paths that are readable inside if they exist, since programs need them to start. The rest of /etc
-is not."""
+"""Paths that are readable inside if they exist, since programs need them to start. Other files of
+/etc are not readable."""
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 """/dev/zero is left out: a shared mapping of it is memory that no limit counts."""
 ROOT_TMPFS = "size=1m,nr_inodes=1024,mode=0755"

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from asyncrl.contracts.messages import Details, GenerateRequest, Piece, Tokens
+from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece, Tokens
 from asyncrl.serving.identity import ServedModel
 
 __all__ = ["ChoicePiece", "CompletionSource", "Dialect", "Head", "Words", "ask", "siblings"]
@@ -45,7 +45,7 @@ class Words(Protocol):
 class CompletionSource(Protocol):
     """A source of completions: a replica, or a fake."""
 
-    def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]: ...
+    def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[StreamPiece]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ChoicePiece:
     """A piece of one choice. `texts` spells its tokens, if the request asked for that."""
 
     choice: int
-    piece: Piece
+    piece: StreamPiece
     texts: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -148,7 +148,7 @@ async def _follow(
         await pieces.put(error)
 
 
-def _tokens_in(piece: Piece) -> set[int]:
+def _tokens_in(piece: StreamPiece) -> set[int]:
     """Ids of all tokens in a piece, including the most probable ones."""
     return {
         token

@@ -27,7 +27,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError, StaleReplicaError
-from asyncrl.contracts.messages import Details, GenerateRequest, Piece, ServedWeights
+from asyncrl.contracts.messages import Details, GenerateRequest, ServedWeights, StreamPiece
 from asyncrl.serving.answers import ChoicePiece, Dialect, Head, Words, ask
 from asyncrl.serving.dialects.chat import Chat
 from asyncrl.serving.dialects.completions import Completions
@@ -79,7 +79,7 @@ class Served(Protocol):
         """Counts of its HTTP requests."""
         ...
 
-    def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
+    def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[StreamPiece]:
         """Generate one completion in pieces.
 
         Raises:

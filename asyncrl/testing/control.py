@@ -11,12 +11,12 @@ from pathlib import Path
 from asyncrl.contracts.errors import RolloutFailedError
 from asyncrl.contracts.messages import (
     EngineLoad,
-    Example,
     Finished,
     Manifest,
     PushReport,
     Scored,
     StepResult,
+    TrajectoryText,
 )
 from asyncrl.contracts.outcomes import NOT_FINITE, Outcome
 from asyncrl.contracts.protocols import Learner, Scores
@@ -252,7 +252,7 @@ class FakeScores:
                 **{
                     **row,
                     "rewards": tuple(row["rewards"]),
-                    "example": row["example"] and Example(**row["example"]),
+                    "example": row["example"] and TrajectoryText(**row["example"]),
                 }
             )
             for row in rows

@@ -16,10 +16,10 @@ from asyncrl.contracts.messages import (
     Generated,
     GenerateRequest,
     Manifest,
-    Piece,
     PushReport,
     ReplicaStatus,
     ServedWeights,
+    StreamPiece,
     Tokens,
     WeightsId,
 )
@@ -133,7 +133,9 @@ class FakeServed(FakeGenerate):
     def model(self) -> ServedModel:
         return self._model
 
-    async def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
+    async def stream(
+        self, request: GenerateRequest, details: Details
+    ) -> AsyncIterator[StreamPiece]:
         if (
             len(request.prompt_ids) + max(request.max_tokens, 1) > self._model.max_model_len
             or max(request.prompt_ids) >= self._model.vocabulary
@@ -144,7 +146,7 @@ class FakeServed(FakeGenerate):
         self.requests.append(request)
         prompt = self._tokens(request.prompt_ids, details, first=True) if details.prompt else None
         if not request.max_tokens:
-            yield Piece(Tokens((), ()), "", "length", (), prompt)
+            yield StreamPiece(Tokens((), ()), "", "length", (), prompt)
             return
         whole = self._completion(request, 0)
         size = len(whole.token_ids) if details.whole else 2
@@ -153,7 +155,7 @@ class FakeServed(FakeGenerate):
                 raise self.failure
             await asyncio.sleep(self.latency)
             ids, last = whole.token_ids[start : start + size], start + size >= len(whole.token_ids)
-            yield Piece(
+            yield StreamPiece(
                 self._tokens(ids, details, first=False),
                 "".join(map(chr, ids)),
                 whole.finish_reason if last else None,

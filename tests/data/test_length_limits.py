@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from asyncrl.data.length_limits import (
     Cuts,
+    LengthLimits,
     LengthReport,
     Limit,
-    Limits,
     TooLongError,
     cut,
     truncate,
@@ -145,7 +145,7 @@ def cases(draw, policies=("truncate", "drop")):
     )
     columns = [random_rows(rng, start + length + after) for _ in range(1 + draw(st.integers(0, 2)))]
     policy, side = st.sampled_from(policies), st.sampled_from(["keep_start", "keep_end"])
-    limits = Limits(
+    limits = LengthLimits(
         draw(a_limit(PROMPT, policy, side)),
         draw(a_limit(COMPLETION, policy, side)),
         draw(a_limit(WHOLE, policy, side)),
@@ -219,7 +219,7 @@ def test_reports_of_blocks_add_up(case, at):
 def test_the_three_limits_by_hand():
     prompts = column([[1, 2, 3, 4, 5, 6], [7, 8], [9]])
     completions = column([[10, 11, 12, 13, EOS], [14, EOS], [15, 16, 17, EOS]])
-    got = truncate(prompts, {"completion": completions}, Limits(PROMPT, COMPLETION, WHOLE))
+    got = truncate(prompts, {"completion": completions}, LengthLimits(PROMPT, COMPLETION, WHOLE))
     # The first row loses two tokens of its prompt and two of its completion. Then 4 + 3 is above 5,
     # so the completion loses two more.
     assert rows_of(got) == [([3, 4, 5, 6], [10]), ([7, 8], [14, EOS]), ([9], [15, 16, 17])]
@@ -228,7 +228,7 @@ def test_the_three_limits_by_hand():
     got = truncate(
         prompts,
         {"completion": completions},
-        Limits(PROMPT, None, replace(WHOLE, side="keep_end", tokens=6)),
+        LengthLimits(PROMPT, None, replace(WHOLE, side="keep_end", tokens=6)),
     )
     assert rows_of(got) == [
         ([6], [10, 11, 12, 13, EOS]),
@@ -239,14 +239,16 @@ def test_the_three_limits_by_hand():
 
 def test_a_cut_completion_loses_its_eos():
     completions = column([[10, 11, EOS], [10, 11, 12, EOS]])
-    got = truncate(column([[1], [1]]), {"completion": completions}, Limits(completion=COMPLETION))
+    got = truncate(
+        column([[1], [1]]), {"completion": completions}, LengthLimits(completion=COMPLETION)
+    )
     assert got.completions["completion"].to_pylist() == [[10, 11, EOS], [10, 11, 12]]
 
 
 def test_rows_without_a_token_to_learn_from_are_refused_with_a_count():
     # Empty from the start; no room after the prompt; and (keep_end) a completion that leaves no
     # room for its prompt.
-    limits = Limits(whole=WHOLE)
+    limits = LengthLimits(whole=WHOLE)
     got = truncate(
         column([[1], None, [1] * 5, [1, 2]]),
         {"completion": column([[], [EOS], [EOS], [EOS]])},
@@ -261,14 +263,14 @@ def test_rows_without_a_token_to_learn_from_are_refused_with_a_count():
     got = truncate(
         column([[1], [1]]),
         {"completion": column([[7] * 5, [7] * 4])},
-        Limits(whole=replace(WHOLE, side="keep_end")),
+        LengthLimits(whole=replace(WHOLE, side="keep_end")),
     )
     assert (rows_of(got), got.report) == ([([1], [7] * 4)], LengthReport(2, no_prompt=1))
 
 
 def test_a_prompt_without_completion_keeps_room_for_one_token():
     prompts = column([[1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]])
-    assert rows_of(truncate(prompts, {}, Limits(whole=replace(WHOLE, side="keep_end")))) == [
+    assert rows_of(truncate(prompts, {}, LengthLimits(whole=replace(WHOLE, side="keep_end")))) == [
         ([1, 2, 3, 4],),
         ([2, 3, 4, 5],),
         ([3, 4, 5, 6],),
@@ -277,7 +279,7 @@ def test_a_prompt_without_completion_keeps_room_for_one_token():
         ("truncate", LengthReport(3, no_completion=2)),
         ("drop", LengthReport(3, whole=Cuts(dropped=2))),
     ):
-        got = truncate(prompts, {}, Limits(whole=replace(WHOLE, policy=policy)))
+        got = truncate(prompts, {}, LengthLimits(whole=replace(WHOLE, policy=policy)))
         assert (rows_of(got), got.report) == ([([1, 2, 3, 4],)], report)
 
 
@@ -287,18 +289,20 @@ def test_a_preference_pair_is_kept_or_dropped_as_a_whole():
         "chosen": column([[10, EOS], [11, EOS], [12, EOS]]),
         "rejected": column([[20, 21, 22, EOS], [23, 24, EOS], []]),
     }
-    got = truncate(prompts, pairs, Limits(whole=replace(WHOLE, policy="drop")))
+    got = truncate(prompts, pairs, LengthLimits(whole=replace(WHOLE, policy="drop")))
     assert (rows_of(got), got.report) == (
         [([1, 2], [11, EOS], [23, 24, EOS])],
         LengthReport(3, whole=Cuts(dropped=1), no_completion=1),
     )
-    assert rows_of(truncate(prompts, pairs, Limits(whole=WHOLE)))[0] == (
+    assert rows_of(truncate(prompts, pairs, LengthLimits(whole=WHOLE)))[0] == (
         [1, 2, 3],
         [10, EOS],
         [20, 21],
     )
     # Both completions still have the same prompt.
-    assert rows_of(truncate(prompts, pairs, Limits(whole=replace(WHOLE, side="keep_end"))))[0] == (
+    assert rows_of(truncate(prompts, pairs, LengthLimits(whole=replace(WHOLE, side="keep_end"))))[
+        0
+    ] == (
         [3],
         [10, EOS],
         [20, 21, 22, EOS],
@@ -309,21 +313,21 @@ def test_a_preference_pair_is_kept_or_dropped_as_a_whole():
     ("limits", "message"),
     [
         (
-            Limits(prompt=PROMPT),
+            LengthLimits(prompt=PROMPT),
             (
                 "the prompt of row 13 has 6 tokens, above data.max_prompt_length = 4; raise that,"
                 " or set data.prompt_policy: drop or truncate"
             ),
         ),
         (
-            Limits(completion=COMPLETION),
+            LengthLimits(completion=COMPLETION),
             (
                 "the rejected completion of row 13 has 4 tokens, above"
                 " rollout.max_completion_length = 3; "
             ),
         ),
         (
-            Limits(whole=WHOLE),
+            LengthLimits(whole=WHOLE),
             (
                 "prompt and rejected completion of row 13 together have 10 tokens, above"
                 " data.max_length = 5; "
@@ -332,7 +336,7 @@ def test_a_preference_pair_is_kept_or_dropped_as_a_whole():
     ],
 )
 def test_an_error_names_row_length_limit_and_fixes(limits, message):
-    limits = Limits(
+    limits = LengthLimits(
         *(
             limit and replace(limit, policy="error")
             for limit in (limits.prompt, limits.completion, limits.whole)
@@ -364,7 +368,7 @@ def test_cut_of_a_single_column():
 def test_values_behind_a_null_are_ignored():
     ids = pa.ListArray.from_arrays([0, 2, 4], pa.array([1, 2, 3, 4]), mask=pa.array([True, False]))
     assert cut(ids, 5, "keep_start").to_pylist() == [[], [3, 4]]
-    assert truncate(ids, {}, Limits()).report == LengthReport(2, no_prompt=1)
+    assert truncate(ids, {}, LengthLimits()).report == LengthReport(2, no_prompt=1)
 
 
 @pytest.mark.parametrize(
@@ -376,11 +380,11 @@ def test_columns_that_do_not_contain_token_ids_are_refused(prompts, completions)
         ValueError,
         match=r"lists, such as list<int32>, not int64|1 prompts do not match .*'completion': 2",
     ):
-        truncate(prompts, completions, Limits())
+        truncate(prompts, completions, LengthLimits())
 
 
 def test_nothing_is_copied_if_nothing_is_cut():
     prompts = column([[1, 2], [3]])
-    got = truncate(prompts, {}, Limits(PROMPT))
+    got = truncate(prompts, {}, LengthLimits(PROMPT))
     assert got.prompts.values.buffers()[1].address == prompts.values.buffers()[1].address
     assert np.array_equal(got.kept, [0, 1])

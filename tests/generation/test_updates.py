@@ -16,7 +16,7 @@ import torch
 from disturbed import disturb
 
 from asyncrl.contracts.errors import GenerationTimeoutError, StaleReplicaError
-from asyncrl.contracts.messages import Details, GenerateRequest, Manifest, Piece, WeightsId
+from asyncrl.contracts.messages import Details, GenerateRequest, Manifest, StreamPiece, WeightsId
 from asyncrl.generation.app import ServeGenerate
 from asyncrl.weights import push
 from asyncrl.weights.push import ServeWeightSync
@@ -459,8 +459,8 @@ def test_a_stream_continues_through_an_update(
         await sync.push(publish(disturb(model, seed=11), version=first))
         streaming = [asyncio.Event() for _ in range(4)]
 
-        async def keep_streaming(own: asyncio.Event) -> list[list[Piece]]:
-            streams: list[list[Piece]] = []
+        async def keep_streaming(own: asyncio.Event) -> list[list[StreamPiece]]:
+            streams: list[list[StreamPiece]] = []
             while not streams or not push.done():
                 streams.append([])
                 async for piece in generators.handle.options(stream=True).stream.remote(

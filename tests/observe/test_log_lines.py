@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from small_config import small_config
 
-from asyncrl.contracts.messages import Example
+from asyncrl.contracts.messages import TrajectoryText
 from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.log_lines import record_line
 from asyncrl.observe.summary import before_and_after
@@ -113,7 +113,7 @@ def test_the_sinks_get_completions_and_rewards_every_few_steps(tmp_path, monkeyp
     monkeypatch.setenv("JUDGE_API_KEY", "correct-horse-battery")
     config = small_config(max_steps=20, observe={"completions_every": 3})
     name = next(iter(config.reward.functions))
-    example = Example("say correct-horse-battery", "x\x1b" * 10_000, 0.5, {name: 0.25}, 2)
+    example = TrajectoryText("say correct-horse-battery", "x\x1b" * 10_000, 0.5, {name: 0.25}, 2)
     seen = SimpleNamespace(examples=((example, 1),) * 40, rewards=(0.5, 1.0))
     shown = []
 

@@ -10,7 +10,7 @@ import pytest
 from small_run import write_small_run
 
 from asyncrl.cli import main
-from asyncrl.contracts.messages import Example
+from asyncrl.contracts.messages import TrajectoryText
 from asyncrl.observe.live import Live
 from asyncrl.observe.progress import Progress, ProgressView, table
 from asyncrl.observe.samples import samples_text
@@ -110,8 +110,8 @@ def test_the_live_table_shows_the_last_batch():
 
     live = Live(observe_spec(small_config()), 0.0)
     batch = (
-        (Example("Add 1 now", "2", 0.5, {"f": 0.5}, 3), 1),
-        (Example("Add 7 now", "9", 1.0, {"f": 1.0}, 3), 1),
+        (TrajectoryText("Add 1 now", "2", 0.5, {"f": 0.5}, 3), 1),
+        (TrajectoryText("Add 7 now", "9", 1.0, {"f": 1.0}, 3), 1),
     )
     live._show_sample(batch)
     live.recorded("step", {"reward/f": 0.75})
@@ -130,7 +130,10 @@ def test_no_part_of_a_secret_counts_as_shared_text(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "correct horse battery")
     live = Live(observe_spec(small_config()), 0.0)
     live._show_sample(
-        [(Example(f"say correct horse {end}", "2", 0.5, {}, 3), 1) for end in ("battery", "radish")]
+        [
+            (TrajectoryText(f"say correct horse {end}", "2", 0.5, {}, 3), 1)
+            for end in ("battery", "radish")
+        ]
     )
     assert "battery" not in live.progress.prompt and "redacted" in live.progress.prompt
 

@@ -5,8 +5,8 @@ import pytest
 
 from asyncrl.config import RewardConfig
 
-# Reward functions for tests are named from the root: Ray workers and reward processes have the
-# working directory on their path.
+# Tests name reward functions by a path from the repository root. Ray workers and reward processes
+# have the working directory on their path.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 

@@ -1,4 +1,4 @@
-"""What a mathematical answer checker must tell apart: (wanted answer, completion, right)."""
+"""What a mathematical answer checker must tell apart: (expected answer, completion, right)."""
 
 NUMBERS = [
     ("4", "The answer is 4", True),

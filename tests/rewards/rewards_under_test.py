@@ -44,7 +44,7 @@ def too_few(completions, **_):
 
 
 def allocates(completions, slow, **_):
-    """Without end if it is slow."""
+    """Allocates memory forever if `slow`."""
     held = []
     while slow[0] == "1":
         held.append(b"x" * (64 << 20))
@@ -64,7 +64,7 @@ def raises(**_):
 
 
 def hangs_in_c(completions, slow=("1",), **_):
-    """Holds the interpreter lock for ever."""
+    """Keeps the interpreter lock forever."""
     if slow[0] == "1":
         ctypes.PyDLL(None).sleep(3600)
     return [1.0 for _ in completions]
@@ -91,7 +91,7 @@ def fails_once(completions, marker, **_):
 
 
 def negative_once(completions, marker, **_):
-    """A total of -1 for the second completion, the first time."""
+    """Returns -1 for the second completion in the first call."""
     try:
         os.close(os.open(marker[0], os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -100,8 +100,8 @@ def negative_once(completions, marker, **_):
 
 
 def names_its_reader(completions, marker, slow, **_):
-    """Writes its pool's process id once and then hangs; the second call of the same group does
-    not."""
+    """Writes its pool's process id and hangs in the first call; does not hang in the second call of
+    the same group."""
     if slow[0] == "1":
         try:
             file = os.open(marker[0], os.O_CREAT | os.O_EXCL | os.O_WRONLY)
@@ -113,7 +113,7 @@ def names_its_reader(completions, marker, slow, **_):
 
 
 class KeptClient:
-    """As HTTP clients are: what it made in its first call belongs to that call's event loop."""
+    """Behaves like an HTTP client: what its first call makes belongs to that call's event loop."""
 
     def __init__(self):
         self.questions = None
@@ -144,7 +144,7 @@ arrived = threading.Condition()
 
 
 def meets_others(completions, others, **_):
-    """Returns when so many calls have been under way at once, with the most that ever were."""
+    """Returns once `others` calls have run at once, with the highest number that ever did."""
     global under_way, most_under_way
     with arrived:
         under_way += 1
@@ -169,7 +169,7 @@ async def meets_others_async(completions, others, **_):
 
 
 async def waits_or_tells(completions, does, **_):
-    """What one group does to its process, and in which process the others are."""
+    """One group harms its process; the others report which process they are in."""
     if does[0] == "waits for ever":
         await asyncio.sleep(3600)
     if does[0] == "blocks the loop":
@@ -194,8 +194,8 @@ LEAVES = {
 
 
 def leaves_processes(completions, how, marker, then, **_):
-    """Starts processes that hold the marker open, in several ways of getting away; then hangs, ends
-    its process or returns."""
+    """Starts processes that keep the marker open and try to escape in several ways. Then hangs,
+    ends its process or returns."""
     with open(marker[0], "a") as held:
         for command in LEAVES.values() if how[0] == "all" else [LEAVES[how[0]]]:
             subprocess.Popen(["sh", "-c", command], stdin=held, stdout=held, stderr=held)
@@ -264,8 +264,8 @@ def part_with_a_slash(completions, **_):
 
 
 def meets_another_pool(completions, folder, slow, **_):
-    """Returns when rewards of two pools have been called; the slow one writes its pool's process id
-    once and hangs."""
+    """Returns once two pools have called it. With `slow`, writes its pool's process id once and
+    hangs."""
     pool = psutil.Process(os.getppid()).ppid()
     if slow[0] == "1":
         return names_its_reader(completions, [f"{folder[0]}/reader"], slow)
@@ -332,7 +332,7 @@ async def interrupts_later(completions, **_):
     raise KeyboardInterrupt
 
 
-def asks_for_what_nobody_tells(completions, solution):
+def asks_for_an_unknown_argument(completions, solution):
     return [0.0 for _ in completions]
 
 

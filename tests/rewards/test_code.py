@@ -1,5 +1,5 @@
-"""The reward for code: what it reads, what it runs, and programs that would rather not be
-tested."""
+"""The reward for code: what it reads, what it runs, and programs that try to avoid their
+tests."""
 
 import asyncio
 import json
@@ -85,7 +85,7 @@ def test_compares_outputs_outside():
         passed = asyncio.run(passes(sandbox, Limits(), "code", tests))
         assert b"3" not in b"".join(
             [sandbox.programs[0].stdin, *sandbox.programs[0].files.values()]
-        )  # nothing to find
+        )  # the program cannot find the expected outputs
         return passed
 
     assert score([[0, "3"], [0, "a\n\nb"]]) and score([[0, "3 \n\n"], [0, "a\n\nb \n"]])
@@ -107,7 +107,7 @@ def test_compares_outputs_outside():
 
 @pytest.fixture
 def sandboxed(monkeypatch):
-    """The settings as a reward process has them, at the best level here."""
+    """The environment of a reward process, with the best sandbox level here."""
     best = probe().best
     assert best is not None, probe().text()
     monkeypatch.setenv(SETTINGS, "{}")
@@ -196,11 +196,11 @@ def test_settings_reach_a_reward_process(monkeypatch, sandboxed):
 
 
 class StartedPool(Exception):
-    """What the pool's processes would find."""
+    """Raised with the settings that the pool's processes would find."""
 
 
 @pytest.mark.parametrize("starts", ["the scoring stream", "evaluation"])
-def test_whatever_starts_reward_processes_hands_them_the_settings(monkeypatch, starts):
+def test_every_start_of_reward_processes_passes_the_settings(monkeypatch, starts):
     config = small_config(
         reward={
             "functions": {"f": {"function": "m:f"}},

@@ -53,7 +53,7 @@ def test_arrays_tensors_and_their_numbers_are_rewards(name):
     assert call(name).rewards == [0.25, 0.25]
 
 
-def test_what_a_reward_gave_or_raised_is_short_in_a_message_and_fits_a_text_column():
+def test_a_returned_or_raised_text_is_short_in_a_message_and_fits_a_text_column():
     for name in ("long_text", "raises_half_a_character"):
         with pytest.raises(RewardError) as raised:
             call(name)
@@ -63,7 +63,7 @@ def test_what_a_reward_gave_or_raised_is_short_in_a_message_and_fits_a_text_colu
     )
 
 
-def test_what_nobody_tells_a_reward_is_named():
+def test_a_missing_argument_is_named():
     with pytest.raises(
         RewardError,
         match=(
@@ -71,10 +71,10 @@ def test_what_nobody_tells_a_reward_is_named():
             " provides; available: answer, "
         ),
     ):
-        call("asks_for_what_nobody_tells", {"answer": "x"})
+        call("asks_for_an_unknown_argument", {"answer": "x"})
 
 
-def test_a_reward_is_told_how_each_completion_ended_what_was_asked_and_its_own_arguments():
+def test_a_reward_gets_finish_reasons_messages_and_its_own_arguments():
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
     given = call("told", {"messages": chat}, {"bonus": 0.25})
     assert given.parts == {
@@ -86,7 +86,7 @@ def test_a_reward_is_told_how_each_completion_ended_what_was_asked_and_its_own_a
     assert given.rewards == [2.25, 4.25]
 
 
-def test_a_function_without_further_columns_gets_what_it_names():
+def test_a_function_without_kwargs_gets_the_arguments_that_it_names():
     assert call("names_what_it_wants", {"answer": "bcd", "extra": 7}).rewards == [0.0, 1.0]
 
 
@@ -97,7 +97,7 @@ def test_the_parts_of_a_dict_are_summed_unless_one_is_the_reward():
     assert call("a_part_is_none").rewards == [1.5, None]
 
 
-def test_rewards_of_tokens_add_up_to_the_trajectorys():
+def test_token_rewards_sum_to_the_trajectory_reward():
     given = call("of_each_token", per_token=True)
     assert (given.tokens, given.rewards) == ([[1.0, 2.0], [1.0, 2.0]], [3.0, 3.0])
     given = call("none_for_one", per_token=True)
@@ -122,7 +122,7 @@ def test_rewards_of_tokens_add_up_to_the_trajectorys():
         ),
     ],
 )
-def test_rewards_of_tokens_are_one_for_each_and_asked_for(name, per_token, message):
+def test_token_rewards_need_one_value_per_token_and_per_token_true(name, per_token, message):
     with pytest.raises(ContractError, match=message):
         call(name, per_token=per_token)
 
@@ -137,7 +137,7 @@ def test_an_exception_is_reported_under_the_functions_name():
 @pytest.mark.parametrize(
     "function", ["no_such_module:f", "tests.rewards.rewards_under_test:no_such_function", "math:pi"]
 )
-def test_a_function_that_is_not_there(function):
+def test_a_missing_function_is_named(function):
     with pytest.raises(RewardError, match=function):
         import_reward(function)
 
@@ -159,7 +159,7 @@ def test_reasoning_gym_score():
     assert right == 1.0 and wrong < 0.5
 
 
-def test_a_package_is_looked_for_and_not_run(tmp_path, monkeypatch):
+def test_looking_for_a_package_does_not_run_it(tmp_path, monkeypatch):
     (tmp_path / "costly_package").mkdir()
     (tmp_path / "costly_package" / "__init__.py").write_text("raise RuntimeError('it was run')")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -30,7 +30,7 @@ def test_a_flush_is_one_complete_file(tmp_path):
     assert FlushFiles(tmp_path, 1).write([rows(1, [2])]).name == "attempt_0001-00000001.parquet"
 
 
-def test_a_disk_that_takes_no_more_leaves_no_half_file(tmp_path, full_disk):
+def test_a_full_disk_leaves_no_partial_file(tmp_path, full_disk):
     files = FlushFiles(tmp_path, 1)
     first = files.write([rows(1, [0])])
     incompressible = rows(1, list(range(1, 400))).set_column(
@@ -43,7 +43,7 @@ def test_a_disk_that_takes_no_more_leaves_no_half_file(tmp_path, full_disk):
     assert len(keys(tmp_path)) == 400
 
 
-def test_flushes_are_merged_as_the_run_goes_on(tmp_path):
+def test_flushes_are_merged_during_the_run(tmp_path):
     files = FlushFiles(tmp_path, 1)
     for flush in range(MERGE_EVERY + 1):
         files.write([rows(1, [flush])])

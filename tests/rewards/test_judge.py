@@ -14,15 +14,15 @@ from asyncrl.rewards.pool import RewardPool
 
 
 class Judge(ThreadingHTTPServer):
-    """Answers with what `replies` says for the completion: a text, a status, or a list of them, one
-    per request."""
+    """Answers with the entry of `replies` for the completion: a text, a status, or a list of these,
+    one per request."""
 
     daemon_threads, request_queue_size = True, 64
 
     def __init__(self):
         self.requests, self.connections, self.replies = [], set(), {}
         self.together = threading.Barrier(1)
-        """How many requests must be there before any is answered."""
+        """Holds each answer until this many requests have arrived."""
         self.lock = threading.Lock()
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
@@ -67,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(payload)
 
     def log_message(self, *_):
-        """Not on the terminal."""
+        """Log nothing to the terminal."""
 
 
 @pytest.fixture
@@ -138,8 +138,8 @@ def test_scores_are_read_from_the_replies_and_connections_are_kept(judge, monkey
     }
 
 
-def test_sixteen_groups_are_at_the_judge_at_once(judge):
-    """So that sixteen groups take as long as one."""
+def test_sixteen_groups_reach_the_judge_at_once(judge):
+    """Sixteen groups then take as long as one."""
     judge.together = threading.Barrier(16)
     with pool(judge, concurrency=16) as rewards:
         groups = [
@@ -149,7 +149,7 @@ def test_sixteen_groups_are_at_the_judge_at_once(judge):
         assert [group.result(timeout=60).parts for group in groups] == [{"judge": [1.0]}] * 16
 
 
-def test_a_judge_that_fails_is_asked_again_and_then_scores_nothing(judge):
+def test_a_failing_judge_is_retried_and_then_scores_nothing(judge):
     judge.replies = {
         "busy": [503, 429, "Score: 4"],
         "mute": "I would rather not say.",
@@ -163,7 +163,7 @@ def test_a_judge_that_fails_is_asked_again_and_then_scores_nothing(judge):
     assert len(judge.requests) == 4 * 3 + 1
 
 
-def test_a_body_that_is_no_reply_scores_nothing(judge):
+def test_an_invalid_body_scores_nothing(judge):
     judge.replies = {"packed": b"this is no gzip", "deep": b"[" * 100_000, "list": b"[]"}
     with pool(judge, retries=0) as rewards:
         assert score(rewards, "packed", "deep", "list", "good").parts == {
@@ -171,7 +171,7 @@ def test_a_body_that_is_no_reply_scores_nothing(judge):
         }
 
 
-def test_a_judge_that_is_not_there_scores_nothing():
+def test_a_missing_judge_scores_nothing():
     with Judge() as closed:
         pass
     with pool(closed, retries=1, timeout_s=5.0) as rewards:
@@ -189,7 +189,7 @@ def test_a_request_that_the_server_refuses_is_an_error(judge):
         score(rewards, "good", "bad")
 
 
-def test_a_key_that_is_not_there_is_named(judge, monkeypatch):
+def test_a_missing_key_is_named(judge, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with (
         pool(judge, key_env="JUDGE_KEY") as rewards,

@@ -1,5 +1,5 @@
-"""math-verify through the pool: what it tells apart, and that no expression takes the group or the
-process with it."""
+"""math-verify through the pool: it judges answers correctly, and no expression costs a group or a
+process."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def pool(**settings):
 
 @pytest.fixture(scope="module")
 def judged():
-    """The reward of each of CASES, one group per wanted answer as in a run."""
+    """The reward of each of CASES, scored in one group per expected answer, as in a run."""
     with pool(seconds=20.0) as rewards:
         answers = dict.fromkeys(answer for answer, _, _ in CASES)
         asked = {
@@ -50,7 +50,7 @@ def test_every_answer_is_judged_rightly(judged):
     ] == []
 
 
-def test_an_expression_that_takes_for_ever_is_wrong_and_the_others_are_judged():
+def test_an_endless_expression_is_wrong_and_the_others_are_judged():
     with pool(seconds=1.0) as rewards:
         completions = ["$4$", "$9^{9^{9^{9}}}$", "\\boxed{2^2}", "$5$"]
         assert rewards.submit(GroupCall([""] * 4, completions, [[]] * 4, {"answer": "4"})).result(
@@ -70,7 +70,7 @@ def test_the_child_ends_with_its_process():
         "from asyncrl.rewards.mathematics import math_verify; import os; print(math_verify(['$5$'],"
         " ['5'])); os._exit(0)"
     )
-    # The child has this output as well: it is at its end when both are gone.
+    # The child inherits this output, which closes only when both processes have ended.
     assert (
         subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=120

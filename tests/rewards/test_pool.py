@@ -29,7 +29,7 @@ def test_total_is_the_weighted_sum_and_none_where_a_weighted_part_is_none():
     assert total_rewards({"shown": [None, 1.0]}, {"shown": 0.0}) == [0.0, 0.0]
 
 
-def test_a_hang_in_c_code_is_killed_at_the_deadline_and_the_pool_goes_on(reward_config):
+def test_a_hang_in_c_code_is_killed_at_the_deadline_and_the_pool_continues(reward_config):
     with RewardPool(reward_config("hangs_in_c", deadline_s=1.0, policy="drop_group")) as pool:
         rewards(pool, {"slow": "0"})
         began = time.monotonic()
@@ -71,11 +71,9 @@ def test_policy_fail_names_function_and_cause(reward_config):
         rewards(pool)
 
 
-def test_a_total_that_the_advantage_is_not_defined_for_is_a_failure_under_the_policy(
-    reward_config, tmp_path
-):
-    """As a negative one under maxrl, which ended the scoring stream."""
-    words = r"a total reward of -1 of negative_once is below 0, and algorithm.advantage: maxrl"
+def test_a_total_below_the_least_is_a_failure_under_the_policy(reward_config, tmp_path):
+    """A negative total under maxrl once ended the scoring stream."""
+    words = r"a total reward of -1 of negative_once is below 0, where algorithm.advantage: maxrl"
     with (
         RewardPool(reward_config("negative_once"), 0.0) as pool,
         pytest.raises(RewardError, match=words),
@@ -111,13 +109,13 @@ def test_a_function_that_cannot_be_imported_is_an_error_of_the_call(reward_confi
 
 
 def test_an_async_client_that_is_kept_serves_every_call(reward_config):
-    """A loop of its own for each call ended what the client had made in the first one."""
+    """With one event loop per call, the client's state from the first call would be dead."""
     with RewardPool(reward_config("asks_a_kept_client", deadline_s=10.0)) as pool:
         assert [rewards(pool).parts["asks_a_kept_client"] for _ in range(3)] == [[1.0, 3.0]] * 3
 
 
 @pytest.mark.parametrize("name", ["meets_others", "meets_others_async"])
-def test_one_process_scores_so_many_groups_at_once_and_no_more(reward_config, name):
+def test_one_process_scores_at_most_concurrency_groups_at_once(reward_config, name):
     with RewardPool(reward_config(name, concurrency=4)) as pool:
         groups = [ask(pool, {"others": 4}) for _ in range(12)]
         assert [group.result(timeout=60).parts for group in groups] == [{name: [4.0, 4.0]}] * 12
@@ -129,7 +127,7 @@ def test_what_one_group_does_to_its_process_is_not_charged_to_the_others(reward_
         reward_config("waits_or_tells", concurrency=4, deadline_s=2.0, policy="drop_group")
     ) as pool:
         rewards(pool, {"does": "nothing"})
-        others, one = (
+        others, harmful = (
             [ask(pool, {"does": "takes its time"}) for _ in range(3)],
             ask(pool, {"does": does}),
         )
@@ -138,7 +136,7 @@ def test_what_one_group_does_to_its_process_is_not_charged_to_the_others(reward_
             if does == "ends the process"
             else "was killed after reward.deadline_s = 2 s"
         )
-        assert failure in one.result(timeout=60).failure
+        assert failure in harmful.result(timeout=60).failure
         assert all(other.result(timeout=60).failure is None for other in others)
         assert rewards(pool, {"does": "nothing"}).failure is None
 
@@ -177,7 +175,7 @@ def users(path):
 
 
 def until_started(marker):
-    """The processes that a reward has left, once it has started them all."""
+    """The processes that a reward has left behind, once all have started."""
     ends = time.monotonic() + 60
     while time.monotonic() < ends:
         if marker.exists() and "started" in marker.read_text() and len(found := users(marker)) >= 6:
@@ -188,7 +186,7 @@ def until_started(marker):
 
 @pytest.mark.parametrize("then", ["hangs", "dies"])
 def test_what_a_reward_has_started_dies_with_it(reward_config, tmp_path, then):
-    """Children, sessions of their own, double forks, ignored signals."""
+    """Children, new sessions, double forks, ignored signals."""
     marker = tmp_path / "marker"
     with RewardPool(reward_config("leaves_processes", deadline_s=2.0, policy="drop_group")) as pool:
         assert (
@@ -263,7 +261,7 @@ def test_a_module_that_raises_while_it_is_imported_is_named(reward_config, tmp_p
         assert "exit code 5" in rewards(pool).failure
 
 
-def test_parts_of_a_function_are_kept_beside_its_reward(reward_config):
+def test_parts_of_a_function_are_kept_next_to_its_reward(reward_config):
     with RewardPool(reward_config("parts_with_a_total", "by_length")) as pool:
         parts = rewards(pool).parts
     assert parts == {
@@ -285,7 +283,7 @@ def test_rewards_of_tokens_are_weighted_and_kept(reward_config):
     assert scored.tokens == [None, [7.0]] and scored.parts["of_each_token"] == [3.0, 3.0]
 
 
-def test_a_reward_process_has_a_name_in_the_accounts_of_memory(reward_config):
+def test_a_reward_process_has_a_name_in_memory_reports(reward_config):
     with RewardPool(reward_config("names_its_process")) as pool:
         process = psutil.Process(int(rewards(pool).parts["names_its_process"][0]))
         assert process_name(process) == process_name(process.parent()) == "reward process"
@@ -311,7 +309,7 @@ def test_what_derives_from_base_exception_is_a_failure_like_any_other(
         ("returns_what_cannot_be_read", r"\(Unreadable\) at index 0"),
     ],
 )
-def test_an_odd_end_is_named_at_once_and_not_taken_for_a_hang(reward_config, name, message):
+def test_an_unusual_failure_is_named_at_once_and_not_taken_for_a_hang(reward_config, name, message):
     with (
         RewardPool(reward_config(name, deadline_s=120.0)) as pool,
         pytest.raises(RewardError, match=message),
@@ -320,7 +318,7 @@ def test_an_odd_end_is_named_at_once_and_not_taken_for_a_hang(reward_config, nam
 
 
 @pytest.mark.parametrize("name", ["large", "large_tokens"])
-def test_a_total_that_no_float_holds_fails(reward_config, name):
+def test_a_total_that_does_not_fit_a_float_fails(reward_config, name):
     config = reward_config(name)
     function = config.functions[name].model_copy(
         update={"weight": 10.0, "per_token": name == "large_tokens"}

@@ -1,4 +1,4 @@
-"""Evaluation's reward processes in a Ray actor, as where rewards need GPUs."""
+"""Evaluation's reward processes in a Ray actor, for rewards that need GPUs."""
 
 import asyncio
 

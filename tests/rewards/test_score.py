@@ -287,8 +287,8 @@ def test_kl_from_the_reference_is_taken_from_the_reward(config):
     ] == [t.reference_logprobs for t in scored.trajectories]
 
 
-def test_reference_log_probs_that_are_no_numbers_mask_their_trajectory(config):
-    """Neither a KL of nothing nor a NaN in the loss: counted like the generator's own."""
+def test_reference_log_probs_that_are_not_finite_mask_their_trajectory(config):
+    """They must neither count as a KL of 0 nor put NaN into the loss, like the generator's own."""
     tree = config.model_dump() | {"algorithm": {"advantage": "dr_grpo", "kl_loss_coef": 0.1}}
     group = Group(
         1,
@@ -383,7 +383,7 @@ def test_rewards_of_tokens_are_a_column_that_the_learner_reads(config):
     )
 
 
-def test_saving_groups_asks_the_object_store_beside_the_event_loop(monkeypatch, tmp_path):
+def test_saving_groups_reads_the_object_store_off_the_event_loop(monkeypatch, tmp_path):
     import asyncio
     import threading
     from types import SimpleNamespace
@@ -424,8 +424,8 @@ def broken(rewards):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch, config):
-    """`own(rewards, advantage=…, group_filter=…)`: a group of two, scored with functions of the
-    user's own."""
+    """`own(rewards, advantage=…, group_filter=…)`: a group of two, scored with the user's own
+    functions."""
     (tmp_path / "own_in_scoring.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
 

@@ -49,7 +49,7 @@ def prompt(ordinal, **columns):
 
 
 class Station:
-    """Rollout workers and scoring together, closed in the end."""
+    """Rollout workers with scoring; both are closed afterwards."""
 
     def __init__(self, config, directory, reference=None):
         self.rollouts = start_rollouts(worker_spec(config, "run", 1, FakeGenerate))
@@ -66,7 +66,7 @@ class Station:
         await self.rollouts.close()
 
     async def take(self, count):
-        """As the coordinator does: acknowledged once it has them."""
+        """Groups from `next`, acknowledged on arrival, as the coordinator does."""
         groups = []
         async with asyncio.timeout(120):
             while len(groups) < count:
@@ -75,7 +75,7 @@ class Station:
         return groups
 
     async def until_all_acknowledged(self):
-        """Acknowledgements are sent without waiting for an answer."""
+        """Wait for the acknowledgments, which are sent without waiting for an answer."""
         async with asyncio.timeout(60):
             while any([await worker.unacknowledged.remote() for worker in self.rollouts.workers]):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -175,7 +175,7 @@ def test_when_the_read_task_dies_its_groups_are_scored_by_the_next_one(ray_clust
         async with Station(
             make_config("names_its_reader", processes=1), tmp_path / "groups"
         ) as station:
-            # What the first one has given must not be taken for what the second one gives.
+            # Groups of the first reader must not be taken for groups of the second.
             for ordinal in range(2, 8):
                 await station.rollouts.rollout(prompt(ordinal, marker=str(marker), slow="0"), 0)
             await station.take(6)
@@ -204,7 +204,7 @@ def test_several_tasks_share_the_groups_and_one_that_dies_loses_none(ray_cluster
     async def scenario():
         config = make_config("meets_another_pool", tasks=2, processes=1, deadline_s=120.0)
         async with Station(config, tmp_path / "groups") as station:
-            # More than one task holds at a time.
+            # More than one task can have at a time.
             for ordinal in range(6):
                 await station.rollouts.rollout(prompt(ordinal, folder=str(folder), slow="0"), 0)
             groups = await station.take(6)
@@ -257,7 +257,7 @@ def test_what_has_ended_is_forgotten_and_a_late_copy_is_dropped(ray_cluster, tmp
 
 
 class OddReference:
-    """Fails at one group, as a model does that runs out of memory at a long one."""
+    """Fails at one group, like a model that runs out of memory on a long one."""
 
     def logprobs(self, rows):
         if len(rows[0][0]) == 2:

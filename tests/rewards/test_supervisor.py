@@ -1,5 +1,5 @@
-"""The supervisor tells how its process ended, also when the pool saw the end before the kernel had
-the code."""
+"""The supervisor reports how its process ended, even if the pool noticed before the kernel had the
+exit code."""
 
 import os
 import socket
@@ -22,15 +22,15 @@ def started():
     return supervisor, lifeline, ours
 
 
-def test_a_process_that_is_no_longer_wanted_was_killed():
+def test_closing_the_lifeline_kills_the_process():
     supervisor, lifeline, ours = started()
     with ours:
         os.close(lifeline)
         assert supervisor.wait(60) == 128 + 9
 
 
-def test_a_process_that_ends_by_itself_has_its_own_code():
+def test_the_supervisor_exits_with_the_code_of_its_process():
     supervisor, lifeline, ours = started()
     ours.close()
-    assert supervisor.wait(60) == 1  # nobody told it what to import
+    assert supervisor.wait(60) == 1  # it got no setup
     os.close(lifeline)

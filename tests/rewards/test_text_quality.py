@@ -1,4 +1,4 @@
-"""Signs of gibberish, and what is none."""
+"""Signs of gibberish, and texts without them."""
 
 import random
 
@@ -64,5 +64,5 @@ def test_against_a_plain_search():
         ("\ud800", 1),
     ],
 )
-def test_characters_that_no_text_has(text, count):
+def test_unprintable_characters_are_counted(text, count):
     assert unprintable(text) == count

@@ -23,13 +23,13 @@ def settings(tmp_path):
 
 
 def fake(monkeypatch, code, calls=None, works=None):
-    """Replace the real run with one that calls `works(began)` and returns `code`."""
+    """Replace the real run with one that calls `works(on_start)` and returns `code`."""
 
-    def train(config, resume_command, after=None, began=None):
+    def train(config, resume_command, after=None, on_start=None):
         if calls is not None:
             calls.append((config, list(resume_command), threading.current_thread()))
         if works is not None:
-            works(began)
+            works(on_start)
         config.run_directory.mkdir(parents=True, exist_ok=True)
         (config.run_directory / "config.yaml").write_text("name: small\n")
         return code
@@ -108,11 +108,11 @@ def test_a_run_that_fails_or_is_interrupted_raises(settings, monkeypatch):
 def test_cancelling_stops_the_run_and_waits_for_its_end(settings, monkeypatch, early):
     begun, stopped, cancelled = threading.Event(), threading.Event(), threading.Event()
 
-    def works(began):
+    def works(on_start):
         begun.set()
         if early:
             assert cancelled.wait(10)
-        began(stopped.set)
+        on_start(stopped.set)
         assert stopped.wait(10)
 
     fake(monkeypatch, 130, works=works)

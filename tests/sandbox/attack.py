@@ -2,7 +2,8 @@
 
     python attack.py LEVEL PYTHON DIRECTORY
 
-A process of its own, so that the tests can be root or somebody else. Only the standard library.
+A separate process, so that tests can run it as root or as another user. Uses only the standard
+library.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ QUICK = (
     "sleep",
     "stopped",
 )
-"""Nothing ends these but the clock."""
+"""Only the time limit ends these."""
 
 BOMBS = {
     "forks": (
@@ -226,7 +227,7 @@ print(os.WCOREDUMP(status), [n for n in os.listdir(".") if "core" in n])
 
 @contextlib.contextmanager
 def targets(directory, setuid):
-    """Everything that an escape would reach, really there."""
+    """Create everything that an escape would reach."""
     token = os.urandom(8).hex()
     folder = Path(directory, token)
     folder.mkdir()
@@ -288,7 +289,7 @@ def answer(server):
 
 
 def try_escapes(directory, setuid, run):
-    """What `run(stdin)` printed, and what is different outside afterwards."""
+    """What `run(stdin)` printed, and what has changed outside."""
     os.environ["CANARY_SECRET"] = "secret"
     with targets(directory, setuid) as (folder, datagrams, target):
         before = (folder / "owned").stat()

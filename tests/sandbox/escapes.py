@@ -1,7 +1,7 @@
 """Run inside the sandbox: each function tries one way out and returns what it got, or None.
 
-Run outside as a control, too: a way out that never works anywhere proves no wall. Only the standard
-library, since a sandboxed interpreter has no more. The target of each comes on standard input.
+They also run outside, as a control: an attempt that fails everywhere proves nothing. Uses only the
+standard library, since a sandboxed interpreter has no more. Targets come on standard input.
 """
 
 import ctypes
@@ -210,7 +210,7 @@ def signal_other(t):
 
 
 def signal_supervisor(t):
-    """The signal 0 asks whether one may."""
+    """Signal 0 tests for permission."""
     may = [p for p in (os.getppid(), t["caller"]) if p > 1 and may_signal(p)]
     return may or None
 
@@ -308,7 +308,7 @@ def input_is_writable(t):
 
 
 def shared_memory_left(t):
-    """The test looks for the file afterwards; here only whether it could be made outside."""
+    """Whether the file could be made outside. The test looks for the file afterwards."""
     with open("/dev/shm/" + t["token"], "w") as file:
         file.write("left")
 
@@ -363,7 +363,7 @@ def change_personality(t):
 
 
 def privileged_program(t):
-    """A program that runs as root, whoever starts it: here one that the test has made, else su."""
+    """A set-user-id program: the one that the test has made, else su."""
     done = subprocess.run([t["setuid"], "-u"], capture_output=True, text=True, timeout=10)
     return done.stdout.strip() == "0" or None
 
@@ -407,7 +407,7 @@ def change_hostname(t):
 
 
 def old_calling_convention(t):
-    """A 32-bit system call, which a filter of 64-bit numbers would read as another one."""
+    """A 32-bit system call, which a filter of 64-bit numbers takes for another call."""
     if platform.machine() != "x86_64":
         return None
     child = os.fork()

@@ -1,6 +1,6 @@
-"""Real attempts to leave the sandbox, at each level, as root and as somebody else.
+"""Real attempts to leave the sandbox, at each level, as root and as another user.
 
-Where a machine does not reach a level, the test shows that nothing runs there.
+If a machine does not support a level, the test checks that nothing runs at it.
 """
 
 import functools
@@ -16,8 +16,8 @@ import pytest
 
 HERE = Path(__file__).parent
 PACKAGES = HERE.parents[1]
-SOMEBODY = 47_110
-"""A user that no system has."""
+OTHER_USER = 47_110
+"""A user id that no system assigns."""
 
 WORKS_ANYWHERE = {
     "read_host_file",
@@ -51,8 +51,8 @@ WORKS_ANYWHERE = {
     "change_personality",
     "survive_the_supervisor",
 }
-"""The control: what gets through outside on any Linux. A container may forbid the others there,
-too."""
+"""The control: attempts that succeed outside on any Linux. A container may also forbid the others
+outside."""
 ENDS_ALIKE = {
     "forks": {"wall", "processes"},
     "forks, counted": {"exited", "processes"},
@@ -71,26 +71,25 @@ ENDS_ALIKE = {
     "sleep": {"wall"},
     "stopped": {"wall"},
 }
-"""Bomb → how it may end: what the kernel holds at one level is watched at the other, and a busy
-machine reaches the clock's limit first."""
+"""Bomb → how it may end. The kernel enforces a limit at one level, the supervisor at the other. A
+busy machine may reach the time limit first."""
 
 
 def readable_python():
-    """An interpreter that every user may read: a sandbox that gives its programs another user needs
-    one."""
+    """An interpreter that every user may read, for a sandbox that runs programs as another user."""
     candidates = [os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"]
     return next((c for c in candidates if others_may_read(Path(c))), candidates[0])
 
 
 def others_may_read(path):
-    """Whether a user without any group of ours reaches the file at ``path``."""
+    """Whether a user who shares no group with this process can read the file at `path`."""
     folders = all(folder.stat().st_mode & stat.S_IXOTH for folder in path.parents)
     return path.exists() and folders and bool(path.stat().st_mode & stat.S_IROTH)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder that everybody can reach and write to, with a program that runs as its owner."""
+    """A folder that every user can write to, with a set-user-id program."""
     folder = Path("/tmp", f"asyncrl-test-{os.urandom(6).hex()}")
     folder.mkdir()
     folder.chmod(0o777)
@@ -104,7 +103,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def attacked(place):
-    """`attacked(level, user)`: the report of attack.py, made once."""
+    """`attacked(level, user)`: the report of attack.py, cached."""
 
     @functools.cache
     def attacked(level, user):
@@ -132,9 +131,9 @@ def attacked(place):
     return attacked
 
 
-USERS = [os.geteuid()] if os.geteuid() else [0, SOMEBODY]
+USERS = [os.geteuid()] if os.geteuid() else [0, OTHER_USER]
 DEFAULT = (
-    {("namespaces", 0), ("landlock", SOMEBODY)}
+    {("namespaces", 0), ("landlock", OTHER_USER)}
     if os.geteuid() == 0
     else {(level, os.geteuid()) for level in ("namespaces", "landlock")}
 )
@@ -142,7 +141,7 @@ SETUPS = [
     pytest.param(
         level,
         user,
-        id=f"{level}-{'root' if user == 0 else 'somebody'}",
+        id=f"{level}-{'root' if user == 0 else 'other'}",
         marks=[] if (level, user) in DEFAULT else [pytest.mark.slow],
     )
     for level in ("namespaces", "landlock")
@@ -161,7 +160,7 @@ def test_no_way_out(attacked, level, user):
     assert len(inside) >= 50 and inside.keys() == outside.keys()
     assert {name: why for name, (escaped, why) in inside.items() if escaped} == {}
     assert report["changed"] == []
-    # The control: outside, they get what they try for.
+    # The control: outside, the attempts succeed.
     assert {name for name, (escaped, _) in outside.items() if not escaped} & WORKS_ANYWHERE == set()
     assert report["changed outside"] == ["datagrams", "folder", "owned", "shared memory"]
 
@@ -170,7 +169,7 @@ def test_no_way_out(attacked, level, user):
 def test_bombs_end_and_leave_nothing(attacked, level, user):
     report = attacked(level, user)
     if "refused" in report:
-        return  # test_no_way_out has looked at the refusal
+        return  # test_no_way_out checks the refusal
     bombs = report["bombs"]
     assert {
         name: bomb["status"]
@@ -182,8 +181,8 @@ def test_bombs_end_and_leave_nothing(attacked, level, user):
         for name, bomb in bombs.items()
         if name not in ENDS_ALIKE and bomb["status"] != "exited"
     } == {}
-    # Landlock leaves the kernel's own count to a user that nobody else has, which root alone can
-    # give.
+    # Under Landlock, the kernel's count is exact only for a user without other processes. Only root
+    # can assign one.
     exact = level == "namespaces" or user == 0
     assert int((bombs["forks, counted"]["stdout"] or "0").split()[0]) <= (16 if exact else 16 * 16)
     assert {bombs[name]["status"] for name in ("forks, counted", "threads")} == {

@@ -1,4 +1,4 @@
-"""What callers meet: results, limits, refusals, cancelling, and deaths of the parts."""
+"""What callers see: results, limits, refusals, cancellation, and processes that die."""
 
 import asyncio
 import contextlib
@@ -35,12 +35,12 @@ LIMITS = Limits(wall_s=30.0)
 
 @pytest.fixture(scope="module")
 def sandbox():
-    """The best that this machine has. Every level of its own is in test_escapes.py."""
+    """The best level of this machine. test_escapes.py tests each level."""
     return open_sandbox(Level.LANDLOCK)
 
 
 def sleeping():
-    """A program, and a word of its command line that no other process has."""
+    """A program, and a word that is only in its command line."""
     mark = f"600.{int.from_bytes(os.urandom(6))}"
     return Program(("sleep", mark)), mark
 
@@ -112,7 +112,7 @@ def test_ordinary_python_works(sandbox):
     assert done.stdout.endswith("7\n"), done.stderr
 
 
-def test_what_cannot_be_run_is_refused_before():
+def test_invalid_programs_and_settings_are_refused_before_a_run():
     for name in ("/etc/x", "../x", "a/../x", "a//b", "", "a\0b", "."):
         with pytest.raises(ValueError, match="relative path"):
             Program(("true",), files={name: b""})
@@ -149,7 +149,7 @@ def test_paths_are_shown_read_only_and_importable(sandbox, tmp_path):
     assert shown.run(Program.python(textwrap.dedent(code)), LIMITS).stdout == "11 True True\n"
 
 
-def test_nothing_runs_below_the_level_that_was_asked_for(monkeypatch):
+def test_nothing_runs_below_the_required_level(monkeypatch):
     with pytest.raises(SandboxUnavailableError, match="only a service"):
         open_sandbox(Level.CONTAINER)
     with pytest.raises(ValueError):
@@ -162,7 +162,7 @@ def test_nothing_runs_below_the_level_that_was_asked_for(monkeypatch):
 
 HERE = Path(__file__).parent
 CLOSED = {
-    # As in a container, and on systems that switch them off.
+    # As in a container, and on systems that disable them.
     "namespaces": HERE / "without_namespaces.py",
     # As on older kernels.
     "landlock": HERE / "without_landlock.py",
@@ -170,7 +170,7 @@ CLOSED = {
 
 
 @pytest.mark.parametrize("level", CLOSED)
-def test_a_machine_that_lacks_a_level_says_why_and_runs_nothing(level):
+def test_a_missing_level_is_explained_and_nothing_runs(level):
     code = f"""
     import sys
     from asyncrl.sandbox import *
@@ -185,7 +185,7 @@ def test_a_machine_that_lacks_a_level_says_why_and_runs_nothing(level):
     except SandboxUnavailableError as error:
         print("refused:", error)
     """
-    # A machine that has none of its own cannot make the namespace that forbids them.
+    # A machine without user namespaces cannot make the one that forbids further ones.
     closing = (
         []
         if level == "namespaces" and Level.NAMESPACES not in probe().reached
@@ -222,7 +222,7 @@ def test_run_takes_source_or_a_command():
     assert asyncio.run(run_async("print(input())", stdin="line", limits=LIMITS)).stdout == "line\n"
 
 
-def test_cancelling_kills_the_program(sandbox):
+def test_cancellation_kills_the_program(sandbox):
     program, mark = sleeping()
 
     async def cancelled():
@@ -279,7 +279,7 @@ def children():
     ]
 
 
-def test_removes_what_no_recursion_could(tmp_path):
+def test_a_deep_folder_is_removed_without_recursion(tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("kept")
@@ -299,7 +299,7 @@ def test_removes_what_no_recursion_could(tmp_path):
     assert not folder.exists() and (outside / "kept").read_text() == "kept"
 
 
-def test_prints_what_is_reached(capsys):
+def test_prints_the_supported_levels(capsys):
     best = probe().best
     assert main([]) == (0 if best else 1)
     printed = capsys.readouterr().out
@@ -310,7 +310,7 @@ def test_prints_what_is_reached(capsys):
     )
 
 
-def test_the_fake_keeps_what_it_was_given():
+def test_the_fake_keeps_its_programs_and_limits():
     fake = FakeSandbox(lambda program: ended(program.stdin.decode()))
     assert fake.run(Program.python("", "a")).stdout == "a"
     assert asyncio.run(fake.run_async(Program.python("", "b"), LIMITS)).ok and fake.limits == [

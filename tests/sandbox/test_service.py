@@ -1,4 +1,4 @@
-"""The service: a real server on a free port of this machine."""
+"""The sandbox service, as a real server on a free port of this machine."""
 
 import http.client
 import json
@@ -28,7 +28,7 @@ SECRET = "a secret of the tests"
 
 @pytest.fixture
 def serve(monkeypatch):
-    """`serve(sandbox)`: its URL."""
+    """`serve(sandbox)`: starts a service, and returns its URL."""
     monkeypatch.setenv(TOKEN, SECRET)
     servers = []
 
@@ -51,7 +51,7 @@ def ask(url, method="POST", path="/run", body=b"", headers=None):
     return answer
 
 
-def test_runs_there_what_is_asked_here(serve):
+def test_the_service_runs_the_program(serve):
     fake = FakeSandbox(
         lambda program: ended(
             program.stdin.decode() + program.files["a"].decode("latin-1"), level=Level.CONTAINER
@@ -64,7 +64,7 @@ def test_runs_there_what_is_asked_here(serve):
     assert fake.limits == [Limits(wall_s=3.0)] and fake.programs[0].argv == ("cat",)
 
 
-def test_a_level_below_the_one_asked_for_is_refused(serve):
+def test_a_level_below_the_required_one_is_refused(serve):
     fake = FakeSandbox(lambda program: ended(level=Level.LANDLOCK), Level.LANDLOCK)
     url = serve(fake)
     with pytest.raises(
@@ -73,12 +73,12 @@ def test_a_level_below_the_one_asked_for_is_refused(serve):
     ):
         open_sandbox(Level.NAMESPACES, service=url)
     sandbox = open_sandbox(Level.LANDLOCK, service=url)
-    sandbox.level = Level.NAMESPACES  # as if it had said so at the start
+    sandbox.level = Level.NAMESPACES  # as if the service had reported this at the start
     with pytest.raises(SandboxError, match="at level 'landlock' after"):
         sandbox.run(Program(("true",)))
 
 
-def test_refuses_strangers_and_nonsense(serve, monkeypatch):
+def test_refuses_wrong_tokens_and_invalid_requests(serve, monkeypatch):
     fake = FakeSandbox(lambda program: ended())
     url = serve(fake)
     for wrong in ("Bearer x", "", f"Bearer {SECRET}x", "Bearer é"):
@@ -112,7 +112,7 @@ def test_refuses_strangers_and_nonsense(serve, monkeypatch):
             ServiceSandbox(wrong)
 
 
-def test_a_failure_there_is_an_error_here(serve):
+def test_a_failure_of_the_service_is_an_error_of_the_caller(serve):
     def broken(program):
         raise SandboxError("the disk is full")
 

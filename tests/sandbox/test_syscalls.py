@@ -1,4 +1,4 @@
-"""The filter, on both machines, by a small interpreter of its instructions; and its numbers."""
+"""The filter for both machines, run by a small interpreter of its instructions, and its numbers."""
 
 import re
 import struct
@@ -97,8 +97,8 @@ def test_allows_its_table_and_nothing_else(machine, modes, times):
         denied = (
             EOPNOTSUPP if number in absent else ENOSYS if number == 435 or number > 462 else EPERM
         )
-        wanted = ALLOW if number in known else denied
-        assert judge(program, machine, number) == wanted, number
+        expected = ALLOW if number in known else denied
+        assert judge(program, machine, number) == expected, number
     assert judge(program, machine, 1 << 30) == ENOSYS  # the x32 calls of x86-64
     column = list(MACHINES).index(machine)
     assert {
@@ -111,7 +111,7 @@ def test_allows_its_table_and_nothing_else(machine, modes, times):
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(
-    ("name", "arguments", "wanted"),
+    ("name", "arguments", "expected"),
     [
         ("clone", (0x01200011,), ALLOW),
         ("clone", (0x3D0F00,), ALLOW),
@@ -142,7 +142,7 @@ def test_allows_its_table_and_nothing_else(machine, modes, times):
         ("prctl", (22,), EPERM),
     ],
 )
-def test_looks_at_arguments(machine, name, arguments, wanted):
+def test_looks_at_arguments(machine, name, arguments, expected):
     assert (
         judge(
             seccomp_filter(False, False, machine),
@@ -150,7 +150,7 @@ def test_looks_at_arguments(machine, name, arguments, wanted):
             numbers(CHECKED, machine)[name],
             arguments,
         )
-        == wanted
+        == expected
     )
 
 
@@ -163,7 +163,7 @@ def test_numbers_are_those_of_the_headers(machine):
     renamed = {"newfstatat": "fstatat"} if machine == "aarch64" else {}
     ours = numbers(ALLOWED | ATTRIBUTES | CHECKED | MODES | TIMES, machine)
     assert len(ours) > 150
-    new = {"fchmodat2"}  # younger than many headers
+    new = {"fchmodat2"}  # newer than many headers
     assert {
         name: number
         for name, number in ours.items()

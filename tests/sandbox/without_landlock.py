@@ -1,5 +1,5 @@
-"""`python without_landlock.py COMMAND…`: run it where the kernel answers Landlock's calls with
-ENOSYS."""
+"""`python without_landlock.py COMMAND…`: run the command where the kernel answers Landlock's calls
+with ENOSYS."""
 
 import os
 import struct

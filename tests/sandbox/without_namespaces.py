@@ -1,4 +1,4 @@
-"""`python without_namespaces.py COMMAND…`: run it where no further user namespace may be made."""
+"""`python without_namespaces.py COMMAND…`: run it where no more user namespaces can be made."""
 
 import ctypes
 import os

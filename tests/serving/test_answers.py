@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.contracts.errors import StaleReplicaError
-from asyncrl.contracts.messages import Details, GenerateRequest, Piece, Tokens
+from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece, Tokens
 from asyncrl.serving.answers import ChoicePiece, ask, siblings
 from asyncrl.serving.dialects.fields import Sampling
 from asyncrl.testing import FakeWords
@@ -26,7 +26,9 @@ class Endless:
         self.given: dict[int, int] = {}
         self.ended: set[int] = set()
 
-    async def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
+    async def stream(
+        self, request: GenerateRequest, details: Details
+    ) -> AsyncIterator[StreamPiece]:
         seed = request.seed or 0
         try:
             while True:
@@ -34,7 +36,7 @@ class Endless:
                 if seed == self.fails and self.given.get(seed, 0) == self.after:
                     raise StaleReplicaError("gone")
                 self.given[seed] = self.given.get(seed, 0) + 1
-                yield Piece(Tokens((5,), (-1.0,)), "x")
+                yield StreamPiece(Tokens((5,), (-1.0,)), "x")
         finally:
             self.ended.add(seed)
 

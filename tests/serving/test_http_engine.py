@@ -17,7 +17,7 @@ from ray.exceptions import RayTaskError
 from served_http import listening
 
 from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError
-from asyncrl.contracts.messages import Details, GenerateRequest, Piece
+from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece
 from asyncrl.generation.app import ServeGenerate
 from asyncrl.serving.http import routes
 from asyncrl.serving.identity import ServedModel
@@ -36,7 +36,9 @@ class EngineServed(FakeServed):
         self.words = ModelWords(generators.app.model)
         self._handle = generators.handle.options(stream=True)
 
-    async def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
+    async def stream(
+        self, request: GenerateRequest, details: Details
+    ) -> AsyncIterator[StreamPiece]:
         pieces = self._handle.stream.remote(request, details)
         try:
             async for piece in pieces:
@@ -281,7 +283,7 @@ def test_closing_a_stream_frees_the_kv_cache(generators: Any) -> None:
 
 @pytest.mark.timeout(300)
 def test_late_and_refused_streams_raise(generators: Any) -> None:
-    async def pieces(request: GenerateRequest) -> list[Piece]:
+    async def pieces(request: GenerateRequest) -> list[StreamPiece]:
         return [piece async for piece in EngineServed(generators).stream(request, Details())]
 
     with pytest.raises(GenerationTimeoutError, match=r"were not done in 0\.02 s"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.contracts.messages import Details, GenerateRequest, Piece, Tokens
+from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece, Tokens
 from asyncrl.serving.answers import ask
 from asyncrl.serving.dialects.chat import Chat
 from asyncrl.serving.dialects.completions import Completions
@@ -76,7 +76,7 @@ def test_parts_of_characters_have_ids_and_no_bytes(llama_model: Path) -> None:
 
         async def stream(self, request: GenerateRequest, details: Details) -> Any:
             best = tuple((one, -1.0) for one in parts)
-            yield Piece(
+            yield StreamPiece(
                 Tokens(tuple(parts), (-1.0, float("-inf"), -2.0), (best,) * 3), "日", "stop"
             )
 

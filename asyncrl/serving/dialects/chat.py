@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from asyncrl.contracts.messages import Details, GenerateRequest, Piece
+from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece
 from asyncrl.serving.answers import ChoicePiece, Head, Words, siblings
 from asyncrl.serving.dialects.fields import (
     MOST_LOGPROBS,
@@ -18,7 +18,7 @@ from asyncrl.serving.dialects.fields import (
     check_top,
     refuse_long_text,
 )
-from asyncrl.serving.dialects.render import Usage, ending, envelope, finite
+from asyncrl.serving.dialects.render import TokenUsage, ending, envelope, finite
 from asyncrl.serving.errors import ApiError
 from asyncrl.serving.identity import ServedModel
 from asyncrl.text.template import MessagesError
@@ -115,7 +115,7 @@ class Chat:
         refuse_long_text(
             "".join(message["content"] for message in self._messages), model, "messages"
         )
-        self._usage = Usage()
+        self._usage = TokenUsage()
         self._prompt_ids: list[int] = []
         self._started: set[int] = set()
         """Choices that have sent an event."""
@@ -199,7 +199,7 @@ def _refuse_many(messages: object, model: ServedModel) -> None:
         raise ApiError(400, text, "context_length_exceeded", "messages")
 
 
-def _content(piece: Piece, texts: Mapping[int, str]) -> list[dict[str, object]]:
+def _content(piece: StreamPiece, texts: Mapping[int, str]) -> list[dict[str, object]]:
     tokens = piece.tokens
     tops = tokens.top or ((),) * len(tokens.ids)
     return [

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from asyncrl.contracts.messages import Details, GenerateRequest, Piece, Tokens
+from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece, Tokens
 from asyncrl.serving.answers import ChoicePiece, Head, Words, siblings
 from asyncrl.serving.dialects.fields import (
     MOST_CHOICES,
@@ -20,7 +20,7 @@ from asyncrl.serving.dialects.fields import (
     refuse_long_prompt,
     refuse_long_text,
 )
-from asyncrl.serving.dialects.render import Usage, ending, envelope, finite
+from asyncrl.serving.dialects.render import TokenUsage, ending, envelope, finite
 from asyncrl.serving.errors import ApiError
 from asyncrl.serving.identity import ServedModel
 
@@ -76,7 +76,7 @@ class Completions:
         self.body = check(CompletionBody, tree, "model and prompt")
         check_name(self.body, model)
         check_top(self.body.logprobs, model, "logprobs")
-        self._usage = Usage()
+        self._usage = TokenUsage()
         self._echoed: list[str] = []
         self._written: dict[int, int] = {}
         """Choice → number of characters of its tokens that have been sent."""
@@ -129,7 +129,9 @@ class Completions:
             **ending(piece),
         }
 
-    def _logprobs(self, piece: Piece, texts: Mapping[int, str], choice: int) -> dict[str, object]:
+    def _logprobs(
+        self, piece: StreamPiece, texts: Mapping[int, str], choice: int
+    ) -> dict[str, object]:
         """Log-probs of the tokens of an echoed prompt, and of the completion."""
         offset = self._written.setdefault(choice, 0)
         if self.body.logprobs is None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from asyncrl.contracts.messages import Piece
+from asyncrl.contracts.messages import StreamPiece
 from asyncrl.serving.answers import Head
 from asyncrl.serving.dialects.fields import Sampling
 
-__all__ = ["Usage", "ending", "envelope", "finite"]
+__all__ = ["TokenUsage", "ending", "envelope", "finite"]
 
 LEAST = -9999.0
 """Replaces a log-prob of minus infinity, which JSON cannot represent."""
 
 
-class Usage:
+class TokenUsage:
     """Counts the tokens of one answer."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ def envelope(head: Head, kind: str, choices: list[dict[str, object]]) -> dict[st
     }
 
 
-def ending(piece: Piece) -> dict[str, object]:
+def ending(piece: StreamPiece) -> dict[str, object]:
     """Finish reason and version spans of a choice; a null reason before its end.
 
     Weights may change during a completion, so each version has a half-open span of the
