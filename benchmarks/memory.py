@@ -82,7 +82,7 @@ def _compare(
                 ).stdout
             )
             peaks[variant] = result["peak"]
-            outputs.append(torch.load(file, mmap=True))
+            outputs.append(torch.load(file, mmap=True, weights_only=True))
             print(
                 f"{case:<7}{variant:<13}peak {result['peak'] / 2**20:8.1f} MiB,"
                 f" {result['seconds']:6.1f} s",

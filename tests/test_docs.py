@@ -15,8 +15,9 @@ NAMED = re.compile(
     r"(?<![\w/.])((?:asyncrl|tests|jobs|benchmarks|docs|serve_configs|notebooks)/"
     r"[\w/.-]+\.(?:py|md|yaml|ipynb))"
 )
-
-
+BARE = re.compile(r"(?<![\w/.])test_\w+\.py")
+"""A test file without its folder."""
+TEST_FILES = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
 TEST = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
 
 
@@ -25,6 +26,8 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     named = set(NAMED.findall(page.read_text()))
     missing = sorted(name for name in named if not (ROOT / name).exists())
     assert not missing
+    unknown = sorted(set(BARE.findall(page.read_text())) - TEST_FILES)
+    assert not unknown, "no folder under tests/ has these files"
     for path, test in TEST.findall(page.read_text()):
         assert f"def {test}" in (ROOT / path).read_text(), f"{path} has no {test}"
 
@@ -32,3 +35,4 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 def test_names_are_found() -> None:
     text = "`tests/no/such.py::test_it`, [x](docs/a.md#b) and runs/docs/a.md"
     assert NAMED.findall(text) == ["tests/no/such.py", "docs/a.md"]
+    assert BARE.findall("`tests/no/test_a.py`, `test_b.py`, `my_test_c.py`") == ["test_b.py"]

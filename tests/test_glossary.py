@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.contracts.outcomes import OUTCOMES
+
 ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "concepts" / "glossary.md"
 OTHERS_NAMES = (
     ROOT / "asyncrl" / "config" / "aliases.py",
     ROOT / "asyncrl" / "rundir" / "outcomes.py",
     ROOT / "docs" / "how_to" / "coming_from.md",
+    ROOT / "tests" / "rundir" / "test_reader.py",
 )
 """Files that explain names of other systems or of an older asyncrl."""
 
@@ -26,13 +29,14 @@ RULED_OUT = {
 
 
 def texts() -> dict[Path, str]:
-    kinds = ("asyncrl/**/*.py", "jobs/**/*", "benchmarks/*.py", "docs/**/*.md", "*.md")
+    kinds = ("asyncrl/**/*.py", "jobs/**/*", "benchmarks/**/*", "docs/**/*", "*.md")
+    kinds += ("tests/**/*.py", "notebooks/*", "serve_configs/*", ".github/**/*")
     paths = {path for kind in kinds for path in ROOT.glob(kind) if path.is_file()}
-    apart = {GLOSSARY, ROOT / "CHANGELOG.md", *OTHERS_NAMES}
+    apart = {GLOSSARY, ROOT / "CHANGELOG.md", Path(__file__), *OTHERS_NAMES}
     return {
         path: path.read_text()
         for path in sorted(paths - apart)
-        if path.suffix in (".py", ".md", ".yaml")
+        if path.suffix in (".py", ".md", ".yaml", ".yml", ".ipynb")
     }
 
 
@@ -44,7 +48,9 @@ def places(synonym: str, text: str) -> list[str]:
 
 def test_the_glossary_is_read() -> None:
     assert len(rows()) >= 15 and RULED_OUT["fate"] == "outcome"
-    assert len(texts()) > 250
+    assert len(texts()) > 400
+    folders = {path.relative_to(ROOT).parts[0] for path in texts()}
+    assert folders >= {"tests", "notebooks", "serve_configs", ".github", "docs", "jobs"}
 
 
 @pytest.mark.parametrize("line", ["a fate of", "fate_of = 1", "run.fate()", "Fate"])
@@ -60,3 +66,8 @@ def test_no_synonym_is_used(synonym: str) -> None:
         if (lines := places(synonym, text))
     }
     assert not found, f"write {RULED_OUT[synonym]!r} instead of {synonym!r}"
+
+
+def test_the_glossary_names_every_outcome() -> None:
+    (meaning,) = [meaning for word, meaning, _ in rows() if word == "outcome"]
+    assert not [outcome for outcome in OUTCOMES if not places(outcome, meaning)]

@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,13 +38,29 @@ BETWEEN_STATIONS = {
 """(importer, imported): the only stations that import another."""
 TAKE_CONFIG = ("config", "rundir", "preflight", "run", "cli", "testing")
 """Folders that may take a whole `Config`."""
+WHOLE_CONFIG = {
+    "asyncrl.config.Config",
+    "asyncrl.config.config",
+    "asyncrl.config.settings.Settings",
+}
+"""Importing one of these gives access to the class of a whole config."""
 HOMES = {
     "vllm": ["generation", "weights"],
-    "deepspeed": ["learning", "weights.gather", "preflight.memory_estimate", "run.export"],
-    "ray.serve": ["generation", "serving", "weights.push", "runtime.serve_calls", "preflight"],
-    "ray.data": ["data", "rewards", "runtime.ray_stream"],
-    "ray._private": ["runtime", "preflight"],
+    "deepspeed": ["learning", "preflight.memory_estimate", "run.export"],
+    "ray.serve": [
+        "generation",
+        "serving.standing",
+        "weights.push",
+        "runtime.serve_calls",
+        "preflight.attach",
+    ],
+    "ray.data": ["runtime.ray_stream"],
+    "ray._private": ["preflight"],
+    "ray._common": ["preflight.cluster_address"],
 }
+"""Library → the folders and modules that import it; each of them does."""
+NO_FILES = {"io", "os", "pathlib", "shutil", "tempfile"}
+FILE_MODULES = {f"runtime.{name}" for name in ("files", "merging", "parquet", "temporary")}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -52,13 +69,68 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield name.removesuffix("__init__").rstrip("."), path
 
 
-def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    return tuple(imports_of(path.read_text(), path))
+
+
+def imports_of(source: str, path: Path) -> Iterator[str]:
+    """Absolute names of what the source of a file imports: modules, and names in modules.
+    `from asyncrl.text import stops` imports `asyncrl.text.stops`, and not the package's exports."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = absolute(node, path)
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            yield from names if all(map(is_module, names)) else [module, *names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+
+
+def is_module(name: str) -> bool:
+    place = ROOT.joinpath(*name.split("."))
+    return place.is_dir() or place.with_name(f"{place.name}.py").is_file()
+
+
+def absolute(node: ast.ImportFrom, path: Path) -> str:
+    """The module of `from … import`, also if it is relative."""
+    if not node.level:
+        return node.module or ""
+    package = path.relative_to(ROOT).parts[: -node.level]
+    return ".".join([*package, *filter(None, [node.module])])
+
+
+def takes_whole_config(source: str, path: Path) -> bool:
+    """Imports the class of a whole config, or its package: `import asyncrl.config`."""
+    tree = ast.parse(source)
+    packages = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    packages |= {
+        f"{absolute(node, path)}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    whole = {"asyncrl.config", "asyncrl.config.*", "asyncrl.config.settings"}
+    return bool(packages & whole or WHOLE_CONFIG & set(imports_of(source, path)))
+
+
+def touches_files(source: str, path: Path) -> list[str]:
+    """What a source imports or calls to read or write files."""
+    found = [name for name in imports_of(source, path) if name.split(".")[0] in NO_FILES]
+    found += [
+        name
+        for name in imports_of(source, path)
+        if is_in(name.removeprefix("asyncrl."), sorted(FILE_MODULES))
+    ]
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    called = {ast.unparse(node.func).rpartition(".")[2] for node in calls}
+    return found + sorted(called & {"open", "read_text", "write_text", "read_bytes", "write_bytes"})
 
 
 def folder(name: str) -> str:
@@ -69,11 +141,12 @@ def layer(name: str) -> int:
     return next(number for number, folders in enumerate(LAYERS) if folder(name) in folders)
 
 
-def ours(path: Path) -> set[str]:
+@cache
+def ours(path: Path) -> frozenset[str]:
     """The modules of the package that a file imports."""
     known = {name for name, _ in modules()}
     named = {module.removeprefix("asyncrl.") for module in imports(path) if "asyncrl." in module}
-    return (named & known) - {""}
+    return frozenset(named & known) - {""}
 
 
 def is_in(name: str, homes: list[str]) -> bool:
@@ -135,9 +208,32 @@ def test_only_some_folders_take_a_whole_config() -> None:
         name
         for name, path in modules()
         if folder(name) not in TAKE_CONFIG
-        if "asyncrl.config.Config" in imports(path)
+        if takes_whole_config(path.read_text(), path)
     }
     assert not takers
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from asyncrl.config import Config",
+        "from asyncrl.config.config import Config",
+        "from asyncrl.config import config",
+        "from asyncrl.config import *",
+        "import asyncrl.config",
+        "import asyncrl.config.config",
+        "from asyncrl import config",
+        "from asyncrl.config import settings",
+        "from asyncrl.config.settings import Settings",
+        "from ..config import Config",
+        "from .. import config",
+    ],
+)
+def test_every_way_to_a_whole_config_is_found(line: str) -> None:
+    path = PACKAGE / "learning" / "rank.py"
+    assert takes_whole_config(line, path)
+    assert not takes_whole_config("from asyncrl.config.schema import DataConfig", path)
+    assert not takes_whole_config("from asyncrl.config import DataConfig, completion_room", path)
 
 
 SURFACE = {
@@ -177,7 +273,7 @@ SURFACE = {
     "testing": (
         "DeadlockError FakeCheckpoints FakeEngine FakeGenerate FakeLearner FakeLogprobCheck "
         "FakePrompts FakeRecorder FakeReplicas FakeRollouts FakeSandbox FakeScores "
-        "FakeServed FakeWeightSync FakeWords SeededGenerator VirtualTimeLoop"
+        "FakeServed FakeSink FakeWeightSync FakeWords SeededGenerator VirtualTimeLoop"
     ),
     "text": "decode load_stops load_tokenizer text_before",
     "weights": "BACKEND CannotPublishError TOKENIZER_MODE version_table",
@@ -192,6 +288,47 @@ def test_a_folder_exports_what_it_promises(name: str) -> None:
     assert sorted(exported) == sorted(SURFACE.get(name, "").split())
     for attribute in exported:
         assert getattr(package, attribute) is not None
+
+
+LAZY = [
+    path
+    for name, path in modules()
+    if name != "runtime.exports" and "lazy_exports(" in path.read_text()
+]
+
+
+def typed_names(tree: ast.Module) -> dict[str, str]:
+    """Name → module, of the imports for type checkers. Strict ones export only `A as A`."""
+    return {
+        alias.asname or "": node.module or ""
+        for block in tree.body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+
+
+def lazy_names(tree: ast.Module, package: str) -> dict[str, str]:
+    """Name → module, of the call of `lazy_exports`."""
+    (call,) = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy_exports"
+    ]
+    return {word.arg or "": f"{package}.{ast.literal_eval(word.value)}" for word in call.keywords}
+
+
+def test_packages_with_lazy_exports_are_found() -> None:
+    assert len(LAZY) >= 14 and all(path.name == "__init__.py" for path in LAZY)
+
+
+@pytest.mark.parametrize("path", LAZY, ids=lambda path: path.parent.name)
+def test_type_checkers_see_what_a_folder_loads_lazily(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    package = ".".join(path.parent.relative_to(ROOT).parts)
+    assert typed_names(tree) == lazy_names(tree, package)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=str)
@@ -229,13 +366,45 @@ def test_heavy_libraries_have_one_home(library: str) -> None:
         if any(m == library or m.startswith(library + ".") for m in imports(path))
     }
     assert not {name for name in users if not is_in(name, HOMES[library])}
+    unused = {home for home in HOMES[library] if not any(is_in(name, [home]) for name in users)}
+    assert not unused, f"remove {unused} from HOMES and docs/development/architecture.md"
 
 
-def test_control_imports_no_files_and_no_heavy_library() -> None:
-    forbidden = {"ray", "vllm", "deepspeed", "torch", "os", "shutil", "tempfile"}
+def test_control_touches_no_files_and_imports_no_heavy_library() -> None:
+    heavy = {"ray", "vllm", "deepspeed", "torch"}
     for name, path in modules():
         if folder(name) == "control":
-            assert not {module.split(".")[0] for module in imports(path)} & forbidden, name
+            assert not {module.split(".")[0] for module in imports(path)} & heavy, name
+            assert not touches_files(path.read_text(), path), name
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from pathlib import Path",
+        "import io",
+        "import os.path",
+        "open(place)",
+        "place.open()",
+        "place.write_text('x')",
+        "from asyncrl.runtime.files import write",
+        "from asyncrl.runtime import parquet",
+        "from ..runtime import merging",
+        "import asyncrl.runtime.temporary",
+    ],
+)
+def test_every_way_to_a_file_is_found(line: str) -> None:
+    path = PACKAGE / "control" / "buffer.py"
+    assert touches_files(line, path)
+    assert not touches_files("from asyncrl.runtime.failures import unforeseen", path)
+
+
+def test_relative_imports_are_made_absolute() -> None:
+    path = PACKAGE / "rewards" / "pool.py"
+    assert list(imports_of("from . import score", path)) == ["asyncrl.rewards.score"]
+    assert "asyncrl.data.prompts" in list(imports_of("from ..data.prompts import x", path))
+    init = PACKAGE / "rewards" / "__init__.py"
+    assert "asyncrl.rewards.pool" in list(imports_of("from .pool import x", init))
 
 
 def test_the_sandbox_needs_the_standard_library_alone() -> None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from asyncrl.runtime.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from asyncrl.control.coordinator import Coordinator as Coordinator
+    from asyncrl.control.coordinator import Parts as Parts
+    from asyncrl.control.coordinator import Schedule as Schedule
+    from asyncrl.control.staleness import Staleness as Staleness
 
 __getattr__ = lazy_exports(
     __name__,

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from asyncrl.runtime.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from asyncrl.data.prompt_stream import ROWS_PER_BLOCK as ROWS_PER_BLOCK
+    from asyncrl.data.prompts import read_prompts as read_prompts
+    from asyncrl.data.sources import RowsByNumber as RowsByNumber
 
 __getattr__ = lazy_exports(
     __name__,

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from asyncrl.runtime.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from asyncrl.models.attention import Segments as Segments
+    from asyncrl.models.attention import register_attention as register_attention
+    from asyncrl.models.isolation import check_isolation as check_isolation
+    from asyncrl.models.micro_batches import MicroBatch as MicroBatch
+    from asyncrl.models.micro_batches import micro_batch as micro_batch
+    from asyncrl.models.micro_batches import token_example as token_example
+    from asyncrl.models.policy import Policy as Policy
+    from asyncrl.models.policy import checkpoint_activations as checkpoint_activations
+    from asyncrl.models.policy import load_policy as load_policy
+    from asyncrl.models.supported import support as support
 
 __getattr__ = lazy_exports(
     __name__,

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from asyncrl.runtime.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from asyncrl.observe.memory import MemoryPeak as MemoryPeak
+    from asyncrl.observe.memory import MemorySampler as MemorySampler
+    from asyncrl.observe.memory import descendants as descendants
+    from asyncrl.observe.memory import process_name as process_name
 
 __getattr__ = lazy_exports(
     __name__,

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from asyncrl.runtime.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from asyncrl.rewards.contract import GroupCall as GroupCall
+    from asyncrl.rewards.contract import RewardError as RewardError
+    from asyncrl.rewards.contract import call_reward as call_reward
 
 __getattr__ = lazy_exports(
     __name__,

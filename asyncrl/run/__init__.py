@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from asyncrl.runtime.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from asyncrl.run.attempt import concurrency_of as concurrency_of
+    from asyncrl.run.attempts import AcrossAttempts as AcrossAttempts
+    from asyncrl.run.embedded import RunFailedError as RunFailedError
+    from asyncrl.run.launch import launch_stations as launch_stations
+    from asyncrl.run.train import Summary as Summary
+    from asyncrl.run.train import command_name as command_name
+    from asyncrl.run.train import run_training as run_training
 
 __getattr__ = lazy_exports(
     __name__,

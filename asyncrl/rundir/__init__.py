@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from asyncrl.runtime.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from asyncrl.rundir.directory import RunDirectory as RunDirectory
+    from asyncrl.rundir.reader import Run as Run
+    from asyncrl.rundir.reader import RunNotFoundError as RunNotFoundError
+    from asyncrl.rundir.reader import open_run as open_run
 
 __getattr__ = lazy_exports(
     __name__,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
 
 __all__ = ["lazy_exports"]
 
 
-def lazy_exports(package: str, **homes: str) -> Callable[[str], Any]:
+def lazy_exports(package: str, **homes: str) -> Callable[[str], object]:
     """A module-level `__getattr__` (PEP 562) for a package. Also sets the package's `__all__`.
 
     Args:
@@ -19,7 +18,7 @@ def lazy_exports(package: str, **homes: str) -> Callable[[str], Any]:
     """
     sys.modules[package].__dict__["__all__"] = sorted(homes)
 
-    def load(name: str) -> Any:
+    def load(name: str) -> object:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from asyncrl.runtime.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from asyncrl.serving.standing import build_standing_app as build_standing_app
 
 __getattr__ = lazy_exports(
     __name__,

@@ -1,5 +1,7 @@
-"""Fakes for every protocol. They are deterministic, work in memory, and check their arguments. Use
-them to test control flow."""
+"""Fakes for every protocol of `contracts/protocols.py`, and some others.
+
+They are deterministic, work in memory, and check their arguments. Use them to test control flow.
+"""
 
 from asyncrl.testing.clock import DeadlockError, VirtualTimeLoop
 from asyncrl.testing.control import (
@@ -11,6 +13,7 @@ from asyncrl.testing.control import (
     FakeReplicas,
     FakeRollouts,
     FakeScores,
+    FakeSink,
     FakeWeightSync,
 )
 from asyncrl.testing.engine import FakeEngine
@@ -31,6 +34,7 @@ __all__ = [
     "FakeSandbox",
     "FakeScores",
     "FakeServed",
+    "FakeSink",
     "FakeWeightSync",
     "FakeWords",
     "SeededGenerator",

@@ -19,7 +19,7 @@ from asyncrl.contracts.messages import (
     TrajectoryText,
 )
 from asyncrl.contracts.outcomes import NOT_FINITE, Outcome
-from asyncrl.contracts.protocols import Learner, Scores
+from asyncrl.contracts.protocols import Learner, Scores, TableRow
 from asyncrl.contracts.rows import Prompt
 from asyncrl.contracts.state import State
 from asyncrl.runtime.shared import Written, size_and_checksum
@@ -33,6 +33,7 @@ __all__ = [
     "FakeReplicas",
     "FakeRollouts",
     "FakeScores",
+    "FakeSink",
     "FakeWeightSync",
 ]
 
@@ -238,7 +239,8 @@ class FakeScores:
     def ended_below(self, ordinal: int) -> None:
         if ordinal < self.ended:
             raise AssertionError(
-                f"all groups below {self.ended} had ended, but now only those below {ordinal}"
+                f"the ordinal below which all groups ended moved back from {self.ended} to"
+                f" {ordinal}"
             )
         self.ended = ordinal
 
@@ -464,6 +466,41 @@ class FakeRecorder:
 
     async def flushed(self) -> None:
         return None
+
+
+class FakeSink:
+    """Keeps what it receives, in order. `closed` is None until `close`, then its `failed`."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[int, dict[str, float]]] = []
+        """(step, metrics) of each call of `add`."""
+        self.histograms: list[tuple[int, str, tuple[float, ...]]] = []
+        """(step, name, values) of each call of `add_histogram`."""
+        self.tables: list[tuple[int, str, list[TableRow]]] = []
+        """(step, name, rows) of each call of `add_table`."""
+        self.closed: bool | None = None
+
+    def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
+        self._refuse_if_closed()
+        self.scalars.append((step, dict(scalars)))
+
+    def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None:
+        self._refuse_if_closed()
+        self.histograms.append((step, name, tuple(values)))
+
+    def add_table(self, step: int, now: float, name: str, rows: Sequence[TableRow]) -> None:
+        self._refuse_if_closed()
+        if len({tuple(row) for row in rows}) > 1:
+            raise AssertionError(f"the rows of table {name!r} have different columns")
+        self.tables.append((step, name, list(rows)))
+
+    def close(self, failed: bool = False) -> None:
+        self._refuse_if_closed()
+        self.closed = failed
+
+    def _refuse_if_closed(self) -> None:
+        if self.closed is not None:
+            raise AssertionError("the sink is closed")
 
 
 class FakeLogprobCheck:

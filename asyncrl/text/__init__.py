@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from asyncrl.runtime.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from asyncrl.text.stops import load_stops as load_stops
+    from asyncrl.text.stops import text_before as text_before
+    from asyncrl.text.tokenizer import decode as decode
+    from asyncrl.text.tokenizer import load_tokenizer as load_tokenizer
 
 __getattr__ = lazy_exports(
     __name__,

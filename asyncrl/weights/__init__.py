@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from asyncrl.runtime.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from asyncrl.weights.engine import BACKEND as BACKEND
+    from asyncrl.weights.engine import TOKENIZER_MODE as TOKENIZER_MODE
+    from asyncrl.weights.published import CannotPublishError as CannotPublishError
+    from asyncrl.weights.published import version_table as version_table
 
 __getattr__ = lazy_exports(
     __name__,

@@ -219,8 +219,8 @@ def test_warm_start_settings_without_a_warm_start_are_refused():
             {**WARM, "warm_start.completion_policy": "split"},
             "completion_policy = 'split' needs a strategy that cuts; set .*bfd_split or wrapped",
         ),
-        ({"data.truncation_mode": "keep_end"}, "here it is data.length_side"),
-        ({"rollout.rollout_max_context_len": 100}, "here it is data.max_length"),
+        ({"data.truncation_mode": "keep_end"}, "asyncrl calls it data.length_side"),
+        ({"rollout.rollout_max_context_len": 100}, "asyncrl calls it data.max_length"),
         ({"max_length": 100}, "did you mean data.max_length"),
     ],
 )
@@ -441,10 +441,11 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
             {"rollout.temprature": 1},
             "rollout.temprature is unknown; did you mean rollout.temperature",
         ),
-        ({"rollout.rollout_max_response_len": 5}, "here it is rollout.max_completion_length"),
+        ({"rollout.rollout_max_response_len": 5}, "asyncrl calls it rollout.max_completion_length"),
         (
             {"learner.context_parallel_size": 2},
-            "learner.context_parallel_size is unknown; here it is learner.sequence_parallel_size",
+            "learner.context_parallel_size is unknown; asyncrl calls it"
+            " learner.sequence_parallel_size",
         ),
         (
             {"learner.sequence_parallel_size": 2, "learner.world_size": 3},
@@ -472,7 +473,7 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
         ),
         (
             {"generator.sglang_mem_fraction_static": 0.8},
-            "here it is generator.gpu_memory_utilization",
+            "asyncrl calls it generator.gpu_memory_utilization",
         ),
         ({"use_dynamic_batch_size": True}, "dynamic batching is always on"),
         ({"learner.temperature": 1}, "did you mean rollout.temperature"),
@@ -514,10 +515,10 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
             {"eval.sets": {"cut": {"data": "o", "temperature": 0, "top_k": 5}}},
             "eval.sets.cut.top_k has no effect at temperature 0",
         ),
-        ({"eval_top_p": 0.9}, "here it is eval.sets"),
-        ({"stop": ["x"]}, "here it is rollout.rollout_stop"),
-        ({"data.apply_chat_template_kwargs": {}}, "here it is data.chat_template_kwargs"),
-        ({"tool_key": "tools"}, "here it is data.tools_column"),
+        ({"eval_top_p": 0.9}, "asyncrl calls it eval.sets"),
+        ({"stop": ["x"]}, "asyncrl calls it rollout.rollout_stop"),
+        ({"data.apply_chat_template_kwargs": {}}, "asyncrl calls it data.chat_template_kwargs"),
+        ({"tool_key": "tools"}, "asyncrl calls it data.tools_column"),
         (
             {"rollout.n_samples_per_prompt": 1},
             "n_samples_per_prompt = 1 is too low for algorithm.advantage: grpo",
@@ -615,7 +616,7 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
             {"data.train": ["x/a.jsonl", "y/a.parquet"]},
             "data.train: several sources have the name 'a'; give each its own name",
         ),
-        ({"dataset_name": "x/y"}, "here it is data.train"),
+        ({"dataset_name": "x/y"}, "asyncrl calls it data.train"),
     ],
 )
 def test_refusals_name_the_field_and_the_fix(tmp_path, changes, message):
@@ -645,7 +646,7 @@ def test_ranks_that_share_rows_allow_longer_trajectories(tmp_path):
     ("overrides", "message"),
     [
         (["--rollout.temprature", "1"], "did you mean rollout.temperature"),
-        (["--lr", "1"], "here it is learner.learning_rate"),
+        (["--lr", "1"], "asyncrl calls it learner.learning_rate"),
         (["--colocate", "true"], "not implemented"),
         (
             ["--learner.ds3_gather_for_generation", "true"],
@@ -880,7 +881,9 @@ def test_a_run_directory_inside_rays_working_directory_is_refused(tmp_path, monk
     ],
 )
 def test_learner_settings_under_other_systems_names(tmp_path, name, answer):
-    with pytest.raises(ConfigError, match=rf"learner.{name} (is unknown; here it is )?{answer}"):
+    with pytest.raises(
+        ConfigError, match=rf"learner.{name} (is unknown; asyncrl calls it )?{answer}"
+    ):
         load(tmp_path, {f"learner.{name}": 1})
 
 
@@ -915,7 +918,7 @@ def test_every_setting_of_a_verl_config_is_explained(tmp_path):
     }
     text = str(raised.value)
     for name, here in expected.items():
-        assert f"{name} is unknown; here it is {here}" in text, name
+        assert f"{name} is unknown; asyncrl calls it {here}" in text, name
     for name in (
         "actor_rollout_ref.actor.ppo_epochs",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
@@ -926,13 +929,13 @@ def test_every_setting_of_a_verl_config_is_explained(tmp_path):
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("num_train_epochs", "here it is max_steps"),
-        ("num_generations", "here it is rollout.n_samples_per_prompt"),
-        ("rollout.batch_size", "here it is rollout.rollout_batch_size"),
-        ("train.batch_size", "here it is rollout.global_batch_size"),
-        ("algo.kl.init_coef", "here it is algorithm.kl_coef"),
-        ("init_kl_coef", "here it is algorithm.kl_coef"),
-        ("async-queue-size", "here it is staleness.max_staleness"),
+        ("num_train_epochs", "asyncrl calls it max_steps"),
+        ("num_generations", "asyncrl calls it rollout.n_samples_per_prompt"),
+        ("rollout.batch_size", "asyncrl calls it rollout.rollout_batch_size"),
+        ("train.batch_size", "asyncrl calls it rollout.global_batch_size"),
+        ("algo.kl.init_coef", "asyncrl calls it algorithm.kl_coef"),
+        ("init_kl_coef", "asyncrl calls it algorithm.kl_coef"),
+        ("async-queue-size", "asyncrl calls it staleness.max_staleness"),
         ("ds.lora.rank", "is not implemented: all weights are trained"),
         ("lora_rank", "is not implemented: all weights are trained"),
         ("tensor_parallel_size", "is not implemented: "),
@@ -943,14 +946,14 @@ def test_every_setting_of_a_verl_config_is_explained(tmp_path):
         ("evals", "see asyncrl train --help"),
         ("temper", "see asyncrl train --help"),
         ("foo", "see asyncrl train --help"),
-        ("critic.optim.lr", "here it is learner.value_learning_rate"),
+        ("critic.optim.lr", "asyncrl calls it learner.value_learning_rate"),
         ("critic.model.path", "is unknown and not needed: the value head"),
-        ("custom_reward_function.path", "here it is reward.functions"),
-        ("custom_reward_function.name", "here it is reward.functions"),
-        ("reward_model.model.path", "here it is reward.functions"),
+        ("custom_reward_function.path", "asyncrl calls it reward.functions"),
+        ("custom_reward_function.name", "asyncrl calls it reward.functions"),
+        ("reward_model.model.path", "asyncrl calls it reward.functions"),
         ("actor_rollout_ref.rollout.name", "is unknown and not needed: vLLM always generates"),
         ("sequence_parallel", "is not implemented: there is no tensor parallelism"),
-        ("warmup_ratio", "here it is learner.warmup_steps, in steps"),
+        ("warmup_ratio", "asyncrl calls it learner.warmup_steps, in steps"),
         ("lora_r", "is not implemented: all weights are trained"),
     ],
 )
@@ -994,8 +997,17 @@ def test_ds3_gather_for_generation_may_be_false(tmp_path):
     )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.name)
+SHIPPED = sorted((ROOT / "jobs").rglob("*.yaml"))
+
+
+def test_every_shipped_yaml_is_found():
+    names = {path.relative_to(ROOT / "jobs").as_posix() for path in SHIPPED}
+    assert {"quickstart/quickstart.yaml", "recipes/math.yaml"} <= names
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_configs_are_valid(path):
+    """As they are; `tests/jobs/test_recipes.py` plans the recipes with small models."""
     load_config(path)
 
 
