@@ -90,17 +90,12 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _table(prefix: str, fields: dict[str, FieldInfo]) -> str:
-    rows = ["| setting | default | meaning |", "|---|---|---|"]
+    rows = ["| setting | meaning |", "|---|---|"]
     for name, field in fields.items():
-        meaning = " ".join((field.description or "").split())
-        rows.append(
-            "| "
-            + " | ".join(
-                _cell(text)
-                for text in (f"`{prefix}{name}`", _default(field), _kind(field, meaning))
-            )
-            + " |"
-        )
+        meaning = _kind(field, " ".join((field.description or "").split()))
+        default = _default(field)
+        note = f"<br>**Default:** {default}" if default else ""
+        rows.append(f"| `{prefix}{name}` | {_cell(meaning + note)} |")
     return "\n".join(rows)
 
 
@@ -112,7 +107,7 @@ def _kind(field: FieldInfo, meaning: str) -> str:
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "required"
+        return "none; required"
     value = field.get_default(call_default_factory=True)
     if value is None:
         return "*none, or derived*"

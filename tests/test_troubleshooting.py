@@ -59,9 +59,9 @@ def test_slimes_thirteen_come_first_and_every_section_is_whole():
     ]
     for section in SECTIONS:
         title = section.splitlines()[0]
-        assert (
-            "```text\n" in section and "\n**Why.** " in section and "\n**Way out.** " in section
-        ), title
+        assert "```text\n" in section and "\n**Why.** " in section and "\n**Fix.** " in section, (
+            title
+        )
 
 
 def test_a_message_that_is_not_in_the_source_is_noticed():

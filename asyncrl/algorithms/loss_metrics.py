@@ -50,7 +50,7 @@ class LossSums:
     began. The old version's KV cache causes it."""
     drift_tokens: Tensor | float = 0.0
     own: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metrics of the user's own loss."""
+    """Metrics of the user's loss."""
 
 
 def ratio_sums(log_ratio: Tensor) -> dict[str, Tensor]:

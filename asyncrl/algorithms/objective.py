@@ -181,8 +181,8 @@ def truncated_weights(tokens: PolicyTokens, objective: ObjectiveSpec) -> Tensor:
 
 
 def own_metrics(loss: str) -> tuple[str, ...]:
-    """Return the names of an own loss's metrics, from one call on trial tokens. A built-in loss has
-    none.
+    """Return the names of a custom loss's metrics, from one call on trial tokens. A built-in loss
+    has none.
 
     Raises:
         FunctionError: the function raised or broke its contract, or its gradient is not finite or
@@ -238,11 +238,11 @@ def _check_shapes(tokens: PolicyTokens) -> None:
 def _surrogate(
     tokens: PolicyTokens, objective: ObjectiveSpec
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Loss [N] and clip mask [N] of the tokens, and the sums of an own loss's metrics."""
+    """Loss [N] and clip mask [N] of the tokens, and the sums of a custom loss's metrics."""
     old = _old_logprobs(tokens, objective.old_policy)
     if not is_own(objective.loss):
         return *_built_in_surrogate(tokens, old, objective), {}
-    if not tokens.logprobs.numel():  # an own loss need not handle a stand-in micro-batch
+    if not tokens.logprobs.numel():  # a custom loss need not handle a stand-in micro-batch
         return tokens.logprobs, torch.zeros_like(tokens.logprobs, dtype=torch.bool), {}
     return _own_surrogate(tokens, old, objective.loss)
 

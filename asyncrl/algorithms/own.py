@@ -1,4 +1,4 @@
-"""Calls the user's own loss, advantage and group filter, and checks their results.
+"""Calls the user's loss, advantage and group filter, and checks their results.
 docs/how_to/own_algorithm.md describes their contracts. They must be pure functions."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # scoring workers need no torch
 __all__ = ["CLIPPED", "is_own", "own_advantages", "own_loss", "own_verdict"]
 
 CLIPPED = "clipped"
-"""The metric of an own loss that is reported as `clip_fraction`."""
+"""The metric of a custom loss that is reported as `clip_fraction`."""
 
 
 def is_own(name: str) -> bool:

@@ -508,7 +508,7 @@ def explain_unknown(name: str, known: Sequence[str]) -> str:
         if (here := RENAMED.get(ending)) is not None:
             if here.startswith(NOT_NEEDED):
                 return f"{name} is unknown and not needed: {here[len(NOT_NEEDED) :]}; remove it"
-            return f"{name} is unknown; here it is {here}"
+            return f"{name} is unknown; asyncrl calls it {here}"
     if name in known:  # one key with dots in it
         return f"{name} is one key; write {name.replace('.', ': {')}: …{'}' * name.count('.')}"
     near = _nearest(name.replace("-", "_"), known)

@@ -50,7 +50,7 @@ class Derived:
     reason: str
 
     def text(self) -> str:
-        """One line for people."""
+        """One line for the user."""
         shown = (
             f"{self.value / (1 << 20):g} MiB"
             if self.unit == "bytes"

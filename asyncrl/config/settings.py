@@ -129,7 +129,7 @@ class Settings(Section):
         return name
 
     def dump(self) -> dict[str, object]:
-        """All settings as plain values without secrets, for people and files."""
+        """All settings as plain values without secrets, for the user and for files."""
         tree: dict[str, object] = redact_tree(self.model_dump(mode="json"))
         return tree
 

@@ -1,5 +1,5 @@
-"""The protocols that stations implement. Each has a real implementation and a fake in
-`asyncrl.testing`."""
+"""The protocols between stations. Each protocol of this module has a real implementation, and a
+fake in `asyncrl.testing`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rollouts(Protocol):
 
     async def rollout(self, prompt: Prompt, committed: int) -> Finished:
         """Generate the group of one prompt with weights at least as new as `committed`. Returns
-        when the group is ready for scoring. Cancelling the call drops the group.
+        when the group is ready for scoring. Canceling the call drops the group.
 
         Raises:
             RolloutFailedError: the deadline passed. The group is dropped.

@@ -232,7 +232,7 @@ class Coordinator:
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
-            # A station cancelled its work for this group. If the error were re-raised, the group
+            # A station canceled its work for this group. If the error were re-raised, the group
             # would keep its slot forever.
             await self._fail_rollout(prompt.ordinal, unforeseen(f"group {prompt.ordinal}", error))
             return
@@ -573,8 +573,8 @@ class Coordinator:
         if errors := int(metrics.get("eval/errors", 0)):
             self.books.errors(
                 errors,
-                f"evaluation of version {version}: {errors} completions; driver.log has the stack"
-                " of the first",
+                f"evaluation of version {version}: {errors} completions failed unexpectedly;"
+                " driver.log has the stack of the first",
             )
         return True
 
@@ -649,7 +649,7 @@ class Coordinator:
 
 
 def _is_cancelled() -> bool:
-    """Whether this task was cancelled. If not, the task or future that it awaited was."""
+    """Whether this task was canceled. If not, the task or future that it awaited was."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -659,7 +659,7 @@ def _raise_cause(task: asyncio.Task[None]) -> None:
     if task.cancelled():
         # A bare CancelledError would look as if the user had interrupted the run.
         raise RuntimeError(
-            f"the {task.get_name()} loop ended: a part of the run cancelled what it waited for"
+            f"the {task.get_name()} loop ended: a part of the run canceled what it waited for"
         )
     error = task.exception()
     while isinstance(error, BaseExceptionGroup):

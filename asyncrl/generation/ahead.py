@@ -1,9 +1,9 @@
 """The engine's process, started before vLLM asks for it: both sides of an engine import vLLM at the
 same time.
 
-That import is most of an engine's start, and vLLM makes one import after the other. A fork of a
-process that has imported vLLM does not help. With torch, Ray or CUDA loaded it is unsafe, and vLLM
-does not fork in a Ray actor.
+That import takes most of an engine's start, and vLLM would run one import after the other. A
+fork of a process that has imported vLLM does not help. With torch, Ray or CUDA loaded it is unsafe,
+and vLLM does not fork in a Ray actor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AheadProcess:
     """A spawned process that prepares itself and then waits for its target. It ends with the
     process that spawned it.
 
-    vLLM takes it for a multiprocessing context and for the process that this context makes. It
+    vLLM uses it both as a multiprocessing context and as the process that this context makes. It
     calls `Process(...)` and `start()`, and then uses the attributes of a process. As a context
     manager it kills the process if the block fails or has not started it.
     """
@@ -100,7 +100,7 @@ class AheadProcess:
 
 
 def keep_fatal_error(folder: str, record: logging.LogRecord) -> bool:
-    """A logging filter that passes every record. It writes down the exception that vLLM logs before
+    """A logging filter that passes every record. It records the exception that vLLM logs before
     its engine's process ends: the parent process learns only that the process has ended."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None:

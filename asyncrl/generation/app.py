@@ -174,7 +174,7 @@ def stop_generators(name: str) -> None:
 
 
 async def end_generators(name: str) -> None:
-    """End the application and its engines, and wait until they have ended. Cancelling the wait
+    """End the application and its engines, and wait until they have ended. Canceling the wait
     leaves no thread behind that still polls Serve."""
     await asyncio.to_thread(serve.delete, name, _blocking=False)
     while name in (await asyncio.to_thread(serve.status)).applications:  # noqa: ASYNC110
@@ -182,8 +182,8 @@ async def end_generators(name: str) -> None:
 
 
 def forget_controller() -> None:
-    """Drop Serve's connection to its controller. Call this after `ray.shutdown`: Serve would take
-    the old controller for that of this process's next cluster, since both count jobs from 1."""
+    """Drop Serve's connection to its controller. Call this after `ray.shutdown`: Serve would
+    reuse the old controller in this process's next cluster, since both count jobs from 1."""
     context._disconnect()
 
 
@@ -221,8 +221,8 @@ class ServeGenerate:
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is None or not task.cancelling():
-                    # This task was not cancelled: the replica is ending, and cancels its requests.
-                    raise StaleReplicaError("a replica has cancelled the request") from None
+                    # This task was not canceled: the replica is ending, and cancels its requests.
+                    raise StaleReplicaError("a replica canceled the request") from None
                 response.cancel()  # else the engine would continue a request without a caller
                 raise
             except DIED as error:

@@ -415,8 +415,8 @@ class Engine:
             applied = time.monotonic()
             await llm.resume_generation()
         except BaseException as error:
-            # The weights may be half old and half new, and vLLM cannot undo an update. After a
-            # cancellation, too, the engine must not generate from them.
+            # The weights may be half old and half new, and vLLM cannot undo an update. So the
+            # engine must not generate from them, even after a cancellation.
             self.broken = f"{failure}: {type(error).__name__}: {error}"
             if not isinstance(error, Exception):
                 raise

@@ -99,11 +99,11 @@ class OwnGenerators:
         return bool(answers) and not any(isinstance(answer, BaseException) for answer in answers)
 
     async def end(self) -> None:
-        """End the application, then the lease. If this fails or is cancelled, the watcher ends the
+        """End the application, then the lease. If this fails or is canceled, the watcher ends the
         application once the lease has ended."""
         try:
             if self._beginning is not None and not self._beginning.done():
-                # The thread that deploys the application would do so after its end.
+                # Otherwise the thread could deploy the application after this method has ended it.
                 await asyncio.wait([self._beginning])
             await end_generators(self.name)
             if self.watcher is not None:

@@ -68,7 +68,7 @@ class Generator:
         self._lock = asyncio.Lock()
         self._changes: set[asyncio.Future[None]] = set()
         self._pending: dict[asyncio.Task[object], WeightsId] = {}
-        """Runs' requests that the engine works on, and the weights that each needs."""
+        """Runs' requests in progress, and the weights that each needs."""
         sweep()
         self.engine = Engine(self.settings)
         await self.engine.start()
@@ -119,7 +119,7 @@ class Generator:
         """Fetch and apply a version, and return `status`.
 
         Nothing changes if this replica is held, or has this version or a newer one of the same
-        attempt. Once an update has started, it continues even if the caller is cancelled.
+        attempt. Once an update has started, it continues even if the caller is canceled.
 
         Args:
             held: id of the replica that an evaluation holds, or None. This replica is released if
@@ -160,7 +160,7 @@ class Generator:
         }
 
     async def abandon(self, run_id: str, attempt: int) -> None:
-        """Give up an attempt's requests, whose caller has ended."""
+        """Drop an attempt's requests, whose caller has ended."""
         self._give_up(lambda weights: (weights.run_id, weights.attempt) == (run_id, attempt))
 
     async def status(self) -> ReplicaStatus:
@@ -223,8 +223,8 @@ class Generator:
             self._behind_at, self._behind_since = progress, steady_time()
         elif steady_time() - self._behind_since > limit_s:
             raise RuntimeError(
-                f"replica {self.replica} has stayed at {self.weights} for {limit_s:g} s, and"
-                f" {newest} is out; it is replaced"
+                f"replica {self.replica} has stayed at {self.weights} for {limit_s:g} s,"
+                f" although {newest} is published; Serve will replace it"
             )
 
     async def _newest_published(self) -> WeightsId | None:
@@ -256,8 +256,8 @@ class Generator:
     def _refuse_unless_exact(self, request: GenerateRequest) -> None:
         if request.replica != self.replica or request.min_weights != self.weights:
             raise StaleReplicaError(
-                f"replica {request.replica} was to answer with {request.min_weights}; it is gone,"
-                f" or has other weights (here: {self.weights})"
+                f"replica {request.replica} should have answered with {request.min_weights}, but it"
+                f" is gone or has other weights (here: {self.weights})"
             )
 
     async def _under_way(
@@ -277,8 +277,7 @@ class Generator:
             await asyncio.gather(task, return_exceptions=True)
         if task.cancelled():
             raise StaleReplicaError(
-                f"replica {self.replica} has given up a request for {weights}: another attempt has"
-                " begun"
+                f"replica {self.replica} dropped the request for {weights}: that attempt has ended"
             )
         return task.result()
 

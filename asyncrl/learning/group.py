@@ -335,7 +335,7 @@ class LearnerGroup:
         except asyncio.CancelledError:
             # Ranks inside a collective cannot be interrupted one by one.
             self._failed = LearnerError(
-                f"the learner was ended in {method}: its caller was cancelled"
+                f"the learner was ended in {method}: its caller was canceled"
             )
             self._end()
             raise
@@ -349,8 +349,8 @@ class LearnerGroup:
         limit = f"learner.call_timeout_s = {self.spec.learner.call_timeout_s:g} s"
         _, stacks = await self.describe()
         self._failed = LearnerDiedError(
-            f"{names} did not answer {method} within {limit}, and counts as died; raise that if the"
-            f" call takes longer ({stacks})"
+            f"{names} did not answer {method} within {limit}, so all ranks were ended; raise the"
+            f" limit if the call takes longer ({stacks})"
         )
         self._end()
         raise self._failed

@@ -39,8 +39,8 @@ class StepSums:
         """
         if sums.own and set(sums.own) != set(self.own):
             raise FunctionError(
-                f"algorithm.loss returned the metrics {sorted(sums.own)}, but {sorted(self.own)} on"
-                " made-up numbers; return the same names in every call"
+                f"algorithm.loss returned the metrics {sorted(sums.own)}; in the trial it returned"
+                f" {sorted(self.own)}; return the same names in every call"
             )
         values = [getattr(sums, name) for name in SUMS] + [entropy.sum()]
         bad = sums.nonfinite + ~torch.isfinite(sums.loss)

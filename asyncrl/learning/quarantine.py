@@ -75,7 +75,9 @@ def keep_batch(directory: Path, moment: str, reason: str, tables: Sequence[pa.Ta
     except (OSError, EscapesDirectoryError, pa.ArrowException) as error:
         return f"its batch could not be kept in {directory}: {' '.join(str(error).split())}"
     return (
-        f"its batch is {path}" if path else f"its batch was not kept, there are {KEPT} of that kind"
+        f"its batch is {path}"
+        if path
+        else f"its batch was not kept: {KEPT} such batches exist already"
     )
 
 

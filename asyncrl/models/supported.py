@@ -82,7 +82,7 @@ REFUSED = {
         rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta
         xlm-roberta-xl xlnet xmod"""
     ),
-    "picks the tokens that it attends to by an indexer, which gets no gradient and in transformers"
+    "chooses the tokens to attend to with an indexer, which gets no gradient and in transformers"
     " may look ahead": (
         """
         axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 minimax_m3_vl_text qwen4_exp
@@ -205,7 +205,7 @@ def _parts(config: Mapping[str, object]) -> list[Mapping[str, object]]:
 
 
 def _number(value: object) -> float:
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float | str):
         raise TypeError(f"config.json contains {value!r} where a number is expected")
     return float(value)
 

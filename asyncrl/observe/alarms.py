@@ -54,7 +54,7 @@ RANGES = {
     "kl_k3": Range(0.0, 0.1, LESS_STALE),
     "clip_fraction": Range(0.0, 0.3, LESS_STALE),
     "mask_fraction": Range(
-        0.0, 0.3, f"what a correction masks is wasted: {LESS_STALE}, or widen the correction"
+        0.0, 0.3, f"masked tokens are wasted work: {LESS_STALE}, or widen the correction"
     ),
     "nonfinite_loss": Range(
         0,

@@ -164,7 +164,7 @@ class Live:
             )
 
     async def show(self, view: ProgressView) -> None:
-        """Update the table every SHOW_EVERY_S until cancelled, and measure how late the event loop
+        """Update the table every SHOW_EVERY_S until canceled, and measure how late the event loop
         wakes this task."""
         while True:
             self._update()

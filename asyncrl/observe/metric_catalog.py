@@ -45,7 +45,7 @@ STEP = (
         " `algorithm.loss_aggregation` says",
         "any value: the loss does not measure progress",
     ),
-    Metric("loss/<name>", "mean over the step's tokens of a metric that your own loss returns"),
+    Metric("loss/<name>", "mean over the step's tokens of a metric that your loss returns"),
     Metric(
         "grad_norm, grad_norm_ratio",
         "L2 norm of the gradient before clipping to `learner.max_grad_norm`; its ratio to the"
@@ -380,7 +380,7 @@ OTHER = (
     ),
     Metric(
         "note",
-        "`kept_batch`: why the step's batch deserves a look, and its Parquet file in `kept/`",
+        "`kept_batch`: why the step's batch was kept, and its Parquet file in `kept/`",
     ),
     Metric(
         "errors, reason, stack",

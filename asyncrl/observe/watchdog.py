@@ -52,8 +52,7 @@ def marks(coordinator: Coordinator) -> tuple[object, ...]:
 
 
 def current_stage(coordinator: Coordinator) -> Stage:
-    """The stage that all others wait for: the first in the chain of waiting that has work and does
-    not finish it."""
+    """The stage that all others wait for: the earliest stage with unfinished work."""
     progress, buffer = coordinator.progress, coordinator.buffer
     training = sum(group.training for group in buffer.groups.values())
     unscored = len(buffer) - buffer.running - buffer.ready - training
@@ -81,7 +80,7 @@ def current_stage(coordinator: Coordinator) -> Stage:
     if unscored:
         return Stage("scoring", f"the rewards of {unscored} groups")
     if not len(buffer):
-        return Stage("prompts", "the prompt stream: nothing is outstanding, and no prompt comes")
+        return Stage("prompts", "the prompt stream: no group is outstanding and no prompt arrives")
     return Stage(
         "learning",
         f"a full, fresh batch: {buffer.ready} of {coordinator.schedule.staleness.groups_per_step}"

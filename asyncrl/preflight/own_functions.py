@@ -1,4 +1,4 @@
-"""Try the user's own loss, advantage and group filter on made-up numbers before anything is
+"""Try the user's loss, advantage and group filter on made-up numbers before anything is
 allocated.
 
 Each function runs in its own process, which is killed at a time limit. A function may hang in its
@@ -65,7 +65,7 @@ def _try_in_process(algorithm: AlgorithmConfig, name: str, function: str, limit_
                 command, stdin=subprocess.DEVNULL, stdout=answer, timeout=limit_s, check=False
             ).returncode
         except subprocess.TimeoutExpired:
-            fix = "look for an endless loop, a wait or a download in it and its module"
+            fix = "check the function and its module for an endless loop, a wait or a download"
             raise ConfigError(f"{title} was killed after {limit_s:g} s; {fix}") from None
         answer.seek(0)
         given: dict[str, str] = json.loads(answer.read() or "{}")
@@ -128,7 +128,7 @@ def _try_function(algorithm: AlgorithmConfig, name: str) -> str:
 def own_text(lines: list[str]) -> str:
     """The lines with a heading; empty if there are none."""
     return (
-        "\n".join(["# own functions, on made-up numbers", *(f"  {line}" for line in lines)])
+        "\n".join(["# your functions, tried on made-up numbers", *(f"  {line}" for line in lines)])
         if lines
         else ""
     )

@@ -266,8 +266,8 @@ def plan_on_cluster(config: Config, version_bytes: int) -> int:
         return 0 if fewer else 1
     short = shortages(wanted, nodes, "free")
     wait = (
-        f"  not now: {'; '.join(short)}; `asyncrl train` would wait up to placement_timeout_s ="
-        f" {config.placement_wait_s:g} s"
+        f"  this run does not fit now: {'; '.join(short)}; `asyncrl train` would wait up to"
+        f" placement_timeout_s = {config.placement_wait_s:g} s"
     )
     print_shown(wait if short else "  this run fits now")
     return 0

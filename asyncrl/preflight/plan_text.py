@@ -145,7 +145,7 @@ class Plan:
             return []
         settings = self.config.reward.sandbox
         where = (
-            "here, and on every other machine that scores"
+            "here, and on every machine that runs rewards"
             if settings.is_local
             else f"at {settings.service}"
         )

@@ -137,7 +137,11 @@ def refusal(tree: Mapping[str, object], config: Config) -> str | None:
             f" {size}; use generator.device: cuda, or another model"
         )
     window = text.get("sliding_window")
-    if kind == "cohere2" and isinstance(window, int) and 0 < window < config.longest_trajectory:
+    if (
+        kind == "cohere2"
+        and isinstance(window, int | float)
+        and 0 < window < config.longest_trajectory
+    ):
         return (
             f"vLLM {why} of {window} tokens, and a trajectory may have {config.longest_trajectory};"
             f" set data.max_length: {window} or less"
@@ -165,4 +169,4 @@ def _has_experts(text: Mapping[str, object]) -> bool:
     layers, pattern = text.get("layers_block_type"), text.get("hybrid_override_pattern")
     if layers:
         return isinstance(layers, Collection) and "moe" in layers
-    return not isinstance(pattern, str) or not pattern or "E" in pattern
+    return not isinstance(pattern, Collection) or not pattern or "E" in pattern

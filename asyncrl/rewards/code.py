@@ -31,7 +31,8 @@ SETTINGS = "ASYNCRL_SANDBOX"
 """Environment variable that passes the sandbox settings to reward processes."""
 
 FENCE = "```"
-LANGUAGE = re.compile(r"[\w+-]*")
+AFTER_LANGUAGE = re.compile(r"[^\w+-]")
+"""The first character after the language that a fence names."""
 PYTHON = ("", "python", "py", "python3")
 
 ASSERTIONS = """
@@ -49,7 +50,8 @@ sys.stdout.flush()
 os.write(1, f"\\n{passed}".encode())
 os._exit(0)
 """
-"""Prints a secret word last. Code that ends the process before its tests are done does not."""
+"""Prints a secret word last. Code that ends the process before its tests are done never prints
+it."""
 
 CASES = """
 import json, subprocess, sys
@@ -73,7 +75,7 @@ async def code_tests(
     - Python source, or a list of it. It runs after the code, in the code's namespace, such as
       `"assert add(1, 2) == 3"`.
     - A list of `{"input": text, "output": text}`: what the program must print for that standard
-      input. White space at the end of lines and of the output does not count.
+      input. White space at the end of each line and of the output is ignored.
 
     Raises:
         SandboxError: The sandbox that `reward.sandbox` asks for is not available.
@@ -107,7 +109,8 @@ def _fenced(text: str) -> Iterator[tuple[str, str]]:
         bare = line.strip(" \t\r")
         if language is None:
             if bare.startswith(FENCE):
-                language, code = LANGUAGE.match(bare[len(FENCE) :].lstrip(" \t"))[0], []  # type: ignore[index]
+                language = AFTER_LANGUAGE.split(bare[len(FENCE) :].lstrip(" \t"), maxsplit=1)[0]
+                code = []
         elif bare == FENCE:
             yield language, "".join(f"{code_line}\n" for code_line in code)
             language = None

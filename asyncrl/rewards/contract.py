@@ -20,8 +20,7 @@ A function without `**columns` gets only the arguments that its parameters name.
 It returns one of
 - a list of n rewards: a finite number each, or None for a trajectory that cannot be scored;
 - a dict of named parts, each such a list. The entry `reward` is the reward, and the others are only
-  reported. Without that entry, the reward is the sum of the parts, and None where a part is None.
-
+  reported. Without that entry, the reward is the sum of the parts, and None where a part is None;
 - only with `per_token: true` in the config: a list of n lists with a finite number per completion
   token. None replaces the list of a trajectory that cannot be scored. A trajectory's reward is the
   sum. Under `algorithm.advantage: gae`, each token has its own reward.
@@ -206,8 +205,8 @@ def failed(function: str, error: BaseException) -> RewardError:
     that raised. Its note is the traceback, from the function on."""
     if isinstance(error, MemoryError):
         return RewardError(
-            f"reward function {function!r} asked for more memory than reward.memory_bytes leaves"
-            " it; raise that, or free what is not used"
+            f"reward function {function!r} needs more memory than reward.memory_bytes allows;"
+            " raise that, or free unused memory"
         )
     wrapped = RewardError(
         f"reward function {function!r} raised {type(error).__name__}:"

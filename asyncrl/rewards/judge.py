@@ -1,7 +1,7 @@
 """A language model as a judge, at any URL that serves OpenAI's chat completions API.
 
 The policy in training writes what the judge reads, and may learn to manipulate the judge. Compare
-the judge's scores with those of people.
+the judge's scores with human scores.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class JudgeSettings(BaseModel):
     """Model name in the requests."""
     template: str = TEMPLATE
     """The question to the judge. {prompt}, {completion} and {NAME} of any dataset column are filled
-    in. Other braces stay."""
+    in. Other braces are left as they are."""
     score: str = r"(?i)score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
     """Regular expression with one group, the score. The last match in the reply counts."""
     lowest: float = 0.0

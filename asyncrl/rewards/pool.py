@@ -2,8 +2,8 @@
 everything that they have started.
 
 A reward may loop in C code with the interpreter locked, kill its own process, or leave processes
-behind. Threads and signals cannot stop that. `asyncrl.rewards.process` is what a process runs, and
-`asyncrl.rewards.supervisor` is how it ends.
+behind. Threads and signals cannot stop that. A reward process runs
+`asyncrl.rewards.process`, and `asyncrl.rewards.supervisor` ends it.
 
     submit ──► one task per group ──► waiting calls ──dispatch──► a process with room
            ──► its answer, or its end

@@ -181,7 +181,7 @@ class _Process:
         try:
             given = await self._within_deadline(call)
         except asyncio.CancelledError:
-            given = {"error": RewardError.__name__, "message": "cancelled"}
+            given = {"error": RewardError.__name__, "message": "canceled"}
         except RewardError as error:
             given = {
                 "error": type(error).__name__,
@@ -243,7 +243,7 @@ class _Process:
         except (asyncio.CancelledError, SystemExit):
             raise
         except BaseException as error:
-            # Not only Exception: packages derive from BaseException, and KeyboardInterrupt does.
+            # Not only Exception: KeyboardInterrupt and some packages' errors are BaseExceptions.
             raise failed(named.function, error) from None
         return check_rewards(named.function, values, group, named.per_token)
 
@@ -273,8 +273,8 @@ def _is_async(reward: Callable[..., object]) -> TypeGuard[Callable[..., Awaitabl
 
 
 def _outcome(work: Callable[[], object]) -> tuple[object, BaseException | None]:
-    """What the work returned or raised. A future refuses StopIteration, and would never be done,
-    which looks like a hang."""
+    """What the work returned or raised. A future cannot hold StopIteration and would never
+    complete, which looks like a hang."""
     try:
         return work(), None
     except SystemExit:

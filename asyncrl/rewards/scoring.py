@@ -223,8 +223,8 @@ class RayScores:
     def _read_stream(self) -> None:
         """Thread: queue rows from Ray Data as they arrive.
 
-        If the task's process dies, start a new execution. The rollout workers take it for a new
-        reader, and offer it every group that was not acknowledged.
+        If the task's process dies, start a new execution. The rollout workers treat it as a new
+        reader and offer it every unacknowledged group.
         """
         least = 0.0 if self._spec.algorithm.advantage == "maxrl" else None
         reward = self._spec.reward
@@ -377,5 +377,7 @@ def _unscored(parts: Sequence[Mapping[str, float | None]]) -> dict[str, int]:
 def _part_means(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     """Mean of each part over the trajectories that have it. A part without a value is left out."""
     names = dict.fromkeys(name for part in parts for name in part)
-    values = {name: [part[name] for part in parts if part.get(name) is not None] for name in names}
-    return {name: sum(some) / len(some) for name, some in values.items() if some}  # type: ignore[arg-type]
+    values = {
+        name: [value for part in parts if (value := part.get(name)) is not None] for name in names
+    }
+    return {name: sum(some) / len(some) for name, some in values.items() if some}

@@ -131,7 +131,7 @@ def _taking(
 
 
 def _submit(pool: RewardPool, group: pa.Table) -> Future[GroupRewards]:
-    """Start the rewards of a group. A value that no function can take fails only this group."""
+    """Start scoring a group. An error here, such as an unusable value, fails only this group."""
     try:
         return pool.submit(group_call(group))
     except Exception as error:

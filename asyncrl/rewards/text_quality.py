@@ -1,5 +1,5 @@
-"""Signs of gibberish in one completion: a loop of one n-gram, and characters that text does not
-contain. Pure. docs/how_to/metrics.md lists the healthy ranges."""
+"""Signs of gibberish in one completion: a loop of one n-gram, and characters that do not belong in
+text. Pure. docs/how_to/metrics.md lists the healthy ranges."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def has_loop(token_ids: Sequence[int]) -> bool:
 
 
 def unprintable(text: str) -> int:
-    """Number of characters that text does not contain: control characters except line ends and
+    """Number of characters that do not belong in text: control characters except line ends and
     tabs, surrogates, private and unassigned characters, and U+FFFD."""
     if REPLACEMENT not in text and text.translate(dict.fromkeys(map(ord, LINES))).isprintable():
         return 0

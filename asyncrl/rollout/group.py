@@ -26,8 +26,8 @@ CALLS_AT_ONCE = 10_000
 groups in flight."""
 RESTART_PAUSE_S = 0.2
 LAST_GUARD_S = 30.0
-"""Seconds after the deadline until a worker that does not answer is given up. The worker itself
-enforces the deadline."""
+"""Seconds after the deadline until the driver stops waiting for a worker that does not answer. The
+worker itself enforces the deadline."""
 
 
 @dataclass(slots=True)
@@ -62,8 +62,8 @@ class RayRollouts:
     """`Rollouts`: each prompt goes to the worker with the lowest load.
 
     Ray restarts a worker that dies, without its groups. These are generated again under the same
-    ordinals. The waiting `rollout` call repeats a group in flight. No call waits for a finished
-    group, so a task of this class repeats it.
+    ordinals. A waiting `rollout` call retries its group in flight. No call waits for finished
+    groups, so a task of this class retries those.
     """
 
     def __init__(self, actors: Sequence[Actor], deadline_s: float) -> None:
@@ -95,7 +95,7 @@ class RayRollouts:
         try:
             finished = await self._until_deadline(held)
         except BaseException:
-            # Failed or cancelled: the coordinator will not acknowledge it.
+            # Failed or canceled: the coordinator will not acknowledge it.
             self._forget(prompt.ordinal)
             raise
         held.finished = True
@@ -180,7 +180,7 @@ class RayRollouts:
             except Exception as error:
                 if not isinstance(error, DEATHS):
                     logger.warning(
-                        "rollout worker %d counts as dead: %s: %s",
+                        "rollout worker %d is treated as dead: %s: %s",
                         index,
                         type(error).__name__,
                         error,

@@ -31,7 +31,7 @@ class LostRequests:
         self._kept: set[tuple[tuple[int, ...], int | None]] = set()
 
     def __call__(self, request: GenerateRequest, error: BaseException) -> None:
-        """Record a request. A file that cannot be written raises nothing: a diagnosis must not end
+        """Record a request. A file that cannot be written does not raise: a diagnosis must not end
         a run."""
         key = (tuple(request.prompt_ids), request.seed)
         if key in self._kept or len(self._kept) >= MOST:

@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 class Outbox(Generic[Item]):
     """Items by ordinal, each waiting, then taken, then acknowledged and forgotten. A new reader's
-    first take returns the old reader's items to the waiting ones.
+    first take makes the old reader's items available again.
 
     So a group is offered until its scored row is safe, and may be taken more than once. The
     consumer drops duplicates.

@@ -74,7 +74,7 @@ class RolloutWorker:
         self._committed = max(self._committed, version)
 
     async def rollout(self, prompt: Prompt, committed: int) -> Finished:
-        """Make the group of one prompt and keep it for scoring. Cancelling the call aborts the
+        """Make the group of one prompt and keep it for scoring. Canceling the call aborts the
         generator's request.
 
         Raises:

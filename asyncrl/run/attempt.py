@@ -169,7 +169,7 @@ class Attempt:
         return self.coordinator.progress.attempted, self.coordinator.progress.version
 
     def watched(self, learner: LearnerGroup) -> AbstractAsyncContextManager[None]:
-        """Watch calls of the learner before and after training, which no coordinator makes."""
+        """Watch calls of the learner made before the coordinator exists or after it ends."""
 
         def stage() -> Stage:
             return Stage(

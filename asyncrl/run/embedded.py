@@ -28,7 +28,7 @@ def train(
     """Train according to the config, and return the finished run as `asyncrl.open_run` does.
 
     A plain call blocks. If an event loop is running, as in Jupyter, the call returns an awaitable:
-    `run = await asyncrl.train(config)`. The run is then in its own thread, and cancelling the call
+    `run = await asyncrl.train(config)`. The run is then in its own thread, and canceling the call
     (the interrupt button) stops it as Ctrl-C does.
 
     Args:
@@ -92,7 +92,7 @@ def _finished(config: Config, on_start: Callable[[Callable[[], None]], None] | N
 
 
 async def _in_thread(config: Config) -> Run:
-    """Run in a thread. Cancelling this coroutine stops the run and waits for its end."""
+    """Run in a thread. Canceling this coroutine stops the run and waits for its end."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Run] = loop.create_future()
     stops: list[Callable[[], None]] = []

@@ -108,7 +108,7 @@ class Stations:
         """Run a coroutine for as long as the run's own generators have room on the cluster.
 
         Raises:
-            PlacementLostError: the last of them lost its room. The coroutine was cancelled.
+            PlacementLostError: the last of them lost its room. The coroutine was canceled.
         """
         if self.placed is None:
             await work
@@ -453,7 +453,7 @@ async def _start_learner(
 
 
 async def _together(*works: Awaitable[object]) -> None:
-    """Wait for all; if one fails or the caller is cancelled, cancel the others."""
+    """Wait for all; if one fails or the caller is canceled, cancel the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

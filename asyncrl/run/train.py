@@ -141,7 +141,7 @@ def _attempts(
         restarts_left -= 1
         print_shown(
             f"  a new attempt starts automatically (max_restarts = {config.max_restarts};"
-            f" {restarts_left} left without a new checkpoint)\n",
+            f" restarts left before the next checkpoint: {restarts_left})\n",
             file=sys.stderr,
         )
         config = config.model_copy(update={"resume": "auto"})

@@ -44,7 +44,8 @@ UNFINISHED = re.compile(r"\.step_[0-9]+\.[0-9]+|\.replaced\.step_[0-9]+")
 READ_AT_ONCE = 16
 """Files of a checkpoint that are verified in parallel."""
 ABANDONED = "ABANDONED"
-"""Name of the file that marks a committed checkpoint the run has gone back from."""
+"""Name of the file that marks a committed checkpoint that the run abandoned by
+resuming from an older one."""
 
 
 class CheckpointStore:
@@ -94,7 +95,7 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         written = {f"learner/{name}": file for name, file in saved.items()}
-        # If this is cancelled, the thread still finishes the checkpoint.
+        # If this is canceled, the thread still finishes the checkpoint.
         await asyncio.to_thread(self._commit, temporary, final, state, written)
         return final
 
@@ -173,7 +174,7 @@ class CheckpointStore:
     def find(self, version: int | None = None) -> tuple[Path, State, list[str]]:
         """Find the checkpoint to resume from and verify its files against its manifest.
 
-        It is the one of `version`, else the one that LATEST names, else the next older one that can
+        Uses `version` if given; otherwise the one that LATEST names, or the next older one that can
         be read.
 
         Returns:

@@ -380,6 +380,10 @@ def read_record(directory: Path) -> RunRecord:
                 f"{directory / RECORD} is damaged: attempt {number} is called {name} and continues"
                 f" from {before}; restore what asyncrl wrote"
             )
+    if not isinstance(record.get("run_id"), str):
+        raise ConfigError(
+            f"{directory / RECORD} is damaged: it has no run_id; restore what asyncrl wrote"
+        )
     return RunRecord(run_id=record["run_id"], attempts=attempts)
 
 

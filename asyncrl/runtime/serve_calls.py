@@ -84,5 +84,5 @@ def _result(call: asyncio.Future[object], late: str) -> object:
     if not call.done():
         return TimeoutError(late)
     if call.cancelled():
-        return TimeoutError("the replica cancelled the request")
+        return TimeoutError("the replica canceled the request")
     return call.exception() or call.result()

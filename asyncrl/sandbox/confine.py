@@ -35,13 +35,13 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/a
 """Paths that are readable inside if they exist, since programs need them to start. Other files of
 /etc are not readable."""
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""/dev/zero is left out: a shared mapping of it is memory that no limit counts."""
+"""/dev/zero is left out: a shared mapping of it uses memory outside every limit."""
 ROOT_TMPFS = "size=1m,nr_inodes=1024,mode=0755"
 LOOK_EVERY_S = 0.1
 """How often the warden checks the size of a folder that is not its own file system."""
 SHARED_ROOM = 16
-"""Without its own user, a program shares the kernel's count of processes. The room for a burst is
-then this multiple of the limit."""
+"""Without its own user, a program shares the kernel's process count with the caller's processes.
+The kernel's limit then adds this multiple of the program's limit to that count."""
 SIGNALS_KEPT = 6
 """First Landlock version that confines signals."""
 LEAST_LANDLOCK = 3
@@ -205,13 +205,13 @@ def _into_landlock(job: Job, users: Users | None, folder: str, ends: Ends) -> No
     version = kernel.landlock_version()
     if version < LEAST_LANDLOCK:
         raise OSError(
-            f"Landlock: the kernel has version {version}, and {LEAST_LANDLOCK} is needed (Linux"
-            " 6.2)"
+            f"Landlock: the kernel has version {version}; version {LEAST_LANDLOCK} or later is"
+            " needed (Linux 6.2)"
         )
     if users is None and version < SIGNALS_KEPT:
         raise OSError(
-            f"Landlock: version {version} does not keep a program from signalling your processes; "
-            f"version {SIGNALS_KEPT} does (Linux 6.12), and so does a supervisor that is root"
+            f"Landlock: version {version} lets a program signal your processes; use version"
+            f" {SIGNALS_KEPT} or later (Linux 6.12), or run as root"
         )
     if users is not None:
         os.setgroups([])
@@ -243,7 +243,7 @@ def _into_landlock(job: Job, users: Users | None, folder: str, ends: Ends) -> No
 
 
 def _watch(program: int, status: int, job: Job, folder: str) -> None:
-    """Wait until the program ends, the supervisor asks (SIGTERM), or the folder is too large."""
+    """Wait until the program ends, the supervisor sends SIGTERM, or the folder is too large."""
     next_look = 0.0
     while not _ended(program, status, os.WNOHANG):
         if time.monotonic() >= next_look:

@@ -134,7 +134,8 @@ def _prctl(what: str, *arguments: int) -> None:
 
 
 def unshare() -> None:
-    """Enter new namespaces of every kind in NAMESPACES. The next child is process 1 in its one."""
+    """Enter new namespaces of every kind in NAMESPACES. The next child is process 1 of the new PID
+    namespace."""
     _checked(_libc.unshare(ctypes.c_int(sum(NAMESPACES.values()))), "unshare")
 
 
@@ -150,7 +151,8 @@ def mount_private() -> None:
 
 
 def mount_tmpfs(target: str, options: str) -> None:
-    """Mount an in-memory file system. `options`: "size=1048576,nr_inodes=64,mode=0700", say."""
+    """Mount an in-memory file system. `options` are, for example,
+    "size=1048576,nr_inodes=64,mode=0700"."""
     _mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, options)
 
 

@@ -84,7 +84,7 @@ def supervise(job: Job, lifeline: int) -> dict[str, object]:
         raise JobError("the kernel does not list a process's children (CONFIG_PROC_CHILDREN)")
     if os.readlink("/proc/self") != str(os.getpid()):
         # The process ids in it would mean other processes, and the supervisor kills by id.
-        raise JobError("/proc is that of another PID namespace; mount one for this one")
+        raise JobError("/proc belongs to another PID namespace; mount /proc for this namespace")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     kernel.keep_orphans()
     users = _own_users() if os.geteuid() == 0 else None
@@ -116,7 +116,7 @@ def _own_users() -> Users | None:
         first = SMALL_RANGE + 2 * os.getpid() % SMALL_USERS
     elif any(inside == 0 and outside == 0 for inside, outside, _ in ranges):
         raise JobError(
-            f"root has {mapped} user ids here, and the sandbox needs its own from {SMALL_RANGE} on"
+            f"root has {mapped} user ids here, and the sandbox needs ids from {SMALL_RANGE} upward"
         )
     else:
         return None
@@ -233,7 +233,7 @@ def _stop(job: Job, child: int, users: Users | None) -> None:
     """Kill all that is left, and return when it has ended.
 
     Raises:
-        JobError: A process does not end.
+        JobError: A process could not be killed.
     """
     if job.level != "namespaces":
         # Kills everything at once, so that no fork can outrun it. The loop below kills one by one.
@@ -246,7 +246,9 @@ def _stop(job: Job, child: int, users: Users | None) -> None:
     while _reap():
         now = time.monotonic()
         if now > deadline:
-            raise JobError(f"processes {usage.descendants(os.getpid())} of the sandbox do not end")
+            raise JobError(
+                f"could not kill processes {usage.descendants(os.getpid())} of the sandbox"
+            )
         # The warden of a Landlock domain gets time to kill the whole domain at once.
         for process in usage.descendants(os.getpid()):
             if not (patient and process == child and now < deadline - STOP_WITHIN_S / 2):

@@ -22,7 +22,7 @@ RowLogprobs: TypeAlias = "Sequence[float] | np.ndarray"
 
 
 class LearnerLogprobs(Protocol):
-    """What the check needs of the learner: log-probs of each row's completion ids, one array for
+    """What the check needs from the learner: log-probs of each row's completion ids, one array for
     each row."""
 
     async def logprobs(self, rows: Sequence[Row], temperature: float = 1.0) -> list[np.ndarray]: ...

@@ -100,8 +100,8 @@ def difference_text(
     _, ours, theirs = apart[worst]
     return (
         f"of {compared} tensors compared {len({name for _, name in different})} differ, most of all"
-        f" {worst[1]!r} on replica {worst[0]}: sum {ours[0]:.6g} and absolute sum {ours[1]:.6g} as"
-        f" published, {theirs[0]:.6g} and {theirs[1]:.6g} as held"
+        f" {worst[1]!r} on replica {worst[0]}: published sum {ours[0]:.6g} and absolute sum"
+        f" {ours[1]:.6g}, the replica has {theirs[0]:.6g} and {theirs[1]:.6g}"
     )
 
 

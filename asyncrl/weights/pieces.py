@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -188,7 +189,7 @@ class Selection:
         if wanted == self.shape:
             return self
         if len(self.blocks) != 1:
-            raise NotExpressibleError("reshapes what it has joined")
+            raise NotExpressibleError("reshapes a joined tensor")
         (block,) = self.blocks
         return Selection(
             wanted,
@@ -301,12 +302,16 @@ def _narrowed(digits: Digits, low: int, high: int) -> tuple[int, Digits]:
     if low // unit == (high - 1) // unit:
         offset, rest = _narrowed(tuple(inner), low % unit, (high - 1) % unit + 1)
         return low // unit * stride + offset, rest
-    raise NotExpressibleError("cuts across what it has reshaped")
+    raise NotExpressibleError("slices across a reshaped dimension")
 
 
 def _sizes(shape: tuple[int | Sequence[int], ...], elements: int) -> tuple[int, ...]:
     """The shape for `reshape`, from its arguments: numbers or one sequence. -1 is inferred."""
-    requested = [size for part in shape for size in ((part,) if isinstance(part, int) else part)]
+    requested = [
+        operator.index(size)
+        for part in shape
+        for size in (part if isinstance(part, Sequence) else (part,))
+    ]
     known = math.prod(size for size in requested if size != -1)
     sizes = tuple(elements // known if size == -1 else size for size in requested)
     if math.prod(sizes) != elements:

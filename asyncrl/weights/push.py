@@ -94,7 +94,7 @@ class ServeWeightSync:
         self._timeout_s, self._grace_s, self._drains = push_timeout_s, commit_grace_s, drains
         self._last: Manifest | None = None
         self._behind: Counter[str] = Counter()
-        """Replicas that the last push waited for in vain, `SILENT` for each that did not answer.
+        """Replicas that did not apply the last push in time, `SILENT` for each that did not answer.
         The next push does not wait for them."""
         self._holding: str | None = None
         """The replica that keeps its version for an evaluation. Every push repeats it, so a replica
@@ -104,8 +104,8 @@ class ServeWeightSync:
         """Return when every live replica has applied the version, or, after `commit_grace_s`, when
         at least half of them have.
 
-        The push does not wait for a held replica. It also skips replicas that the last push waited
-        for in vain and that have not caught up since. Replicas that start during the push get the
+        The push does not wait for a held replica. It also skips replicas that did not apply the
+        last push in time and have not caught up since. Replicas that start during the push get the
         version from the version registry, and count once they answer.
 
         Raises:
@@ -181,7 +181,7 @@ class ServeWeightSync:
             await ask_all(self._handle, "release", replica, timeout_s=STATUS_S)
 
     async def keep_announced(self) -> None:
-        """Announce the newest version to the version registry repeatedly, until cancelled.
+        """Announce the newest version to the version registry repeatedly, until canceled.
 
         A version registry whose process died is restarted empty. Without this, a replica that
         starts then would find no version until the next push.
@@ -231,7 +231,7 @@ class ServeWeightSync:
         return difference_text(published, held, self._last.tensors[0].dtype)
 
     async def _still_behind(self) -> Counter[str]:
-        """The replicas that the last push waited for in vain and that have not caught up since."""
+        """The replicas that did not apply the last push in time and have not caught up since."""
         if self._last is None or not self._behind:
             return self._behind
         survey = await self._survey(self._last, ANSWER_S, spare=0)

@@ -78,7 +78,7 @@ def print_measurements(summary: Summary, memory: MemoryPeak) -> None:
     print(
         f"  update pause         median {statistics.median(pushes):.3f} s, p95"
         f" {pushes[int(0.95 * (len(pushes) - 1))]:.3f} s, max {pushes[-1]:.3f} s over {len(pushes)}"
-        f" updates; of an empty update {startup.pop('pause_empty_s'):.3f} s"
+        f" updates; an update without weights pauses {startup.pop('pause_empty_s'):.3f} s"
     )
     largest = max(record["check/logprob_max_diff"] for record in checks)
     print(

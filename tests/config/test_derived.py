@@ -76,7 +76,7 @@ def test_max_num_seqs_follows_concurrency_up_to_the_devices_limit():
     assert config().max_num_seqs == 128
     assert generator_app(config(generator=gpus)).max_num_seqs == 384
     assert GeneratorApp(model="m", generator=gpus).max_num_seqs == 1024, (
-        "generators that stand know no run"
+        "standing generators have no run"
     )
 
 

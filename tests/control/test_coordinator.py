@@ -887,7 +887,7 @@ def test_a_step_is_recorded_after_its_outcomes_are_on_the_disk():
 
 
 def test_a_rollout_that_its_station_cancels_is_one_groups_failure():
-    """A cancelled task would keep the group's slot forever."""
+    """A canceled task would keep the group's slot forever."""
 
     class Cancels(FakeRollouts):
         async def rollout(self, prompt, committed):
@@ -911,6 +911,6 @@ def test_a_loop_that_a_station_cancels_is_an_error_and_not_an_interruption():
 
     with pytest.raises(
         RuntimeError,
-        match="the publishing loop ended: a part of the run cancelled what it waited for",
+        match="the publishing loop ended: a part of the run canceled what it waited for",
     ):
         run(make(weights=Cancels()))

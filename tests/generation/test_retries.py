@@ -56,8 +56,7 @@ def test_a_request_that_names_a_replica_fails_when_that_one_cancels_it() -> None
     with pytest.raises(
         StaleReplicaError,
         match=(
-            "replica a cannot answer any more: StaleReplicaError: a replica has cancelled the"
-            " request"
+            "replica a cannot answer any more: StaleReplicaError: a replica canceled the request"
         ),
     ):
         asyncio.run(

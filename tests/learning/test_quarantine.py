@@ -79,7 +79,7 @@ def test_batches_are_kept_under_unique_names_up_to_a_limit(
         assert kept_name(keep_batch(tmp_path / "kept", f"version_{version:06d}", "spike", TABLES))
     assert (
         keep_batch(tmp_path / "kept", "version_000999", "spike", TABLES)
-        == f"its batch was not kept, there are {KEPT} of that kind"
+        == f"its batch was not kept: {KEPT} such batches exist already"
     )
     assert kept_name(keep_batch(tmp_path / "kept", "version_000999", "nonfinite", TABLES)), (
         "spikes leave room for the batch that ends a run"

@@ -89,7 +89,7 @@ def test_wrong_shapes_are_refused() -> None:
         ValueError, match="sequence_parallel_size = 2 does not divide the 3 attention heads"
     ):
         group.to_heads(*[torch.zeros(1, 3, 4, 8)] * 3, tokens=8)
-    with pytest.raises(ValueError, match="holds 4 tokens of a row of 9, not its share of 5"):
+    with pytest.raises(ValueError, match="has 4 tokens of a row of 9, not its share of 5"):
         group.to_heads(*[torch.zeros(1, 2, 4, 8)] * 3, tokens=9)
 
 

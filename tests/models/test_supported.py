@@ -198,6 +198,7 @@ def test_a_model_that_cannot_be_trained_is_refused_with_any_packing(
         ({"model_type": "cohere", "logit_scale": 0.0625}, (0.0625, None)),
         ({"model_type": "falcon_h1", "lm_head_multiplier": 0.5}, (0.5, None)),
         ({"model_type": "gemma2", "final_logit_softcapping": 30.0}, (1.0, 30.0)),
+        ({"model_type": "gemma2", "final_logit_softcapping": "30"}, (1.0, 30.0)),
         ({"model_type": "gemma3", "text_config": {"final_logit_softcapping": None}}, (1.0, None)),
         ({"model_type": "gemma4", "text_config": {"final_logit_softcapping": 30}}, (1.0, 30.0)),
         ({"model_type": "recurrent_gemma", "logits_soft_cap": 30.0}, (1.0, 30.0)),

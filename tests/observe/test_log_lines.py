@@ -14,6 +14,7 @@ from asyncrl.observe.summary import before_and_after
 from asyncrl.preflight.specs import observe_spec
 from asyncrl.rundir.metrics import MetricsWriter
 from asyncrl.rundir.outcomes import OutcomesWriter
+from asyncrl.testing import FakeSink
 
 
 def test_the_log_has_phases_steps_alarms_evaluations_and_checkpoints(tmp_path, caplog):
@@ -115,33 +116,19 @@ def test_the_sinks_get_completions_and_rewards_every_few_steps(tmp_path, monkeyp
     name = next(iter(config.reward.functions))
     example = TrajectoryText("say correct-horse-battery", "x\x1b" * 10_000, 0.5, {name: 0.25}, 2)
     seen = SimpleNamespace(examples=((example, 1),) * 40, rewards=(0.5, 1.0))
-    shown = []
-
-    class Kept:
-        def add(self, step, now, scalars): ...
-
-        def add_histogram(self, step, now, name, values):
-            shown.append((step, name, tuple(values)))
-
-        def add_table(self, step, now, name, rows):
-            shown.append((step, name, rows))
-
-        def close(self, failed=False): ...
-
-    with MetricsWriter(tmp_path, sinks=[Kept()]) as writer:
+    sink = FakeSink()
+    with MetricsWriter(tmp_path, sinks=[sink]) as writer:
         live = Live(observe_spec(config), 0.0)
         recorder = RunRecorder(writer, OutcomesWriter(tmp_path / "outcomes", 0), live)
         recorder.record("step", 3, 3, {"applied": 1.0})
-        assert not shown, "there is no batch yet"
+        assert not sink.tables and not sink.histograms, "there is no batch yet"
         live.follow(SimpleNamespace(progress=seen))
         for step in (4, 5, 6, 7):
             recorder.record("step", step, step, {"applied": 1.0})
         recorder.record("commit", 6, 6, {})
-    assert [(step, what) for step, what, _ in shown] == [
-        (6, "rewards"),
-        (6, "completions"),
-    ] and shown[0][2] == (0.5, 1.0)
-    rows = shown[1][2]
+    assert sink.histograms == [(6, "rewards", (0.5, 1.0))] and sink.closed is False
+    ((step, table, rows),) = sink.tables
+    assert (step, table) == (6, "completions")
     assert (
         len(rows) == 16
         and len(rows[0]["completion"]) == 4096

@@ -101,7 +101,7 @@ async def evaluate_forever(version, replica):
             "the replicas to apply version 0",
             {"weights": FakeWeightSync(latency=lambda _: FOREVER)},
         ),
-        ("prompts", "no prompt comes", {"prompts": NoPrompts()}),
+        ("prompts", "no prompt arrives", {"prompts": NoPrompts()}),
         (
             "evaluation",
             "held-out prompts at version 0",

@@ -1,4 +1,4 @@
-"""The user's own loss, advantage and group filter are tried on made-up numbers before anything
+"""The user's loss, advantage and group filter are tried on made-up numbers before anything
 starts."""
 
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_the_example_functions_are_tried_and_reported(made):
     assert lines[2].endswith(
         "[1.0, 0.0, 0.5, 0.0] trained; [1.0, 1.0] left out; [0.0, 0.0, 0.0] left out"
     )
-    assert own_text(lines).startswith("# own functions") and own_text([]) == "" == own_text(
+    assert own_text(lines).startswith("# your functions") and own_text([]) == "" == own_text(
         try_own(load_config(made()))
     )
 

@@ -101,9 +101,9 @@ class Holder:
     def here(self):
         return True
 
-holders = [ray.remote(Holder).options(num_cpus=1.5,
+users = [ray.remote(Holder).options(num_cpus=1.5,
     scheduling_strategy="SPREAD").remote() for _ in range(2)]
-ray.get([holder.here.remote() for holder in holders])
+ray.get([user.here.remote() for user in users])
 # Half a CPU is free on each node: a rank of 0.55 does not fit, although the total is enough.
 tight = dict(generator={"num_cpus": 0.0}, rollout={**TREE["rollout"]}, placement_timeout_s=1)
 lines = []
@@ -115,10 +115,10 @@ async def freed():
         "placement_timeout_s": 120}), 1 << 20, lines.append))
     while len(lines) < 2:
         await asyncio.sleep(0.05)
-    ray.kill(holders[0])
+    ray.kill(users[0])
     return await waiting
 answers["freed"] = message_of(freed())
-ray.kill(holders[1])
+ray.kill(users[1])
 group = placement_group([{"CPU": 1}], lifetime="detached")
 ray.get(group.ready())
 os.environ["RAY_ADDRESS"] = cluster.address

@@ -1,4 +1,5 @@
-"""What a mathematical answer checker must tell apart: (expected answer, completion, right)."""
+"""What a mathematical answer checker must tell apart: (expected answer, completion,
+whether it is right)."""
 
 NUMBERS = [
     ("4", "The answer is 4", True),

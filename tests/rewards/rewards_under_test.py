@@ -144,7 +144,7 @@ arrived = threading.Condition()
 
 
 def meets_others(completions, others, **_):
-    """Returns once `others` calls have run at once, with the highest number that ever did."""
+    """Waits until `others` calls run at once, and returns the peak number of concurrent calls."""
     global under_way, most_under_way
     with arrived:
         under_way += 1
@@ -170,7 +170,7 @@ async def meets_others_async(completions, others, **_):
 
 async def waits_or_tells(completions, does, **_):
     """One group harms its process; the others report which process they are in."""
-    if does[0] == "waits for ever":
+    if does[0] == "waits forever":
         await asyncio.sleep(3600)
     if does[0] == "blocks the loop":
         time.sleep(3600)  # noqa: ASYNC251
@@ -182,7 +182,7 @@ async def waits_or_tells(completions, does, **_):
 
 
 def blocks_a_thread(completions, does, **_):
-    time.sleep(3600 if does[0] == "waits for ever" else 1.0)
+    time.sleep(3600 if does[0] == "waits forever" else 1.0)
     return [float(os.getpid()) for _ in completions]
 
 
@@ -360,7 +360,7 @@ def a_set(completions, **_):
     return set(range(len(completions)))
 
 
-class Unreadable(Exception):
+class UnreadableError(Exception):
     def __str__(self):
         raise ValueError("no text")
 
@@ -368,8 +368,8 @@ class Unreadable(Exception):
 
 
 def raises_what_cannot_be_read(completions, **_):
-    raise Unreadable
+    raise UnreadableError
 
 
 def returns_what_cannot_be_read(completions, **_):
-    return [Unreadable() for _ in completions]
+    return [UnreadableError() for _ in completions]

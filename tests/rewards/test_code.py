@@ -1,4 +1,4 @@
-"""The reward for code: what it reads, what it runs, and programs that try to avoid their
+"""The reward for code: what it reads, what it runs, and programs that try to evade their
 tests."""
 
 import asyncio
@@ -75,7 +75,7 @@ def test_reads_assertions_and_cases(tests, read):
         assert read_tests(tests) == read
 
 
-def test_compares_outputs_outside():
+def test_compares_outputs_outside() -> None:
     def score(outputs, tests=(("1", "3\n"), ("2", "a  \n\nb\n\n")), exit_code=0):
         sandbox = FakeSandbox(
             lambda program: ended(
@@ -195,7 +195,7 @@ def test_settings_reach_a_reward_process(monkeypatch, sandboxed):
     ) == [1.0]
 
 
-class StartedPool(Exception):
+class StartedPoolError(Exception):
     """Raised with the settings that the pool's processes would find."""
 
 
@@ -210,11 +210,11 @@ def test_every_start_of_reward_processes_passes_the_settings(monkeypatch, starts
     module = source if starts == "the scoring stream" else launch
 
     def start(config, *_):
-        raise StartedPool(os.environ[SETTINGS])
+        raise StartedPoolError(os.environ[SETTINGS])
 
     monkeypatch.setenv(SETTINGS, "{}")
     monkeypatch.setattr(module, "RewardPool", start)
-    with pytest.raises(StartedPool, match=r'"level":"landlock".*"wall_s":7.0'):
+    with pytest.raises(StartedPoolError, match=r'"level":"landlock".*"wall_s":7.0'):
         if module is source:
             next(source.rewarded_groups(config.reward, "reader", []))
         else:
@@ -240,7 +240,7 @@ def test_reward_processes_run_it(sandboxed):
     assert found.failure is None and found.parts == {"code": [1.0, 0.0]}
 
 
-def test_a_degenerate_text_costs_no_time():
+def test_a_degenerate_text_costs_no_time() -> None:
     for text in (
         "```" + "a" * 200_000,
         "```" + " " * 200_000,

@@ -26,7 +26,7 @@ def test_plain_async_and_none(name, rewards):
     assert call(name).rewards == rewards
 
 
-def test_columns_are_repeated_as_keyword_arguments():
+def test_columns_are_repeated_as_keyword_arguments() -> None:
     assert call("all_columns", {"answer": "x", "extra": 7}).rewards == [1.0, 1.0]
 
 
@@ -53,7 +53,7 @@ def test_arrays_tensors_and_their_numbers_are_rewards(name):
     assert call(name).rewards == [0.25, 0.25]
 
 
-def test_a_returned_or_raised_text_is_short_in_a_message_and_fits_a_text_column():
+def test_a_returned_or_raised_text_is_short_in_a_message_and_fits_a_text_column() -> None:
     for name in ("long_text", "raises_half_a_character"):
         with pytest.raises(RewardError) as raised:
             call(name)
@@ -63,7 +63,7 @@ def test_a_returned_or_raised_text_is_short_in_a_message_and_fits_a_text_column(
     )
 
 
-def test_a_missing_argument_is_named():
+def test_a_missing_argument_is_named() -> None:
     with pytest.raises(
         RewardError,
         match=(
@@ -74,7 +74,7 @@ def test_a_missing_argument_is_named():
         call("asks_for_an_unknown_argument", {"answer": "x"})
 
 
-def test_a_reward_gets_finish_reasons_messages_and_its_own_arguments():
+def test_a_reward_gets_finish_reasons_messages_and_its_own_arguments() -> None:
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
     given = call("told", {"messages": chat}, {"bonus": 0.25})
     assert given.parts == {
@@ -86,18 +86,18 @@ def test_a_reward_gets_finish_reasons_messages_and_its_own_arguments():
     assert given.rewards == [2.25, 4.25]
 
 
-def test_a_function_without_kwargs_gets_the_arguments_that_it_names():
+def test_a_function_without_kwargs_gets_the_arguments_that_it_names() -> None:
     assert call("names_what_it_wants", {"answer": "bcd", "extra": 7}).rewards == [0.0, 1.0]
 
 
-def test_the_parts_of_a_dict_are_summed_unless_one_is_the_reward():
+def test_the_parts_of_a_dict_are_summed_unless_one_is_the_reward() -> None:
     assert call("parts_with_a_total").rewards == [2.0, 2.0] and call(
         "parts_with_a_total"
     ).parts == {"length": [1.0, 3.0]}
     assert call("a_part_is_none").rewards == [1.5, None]
 
 
-def test_token_rewards_sum_to_the_trajectory_reward():
+def test_token_rewards_sum_to_the_trajectory_reward() -> None:
     given = call("of_each_token", per_token=True)
     assert (given.tokens, given.rewards) == ([[1.0, 2.0], [1.0, 2.0]], [3.0, 3.0])
     given = call("none_for_one", per_token=True)
@@ -127,7 +127,7 @@ def test_token_rewards_need_one_value_per_token_and_per_token_true(name, per_tok
         call(name, per_token=per_token)
 
 
-def test_an_exception_is_reported_under_the_functions_name():
+def test_an_exception_is_reported_under_the_functions_name() -> None:
     with pytest.raises(
         RewardError, match="rewards_under_test:raises' raised KeyError: 'no such thing'"
     ):
@@ -142,13 +142,13 @@ def test_a_missing_function_is_named(function):
         import_reward(function)
 
 
-def test_exact_match():
+def test_exact_match() -> None:
     assert exact_match(
         completions=[" 12 ", "13", ""], answer=["12", "12", "12"], ordinal=[0] * 3
     ) == [1.0, 0.0, 0.0]
 
 
-def test_reasoning_gym_score():
+def test_reasoning_gym_score() -> None:
     columns = {
         "answer": ["3"] * 2,
         "question": ["1 + 2 = ?"] * 2,

@@ -171,7 +171,7 @@ def test_an_invalid_body_scores_nothing(judge):
         }
 
 
-def test_a_missing_judge_scores_nothing():
+def test_a_missing_judge_scores_nothing() -> None:
     with Judge() as closed:
         pass
     with pool(closed, retries=1, timeout_s=5.0) as rewards:
@@ -221,13 +221,13 @@ def test_settings_that_cannot_work_are_refused_before_the_run(settings, message)
     assert message in str(refused.value)
 
 
-def test_a_built_in_that_does_not_exist_is_refused_and_others_are_left_alone():
+def test_a_built_in_that_does_not_exist_is_refused_and_others_are_left_alone() -> None:
     with pytest.raises(ValueError, match="there is no 'exact' in"):
         check_builtin("asyncrl.rewards.builtin:exact", {}, 30.0)
     check_builtin("asyncrl.rewards.builtin:exact_match", {}, 30.0)
     check_builtin("mine:llm_judge", {"judge": 7}, 30.0)
 
 
-def test_a_key_goes_to_loopback_or_over_tls():
+def test_a_key_goes_to_loopback_or_over_tls() -> None:
     for url in ("http://localhost:8000/v1", "http://[::1]:8000/v1", "https://judge.example/v1"):
         assert JudgeSettings(url=url, model="m", key_env="K").key_env == "K"

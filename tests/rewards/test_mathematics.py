@@ -1,5 +1,5 @@
-"""math-verify through the pool: it judges answers correctly, and no expression costs a group or a
-process."""
+"""math-verify through the pool: it judges answers correctly, and no expression fails a group or
+kills a process."""
 
 import subprocess
 import sys
@@ -50,7 +50,7 @@ def test_every_answer_is_judged_rightly(judged):
     ] == []
 
 
-def test_an_endless_expression_is_wrong_and_the_others_are_judged():
+def test_an_endless_expression_is_wrong_and_the_others_are_judged() -> None:
     with pool(seconds=1.0) as rewards:
         completions = ["$4$", "$9^{9^{9^{9}}}$", "\\boxed{2^2}", "$5$"]
         assert rewards.submit(GroupCall([""] * 4, completions, [[]] * 4, {"answer": "4"})).result(
@@ -58,14 +58,14 @@ def test_an_endless_expression_is_wrong_and_the_others_are_judged():
         ).parts == {"math": [1.0, 0.0, 1.0, 0.0]}
 
 
-def test_an_answer_that_cannot_be_parsed_scores_nothing():
+def test_an_answer_that_cannot_be_parsed_scores_nothing() -> None:
     with pool() as rewards:
         assert rewards.submit(GroupCall([""], ["$4$"], [[]], {"answer": ""})).result(
             timeout=200
         ).parts == {"math": [None]}
 
 
-def test_the_child_ends_with_its_process():
+def test_the_child_ends_with_its_process() -> None:
     script = (
         "from asyncrl.rewards.mathematics import math_verify; import os; print(math_verify(['$5$'],"
         " ['5'])); os._exit(0)"

@@ -23,7 +23,7 @@ def rewards(pool, columns=None, seconds=60):
     return ask(pool, columns).result(timeout=seconds)
 
 
-def test_total_is_the_weighted_sum_and_none_where_a_weighted_part_is_none():
+def test_total_is_the_weighted_sum_and_none_where_a_weighted_part_is_none() -> None:
     parts = {"a": [1.0, None, 3.0], "b": [0.5, 0.5, None], "shown": [None, None, 9.0]}
     assert total_rewards(parts, {"a": 1.0, "b": 2.0, "shown": 0.0}) == [2.0, None, None]
     assert total_rewards({"shown": [None, 1.0]}, {"shown": 0.0}) == [0.0, 0.0]
@@ -52,8 +52,8 @@ def test_a_reward_that_ends_its_process_is_survived(reward_config):
 def test_a_reward_that_allocates_without_end_fails_before_the_machine_does(reward_config):
     with RewardPool(reward_config("allocates", policy="drop_group", memory_bytes=1 << 30)) as pool:
         assert (
-            "'tests.rewards.rewards_under_test:allocates' asked for more memory than"
-            " reward.memory_bytes leaves it" in rewards(pool, {"slow": "1"}).failure
+            "'tests.rewards.rewards_under_test:allocates' needs more memory than"
+            " reward.memory_bytes allows" in rewards(pool, {"slow": "1"}).failure
         )
         assert rewards(pool, {"slow": "0"}).parts == {"allocates": [1.0, 1.0]}
 
@@ -121,7 +121,7 @@ def test_one_process_scores_at_most_concurrency_groups_at_once(reward_config, na
         assert [group.result(timeout=60).parts for group in groups] == [{name: [4.0, 4.0]}] * 12
 
 
-@pytest.mark.parametrize("does", ["waits for ever", "blocks the loop", "ends the process"])
+@pytest.mark.parametrize("does", ["waits forever", "blocks the loop", "ends the process"])
 def test_what_one_group_does_to_its_process_is_not_charged_to_the_others(reward_config, does):
     with RewardPool(
         reward_config("waits_or_tells", concurrency=4, deadline_s=2.0, policy="drop_group")
@@ -146,7 +146,7 @@ def test_an_async_reward_past_its_deadline_ends_without_its_process(reward_confi
         reward_config("waits_or_tells", concurrency=2, deadline_s=1.0, policy="drop_group")
     ) as pool:
         before = rewards(pool, {"does": "nothing"}).parts
-        assert "was killed after" in rewards(pool, {"does": "waits for ever"}).failure
+        assert "was killed after" in rewards(pool, {"does": "waits forever"}).failure
         assert rewards(pool, {"does": "nothing"}).parts == before
 
 
@@ -154,7 +154,7 @@ def test_a_thread_past_its_deadline_ends_with_its_process_and_the_others_run_aga
     with RewardPool(
         reward_config("blocks_a_thread", concurrency=3, deadline_s=2.5, policy="drop_group")
     ) as pool:
-        groups = [ask(pool, {"does": does}) for does in ("takes its time", "waits for ever")]
+        groups = [ask(pool, {"does": does}) for does in ("takes its time", "waits forever")]
         first, second = (group.result(timeout=60) for group in groups)
         assert first.failure is None and "was killed after" in second.failure
 
@@ -214,7 +214,9 @@ def test_what_a_late_async_reward_has_started_dies_with_it(reward_config, tmp_pa
         assert marker.exists() and users(marker) == []
 
 
-def test_reward_processes_and_what_they_started_die_with_the_process_of_the_pool(tmp_path):
+def test_reward_processes_and_what_they_started_die_with_the_process_of_the_pool(
+    tmp_path: Path,
+) -> None:
     marker = tmp_path / "marker"
     script = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
@@ -305,8 +307,8 @@ def test_what_derives_from_base_exception_is_a_failure_like_any_other(
         ("too_large", "at index 0; return a finite number"),
         ("parts_too_large", "sum of parts' returned inf at index 0"),
         ("a_set", "returned set; return a list"),
-        ("raises_what_cannot_be_read", "raised Unreadable: .a Unreadable without a text"),
-        ("returns_what_cannot_be_read", r"\(Unreadable\) at index 0"),
+        ("raises_what_cannot_be_read", "raised UnreadableError: .a UnreadableError without a text"),
+        ("returns_what_cannot_be_read", r"\(UnreadableError\) at index 0"),
     ],
 )
 def test_an_unusual_failure_is_named_at_once_and_not_taken_for_a_hang(reward_config, name, message):

@@ -277,7 +277,7 @@ def test_kl_from_the_reference_is_taken_from_the_reward(config):
         rewarded, [np.float32([-1.5, -1.0]), np.float32([-1.0] * 4), np.float32([-1.0, -1.0])]
     )
     [scored] = groups_from_table(score_table(referred, scoring_spec(config)))
-    # -1.0 - -1.5 = 0.5 nats in the first, half of which it costs
+    # the first: -1.0 - -1.5 = 0.5 nats, multiplied by kl_coef = 0.5
     assert [t.reward for t in scored.trajectories] == [0.75, 1.0, 1.0]
     assert [t.status for t in scored.trajectories] == ["ok", "ok", "bad_logprob"]
     assert [t.advantage for t in scored.trajectories] == [-0.125, 0.125, None]
@@ -288,7 +288,7 @@ def test_kl_from_the_reference_is_taken_from_the_reward(config):
 
 
 def test_reference_log_probs_that_are_not_finite_mask_their_trajectory(config):
-    """They must neither count as a KL of 0 nor put NaN into the loss, like the generator's own."""
+    """They must not count as a KL of 0 or put NaN into the loss."""
     tree = config.model_dump() | {"algorithm": {"advantage": "dr_grpo", "kl_loss_coef": 0.1}}
     group = Group(
         1,

@@ -22,14 +22,14 @@ def started():
     return supervisor, lifeline, ours
 
 
-def test_closing_the_lifeline_kills_the_process():
+def test_closing_the_lifeline_kills_the_process() -> None:
     supervisor, lifeline, ours = started()
     with ours:
         os.close(lifeline)
         assert supervisor.wait(60) == 128 + 9
 
 
-def test_the_supervisor_exits_with_the_code_of_its_process():
+def test_the_supervisor_exits_with_the_code_of_its_process() -> None:
     supervisor, lifeline, ours = started()
     ours.close()
     assert supervisor.wait(60) == 1  # it got no setup

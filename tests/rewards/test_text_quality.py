@@ -1,4 +1,4 @@
-"""Signs of gibberish, and texts without them."""
+"""Detects gibberish and leaves normal text alone."""
 
 import random
 
@@ -21,7 +21,7 @@ def test_a_loop_is_found_wherever_it_is_and_only_when_it_is_long_enough(ngram):
     assert not has_loop(before + stretch[:-1] + after)
 
 
-def test_no_loop():
+def test_no_loop() -> None:
     assert (
         not has_loop([])
         and not has_loop([7] * (LOOP_TOKENS - 1))
@@ -31,7 +31,7 @@ def test_no_loop():
     assert not any(has_loop([generator.randrange(10) for _ in range(500)]) for _ in range(20))
 
 
-def test_against_a_plain_search():
+def test_against_a_plain_search() -> None:
     def plain(ids):
         return any(
             ids[start : start + span] == (ids[start : start + n] * span)[:span]

@@ -519,6 +519,16 @@ def test_a_record_that_was_changed(run, capsys):
     assert ended.value.code == 2 and "was edited" in capsys.readouterr().err
 
 
+def test_whole_numbers_that_another_tool_wrote_as_floats(run):
+    write_metrics(run)
+    path = run / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text(
+        "".join(json.dumps({**one, "step": float(one["step"])}) + "\n" for one in records)
+    )
+    assert all(check.passed for check in checks_of(run).values())
+
+
 def reseal(run, ordinal):
     """Write the changed row's hash into its outcomes, as a careful forger would."""
     hashes = {}

@@ -106,10 +106,10 @@ def test_a_run_that_fails_or_is_interrupted_raises(settings, monkeypatch):
 
 @pytest.mark.parametrize("early", [False, True], ids=["while it works", "before it began"])
 def test_cancelling_stops_the_run_and_waits_for_its_end(settings, monkeypatch, early):
-    begun, stopped, cancelled = threading.Event(), threading.Event(), threading.Event()
+    started, stopped, cancelled = threading.Event(), threading.Event(), threading.Event()
 
     def works(on_start):
-        begun.set()
+        started.set()
         if early:
             assert cancelled.wait(10)
         on_start(stopped.set)
@@ -119,7 +119,7 @@ def test_cancelling_stops_the_run_and_waits_for_its_end(settings, monkeypatch, e
 
     async def in_a_loop():
         task = asyncio.ensure_future(asyncrl.train(settings))
-        await asyncio.to_thread(begun.wait, 10)
+        await asyncio.to_thread(started.wait, 10)
         task.cancel()
         await asyncio.sleep(0)
         cancelled.set()

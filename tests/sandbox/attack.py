@@ -1,4 +1,4 @@
-"""Attack a sandbox from inside, as the user that this process is: prints one JSON report.
+"""Attack a sandbox from inside, as the current user: prints one JSON report.
 
     python attack.py LEVEL PYTHON DIRECTORY
 

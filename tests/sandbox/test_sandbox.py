@@ -112,7 +112,7 @@ def test_ordinary_python_works(sandbox):
     assert done.stdout.endswith("7\n"), done.stderr
 
 
-def test_invalid_programs_and_settings_are_refused_before_a_run():
+def test_invalid_programs_and_settings_are_refused_before_a_run() -> None:
     for name in ("/etc/x", "../x", "a/../x", "a//b", "", "a\0b", "."):
         with pytest.raises(ValueError, match="relative path"):
             Program(("true",), files={name: b""})
@@ -149,7 +149,7 @@ def test_paths_are_shown_read_only_and_importable(sandbox, tmp_path):
     assert shown.run(Program.python(textwrap.dedent(code)), LIMITS).stdout == "11 True True\n"
 
 
-def test_nothing_runs_below_the_required_level(monkeypatch):
+def test_nothing_runs_below_the_required_level(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SandboxUnavailableError, match="only a service"):
         open_sandbox(Level.CONTAINER)
     with pytest.raises(ValueError):
@@ -212,7 +212,7 @@ def test_a_missing_level_is_explained_and_nothing_runs(level):
     )
 
 
-def test_run_takes_source_or_a_command():
+def test_run_takes_source_or_a_command() -> None:
     if Level.NAMESPACES not in probe().reached:
         with pytest.raises(SandboxUnavailableError, match=r"namespaces: .+"):
             run("print(1)")
@@ -279,7 +279,7 @@ def children():
     ]
 
 
-def test_a_deep_folder_is_removed_without_recursion(tmp_path):
+def test_a_deep_folder_is_removed_without_recursion(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("kept")
@@ -299,7 +299,7 @@ def test_a_deep_folder_is_removed_without_recursion(tmp_path):
     assert not folder.exists() and (outside / "kept").read_text() == "kept"
 
 
-def test_prints_the_supported_levels(capsys):
+def test_prints_the_supported_levels(capsys: pytest.CaptureFixture[str]) -> None:
     best = probe().best
     assert main([]) == (0 if best else 1)
     printed = capsys.readouterr().out
@@ -310,7 +310,7 @@ def test_prints_the_supported_levels(capsys):
     )
 
 
-def test_the_fake_keeps_its_programs_and_limits():
+def test_the_fake_keeps_its_programs_and_limits() -> None:
     fake = FakeSandbox(lambda program: ended(program.stdin.decode()))
     assert fake.run(Program.python("", "a")).stdout == "a"
     assert asyncio.run(fake.run_async(Program.python("", "b"), LIMITS)).ok and fake.limits == [

@@ -124,7 +124,7 @@ def test_a_failure_of_the_service_is_an_error_of_the_caller(serve):
         ServiceSandbox("http://127.0.0.1:1")
 
 
-def test_the_command_serves_a_real_sandbox(monkeypatch):
+def test_the_command_serves_a_real_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, SECRET)
     command = [
         sys.executable,

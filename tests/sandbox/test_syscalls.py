@@ -171,6 +171,6 @@ def test_numbers_are_those_of_the_headers(machine):
     } == {}
 
 
-def test_an_unknown_machine_is_refused():
+def test_an_unknown_machine_is_refused() -> None:
     with pytest.raises(UnknownMachineError, match="riscv64"):
         seccomp_filter(True, True, "riscv64")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,11 +95,11 @@ def test_contiguous_elements_become_one_piece() -> None:
     ("operation", "words"),
     [
         (lambda t: torch.add(t["a"], 1), r"calls torch.add"),
-        (lambda t: torch.cat([t["a"], t["b"]], dim=1).reshape(-1), "reshapes what it has joined"),
+        (lambda t: torch.cat([t["a"], t["b"]], dim=1).reshape(-1), "reshapes a joined tensor"),
         (lambda t: torch.cat([t["a"], t["b"]], dim=0), "joins"),
         (
             lambda t: t["c"].reshape(6, 2, 10).transpose(0, 1).reshape(12, 10).narrow(0, 5, 4),
-            "cuts across",
+            "slices across",
         ),
         (lambda t: t["c"].transpose(0, 1).reshape(8, 15), "across its pieces"),
         (lambda t: t["c"].reshape(7, 7), "reshapes 120 elements"),
@@ -107,3 +108,7 @@ def test_contiguous_elements_become_one_piece() -> None:
 def test_an_unsupported_operation_raises(operation: Operation, words: str) -> None:
     with pytest.raises(NotExpressibleError, match=words):
         operation({name: Selection.of(name, shape) for name, shape in SHAPES.items()})
+
+
+def test_sizes_may_be_numpy_integers() -> None:
+    assert Selection.of("a", (4, 6, 5)).reshape(np.int64(2), 60).shape == (2, 60)

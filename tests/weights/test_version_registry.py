@@ -49,7 +49,9 @@ def name_taken(*args: Any) -> Any:
     raise ValueError("the name is name_taken")
 
 
-def test_a_second_job_is_refused_with_the_holders_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_job_is_refused_with_the_name_of_the_holder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(registry, "open_registry", name_taken)
     monkeypatch.setattr(
         registry, "find_registry", lambda name: Scripted("run 'first' (abc, attempt 0, process 7)")

@@ -1,8 +1,8 @@
 """The books of a run: its files, read once, and the groups and outcomes in them.
 
 A group is identified by the attempt that made it and its ordinal. An attempt that resumes from a
-checkpoint undoes what the previous attempt did after that checkpoint. The outcomes that the chain
-of attempts up to the last one keeps *survive*; all others were abandoned by a restart.
+checkpoint undoes what the previous attempt did after that checkpoint. Outcomes on
+the chain of attempts that leads to the last one *survive*; a restart abandoned all others.
 """
 
 from __future__ import annotations
@@ -222,18 +222,12 @@ class Books:
             raise ValueError("it is a symbolic link; replace it with a regular file")
         if path.exists():
             open_regular(path).close()
-            for record in read_metrics(path.parent):
-                if record["event"] in ("step", "evaluation", "checkpoint"):
-                    values = {"attempt": None, "step": None, "version": None, **record}
-                    self.records.append(
-                        MetricsRecord(
-                            str(values["event"]),
-                            _integer(values["attempt"]),
-                            _integer(values["step"]),
-                            _integer(values["version"]),
-                            values,
-                        )
-                    )
+            # A file with a damaged line gives no records: the check of the files reports it.
+            self.records = [
+                _metrics_record({"attempt": None, "step": None, "version": None, **record})
+                for record in read_metrics(path.parent)
+                if record["event"] in ("step", "evaluation", "checkpoint")
+            ]
 
     @cached_property
     def successor(self) -> dict[int, int]:
@@ -262,7 +256,7 @@ class Books:
 
     @cached_property
     def surviving(self) -> list[OutcomeRow]:
-        """The FINAL outcomes that the chain of attempts to the last one keeps."""
+        """The FINAL outcomes on the chain of attempts that leads to the last one."""
         return [row for row in self.outcomes if row["outcome"] in FINAL and self._survives(row)]
 
     def _survives(self, outcome: OutcomeRow) -> bool:
@@ -352,7 +346,20 @@ class Books:
 
 
 def _integer(value: object) -> int | None:
+    """A whole number, also one that another tool wrote as 1.0."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
     return value if isinstance(value, int) else None
+
+
+def _metrics_record(values: Mapping[str, object]) -> MetricsRecord:
+    return MetricsRecord(
+        str(values["event"]),
+        _integer(values["attempt"]),
+        _integer(values["step"]),
+        _integer(values["version"]),
+        values,
+    )
 
 
 def _attempt_in_name(path: Path) -> int:

@@ -71,7 +71,7 @@ def check_steps(books: Books) -> Check:
 
 
 def _uneven(books: Books, steps: Batches, skipped: Batches) -> list[str]:
-    """Steps that have another number of groups than a batch."""
+    """Steps whose number of groups differs from the batch size."""
     batches = [
         *((attempt, f"version {version}", found) for (attempt, version), found in _sorted(steps)),
         *((attempt, f"skipped step {step}", found) for (attempt, step), found in _sorted(skipped)),

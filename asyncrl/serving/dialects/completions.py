@@ -57,10 +57,11 @@ class CompletionBody(Sampling):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, also if there is only one."""
-        several = (
-            isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
-        )
-        return list(self.prompt) if several else [self.prompt]  # type: ignore[list-item, arg-type]
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [part for part in self.prompt if isinstance(part, int)]
+        several = [part for part in self.prompt if not isinstance(part, int)]
+        return [*several] or [ids]
 
 
 class Completions:
