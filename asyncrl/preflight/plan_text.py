@@ -279,4 +279,6 @@ def _rewards(config: Config) -> str:
 
 def _evaluated(config: Config) -> str:
     sets = ", ".join(config.evaluation_sets)
-    return f"{sets}, every {config.eval.every_steps} steps" if sets else "none"
+    every = config.eval.every_steps
+    when = f"every {every} steps" if every else "before and after training"
+    return f"{sets}, {when}" if sets else "none"
