@@ -44,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Show files outside docs/ as text: the site does not contain them."""
+    """Show files outside docs/ as text, since the site lacks them, and let quoted messages wrap."""
     folder = PurePosixPath("docs", page.file.src_uri).parent
 
     def shown(link: re.Match[str]) -> str:
@@ -52,7 +52,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         outside = not target.startswith("docs/") and (ROOT / target).exists()
         return f"{link[1]} (`{target}`)" if outside else link[0]
 
-    return LINK.sub(shown, markdown)
+    return LINK.sub(shown, markdown).replace("```text\n", "```{ .text .wrap }\n")
 
 
 def _joined(folder: PurePosixPath, target: str) -> str:
