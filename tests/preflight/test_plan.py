@@ -377,8 +377,8 @@ def test_shows_the_level_at_which_code_runs(write):
         return
     text = make_plan(load_config(write({**CODE, "reward.sandbox.level": "landlock"}))).text()
     assert (
-        f"# sandbox\n  code that the model wrote runs at level {best} here, and on every other"
-        " machine that scores; requested: landlock" in text
+        f"# sandbox\n  code that the model wrote runs at level {best} here, and on every"
+        " machine that runs rewards; requested: landlock" in text
     )
     assert "# sandbox" not in make_plan(load_config(write())).text()
 
