@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from asyncrl.contracts.columns import encode_column, json_field, json_text
 
-__all__ = ["MOST_ROW_BYTES", "read_jsonl"]
+__all__ = ["MOST_ROW_BYTES", "read_jsonl", "stream_jsonl"]
 
 MOST_ROW_BYTES = 64 << 20
 """Largest row in bytes: a line of JSONL, or a row of Parquet in Arrow's memory."""
@@ -36,17 +36,23 @@ def read_jsonl(path: Path) -> list[pa.Table]:
         ValueError: a line is too long, not a JSON object, or not UTF-8. The message has its number.
         OSError: the file cannot be read.
     """
-    tables, rows, size, places = [], [], 0, []
+    return list(stream_jsonl(path))
+
+
+def stream_jsonl(path: Path, most_rows: int | None = None) -> Iterator[pa.Table]:
+    """The tables of `read_jsonl`, one at a time, with at most `most_rows` rows each. Raises like
+    it."""
+    rows: list[dict[str, object]] = []
+    places, size = list[int](), 0
     for number, line in _lines(path):
         rows.append(_parsed(line, number))
         places.append(number)
         size += len(line)
-        if size >= CHUNK_BYTES:
-            tables.append(_table(rows, places))
+        if size >= CHUNK_BYTES or len(rows) == most_rows:
+            yield _table(rows, places)
             rows, size, places = [], 0, []
     if rows:
-        tables.append(_table(rows, places))
-    return tables
+        yield _table(rows, places)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -8,7 +8,8 @@ to a reward and back, so workers never meet them.
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,14 +26,24 @@ from asyncrl.contracts.columns import (
     uncarried,
     unreadable,
 )
-from asyncrl.data.jsonl import MOST_ROW_BYTES, read_jsonl
+from asyncrl.data.jsonl import MOST_ROW_BYTES, read_jsonl, stream_jsonl
 from asyncrl.data.splits import folder_files, is_data_file
 from asyncrl.runtime import parquet
 
-__all__ = ["Rows", "RowsByNumber", "SourceRows", "files_of", "read_sources"]
+__all__ = [
+    "Block",
+    "Rows",
+    "RowsByNumber",
+    "SourceRows",
+    "files_of",
+    "read_sources",
+    "stream_sources",
+]
 
 ROWS_PER_LOOK = 1024
 """Rows measured together before each is measured alone."""
+BLOCK_BYTES = 16 << 20
+"""Most bytes of a block with several rows, in Arrow's memory."""
 WHOLE = {pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32()}
 """Integer types whose values all fit in int64."""
 
@@ -96,6 +107,62 @@ def read_sources(
     return Rows(_unified(tables, field), tuple(found))
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some rows of one file."""
+
+    source: int
+    """Which source, counted from 0."""
+    file: Path
+    first_row: int
+    """Rows of all sources before this block."""
+    columns: tuple[str, ...]
+    """All columns of the file (Parquet), or of these rows (JSONL)."""
+    table: pa.Table
+    """The wanted ones of them, with the types of these rows; any one if there is none."""
+
+
+def stream_sources(
+    value: str | Sequence[Source],
+    columns: Container[str],
+    field: str = "data.train",
+    rows: int = ROWS_PER_LOOK,
+) -> Iterator[Block]:
+    """The rows of all sources in blocks of at most `rows` rows and BLOCK_BYTES bytes (or one row),
+    in the order of `read_sources`. Memory does not grow with the data.
+
+    Unlike there, types are not unified: each block has its own.
+
+    Args:
+        columns: the columns that are wanted, where they exist. Others are left out.
+
+    Raises:
+        ConfigError: see `read_sources`.
+    """
+    first = 0
+    for number, source in enumerate(sources_of(value if isinstance(value, str) else tuple(value))):
+        before = first
+        for file in files_of(source, field):
+            for names, table in _stream_file(file, field, rows, columns):
+                for part in _bounded(table):
+                    yield Block(number, file, first, names, part)
+                    first += part.num_rows
+        if first == before:
+            raise ConfigError(
+                f"{field} = {source.path!r} has no rows; give a file with at least one row"
+            )
+
+
+def _bounded(table: pa.Table) -> Iterator[pa.Table]:
+    """Slices of a table with at most BLOCK_BYTES bytes, or one row."""
+    if table.nbytes <= BLOCK_BYTES or table.num_rows == 1:
+        yield table
+        return
+    half = table.num_rows // 2
+    yield from _bounded(table.slice(0, half))
+    yield from _bounded(table.slice(half))
+
+
 def files_of(source: Source, field: str) -> list[Path]:
     """The files of a source, in reading order.
 
@@ -126,10 +193,49 @@ def files_of(source: Source, field: str) -> list[Path]:
 
 def _read_file(path: Path, field: str) -> list[pa.Table]:
     """The rows of a file, as tables that may differ in columns and types."""
-    try:
-        if path.suffix.lower() not in (".parquet", ".pq"):
+    with _explained(path, field):
+        if not _is_parquet(path):
             return read_jsonl(path)
         table = parquet.read_table(path)
+    return [_checked(table, path, field)]
+
+
+def _stream_file(
+    path: Path, field: str, rows: int, columns: Container[str]
+) -> Iterator[tuple[tuple[str, ...], pa.Table]]:
+    """All columns of the file, and the wanted ones of at most `rows` rows at a time."""
+    tables = (
+        parquet.stream_table(path, rows, columns)
+        if _is_parquet(path)
+        else _wanted(stream_jsonl(path, rows), columns)
+    )
+    while True:
+        with _explained(path, field):
+            found = next(tables, None)
+        if found is None:
+            return
+        names, table = found
+        if table.num_rows:
+            yield names, _checked(table, path, field) if _is_parquet(path) else table
+
+
+def _wanted(
+    tables: Iterable[pa.Table], columns: Container[str]
+) -> Iterator[tuple[tuple[str, ...], pa.Table]]:
+    for table in tables:
+        names = table.column_names
+        yield tuple(names), table.select([name for name in names if name in columns])
+
+
+def _is_parquet(path: Path) -> bool:
+    return path.suffix.lower() in (".parquet", ".pq")
+
+
+@contextmanager
+def _explained(path: Path, field: str) -> Iterator[None]:
+    """Turn the errors of reading a file into ConfigError."""
+    try:
+        yield
     except parquet.ExtensionTypeError as error:
         raise ConfigError(f"{field}: {error}") from None
     except (pa.ArrowException, OSError) as error:
@@ -140,9 +246,13 @@ def _read_file(path: Path, field: str) -> list[pa.Table]:
     except ValueError as error:
         kind = "" if is_data_file(path.name) else "; asyncrl reads Parquet and JSONL, so convert it"
         raise ConfigError(f"{field} = {str(path)!r}: {error}{kind}") from None
+
+
+def _checked(table: pa.Table, path: Path, field: str) -> pa.Table:
+    """A table of a Parquet file, all of whose values can travel."""
     table = _carried(table, path, field)
     _refuse_large_rows(table, path, field)
-    return [table]
+    return table
 
 
 def _refuse_large_rows(table: pa.Table, path: Path, field: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +17,7 @@ import pyarrow.parquet
 
 from asyncrl.runtime.files import open_regular, replacing
 
-__all__ = ["ExtensionTypeError", "read_schema", "read_table", "write_table"]
+__all__ = ["ExtensionTypeError", "read_schema", "read_table", "stream_table", "write_table"]
 
 MAGIC = b"PAR1"
 TAIL = 8
@@ -47,6 +47,25 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tab
             columns=list(columns) if columns is not None else None,
             page_checksum_verification=True,
         )
+
+
+def stream_table(
+    path: str | Path, rows: int, columns: Container[str] | None = None
+) -> Iterator[tuple[tuple[str, ...], pa.Table]]:
+    """The rows of a Parquet file in tables of at most `rows` rows, one at a time, with the names of
+    all columns of the file. Raises like `read_table`.
+
+    Args:
+        columns: the columns to read, where the file has them; None = all. If it has none of them,
+            its first column is read.
+    """
+    with _opened(path) as file:
+        whole = pa.parquet.ParquetFile(file, page_checksum_verification=True)
+        names = tuple(whole.schema_arrow.names)
+        wanted = [name for name in names if columns is None or name in columns]
+        wanted = wanted or [*names[:1]]  # a table without columns would have no rows
+        for batch in whole.iter_batches(batch_size=rows, columns=wanted):
+            yield names, pa.Table.from_batches([batch])
 
 
 def read_schema(path: str | Path) -> pa.Schema:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeGuard, cast
 
@@ -15,12 +15,27 @@ from asyncrl.text.tokenizer import chat_text, encode_prompts, load_tokenizer, sp
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MessagesError", "Rendered", "Template", "TemplateError", "render_messages"]
+__all__ = [
+    "Message",
+    "MessagesError",
+    "Rendered",
+    "Schema",
+    "Template",
+    "TemplateError",
+    "are_messages",
+    "marked_messages",
+    "marks_turns",
+    "render_messages",
+    "reserved_names",
+    "tool_schemas",
+]
 
 Message = Mapping[str, object]
 """A chat message, with `role` and `content`."""
 Schema = Mapping[str, object]
 """JSON schema of a function that the model may call."""
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+"""The tag that a template puts before what the model writes."""
 
 
 class TemplateError(ValueError):
@@ -118,7 +133,7 @@ class Template:
             return []
         tokenizer = load_tokenizer(self.model)
         value, own = next(((value, own) for value, own in chats if own), chats[0])
-        if taken := _reserved_names(tokenizer, self.kwargs):
+        if taken := reserved_names(tokenizer, self.kwargs):
             raise TemplateError(
                 f"data.chat_template_kwargs = {dict(self.kwargs)!r}: {taken[0]} is not a variable"
                 " of a template; leave it out"
@@ -228,7 +243,7 @@ class Template:
 
     def _messages(self, value: object, row: int) -> list[Message]:
         messages: object = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        if not _are_messages(messages):
+        if not are_messages(messages):
             raise TemplateError(
                 f"row {row}: the prompt is {str(value)[:80]!r}; give a string, or a list of"
                 " messages with role and content"
@@ -245,19 +260,10 @@ class Template:
     def _tools(self, own: object, row: int) -> list[Schema] | None:
         """The prompt's own tools, or those of the settings. None if there are none."""
         try:
-            schemas: object = json.loads(own) if isinstance(own, str) else own
-        except ValueError as error:
-            raise TemplateError(
-                f"row {row}: its tools are not JSON ({error}); give a list of JSON schemas"
-            ) from None
-        schemas = schemas or self.tools
-        if schemas is not None and not (
-            isinstance(schemas, Sequence) and all(isinstance(schema, Mapping) for schema in schemas)
-        ):
-            raise TemplateError(
-                f"row {row}: its tools are {str(schemas)[:80]!r}; give a list of JSON schemas"
-            )
-        return list(schemas) if schemas else None
+            schemas = tool_schemas(own) or tool_schemas(self.tools)
+        except MessagesError as error:
+            raise TemplateError(f"row {row}: {error}") from None
+        return schemas or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +291,13 @@ def render_messages(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     variables: Mapping[str, object],
+    tools: Sequence[Schema] | None = None,
+    generation_prompt: bool = True,
 ) -> str:
-    """Render one chat, up to the start of the assistant's turn. For chats that are not part of a
-    run's data.
+    """Render one chat.
+
+    Args:
+        generation_prompt: whether the text ends with the start of the assistant's turn.
 
     Raises:
         MessagesError: the tokenizer has no chat template, the template refuses the chat, or a
@@ -295,12 +305,61 @@ def render_messages(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise MessagesError("there is no chat template")
-    if taken := _reserved_names(tokenizer, variables):
+    if taken := reserved_names(tokenizer, variables):
         raise MessagesError(f"{taken[0]} is not a variable of a template")
-    return _rendered(tokenizer, messages, variables, None)
+    return _rendered(tokenizer, messages, variables, tools, generation_prompt)
 
 
-def _reserved_names(
+def marks_turns(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema] | None = None) -> bool:
+    """Whether the chat template marks what the model writes, with `{% generation %}`."""
+    if not getattr(tokenizer, "chat_template", None):
+        return False
+    try:
+        # The annotation of `tools` there is a list of dicts.
+        jinja = tokenizer.get_chat_template(tools=cast("list[dict[str, object]] | None", tools))
+    except ValueError:  # there are several templates, and none is the default
+        return False
+    return GENERATION_TAG.search(jinja) is not None
+
+
+def marked_messages(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    variables: Mapping[str, object],
+    tools: Sequence[Schema] | None = None,
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render a whole chat with a template that `marks_turns`.
+
+    `apply_chat_template(return_assistant_tokens_mask=True)` would also return a mask. It needs a
+    fast tokenizer, and marks the rest of the chat if the last character of a turn has no token.
+
+    Returns:
+        The text, and the ranges [start, end) of characters that the model writes.
+
+    Raises:
+        MessagesError: the template refuses the chat.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    render = cast(
+        "Callable[..., tuple[list[str], list[list[tuple[int, int]]]]]", render_jinja_template
+    )
+    try:
+        texts, spans = render(
+            conversations=[messages],
+            tools=tools,
+            chat_template=tokenizer.get_chat_template(
+                tools=cast("list[dict[str, object]] | None", tools)
+            ),
+            return_assistant_tokens_mask=True,
+            **{**tokenizer.special_tokens_map, **variables},
+        )
+    except Exception as error:  # as in `_rendered`
+        raise _refusal(error) from None
+    return texts[0], spans[0]
+
+
+def reserved_names(
     tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object]
 ) -> list[str]:
     """Names that would not reach the template, because they are arguments of `apply_chat_template`.
@@ -316,14 +375,41 @@ def _rendered(
     messages: Sequence[Message],
     variables: Mapping[str, object],
     tools: Sequence[Schema] | None,
+    generation_prompt: bool = True,
 ) -> str:
     try:
-        return chat_text(tokenizer, messages, tools=tools, add_generation_prompt=True, **variables)
+        return chat_text(
+            tokenizer, messages, tools=tools, add_generation_prompt=generation_prompt, **variables
+        )
     except Exception as error:  # a template may divide, index or recurse, so it may raise anything
-        raise MessagesError(" ".join(str(error).split())[:200] or type(error).__name__) from None
+        raise _refusal(error) from None
 
 
-def _are_messages(value: object) -> TypeGuard[list[Message]]:
+def _refusal(error: Exception) -> MessagesError:
+    return MessagesError(" ".join(str(error).split())[:200] or type(error).__name__)
+
+
+def tool_schemas(given: object) -> list[Schema]:
+    """Tools as JSON schemas: from a list of them, or from such a list as JSON text. Empty for None.
+
+    Raises:
+        MessagesError: the tools are something else.
+    """
+    try:
+        schemas: object = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise MessagesError(
+            f"its tools are not JSON ({error}); give a list of JSON schemas"
+        ) from None
+    if schemas is None or (
+        isinstance(schemas, Sequence) and all(isinstance(schema, Mapping) for schema in schemas)
+    ):
+        return list(schemas or [])
+    raise MessagesError(f"its tools are {str(schemas)[:80]!r}; give a list of JSON schemas")
+
+
+def are_messages(value: object) -> TypeGuard[list[Message]]:
+    """Whether the value is a list of messages, with at least one."""
     return (
         isinstance(value, list)
         and bool(value)

@@ -1,8 +1,13 @@
+import functools
 import json
 
 import pytest
+from chat_families import save_chat_model
 
 from asyncrl.config import Config
+from asyncrl.contracts.offline_rows import check_offline_table
+from asyncrl.data.offline import open_offline_rows, write_offline_rows
+from asyncrl.data.offline_spec import OfflineDataSpec
 
 
 @pytest.fixture
@@ -29,3 +34,33 @@ def prompt_config(tiny_model, tmp_path):
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory):
+    """`chat_model(template)`: the path of a tokenizer with this chat template, made once."""
+
+    @functools.cache
+    def make(template=None):
+        return save_chat_model(tmp_path_factory.mktemp("chat"), template)
+
+    return make
+
+
+@pytest.fixture
+def offline(chat_model, tmp_path):
+    """`offline(rows, objective, template, **fields)`: the table and the report of rows in a JSONL
+    file. `fields` belong to the spec."""
+
+    def read(rows, objective="sft", template=None, **fields):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        spec = OfflineDataSpec(chat_model(template), **fields)
+        report = write_offline_rows(
+            tmp_path / "rows.arrow", spec, str(path), "data.train", objective
+        )
+        table = open_offline_rows(tmp_path / "rows.arrow", objective)
+        check_offline_table(table)
+        return table, report
+
+    return read

@@ -27,7 +27,7 @@ from asyncrl.contracts.rows import (
 )
 from asyncrl.data import jsonl, sources
 from asyncrl.data.prompts import check_prompts, read_prompts
-from asyncrl.data.sources import RowsByNumber, read_sources
+from asyncrl.data.sources import RowsByNumber, read_sources, stream_sources
 from asyncrl.preflight.specs import data_spec
 
 TOOL_CALL = {
@@ -536,3 +536,72 @@ def test_compressed_suffixes_may_be_in_capitals_and_a_byte_order_mark_is_skipped
     (tmp_path / "mark.jsonl").write_bytes(b"\xef\xbb\xbf")
     with pytest.raises(ConfigError, match="has no rows"):
         read_sources(str(tmp_path / "mark.jsonl"))
+
+
+def test_streamed_rows_are_those_of_the_whole_table(tmp_path):
+    """In blocks of few rows and bytes, across files, formats and sources."""
+    long = "x" * 1000
+    jsonl = "".join(
+        json.dumps({"prompt": f"{n}", "answer": n, "other": long}) + "\n" for n in range(25)
+    )
+    (tmp_path / "a.jsonl").write_text(jsonl)
+    folder = tmp_path / "b"
+    folder.mkdir()
+    for part in range(2):
+        table = pa.table(
+            {"prompt": [f"{part}{n}" for n in range(13)], "chat": [[{"a": None}]] * 13}
+        )
+        pq.write_table(table, folder / f"{part}.parquet", row_group_size=5)
+    pq.write_table(table.slice(0, 0), folder / "2.parquet")
+    sources = [Source(path=str(tmp_path / "a.jsonl")), Source(path=str(folder))]
+    whole = read_sources(sources).table
+    blocks = list(stream_sources(sources, {"prompt", "answer"}, rows=4))
+    assert [block.first_row for block in blocks] == list(
+        np.cumsum([0, *(block.table.num_rows for block in blocks)])[:-1]
+    )
+    assert max(block.table.num_rows for block in blocks) == 4
+    prompts = [prompt for block in blocks for prompt in block.table["prompt"].to_pylist()]
+    assert prompts == whole["prompt"].to_pylist() and len(prompts) == 51
+    assert {block.columns for block in blocks} == {
+        ("prompt", "answer", "other"),
+        ("prompt", "chat"),
+    }
+    assert blocks[0].table.column_names == ["prompt", "answer"]
+    assert {block.source for block in blocks} == {0, 1}
+    assert [block.file.name for block in blocks[-1:]] == ["1.parquet"]
+
+
+def test_streamed_blocks_have_a_bounded_size(tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncrl.data.sources.BLOCK_BYTES", 5000)
+    texts = ["x" * size for size in (10, 4000, 4000, 9000, 10)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    blocks = list(stream_sources(str(tmp_path / "a.parquet"), {"text"}))
+    assert [block.table["text"].to_pylist() for block in blocks] == [
+        texts[:2],
+        texts[2:3],
+        texts[3:4],
+        texts[4:],
+    ]
+
+
+def test_streaming_refuses_what_reading_refuses(tmp_path):
+    def stream(name):
+        return list(stream_sources(str(tmp_path / name), {"text", "when"}))
+
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nno json\n')
+    with pytest.raises(ConfigError, match=r"bad.jsonl': line 2 cannot be read as JSON"):
+        stream("bad.jsonl")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(ConfigError, match="cannot be read as Parquet"):
+        stream("bad.parquet")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "empty.parquet")
+    with pytest.raises(ConfigError, match="has no rows"):
+        stream("empty.parquet")
+    when = pa.array([1], pa.timestamp("ns"))
+    pq.write_table(pa.table({"when": when}), tmp_path / "fine.parquet")
+    with pytest.raises(ConfigError, match="column 'when' has type timestamp"):
+        stream("fine.parquet")
+    other = pa.table({"other": [1, 2], "when too": pa.array([1, 2], pa.timestamp("ns"))})
+    pq.write_table(other, tmp_path / "unread.parquet")
+    (block,) = stream("unread.parquet")
+    assert block.columns == ("other", "when too") and block.table.num_rows == 2

@@ -12,7 +12,15 @@ import pytest
 from llama_checkpoint import BOS, END
 
 from asyncrl.text.stops import chat_end_token
-from asyncrl.text.template import Template, TemplateError
+from asyncrl.text.template import (
+    MessagesError,
+    Template,
+    TemplateError,
+    marked_messages,
+    marks_turns,
+    render_messages,
+    tool_schemas,
+)
 from asyncrl.text.tokenizer import load_tokenizer
 
 FULL = (
@@ -261,3 +269,39 @@ def test_a_template_may_raise_anything(model: Any, expression: str) -> None:
         )
         is None
     )
+
+
+MARKED = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{%- generation -%}"
+    "{{ m.content }}{{ eos_token }}{%- endgeneration -%}{% else %}{{ m.content }}{% endif %}|"
+    "{% endfor %}"
+)
+TURNS = [{"role": "user", "content": "3"}, {"role": "assistant", "content": "🙂 4"}]
+
+
+def test_generation_tags_give_the_characters_of_turns(model: Any) -> None:
+    tokenizer = load_tokenizer(model(MARKED))
+    text, spans = marked_messages(tokenizer, TURNS * 2, {})
+    assert [text[start:end] for start, end in spans] == ["🙂 4</s>", "🙂 4</s>"]
+    assert text == render_messages(tokenizer, TURNS * 2, {}, generation_prompt=False)
+    assert marks_turns(tokenizer) and not marks_turns(load_tokenizer(model(FULL)))
+    assert not marks_turns(load_tokenizer(model(None)))
+    refusing = "{{ raise_exception('No.\n More.') }}{% generation %}{% endgeneration %}"
+    with pytest.raises(MessagesError, match=r"^No\. More\.$"):
+        marked_messages(load_tokenizer(model(refusing)), TURNS, {})
+
+
+def test_a_whole_chat_is_rendered_without_the_start_of_a_turn(model: Any) -> None:
+    tokenizer = load_tokenizer(model())
+    asked = render_messages(tokenizer, TURNS[:1], {}, [ADD])
+    whole = render_messages(tokenizer, TURNS, {}, [ADD], generation_prompt=False)
+    assert asked.endswith("<|assistant|>") and whole.startswith(asked) and whole.endswith(END)
+    assert "tools:" in whole
+
+
+@pytest.mark.parametrize("given", ["{", "7", 7, ["add"], {"name": "add"}])
+def test_tools_are_lists_of_schemas(given: object) -> None:
+    assert tool_schemas(None) == tool_schemas([]) == tool_schemas("[]") == []
+    assert tool_schemas(json.dumps([ADD])) == tool_schemas([ADD]) == [ADD]
+    with pytest.raises(MessagesError, match="its tools are"):
+        tool_schemas(given)

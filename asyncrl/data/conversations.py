@@ -1,0 +1,326 @@
+"""Token ids and masks of texts and chats.
+
+A chat's mask marks what the model writes: by the template's `{% generation %}` tags, or else by a
+proof. For each turn of the assistant, the tokens before it, with the start of the turn, must be
+the first tokens of the whole chat. So must the tokens up to its end. A template that strips the
+thinking of earlier turns fails this proof, and the row is malformed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from asyncrl.data.form_rows import Chat, MalformedError, Text
+from asyncrl.text.stops import chat_end_token
+from asyncrl.text.template import MessagesError, marked_messages, marks_turns, render_messages
+from asyncrl.text.tokenizer import decode_prompt, encode_prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Encoder", "Target", "Tokens"]
+
+Target = Literal["all", "completion", "turns", "completion turns"]
+"""The tokens to train: all; those after the prompt; the assistant's turns; or its turns after the
+prompt."""
+CHARACTERS_AT_ONCE = 1 << 20
+"""Characters that are encoded at a time. A fast tokenizer takes about 200 bytes for each token."""
+SHOWN = 6
+"""Tokens that a message shows where two texts differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One sequence of T tokens."""
+
+    ids: np.ndarray
+    """[T] int32."""
+    mask: np.ndarray
+    """[T] bool: the tokens to train."""
+    prompt: int
+    """Number of tokens before the completion; 0 without a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """The texts of a chat that the proof needs."""
+
+    whole: str
+    spans: list[tuple[int, int]] | None
+    """Ranges of characters between generation tags; None without tags."""
+    prompt: str
+    """The prompt with the start of the assistant's turn; empty without a prompt."""
+    turns: list[tuple[int, str, str]]
+    """For each turn: its message, the text before what the model writes, and the text up to its
+    end."""
+
+    @property
+    def prefixes(self) -> Iterable[str]:
+        """All texts that must be the beginning of the whole."""
+        yield from filter(None, [self.prompt])
+        for _, before, after in self.turns:
+            yield before
+            yield after
+
+    @property
+    def size(self) -> int:
+        """Characters of all texts."""
+        return len(self.whole) + sum(map(len, self.prefixes))
+
+
+@dataclass
+class Encoder:
+    """Encodes the sides of rows, and counts what it met."""
+
+    tokenizer: PreTrainedTokenizerBase
+    counts: dict[str, int] = field(default_factory=dict)
+    """Number of rows with each of: `tags`, `proof` (chats by the way their mask was found),
+    `end_added` (the tags leave the end of the turn out), `apart` (tokens would merge across the
+    end of a string prompt), `own_bos` (texts that begin with BOS)."""
+
+    def texts(self, texts: Sequence[Text], target: Target) -> list[Tokens]:
+        """Encode texts. BOS comes first if the tokenizer adds it, and EOS ends each text, both
+        once.
+
+        A prompt keeps the tokens that it has alone, since generation starts from them.
+        """
+        sizes = [2 * len(text.prompt or "") + len(text.completion) for text in texts]
+        return [
+            tokens for part in _parts(sizes) for tokens in self._some_texts(texts[part], target)
+        ]
+
+    def _some_texts(self, texts: Sequence[Text], target: Target) -> Iterator[Tokens]:
+        wholes = self._ended([(text.prompt or "") + text.completion for text in texts])
+        prompts, _ = encode_prompts(self.tokenizer, [text.prompt or "" for text in texts])
+        for text, whole, prompt in zip(texts, wholes, prompts, strict=True):
+            if text.prompt is None:
+                yield _tokens(whole, 0, target)
+            elif whole[: len(prompt)] == prompt:
+                yield _tokens(whole, len(prompt), target)
+            else:
+                self._count("apart")
+                yield _tokens(prompt + self._apart(text.completion), len(prompt), target)
+
+    def _ended(self, texts: Sequence[str]) -> list[list[int]]:
+        ids, own_bos = encode_prompts(self.tokenizer, texts)
+        self._count("own_bos", own_bos)
+        return [self._with_end(tokens) for tokens in ids]
+
+    def _apart(self, completion: str) -> list[int]:
+        """A completion as if it had been generated, token by token, after its prompt."""
+        return self._with_end(self.tokenizer(completion, add_special_tokens=False)["input_ids"])
+
+    def _with_end(self, ids: list[int]) -> list[int]:
+        """The tokens with exactly one EOS at the end."""
+        end = self.tokenizer.eos_token_id
+        if ids[-2:] == [end, end]:  # the text ends with EOS, and the tokenizer adds another one
+            return ids[:-1]
+        return ids if ids[-1:] == [end] else [*ids, end]
+
+    def chats(self, chats: Sequence[Chat], target: Target) -> list[Tokens | MalformedError]:
+        """Encode chats. A chat whose mask cannot be found is malformed."""
+        found: list[Tokens | MalformedError] = []
+        waiting: list[_Rendered | MalformedError] = []
+        size = 0
+        for chat in chats:
+            try:
+                texts = self._rendered(chat, target)
+                waiting.append(texts)
+                size += texts.size
+            except MalformedError as error:
+                waiting.append(error)
+            if size >= CHARACTERS_AT_ONCE:
+                found += self._some(waiting, target)
+                waiting, size = [], 0
+        return [*found, *self._some(waiting, target)]
+
+    def _some(
+        self, rendered: Sequence[_Rendered | MalformedError], target: Target
+    ) -> Iterator[Tokens | MalformedError]:
+        ids, offsets = self._encoded([r for r in rendered if isinstance(r, _Rendered)])
+        for texts in rendered:
+            if isinstance(texts, MalformedError):
+                yield texts
+                continue
+            try:
+                yield self._marked(texts, ids, offsets, target)
+            except MalformedError as error:
+                yield error
+
+    def _rendered(self, chat: Chat, target: Target) -> _Rendered:
+        """Render a chat, and those of its beginnings that the mask depends on."""
+        masked = target in ("turns", "completion turns")
+        first = chat.prompt if target == "completion turns" else 0
+        turns = [
+            place
+            for place, message in enumerate(chat.messages)
+            if place >= first and message["role"] == "assistant"
+        ]
+        if masked and not turns:
+            raise MalformedError("no_turn")
+        by_tags = masked and self.tokenizer.is_fast and marks_turns(self.tokenizer, chat.tools)
+        try:
+            whole, spans = self._whole(chat, by_tags)
+            begins = chat.messages[chat.prompt]["role"] == "assistant"
+            after_prompt = target in ("completion", "completion turns")
+            prompt = self._text(chat, chat.prompt, begins) if after_prompt else ""
+            proofs = []
+            if masked and not by_tags:
+                proofs = [self._turn(chat, place, whole) for place in turns]
+        except MessagesError as error:
+            raise MalformedError("template", str(error)) from None
+        if masked:
+            self._count("tags" if by_tags else "proof")
+        return _Rendered(whole, spans, prompt, proofs)
+
+    def _whole(self, chat: Chat, by_tags: bool) -> tuple[str, list[tuple[int, int]] | None]:
+        if by_tags:
+            return marked_messages(self.tokenizer, chat.messages, chat.variables, chat.tools)
+        return self._text(chat, len(chat.messages), False), None
+
+    def _turn(self, chat: Chat, place: int, whole: str) -> tuple[int, str, str]:
+        if not place:
+            raise MalformedError(
+                "no_prompt", "it begins with the assistant, so nothing tells where its turn begins"
+            )
+        last = place + 1 == len(chat.messages)
+        after = whole if last else self._text(chat, place + 1, False)
+        return place, self._text(chat, place, True), after
+
+    def _text(self, chat: Chat, count: int, generation_prompt: bool) -> str:
+        """The first messages as text."""
+        if not count:
+            return ""
+        return render_messages(
+            self.tokenizer, chat.messages[:count], chat.variables, chat.tools, generation_prompt
+        )
+
+    def _encoded(
+        self, rendered: Sequence[_Rendered]
+    ) -> tuple[Mapping[str, list[int]], Mapping[str, list[tuple[int, int]]]]:
+        """Token ids of each text, and the characters of each token of the tagged ones."""
+        tagged = dict.fromkeys(texts.whole for texts in rendered if texts.spans is not None)
+        plain = dict.fromkeys(
+            text
+            for texts in rendered
+            for text in (texts.whole, *texts.prefixes)
+            if text not in tagged
+        )
+        ids: dict[str, list[int]] = {}
+        offsets: dict[str, list[tuple[int, int]]] = {}
+        if plain:
+            ids.update(zip(plain, encode_prompts(self.tokenizer, [*plain], True)[0], strict=True))
+        if tagged:
+            found = self.tokenizer([*tagged], add_special_tokens=False, return_offsets_mapping=True)
+            ids.update(zip(tagged, found["input_ids"], strict=True))
+            offsets.update(zip(tagged, found["offset_mapping"], strict=True))
+        return ids, offsets
+
+    def _marked(
+        self,
+        texts: _Rendered,
+        ids: Mapping[str, list[int]],
+        offsets: Mapping[str, list[tuple[int, int]]],
+        target: Target,
+    ) -> Tokens:
+        whole = ids[texts.whole]
+        prompt = len(ids[texts.prompt]) if texts.prompt else 0
+        if texts.prompt:
+            self._prove(ids[texts.prompt], whole, "not_a_prefix", "its prompt")
+        if target in ("all", "completion"):
+            return _tokens(whole, prompt, target)
+        mask = np.zeros(len(whole), bool)
+        if texts.spans is not None:
+            self._mark_spans(mask, texts.spans, whole, offsets[texts.whole])
+            mask[:prompt] &= target != "completion turns"
+            if not mask.any():
+                raise MalformedError(
+                    "no_turn", "the template's generation tags mark nothing in the completion"
+                )
+        for place, before, after in texts.turns:
+            self._prove(ids[before], whole, "not_a_prefix", f"what precedes message {place}")
+            turn = self._without_last_end(ids[after], whole)
+            self._prove(turn, whole, "rewritten", f"message {place}")
+            mask[len(ids[before]) : len(turn)] = True
+        return Tokens(np.array(whole, np.int32), mask, prompt)
+
+    def _mark_spans(
+        self,
+        mask: np.ndarray,
+        spans: Sequence[tuple[int, int]],
+        ids: Sequence[int],
+        offsets: Sequence[tuple[int, int]],
+    ) -> None:
+        """Mark the tokens with a character between generation tags, and the end of the turn that
+        follows."""
+        starts, ends = np.array(offsets, np.int64).T if len(offsets) else np.zeros((2, 0), np.int64)
+        open_ended = []
+        for first, last in spans:
+            inside = np.flatnonzero((starts < last) & (ends > first))
+            # A turn without content is followed by its end, too.
+            stop = int(inside[-1]) + 1 if len(inside) else int((starts < last).sum())
+            turn = slice(int(inside[0]) if len(inside) else stop, stop)
+            mask[turn] = True
+            if not set(ids[turn]) & self._ends:
+                open_ended.append(stop)
+        added = [
+            at
+            for at in open_ended
+            if not mask[at : at + 1].any() and {*ids[at : at + 1]} & self._ends
+        ]
+        mask[added] = True
+        self._count("end_added", bool(added))
+
+    @functools.cached_property
+    def _ends(self) -> set[int | None]:
+        """Tokens that end a turn."""
+        return {self.tokenizer.eos_token_id, chat_end_token(self.tokenizer)}
+
+    def _without_last_end(self, part: list[int], whole: Sequence[int]) -> list[int]:
+        """A beginning of a chat without the EOS with which some templates end every chat."""
+        ends = part[-1:] == [self.tokenizer.eos_token_id] and whole[len(part) - 1] != part[-1]
+        return part[:-1] if ends and len(part) <= len(whole) else part
+
+    def _prove(self, part: Sequence[int], whole: Sequence[int], reason: str, what: str) -> None:
+        """Raise MalformedError unless the tokens of a part are the first tokens of the whole."""
+        if whole[: len(part)] == part:
+            return
+        at = next(
+            (place for place, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b),
+            min(len(part), len(whole)),
+        )
+        alone, there = (
+            decode_prompt(self.tokenizer, ids[at : at + SHOWN]) for ids in (part, whole)
+        )
+        raise MalformedError(
+            reason,
+            f"{what} is rendered as {alone!r} alone, but as {there!r} in the whole chat (token"
+            f" {at})",
+        )
+
+    def _count(self, name: str, number: int = 1) -> None:
+        if number:
+            self.counts[name] = self.counts.get(name, 0) + number
+
+
+def _tokens(ids: Sequence[int], prompt: int, target: Target) -> Tokens:
+    mask = np.ones(len(ids), bool)
+    if target != "all":
+        mask[:prompt] = False
+    return Tokens(np.array(ids, np.int32), mask, prompt)
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[slice]:
+    """Slices of items with these sizes, each with CHARACTERS_AT_ONCE, or with one item."""
+    start = total = 0
+    for place, size in enumerate(sizes):
+        if place > start and total + size > CHARACTERS_AT_ONCE:
+            yield slice(start, place)
+            start, total = place, 0
+        total += size
+    yield slice(start, len(sizes))

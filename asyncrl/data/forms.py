@@ -1,0 +1,168 @@
+"""The forms of training data, recognized from their columns, and the values of their rows.
+
+| form | columns |
+|---|---|
+| text | `text` |
+| messages | `messages`, or `conversations` with `from` and `value` |
+| prompt-completion | `prompt` and `completion`, or data.target_column |
+| preference | `chosen` and `rejected`, with or without `prompt` |
+| unpaired preference | `prompt`, `completion` and `label` |
+| recorded groups | the columns of a run's groups/*.parquet |
+
+These are the forms that TRL documents, and asyncrl's own. A prompt or a completion is a string, or
+a list of messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from asyncrl.config import ConfigError, Source
+from asyncrl.data.offline_spec import Objective, OfflineDataSpec
+
+__all__ = [
+    "RECORDED",
+    "RECORDED_TEXT",
+    "VARIABLES",
+    "Form",
+    "FormName",
+    "form_of",
+    "wanted_columns",
+]
+
+FormName = Literal[
+    "text", "messages", "prompt-completion", "preference", "unpaired preference", "recorded groups"
+]
+RECORDED: Final = (
+    "attempt",
+    "ordinal",
+    "prompt_ids",
+    "completion_ids",
+    "loss_mask",
+    "reward",
+    "status",
+)
+"""Columns that identify rows recorded by a run, and all that is read of each of them."""
+RECORDED_TEXT: Final = "prompt_text"
+VARIABLES: Final = "chat_template_kwargs"
+TOOLS: Final = "tools"
+WANTED: Final[Mapping[Objective, str]] = {
+    "sft": (
+        "text; messages; prompt and completion (or data.target_column); or a run's groups/*.parquet"
+    ),
+    "dpo": "chosen and rejected, with or without prompt; or a run's groups/*.parquet",
+    "kto": "prompt, completion and label; or chosen and rejected, with or without prompt",
+}
+"""Objective → the columns that it takes, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form, and the columns that it uses."""
+
+    name: FormName
+    columns: tuple[str, ...]
+    """In the order of the form: see `_FORMS`."""
+    unused: tuple[str, ...]
+    """Columns of the data that are not used."""
+    tools: str | None = None
+    variables: str | None = None
+
+
+def wanted_columns(spec: OfflineDataSpec, source: Source) -> set[str]:
+    """All columns that a form of this source may use."""
+    names = {
+        "text", "messages", "conversations", "completion", "chosen", "rejected", "label",
+        VARIABLES, spec.tools_column or TOOLS, source.prompt_column or spec.prompt_column,
+        *RECORDED, RECORDED_TEXT,
+    }  # fmt: skip
+    return names | {spec.target_column} if spec.target_column else names
+
+
+def form_of(
+    columns: Sequence[str], spec: OfflineDataSpec, source: Source, objective: Objective, field: str
+) -> Form:
+    """The form of a source with these columns, for an objective.
+
+    If several fit, the first one of the module's table counts that has more than one column, then
+    `messages`, then `text`.
+
+    Raises:
+        ConfigError: none fits, or a setting names a column that is missing or has no effect.
+    """
+    there = set(columns)
+    where = f"{field} = {source.path!r}"
+    prompt = source.prompt_column or spec.prompt_column
+    _refuse_missing(spec, source, there, where)
+    if spec.target_column is not None and objective != "sft":
+        raise ConfigError(
+            f"data.target_column = {spec.target_column!r} has no effect on {objective}; leave it"
+            " out"
+        )
+    found: tuple[FormName, tuple[str, ...]] | None = next(
+        (
+            (name, used)
+            for name, used in _candidates(spec, prompt, objective)
+            if there.issuperset(used)
+        ),
+        None,
+    )
+    if found is None:
+        raise ConfigError(
+            f"{where} has the columns {sorted(columns)}, which are no form for {objective}; it"
+            f" takes {WANTED[objective]}"
+        )
+    name, used = found
+    if name in ("text", "recorded groups") and spec.apply_chat_template:
+        raise ConfigError(
+            f"data.apply_chat_template has no effect on the form of {where}, {name}; leave it out"
+        )
+    # Optional columns are named even if they are missing: later rows of a JSONL file may have them.
+    if name == "preference":
+        used = (*used, prompt)
+    chats = name not in ("recorded groups", "text")
+    tools, variables = (spec.tools_column or TOOLS, VARIABLES) if chats else (None, None)
+    unused = set() if name == "recorded groups" else there - {*used, tools, variables}
+    return Form(name, used, tuple(sorted(unused)), tools, variables)
+
+
+def _candidates(
+    spec: OfflineDataSpec, prompt: str, objective: Objective
+) -> Iterator[tuple[FormName, tuple[str, ...]]]:
+    """The forms that an objective takes, with the columns that each needs."""
+    pair = ("chosen", "rejected")
+    match objective:
+        case "sft":
+            yield "prompt-completion", (prompt, spec.target_column or "completion")
+            if spec.target_column is None:
+                yield "recorded groups", RECORDED
+                yield "messages", ("messages",)
+                yield "messages", ("conversations",)
+                yield "text", ("text",)
+        case "dpo":
+            yield "preference", pair
+            yield "recorded groups", RECORDED
+        case "kto":
+            yield "unpaired preference", (prompt, "completion", "label")
+            yield "preference", pair
+
+
+def _refuse_missing(spec: OfflineDataSpec, source: Source, there: set[str], where: str) -> None:
+    """Raise ConfigError for a named column that is not there."""
+    default = OfflineDataSpec(model_path="").prompt_column
+    named = {
+        "prompt_column of the source": source.prompt_column,
+        "data.prompt_column": None
+        if source.prompt_column or spec.prompt_column == default
+        else spec.prompt_column,
+        "data.target_column": spec.target_column,
+        "data.tools_column": spec.tools_column,
+    }
+    for setting, name in named.items():
+        if name is not None and name not in there:
+            raise ConfigError(
+                f"{setting} = {name!r} is not a column of {where}, which has {sorted(there)}; name"
+                " one of them"
+            )

@@ -1,0 +1,384 @@
+"""Token rows of a fixed dataset, for SFT, DPO and KTO: read, encoded, limited and written in
+blocks, so memory does not grow with the data.
+
+    report = write_offline_rows(path, spec, "train.jsonl", "data.train", "sft")
+    rows = RowsByNumber(open_offline_rows(path, "sft"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+import pyarrow as pa
+
+from asyncrl.config import ConfigError, sources_of
+from asyncrl.contracts.offline_rows import MASK, PREFERENCE_SCHEMA, SFT_SCHEMA, UNPAIRED_SCHEMA
+from asyncrl.data.conversations import Encoder, Target, Tokens
+from asyncrl.data.examples import Example, checked, lists, paired, truncated
+from asyncrl.data.form_rows import REASONS, Chat, MalformedError, Row, Side, Text, rows_of
+from asyncrl.data.forms import RECORDED_TEXT, Form, form_of, wanted_columns
+from asyncrl.data.length_limits import Cuts
+from asyncrl.data.offline_checks import check_settings, target_of, template_notes
+from asyncrl.data.offline_report import OfflineReport, Tally, count_notes, marked_text
+from asyncrl.data.offline_spec import Objective, OfflineDataSpec
+from asyncrl.data.prompts import ROWS_PER_CHECK
+from asyncrl.data.recorded import RecordedGroups, refuse_another_vocabulary
+from asyncrl.data.rendering import Data, named
+from asyncrl.data.sources import Block, SourceRows, files_of, stream_sources
+from asyncrl.runtime.arrow_files import map_table, write_batches
+from asyncrl.text.template import TemplateError
+from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
+
+__all__ = [
+    "SCHEMAS",
+    "OfflineRows",
+    "check_offline_rows",
+    "open_offline_rows",
+    "write_offline_rows",
+]
+
+SCHEMAS: Final[Mapping[Objective, pa.Schema]] = {
+    "sft": SFT_SCHEMA,
+    "dpo": PREFERENCE_SCHEMA,
+    "kto": UNPAIRED_SCHEMA,
+}
+
+
+def write_offline_rows(
+    path: Path,
+    spec: OfflineDataSpec,
+    data: Data,
+    field: str,
+    objective: Objective,
+    most_rows: int | None = None,
+) -> OfflineReport:
+    """Write the token rows of a dataset to an Arrow IPC file, which is complete or absent.
+
+    Args:
+        data: the value of the setting `field`, such as data.train.
+        most_rows: stop after this many table rows; None = all.
+
+    Raises:
+        ConfigError: see `OfflineRows`.
+        EscapesDirectoryError, NotAFileError, DiskFullError: see `runtime.files.replacing`.
+    """
+    rows = OfflineRows(spec, data, field, objective, most_rows)
+    write_batches(path, rows.schema, rows)
+    return rows.report()
+
+
+def check_offline_rows(
+    spec: OfflineDataSpec,
+    data: Data,
+    field: str,
+    objective: Objective,
+    most_rows: int | None = None,
+) -> OfflineReport:
+    """Read and encode the rows before anything is allocated. Raises like `OfflineRows`."""
+    rows = OfflineRows(spec, data, field, objective, most_rows)
+    for _ in rows:
+        pass
+    return rows.report()
+
+
+def open_offline_rows(path: Path, objective: Objective) -> pa.Table:
+    """The table of `write_offline_rows`, mapped into memory. `sources.RowsByNumber` gives single
+    rows. A reference policy's columns may follow those of the schema.
+
+    Raises:
+        ValueError: the file is incomplete, or has rows for another objective.
+        OSError: it cannot be read.
+    """
+    table, schema = map_table(path), SCHEMAS[objective]
+    names = table.column_names
+    if names[: len(schema)] != schema.names or table.select(schema.names).schema != schema:
+        raise ValueError(f"{path} has columns {names}, but {objective} needs {schema.names}")
+    return table
+
+
+class OfflineRows:
+    """The token rows of a dataset: record batches, to be iterated once, and then a report.
+
+    Iterating raises:
+        ConfigError: a file or column cannot be used; a row is malformed or too long, and the policy
+            is `error`; a setting has no effect; or no row is left.
+    """
+
+    def __init__(
+        self,
+        spec: OfflineDataSpec,
+        data: Data,
+        field: str,
+        objective: Objective,
+        most_rows: int | None = None,
+    ) -> None:
+        if spec.length_policy == "split" and objective != "sft":
+            raise ConfigError(
+                f"data.length_policy: split would cut the completions that {objective} compares;"
+                " use truncate or drop"
+            )
+        self.schema = SCHEMAS[objective]
+        self._most_rows = most_rows
+        self._spec, self._data, self._field, self._objective = spec, data, field, objective
+        self._sources = sources_of(data)
+        self._encoder = Encoder(load_tokenizer(spec.model_path))
+        self._groups = RecordedGroups(objective, spec.least_reward)
+        self._tally = Tally()
+        self._forms: list[Form] = []
+        self._kinds: set[tuple[int, str]] = set()
+        """(Source, "text" or "chat") of the rows met."""
+        self._starts: list[int] = []
+        """Rows of the data before each source."""
+        self._notes: list[str] | None = None
+        """Notes of the template; None until a chat was encoded."""
+        self._report: OfflineReport | None = None
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        wanted = {name for source in self._sources for name in wanted_columns(self._spec, source)}
+        for block in stream_sources(self._data, wanted, self._field, ROWS_PER_CHECK):
+            form = self._form(block)
+            recorded = form.name == "recorded groups"
+            examples = self._recorded(block) if recorded else self._encoded(block, form)
+            kept = self._within_limit(list(examples))
+            if self._most_rows is not None:
+                kept = kept[: self._most_rows - self._tally.rows]
+            self._tally.read += block.table.num_rows
+            self._tally.add(kept, block.source, self._shown)
+            if kept:
+                yield self._batch(kept)
+            if self._tally.rows == self._most_rows:
+                break
+        self._report = self._finished()
+
+    def report(self) -> OfflineReport:
+        """The report, once all rows have been iterated."""
+        if self._report is None:
+            raise ValueError("the rows have not been read to their end")
+        return self._report
+
+    def _form(self, block: Block) -> Form:
+        """The form of the block's source, by its first rows."""
+        if block.source == len(self._forms):
+            source = self._sources[block.source]
+            self._starts.append(block.first_row)
+            self._forms.append(
+                form_of(block.columns, self._spec, source, self._objective, self._field)
+            )
+        return self._forms[block.source]
+
+    def _encoded(self, block: Block, form: Form) -> Iterator[Example]:
+        rows = list(rows_of(block.table, form, self._spec, self._objective))
+        for found in rows:
+            if isinstance(found, Row):
+                self._meet(found.sides[0], block.source)
+        encoded = self._tokens(rows, form)
+        self._describe(rows, encoded)
+        for place, (found, sides) in enumerate(zip(rows, encoded, strict=True)):
+            try:
+                if isinstance(found, MalformedError):
+                    raise found
+                yield from self._examples(block.first_row + place, found, sides)
+            except MalformedError as error:
+                self._refuse(error, block.first_row + place)
+
+    def _tokens(
+        self, rows: Sequence[Row | MalformedError], form: Form
+    ) -> list[list[Tokens | MalformedError]]:
+        """The tokens of each side of each row; empty for a malformed row."""
+        alike: dict[tuple[bool, Target], list[tuple[int, Side]]] = {}
+        for place, row in enumerate(rows):
+            for side in row.sides if isinstance(row, Row) else ():
+                key = isinstance(side, Chat), self._target(side, form)
+                alike.setdefault(key, []).append((place, side))
+        found: list[list[Tokens | MalformedError]] = [[] for _ in rows]
+        for (_, target), places in alike.items():
+            texts = [side for _, side in places if isinstance(side, Text)]
+            chats = [side for _, side in places if isinstance(side, Chat)]
+            tokens = [*self._encoder.texts(texts, target), *self._encoder.chats(chats, target)]
+            for (place, _), one in zip(places, tokens, strict=True):
+                found[place].append(one)
+        return found
+
+    def _examples(
+        self, number: int, row: Row, sides: Sequence[Tokens | MalformedError]
+    ) -> Iterator[Example]:
+        """One table row, or two where KTO takes a pair."""
+        good = []
+        for side, found in zip(row.sides, sides, strict=True):
+            if isinstance(found, MalformedError):
+                raise found
+            if isinstance(side, Text) and side.prompt is not None and not found.prompt:
+                raise MalformedError("no_prompt")
+            good.append(found)
+        if len(good) == 2:
+            first = row.sides[0]
+            implicit = isinstance(first, Text) and first.prompt is None
+            good = [*paired(good[0], good[1], implicit)]
+        example = checked(Example(number, tuple(good), row.label))
+        if self._objective == "kto" and len(good) == 2:
+            for tokens, label in zip(example.sides, (True, False), strict=True):
+                yield Example(number, (tokens,), label)
+        else:
+            yield example
+
+    def _recorded(self, block: Block) -> Iterator[Example]:
+        table = block.table
+        if self._spec.loss_on not in ("auto", "completion"):
+            self._stop(
+                f"data.loss_on = {self._spec.loss_on!r} does not fit recorded groups; use auto"
+            )
+        try:
+            if RECORDED_TEXT in table.column_names and table["prompt_ids"][0].is_valid:
+                ids, text = table["prompt_ids"][0].as_py(), table[RECORDED_TEXT][0].as_py()
+                refuse_another_vocabulary(self._encoder.tokenizer, ids, text or "")
+            groups = list(self._groups.examples(table, block.file))
+        except ValueError as error:
+            self._stop(str(error))
+        for number, found in enumerate(groups, block.first_row):
+            self._tally.unsuitable += found == []
+            try:
+                if isinstance(found, MalformedError):
+                    raise found
+                for sides in found or []:
+                    yield checked(Example(number, sides))
+            except MalformedError as error:
+                self._refuse(error, number)
+
+    def _within_limit(self, examples: Sequence[Example]) -> list[Example]:
+        """The examples within data.max_length, in order."""
+        spec, tally = self._spec, self._tally
+        long = [example for example in examples if example.length > spec.max_length]
+        if not long or spec.length_policy == "split":
+            return [*examples]
+        if spec.length_policy == "error":
+            self._stop(
+                f"a sequence has {long[0].length} tokens, above data.max_length ="
+                f" {spec.max_length}; raise that, or set data.length_policy: drop or truncate",
+                long[0].row,
+            )
+        if spec.length_policy == "drop":
+            tally.cuts += Cuts(dropped=len(long))
+            return [example for example in examples if example.length <= spec.max_length]
+        cut, kept = iter(truncated(long, spec.max_length, spec.length_side)), []
+        for example in examples:
+            if example.length <= spec.max_length:
+                kept.append(example)
+                continue
+            try:
+                shorter = next(cut)
+                if shorter is None:
+                    raise MalformedError("cut_away")
+                kept.append(checked(shorter, "cut_away"))
+                tally.cuts += Cuts(1, example.tokens - shorter.tokens)
+            except MalformedError as error:
+                self._refuse(error, example.row)
+        return kept
+
+    def _batch(self, examples: Sequence[Example]) -> pa.RecordBatch:
+        columns: list[pa.Array] = []
+        for sides in zip(*(example.sides for example in examples), strict=True):
+            columns.append(lists([side.ids for side in sides]))
+            columns.append(lists([side.mask for side in sides], MASK))
+        if self._objective == "kto":
+            columns.append(pa.array([example.label for example in examples], pa.bool_()))
+        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
+
+    def _target(self, side: Side, form: Form) -> Target:
+        try:
+            return target_of(side, self._spec.loss_on, self._objective, form.name)
+        except ValueError as error:
+            self._stop(str(error))
+
+    def _meet(self, side: Side, source: int) -> None:
+        """Check the settings and the tokenizer once for texts, and once for chats."""
+        kind = "chat" if isinstance(side, Chat) else "text"
+        known = any(kind == other for _, other in self._kinds)
+        self._kinds.add((source, kind))
+        try:
+            if not known:
+                check_settings(side, self._spec, self._encoder.tokenizer)
+        except ValueError as error:
+            self._stop(str(error))
+
+    def _describe(
+        self,
+        rows: Sequence[Row | MalformedError],
+        encoded: Sequence[Sequence[Tokens | MalformedError]],
+    ) -> None:
+        """Describe what the settings do to the first chat without template variables of its own."""
+        if self._notes is not None:
+            return
+        sides = (
+            row.sides[0]
+            for row, tokens in zip(rows, encoded, strict=True)
+            if isinstance(row, Row) and isinstance(tokens[0], Tokens)
+        )
+        variables = self._spec.chat_template_kwargs
+        chats = (side for side in sides if isinstance(side, Chat) and side.variables == variables)
+        try:
+            if (sample := next(chats, None)) is not None:
+                self._notes = template_notes(sample, self._spec)
+        except TemplateError as error:
+            self._stop(str(error))
+
+    def _refuse(self, error: MalformedError, row: int) -> None:
+        """Count a malformed row, or stop at it: data.malformed decides."""
+        detail = str(error)
+        why = REASONS[error.reason]
+        if self._spec.malformed == "error":
+            more = f" ({detail})" if detail != why else ""
+            self._stop(f"{why}{more}; correct it, or set data.malformed: drop", row)
+        source, number = self._place(row)
+        self._tally.refuse(error, f"row {number} of {self._sources[source].path}")
+
+    def _stop(self, message: str, row: int | None = None) -> NoReturn:
+        source = len(self._starts) - 1
+        at = ""
+        if row is not None:
+            source, number = self._place(row)
+            at = f"row {number}: "
+        raise ConfigError(f"{self._field} = {self._sources[source].path!r}: {at}{message}")
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """The source of a row of the data, and the row's number there."""
+        source = max(place for place, start in enumerate(self._starts) if start <= row)
+        return source, row - self._starts[source]
+
+    def _shown(self, tokens: Tokens) -> str:
+        return marked_text(tokens, lambda ids: decode_prompt(self._encoder.tokenizer, ids))
+
+    def _finished(self) -> OfflineReport:
+        tally, where = self._tally, named(self._data, self._field)
+        sources = [
+            SourceRows(
+                source.label,
+                tally.rows_of_source.get(place, 0),
+                len(files_of(source, self._field)),
+                source.weight,
+            )
+            for place, source in enumerate(self._sources)
+        ]
+        notes = [*(self._notes or ()), *count_notes(self._encoder.counts)]
+        forms = []
+        for place, (form, source) in enumerate(zip(self._forms, sources, strict=False)):
+            kinds = {"text": "strings", "chat": "chats"}
+            met = [name for kind, name in kinds.items() if (place, kind) in self._kinds]
+            forms.append(form.name + (f" ({' and '.join(met)})" if met else ""))
+            if form.unused:
+                notes.append(f"unused columns of {source.name}: {', '.join(form.unused)}")
+        report = tally.report(sources, forms, notes)
+        if not report.rows:
+            raise ConfigError(f"{where}: no row is left ({report.text()}); correct the data")
+        for source in sources:
+            if source.weight is not None and not source.rows and report.rows != self._most_rows:
+                raise ConfigError(
+                    f"{where}: no row of source {source.name!r} is left; correct it, or remove it"
+                )
+        if self._spec.least_reward is not None and "recorded groups" not in forms:
+            raise ConfigError(
+                f"data.least_reward = {self._spec.least_reward:g} only has an effect on recorded"
+                f" groups, and the form of {where} is {forms[0]}; leave it out"
+            )
+        return report

@@ -1,0 +1,124 @@
+"""Groups that a run recorded, as rows of SFT and DPO: the recorded tokens, chosen by reward."""
+
+import pytest
+
+from asyncrl.config import ConfigError
+from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
+from asyncrl.contracts.rows import groups_to_table as table_of
+from asyncrl.data.offline import open_offline_rows, write_offline_rows
+from asyncrl.data.offline_spec import OfflineDataSpec
+from asyncrl.rewards.files import write_groups
+from asyncrl.text.tokenizer import load_tokenizer
+
+PROMPT = "3+4="
+
+
+def group(ordinal, *trajectories, attempt=1, prompt=PROMPT, ids=(1, 10, 11)):
+    """A group of (token ids, reward, status) trajectories. Even token ids are masked."""
+    made = []
+    for tokens, reward, status in trajectories:
+        tokens = tuple(tokens)
+        completion = Completion(
+            tokens, (-0.5,) * len(tokens), (VersionSpan(3, 0, len(tokens)),), "stop", "text"
+        )
+        mask = tuple(token % 2 for token in tokens)
+        made.append(Trajectory(completion, mask, reward, {"exact": reward}, 0.0, status))
+    prompt = Prompt(ordinal, 0, prompt, ids)
+    return Group(attempt, prompt, tuple(made), "replica", 1.0, 2.0, scored_at=3.0)
+
+
+@pytest.fixture
+def recorded(chat_model, tmp_path):
+    """`recorded(groups, objective, **fields)`: the rows and the report of a run's groups, given as
+    one list for each file."""
+    ids = tuple(load_tokenizer(chat_model(None)).encode(PROMPT))
+
+    def read(*files, objective="sft", **fields):
+        folder = tmp_path / "run" / "groups"
+        for number, groups in enumerate(files):
+            own = [group(*item, ids=ids) for item in groups]
+            path = folder / f"attempt_0001-{number:08d}.parquet"
+            write_groups(path, [table_of(own)])
+        spec = OfflineDataSpec(chat_model(None), **fields)
+        report = write_offline_rows(
+            tmp_path / "t.arrow", spec, str(folder), "data.train", objective
+        )
+        return open_offline_rows(tmp_path / "t.arrow", objective).to_pylist(), report, [*ids]
+
+    return read
+
+
+GROUPS = [
+    (0, ((21, 23), 0.0, "ok"), ((25, 26, 27), 1.0, "ok"), ((29,), 1.0, "ok")),
+    (1, ((31,), 0.5, "ok"), ((33,), 2.0, "unscored"), ((35,), 0.5, "ok")),
+    (2, ((41,), None, "unscored"), ((43,), 0.0, "ok"), ((45,), 0.75, "ok")),
+]
+
+
+def test_the_best_trajectory_of_each_group_is_trained_with_its_own_mask(recorded):
+    rows, report, prompt = recorded(GROUPS)
+    assert [row["input_ids"] for row in rows] == [
+        [*prompt, 25, 26, 27],
+        [*prompt, 31],
+        [*prompt, 45],
+    ]
+    assert rows[0]["loss_mask"] == [False] * len(prompt) + [True, False, True]
+    assert report.forms == ("recorded groups",) and report.unsuitable == 0
+    assert report.notes == (), "columns of a run are not listed as unused"
+
+
+def test_all_trajectories_above_a_reward_are_trained(recorded):
+    rows, report, prompt = recorded(GROUPS, least_reward=0.75)
+    ends = [row["input_ids"][len(prompt) :] for row in rows]
+    assert ends == [[25, 26, 27], [29], [45]] and report.unsuitable == 1
+    assert "1 groups left out for their rewards" in report.text()
+
+
+def test_the_best_is_preferred_to_the_worst_where_rewards_differ(recorded):
+    rows, report, prompt = recorded(GROUPS, objective="dpo")
+    count = len(prompt)
+    pairs = [(row["chosen_ids"][count:], row["rejected_ids"][count:]) for row in rows]
+    assert pairs == [([25, 26, 27], [21, 23]), ([45], [43])] and report.unsuitable == 1
+    rows, report, _ = recorded(GROUPS, objective="dpo", least_reward=0.9)
+    assert len(rows) == 1 and report.unsuitable == 2
+
+
+def test_a_group_that_was_merged_and_not_yet_deleted_counts_once(recorded):
+    rows, report, _ = recorded(GROUPS[:1], GROUPS)
+    assert len(rows) == 3 and report.read == 4
+
+
+def test_equal_completions_and_empty_masks_are_malformed(recorded):
+    bad = [
+        (0, ((21,), 0.0, "ok"), ((21,), 1.0, "ok")),
+        (1, ((22,), 0.0, "ok"), ((23,), 1.0, "ok")),
+        GROUPS[2],
+    ]
+    rows, report, _ = recorded(bad, objective="dpo", malformed="drop")
+    assert len(rows) == 1
+    assert {reason: m.rows for reason, m in report.malformed.items()} == {
+        "equal": 1,
+        "no_target": 1,
+    }
+
+
+def test_tokens_of_another_tokenizer_are_refused(chat_model, tmp_path):
+    ids = load_tokenizer(chat_model(None)).encode("1+1=")
+    write_groups(tmp_path / "groups" / "a.parquet", [table_of([group(*GROUPS[0], ids=tuple(ids))])])
+    spec = OfflineDataSpec(chat_model(None))
+    with pytest.raises(ConfigError, match="another tokenizer made the recorded tokens"):
+        write_offline_rows(tmp_path / "t", spec, str(tmp_path / "groups"), "data.train", "sft")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss_on": "assistant"}, "data.loss_on = 'assistant' does not fit recorded groups"),
+        ({"apply_chat_template": True}, "data.apply_chat_template has no effect"),
+        ({"least_reward": 9.0}, "no row is left .*3 groups left out"),
+        ({"objective": "kto"}, "no form for kto"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(recorded, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        recorded(GROUPS, **fields)
