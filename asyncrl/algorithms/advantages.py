@@ -3,19 +3,25 @@ import it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Literal, get_args
 
 import numpy as np
 
 from asyncrl.algorithms.own import is_own, own_advantages
+from asyncrl.algorithms.pass_at_k import pass_at_k
 
 __all__ = [
     "STD_FLOOR",
     "Advantage",
+    "GroupInputs",
     "batch_normalized",
     "group_advantages",
     "moments_over_ranks",
+    "over_batch_std",
     "soft_overlong_penalty",
     "standardized",
 ]
@@ -25,12 +31,57 @@ STD_FLOOR = 1e-6
 rewards give zero advantages."""
 
 Advantage = Literal[
-    "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
+    "grpo",
+    "grpo_batch_std",
+    "gdpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "maxrl",
+    "pass_at_k",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "gae",
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """What some methods need besides the rewards of a group."""
+
+    lengths: Sequence[int] = ()
+    """Loss tokens of each trajectory (opo)."""
+    parts: Sequence[tuple[float, Sequence[float | None]]] = ()
+    """Of each reward function: its weight, and its rewards of the trajectories (gdpo)."""
+    k: int = 1
+    """Trajectories that are drawn together (pass_at_k)."""
+    pass_threshold: float = 1.0
+    """A trajectory passes if its reward is at least this (pass_at_k)."""
+
+    def of(self, usable: Sequence[bool]) -> GroupInputs:
+        """Return the inputs of the usable trajectories.
+
+        Raises:
+            ValueError: there is not one length, or not one reward of each function, per trajectory.
+        """
+        for values in (self.lengths or usable, *(part for _, part in self.parts)):
+            if len(values) != len(usable):
+                raise ValueError(
+                    f"{len(values)} lengths or rewards came with {len(usable)} trajectories; give"
+                    " one for each"
+                )
+        return replace(
+            self,
+            lengths=tuple(compress(self.lengths, usable)),
+            parts=tuple((weight, tuple(compress(part, usable))) for weight, part in self.parts),
+        )
+
+
 def group_advantages(
-    rewards: Sequence[float | None], usable: Sequence[bool], method: str
+    rewards: Sequence[float | None],
+    usable: Sequence[bool],
+    method: str,
+    inputs: GroupInputs | None = None,
 ) -> list[float | None]:
     """Return the advantage of each trajectory of one group; None for a trajectory that is not
     usable. The statistics use only the n usable trajectories.
@@ -40,7 +91,15 @@ def group_advantages(
       advantages.
     - dr_grpo: r - mean (arXiv:2503.20783, section 3.2).
     - rloo: r - mean of the others = n / (n - 1) · (r - mean) (arXiv:2402.14740, section 3.2).
+    - opo: r - Σ l·r / Σ l, with l the loss tokens of each trajectory (arXiv:2505.23585, the optimal
+      baseline where the squared gradient of a trajectory grows with its length).
     - maxrl: (r - mean) / (mean + 1e-6), for rewards of 0 and above (arXiv:2602.02710, section 3).
+    - pass_at_k: GRPO's advantages of random subsets of k trajectories, whose reward is 1 if one of
+      them passes, averaged over the subsets of each trajectory (arXiv:2508.10751, eq. 14-15).
+    - grpo_batch_std: r - mean. `over_batch_std` then divides by the std of all rewards of the step.
+    - gdpo: Σ weight · (part - mean) / (std + 1e-6), over the reward functions, each with its own
+      mean and std (arXiv:2601.05242, section 3). `batch_normalized` then normalizes over the step's
+      trajectories.
     - reinforce_plus_plus: r. reinforce_plus_plus_baseline: r - mean. `batch_normalized` then
       normalizes both over the step.
     - gae: r. The learner computes token advantages from it with its value head (`values.gae`).
@@ -52,7 +111,7 @@ def group_advantages(
 
     Raises:
         ValueError: the lengths differ, the method is unknown, the reward of a usable trajectory is
-            not finite, or it is negative under maxrl.
+            not finite, it is negative under maxrl, or opo gets no lengths.
     """
     if len(rewards) != len(usable):
         raise ValueError(
@@ -79,17 +138,23 @@ def group_advantages(
             f"rewards of usable trajectories must be finite numbers, not {kept.tolist()}; give"
             " those trajectories another status"
         )
-    values = iter(_advantages(kept, method).tolist())
+    values = iter(_advantages(kept, method, (inputs or GroupInputs()).of(usable)).tolist())
     return [next(values) if use else None for use in usable]
 
 
-def _advantages(rewards: np.ndarray, method: str) -> np.ndarray:
+def _advantages(rewards: np.ndarray, method: str, inputs: GroupInputs) -> np.ndarray:
     if is_own(method):
         return own_advantages(method, rewards) if len(rewards) > 1 else np.zeros(len(rewards))
     centered: np.ndarray = rewards - rewards.mean()
     match method:
         case "grpo":
             return np.asarray(centered / (rewards.std() + STD_FLOOR))
+        case "gdpo":
+            return _of_parts(inputs.parts, len(rewards))
+        case "opo":
+            return rewards - _length_weighted_mean(rewards, inputs.lengths)
+        case "pass_at_k":
+            return _of_subsets(rewards >= inputs.pass_threshold, inputs.k)
         case "rloo":
             return np.asarray(centered * (len(rewards) / max(len(rewards) - 1, 1)))
         case "maxrl":
@@ -101,13 +166,52 @@ def _advantages(rewards: np.ndarray, method: str) -> np.ndarray:
             return np.asarray(centered / (rewards.mean() + STD_FLOOR))
         case "reinforce_plus_plus" | "gae":
             return rewards
-        case _:  # dr_grpo, reinforce_plus_plus_baseline
+        case _:  # dr_grpo, grpo_batch_std, reinforce_plus_plus_baseline
             return centered
 
 
+def _length_weighted_mean(rewards: np.ndarray, lengths: Sequence[int]) -> float:
+    if len(lengths) != len(rewards) or not all(length > 0 for length in lengths):
+        raise ValueError(
+            f"algorithm.advantage: opo got the lengths {list(lengths)} of {len(rewards)} usable"
+            " trajectories; give the loss tokens of each, at least 1"
+        )
+    return float(np.average(rewards, weights=lengths))
+
+
+def _of_parts(
+    parts: Sequence[tuple[float, Sequence[float | None]]], trajectories: int
+) -> np.ndarray:
+    total = np.zeros(trajectories)
+    for weight, rewards in parts:
+        if weight:  # a function without weight may leave trajectories unscored
+            part = np.array(rewards, dtype=np.float64)
+            total += weight * (part - part.mean()) / (part.std() + STD_FLOOR)
+    return total
+
+
+def _of_subsets(passed: np.ndarray, k: int) -> np.ndarray:
+    """A subset has the advantage (1 - R) / σ if one of it passes and -R / σ if none does. R is
+    pass@k and σ = sqrt(R · (1 - R)). A trajectory that passes is only in subsets of the first kind.
+    For another one, the other k - 1 members decide."""
+    n, passing = len(passed), int(passed.sum())
+    k = min(k, n)
+    rate = pass_at_k(n, passing, k)
+    # Without this trajectory, n - 1 remain, and the same number of them passes.
+    others = pass_at_k(n - 1, passing, k - 1) if k > 1 and passing < n else 0.0
+    std = math.sqrt(rate * (1 - rate)) + STD_FLOOR
+    return np.where(passed, 1 - rate, others - rate) / std
+
+
+def over_batch_std(advantages: Sequence[float], rewards: Sequence[float]) -> list[float]:
+    """Return A / (std + 1e-6), with the population std of the rewards of all of the step's
+    trajectories (Lite PPO, arXiv:2508.08221)."""
+    return [advantage / (float(np.std(rewards)) + STD_FLOOR) for advantage in advantages]
+
+
 def batch_normalized(advantages: Sequence[float], tokens: Sequence[int]) -> list[float]:
-    """Return (A - mean) / (std + 1e-6) over the loss tokens of a whole step. Trajectory i counts
-    tokens[i] times (REINFORCE++, arXiv:2501.03262, section 3)."""
+    """Return (A - mean) / (std + 1e-6) over a whole step, where trajectory i counts tokens[i] times
+    (REINFORCE++, arXiv:2501.03262, section 3: over its loss tokens)."""
     values, counts = np.asarray(advantages, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
     mean = np.average(values, weights=counts)
     std = np.sqrt(np.average((values - mean) ** 2, weights=counts))

@@ -46,16 +46,22 @@ def sequence_max(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
 
 
 def importance_weights(
-    log_weight: Tensor, sequence: Tensor, sequences: int, level: Literal["token", "sequence"]
+    log_weight: Tensor,
+    sequence: Tensor,
+    sequences: int,
+    level: Literal["token", "sequence", "geometric"],
 ) -> Tensor:
     """Return importance weights [N]: exp(log_weight) for each token, or for each token the product
-    over its trajectory.
+    (`sequence`) or the geometric mean (`geometric`) over its trajectory.
 
     With a cap, this is truncated importance sampling (Ionides 2008; for LLMs: Yao et al. 2025,
-    "Your efficient RL framework secretly brings you off-policy RL training").
+    "Your efficient RL framework secretly brings you off-policy RL training"). The geometric mean is
+    GSPO's ratio (arXiv:2507.18071, eq. 7). It is biased, and does not grow with the length.
     """
     if level == "sequence":
         log_weight = sequence_sum(log_weight, sequence, sequences)[sequence]
+    elif level == "geometric":
+        log_weight = sequence_mean(log_weight, sequence, sequences)[sequence]
     return log_weight.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 

@@ -38,7 +38,7 @@ class LossSums:
     masked_rejected: Tensor | float = 0.0
     masked_sequence: Tensor | float = 0.0
     capped: Tensor | float = 0.0
-    """Tokens whose importance weight the cap cut."""
+    """Tokens whose importance weight the cap or the floor changed."""
     kl_k1: Tensor | float = 0.0
     kl_k3: Tensor | float = 0.0
     kl_reference: Tensor | float = 0.0
@@ -51,6 +51,9 @@ class LossSums:
     drift_tokens: Tensor | float = 0.0
     own: Mapping[str, Tensor] = field(default_factory=dict)
     """Metrics of the user's loss."""
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """Metrics of the loss's components. Each is divided by its component's denominator over the
+    whole step, so its sum over micro-batches and ranks is the metric."""
 
 
 def ratio_sums(log_ratio: Tensor) -> dict[str, Tensor]:
@@ -77,9 +80,11 @@ def drift_sums(
     return {"drift": clamped.abs()[late].sum(), "drift_tokens": late.sum()}
 
 
-def supervised_sums(loss: Tensor, logprobs: Tensor) -> LossSums:
-    """The sums of a supervised micro-batch with log-probs [N]: the ratios are those of an on-policy
-    step."""
+def supervised_sums(
+    loss: Tensor, logprobs: Tensor, parts: Mapping[str, Tensor] | None = None
+) -> LossSums:
+    """The sums of a micro-batch of fixed rows with log-probs [N]: the ratios are those of an
+    on-policy step."""
     zero, count = logprobs.new_zeros(()), logprobs.new_ones(()) * logprobs.numel()
     return LossSums(
         loss.detach(),
@@ -89,4 +94,5 @@ def supervised_sums(loss: Tensor, logprobs: Tensor) -> LossSums:
         clipped=zero,
         weight=count,
         nonfinite=(~torch.isfinite(logprobs)).sum(),
+        parts=parts or {},
     )

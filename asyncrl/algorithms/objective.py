@@ -27,18 +27,23 @@ from asyncrl.algorithms.objective_spec import CorrectionSpec, ObjectiveSpec
 from asyncrl.algorithms.own import is_own, own_loss
 from asyncrl.algorithms.surrogates import (
     cispo,
+    clip_cov,
     dppo,
+    gmpo,
     gspo_log_ratio,
+    kl_cov,
     log_linear_proximal,
     ppo_clip,
     reinforce,
     sapo,
+    vespo,
 )
 from asyncrl.algorithms.values import value_loss
 from asyncrl.runtime.functions import FunctionError, import_function, where
 
 __all__ = [
     "PolicyTokens",
+    "clipped_tokens",
     "own_metrics",
     "policy_loss",
     "supervised_loss",
@@ -72,6 +77,8 @@ class PolicyTokens:
     """[N], of the value head, with gradient."""
     returns: Tensor | None = None
     """[N], the targets of the values."""
+    selected: Tensor | None = None
+    """[N] bool: the tokens that clip_cov and kl_cov treat differently. None = no token."""
 
 
 def token_weights(
@@ -139,7 +146,7 @@ def policy_loss(
     log_ratio = (tokens.logprobs - tokens.behavior_logprobs).detach()
     surrogate, clipped, own = _surrogate(tokens, objective)
     uncapped = _importance_weights(tokens, objective)
-    weight = uncapped.clamp(max=correction.cap) / mean_weight
+    weight = uncapped.clamp(correction.floor, correction.cap) / mean_weight
     masks = _masks(log_ratio, tokens, correction)
     kept = ~torch.stack(list(masks.values())).any(0)
     policy_term = torch.where(kept, weight * surrogate, torch.zeros_like(surrogate))
@@ -155,10 +162,11 @@ def policy_loss(
             clipped=clipped.sum(),
             weight=weight.sum(),
             masked=(~kept).sum(),
-            capped=(uncapped > correction.cap).sum(),
+            capped=((uncapped > correction.cap) | (uncapped < correction.floor)).sum(),
             kl_reference=kl_sum,
             value_loss=value_term.detach(),
             own=own,
+            parts={},
             **{f"masked_{reason}": mask.sum() for reason, mask in masks.items()},
             **ratio_sums(log_ratio),
             **drift_sums(log_ratio, tokens.ages, tokens.sequence, tokens.sequences),
@@ -167,17 +175,23 @@ def policy_loss(
 
 
 def supervised_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, LossSums]:
-    """Compute the weighted negative log-likelihood of the target tokens, in nats. Both arguments
-    have shape [N]."""
+    """Compute the weighted negative log-likelihood of the target tokens, in nats: the component
+    `ce` of a loss. Both arguments have shape [N]. A token with weight 0 is no target."""
     loss = -(logprobs * weights).sum()
     with torch.no_grad():
-        return loss, supervised_sums(loss, logprobs)
+        return loss, supervised_sums(loss, logprobs, {"ce/loss": loss.detach()})
 
 
 def truncated_weights(tokens: PolicyTokens, objective: ObjectiveSpec) -> Tensor:
-    """Return the importance weights [N] from the behavior policy to the surrogate's old policy, at
-    most `correction.cap`, without gradient."""
-    return _importance_weights(tokens, objective).clamp(max=objective.correction.cap)
+    """Return the importance weights [N] from the behavior policy to the surrogate's old policy,
+    between `correction.floor` and `correction.cap`, without gradient."""
+    correction = objective.correction
+    return _importance_weights(tokens, objective).clamp(correction.floor, correction.cap)
+
+
+def clipped_tokens(tokens: PolicyTokens, objective: ObjectiveSpec) -> Tensor:
+    """Return [N] bool: the tokens whose gradient the surrogate's own clip stops."""
+    return _surrogate(tokens, objective)[1]
 
 
 def own_metrics(loss: str) -> tuple[str, ...]:
@@ -268,21 +282,35 @@ def _built_in_surrogate(
     logprobs, advantages = tokens.logprobs, tokens.advantages
     log_ratio = (logprobs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     low, high = objective.clip_low, objective.clip_high
+    sequence, sequences = tokens.sequence, tokens.sequences
     match objective.loss:
         case "ppo":
             return ppo_clip(log_ratio, advantages, low, high, objective.dual_clip)
         case "gspo":
-            of_sequence = gspo_log_ratio(log_ratio, tokens.sequence, tokens.sequences)
+            of_sequence = gspo_log_ratio(log_ratio, sequence, sequences)
             return ppo_clip(of_sequence, advantages, low, high)
+        case "gmpo":
+            return gmpo(log_ratio, advantages, sequence, sequences, low, high)
         case "cispo":
             return cispo(logprobs, log_ratio, advantages, low, high)
         case "sapo":
             return sapo(log_ratio, advantages, objective.tau_positive, objective.tau_negative)
         case "dppo":
             return dppo(logprobs, tokens.behavior_logprobs, advantages, objective.dppo_threshold)
+        case "vespo":
+            return vespo(logprobs, log_ratio, advantages, sequence, sequences, objective.vespo)
+        case "clip_cov":
+            return clip_cov(log_ratio, advantages, _selected(tokens), low, high)
+        case "kl_cov":
+            return kl_cov(log_ratio, advantages, _selected(tokens), objective.kl_cov_coef)
         case "reinforce":
             return reinforce(logprobs, advantages)
     raise ValueError(f"no loss is called {objective.loss!r}")
+
+
+def _selected(tokens: PolicyTokens) -> Tensor:
+    none = torch.zeros_like(tokens.advantages, dtype=torch.bool)
+    return none if tokens.selected is None else tokens.selected
 
 
 def _old_logprobs(tokens: PolicyTokens, old_policy: str) -> Tensor:

@@ -1,4 +1,5 @@
-"""The settings of a policy objective, as plain values. This module imports no torch."""
+"""The settings of a policy objective and of a preference objective, as plain values. This module
+imports no torch."""
 
 from __future__ import annotations
 
@@ -7,19 +8,34 @@ from typing import Literal
 
 from asyncrl.algorithms.kl import KLEstimator
 
-__all__ = ["CorrectionSpec", "Level", "ObjectiveSpec"]
+__all__ = [
+    "CorrectionSpec",
+    "Level",
+    "ObjectiveSpec",
+    "PreferenceLoss",
+    "PreferenceSpec",
+    "Truncation",
+    "VespoSpec",
+]
 
 Level = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 """What `reject_above` judges: one token, or a trajectory by its sum, mean or largest value."""
+
+Truncation = Literal["none", "token", "sequence", "geometric"]
+"""How a truncated importance weight is computed."""
+
+PreferenceLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "kto"]
 
 
 @dataclass(frozen=True, slots=True)
 class CorrectionSpec:
     """How the objective corrects for tokens that another policy sampled."""
 
-    truncation: Literal["none", "token", "sequence"] = "none"
+    truncation: Truncation = "none"
     cap: float = 2.0
     """Largest importance weight."""
+    floor: float = 0.0
+    """Smallest importance weight."""
     mask_below: float | None = None
     mask_above: float | None = None
     """Tokens with a ratio outside [mask_below, mask_above] are masked."""
@@ -29,6 +45,16 @@ class CorrectionSpec:
     reject_level: Level = "token"
     sequence_mask_above: float | None = None
     """In nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class VespoSpec:
+    """The shape of VESPO's weight W^k · exp(λ·(1 - W)), by the sign of the advantage."""
+
+    k_positive: float
+    lambda_positive: float
+    k_negative: float
+    lambda_negative: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +72,43 @@ class ObjectiveSpec:
     tau_positive: float
     tau_negative: float
     dppo_threshold: float
+    vespo: VespoSpec
+    kl_cov_coef: float
     entropy_coef: float
     kl_loss_coef: float
     kl_estimator: KLEstimator
     value_coef: float
     correction: CorrectionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceSpec:
+    """Which loss of preferences a step uses. `algorithms.preference` has the formulas."""
+
+    loss: PreferenceLoss = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    """Assumed share of pairs with swapped sides, of sigmoid and simpo."""
+    length_normalized: bool = False
+    """Whether sigmoid and hinge use means over tokens instead of sums."""
+    simpo_margin: float = 0.5
+    """SimPO's gamma, in units of the logit."""
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    """KTO's weights of the two labels."""
+    ce_coef: float = 0.0
+    """Weight of the next-token loss on chosen sides, a mean over their tokens (RPO,
+    arXiv:2404.19733)."""
+    weight_cap: float | None = None
+    """Largest off-policy weight of a pair; None = no weights."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with a reference policy."""
+        return self.loss != "simpo"
+
+    @property
+    def uses_means(self) -> bool:
+        """Whether a completion's score is a mean over its tokens, not a sum."""
+        normalized = self.length_normalized and self.loss in ("sigmoid", "hinge")
+        return normalized or self.loss in ("ipo", "simpo")

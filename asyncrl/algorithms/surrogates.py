@@ -3,19 +3,26 @@ surrogate clips. Log-probs, log-ratios and advantages have shape [N]."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.corrections import LOG_RATIO_LIMIT, sequence_mean
+from asyncrl.algorithms.corrections import LOG_RATIO_LIMIT, sequence_mean, sequence_sum
+from asyncrl.algorithms.objective_spec import VespoSpec
 
 __all__ = [
     "cispo",
+    "clip_cov",
     "dppo",
+    "gmpo",
     "gspo_log_ratio",
+    "kl_cov",
     "log_linear_proximal",
     "ppo_clip",
     "reinforce",
     "sapo",
+    "vespo",
 ]
 
 
@@ -54,6 +61,83 @@ def gspo_log_ratio(log_ratio: Tensor, sequence: Tensor, sequences: int) -> Tenso
     """
     mean = sequence_mean(log_ratio.detach(), sequence, sequences)[sequence]
     return mean + log_ratio - log_ratio.detach()
+
+
+def gmpo(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    sequence: Tensor,
+    sequences: int,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tensor, Tensor]:
+    """Return -A times the geometric mean of a trajectory's clipped ratios, at each of its tokens
+    with the token's own gradient, and where the clip stops it (GMPO, arXiv:2507.20673, section 3).
+
+    A token's ratio is bounded by 1 + clip_high where A > 0, and by 1 - clip_low where A < 0. The
+    paper bounds log-ratios by ±0.4, which is clip_low = 0.33 and clip_high = 0.49. It averages over
+    trajectories (`loss_aggregation: sequence_mean_token_mean`). A trajectory needs one advantage.
+    """
+    low = math.log(1 - clip_low) if clip_low < 1 else -math.inf
+    high = math.log1p(clip_high)
+    bounded = torch.where(advantages < 0, log_ratio.clamp(min=low), log_ratio.clamp(max=high))
+    stopped = ((advantages > 0) & (log_ratio > high)) | ((advantages < 0) & (log_ratio < low))
+    # The same arithmetic as GSPO's, after the clip instead of before it.
+    return -gspo_log_ratio(bounded, sequence, sequences).exp() * advantages, stopped
+
+
+def clip_cov(
+    log_ratio: Tensor, advantages: Tensor, selected: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Return PPO's clipped loss, but 0 at the selected tokens, and where either stops the gradient
+    (Clip-Cov, arXiv:2505.22617, section 4.2; PPO's clip is in the authors' code).
+
+    Args:
+        selected: [N] bool, from `covariance.drawn_between` over the whole step.
+    """
+    loss, stopped = ppo_clip(log_ratio, advantages, clip_low, clip_high)
+    return torch.where(selected, torch.zeros_like(loss), loss), stopped | selected
+
+
+def kl_cov(
+    log_ratio: Tensor, advantages: Tensor, selected: Tensor, coef: float
+) -> tuple[Tensor, Tensor]:
+    """Return -r·A, plus coef · |log r| at the selected tokens (KL-Cov, arXiv:2505.22617, section
+    4.2). No token is clipped.
+
+    The authors' code estimates the KL divergence from the old policy by |log r|. Its gradient is
+    ±coef, and 0 at r = 1.
+
+    Args:
+        selected: [N] bool, from `covariance.largest` over the whole step.
+    """
+    penalty = torch.where(selected, coef * log_ratio.abs(), torch.zeros_like(log_ratio))
+    loss = penalty - log_ratio.exp() * advantages
+    return loss, torch.zeros_like(advantages, dtype=torch.bool)
+
+
+def vespo(
+    logprobs: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    sequence: Tensor,
+    sequences: int,
+    shape: VespoSpec,
+) -> tuple[Tensor, Tensor]:
+    """Return -sg(φ(W))·A·log π, with W the product of a trajectory's ratios (VESPO,
+    arXiv:2602.10693).
+
+    φ(W) = W^k · exp(λ·(1 - W)), with k and λ by the sign of A. It is 1 on policy, largest at
+    W = k / λ, and falls to 0 on both sides, so no token is clipped. A trajectory needs one
+    advantage.
+    """
+    total = sequence_sum(log_ratio.detach(), sequence, sequences)[sequence]
+    log_w = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    good = advantages >= 0
+    power = torch.where(good, torch.full_like(log_w, shape.k_positive), shape.k_negative)
+    decay = torch.where(good, torch.full_like(log_w, shape.lambda_positive), shape.lambda_negative)
+    weight = (power * log_w + decay * (1 - log_w.exp())).exp()
+    return -weight * advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
 
 
 def cispo(

@@ -8,7 +8,16 @@ message gives the name here (`asyncrl.config.aliases`).
 from __future__ import annotations
 
 from asyncrl.config.config import Config
-from asyncrl.config.load import command_line, explain, field_names, load_config
+from asyncrl.config.load import (
+    command_line,
+    explain,
+    field_names,
+    load_any,
+    load_config,
+    load_offline,
+)
+from asyncrl.config.offline import DpoConfig, OfflineConfig, OfflineDataConfig, SftConfig
+from asyncrl.config.run_settings import RunSettings
 from asyncrl.config.schema import (
     HUB_CACHE,
     AlgorithmConfig,
@@ -46,17 +55,22 @@ __all__ = [
     "ConfigError",
     "CorrectionConfig",
     "DataConfig",
+    "DpoConfig",
     "EvalConfig",
     "EvalSet",
     "GeneratorConfig",
     "LearnerConfig",
     "ModelConfig",
     "ObserveConfig",
+    "OfflineConfig",
+    "OfflineDataConfig",
     "RewardConfig",
     "RewardFunction",
     "RolloutConfig",
+    "RunSettings",
     "SandboxConfig",
     "Section",
+    "SftConfig",
     "Source",
     "Sources",
     "StalenessConfig",
@@ -68,6 +82,8 @@ __all__ = [
     "field_names",
     "is_hub_data",
     "is_hub_name",
+    "load_any",
     "load_config",
+    "load_offline",
     "sources_of",
 ]

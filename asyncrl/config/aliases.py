@@ -6,7 +6,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+from asyncrl.config.offline_aliases import OFFLINE_RENAMED
+
 __all__ = ["explain_unknown"]
+
+VALUE_CLIP = (
+    "a batch is trained once, so a clip around the values before the step never acts; remove it"
+)
 
 RENAMED = {
     "normalise": "algorithm.correction.normalize",
@@ -56,7 +62,9 @@ RENAMED = {
     "memory_limit_mb": "reward.sandbox.memory_bytes",
     "lr": "learner.learning_rate",
     "lr_decay_style": "learner.lr_scheduler_type",
-    "loss_type": "algorithm.loss",
+    "loss_type": "algorithm.loss, or algorithm.preference.loss for online DPO",
+    "online_dpo": "algorithm.preference",
+    "judge": "reward.functions, with asyncrl.rewards.builtin:pairwise_judge",
     "loss_agg_mode": "algorithm.loss_aggregation",
     "advantage_estimator": "algorithm.advantage",
     "use_tis": "algorithm.correction.truncation",
@@ -64,7 +72,7 @@ RENAMED = {
     "over_sampling_batch_size": "staleness.over_sampling",
     "epsilon": "algorithm.eps_clip",
     "epsilon_high": "algorithm.eps_clip_high",
-    "beta": "algorithm.kl_loss_coef",
+    "beta": "algorithm.kl_loss_coef, or algorithm.preference.beta for online DPO",
     "kl_loss_type": "algorithm.kl_estimator",
     "use_wandb": "observe.sinks",
     "report_to": "observe.sinks",
@@ -204,7 +212,9 @@ RENAMED = {
     "adv_estimator": "algorithm.advantage",
     "advantage.estimator": "algorithm.advantage",
     "estimator": "algorithm.advantage",
-    "scale_rewards": "algorithm.advantage (dr_grpo: not divided by the standard deviation)",
+    "scale_rewards": (
+        "algorithm.advantage (dr_grpo for none, grpo_batch_std for batch, grpo for group)"
+    ),
     "norm_adv_by_std_in_grpo": "algorithm.advantage: dr_grpo for false",
     "disable_grpo_std_normalization": "algorithm.advantage: dr_grpo",
     "no_std_norm": "algorithm.advantage: dr_grpo",
@@ -222,6 +232,21 @@ RENAMED = {
     "eps_clip_low_high": "algorithm.eps_clip and algorithm.eps_clip_high",
     "sapo_temperature_pos": "algorithm.tau_positive",
     "sapo_temperature_neg": "algorithm.tau_negative",
+    "vespo_k_pos": "algorithm.vespo_k_positive",
+    "vespo_k_neg": "algorithm.vespo_k_negative",
+    "vespo_lambda_pos": "algorithm.vespo_lambda_positive",
+    "vespo_lambda_neg": "algorithm.vespo_lambda_negative",
+    "vespo.k_pos": "algorithm.vespo_k_positive",
+    "vespo.k_neg": "algorithm.vespo_k_negative",
+    "vespo.lambda_pos": "algorithm.vespo_lambda_positive",
+    "vespo.lambda_neg": "algorithm.vespo_lambda_negative",
+    "clip_cov_ratio": "algorithm.cov_share",
+    "clip_cov_lb": "algorithm.clip_cov_low",
+    "clip_cov_ub": "algorithm.clip_cov_high",
+    "kl_cov_ratio": "algorithm.cov_share",
+    "ppo_kl_coef": "algorithm.kl_cov_coef",
+    "multi_objective_aggregation": "algorithm.advantage: gdpo for normalize_then_sum",
+    "rollout_is_level": "algorithm.correction.truncation",
     "lam": "algorithm.gae_lambda",
     "lambd": "algorithm.gae_lambda",
     "entropy_coeff": "algorithm.entropy_coef",
@@ -250,7 +275,9 @@ RENAMED = {
     "vllm_importance_sampling_mode": "algorithm.correction.truncation",
     "vllm_importance_sampling_cap": "algorithm.correction.cap",
     "vllm_importance_sampling_clip_max": "algorithm.correction.cap",
-    "vllm_importance_sampling_clip_min": "algorithm.correction.mask_below",
+    "vllm_importance_sampling_clip_min": (
+        "algorithm.correction.floor, or correction.mask_below to mask"
+    ),
     "off_policy_mask_threshold": "algorithm.correction.sequence_mask_above",
     "mask_truncated_completions": (
         "reward.overlong_buffer, or a reward that returns None for truncated completions"
@@ -489,9 +516,9 @@ NOT_IMPLEMENTED = {
         "there is no tensor parallelism; remove it, or split long rows with"
         " learner.sequence_parallel_size"
     ),
-    "multi_objective_aggregation": (
-        "rewards are combined by their weights (reward.functions); remove it"
-    ),
+    "cliprange_value": VALUE_CLIP,
+    "value_clip": VALUE_CLIP,
+    "value_eps_clip": VALUE_CLIP,
 }
 """Settings of other systems that asyncrl does not implement → the reason and the fix."""
 
@@ -502,19 +529,32 @@ LIKENESS = 0.8
 def explain_unknown(name: str, known: Sequence[str]) -> str:
     """One line about a setting that is not among the `known` dotted names: its name here, why it
     does not exist, or the nearest name."""
+    offline = "objective" in known
     for ending in _endings(name):
+        if offline and (here := OFFLINE_RENAMED.get(ending)) is not None:
+            return _renamed(name, here)
         if ending in NOT_IMPLEMENTED:
             return f"{name} is not implemented: {NOT_IMPLEMENTED[ending]}"
-        if (here := RENAMED.get(ending)) is not None:
-            if here.startswith(NOT_NEEDED):
-                return f"{name} is unknown and not needed: {here[len(NOT_NEEDED) :]}; remove it"
-            return f"{name} is unknown; asyncrl calls it {here}"
+        here = RENAMED.get(ending)
+        if here is not None and (not offline or _exists(here, known)):
+            return _renamed(name, here)
     if name in known:  # one key with dots in it
         return f"{name} is one key; write {name.replace('.', ': {')}: …{'}' * name.count('.')}"
     near = _nearest(name.replace("-", "_"), known)
     return f"{name} is unknown; " + (
-        f"did you mean {near}?" if near else "see asyncrl train --help"
+        f"did you mean {near}?" if near else f"see asyncrl {'sft' if offline else 'train'} --help"
     )
+
+
+def _renamed(name: str, here: str) -> str:
+    if here.startswith(NOT_NEEDED):
+        return f"{name} is unknown and not needed: {here[len(NOT_NEEDED) :]}; remove it"
+    return f"{name} is unknown; asyncrl calls it {here}"
+
+
+def _exists(here: str, known: Sequence[str]) -> bool:
+    """Whether the first setting that a value of RENAMED names exists in this kind of config."""
+    return here.startswith(NOT_NEEDED) or here.split(" ")[0].rstrip(",:;") in known
 
 
 def _endings(name: str) -> list[str]:

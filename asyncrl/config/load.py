@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.config.aliases import explain_unknown
 from asyncrl.config.config import Config
+from asyncrl.config.offline import OBJECTIVES, OfflineConfig
+from asyncrl.config.run_settings import RunSettings, root_of_runs
 from asyncrl.config.schema import ENTRY_NAME, EvalSet, RewardFunction, Section, Source
 from asyncrl.contracts.errors import ConfigError
 from asyncrl.runtime.functions import FUNCTION
@@ -21,12 +25,18 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
     from pydantic_settings import PydanticBaseSettingsSource
 
-__all__ = ["load_config"]
+__all__ = ["load_any", "load_config", "load_offline", "section_of"]
 
 ENTRIES: dict[str, type[BaseModel]] = {"reward.functions.": RewardFunction, "eval.sets.": EvalSet}
 """Settings whose keys the user chooses → the section of each entry."""
 MAPPINGS = (*ENTRIES, "data.chat_template_kwargs.")
 """Settings whose keys the user chooses."""
+Kind = TypeVar("Kind", Config, OfflineConfig)
+COMMANDS: dict[type[RunSettings], str] = {
+    Config: "asyncrl train CONFIG.yaml",
+    OfflineConfig: "asyncrl sft CONFIG.yaml, or asyncrl dpo CONFIG.yaml",
+}
+"""Kind of config → the command that takes it."""
 PATTERNS = {
     FUNCTION: "name a function as package.module:function",
     ENTRY_NAME: "its name is empty or has a '/'; choose another",
@@ -38,7 +48,61 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file and apply command-line overrides such as `["--rollout.temperature", "0.8"]`.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting is unknown, missing or invalid.
+        ConfigError: the file cannot be read, has an offline objective, or a setting is unknown,
+            missing or invalid.
+    """
+    tree = _read_tree(path)
+    if "objective" in tree:
+        raise ConfigError(
+            f"config {str(path)!r} has objective: {tree['objective']}, which trains on a dataset"
+            " without generators; use a config of a run with generators here"
+        )
+    return _validated(Config, tree, overrides)
+
+
+def load_offline(
+    path: str | Path, overrides: list[str] | None = None, objective: str | None = None
+) -> OfflineConfig:
+    """Read the YAML file of a run on a dataset, as `load_config` does.
+
+    Args:
+        objective: the objective of a file that names none.
+
+    Raises:
+        ConfigError: as in `load_config`, or the file names another objective.
+    """
+    tree = _read_tree(path)
+    found = tree.get("objective", objective)
+    if objective is not None and found != objective:
+        raise ConfigError(
+            f"config {str(path)!r} has objective: {found}; run `asyncrl {found}`, or set objective:"
+            f" {objective}"
+        )
+    return _validated(OfflineConfig, {**tree, "objective": found}, overrides)
+
+
+def load_any(path: str | Path, overrides: list[str] | None = None) -> Config | OfflineConfig:
+    """Read a YAML file of either kind. The setting `objective` tells them apart.
+
+    Raises:
+        ConfigError: as in `load_config`.
+    """
+    tree = _read_tree(path)
+    if "objective" not in tree:
+        return load_config(path, overrides)
+    if tree["objective"] not in OBJECTIVES:
+        raise ConfigError(
+            f"objective = {tree['objective']!r}: use one of {', '.join(OBJECTIVES)}, or leave it"
+            " out for a run with generators"
+        )
+    return load_offline(path, overrides)
+
+
+def _read_tree(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, or contains something else.
     """
     if Path(path).is_dir():
         raise ConfigError(
@@ -61,21 +125,32 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
             f"config {str(path)!r} contains {type(tree).__name__}, not a mapping of settings; see"
             " jobs/quickstart/quickstart.yaml"
         )
+    return tree
+
+
+def _validated(kind: type[Kind], tree: dict[str, Any], overrides: list[str] | None) -> Kind:
+    """The tree with the overrides, as a config of this kind."""
     try:
         if not overrides:
-            return Config.model_validate(tree)
-        in_mappings, remaining = _overrides_of_mappings(overrides)
+            return kind.model_validate(tree)
+        in_mappings, remaining = _overrides_of_mappings(_without_braces(overrides, tree))
         for name, value in in_mappings:
             tree = _with_value(tree, name, value)
-        _refuse_unknown_overrides(remaining)
-        return command_line(remaining, tree) if remaining else Config.model_validate(tree)
+        _refuse_unknown_overrides(remaining, kind)
+        if not remaining:
+            return kind.model_validate(tree)
+        return command_line(remaining, tree, kind=kind)
     except ValidationError as error:
-        raise ConfigError(explain(error)) from None
+        raise ConfigError(explain(error, kind)) from None
 
 
 def command_line(
-    arguments: list[str], tree: Mapping[str, Any], exit_on_error: bool = False
-) -> Config:
+    arguments: list[str],
+    tree: Mapping[str, Any],
+    exit_on_error: bool = False,
+    *,
+    kind: type[Kind],
+) -> Kind:
     """Merge a YAML tree with command-line arguments, which take precedence. `--help` prints every
     setting and exits.
 
@@ -83,18 +158,25 @@ def command_line(
         ConfigError: the arguments cannot be parsed.
         ValidationError: the result is not a valid config.
     """
-    from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+    from pydantic_settings import CliApp, SettingsError
 
-    class CommandLine(BaseSettings, Config):
-        """Settings of one run. The YAML file can contain each of them too."""
-
-        model_config = SettingsConfigDict(
-            cli_prog_name="asyncrl train CONFIG.yaml",
-            cli_avoid_json=True,
-            cli_hide_none_type=True,
-            cli_parse_none_str="null",
+    try:
+        settings = CliApp.run(
+            _command_line_class(kind), cli_args=arguments, cli_exit_on_error=exit_on_error, **tree
         )
+    except SettingsError as error:
+        raise ConfigError(
+            f"command line: {' '.join(str(error).split())}; options look like"
+            " --learner.learning_rate 1e-6"
+        ) from None
+    return kind.model_validate(settings.model_dump())
 
+
+def _command_line_class(kind: type[RunSettings]) -> type[BaseModel]:
+    """The class that reads a config of this kind from the command line."""
+    from pydantic_settings import BaseSettings, SettingsConfigDict
+
+    class OnlyArguments:
         @classmethod
         def settings_customise_sources(
             cls,
@@ -106,21 +188,29 @@ def command_line(
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             return (init_settings,)
 
-    try:
-        settings = CliApp.run(
-            CommandLine, cli_args=arguments, cli_exit_on_error=exit_on_error, **tree
-        )
-    except SettingsError as error:
-        raise ConfigError(
-            f"command line: {' '.join(str(error).split())}; options look like"
-            " --rollout.temperature 0.8"
-        ) from None
-    return Config.model_validate(settings.model_dump())
+    options = SettingsConfigDict(
+        cli_prog_name=COMMANDS[kind],
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_parse_none_str="null",
+    )
+
+    class Training(OnlyArguments, BaseSettings, Config):
+        """Settings of one run. The YAML file can contain each of them too."""
+
+        model_config = SettingsConfigDict(**options)
+
+    class OnDataset(OnlyArguments, BaseSettings, OfflineConfig):
+        """Settings of one run on a dataset. The YAML file can contain each of them too."""
+
+        model_config = SettingsConfigDict(**options)
+
+    return Training if kind is Config else OnDataset
 
 
-def explain(error: ValidationError) -> str:
-    """One line that gives field, value and fix for each error."""
-    return "; ".join(_explain_one(item) for item in error.errors())
+def explain(error: ValidationError, kind: type[BaseModel] = Config) -> str:
+    """One line that gives field, value and fix for each error of a config of this kind."""
+    return "; ".join(_explain_one(item, kind) for item in error.errors())
 
 
 def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
@@ -128,12 +218,20 @@ def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str
     names: list[str] = []
     for name, field in section.model_fields.items():
         names.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            names += field_names(field.annotation, f"{prefix}{name}.")
+        if (inner := section_of(field.annotation)) is not None:
+            names += field_names(inner, f"{prefix}{name}.")
     return names
 
 
-def _explain_one(item: ErrorDetails) -> str:
+def section_of(annotation: object) -> type[Section] | None:
+    """The class of a section, which may be optional; None for the annotation of a setting."""
+    kinds = get_args(annotation) if get_origin(annotation) is UnionType else (annotation,)
+    return next(
+        (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None
+    )
+
+
+def _explain_one(item: ErrorDetails, kind: type[BaseModel]) -> str:
     name = ".".join(str(part) for part in item["loc"] if part not in ("(sources)", "(path)"))
     if item["type"] == "extra_forbidden":
         section = name.rpartition(".")[0]
@@ -141,10 +239,11 @@ def _explain_one(item: ErrorDetails) -> str:
             Source
             if "(sources)" in item["loc"]
             else next(
-                (kind for mapping, kind in ENTRIES.items() if section.startswith(mapping)), None
+                (fields for mapping, fields in ENTRIES.items() if section.startswith(mapping)),
+                None,
             )
         )
-        known = field_names(entry, f"{section}.") if entry else field_names()
+        known = field_names(entry, f"{section}.") if entry else field_names(kind)
         return "; ".join(explain_unknown(leaf, known) for leaf in _leaves(name, item["input"]))
     if item["type"] == "missing":
         return f"{name} is missing; set it"
@@ -171,6 +270,15 @@ def _leaves(name: str, value: object) -> list[str]:
     if not isinstance(value, dict) or not value:
         return [name]
     return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
+
+
+def _without_braces(overrides: list[str], tree: Mapping[str, Any]) -> list[str]:
+    """The overrides with `{runs_root}` replaced. The command line's parser would read a brace in a
+    setting that takes a list as the start of JSON."""
+    given = dict(pairwise(overrides)).get("--runs_root")
+    joined = [word.removeprefix("--runs_root=") for word in overrides if "runs_root=" in word]
+    root = root_of_runs(given or next(iter(joined), None) or tree.get("runs_root"))
+    return [word.replace("{runs_root}", str(root)) for word in overrides]
 
 
 def _overrides_of_mappings(overrides: list[str]) -> tuple[list[tuple[str, object]], list[str]]:
@@ -218,9 +326,9 @@ def _with_value(tree: object, name: str, value: object, above: str = "") -> dict
     return {**tree, key: _with_value(tree.get(key, {}), rest, value, here) if rest else value}
 
 
-def _refuse_unknown_overrides(overrides: list[str]) -> None:
-    known = set(field_names())
+def _refuse_unknown_overrides(overrides: list[str], kind: type[BaseModel]) -> None:
+    known = set(field_names(kind))
     for word in overrides:
         name = word.removeprefix("--").split("=", 1)[0]
         if word.startswith("--") and name not in known:
-            raise ConfigError(explain_unknown(name, field_names()))
+            raise ConfigError(explain_unknown(name, field_names(kind)))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from operator import attrgetter
 
 from asyncrl.config.derived import push_timeout_s, stall_timeout_s
+from asyncrl.config.preference_rules import check_preference
+from asyncrl.config.schema import Source
 from asyncrl.config.settings import Settings
 
-__all__ = ["check_rules", "length_text"]
+__all__ = ["check_rules", "check_sources"]
 
 WARM_START = (
     "target_column",
@@ -45,13 +48,13 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
         "algorithm.eps_clip",
         "algorithm.clips",
         (True,),
-        "algorithm.loss: ppo, gspo or cispo and an old_policy other than learner",
+        "algorithm.loss: ppo, clip_cov, gspo, gmpo or cispo and an old_policy other than learner",
     ),
     (
         "algorithm.eps_clip_high",
         "algorithm.clips",
         (True,),
-        "algorithm.loss: ppo, gspo or cispo and an old_policy other than learner",
+        "algorithm.loss: ppo, clip_cov, gspo, gmpo or cispo and an old_policy other than learner",
     ),
     (
         "algorithm.correction.cap",
@@ -59,6 +62,33 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
         (True,),
         "algorithm.correction.truncation or kl_loss_coef",
     ),
+    (
+        "algorithm.correction.floor",
+        "algorithm.correction.truncates",
+        (True,),
+        "algorithm.correction.truncation",
+    ),
+    *(
+        (f"algorithm.vespo_{name}", "algorithm.loss", ("vespo",), "algorithm.loss: vespo")
+        for name in ("k_positive", "lambda_positive", "k_negative", "lambda_negative")
+    ),
+    (
+        "algorithm.cov_share",
+        "algorithm.selects_tokens",
+        (True,),
+        "algorithm.loss: clip_cov or kl_cov",
+    ),
+    ("algorithm.clip_cov_low", "algorithm.loss", ("clip_cov",), "algorithm.loss: clip_cov"),
+    ("algorithm.clip_cov_high", "algorithm.loss", ("clip_cov",), "algorithm.loss: clip_cov"),
+    ("algorithm.kl_cov_coef", "algorithm.loss", ("kl_cov",), "algorithm.loss: kl_cov"),
+    ("algorithm.pass_k", "algorithm.advantage", ("pass_at_k",), "algorithm.advantage: pass_at_k"),
+    (
+        "algorithm.pass_threshold",
+        "algorithm.advantage",
+        ("pass_at_k",),
+        "algorithm.advantage: pass_at_k",
+    ),
+    ("algorithm.bootstrap_truncated", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
     ("algorithm.tau_positive", "algorithm.loss", ("sapo",), "algorithm.loss: sapo"),
     ("algorithm.tau_negative", "algorithm.loss", ("sapo",), "algorithm.loss: sapo"),
     ("algorithm.dppo_threshold", "algorithm.loss", ("dppo",), "algorithm.loss: dppo"),
@@ -174,29 +204,39 @@ describes them)."""
 
 def check_rules(config: Settings) -> None:
     """Raise ValueError for the first rule that does not hold."""
-    _check_sources(config)
+    check_sources(
+        {
+            "data.train": config.data.train,
+            "eval.data": config.eval.data,
+            "warm_start.data": config.warm_start.data,
+        }
+        | {f"eval.sets.{name}.data": chosen.data for name, chosen in config.eval.sets.items()}
+    )
+    check_preference(config)
     _check_batches(config)
     _check_lengths_and_timeouts(config)
     _check_evaluation(config)
     _check_old_policy(config)
     _check_dual_clip(config)
+    _check_loss(config)
     _check_advantage(config)
+    _check_pass_at_k(config)
+    _check_gdpo(config)
     _check_correction(config)
     _check_kl(config)
     _check_kept_tokens(config)
     _check_effects(config)
 
 
-def _check_sources(config: Settings) -> None:
-    """Check that all sources of data.train have a weight or none has, and that names are unique."""
-    settings = {
-        "data.train": config.data.train,
-        "eval.data": config.eval.data,
-        "warm_start.data": config.warm_start.data,
-    }
-    settings |= {
-        f"eval.sets.{name}.data": eval_set.data for name, eval_set in config.eval.sets.items()
-    }
+def check_sources(settings: Mapping[str, str | tuple[Source, ...] | None]) -> None:
+    """Check that all sources of data.train have a weight or none has, and that names are unique.
+
+    Args:
+        settings: dotted name of a setting → its value.
+
+    Raises:
+        ValueError: a source cannot be used as given.
+    """
     for setting, value in settings.items():
         sources = value if isinstance(value, tuple) else ()
         if isinstance(value, tuple) and not value:
@@ -224,17 +264,6 @@ def _check_sources(config: Settings) -> None:
             raise ValueError(
                 f"{setting}: several sources have the name {twice[0]!r}; give each its own name"
             )
-
-
-def length_text(config: Settings) -> str:
-    """What bounds the longest trajectory, in tokens."""
-    if config.longest_trajectory == config.data.max_length:
-        return f"data.max_length = {config.data.max_length}"
-    lengths = (
-        f"data.max_prompt_length {config.data.max_prompt_length} + rollout.max_completion_length"
-        f" {config.rollout.max_completion_length}"
-    )
-    return f"{lengths} = {config.longest_trajectory}"
 
 
 def _check_batches(config: Settings) -> None:
@@ -291,6 +320,7 @@ def _check_lengths_and_timeouts(config: Settings) -> None:
             " end the run before it is replaced; raise push_timeout_s, or lower stall_timeout_s"
         )
     _check_trajectories(config)
+    _check_bootstrap(config)
     _check_packing(config)
 
 
@@ -425,15 +455,26 @@ def _check_trajectories(config: Settings) -> None:
             else ""
         )
         raise ValueError(
-            f"{length_text(config)} is above learner.max_tokens_per_gpu ="
+            f"{config.longest_text} is above learner.max_tokens_per_gpu ="
             f" {learner.max_tokens_per_gpu}{shared}; raise that or learner.sequence_parallel_size,"
             " or set a lower data.max_length"
         )
     if config.algorithm.has_reference and longest > learner.max_tokens_per_gpu:
         raise ValueError(
-            f"{length_text(config)} is above learner.max_tokens_per_gpu ="
+            f"{config.longest_text} is above learner.max_tokens_per_gpu ="
             f" {learner.max_tokens_per_gpu}, and the reference policy cannot split a row over"
             " ranks; raise that, or set algorithm.kl_coef and kl_loss_coef to 0"
+        )
+
+
+def _check_bootstrap(config: Settings) -> None:
+    """Check that the longest trajectory leaves room for the token whose value follows it."""
+    longest, room = config.longest_trajectory, config.learner.max_tokens_per_row
+    if config.algorithm.bootstrap_truncated and longest >= room:
+        raise ValueError(
+            "algorithm.bootstrap_truncated: true needs one token more than the longest trajectory:"
+            f" {config.longest_text} leaves none of learner.max_tokens_per_gpu *"
+            f" sequence_parallel_size = {room}; raise max_tokens_per_gpu"
         )
 
 
@@ -475,16 +516,21 @@ def _check_old_policy(config: Settings) -> None:
     if algorithm.correction.normalize and algorithm.correction.truncation == "none":
         raise ValueError(
             "algorithm.correction.normalize: true has no weights to divide; set"
-            " correction.truncation: token or sequence, or leave it out"
+            " correction.truncation: token, sequence or geometric, or leave it out"
         )
-    if algorithm.loss in ("reinforce", "dppo") and algorithm.old_policy != (
+    if algorithm.loss in ("reinforce", "dppo", "vespo") and algorithm.old_policy != (
         wanted := "learner" if algorithm.loss == "reinforce" else "behavior"
     ):
         raise ValueError(
             f"algorithm.loss = {algorithm.loss!r} is defined for algorithm.old_policy: {wanted},"
             f" not {algorithm.old_policy}; set old_policy: {wanted}"
         )
-    if algorithm.loss in ("gspo", "cispo", "sapo") and algorithm.old_policy == "learner":
+    if algorithm.loss == "kl_cov" and algorithm.old_policy == "learner":
+        raise ValueError(
+            "algorithm.loss = 'kl_cov' with algorithm.old_policy: learner always has a ratio of 1,"
+            " so its penalty is 0; set algorithm.old_policy: behavior, or algorithm.loss: clip_cov"
+        )
+    if algorithm.loss in ("gspo", "gmpo", "cispo", "sapo") and algorithm.old_policy == "learner":
         raise ValueError(
             f"algorithm.loss = {algorithm.loss!r} with algorithm.old_policy: learner always has a"
             " ratio of 1, so it equals REINFORCE; set algorithm.old_policy: behavior, or"
@@ -508,6 +554,56 @@ def _check_dual_clip(config: Settings) -> None:
         )
 
 
+def _check_loss(config: Settings) -> None:
+    algorithm = config.algorithm
+    if algorithm.needs_one_advantage and algorithm.advantage == "gae":
+        raise ValueError(
+            f"algorithm.loss = {algorithm.loss!r} needs one advantage per trajectory, and"
+            " advantage: gae has one per token; set algorithm.loss: ppo, or another advantage"
+        )
+    if algorithm.clip_cov_low >= algorithm.clip_cov_high:
+        raise ValueError(
+            f"algorithm.clip_cov_low = {algorithm.clip_cov_low:g} is not below"
+            f" algorithm.clip_cov_high = {algorithm.clip_cov_high:g}, so no token can be selected;"
+            " lower it"
+        )
+
+
+def _check_pass_at_k(config: Settings) -> None:
+    algorithm, samples = config.algorithm, config.rollout.n_samples_per_prompt
+    if algorithm.advantage != "pass_at_k":
+        return
+    if algorithm.pass_k >= samples:
+        raise ValueError(
+            f"algorithm.pass_k = {algorithm.pass_k} is not below rollout.n_samples_per_prompt ="
+            f" {samples}. Then a group has only one subset, with an advantage of 0; lower it"
+        )
+    if config.reward.overlong_buffer or algorithm.kl_coef:
+        raise ValueError(
+            "algorithm.advantage: pass_at_k compares the reward with pass_threshold."
+            f" reward.overlong_buffer = {config.reward.overlong_buffer} and kl_coef ="
+            f" {algorithm.kl_coef:g} lower it; set both to 0, or use kl_loss_coef"
+        )
+
+
+def _check_gdpo(config: Settings) -> None:
+    algorithm = config.algorithm
+    if algorithm.advantage != "gdpo":
+        return
+    if config.reward.overlong_buffer or algorithm.kl_coef:
+        raise ValueError(
+            "algorithm.advantage: gdpo normalizes the rewards of each function."
+            f" reward.overlong_buffer = {config.reward.overlong_buffer} and kl_coef ="
+            f" {algorithm.kl_coef:g} belong to none; set both to 0, or use kl_loss_coef and a"
+            " reward function for the length"
+        )
+    if config.reward.shuffle:
+        raise ValueError(
+            "reward.shuffle: true permutes total rewards, and advantage: gdpo has one for each"
+            " function; leave one of them out"
+        )
+
+
 def _check_advantage(config: Settings) -> None:
     algorithm = config.algorithm
     if algorithm.correction.sequence_mask_above is not None and algorithm.advantage == "gae":
@@ -515,7 +611,8 @@ def _check_advantage(config: Settings) -> None:
             "algorithm.correction.sequence_mask_above needs one advantage per trajectory, and"
             " advantage: gae has one per token; leave it out"
         )
-    if algorithm.filter_zero_variance and algorithm.advantage in ("reinforce_plus_plus", "gae"):
+    learns_from_equal = ("reinforce_plus_plus", "gae", "gdpo")
+    if algorithm.filter_zero_variance and algorithm.advantage in learns_from_equal:
         raise ValueError(
             f"algorithm.filter_zero_variance drops groups that advantage: {algorithm.advantage}"
             " learns from; leave one of them out"
@@ -543,6 +640,8 @@ def _check_advantage(config: Settings) -> None:
 
 def _check_correction(config: Settings) -> None:
     algorithm = config.algorithm
+    if algorithm.preference is not None:
+        return  # see check_preference
     if (
         not algorithm.corrected
         and config.staleness.max_staleness > 0
@@ -566,11 +665,11 @@ def _check_kl(config: Settings) -> None:
             f" = {algorithm.kl_loss_coef:g} (in the loss) add the same term twice; set one of them"
             " to 0"
         )
-    if algorithm.kl_coef and algorithm.advantage == "grpo":
+    if algorithm.kl_coef and algorithm.advantage in ("grpo", "grpo_batch_std"):
         raise ValueError(
-            f"algorithm.kl_coef = {algorithm.kl_coef:g} does not work with advantage: grpo. In a"
-            " group with equal rewards, dividing by their std makes the KL term's noise as large"
-            " as a reward; use dr_grpo, rloo or kl_loss_coef"
+            f"algorithm.kl_coef = {algorithm.kl_coef:g} does not work with advantage:"
+            f" {algorithm.advantage}. In a group with equal rewards, dividing by their std makes"
+            " the KL term's noise as large as a reward; use dr_grpo, rloo or kl_loss_coef"
         )
     if algorithm.kl_coef and algorithm.advantage in ("reinforce_plus_plus", "gae"):
         raise ValueError(

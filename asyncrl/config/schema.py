@@ -37,6 +37,7 @@ __all__ = [
     "LearnerConfig",
     "ModelConfig",
     "ObserveConfig",
+    "OnlinePreferenceConfig",
     "RewardConfig",
     "RewardFunction",
     "RolloutConfig",
@@ -576,11 +577,15 @@ class CorrectionConfig(Section):
     """Correction for tokens that another policy sampled, in addition to the loss's own ratio.
     Masked tokens still count in every denominator."""
 
-    truncation: Literal["none", "token", "sequence"] = "none"
+    truncation: Literal["none", "token", "sequence", "geometric"] = "none"
     """Weight each token by min(π_old / π_behavior, cap). `token`: the ratio of the token (TIS).
-    `sequence`: the product over the trajectory. Needs an old_policy other than behavior."""
+    `sequence`: the product over the trajectory. `geometric`: the geometric mean over the
+    trajectory. Needs an old_policy other than behavior."""
     cap: float = Field(default=2.0, ge=1)
     """Largest truncated weight, and largest ratio in the KL term of the loss."""
+    floor: float = Field(default=0.0, ge=0, le=1)
+    """Smallest truncated weight. It raises the weight of tokens that the learner now rarely
+    samples. 0 = none."""
     normalize: bool = False
     """Divide the truncated weights by their mean over the step's tokens. Costs an additional
     forward pass."""
@@ -598,6 +603,11 @@ class CorrectionConfig(Section):
     sequence_mask_above: float | None = Field(default=None, gt=0)
     """Mask trajectories with a negative advantage whose mean log π_behavior / π_learner is above
     this value (DeepSeek-V3.2's off-policy sequence mask)."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens have truncated weights."""
+        return self.truncation != "none"
 
     @property
     def rejects(self) -> bool:
@@ -620,14 +630,29 @@ class CorrectionConfig(Section):
 
 ADVANTAGES = (
     "grpo",
+    "grpo_batch_std",
+    "gdpo",
     "dr_grpo",
     "rloo",
+    "opo",
     "maxrl",
+    "pass_at_k",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "gae",
 )
-LOSSES = ("ppo", "gspo", "cispo", "sapo", "dppo", "reinforce")
+LOSSES = (
+    "ppo",
+    "clip_cov",
+    "kl_cov",
+    "gspo",
+    "gmpo",
+    "vespo",
+    "cispo",
+    "sapo",
+    "dppo",
+    "reinforce",
+)
 
 
 def _built_in_or_own(names: tuple[str, ...]) -> AfterValidator:
@@ -641,18 +666,50 @@ def _built_in_or_own(names: tuple[str, ...]) -> AfterValidator:
     return AfterValidator(check)
 
 
+class OnlinePreferenceConfig(Section):
+    """Asynchronous online DPO."""
+
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """Loss of a pair. `sigmoid`: DPO (arXiv:2305.18290). `ipo`: arXiv:2310.12036, with mean
+    log-probs."""
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the reference: a small beta lets the policy move further from it."""
+    pairs: Literal["best_worst", "margin"] = "best_worst"
+    """Pairs of a group. `best_worst`: the completion with the highest reward against the one with
+    the lowest. `margin`: all pairs, the largest differences first, at most max_pairs."""
+    min_margin: float = Field(default=1e-6, gt=0)
+    """Smallest difference of the rewards of a pair. Default: rewards only have to differ."""
+    max_pairs: int = Field(default=4, gt=0)
+    """Most pairs of a group (pairs: margin)."""
+    missing_eos_penalty: float = Field(default=0.0, ge=0)
+    """Subtract this from the reward of a completion that was cut off, before pairs are chosen. The
+    recorded reward stays as it is."""
+    weight_cap: float | None = Field(default=2.0, ge=1)
+    """Weight each pair by min(π_learner / π_behavior of both completions, weight_cap), for tokens
+    that an older version sampled. None = no weight, which max_staleness above 1 refuses unless
+    algorithm.allow_uncorrected is set."""
+    ce_coef: float = Field(default=0.0, ge=0)
+    """Weight of the next-token loss on the chosen sides, a mean over their tokens (RPO,
+    arXiv:2404.19733)."""
+
+
 class AlgorithmConfig(Section):
     advantage: Annotated[str, _built_in_or_own(ADVANTAGES)] = "grpo"
     """`grpo`: (r - mean) / std of the group, with the population std (verl and TRL use the sample
-    std). `dr_grpo`: r - mean. `rloo`: r - mean of the other trajectories. `maxrl`: (r - mean) /
-    mean. `reinforce_plus_plus`: r, normalized over the step. `reinforce_plus_plus_baseline`: r -
-    mean, normalized over the step. `gae`: per token, from a value head on the learner, normalized
-    over the step. Or your own function, as `package.module:function`
-    (docs/how_to/own_algorithm.md)."""
+    std). `grpo_batch_std`: (r - mean) / std of the step's rewards (Lite PPO). `gdpo`: `grpo` of
+    each reward function, then their weighted sum, normalized over the step's trajectories.
+    `dr_grpo`: r - mean. `rloo`: r - mean of the other trajectories. `opo`: r - mean weighted by
+    length. `maxrl`: (r - mean) / mean. `pass_at_k`: `grpo` of subsets of pass_k trajectories; a
+    subset passes if one of them does. `reinforce_plus_plus`: r, normalized over the step.
+    `reinforce_plus_plus_baseline`: r - mean, normalized over the step. `gae`: per token, from a
+    value head on the learner, normalized over the step. Or your own function, as
+    `package.module:function` (docs/how_to/own_algorithm.md)."""
     loss: Annotated[str, _built_in_or_own(LOSSES)] = "ppo"
-    """`ppo`: clipped ratio per token. `gspo`: clipped ratio per trajectory. `cispo`: clipped
-    weight. `sapo`: soft gate. `dppo`: mask by probability difference. `reinforce`: no ratio. Or
-    your own function, as `package.module:function`."""
+    """`ppo`: clipped ratio per token. `clip_cov`: `ppo` without some tokens of high covariance.
+    `kl_cov`: ratio without a clip, with a penalty on the tokens of highest covariance. `gspo`:
+    clipped ratio per trajectory. `gmpo`: geometric mean of clipped ratios. `vespo`: soft weight per
+    trajectory. `cispo`: clipped weight. `sapo`: soft gate. `dppo`: mask by probability difference.
+    `reinforce`: no ratio. Or your own function, as `package.module:function`."""
     old_policy: Literal["behavior", "learner", "log_linear"] = "behavior"
     """Denominator of the loss's ratio. `behavior`: the policy that sampled. `learner`: the
     learner's policy at the step (the recomputed proximal policy of decoupled PPO). `log_linear`: an
@@ -673,7 +730,7 @@ class AlgorithmConfig(Section):
     eps_clip: float | None = Field(default=None, gt=0, le=1)
     """Lower clip of the ratio: 1 - eps_clip. Default: 0.2, and 1 (no clip) for cispo. GSPO's ratio
     is a mean over the trajectory, and its paper uses 3e-4 below and 4e-4 above for long
-    completions."""
+    completions. GMPO clips before its mean, and its paper uses 0.33 below and 0.49 above."""
     eps_clip_high: float = Field(default=0.28, gt=0)
     """Upper clip of the ratio: 1 + eps_clip_high."""
     dual_clip: float | None = Field(default=None, gt=1)
@@ -684,6 +741,31 @@ class AlgorithmConfig(Section):
     """SAPO's temperature for negative advantages."""
     dppo_threshold: float = Field(default=0.15, gt=0, lt=1)
     """Largest change of a token's probability in DPPO."""
+    vespo_k_positive: float = Field(default=2.0, ge=0)
+    """VESPO weights a trajectory by W^k · exp(λ·(1 - W)), with W its product of ratios. This is k
+    for advantages of at least 0. The weight is largest at W = k / λ."""
+    vespo_lambda_positive: float = Field(default=3.0, gt=0)
+    """VESPO's λ for advantages of at least 0. A higher value weights large W less."""
+    vespo_k_negative: float = Field(default=3.0, ge=0)
+    """VESPO's k for negative advantages. A higher value weights small W less."""
+    vespo_lambda_negative: float = Field(default=2.0, gt=0)
+    """VESPO's λ for negative advantages."""
+    cov_share: float = Field(default=2e-4, gt=0, le=1)
+    """Share of the step's tokens that clip_cov and kl_cov select, at least one token. The
+    covariance of a token is (log π - mean) · (A - mean), with means over the step. Costs an
+    additional forward pass. The paper uses 2e-4, and 2e-3 for kl_cov with a 7B model."""
+    clip_cov_low: float = 1.0
+    """clip_cov draws its tokens from those with a covariance above this, and stops their gradient.
+    """
+    clip_cov_high: float = 5.0
+    """clip_cov draws its tokens from those with a covariance below this."""
+    kl_cov_coef: float = Field(default=1.0, gt=0)
+    """Weight of abs(log ratio) in the loss of kl_cov's tokens: those with the highest
+    covariances. It has no gradient where the ratio is 1."""
+    pass_k: int = Field(default=4, gt=0)
+    """Trajectories of a subset (advantage: pass_at_k). Must be below n_samples_per_prompt."""
+    pass_threshold: float = 1.0
+    """A trajectory passes if its reward is at least this value (advantage: pass_at_k)."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token (advantage: gae)."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
@@ -691,13 +773,18 @@ class AlgorithmConfig(Section):
     """
     value_coef: float = Field(default=0.5, gt=0)
     """Weight of the value head's squared error in the loss (advantage: gae)."""
+    bootstrap_truncated: bool = False
+    """Where a completion was cut off, count the value of the state after its last token as the
+    reward that would have followed (advantage: gae). Needs one more token in
+    learner.max_tokens_per_gpu than the longest trajectory."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Bonus for the entropy of each token's distribution, in units of the loss per nat."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Subtract this times the trajectory's KL divergence from the reference policy, summed over its
     tokens, from the reward. Needs kl_estimator: k1, the only estimator with the right gradient in
-    the reward. Needs advantage: dr_grpo, rloo or reinforce_plus_plus_baseline, because dividing by
-    the rewards' std would undo the coefficient. Not with kl_loss_coef or filter_zero_variance."""
+    the reward. Needs advantage: dr_grpo, rloo, opo or reinforce_plus_plus_baseline, because
+    dividing by the rewards' std would undo the coefficient. Not with kl_loss_coef or
+    filter_zero_variance."""
     kl_loss_coef: float = Field(default=0.0, ge=0)
     """Add this times the KL divergence from the reference policy to the loss, aggregated like the
     loss."""
@@ -713,6 +800,11 @@ class AlgorithmConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
     allow_uncorrected: bool = False
     """Allow an uncorrected loss on stale tokens."""
+    preference: OnlinePreferenceConfig | None = None
+    """Online DPO instead of a policy gradient (experimental): pairs of a group's completions
+    replace advantages. `preference: {}` takes the defaults. Of the other settings of `algorithm`,
+    only ref_load, ref_num_cpus, filter_zero_variance, group_filter and allow_uncorrected then have
+    an effect. None = policy gradient."""
 
     @property
     def clip_low(self) -> float:
@@ -728,21 +820,34 @@ class AlgorithmConfig(Section):
     def clips(self) -> bool:
         """Whether eps_clip and eps_clip_high apply: the loss clips a ratio, and that ratio is not
         always 1."""
-        return self.loss in ("ppo", "gspo", "cispo") and self.old_policy != "learner"
+        clipping = ("ppo", "clip_cov", "gspo", "gmpo", "cispo")
+        return self.loss in clipping and self.old_policy != "learner"
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether the loss treats tokens of high covariance differently."""
+        return self.loss in ("clip_cov", "kl_cov")
+
+    @property
+    def needs_one_advantage(self) -> bool:
+        """Whether the loss is defined for one advantage per trajectory only."""
+        return self.loss in ("gmpo", "vespo")
 
     @property
     def caps(self) -> bool:
         """Whether correction.cap applies."""
-        return self.correction.truncation != "none" or self.kl_loss_coef > 0
+        return self.correction.truncates or self.kl_loss_coef > 0
 
     @property
     def has_reference(self) -> bool:
-        """Whether a KL term needs the reference policy."""
-        return self.kl_coef > 0 or self.kl_loss_coef > 0
+        """Whether a KL term or a preference needs the reference policy."""
+        return self.preference is not None or self.kl_coef > 0 or self.kl_loss_coef > 0
 
     @property
     def corrected(self) -> bool:
         """Whether every token's gradient includes a function of π_learner / π_behavior."""
+        if self.preference is not None:
+            return self.preference.weight_cap is not None
         if self.loss == "reinforce" or self.old_policy != "behavior":
             return self.correction.truncation != "none"
         return True
@@ -751,6 +856,8 @@ class AlgorithmConfig(Section):
     def compares_behavior(self) -> str | None:
         """The part of the objective that compares the generator's log-probs with others; None if
         there is none."""
+        if self.preference is not None:
+            return None if self.preference.weight_cap is None else "preference.weight_cap"
         if self.old_policy != "learner":
             return f"the ratio of loss: {self.loss} against old_policy: {self.old_policy}"
         if self.correction.truncation != "none" or self.correction.masks:

@@ -1,137 +1,116 @@
-"""The whole settings tree, its paths, and the numbers derived from it."""
+"""The settings of a run with generators, and the numbers derived from them."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
+from asyncrl.config.run_settings import Limits, RunSettings, located, root_of_runs
 from asyncrl.config.schema import (
     AlgorithmConfig,
-    CheckpointConfig,
     DataConfig,
     EvalConfig,
     EvalSet,
     GeneratorConfig,
-    LearnerConfig,
-    ModelConfig,
-    ObserveConfig,
     RewardConfig,
     RolloutConfig,
-    Section,
+    Source,
     StalenessConfig,
-    Unset,
     WarmStartConfig,
     WeightsConfig,
     is_hub_data,
-    is_hub_name,
+    sources_of,
 )
-from asyncrl.contracts.errors import ConfigError
-from asyncrl.runtime.redact import redact_tree
 
 __all__ = ["Settings", "completion_room"]
 
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-PATHS = (
-    ("model", "path"),
-    ("algorithm", "ref_load"),
-    ("data", "train"),
-    ("eval", "data"),
-    ("warm_start", "data"),
-    ("checkpoint", "save"),
-    ("checkpoint", "load"),
-)
-"""Settings that are paths. `{runs_root}` in them is replaced, and they become absolute."""
-MODELS = PATHS[:2]
-"""Paths that may name a model on the hub instead."""
-DATA = PATHS[2:5]
-"""Paths that may be several sources, or datasets on the hub."""
 
+class Settings(RunSettings):
+    """One training run with generators."""
 
-class Settings(Section):
-    """One training run."""
+    PATHS: ClassVar[tuple[tuple[str, str], ...]] = (
+        *RunSettings.PATHS,
+        ("algorithm", "ref_load"),
+        ("warm_start", "data"),
+    )
+    MODELS: ClassVar[tuple[tuple[str, str], ...]] = (
+        *RunSettings.MODELS,
+        ("algorithm", "ref_load"),
+    )
+    DATA: ClassVar[tuple[tuple[str, str], ...]] = (*RunSettings.DATA, ("warm_start", "data"))
 
-    name: str
-    """Name of the run and of its directory under runs_root."""
-    runs_root: str | None = None
-    """Directory of all runs. Default: the environment variable ASYNCRL_RUNS, else `runs/` in the
-    current directory."""
-    seed: int = Field(default=0, ge=0, lt=1 << 32)
-    """Seed for data order, sampling and initial state."""
     max_steps: int = Field(gt=0)
     """Optimizer steps after which the run ends. The count starts at version 0 and includes earlier
     attempts and the steps of `checkpoint.load`."""
-    resume: Literal["never", "auto", "must"] = "never"
-    """`must`: continue from the last committed checkpoint, or fail. `auto`: continue if there is
-    one. `never`: start a new run, and refuse an existing directory."""
-    max_restarts: int = Field(default=3, ge=0)
-    """Restarts the run automatically after one of its parts dies, at most this many times between
-    checkpoints. Each new attempt starts from the last committed checkpoint."""
-    ray_without_token: bool = False
-    """Use a cluster whose token authentication is off. Everyone who can reach its ports can then
-    run code on its machines, and read and change the run. Only for a network without other users.
-    """
-    placement_timeout_s: Annotated[float | None, Unset] = Field(default=None, gt=0)
-    """Seconds that a part of the run may wait for resources before the run fails with a table of
-    what is missing. Default: derived from the number of processes. Set more, such as 900, for a
-    cluster that adds nodes on demand."""
-    model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
     reward: RewardConfig
     generator: GeneratorConfig = GeneratorConfig()
-    learner: LearnerConfig = LearnerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     staleness: StalenessConfig = StalenessConfig()
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
-    observe: ObserveConfig = ObserveConfig()
 
     @model_validator(mode="before")
     @classmethod
-    def paths_are_absolute(cls, tree: object) -> object:
-        """Make every path absolute in the user's directory, because workers start in other
-        directories."""
-        if not isinstance(tree, dict):
+    def set_paths_are_absolute(cls, tree: object) -> object:
+        """Make the paths of evaluation sets absolute, like those of `paths_are_absolute`."""
+        evaluation = tree.get("eval") if isinstance(tree, dict) else None
+        if (
+            not isinstance(tree, dict)
+            or not isinstance(evaluation, dict)
+            or not isinstance(evaluation.get("sets"), dict)
+        ):
             return tree
-        root = _runs_root(tree.get("runs_root"))
-        located = dict(tree)
-        for section, name in PATHS:
-            fields = located.get(section)
-            if isinstance(fields, dict) and fields.get(name) is not None:
-                on_hub = is_hub_name if (section, name) in MODELS else is_hub_data
-                stays = on_hub if (section, name) in (*MODELS, *DATA) else None
-                located[section] = {**fields, name: _located(fields[name], root, stays)}
-        evaluation = located.get("eval")
-        if isinstance(evaluation, dict) and isinstance(evaluation.get("sets"), dict):
-            located["eval"] = {
-                **evaluation,
-                "sets": {
-                    name: _located_set(chosen, root) for name, chosen in evaluation["sets"].items()
-                },
-            }
-        return located
+        root = root_of_runs(tree.get("runs_root"))
+        sets = {name: _located_set(chosen, root) for name, chosen in evaluation["sets"].items()}
+        return {**tree, "eval": {**evaluation, "sets": sets}}
 
-    @field_validator("name")
-    @classmethod
-    def name_stays_in_root(cls, name: str) -> str:
-        if not NAME_PATTERN.fullmatch(name):
-            raise ValueError(
-                "a name is 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or"
-                " digit; choose another"
-            )
-        return name
+    @property
+    def training_sources(self) -> tuple[Source, ...]:
+        """The sources of the training prompts."""
+        return sources_of(self.data.train)
 
-    def dump(self) -> dict[str, object]:
-        """All settings as plain values without secrets, for the user and for files."""
-        tree: dict[str, object] = redact_tree(self.model_dump(mode="json"))
-        return tree
+    @property
+    def limits(self) -> Limits:
+        """The bounds that run.json records for an attempt."""
+        return (
+            self.staleness.max_staleness,
+            self.rollout.n_samples_per_prompt,
+            self.groups_per_step,
+        )
+
+    @property
+    def last_step(self) -> int:
+        """Optimizer steps after which the run ends."""
+        return self.max_steps
+
+    @property
+    def num_cpus(self) -> float:
+        """Logical CPUs of the learner and the run's own generators. The plan counts every part."""
+        generators = self.generator.num_replicas * self.generator.own
+        return (
+            self.learner.world_size * self.learner.num_cpus + generators * self.generator.num_cpus
+        )
+
+    @property
+    def keeps_snapshot(self) -> bool:
+        """Whether the warm start stores a snapshot of the learner."""
+        return self.warm_start.given
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Setting → path of each model that the run's nodes read."""
+        reference = {"algorithm.ref_load": self.reference_path}
+        return {"model.path": self.model.path} | (reference if self.algorithm.has_reference else {})
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a bucket of published or exported weights, in bytes."""
+        return self.weights.bucket_bytes
 
     @property
     def groups_per_step(self) -> int:
@@ -148,6 +127,17 @@ class Settings(Section):
         """Longest possible trajectory, in tokens: prompt and completion."""
         longest = self.data.max_prompt_length + self.rollout.max_completion_length
         return longest if self.data.max_length is None else min(longest, self.data.max_length)
+
+    @property
+    def longest_text(self) -> str:
+        """The settings that make `longest_trajectory`, with their values, for messages."""
+        if self.longest_trajectory == self.data.max_length:
+            return f"data.max_length = {self.data.max_length}"
+        lengths = (
+            f"data.max_prompt_length {self.data.max_prompt_length} + rollout.max_completion_length"
+            f" {self.rollout.max_completion_length}"
+        )
+        return f"{lengths} = {self.longest_trajectory}"
 
     @property
     def longest_prompt(self) -> int:
@@ -253,32 +243,6 @@ class Settings(Section):
         """
         return "max" if self.model.dtype == "float32" and not self.learner.bf16 else "mean"
 
-    @property
-    def checkpoints_directory(self) -> Path:
-        """Absolute directory of the checkpoints. Raises ConfigError like `run_directory`."""
-        return (
-            Path(self.checkpoint.save).resolve()
-            if self.checkpoint.save
-            else self.run_directory / "checkpoints"
-        )
-
-    @property
-    def run_directory(self) -> Path:
-        """Absolute run directory.
-
-        Raises:
-            ConfigError: it would be inside a Ray runtime directory, which is deleted with the job.
-        """
-        root = _runs_root(self.runs_root)
-        directory = root / self.name
-        if "runtime_resources" in directory.parts:
-            raise ConfigError(
-                f"runs_root = {str(root)!r} is inside Ray's working directory, which is deleted"
-                ' with the job; submit with --runtime-env-json \'{"env_vars": {"ASYNCRL_RUNS":'
-                ' "/absolute/path"}}\''
-            )
-        return directory
-
 
 def completion_room(longest: int, max_length: int | None, prompt_tokens: int) -> int:
     """Tokens available for a completion: at most `longest`, and at most `max_length` together with
@@ -290,21 +254,4 @@ def _located_set(settings: object, root: Path) -> object:
     """The settings of an evaluation set with an absolute path."""
     if not isinstance(settings, dict) or settings.get("data") is None:
         return settings
-    return {**settings, "data": _located(settings["data"], root, is_hub_data)}
-
-
-def _located(value: object, root: Path, stays: Callable[[str], bool] | None) -> object:
-    """A path, or the paths of a list of sources, made absolute. Paths for which `stays` is true are
-    not changed."""
-    if isinstance(value, str):
-        path = value.replace("{runs_root}", str(root))
-        return path if stays and stays(path) else str(Path(path).expanduser().absolute())
-    if isinstance(value, list):
-        return [_located(item, root, stays) for item in value]
-    if isinstance(value, dict) and isinstance(value.get("path"), str):
-        return {**value, "path": _located(value["path"], root, stays)}
-    return value
-
-
-def _runs_root(configured: str | None) -> Path:
-    return Path(configured or os.environ.get("ASYNCRL_RUNS") or "runs").expanduser().resolve()
+    return {**settings, "data": located(settings["data"], root, is_hub_data)}

@@ -21,6 +21,7 @@ __all__ = [
     "Finished",
     "GenerateRequest",
     "Generated",
+    "HeldOutLoss",
     "Manifest",
     "PushReport",
     "ReplicaStatus",
@@ -179,6 +180,23 @@ class StepResult:
     """What is unusual about the step, and where its batch was kept; "" for an ordinary step."""
     reason: str = ""
     """Why the step was skipped, a key of `WAYS_OUT`; "" for an applied step."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutLoss:
+    """The learner's loss on held-out rows of next-token prediction."""
+
+    nll: float
+    """Sum of the negative log-likelihoods of the targets, in nats."""
+    tokens: int
+    """Number of targets."""
+    exact: float
+    """Share of the rows (0..1) all of whose targets are the argmax."""
+
+    @property
+    def loss(self) -> float:
+        """Mean negative log-likelihood per target, in nats."""
+        return self.nll / self.tokens
 
 
 @dataclass(frozen=True, slots=True)

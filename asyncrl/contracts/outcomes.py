@@ -8,6 +8,7 @@ __all__ = [
     "FILTERED",
     "NOTHING_TO_LEARN",
     "NOT_FINITE",
+    "NO_PAIR",
     "OUTCOMES",
     "UNFORESEEN",
     "WAYS_OUT",
@@ -20,8 +21,12 @@ FILTERED = "filtered: "
 """Prefix of a group's failure if the user's filter rejected the group."""
 NOT_FINITE = "NaN or Inf in loss or gradient"
 NOTHING_TO_LEARN = "no trajectory of the batch has a token to learn from"
+NO_PAIR = "no group of the batch gives a pair"
 WAYS_OUT = {
     NOT_FINITE: "lower learner.learning_rate",
+    NO_PAIR: (
+        "use prompts whose completions differ in reward, or lower algorithm.preference.min_margin"
+    ),
     NOTHING_TO_LEARN: "look at status and loss_mask of its rows",
 }
 """Reason for a skipped step → what to do about it."""

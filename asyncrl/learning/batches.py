@@ -8,14 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.algorithms.advantages import GroupInputs, group_advantages
+from asyncrl.algorithms.pairs import shuffled_rewards
 from asyncrl.algorithms.values import gae
-from asyncrl.contracts.rows import REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN
+from asyncrl.contracts.rows import REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN, TRUNCATED
 from asyncrl.models.micro_batches import Example
 
 __all__ = [
     "examples_of",
     "shuffle_rewards",
+    "with_next_token",
     "with_values",
 ]
 
@@ -37,30 +39,29 @@ def examples_of(table: pa.Table) -> list[Example]:
 
 
 def shuffle_rewards(
-    tables: Sequence[pa.Table], advantage: str, seed: tuple[int, ...]
+    tables: Sequence[pa.Table],
+    advantage: str,
+    seed: tuple[int, ...],
+    inputs: GroupInputs | None = None,
 ) -> list[pa.Table]:
     """The scored groups with the rewards of all usable trajectories permuted, and with new
-    advantages."""
+    advantages. Lengths stay with their trajectories."""
     rewards = [table["reward"][row].as_py() for table in tables for row in range(table.num_rows)]
     usable = [
         [status == "ok" for status in table["status"][row].as_py()]
         for table in tables
         for row in range(table.num_rows)
     ]
-    places = [
-        (group, index)
-        for group, flags in enumerate(usable)
-        for index, use in enumerate(flags)
-        if use
+    rewards = shuffled_rewards(rewards, usable, seed)
+    lengths = [
+        [sum(mask) for mask in table["loss_mask"][row].as_py()]
+        for table in tables
+        for row in range(table.num_rows)
     ]
-    drawn = [rewards[group][index] for group, index in places]
-    for (group, index), source in zip(
-        places, np.random.default_rng(seed).permutation(len(drawn)), strict=True
-    ):
-        rewards[group][index] = drawn[source]
+    given = inputs or GroupInputs()
     advantages = [
-        group_advantages(group, flags, advantage)
-        for group, flags in zip(rewards, usable, strict=True)
+        group_advantages(group, flags, advantage, replace(given, lengths=length))
+        for group, flags, length in zip(rewards, usable, lengths, strict=True)
     ]
     shuffled, start = [], 0
     for table in tables:
@@ -85,7 +86,7 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
         if TOKEN_REWARDS_COLUMN in table.column_names
         else None
     )
-    ordinal = table["ordinal"][row].as_py()
+    ordinal, reasons = table["ordinal"][row].as_py(), table["finish_reason"][row].as_py()
     examples = []
     for index, status in enumerate(statuses):
         if status != "ok":
@@ -118,6 +119,7 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
                 versions=versions,
                 reference_logprobs=referred,
                 token_rewards=token_rewards,
+                truncated=reasons[index] in TRUNCATED,
                 group=ordinal,
                 trajectory=index,
             )
@@ -132,16 +134,38 @@ def _token_versions(spans: pa.StructArray) -> np.ndarray:
     return np.repeat(version, end - start)
 
 
-def with_values(example: Example, values: np.ndarray, gamma: float, lam: float) -> Example:
+def with_next_token(example: Example) -> Example:
+    """The example with one more loss token, whose value is that of the state after its last token.
+    Which token it is has no effect on that value."""
+
+    def longer(values: np.ndarray) -> np.ndarray:
+        return np.append(values, values[-1:])
+
+    return replace(
+        example,
+        tokens=longer(example.tokens),
+        loss_mask=np.append(example.loss_mask, True),
+        behavior_logprobs=longer(example.behavior_logprobs),
+        versions=longer(example.versions),
+        reference_logprobs=(
+            None if example.reference_logprobs is None else longer(example.reference_logprobs)
+        ),
+    )
+
+
+def with_values(
+    example: Example, values: np.ndarray, gamma: float, lam: float, after: float = 0.0
+) -> Example:
     """The example with an advantage and a return for each token, by generalized advantage
     estimation. `example.advantage` is its reward. The returns are the targets of the values.
 
     Args:
         values: values of the example's loss tokens.
+        after: value of the state after its last token.
     """
     places = np.flatnonzero(example.loss_mask)
     advantages, returns = np.zeros(len(example.loss_mask)), np.zeros(len(example.loss_mask))
     token_rewards = example.token_rewards[places] if example.token_rewards is not None else None
-    advantages[places] = gae(float(example.advantage), values, gamma, lam, token_rewards)
+    advantages[places] = gae(float(example.advantage), values, gamma, lam, token_rewards, after)
     returns[places] = advantages[places] + values
     return replace(example, advantage=advantages, returns=returns)

@@ -11,7 +11,7 @@ from asyncrl.learning import zero3
 from asyncrl.learning.passes import Loss, backward, is_finite
 from asyncrl.learning.quarantine import culprit, keep_batch
 from asyncrl.learning.state import LearnerState
-from asyncrl.models.micro_batches import Example
+from asyncrl.models.micro_batches import ALONE, Example, packing_units
 
 __all__ = ["keep_if_bad", "name_culprit"]
 
@@ -64,22 +64,26 @@ def name_culprit(
     loss: Loss,
     temperature: float | None = None,
 ) -> str:
-    """Find by bisection which example makes a step not finite (a collective). Returns the end of
-    the step's message."""
+    """Find by bisection which packing unit makes a step not finite (a collective). Returns the end
+    of the step's message."""
     if not zero3.parameters_finite(state.engine):
         return ": the weights contain NaN or Inf"
 
+    units = packing_units(examples) or [(index,) for index in range(len(examples))]
+
     def bad(indices: Sequence[int]) -> bool:
-        chosen = [examples[index] for index in indices]
-        chosen_weights = [weights[index] for index in indices]
+        members = [member for index in indices for member in units[index]]
+        chosen = [examples[member] for member in members]
+        chosen_weights = [weights[member] for member in members]
         totals, _ = backward(state, chosen, chosen_weights, loss, temperature)
         zero3.discard_gradients(state.engine)
         return not is_finite(totals)
 
-    found = culprit(len(examples), bad)
+    found = culprit(len(units), bad)
     if found is None:
         return " from several trajectories together; no single one causes it"
-    example = examples[found]
+    example = examples[units[found][0]]
     if example.group >= 0:
         return f" from group {example.group}, trajectory {example.trajectory}"
-    return f" from the row with the tokens {example.tokens[:NAMED_TOKENS].tolist()}"
+    what = "row" if example.unit == ALONE else "pair"
+    return f" from the {what} with the tokens {example.tokens[:NAMED_TOKENS].tolist()}"

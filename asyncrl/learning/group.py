@@ -11,13 +11,16 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+import pyarrow as pa
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.contracts.errors import PartDiedError, PlacementLostError
-from asyncrl.contracts.messages import Manifest, Scored, StepResult
+from asyncrl.contracts.messages import HeldOutLoss, Manifest, Scored, StepResult
+from asyncrl.contracts.rows import table_to_ipc
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.runtime.environment import claim_caches, passed_on
 from asyncrl.runtime.files import make_directory
@@ -26,8 +29,6 @@ from asyncrl.runtime.shared import NotSharedError, Probe, Written, wait_until_se
 from asyncrl.runtime.stacks import register_stacks, stack_of
 
 if TYPE_CHECKING:  # the driver does not import torch
-    import numpy as np
-
     from asyncrl.learning.state import Meeting
 
 __all__ = [
@@ -39,7 +40,7 @@ __all__ = [
 ]
 T = TypeVar("T")
 
-STEPS = ("step", "supervised_step")
+STEPS = ("step", "supervised_step", "preference_step")
 STARTING = ("node_address", "listen", "start")
 """Methods that `RankProcess` runs itself, before its rank is ready."""
 SNAPSHOT = ".snapshot_"
@@ -188,7 +189,7 @@ class LearnerGroup:
         )
 
     async def step(self, batch: Sequence[Scored]) -> StepResult:
-        """Take one policy step on these groups."""
+        """Take one step on these groups: a policy step, or one of online DPO."""
         result: StepResult = (await self._all("step", [scored.ref for scored in batch]))[0]
         return result
 
@@ -243,12 +244,35 @@ class LearnerGroup:
             "put it on storage that every node mounts at the same path",
         )
 
-    async def supervised_step(
-        self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> dict[str, float]:
-        """Take one supervised step on rows of (prompt ids, target ids). Returns its metrics."""
-        metrics: dict[str, float] = (await self._all("supervised_step", rows))[0]
+    async def supervised_step(self, table: pa.Table, scheduled: bool = False) -> dict[str, float]:
+        """Take one supervised step on rows with SFT_SCHEMA, at the peak learning rate or at the
+        scheduled one. Returns its metrics."""
+        metrics: dict[str, float] = (await self._all("supervised_step", _stored(table), scheduled))[
+            0
+        ]
         return metrics
+
+    async def preference_step(self, table: pa.Table) -> dict[str, float]:
+        """Take one step of `spec.preference` on rows with PREFERENCE_SCHEMA. Returns its
+        metrics."""
+        metrics: dict[str, float] = (await self._all("preference_step", _stored(table)))[0]
+        return metrics
+
+    async def heldout_loss(self, table: pa.Table) -> HeldOutLoss:
+        """The loss on held-out rows with SFT_SCHEMA."""
+        found: HeldOutLoss = (await self._all("heldout_loss", _stored(table)))[0]
+        return found
+
+    async def heldout_preferences(self, table: pa.Table) -> dict[str, float]:
+        """The metrics of `spec.preference` on held-out pairs, without a step."""
+        metrics: dict[str, float] = (await self._all("heldout_preferences", _stored(table)))[0]
+        return metrics
+
+    async def target_logprobs(self, table: pa.Table) -> list[np.ndarray]:
+        """Log-probs float32 of the targets of each row with SFT_SCHEMA, one array for each row."""
+        parts = await self._all("target_logprobs", _stored(table))
+        merged = {index: values for part in parts for index, values in part.items()}
+        return [merged.get(index, np.zeros(0, dtype=np.float32)) for index in range(table.num_rows)]
 
     async def exact_match(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
         """Share of rows (0..1) whose target ids are all the argmax."""
@@ -408,6 +432,11 @@ def _cause(error: BaseException, method: str) -> str:
         )
         return f"its process died; its log is in the Ray session's folder{hint}"
     return " ".join(str(error).split())
+
+
+def _stored(table: pa.Table) -> ray.ObjectRef[pa.Buffer]:
+    """The table in the object store, once for all ranks. Ray gives each rank the stream itself."""
+    return ray.put(table_to_ipc(table))
 
 
 def stacks_path(spec: LearnerSpec, attempt: int, rank: int) -> Path:

@@ -17,7 +17,9 @@ from asyncrl.runtime.functions import FunctionError
 __all__ = ["StepSums", "step_metrics"]
 
 SUMS = tuple(
-    field.name for field in fields(LossSums) if field.name not in ("ratio_max", "nonfinite", "own")
+    field.name
+    for field in fields(LossSums)
+    if field.name not in ("ratio_max", "nonfinite", "own", "parts")
 )
 NAMES = (*SUMS, "entropy", "nonfinite_loss", "nonfinite_gradient")
 
@@ -25,10 +27,15 @@ NAMES = (*SUMS, "entropy", "nonfinite_loss", "nonfinite_gradient")
 class StepSums:
     """Sums of one step on one rank, kept on the device until `over_ranks`."""
 
-    def __init__(self, device: torch.device, own: Sequence[str] = ()) -> None:
-        """`own` are the names of the metrics of the user's loss, equal on every rank."""
-        self.own = tuple(own)
-        self.sums = torch.zeros(len(NAMES) + len(self.own), dtype=torch.float64, device=device)
+    def __init__(
+        self, device: torch.device, own: Sequence[str] = (), parts: Sequence[str] = ()
+    ) -> None:
+        """`own` are the names of the metrics of the user's loss, and `parts` those of the loss's
+        components. Both are equal on every rank."""
+        self.own, self.parts = tuple(own), tuple(parts)
+        self.sums = torch.zeros(
+            len(NAMES) + len(self.own) + len(self.parts), dtype=torch.float64, device=device
+        )
         self.ratio_max = torch.zeros(1, dtype=torch.float64, device=device)
 
     def add(self, sums: LossSums, entropy: Tensor) -> None:
@@ -48,7 +55,13 @@ class StepSums:
         self.sums += torch.stack(
             [
                 torch.as_tensor(value, device=bad.device).double()
-                for value in (*values, bad, zero, *(sums.own.get(name, 0.0) for name in self.own))
+                for value in (
+                    *values,
+                    bad,
+                    zero,
+                    *(sums.own.get(name, 0.0) for name in self.own),
+                    *(sums.parts.get(name, 0.0) for name in self.parts),
+                )
             ]
         )
         self.ratio_max = torch.maximum(self.ratio_max, sums.ratio_max.double())
@@ -62,7 +75,7 @@ class StepSums:
         `nonfinite_gradient` counts ranks."""
         dist.all_reduce(self.sums)
         dist.all_reduce(self.ratio_max, op=dist.ReduceOp.MAX)
-        names = (*NAMES, *(f"loss/{name}" for name in self.own))
+        names = (*NAMES, *(f"loss/{name}" for name in self.own), *self.parts)
         return dict(zip(names, self.sums.tolist(), strict=True)) | {
             "ratio_max": float(self.ratio_max)
         }
@@ -77,9 +90,15 @@ def step_metrics(
     learning_rate: float,
     applied: bool,
     seconds: float,
+    parts: Sequence[str] | None = None,
 ) -> dict[str, float]:
     """Metrics of one step. Means are over its `tokens` loss tokens. `input_tokens` also counts
-    prompts. `grad_norm` is the norm before clipping."""
+    prompts. `grad_norm` is the norm before clipping.
+
+    Args:
+        parts: names of the components' metrics of a step on fixed rows, which has no behavior
+            policy. None: the step has a policy objective.
+    """
     input_tokens = sum(len(example.tokens) for example in examples)
     return {
         "applied": float(applied),
@@ -92,18 +111,29 @@ def step_metrics(
         "micro_batches": float(sum(len(micro_batches) for micro_batches in plan.micro_batches)),
         "fill": plan.fill,
         "imbalance": plan.imbalance,
+        **(
+            _policy_metrics(totals, tokens)
+            if parts is None
+            else {name: totals[name] for name in parts}
+        ),
+        "entropy": totals["entropy"] / tokens,
+        "nonfinite_loss": totals["nonfinite_loss"],
+        "nonfinite_gradient": totals["nonfinite_gradient"],
+        "step_s": seconds,
+        "tokens_per_s": input_tokens / seconds,
+    }
+
+
+def _policy_metrics(totals: Mapping[str, float], tokens: int) -> dict[str, float]:
+    """Metrics of a policy objective, in addition to those of every step."""
+    return {
         **_off_policy_metrics(totals, tokens),
         "value_loss": totals["value_loss"],
         "in_flight_drift": (
             totals["drift"] / totals["drift_tokens"] if totals["drift_tokens"] else float("nan")
         ),
         "in_flight_drift_tokens": totals["drift_tokens"],
-        "entropy": totals["entropy"] / tokens,
-        "nonfinite_loss": totals["nonfinite_loss"],
-        "nonfinite_gradient": totals["nonfinite_gradient"],
         **{name: total / tokens for name, total in totals.items() if name.startswith("loss/")},
-        "step_s": seconds,
-        "tokens_per_s": input_tokens / seconds,
     }
 
 

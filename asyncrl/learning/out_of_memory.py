@@ -45,9 +45,7 @@ def advice(spec: LearnerSpec, tokens: int, segments: int = 2) -> str:
     """
     learner, longest = spec.learner, spec.longest_trajectory
     # With a reference policy, a rank must fit a whole trajectory: that policy does not split rows.
-    smallest_cap = (
-        longest if spec.algorithm.has_reference else -(-longest // learner.sequence_parallel_size)
-    )
+    smallest_cap = longest if spec.has_reference else -(-longest // learner.sequence_parallel_size)
     used = min(learner.max_tokens_per_gpu, -(-tokens // learner.sequence_parallel_size))
     if segments > 1 and (lower := max(used // 2, smallest_cap)) < used:
         return f"set learner.max_tokens_per_gpu: {lower}"
@@ -58,10 +56,10 @@ def advice(spec: LearnerSpec, tokens: int, segments: int = 2) -> str:
     if not learner.gradient_checkpointing:
         return f"{bound}, so set learner.gradient_checkpointing: true"
     if learner.packing == "none":
-        return f"{bound}, so lower rollout.max_completion_length"
+        return f"{bound}, so lower {spec.length_setting}"
     return (
         f"{bound}, so raise learner.sequence_parallel_size above {learner.sequence_parallel_size},"
-        " or lower rollout.max_completion_length"
+        f" or lower {spec.length_setting}"
     )
 
 

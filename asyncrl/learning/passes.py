@@ -16,7 +16,14 @@ from asyncrl.learning.metrics import StepSums, step_metrics
 from asyncrl.learning.optimizer import set_learning_rates
 from asyncrl.learning.out_of_memory import explained
 from asyncrl.learning.state import LearnerState
-from asyncrl.models.micro_batches import Example, MicroBatch, TokenRow, micro_batch, token_example
+from asyncrl.models.micro_batches import (
+    Example,
+    MicroBatch,
+    TokenRow,
+    micro_batch,
+    packing_units,
+    token_example,
+)
 from asyncrl.packing.balance import quadratic_cost
 from asyncrl.packing.packing import Packing, pack
 
@@ -39,6 +46,7 @@ def train(
     learning_rate: float,
     value_learning_rate: float,
     temperature: float | None = None,
+    parts: Sequence[str] | None = None,
 ) -> dict[str, float]:
     """Take one optimizer step on all examples, unless any rank has a loss or gradient that is not
     finite.
@@ -46,6 +54,7 @@ def train(
     Args:
         weights: weight of each example's loss tokens.
         temperature: default: the temperature of the rollouts.
+        parts: see `step_metrics`.
 
     Returns:
         Metrics. `applied` is 1.0 if the step was taken.
@@ -57,7 +66,7 @@ def train(
     tokens = sum(example.loss_tokens for example in examples)
     if not tokens:
         return {"applied": 0.0, "trajectories": 0.0, "tokens": 0.0}
-    totals, plan = backward(state, examples, weights, loss, temperature)
+    totals, plan = backward(state, examples, weights, loss, temperature, parts or ())
     applied = is_finite(totals)
     if applied:
         set_learning_rates(state.engine.optimizer, learning_rate, value_learning_rate)
@@ -73,7 +82,9 @@ def train(
     state.applied += applied
     grad_norm = float(state.engine.get_global_grad_norm()) if applied else float("nan")
     seconds = time.monotonic() - began
-    return step_metrics(totals, tokens, examples, plan, grad_norm, learning_rate, applied, seconds)
+    return step_metrics(
+        totals, tokens, examples, plan, grad_norm, learning_rate, applied, seconds, parts
+    )
 
 
 def backward(
@@ -82,12 +93,13 @@ def backward(
     weights: list[float],
     loss: Loss,
     temperature: float | None = None,
+    parts: Sequence[str] = (),
 ) -> tuple[dict[str, float], Packing]:
     """Run forward and backward over all micro-batches. The gradients stay in the engine. Returns
     sums over all ranks, so every rank makes the same decision, and the micro-batches' plan."""
     engine = state.engine
     plan = plan_micro_batches(state, examples)
-    sums = StepSums(state.device, state.own_metrics)
+    sums = StepSums(state.device, state.own_metrics, parts)
     mine = plan.micro_batches[state.data_rank]
     for number, indices in enumerate(mine):
         engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
@@ -140,7 +152,8 @@ def forward_rows(
 
 def plan_micro_batches(state: LearnerState, examples: Sequence[Example]) -> Packing:
     """Assign the examples to micro-batches. Every data-parallel rank gets the same number of them.
-    Ranks that share rows fit as many tokens as the sum of their caps."""
+    Ranks that share rows fit as many tokens as the sum of their caps. Examples of one packing unit
+    stay together."""
     learner = state.spec.learner
     return pack(
         [len(example.tokens) for example in examples],
@@ -148,6 +161,7 @@ def plan_micro_batches(state: LearnerState, examples: Sequence[Example]) -> Pack
         learner.data_parallel_size,
         _quadratic_cost(state),
         state.packing == "none",
+        packing_units(examples),
     )
 
 

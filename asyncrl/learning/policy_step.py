@@ -13,12 +13,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import batch_normalized, moments_over_ranks, standardized
+from asyncrl.algorithms.advantages import (
+    GroupInputs,
+    batch_normalized,
+    moments_over_ranks,
+    over_batch_std,
+    standardized,
+)
+from asyncrl.algorithms.covariance import covariances, drawn_between, largest
 from asyncrl.algorithms.loss_metrics import LossSums
-from asyncrl.algorithms.objective import policy_loss, token_weights, truncated_weights
+from asyncrl.algorithms.objective import (
+    clipped_tokens,
+    policy_loss,
+    token_weights,
+    truncated_weights,
+)
 from asyncrl.contracts.messages import StepResult
 from asyncrl.contracts.outcomes import NOT_FINITE, NOTHING_TO_LEARN
-from asyncrl.learning.batches import examples_of, shuffle_rewards, with_values
+from asyncrl.learning.batches import (
+    examples_of,
+    shuffle_rewards,
+    with_next_token,
+    with_values,
+)
 from asyncrl.learning.blame import keep_if_bad, name_culprit
 from asyncrl.learning.passes import Loss, forward_batches, train
 from asyncrl.learning.state import LearnerState
@@ -35,9 +52,12 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
     spec, version = state.spec, state.applied
     algorithm = spec.algorithm
     if spec.shuffle_rewards:
-        tables = shuffle_rewards(tables, algorithm.advantage, (spec.seed, version))
+        inputs = GroupInputs(k=algorithm.pass_k, pass_threshold=algorithm.pass_threshold)
+        tables = shuffle_rewards(tables, algorithm.advantage, (spec.seed, version), inputs)
     scored = [example for table in tables for example in examples_of(table)]
-    examples = _with_step_advantages(state, scored)
+    examples = _with_step_advantages(state, scored, tables)
+    if algorithm.selects_tokens and examples:
+        examples = _with_selected_tokens(state, examples)
     normalizes = algorithm.correction.normalize and bool(examples)
     mean_weight = _mean_weight(state, examples) if normalizes else 1.0
     weights = token_weights(
@@ -76,23 +96,43 @@ def _loss(state: LearnerState, mean_weight: float) -> Loss:
     return loss
 
 
-def _with_step_advantages(state: LearnerState, examples: list[Example]) -> list[Example]:
+def _usable_rewards(tables: Sequence[pa.Table]) -> list[float]:
+    """The rewards of the step's trajectories with status ok."""
+    return [
+        reward
+        for table in tables
+        for rewards, statuses in zip(
+            table["reward"].to_pylist(), table["status"].to_pylist(), strict=True
+        )
+        for reward, status in zip(rewards, statuses, strict=True)
+        if status == "ok"
+    ]
+
+
+def _with_step_advantages(
+    state: LearnerState, examples: list[Example], tables: Sequence[pa.Table]
+) -> list[Example]:
     """The examples with the advantages of methods that use statistics of the whole step."""
     advantage = state.spec.algorithm.advantage
     if not examples:
         return examples
-    if advantage == "gae":
-        return _with_value_advantages(state, examples)
-    if advantage.startswith("reinforce_plus_plus"):
-        normalized = batch_normalized(
-            [float(example.advantage) for example in examples],
-            [example.loss_tokens for example in examples],
-        )
-        return [
-            replace(example, advantage=value)
-            for example, value in zip(examples, normalized, strict=True)
-        ]
-    return examples
+    own = [example.advantage for example in examples]
+    match advantage:
+        case "gae":
+            return _with_value_advantages(state, examples)
+        case "reinforce_plus_plus" | "reinforce_plus_plus_baseline":
+            counts = [example.loss_tokens for example in examples]
+            normalized = batch_normalized([float(value) for value in own], counts)
+        case "gdpo":
+            normalized = batch_normalized([float(value) for value in own], [1] * len(examples))
+        case "grpo_batch_std":
+            normalized = over_batch_std([float(value) for value in own], _usable_rewards(tables))
+        case _:
+            return examples
+    return [
+        replace(example, advantage=value)
+        for example, value in zip(examples, normalized, strict=True)
+    ]
 
 
 def _with_value_advantages(state: LearnerState, examples: list[Example]) -> list[Example]:
@@ -100,13 +140,19 @@ def _with_value_advantages(state: LearnerState, examples: list[Example]) -> list
     the loss tokens of all ranks (a collective). Only the examples that this rank trains get their
     values."""
     algorithm = state.spec.algorithm
+    cut = [algorithm.bootstrap_truncated and example.truncated for example in examples]
+    valued = [
+        with_next_token(example) if longer else example
+        for example, longer in zip(examples, cut, strict=True)
+    ]
     found = list(examples)
     mine = [np.zeros(0)]
-    for batch, (_, _, values) in forward_batches(state, examples):
+    for batch, (_, _, values) in forward_batches(state, valued):
         parts = values.cpu().double().split(list(batch.counts)) if batch.counts else ()
         for index, part in zip(batch.order, parts, strict=True):
+            own, after = (part[:-1], float(part[-1])) if cut[index] else (part, 0.0)
             found[index] = with_values(
-                examples[index], part.numpy(), algorithm.gamma, algorithm.gae_lambda
+                examples[index], own.numpy(), algorithm.gamma, algorithm.gae_lambda, after
             )
             mine.append(np.asarray(found[index].advantage)[found[index].loss_mask])
     mean, std = moments_over_ranks(np.concatenate(mine), partial(_sum_over_ranks, state))
@@ -114,6 +160,41 @@ def _with_value_advantages(state: LearnerState, examples: list[Example]) -> list
         replace(example, advantage=standardized(np.asarray(example.advantage), mean, std))
         for example in found
     ]
+
+
+def _with_selected_tokens(state: LearnerState, examples: list[Example]) -> list[Example]:
+    """The examples with the tokens that clip_cov or kl_cov selects, by their covariances over the
+    whole step (a collective)."""
+    algorithm, spec = state.spec.algorithm, state.spec
+    begins = np.cumsum([0, *(example.loss_tokens for example in examples)])
+    of_step = np.zeros((3, begins[-1]))  # log-prob, advantage, clipped: from one rank each
+    for batch, (logprobs, *_) in forward_batches(state, examples):
+        tokens = batch.policy_tokens(logprobs)
+        if state.sequence_rank or not batch.counts:  # ranks that share a row have the same tokens
+            continue
+        clipped = clipped_tokens(tokens, spec.objective)
+        rows = torch.stack([logprobs.double(), batch.advantages.double(), clipped.double()])
+        for index, part in zip(batch.order, rows.cpu().split(list(batch.counts), 1), strict=True):
+            of_step[:, begins[index] : begins[index + 1]] = part.numpy()
+    logprobs_of, advantages_of, clipped_of = _sum_over_ranks(state, of_step)
+    values = covariances(logprobs_of, advantages_of)
+    if algorithm.loss == "kl_cov":
+        selected = largest(values, algorithm.cov_share)
+    else:
+        bounds = algorithm.clip_cov_low, algorithm.clip_cov_high
+        seed = spec.seed, state.applied, 1  # the shuffle of rewards has the first two
+        selected = drawn_between(values, clipped_of > 0, algorithm.cov_share, bounds, seed)
+    return [
+        replace(example, selected=_at_loss_tokens(example, part))
+        for example, part in zip(examples, np.split(selected, begins[1:-1]), strict=True)
+    ]
+
+
+def _at_loss_tokens(example: Example, values: np.ndarray) -> np.ndarray:
+    """[C] bool: these values at the loss tokens, False elsewhere."""
+    full = np.zeros(len(example.loss_mask), dtype=bool)
+    full[example.loss_mask] = values
+    return full
 
 
 def _sum_over_ranks(state: LearnerState, values: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -13,11 +14,16 @@ import ray
 import torch
 import torch.distributed as dist
 
-from asyncrl.contracts.messages import Manifest, StepResult
+from asyncrl.algorithms.objective_spec import PreferenceSpec
+from asyncrl.contracts.messages import HeldOutLoss, Manifest, StepResult
+from asyncrl.contracts.rows import table_from_ipc
 from asyncrl.learning import zero3
+from asyncrl.learning.heldout import heldout_loss, target_logprobs
 from asyncrl.learning.hf_directory import HfDirectory
+from asyncrl.learning.online_preference import online_preference_step
 from asyncrl.learning.passes import forward_rows
 from asyncrl.learning.policy_step import policy_step
+from asyncrl.learning.preference_step import heldout_preferences, preference_step
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.learning.state import LearnerState, Meeting, join_ranks, load_state
 from asyncrl.learning.supervised_step import supervised_step
@@ -28,6 +34,9 @@ from asyncrl.runtime.shared import Written, answer_probe, sync_directory
 from asyncrl.weights.gather import gather_buckets, weight_layout
 
 __all__ = ["LearnerRank", "start_rank"]
+
+Rows: TypeAlias = "pa.Table | pa.Buffer"
+"""A table of fixed rows, or its Arrow IPC stream. Ray resolves a reference to either."""
 
 VERSIONS_KEPT = 2
 """Published versions whose buckets are kept: the committed one and the next one."""
@@ -45,16 +54,33 @@ class LearnerRank:
         """Version → references of its published buckets. Empty on all ranks except rank 0."""
 
     def step(self, refs: Sequence[tuple[ray.ObjectRef[bytes], int] | pa.Table]) -> StepResult:
-        """Take one policy step on a batch of scored groups.
+        """Take one step on a batch of scored groups: a policy step, or one of online DPO.
 
         Args:
             refs: one-row tables, or (reference to an IPC stream of a table of groups, row).
         """
-        return policy_step(self.state, groups_at(refs))
+        step = policy_step if self.state.spec.pairs is None else online_preference_step
+        return step(self.state, groups_at(refs))
 
-    def supervised_step(self, rows: Sequence[TokenRow]) -> dict[str, float]:
+    def supervised_step(self, rows: Rows, scheduled: bool = False) -> dict[str, float]:
         """See `asyncrl.learning.supervised_step.supervised_step`."""
-        return supervised_step(self.state, rows)
+        return supervised_step(self.state, _table(rows), scheduled)
+
+    def preference_step(self, rows: Rows) -> dict[str, float]:
+        """See `asyncrl.learning.preference_step.preference_step`."""
+        return preference_step(self.state, _table(rows), self._preference())
+
+    def heldout_loss(self, rows: Rows) -> HeldOutLoss:
+        """See `asyncrl.learning.heldout.heldout_loss`."""
+        return heldout_loss(self.state, _table(rows))
+
+    def heldout_preferences(self, rows: Rows) -> dict[str, float]:
+        """See `asyncrl.learning.preference_step.heldout_preferences`."""
+        return heldout_preferences(self.state, _table(rows), self._preference())
+
+    def target_logprobs(self, rows: Rows) -> dict[int, np.ndarray]:
+        """See `asyncrl.learning.heldout.target_logprobs`."""
+        return target_logprobs(self.state, _table(rows))
 
     def exact_match(self, rows: Sequence[TokenRow]) -> float:
         """Share of the rows (0..1) whose second ids are exactly those of greedy decoding."""
@@ -149,12 +175,22 @@ class LearnerRank:
             state.table.left_out,
         )
 
+    def _preference(self) -> PreferenceSpec:
+        spec = self.state.spec.preference
+        if spec is None:
+            raise ValueError("this run has no preference objective; use objective: dpo")
+        return spec
+
     def shards(self) -> dict[str, tuple[int, int]]:
         """Parameter → (elements that this rank owns, elements in total)."""
         return {
             name: (zero3.shard_size(parameter), zero3.full_size(parameter))
             for name, parameter in self.state.parameters.items()
         }
+
+
+def _table(rows: Rows) -> pa.Table:
+    return table_from_ipc(rows) if isinstance(rows, pa.Buffer) else rows
 
 
 def start_rank(

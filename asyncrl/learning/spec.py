@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.algorithms.objective_spec import ObjectiveSpec
+from asyncrl.algorithms.objective_spec import ObjectiveSpec, PreferenceSpec
+from asyncrl.algorithms.pairs import PairSpec
 from asyncrl.config import AlgorithmConfig, LearnerConfig
 from asyncrl.packing.packing import Strategy
 
@@ -37,7 +38,22 @@ class LearnerSpec:
     shuffle_rewards: bool
     """Whether each batch's rewards are shuffled: a control experiment that must not learn."""
     packing_strategy: Strategy
-    """How the warm start's rows are packed."""
+    """How supervised rows are packed."""
     placement_wait_s: float
     """Seconds that the ranks may wait for resources."""
     run_directory: Path
+    length_setting: str = "rollout.max_completion_length"
+    """The setting that makes trajectories shorter, for messages."""
+    preference: PreferenceSpec | None = None
+    """The loss of preference steps; None = the run takes none."""
+    pairs: PairSpec | None = None
+    """The pairs of scored groups, for online DPO; None = a step on scored groups is a policy
+    step."""
+    max_staleness: int = 0
+    """Largest staleness of a pair, in versions (online DPO)."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference policy scores the run's rows, in a process of its own."""
+        preference = self.preference is not None and self.preference.has_reference
+        return self.algorithm.has_reference or preference

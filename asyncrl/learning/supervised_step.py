@@ -4,20 +4,20 @@ target tokens."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from torch import Tensor
 
 from asyncrl.algorithms.loss_metrics import LossSums
 from asyncrl.algorithms.objective import supervised_loss, token_weights
+from asyncrl.contracts.offline_rows import check_offline_table
 from asyncrl.learning.blame import keep_if_bad, name_culprit
 from asyncrl.learning.passes import train
 from asyncrl.learning.state import LearnerState
-from asyncrl.models.micro_batches import Example, MicroBatch, TokenRow, plain_example
+from asyncrl.models.micro_batches import Example, MicroBatch, plain_example
 from asyncrl.packing.blocks import SEQ_LENGTHS, pack_blocks
 from asyncrl.packing.packing import Strategy
 
@@ -26,11 +26,17 @@ __all__ = ["supervised_examples", "supervised_step"]
 logger = logging.getLogger(__name__)
 
 
-def supervised_step(state: LearnerState, rows: Sequence[TokenRow]) -> dict[str, float]:
-    """Take one step of next-token prediction on each row's second ids, given its first ids.
+def supervised_step(
+    state: LearnerState, table: pa.Table, scheduled: bool = False
+) -> dict[str, float]:
+    """Take one step of next-token prediction on the targets of these rows (a collective).
 
-    `warm_start.packing_strategy` decides how rows are cut. The rows of a skipped step, or of one
+    The learner's packing strategy decides how rows are cut. The rows of a skipped step, or of one
     with a spike of the gradient norm, are kept. The log of this process has their path.
+
+    Args:
+        table: rows with SFT_SCHEMA.
+        scheduled: use the schedule's learning rate. The warm start keeps the peak instead.
 
     Returns:
         Metrics. `pieces_left_out` counts pieces of rows without a token to predict.
@@ -41,18 +47,14 @@ def supervised_step(state: LearnerState, rows: Sequence[TokenRow]) -> dict[str, 
     """
     spec, moment = state.spec, f"supervised_{state.applied:06d}"
     examples, pieces_left_out, tokens_left_out = supervised_examples(
-        rows, spec.learner.max_tokens_per_row, spec.packing_strategy
+        table, spec.learner.max_tokens_per_row, spec.packing_strategy
     )
     weights = token_weights([example.loss_tokens for example in examples], "token_mean", 1)
-    metrics = train(state, examples, weights, _loss, state.learning_rate, 0.0, temperature=1.0)
+    rate = state.scheduled(state.learning_rate) if scheduled else state.learning_rate
+    metrics = train(state, examples, weights, _loss, rate, 0.0, temperature=1.0, parts=("ce/loss",))
     if metrics["applied"]:
+        state.trained_tokens += int(metrics["tokens"])
         metrics["grad_norm_ratio"] = state.norms.ratio(metrics["grad_norm"])
-    table = pa.table(
-        {
-            "prompt_ids": [list(prompt) for prompt, _ in rows],
-            "target_ids": [list(ids) for _, ids in rows],
-        }
-    )
     find_culprit = partial(name_culprit, state, examples, weights, _loss, 1.0)
     if note := keep_if_bad(state, metrics, moment, [table], find_culprit):
         logger.warning("supervised step %d: %s", state.applied, note)
@@ -69,7 +71,7 @@ def _loss(
 
 
 def supervised_examples(
-    rows: Sequence[TokenRow], max_tokens: int, strategy: Strategy
+    table: pa.Table, max_tokens: int, strategy: Strategy
 ) -> tuple[list[Example], int, int]:
     """Cut the rows into pieces with `pack_blocks`. Returns their examples, the number of pieces
     left out, and the number of target tokens that no piece predicts.
@@ -77,50 +79,28 @@ def supervised_examples(
     Each piece is an independent example: its first token is only context, even if it is a target in
     its row. A piece without a token to predict, such as a part of a prompt, is left out.
 
+    Args:
+        table: rows with SFT_SCHEMA.
+
     Raises:
-        ValueError: a row has no prompt or no target, a row is longer than `max_tokens` under `bfd`,
-            or no piece has a token to predict.
+        ValueError: the table is malformed, a row is longer than `max_tokens` under `bfd`, or no
+            piece has a token to predict.
     """
+    check_offline_table(table)
     pieces = [
-        piece
-        for packed in pack_blocks([_token_table(rows)], max_tokens, strategy)
-        for piece in _pieces(packed)
+        piece for packed in pack_blocks([table], max_tokens, strategy) for piece in _pieces(packed)
     ]
     examples = [piece for piece in pieces if piece.loss_tokens]
     if not examples:
         raise ValueError(
-            f"none of the {len(pieces)} pieces of {len(rows)} supervised rows has a token to"
+            f"none of the {len(pieces)} pieces of {table.num_rows} supervised rows has a token to"
             f" predict; raise learner.max_tokens_per_gpu: rows of {max_tokens} tokens are too short"
         )
-    targets = sum(len(following) for _, following in rows)
+    targets = pc.sum(pc.list_flatten(table["loss_mask"])).as_py()
     return (
         examples,
         len(pieces) - len(examples),
-        targets - sum(example.loss_tokens for example in examples),
-    )
-
-
-def _token_table(rows: Sequence[TokenRow]) -> pa.Table:
-    """The rows as a block for `pack_blocks`: ids, and whether each id is a target."""
-    lengths = np.array(
-        [[len(prompt), len(following)] for prompt, following in rows], dtype=np.int64
-    ).reshape(-1, 2)
-    if (empty := np.flatnonzero((lengths == 0).any(axis=1))).size:
-        prompt, following = lengths[empty[0]]
-        raise ValueError(
-            f"a row of {prompt} prompt and {following} following tokens has nothing to predict;"
-            " give at least one of each"
-        )
-    ids = np.fromiter(
-        chain.from_iterable(chain.from_iterable(rows)), dtype=np.int64, count=int(lengths.sum())
-    )
-    targets = np.repeat(np.tile([False, True], len(rows)), lengths.ravel())
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths.sum(axis=1))]), pa.int32())
-    return pa.table(
-        {
-            name: pa.ListArray.from_arrays(offsets, pa.array(values))
-            for name, values in (("input_ids", ids), ("loss_mask", targets))
-        }
+        int(targets) - sum(example.loss_tokens for example in examples),
     )
 
 
@@ -133,6 +113,6 @@ def _pieces(packed: pa.Table) -> list[Example]:
     )
     ends = np.cumsum(packed[SEQ_LENGTHS].combine_chunks().flatten().to_numpy())[:-1]
     return [
-        plain_example(tokens, 1, mask[1:])
+        plain_example(tokens.astype(np.int64), 1, mask[1:])
         for tokens, mask in zip(np.split(ids, ends), np.split(targets, ends), strict=True)
     ]

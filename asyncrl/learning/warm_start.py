@@ -9,7 +9,10 @@ from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import Protocol
 
+import pyarrow as pa
+
 from asyncrl.config import WarmStartConfig
+from asyncrl.contracts.offline_rows import token_table
 
 __all__ = [
     "SupervisedLearner",
@@ -30,7 +33,7 @@ class WarmStartFailedError(RuntimeError):
 class SupervisedLearner(Protocol):
     """The methods of the learner group that the warm start uses."""
 
-    async def supervised_step(self, rows: Sequence[Row]) -> dict[str, float]: ...
+    async def supervised_step(self, table: pa.Table) -> dict[str, float]: ...
 
     async def exact_match(self, rows: Sequence[Row]) -> float: ...
 
@@ -183,7 +186,7 @@ async def _applied_steps(
     taken: list[dict[str, float]] = []
     skipped = 0
     while len(taken) < count:
-        metrics = await learner.supervised_step(next(batches))
+        metrics = await learner.supervised_step(token_table(next(batches)))
         if metrics["applied"]:
             taken.append(metrics)
         skipped = 0 if metrics["applied"] else skipped + 1

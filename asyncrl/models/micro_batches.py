@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,13 +14,18 @@ from asyncrl.algorithms.objective import PolicyTokens
 from asyncrl.models.attention import Segments
 
 __all__ = [
+    "ALONE",
     "Example",
     "MicroBatch",
     "TokenRow",
     "micro_batch",
+    "packing_units",
     "plain_example",
     "token_example",
 ]
+
+ALONE = -1
+"""Packing unit of an example that need not stay with others."""
 
 TokenRow = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and the ids that follow them."""
@@ -46,10 +52,25 @@ class Example:
     """[C], the targets of the value head, valid at loss tokens."""
     token_rewards: np.ndarray | None = None
     """[C] float32: the part of the reward that each token gets."""
+    truncated: bool = False
+    """Whether the completion was cut off."""
+    selected: np.ndarray | None = None
+    """[C] bool: the tokens that clip_cov and kl_cov treat differently."""
     group: int = -1
     """Ordinal of its group."""
     trajectory: int = 0
     """Its index in the group."""
+    unit: int = ALONE
+    """Number of its packing unit. The two sides of a pair have the same one."""
+    chosen: bool | None = None
+    """Whether it is the chosen side of its pair, or a desirable completion. None without a
+    preference."""
+    slope: float = 0.0
+    """The derivative of the step's loss for its summed log-prob, where that loss was computed
+    before the backward pass."""
+    components: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Weights [C] of its tokens in further components of the loss: 1 / the component's denominator
+    over the whole step, or 0 outside the component's mask."""
 
     @property
     def loss_tokens(self) -> int:
@@ -88,6 +109,27 @@ class MicroBatch:
     """[N] float32, nats; None without a reference policy."""
     returns: Tensor | None = None
     """[N] float32; None without a value head."""
+    selected: Tensor | None = None
+    """[N] float32: 1 for tokens that clip_cov and kl_cov treat differently, else 0; None with other
+    losses."""
+    units: tuple[int, ...] = ()
+    """Packing unit of each segment, or `ALONE`."""
+    chosen: tuple[bool | None, ...] = ()
+    """Side of each segment."""
+    slopes: Tensor | None = None
+    """[N] float32: `Example.slope` at each loss token; None if all are 0."""
+    components: Mapping[str, Tensor] = field(default_factory=dict)
+    """[N] float32 each: the tokens' weights in further components of the loss. A component is
+    missing if no trajectory has it."""
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """The segments of the two sides of each pair: chosen, rejected."""
+        sides: dict[int, dict[bool | None, int]] = {}
+        for segment, (unit, chosen) in enumerate(zip(self.units, self.chosen, strict=True)):
+            if unit != ALONE:
+                sides.setdefault(unit, {})[chosen] = segment
+        return tuple((found[True], found[False]) for found in sides.values())
 
     def at_least(self, tokens: int) -> MicroBatch:
         """Pad a row that is shorter than this. No rank may have an empty share, because a model's
@@ -137,6 +179,7 @@ class MicroBatch:
             self.reference_logprobs,
             values if self.returns is not None else None,
             self.returns,
+            None if self.selected is None else self.selected > 0,
         )
 
 
@@ -169,6 +212,18 @@ def plain_example(tokens: np.ndarray, prompt_length: int, loss_mask: np.ndarray)
         1.0,
         np.zeros(count, dtype=np.int32),
     )
+
+
+def packing_units(examples: Sequence[Example]) -> list[tuple[int, ...]] | None:
+    """Return the indices of the examples of each packing unit, in the order of their first
+    examples. None if every example is alone."""
+    if all(example.unit == ALONE for example in examples):
+        return None
+    units: dict[tuple[bool, int], list[int]] = {}
+    for index, example in enumerate(examples):
+        alone = example.unit == ALONE
+        units.setdefault((alone, index if alone else example.unit), []).append(index)
+    return [tuple(members) for members in units.values()]
 
 
 def micro_batch(
@@ -208,6 +263,18 @@ def micro_batch(
         ages=loss.values(lambda example: (version - example.versions).astype(np.float32)),
         reference_logprobs=loss.optional(lambda example: example.reference_logprobs),
         returns=loss.optional(lambda example: example.returns),
+        selected=loss.optional(lambda example: example.selected),
+        units=tuple(example.unit for example in chosen),
+        chosen=tuple(example.chosen for example in chosen),
+        slopes=(
+            loss.repeated(np.array([example.slope for example in chosen], dtype=np.float32))
+            if any(example.slope for example in chosen)
+            else None
+        ),
+        components={
+            name: loss.values(partial(_component, name))
+            for name in sorted({name for example in chosen for name in example.components})
+        },
     )
 
 
@@ -255,6 +322,13 @@ def _joined(parts: Iterable[np.ndarray], device: torch.device | str) -> Tensor:
 def _per_token(example: Example) -> np.ndarray:
     """The advantage of each completion token [C], float32."""
     return np.broadcast_to(example.advantage, example.loss_mask.shape).astype(np.float32)
+
+
+def _component(name: str, example: Example) -> np.ndarray:
+    """The weights of each completion token [C], float32, in this component of the loss."""
+    if name not in example.components:
+        return np.zeros(example.loss_mask.shape, dtype=np.float32)
+    return example.components[name].astype(np.float32)
 
 
 def _empty(device: torch.device | str) -> MicroBatch:

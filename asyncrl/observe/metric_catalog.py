@@ -91,7 +91,8 @@ STEP = (
     Metric(
         "weight_mean, capped_fraction",
         "mean truncated importance weight (1 without truncation and with"
-        " `correction.normalize`); share of tokens whose weight the cap reduces",
+        " `correction.normalize`); share of tokens whose weight `correction.cap` or"
+        " `floor` changes",
         "near 1; below 0.1",
         "as for `ess`, or raise `correction.cap`",
     ),
@@ -121,6 +122,79 @@ STEP = (
         "tokens and micro-batches with NaN or Inf; ranks with NaN or Inf in their gradient",
     ),
     Metric("step_s, tokens_per_s", "seconds inside the learner; its input tokens per second"),
+)
+
+FIXED_ROWS = (
+    Metric(
+        "ce/loss",
+        "mean negative log-likelihood of the targets, in nats per token; under `dpo.ce_coef`, of"
+        " the chosen sides' tokens",
+        "falls; compare it with the held-out loss",
+    ),
+    Metric(
+        "pieces_left_out, tokens_left_out",
+        "pieces of cut rows without a token to predict; targets that no piece predicts, since a"
+        " piece's first token is only context",
+        "0 under `packing_strategy: bfd`",
+    ),
+    Metric(
+        "pairs, long_pairs, completions",
+        "pairs of the step; those whose sides do not fit into one micro-batch, which need another"
+        " forward pass; single completions of a step of KTO",
+        "few long pairs",
+        "raise `learner.max_tokens_per_gpu`",
+    ),
+    Metric(
+        "pref/loss",
+        "mean loss of a pair or a single completion, off-policy weight included",
+        "falls: from log 2 = 0.693 for the sigmoid, 1 for the hinge, 0.5 for KTO",
+    ),
+    Metric(
+        "pref/accuracy",
+        "share of pairs whose chosen side has the higher reward; for KTO, share of completions on"
+        " the right side of the baseline",
+        "rises above 0.5, and more slowly on held-out pairs",
+        "near 1 on training pairs alone: fewer epochs, or a larger `dpo.beta`",
+    ),
+    Metric(
+        "pref/margin, pref/chosen_reward, pref/rejected_reward",
+        "mean reward of the chosen side minus that of the rejected side; mean reward of each side:"
+        " beta times the log-ratio of learner to reference, in nats, summed over the side's tokens"
+        " (a mean for ipo, simpo and length_normalized)",
+        "the margin rises",
+    ),
+    Metric(
+        "pref/margin_at_staleness_<k>",
+        "under `algorithm.preference`: mean margin of the pairs whose older side has staleness k;"
+        " absent without such a pair",
+        "similar for every k",
+        "smaller staleness, or a smaller `algorithm.preference.weight_cap`",
+    ),
+    Metric(
+        "pref/groups_without_pair",
+        "under `algorithm.preference`: groups of the step whose rewards do not differ by"
+        " `min_margin`, or with fewer than two usable trajectories",
+        "few",
+        "harder or easier prompts, or `algorithm.filter_zero_variance`",
+    ),
+    Metric(
+        "pref/chosen_logprob, pref/rejected_logprob",
+        "mean log-prob of each side, in nats, summed over its tokens",
+        "the rejected side falls faster than the chosen one",
+        "if the chosen side falls as fast: set `dpo.ce_coef`",
+    ),
+    Metric(
+        "pref/weight_mean, pref/capped_fraction",
+        "mean off-policy weight of a pair; share of pairs whose weight the cap reduces",
+        "near 1; below 0.1",
+        "smaller staleness, or a larger cap",
+    ),
+    Metric(
+        "pref/kl",
+        "KTO's baseline: estimate of KL(learner ‖ reference) per completion, in nats, from"
+        " mismatched prompts and completions, at least 0",
+        "grows slowly",
+    ),
 )
 
 BATCH = (
@@ -314,6 +388,29 @@ EVALUATION = (
     Metric("eval/seconds", "seconds of the evaluation"),
 )
 
+POSITION = (Metric("epoch, rows_taken", "passes over the data so far; rows or pairs of the step"),)
+
+HELD_OUT = (
+    Metric(
+        "eval/loss",
+        "mean negative log-likelihood per target token, in nats; for pairs, mean loss of a pair",
+        "falls with the training loss",
+        "a rise means that the model memorizes: stop earlier",
+    ),
+    Metric(
+        "eval/exact_match",
+        "share of held-out rows all of whose targets are the most probable tokens (teacher-forced)",
+        "rises",
+    ),
+    Metric(
+        "eval/pair_accuracy, eval/margin, eval/chosen_reward, eval/rejected_reward,"
+        " eval/chosen_logprob, eval/rejected_logprob",
+        "as `pref/…` of a step, on held-out pairs",
+    ),
+    Metric("eval/tokens, eval/pairs", "target tokens; pairs"),
+    Metric("eval/evaluation_s", "seconds of the evaluation"),
+)
+
 START = (
     Metric(
         "startup/generators_s, startup/generator_import_s, startup/generator_config_s,"
@@ -336,6 +433,21 @@ START = (
         "`truncation`: rows of the file; rows in use. A file is `data.train`, `eval.data`,"
         " `eval.sets.<set>.data`, `supervised_rows_of_warm_start.data` or"
         " `supervised_rows_of_eval.data`",
+    ),
+    Metric(
+        "truncation/<file>/read, truncation/<file>/tokens, truncation/<file>/targets,"
+        " truncation/<file>/longest",
+        "`truncation` of a dataset: rows read; tokens and target tokens of the rows in use; tokens"
+        " of the longest sequence",
+    ),
+    Metric(
+        "truncation/<file>/cut_rows, truncation/<file>/cut_tokens, truncation/<file>/too_long",
+        "`truncation` of a dataset: rows that `max_length` cut, their lost tokens, rows dropped",
+    ),
+    Metric(
+        "truncation/<file>/unsuitable, truncation/<file>/malformed_<reason>",
+        "`truncation` of a dataset: recorded groups whose rewards fit no row; rows dropped for the"
+        " reason",
     ),
     Metric(
         "truncation/<file>/prompt_rows, truncation/<file>/prompt_tokens,"
@@ -394,6 +506,9 @@ OTHER = (
 
 TABLES = (
     MetricTable("Learner arithmetic", "step", STEP),
+    MetricTable("Supervised and preference steps", "step", FIXED_ROWS),
+    MetricTable("Position in a dataset", "step", POSITION),
+    MetricTable("Held-out rows of a dataset", "evaluation", HELD_OUT),
     MetricTable("Staleness and rewards of the batch", "step", BATCH),
     MetricTable("Which side waits", "step", WAITING),
     MetricTable("Weights", "push, gather, commit, logprob_check", WEIGHTS),

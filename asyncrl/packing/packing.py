@@ -24,7 +24,7 @@ DIGIT = 16
 @dataclass(frozen=True, slots=True)
 class Packing:
     """Micro-batches by rank. `micro_batches[rank][i]` lists the indices of trajectories, longest
-    first. All ranks have the same number of micro-batches. A micro-batch may be empty."""
+    unit first. All ranks have the same number of micro-batches. A micro-batch may be empty."""
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
     fill: float
@@ -61,9 +61,10 @@ def pack(
     world_size: int = 1,
     quadratic: float = 0.0,
     one_each: bool = False,
+    units: Sequence[Sequence[int]] | None = None,
 ) -> Packing:
     """Pack every trajectory into one micro-batch, with at most `max_tokens` tokens in each and the
-    same number of micro-batches for each rank.
+    same number of micro-batches for each rank. The trajectories of a unit stay together.
 
     Best-fit decreasing forms the micro-batches. `balance.balanced_rounds` makes their number a
     multiple of `world_size`, and balances the costs of micro-batches that run at the same time.
@@ -71,16 +72,24 @@ def pack(
     Args:
         lengths: tokens of each trajectory.
         quadratic: a trajectory of l tokens costs l + quadratic * l² (`balance.quadratic_cost`).
-        one_each: put at most one trajectory into a micro-batch.
+        one_each: put at most one unit into a micro-batch.
+        units: indices of the trajectories of each unit, such as the two sides of a pair. Default:
+            each trajectory is its own unit.
 
     Raises:
-        ValueError: a length is below 1 or above `max_tokens`.
+        ValueError: the tokens of a unit are below 1 or above `max_tokens`.
     """
-    tokens = np.asarray(lengths, dtype=np.int64)
+    each = np.asarray(lengths, dtype=np.int64)
+    costs_each = each + quadratic * each**2
+    tokens, of_units = (each, costs_each) if units is None else _of_units(units, each, costs_each)
     wrong = np.flatnonzero((tokens < 1) | (tokens > max_tokens))
     if wrong.size:
+        members = units[wrong[0]] if units is not None else (wrong[0],)
+        name = f"trajectory {members[0]}"
+        if len(members) > 1:
+            name = f"the unit of trajectories {', '.join(map(str, members))}"
         raise ValueError(
-            f"trajectory {wrong[0]} has {tokens[wrong[0]]} tokens, not 1 to {max_tokens}; raise"
+            f"{name} has {tokens[wrong[0]]} tokens, not 1 to {max_tokens}; raise"
             " learner.max_tokens_per_gpu or shorten the trajectory"
         )
     order, offsets = (
@@ -89,16 +98,34 @@ def pack(
         else best_fit_decreasing(tokens, max_tokens)
     )
     bins = [items.tolist() for items in np.split(order, offsets[1:-1])] if order.size else []
-    costs = (tokens + quadratic * tokens**2).tolist()
+    costs = of_units.tolist()
     rounds = balanced_rounds(bins, tokens.tolist(), costs, max_tokens, world_size)
     micro_batches = tuple(
-        tuple(tuple(items[rank]) for items in rounds) for rank in range(world_size)
+        tuple(_members(items[rank], units) for items in rounds) for rank in range(world_size)
     )
     return Packing(
         micro_batches,
         int(tokens.sum()) / (len(rounds) * world_size * max_tokens),
         imbalance_of(rounds, costs),
     )
+
+
+def _of_units(
+    units: Sequence[Sequence[int]], tokens: np.ndarray, costs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens and costs of each unit. Attention stays within a trajectory, so a unit
+    costs as much as its trajectories."""
+    members = np.array([member for unit in units for member in unit], dtype=np.int64)
+    owner = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
+    sums = [np.zeros(len(units), dtype=values.dtype) for values in (tokens, costs)]
+    for total, values in zip(sums, (tokens, costs), strict=True):
+        np.add.at(total, owner, values[members])
+    return sums[0], sums[1]
+
+
+def _members(items: Sequence[int], units: Sequence[Sequence[int]] | None) -> tuple[int, ...]:
+    """Return the trajectories of these units."""
+    return tuple(items if units is None else (member for item in items for member in units[item]))
 
 
 def pack_rows(

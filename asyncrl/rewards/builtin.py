@@ -11,6 +11,7 @@ __all__ = [
     "exact_match",
     "llm_judge",
     "math_verify",
+    "pairwise_judge",
     "reasoning_gym_score",
 ]
 
@@ -19,6 +20,7 @@ SLOW_IMPORTS = {
     "reasoning_gym_score": "reasoning",
     "math_verify": "mathematics",
     "llm_judge": "judge",
+    "pairwise_judge": "pairwise",
 }
 """Functions whose packages take long to import → their module. A reward process imports a module
 only if the config names its function."""
@@ -42,10 +44,12 @@ def check_builtin(function: str, arguments: Mapping[str, object], deadline_s: fl
             f"there is no {name!r} in {module}; choose one of"
             f" {sorted({*__all__} - {'check_builtin'})}"
         )
-    if name == "llm_judge":
+    if name in ("llm_judge", "pairwise_judge"):
         from asyncrl.rewards.judge import JudgeSettings
+        from asyncrl.rewards.pairwise import PairwiseSettings
 
-        settings = JudgeSettings.model_validate(arguments.get("judge", {}))
+        kind = JudgeSettings if name == "llm_judge" else PairwiseSettings
+        settings = kind.model_validate(arguments.get("judge", {}))
         if settings.timeout_s >= deadline_s:
             raise ValueError(
                 f"judge.timeout_s = {settings.timeout_s:g} is not below reward.deadline_s ="

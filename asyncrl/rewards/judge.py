@@ -13,12 +13,13 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 import httpx2
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["JudgeSettings", "llm_judge"]
+__all__ = ["JudgeSettings", "answers", "filled", "llm_judge", "of_each"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ class JudgeSettings(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
     )
+
+    NEEDED: ClassVar[tuple[str, ...]] = ("completion",)
+    """Fields that the template must have."""
 
     url: str = Field(pattern=r"^https?://[^\s]+$")
     """Base URL of the server, such as http://127.0.0.1:8000/v1. `/chat/completions` is added."""
@@ -95,8 +99,9 @@ class JudgeSettings(BaseModel):
             raise ValueError(
                 f"lowest = {self.lowest:g} is not below highest = {self.highest:g}; swap them"
             )
-        if "completion" not in FIELD.findall(self.template):
-            raise ValueError("template has no {completion}; add it")
+        for name in self.NEEDED:
+            if name not in FIELD.findall(self.template):
+                raise ValueError(f"template has no {{{name}}}; add it")
         parts = urlsplit(self.url)
         if self.key_env is not None and parts.scheme == "http" and parts.hostname not in LOOPBACK:
             raise ValueError(
@@ -122,32 +127,39 @@ async def llm_judge(
         RuntimeError: The server refuses the requests themselves, so a retry cannot succeed.
     """
     settings = JudgeSettings.model_validate(dict(judge))
-    server = _server(asyncio.get_running_loop(), settings.url, settings.key_env, settings.at_once)
-    per_completion = {
-        name: value
-        for name, value in columns.items()
-        if isinstance(value, list) and len(value) == len(completions)
-    }
     fields = [
-        {
-            **{name: value[index] for name, value in per_completion.items()},
-            "prompt": prompt,
-            "completion": completion,
-        }
+        {**of_each(columns, index, len(completions)), "prompt": prompt, "completion": completion}
         for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
     ]
+    return await answers(settings, [filled(settings.template, values) for values in fields])
+
+
+async def answers(settings: JudgeSettings, questions: Sequence[str]) -> list[float | None]:
+    """The judge's score for each question, in [0, 1]; None where it gave none in time.
+
+    Raises:
+        ValueError: The settings cannot be used.
+        RuntimeError: The server refuses the requests themselves, so a retry cannot succeed.
+    """
+    server = _server(asyncio.get_running_loop(), settings.url, settings.key_env, settings.at_once)
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(server.score(settings, _fill(settings.template, values)))
-                for values in fields
-            ]
+            tasks = [group.create_task(server.score(settings, question)) for question in questions]
     except* RuntimeError as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-def _fill(template: str, fields: Mapping[str, object]) -> str:
+def of_each(columns: Mapping[str, object], index: int, count: int) -> dict[str, object]:
+    """The values of one of `count` trajectories in the columns that have one for each."""
+    return {
+        name: value[index]
+        for name, value in columns.items()
+        if isinstance(value, list) and len(value) == count
+    }
+
+
+def filled(template: str, fields: Mapping[str, object]) -> str:
     """The template with its fields, filled in one pass, so that braces in a completion stay."""
     return FIELD.sub(
         lambda match: str(fields[match[1]]) if match[1] in fields else match[0], template

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from asyncrl.algorithms.advantages import group_advantages, soft_overlong_penalty
+from asyncrl.algorithms.advantages import GroupInputs, group_advantages, soft_overlong_penalty
 from asyncrl.algorithms.kl import reward_kl
 from asyncrl.algorithms.own import own_verdict
 from asyncrl.config import AlgorithmConfig, RewardConfig
@@ -154,7 +154,15 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         ]
         scored["reward"].append(rewards)
         scored["status"].append(statuses)
-        advantages, failure = _advantages(row, rewards, statuses, spec.algorithm)
+        inputs = GroupInputs(
+            lengths=[sum(mask) for mask in row["loss_mask"]],
+            parts=[(weights[name], values) for name, values in parts.items()],
+            k=spec.algorithm.pass_k,
+            pass_threshold=spec.algorithm.pass_threshold,
+        )
+        advantages, failure = _advantages(row, rewards, statuses, inputs, spec.algorithm)
+        if spec.algorithm.preference is not None:
+            advantages = [None] * len(advantages)  # pairs are trained instead
         scored["advantage"].append(advantages)
         failures.append(row["failure"] or failure)
         scored["scored_at"].append(time.time())
@@ -171,13 +179,14 @@ def _advantages(
     row: _RewardedRow,
     rewards: Sequence[float | None],
     statuses: Sequence[str],
+    inputs: GroupInputs,
     algorithm: AlgorithmConfig,
 ) -> tuple[list[float | None], str | None]:
     """The advantages of a group, and the reason if it is not trained: the user's filter rejected
     it, or a function of the user failed."""
     ok = [status == "ok" for status in statuses]
     try:
-        advantages = group_advantages(rewards, ok, algorithm.advantage)
+        advantages = group_advantages(rewards, ok, algorithm.advantage, inputs)
         kept = [index for index, use in enumerate(ok) if use]
         if algorithm.group_filter is None or len(kept) < (2 if algorithm.compares_siblings else 1):
             return advantages, None

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from asyncrl.algorithms.advantages import (
+    GroupInputs,
     batch_normalized,
     group_advantages,
     moments_over_ranks,
+    over_batch_std,
     soft_overlong_penalty,
     standardized,
 )
@@ -42,6 +44,110 @@ def test_maxrl_divides_by_the_mean() -> None:
     assert group_advantages([0.0, 0.0], [True] * 2, "maxrl") == [0.0, 0.0]
     with pytest.raises(ValueError, match="0 and above"):
         group_advantages([1.0, -1.0], [True] * 2, "maxrl")
+
+
+def test_opo_weights_the_baseline_by_length() -> None:
+    # (1 · 1 + 0 · 2 + 2 · 5) / 8 = 1.375; the masked trajectory does not count.
+    found = group_advantages(
+        [1.0, 9.0, 0.0, 2.0], [True, False, True, True], "opo", GroupInputs(lengths=[1, 7, 2, 5])
+    )
+    assert found == [pytest.approx(-0.375), None, pytest.approx(-1.375), pytest.approx(0.625)]
+    same = group_advantages([0.0, 1.0], [True] * 2, "opo", GroupInputs(lengths=[4, 4]))
+    assert same == [-0.5, 0.5], "equal lengths: dr_grpo"
+    assert group_advantages([3.0], [True], "opo", GroupInputs(lengths=[2])) == [0.0]
+    equal = group_advantages([0.7] * 3, [True] * 3, "opo", GroupInputs(lengths=[1, 2, 3]))
+    assert equal == pytest.approx([0.0] * 3, abs=1e-12)
+
+
+def test_opos_baseline_minimizes_the_variance_where_squared_gradients_grow_with_length() -> None:
+    """The variance of (r - b)·g is E[g²(r - b)²] - const, and g² is proportional to the length."""
+    rewards, lengths = np.array([1.0, 0.0, 3.0]), np.array([2, 7, 1])
+    found = group_advantages(rewards.tolist(), [True] * 3, "opo", GroupInputs(lengths=[2, 7, 1]))
+    baseline = rewards[0] - found[0]
+
+    def variance(b: float) -> float:
+        return float((lengths * (rewards - b) ** 2).sum())
+
+    assert variance(baseline) < min(variance(baseline - 1e-3), variance(baseline + 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (GroupInputs(), r"opo got the lengths \[\] of 2 usable trajectories"),
+        (GroupInputs(lengths=[0, 2]), r"opo got the lengths \[0, 2\]"),
+        (GroupInputs(lengths=[1, 2, 3]), "3 lengths or rewards came with 2 trajectories"),
+        (GroupInputs(parts=[(1.0, [1.0])]), "1 lengths or rewards came with 2 trajectories"),
+    ],
+)
+def test_inputs_must_fit_the_group(inputs: GroupInputs, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        group_advantages([1.0, 0.0], [True] * 2, "opo", inputs)
+
+
+def test_pass_at_k_on_hand_computed_numbers() -> None:
+    # One of four passes, subsets of two: R = 1 - C(3,2)/C(4,2) = 1/2, σ = 1/2. Of a failing
+    # trajectory's three subsets, one passes: (1/3 - 1/2) / (1/2) = -1/3.
+    inputs = GroupInputs(k=2, pass_threshold=1.0)
+    found = group_advantages([0.0, 1.0, 0.5, 0.0], [True] * 4, "pass_at_k", inputs)
+    assert found == pytest.approx([-1 / 3, 1.0, -1 / 3, -1 / 3], rel=1e-5)
+
+
+def test_pass_at_1_is_grpo() -> None:
+    rewards, usable = [1.0, 0.0, 0.0, 1.0, 1.0], [True] * 5
+    assert group_advantages(rewards, usable, "pass_at_k", GroupInputs(k=1)) == pytest.approx(
+        group_advantages(rewards, usable, "grpo")
+    )
+
+
+@pytest.mark.parametrize(("passed", "k"), [(0, 3), (6, 3), (4, 3), (2, 6), (2, 9)])
+def test_pass_at_k_learns_nothing_where_every_or_no_subset_passes(passed: int, k: int) -> None:
+    """With four of six, each three contain one that passes. With k of 6 or more, there is one
+    subset."""
+    rewards = [1.0] * passed + [0.0] * (6 - passed)
+    found = group_advantages(rewards, [True] * 6, "pass_at_k", GroupInputs(k=k))
+    assert found == [0.0] * 6
+
+
+def test_pass_at_k_of_a_single_trajectory_is_zero() -> None:
+    for reward in (0.0, 1.0):
+        assert group_advantages([reward], [True], "pass_at_k", GroupInputs(k=2)) == [0.0]
+
+
+def test_grpo_over_the_std_of_the_step() -> None:
+    # Two groups: 0, 1 and 3, 3. Over the step: mean 1.75, std sqrt(6.75 / 4).
+    groups = [[0.0, 1.0], [3.0, 3.0]]
+    centered = [
+        value
+        for rewards in groups
+        for value in group_advantages(rewards, [True] * 2, "grpo_batch_std")
+    ]
+    std = math.sqrt((1.75**2 + 0.75**2 + 2 * 1.25**2) / 4)
+    assert over_batch_std(centered, [0.0, 1.0, 3.0, 3.0]) == pytest.approx(
+        [-0.5 / std, 0.5 / std, 0.0, 0.0], rel=1e-5
+    )
+    assert over_batch_std([0.0, 0.0], [2.0, 2.0]) == [0.0, 0.0]
+
+
+def test_gdpo_normalizes_each_reward_function_in_its_group() -> None:
+    """The sums 1 and 2 of the first two trajectories differ by one function; grpo of the sums would
+    mix both scales."""
+    correct, short = [1.0, 1.0, 0.0, 0.0], [0.0, 100.0, 0.0, 100.0]
+    inputs = GroupInputs(parts=[(1.0, correct), (0.5, short), (0.0, [None] * 4)])
+    found = group_advantages([1.0, 51.0, 0.0, 50.0], [True] * 4, "gdpo", inputs)
+    assert found == pytest.approx([0.5, 1.5, -1.5, -0.5], rel=1e-5)
+    std = math.sqrt((2 * 0.5**2 + 2 * 1.5**2) / 4)
+    assert batch_normalized([value or 0.0 for value in found], [1] * 4) == pytest.approx(
+        [0.5 / std, 1.5 / std, -1.5 / std, -0.5 / std], rel=1e-5
+    )
+
+
+def test_gdpo_learns_where_equal_totals_hide_different_parts() -> None:
+    inputs = GroupInputs(parts=[(1.0, [1.0, 0.0, 5.0]), (2.0, [0.0, 0.5, 5.0])])
+    found = group_advantages([1.0, 1.0, None], [True, True, False], "gdpo", inputs)
+    assert found == [pytest.approx(-1.0, rel=1e-5), pytest.approx(1.0, rel=1e-5), None]
+    equal = GroupInputs(parts=[(1.0, [0.3, 0.3])])
+    assert group_advantages([0.3, 0.3], [True] * 2, "gdpo", equal) == pytest.approx([0.0] * 2)
 
 
 def test_reinforce_plus_plus_is_normalized_over_the_step() -> None:

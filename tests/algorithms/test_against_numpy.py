@@ -4,7 +4,7 @@ handles one trajectory at a time. Lengths differ, and some trajectories are mask
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import torch
 
 from asyncrl.algorithms.advantages import (
     Advantage,
+    GroupInputs,
     batch_normalized,
     group_advantages,
     moments_over_ranks,
@@ -40,6 +41,10 @@ LOSSES: tuple[dict[str, Any], ...] = (
     {"loss": "ppo", "old_policy": "learner"},
     {"loss": "ppo", "old_policy": "log_linear"},
     {"loss": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.07},
+    {"loss": "gmpo"},
+    {"loss": "gmpo", "eps_clip": 0.33, "eps_clip_high": 0.49},
+    {"loss": "vespo"},
+    {"loss": "vespo", "vespo_k_positive": 1.0, "vespo_lambda_negative": 0.5},
     {"loss": "cispo"},
     {"loss": "cispo", "eps_clip": 0.3},
     {"loss": "sapo", "tau_positive": 0.8, "tau_negative": 1.3},
@@ -112,6 +117,17 @@ def numpy_loss(
         elif a.loss == "gspo":
             s = np.exp(np.mean(pi - old))
             objective = [min(s * y, min(max(s, low), high) * y) for y in adv]
+        elif a.loss == "gmpo":
+            bounded = [min(x, high) if y > 0 else max(x, low) for x, y in zip(r, adv, strict=True)]
+            objective = [np.prod(bounded) ** (1 / length) * y for y in adv]
+        elif a.loss == "vespo":
+            product = np.prod(r)
+            k, lam = (
+                (a.vespo_k_positive, a.vespo_lambda_positive)
+                if adv[0] >= 0
+                else (a.vespo_k_negative, a.vespo_lambda_negative)
+            )
+            objective = list(product**k * np.exp(lam * (1 - product)) * adv * pi)
         elif a.loss == "cispo":
             objective = [min(max(x, low), high) * y * p for x, y, p in zip(r, adv, pi, strict=True)]
         elif a.loss == "sapo":
@@ -134,8 +150,9 @@ def numpy_loss(
         way = old - mu
         truncated = {
             "none": np.ones(length),
-            "token": np.minimum(np.exp(way), c.cap),
-            "sequence": np.full(length, min(np.exp(way.sum()), c.cap)),
+            "token": np.clip(np.exp(way), c.floor, c.cap),
+            "sequence": np.full(length, np.clip(np.exp(way.sum()), c.floor, c.cap)),
+            "geometric": np.full(length, np.clip(np.exp(way.mean()), c.floor, c.cap)),
         }[c.truncation]
         log_ratio = pi - mu
         keep = np.ones(length, dtype=bool)
@@ -203,12 +220,20 @@ def test_policy_losses(settings: dict[str, Any], masks: dict[str, Any]) -> None:
     truncations = (
         ["none"]
         if settings.get("old_policy", "behavior") == "behavior"
-        else ["none", "token", "sequence"]
+        else ["none", "token", "sequence", "geometric"]
     )
     any_dropped = False
     for seed, truncation in itertools.product(range(3), truncations):
         algorithm = AlgorithmConfig.model_validate(
-            {**settings, "correction": {**masks, "truncation": truncation, "cap": 1.2}}
+            {
+                **settings,
+                "correction": {
+                    **masks,
+                    "truncation": truncation,
+                    "cap": 1.2,
+                    "floor": 0.9 if seed == 2 else 0.0,
+                },
+            }
         )
         known = drawn(seed)
         weights = np.repeat(token_weights(LENGTHS, "sequence_mean_token_mean", 1), LENGTHS)
@@ -289,15 +314,19 @@ def test_any_split_into_micro_batches_and_ranks_has_the_loss_and_gradient_of_the
     np.testing.assert_allclose(split_gradient, whole_gradient, rtol=1e-12, atol=1e-15)
 
 
-METHODS: tuple[Advantage, ...] = (
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "maxrl",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "gae",
-)
+METHODS: tuple[Advantage, ...] = get_args(Advantage)
+LENGTHS_OF_GROUP = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+
+
+def over_all_subsets(rewards: np.ndarray, k: int, threshold: float) -> list[float]:
+    """GRPO's advantage of every subset of k trajectories, averaged over those of each one."""
+    subsets = list(itertools.combinations(range(len(rewards)), min(k, len(rewards))))
+    passed = np.array([float(max(rewards[list(subset)]) >= threshold) for subset in subsets])
+    advantages = (passed - passed.mean()) / (passed.std() + 1e-6)
+    return [
+        float(np.mean([a for a, subset in zip(advantages, subsets, strict=True) if at in subset]))
+        for at in range(len(rewards))
+    ]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -305,8 +334,19 @@ METHODS: tuple[Advantage, ...] = (
 def test_advantages_with_masked_members(method: Advantage, seed: int) -> None:
     generator = np.random.default_rng(seed)
     rewards, usable = generator.random(9), generator.random(9) < 0.7
-    kept = rewards[usable]
+    parts = generator.random((2, 9))
+    kept, kept_parts = rewards[usable], parts[:, usable]
+    weighted = [
+        weight * (part - part.mean()) / (part.std() + 1e-6)
+        for weight, part in zip((2.0, -0.5), kept_parts, strict=True)
+    ]
+    kept_lengths = np.array(LENGTHS_OF_GROUP)[usable]
+    subsets = over_all_subsets(kept, 3, 0.6)
     expected = {
+        "grpo_batch_std": lambda x: x - kept.mean(),
+        "gdpo": lambda x: sum(weighted)[list(kept).index(x)],
+        "opo": lambda x: x - (kept * kept_lengths).sum() / kept_lengths.sum(),
+        "pass_at_k": lambda x: subsets[list(kept).index(x)],
         "grpo": lambda x: (x - kept.mean()) / (kept.std() + 1e-6),
         "dr_grpo": lambda x: x - kept.mean(),
         "rloo": lambda x: x - (kept.sum() - x) / (len(kept) - 1),
@@ -318,7 +358,13 @@ def test_advantages_with_masked_members(method: Advantage, seed: int) -> None:
     all_rewards = [
         float(reward) if use else None for reward, use in zip(rewards, usable, strict=True)
     ]
-    found = group_advantages(all_rewards, usable.tolist(), method)
+    inputs = GroupInputs(
+        LENGTHS_OF_GROUP,
+        [(2.0, parts[0].tolist()), (-0.5, parts[1].tolist())],
+        k=3,
+        pass_threshold=0.6,
+    )
+    found = group_advantages(all_rewards, usable.tolist(), method, inputs)
     assert [value is None for value in found] == [not use for use in usable]
     np.testing.assert_allclose(
         [value for value in found if value is not None], [expected(x) for x in kept], rtol=1e-9

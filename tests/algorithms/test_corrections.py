@@ -35,6 +35,15 @@ def test_importance_weights() -> None:
     assert importance_weights(LOG_RATIO, SEQUENCE, 2, "sequence").clamp(
         max=2.5
     ).tolist() == pytest.approx([1.0, 1.0, 2.5])
+    # The geometric mean of 2 and 0.5 is 1, and of 2, 0.5 and 3 it would be 3^(1/3).
+    assert importance_weights(LOG_RATIO, SEQUENCE, 2, "geometric").tolist() == pytest.approx(
+        [1.0, 1.0, 3.0]
+    )
+    one = torch.zeros(3, dtype=torch.int64)
+    assert importance_weights(LOG_RATIO, one, 1, "geometric").tolist() == pytest.approx(
+        [3 ** (1 / 3)] * 3
+    )
+    assert importance_weights(LOG_RATIO[:0], one[:0], 0, "geometric").shape == (0,)
     assert (
         importance_weights(torch.tensor([1000.0]), torch.tensor([0]), 1, "token").isfinite().all()
     )

@@ -1,7 +1,9 @@
 """Every surrogate on hand-computed numbers, and the whole policy loss compared with an independent
 numpy implementation."""
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args, get_type_hints
 
@@ -11,14 +13,26 @@ import torch
 
 from asyncrl.algorithms.objective import (
     PolicyTokens,
+    clipped_tokens,
     policy_loss,
     supervised_loss,
     token_weights,
     truncated_weights,
 )
-from asyncrl.algorithms.objective_spec import ObjectiveSpec
-from asyncrl.algorithms.surrogates import cispo, dppo, log_linear_proximal, ppo_clip, sapo
+from asyncrl.algorithms.objective_spec import ObjectiveSpec, VespoSpec
+from asyncrl.algorithms.surrogates import (
+    cispo,
+    clip_cov,
+    dppo,
+    gmpo,
+    kl_cov,
+    log_linear_proximal,
+    ppo_clip,
+    sapo,
+    vespo,
+)
 from asyncrl.config import AlgorithmConfig
+from asyncrl.config.schema import LOSSES
 from asyncrl.preflight.specs import objective_spec
 
 
@@ -176,6 +190,206 @@ def test_dppo_stops_only_what_moves_further_away() -> None:
     assert gradient(loss.sum(), logprobs) == pytest.approx([0.0, 1.4, -0.6, 0.0, -2.0])
 
 
+def test_gmpo_is_the_geometric_mean_of_the_clipped_ratios() -> None:
+    # A > 0: ratios 4 and 1, of which 1.28 and 1 remain. Second trajectory: 1.1.
+    learner, behavior = log(0.8, 0.5, 0.55).requires_grad_(), log(0.2, 0.5, 0.5)
+    batch = tokens(learner, behavior, tensor(2, 2, 1), lengths=[2, 1])
+    loss, sums = policy_loss(batch, objective(loss="gmpo"))
+    mean = math.sqrt(1.28)
+    assert loss.item() == pytest.approx(-(2 * 2 * mean + 1.1))
+    assert sums.clipped.item() == 1
+    assert gradient(loss, learner) == pytest.approx([0.0, -2 * mean, -1.1])
+    # A < 0: only the lower clip acts. Ratios 4 and 0.5, of which 4 and 0.8 remain.
+    learner, behavior = log(0.8, 0.25).requires_grad_(), log(0.2, 0.5)
+    loss, sums = policy_loss(tokens(learner, behavior, tensor(-1, -1)), objective(loss="gmpo"))
+    mean = math.sqrt(4 * 0.8)
+    assert loss.item() == pytest.approx(2 * mean) and sums.clipped.item() == 1
+    assert gradient(loss, learner) == pytest.approx([mean, 0.0])
+
+
+def test_gmpo_without_a_lower_clip_bounds_nothing_below() -> None:
+    log_ratio, sequence = tensor(-30.0, 0.0), torch.zeros(2, dtype=torch.int64)
+    loss, stopped = gmpo(log_ratio, tensor(-1, -1), sequence, 1, 1.0, 0.28)
+    assert loss.tolist() == pytest.approx([math.exp(-15)] * 2) and not stopped.any()
+
+
+def test_vespo_weights_a_trajectory_by_its_product_of_ratios() -> None:
+    # Products: 2 · 1.5 = 3 with A > 0, 0.5 with A < 0.
+    learner, behavior = log(0.8, 0.6, 0.25).requires_grad_(), log(0.4, 0.4, 0.5)
+    batch = tokens(learner, behavior, tensor(2, 2, -1), lengths=[2, 1])
+    loss, sums = policy_loss(batch, objective(loss="vespo"))
+    good, bad = 3**2 * math.exp(3 * (1 - 3)), 0.5**3 * math.exp(2 * (1 - 0.5))
+    assert loss.item() == pytest.approx(
+        -2 * good * (math.log(0.8) + math.log(0.6)) + bad * math.log(0.25)
+    )
+    assert gradient(loss, learner) == pytest.approx([-2 * good, -2 * good, bad])
+    assert sums.clipped.item() == 0
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_vespos_weight_is_1_on_policy_and_largest_at_k_by_lambda(advantage: float) -> None:
+    shape = VespoSpec(2.0, 4.0, 3.0, 1.5)
+    k, lam = (2.0, 4.0) if advantage > 0 else (3.0, 1.5)
+
+    def weight(product: float) -> float:
+        sequence = torch.zeros(1, dtype=torch.int64)
+        loss, _ = vespo(tensor(-1.0), log(product), tensor(advantage), sequence, 1, shape)
+        return loss.item() * advantage
+
+    assert weight(1.0) == pytest.approx(1.0)
+    assert weight(k / lam) > max(weight(k / lam * 1.01), weight(k / lam * 0.99))
+    assert 0 <= weight(1e8) < 1e-12 and 0 <= weight(1e-9) < 1e-12
+
+
+def test_clip_cov_stops_the_selected_tokens_and_clips_the_others() -> None:
+    log_ratio = log(1.5, 1.1, 0.5, 1.0).requires_grad_()
+    selected = torch.tensor([False, True, False, False])
+    loss, stopped = clip_cov(log_ratio, tensor(1, 1, -1, 1), selected, 0.2, 0.28)
+    assert loss.tolist() == pytest.approx([-1.28, 0.0, 0.8, -1.0])
+    assert stopped.tolist() == [True, True, True, False]
+    assert gradient(loss.sum(), log_ratio) == pytest.approx([0.0, 0.0, 0.0, -1.0])
+
+
+def test_kl_cov_penalizes_the_selected_tokens_on_both_sides_of_the_old_policy() -> None:
+    log_ratio = log(2.0, 0.5, 2.0, 1.0).requires_grad_()
+    selected = torch.tensor([True, True, False, True])
+    loss, stopped = kl_cov(log_ratio, tensor(1, 1, 1, 1), selected, 0.3)
+    penalty = 0.3 * math.log(2)
+    assert loss.tolist() == pytest.approx([-2 + penalty, -0.5 + penalty, -2.0, -1.0])
+    assert not stopped.any()
+    assert gradient(loss.sum(), log_ratio) == pytest.approx([-1.7, -0.8, -2.0, -1.0])
+
+
+def test_the_objective_passes_the_selected_tokens_on() -> None:
+    learner, behavior = log(0.6, 0.5, 0.9).requires_grad_(), log(0.5, 0.5, 0.5)
+    batch = tokens(learner, behavior, tensor(1, 1, 1))
+    chosen = replace(batch, selected=torch.tensor([True, False, False]))
+    for loss, unselected, selected in (
+        ("clip_cov", [-1.2, -1.0, 0.0], [0.0, -1.0, 0.0]),
+        ("kl_cov", [-1.2, -1.0, -1.8], [-0.7, -1.0, -1.8]),
+    ):
+        settings = {"loss": loss} | ({"kl_cov_coef": 0.5} if loss == "kl_cov" else {})
+        for which, wanted in ((batch, unselected), (chosen, selected)):
+            found, _ = policy_loss(which, objective(**settings))
+            assert gradient(found, learner) == pytest.approx(wanted), loss
+    clipped = clipped_tokens(batch, objective(loss="clip_cov"))
+    assert clipped.tolist() == [False, False, True]
+
+
+def numerical_gradient(function: Callable[[torch.Tensor], float], at: torch.Tensor) -> list[float]:
+    """Central differences in float64."""
+    slopes = []
+    for place in range(len(at)):
+        step = torch.zeros_like(at)
+        step[place] = 1e-6
+        slopes.append((function(at + step) - function(at - step)) / 2e-6)
+    return slopes
+
+
+VOCABULARY, LENGTH = 3, 2
+OLD = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4], [0.2, 0.2, 0.6]]).double()
+"""The old policy: the first token's probabilities, then the second one's after each first token."""
+
+
+def every_answer(theta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [9, 2] of all answers of two tokens under softmax(theta) and under OLD."""
+    rows = []
+    for table in (theta.view(4, 3).log_softmax(1), OLD.log()):
+        answers = itertools.product(range(VOCABULARY), repeat=LENGTH)
+        rows.append(torch.stack([torch.stack([table[0, a], table[1 + a, b]]) for a, b in answers]))
+    return rows[0], rows[1].detach()
+
+
+ADVANTAGES = tensor(1.0, -2.0, 0.5, 0.3, -0.7, 1.5, -1.0, 2.0, -0.1)
+
+
+@pytest.mark.parametrize("moved", [0.1, 0.9])
+@pytest.mark.parametrize("loss", ["gmpo", "kl_cov", "clip_cov"])
+def test_gradients_by_enumeration_equal_finite_differences(loss: str, moved: float) -> None:
+    """All nine answers, each weighted by its probability under the old policy. The objective is
+    written from the paper's formula, one answer at a time."""
+    generator = torch.Generator().manual_seed(3)
+    theta = OLD.log().flatten() + moved * torch.randn(12, generator=generator).double()
+    low, high = 0.8, 1.28
+    selected = torch.tensor([0, 1, 0, 0, 0, 1, 1, 0, 0] * 2).bool()
+
+    def by_hand(at: torch.Tensor) -> float:
+        new, old = every_answer(at)
+        total = 0.0
+        for answer, advantage in enumerate(ADVANTAGES.tolist()):
+            chosen = selected.view(9, 2)[answer].tolist()
+            ratios = (new - old)[answer].exp().tolist()
+            bounded = [min(r, high) if advantage > 0 else max(r, low) for r in ratios]
+            mass = math.exp(old[answer].sum())
+            if loss == "gmpo":
+                gain = math.prod(bounded) ** (1 / LENGTH) * advantage
+            elif loss == "clip_cov":
+                gains = [
+                    0.0 if skip else min(r * advantage, min(max(r, low), high) * advantage)
+                    for r, skip in zip(ratios, chosen, strict=True)
+                ]
+                gain = sum(gains) / LENGTH
+            else:
+                gains = [
+                    r * advantage - 0.4 * abs(math.log(r)) * skip
+                    for r, skip in zip(ratios, chosen, strict=True)
+                ]
+                gain = sum(gains) / LENGTH
+            total -= mass * gain
+        return total
+
+    free = theta.clone().requires_grad_()
+    new, old = every_answer(free)
+    weights = old.sum(1).exp().repeat_interleave(LENGTH) / LENGTH
+    batch = replace(
+        tokens(
+            new.flatten(),
+            old.flatten(),
+            ADVANTAGES.repeat_interleave(LENGTH),
+            lengths=[LENGTH] * 9,
+            weights=weights,
+        ),
+        selected=selected,
+    )
+    settings = {"loss": loss} | ({"kl_cov_coef": 0.4} if loss == "kl_cov" else {})
+    value, sums = policy_loss(batch, objective(**settings))
+    assert value.item() == pytest.approx(by_hand(theta), abs=1e-12)
+    expected = numerical_gradient(by_hand, theta)
+    assert gradient(value, free) == pytest.approx(expected, abs=1e-8)
+    if moved > 0.5 and loss == "gmpo":
+        assert 0 < sums.clipped.item() < 18, "some tokens are clipped, some are not"
+
+
+def test_vespos_gradient_by_enumeration() -> None:
+    """The sum over all answers of μ(y) · φ(W(y)) · A(y) · ∇log π(y), with ∇ by finite
+    differences."""
+    generator = torch.Generator().manual_seed(4)
+    theta = OLD.log().flatten() + 0.4 * torch.randn(12, generator=generator).double()
+    new, old = every_answer(theta)
+    products = (new - old).sum(1).exp()
+    slopes = torch.zeros(12, dtype=torch.float64)
+    for answer, advantage in enumerate(ADVANTAGES.tolist()):
+        k, lam = (2.0, 3.0) if advantage > 0 else (3.0, 2.0)
+        w = products[answer].item()
+        weight = math.exp(old[answer].sum()) * w**k * math.exp(lam * (1 - w))
+
+        def logprob(at: torch.Tensor, answer: int = answer) -> float:
+            return every_answer(at)[0][answer].sum().item()
+
+        slopes += weight * advantage * torch.tensor(numerical_gradient(logprob, theta)).double()
+    free = theta.clone().requires_grad_()
+    new, old = every_answer(free)
+    batch = tokens(
+        new.flatten(),
+        old.flatten(),
+        ADVANTAGES.repeat_interleave(LENGTH),
+        lengths=[LENGTH] * 9,
+        weights=old.sum(1).exp().repeat_interleave(LENGTH),
+    )
+    value, _ = policy_loss(batch, objective(loss="vespo"))
+    assert gradient(value, free) == pytest.approx((-slopes).tolist(), abs=1e-8)
+
+
 def test_reinforce_with_truncated_weights() -> None:
     learner, behavior = log(0.9, 0.4).requires_grad_(), log(0.3, 0.5)
     settings = objective(
@@ -184,6 +398,21 @@ def test_reinforce_with_truncated_weights() -> None:
     loss, sums = policy_loss(tokens(learner, behavior, tensor(1, -3)), settings)
     assert gradient(loss, learner) == pytest.approx([-2.0, 0.8 * 3])
     assert sums.weight.item() == pytest.approx(2.8)
+
+
+def test_geometric_weights_and_a_floor() -> None:
+    # Ratios 2 and 0.5 give the geometric mean 1; 9 is cut to 3, and 0.01 is raised to 0.2.
+    learner = log(0.8, 0.25, 0.9, 0.005).requires_grad_()
+    batch = tokens(learner, log(0.4, 0.5, 0.1, 0.5), tensor(1, 1, 1, 1), lengths=[2, 1, 1])
+    settings = objective(
+        loss="reinforce",
+        old_policy="learner",
+        correction={"truncation": "geometric", "cap": 3.0, "floor": 0.2},
+    )
+    loss, sums = policy_loss(batch, settings)
+    assert gradient(loss, learner) == pytest.approx([-1.0, -1.0, -3.0, -0.2])
+    assert truncated_weights(batch, settings).tolist() == pytest.approx([1.0, 1.0, 3.0, 0.2])
+    assert sums.capped.item() == 2
 
 
 def test_decoupled_ppo_is_the_weighted_policy_gradient_where_the_learner_is_proximal() -> None:
@@ -219,6 +448,10 @@ def test_at_the_behavior_policy_every_loss_gives_the_policy_gradient() -> None:
         ("cispo", "behavior"),
         ("sapo", "behavior"),
         ("dppo", "behavior"),
+        ("gmpo", "behavior"),
+        ("vespo", "behavior"),
+        ("clip_cov", "behavior"),
+        ("kl_cov", "behavior"),
         ("reinforce", "learner"),
     ]:
         logprobs = tensor(-1.0, -2.0, -0.5).requires_grad_()
@@ -284,7 +517,7 @@ def test_policy_loss_against_numpy(seed: int, truncation: str) -> None:
     assert sums.kl_k3.item() == pytest.approx((ratio - 1 - np.log(ratio)).sum())
 
 
-@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "sapo", "dppo"])
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "gmpo", "vespo", "cispo", "sapo", "dppo"])
 def test_the_gradient_does_not_depend_on_how_trajectories_are_split(loss: str) -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = [5, 1, 9, 4]
@@ -371,7 +604,7 @@ def test_an_empty_micro_batch_has_a_loss_of_zero() -> None:
         0,
         torch.zeros(0),
     )
-    for name in ("ppo", "gspo", "cispo", "sapo", "dppo"):
+    for name in set(LOSSES) - {"reinforce"}:
         loss, sums = policy_loss(
             empty,
             objective(

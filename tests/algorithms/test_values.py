@@ -46,6 +46,24 @@ def test_gae_against_the_sum_of_the_paper() -> None:
     np.testing.assert_allclose(gae(reward, values, gamma, lam), expected)
 
 
+def test_a_cut_answer_continues_with_the_value_after_it() -> None:
+    # δ of the last token: 1 + 0.5 · 0.8 - 0.4; of the first: 0.5 · 0.4 - 0.2. λ = 0.5
+    last = 1.0 + 0.5 * 0.8 - 0.4
+    found = gae(1.0, np.array([0.2, 0.4]), 0.5, 0.5, after=0.8)
+    assert found.tolist() == pytest.approx([0.0 + 0.25 * last, last])
+    assert gae(0.0, np.array([0.7]), 1.0, 0.95, after=0.7).tolist() == [0.0], "nothing is lost"
+
+
+def test_a_cut_answer_has_the_advantages_of_the_uncut_one_under_true_values() -> None:
+    """With the values of a known return, an answer cut anywhere has the advantages of the whole
+    one, for any λ: all of them are 0."""
+    returns = 3.0 * 0.9 ** np.arange(5, -1, -1)
+    np.testing.assert_allclose(gae(3.0, returns, 0.9, 0.7), np.zeros(6), atol=1e-12)
+    for cut in range(1, 6):
+        found = gae(0.0, returns[:cut], 0.9, 0.7, after=returns[cut])
+        np.testing.assert_allclose(found, np.zeros(cut), atol=1e-12)
+
+
 def test_no_tokens_no_advantages() -> None:
     assert gae(1.0, np.zeros(0), 1.0, 0.95).shape == (0,)
 

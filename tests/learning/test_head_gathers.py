@@ -18,6 +18,7 @@ import torch
 from plain_ranks import on_ranks
 from recorded import learner_config
 
+from asyncrl.contracts.offline_rows import token_table
 from asyncrl.learning import zero3
 from asyncrl.preflight.specs import learner_spec
 
@@ -117,7 +118,7 @@ def count_gathers(
     )
     logprobs_module._chunk, passes.plan_micro_batches = counting_chunk, long_rows_on_rank_0
     found: dict[str, list[tuple[int, int, dict[str, int]]]] = {}
-    learner.supervised_step(ROWS)  # DeepSpeed records the order of the modules
+    learner.supervised_step(token_table(ROWS))  # DeepSpeed records the order of the modules
     for variant, rows in CHUNK_ROWS.items():
         zero3.policy_of(learner.state.engine).head = logprobs_module.HeadSettings(
             chunk_elements=rows * VOCABULARY
@@ -126,7 +127,7 @@ def count_gathers(
         for _ in range(STEPS):
             gathers.clear()
             chunks[0] = 0
-            metrics = learner.supervised_step(ROWS)
+            metrics = learner.supervised_step(token_table(ROWS))
             assert metrics["applied"]
             found[variant].append(
                 (

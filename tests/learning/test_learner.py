@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import ray
@@ -21,7 +22,15 @@ import torch
 from recorded import learner_config, recorded_batch, recorded_group, scored
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.algorithms.objective_spec import PreferenceSpec
 from asyncrl.contracts.errors import PlacementError
+from asyncrl.contracts.offline_rows import (
+    PREFERENCE_SCHEMA,
+    REFERENCE,
+    REFERENCE_COLUMNS,
+    SFT_SCHEMA,
+    token_table,
+)
 from asyncrl.learning.checkpoint import load_rank
 from asyncrl.learning.group import LearnerDiedError, LearnerError, LearnerGroup, stacks_path
 from asyncrl.preflight.specs import learner_spec
@@ -45,11 +54,8 @@ Run = Callable[[Any], Any]
 
 @pytest.fixture(scope="module")
 def one_rank(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
-    group = run(
-        LearnerGroup.create(
-            learner_spec(learner_config(model_path, max_tokens=1024, algorithm=ALGORITHM)), "run", 1
-        )
-    )
+    spec = learner_spec(learner_config(model_path, max_tokens=1024, algorithm=ALGORITHM))
+    group = run(LearnerGroup.create(replace(spec, preference=PreferenceSpec(beta=0.2)), "run", 1))
     yield group
     run(group.close())
 
@@ -156,7 +162,9 @@ def test_two_ranks_that_share_rows_agree_with_one_over_three_steps(
             run(one_rank.logprobs(rows)), run(shared.logprobs(rows)), strict=True
         ):
             np.testing.assert_allclose(left, right, atol=1e-4)
-        alone, together = (run(group.supervised_step(rows)) for group in (one_rank, shared))
+        alone, together = (
+            run(group.supervised_step(token_table(rows))) for group in (one_rank, shared)
+        )
         assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4) and together[
             "grad_norm"
         ] == pytest.approx(alone["grad_norm"], rel=1e-4)
@@ -290,17 +298,53 @@ def test_a_gathered_version_has_every_parameter_once(
 
 def test_supervised_steps_reach_exact_match(one_rank: LearnerGroup, run: Run) -> None:
     run(one_rank.reset_optimizer(1e-2))
-    first = run(one_rank.supervised_step(ROWS))["loss"]
+    first = run(one_rank.supervised_step(token_table(ROWS)))["loss"]
     for _ in range(20):
-        last = run(one_rank.supervised_step(ROWS))["loss"]
+        last = run(one_rank.supervised_step(token_table(ROWS)))["loss"]
     assert last < first / 10 and run(one_rank.exact_match(ROWS)) == 1.0
     assert run(one_rank.exact_match([*ROWS, ((5, 6, 7), (8, 10))])) == 0.75
 
 
+def test_preference_steps_separate_pairs_over_ray(one_rank: LearnerGroup, run: Run) -> None:
+    """The table is a slice: only its rows travel to the ranks."""
+    chosen = token_table([((1, 2), (3,)), *ROWS])
+    rejected = token_table([((1, 2), (3,)), *[(prompt, (30, 31)) for prompt, _ in ROWS]])
+    pairs = pa.table([*chosen.columns, *rejected.columns], schema=PREFERENCE_SCHEMA)
+    for name, side in zip(REFERENCE_COLUMNS, (chosen, rejected), strict=True):
+        targets = [sum(mask) for mask in side["loss_mask"].to_pylist()]
+        pairs = pairs.append_column(name, pa.array([[-4.0] * one for one in targets], REFERENCE))
+    run(one_rank.reset_optimizer(1e-2))
+    before = run(one_rank.heldout_preferences(pairs.slice(1)))
+    first = run(one_rank.preference_step(pairs.slice(1)))
+    assert first["applied"] and first["pairs"] == before["pairs"] == 3
+    assert first["pref/loss"] == pytest.approx(before["pref/loss"])
+    for _ in range(10):
+        run(one_rank.preference_step(pairs.slice(1)))
+    after = run(one_rank.heldout_preferences(pairs.slice(1)))
+    assert after["pref/accuracy"] == 1.0 and after["pref/margin"] > before["pref/margin"] + 1
+
+
+def test_log_probs_and_loss_of_a_table_are_those_of_its_rows(
+    one_rank: LearnerGroup, run: Run
+) -> None:
+    table = token_table([*ROWS, ((5,), (6,))])
+    nothing = pa.table({"input_ids": [[1, 2]], "loss_mask": [[False, False]]}, schema=SFT_SCHEMA)
+    found = run(one_rank.target_logprobs(pa.concat_tables([table, nothing])))
+    expected = run(one_rank.logprobs([*ROWS, ((5,), (6,))]))
+    for values, wanted in zip(found, [*expected, []], strict=True):
+        np.testing.assert_allclose(values, wanted, atol=1e-6)
+    heldout = run(one_rank.heldout_loss(table))
+    assert heldout.tokens == sum(map(len, expected))
+    assert heldout.nll == pytest.approx(-sum(map(float, map(np.sum, expected))), rel=1e-6)
+    assert heldout.exact == run(one_rank.exact_match([*ROWS, ((5,), (6,))]))
+
+
 def test_learning_rate_warms_up(one_rank: LearnerGroup, run: Run) -> None:
     run(one_rank.reset_optimizer(1e-3, 4))
-    # The schedule applies only to policy steps.
-    assert run(one_rank.supervised_step(ROWS))["learning_rate"] == 1e-3
+    # A supervised step follows the schedule only if asked to: the warm start does not.
+    assert run(one_rank.supervised_step(token_table(ROWS)))["learning_rate"] == 1e-3
+    scheduled = run(one_rank.supervised_step(token_table(ROWS), scheduled=True))["learning_rate"]
+    assert scheduled == pytest.approx(0.5e-3), "the second of four steps"
     run(one_rank.reset_optimizer(1e-3, 4))
     rates = [run(one_rank.step(recorded_batch(step))).metrics["learning_rate"] for step in range(6)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])

@@ -13,6 +13,7 @@ from plain_ranks import on_ranks
 from recorded import learner_config, recorded_group
 
 from asyncrl.config import Config, LearnerConfig
+from asyncrl.contracts.offline_rows import token_table
 from asyncrl.contracts.rows import groups_to_table
 from asyncrl.learning import zero3
 from asyncrl.learning.optimizer import decays, make_optimizer, set_learning_rates
@@ -149,7 +150,7 @@ def observe_steps(rank: int, world_size: int, path: Path, folder: Path) -> Simpl
             learner_config(path, world_size=world_size, learning_rate=RATE, weight_decay=decay),
         )
         observed.before = whole(learner)
-        learner.supervised_step(ROWS)
+        learner.supervised_step(token_table(ROWS))
         after[decay] = whole(learner)
         learner.state.engine.destroy()
         del learner  # while it exists, transformers shards the next model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 from recorded import learner_config, state_without_model
 
+from asyncrl.algorithms.objective_spec import PreferenceSpec
 from asyncrl.learning import passes
 from asyncrl.learning.group import _cause
 from asyncrl.learning.out_of_memory import LearnerOutOfMemoryError, advice, explained
@@ -108,6 +110,16 @@ def test_the_advised_setting_is_valid(
         r"set learner.max_tokens_per_gpu: (\d+)", advice(learner_spec(config), tokens)
     ):
         learner_config(tmp_path, **{**settings, "max_tokens": int(cap[1])})
+
+
+def test_a_run_on_a_dataset_gets_advice_about_its_own_settings(tmp_path: Path) -> None:
+    """A reference policy does not split rows, so the cap stays at the longest row."""
+    config = learner_config(tmp_path, 2, 64, sequence_parallel_size=2, gradient_checkpointing=True)
+    spec = replace(learner_spec(config), length_setting="data.max_length")
+    assert "or lower data.max_length" in advice(spec, 64, 1)
+    assert "cannot be below 32," in advice(spec, 64, 1)
+    spec = replace(spec, preference=PreferenceSpec())
+    assert "cannot be below 64," in advice(spec, 64, 1)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -95,7 +95,20 @@ def test_a_mean_over_no_tokens_is_nan() -> None:
 
 
 def test_every_sum_of_the_loss_is_summed_over_the_ranks() -> None:
-    assert {field.name for field in fields(LossSums)} <= {*NAMES, "ratio_max", "nonfinite", "own"}
+    apart = {"ratio_max", "nonfinite", "own", "parts"}
+    assert {field.name for field in fields(LossSums)} <= {*NAMES, *apart}
+
+
+def test_a_step_on_fixed_rows_has_the_metrics_of_its_components_only() -> None:
+    totals = dict.fromkeys((*NAMES, "ratio_max"), 1.0) | {"pref/loss": 0.25, "pref/margin": 0.5}
+    plan = Packing((((0,),),), 0.5, 0.0)
+    example = token_example(((5,), (7, 8)))
+    found = step_metrics(
+        totals, 2, [example], plan, 1.0, 1e-3, True, 1.0, ("pref/loss", "pref/margin")
+    )
+    assert found["pref/loss"] == 0.25 and found["pref/margin"] == 0.5 and found["entropy"] == 0.5
+    assert not {"ratio_mean", "kl_k1", "value_loss", "clip_fraction"} & set(found)
+    assert set(found) <= known_names()
 
 
 def test_chi2_of_small_ratios_is_not_negative() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from recorded import learner_config, state_without_model
 
+from asyncrl.contracts.offline_rows import SFT_SCHEMA, token_table
 from asyncrl.learning import blame, supervised_step
 from asyncrl.learning.state import LearnerState
 from asyncrl.learning.supervised_step import supervised_examples
@@ -20,7 +22,7 @@ def cut(
     rows: list[TokenRow], max_tokens: int, strategy: Strategy
 ) -> tuple[list[tuple[list[int], list[int]]], int, int]:
     """Tokens and targets of each piece, and the numbers of pieces and tokens left out."""
-    examples, pieces, tokens = supervised_examples(rows, max_tokens, strategy)
+    examples, pieces, tokens = supervised_examples(token_table(rows), max_tokens, strategy)
     return (
         [
             (
@@ -45,7 +47,9 @@ def test_pieces_predict_the_tokens_that_have_context() -> None:
         0,
         1,
     ), "nothing predicts 14"
-    batch = micro_batch(supervised_examples(ROWS, 4, "bfd_split")[0][1:], [0, 1], "cpu")
+    batch = micro_batch(
+        supervised_examples(token_table(ROWS), 4, "bfd_split")[0][1:], [0, 1], "cpu"
+    )
     assert (
         batch.targets.tolist() == [15, 16, 21]
         and batch.input_ids.tolist() == [[14, 15, 20]]
@@ -72,16 +76,16 @@ def test_pieces_without_a_token_to_predict_are_left_out_and_counted() -> None:
             r" learner.max_tokens_per_gpu: rows of 3"
         ),
     ):
-        supervised_examples([((1, 2, 3), (4,))], 3, "bfd_split")
+        supervised_examples(token_table([((1, 2, 3), (4,))]), 3, "bfd_split")
     with pytest.raises(
         ValueError,
         match=r"row 0 has 7 tokens, above the capacity of 3.*packing_strategy: bfd_split",
     ):
-        supervised_examples(ROWS, 3, "bfd")
+        supervised_examples(token_table(ROWS), 3, "bfd")
     with pytest.raises(
         ValueError, match="a row of 1 prompt and 0 following tokens has nothing to predict"
     ):
-        supervised_examples([*ROWS, ((1,), ())], 7, "bfd")
+        token_table([*ROWS, ((1,), ())])
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
@@ -89,7 +93,7 @@ def test_uncut_rows_give_the_micro_batch_of_whole_rows(
     strategy: Strategy,
 ) -> None:
     rows = [(tuple(range(3, 5 + index)), tuple(range(20, 22 + 2 * index))) for index in range(5)]
-    examples, *left_out = supervised_examples(rows, 100, strategy)
+    examples, *left_out = supervised_examples(token_table(rows), 100, strategy)
     assert left_out == [0, 0]
     one, other = (
         micro_batch(examples, range(5), "cpu"),
@@ -125,7 +129,7 @@ def test_the_row_that_causes_a_nonfinite_step_is_named(
     monkeypatch.setattr(supervised_step, "train", lambda *_, **__: {"applied": 0.0})
     monkeypatch.setattr(blame.zero3, "parameters_finite", lambda engine: True)
     monkeypatch.setattr(blame.zero3, "discard_gradients", lambda engine: None)
-    supervised_step.supervised_step(state, ROWS)
+    supervised_step.supervised_step(state, token_table(ROWS))
     assert (
         f"NaN or Inf in loss or gradient from the row with the tokens {bad}; its batch is "
         in caplog.text
@@ -138,14 +142,15 @@ def test_the_rows_of_a_skipped_step_and_of_a_spike_are_kept(
     state = state_without_model(learner_config(tmp_path / "model"))
 
     def step(applied: float, grad_norm: float) -> dict[str, float]:
-        metrics = {"applied": applied, "grad_norm": grad_norm}
+        metrics = {"applied": applied, "grad_norm": grad_norm, "tokens": 5.0}
         monkeypatch.setattr(supervised_step, "train", lambda *_, **__: dict(metrics))
-        return supervised_step.supervised_step(state, ROWS)
+        return supervised_step.supervised_step(state, token_table(ROWS))
 
     for _ in range(8):
         assert step(1.0, 2.0) == {
             "applied": 1.0,
             "grad_norm": 2.0,
+            "tokens": 5.0,
             "grad_norm_ratio": 1.0,
             "pieces_left_out": 0.0,
             "tokens_left_out": 0.0,
@@ -162,7 +167,35 @@ def test_the_rows_of_a_skipped_step_and_of_a_spike_are_kept(
         "gradient norm 40 is 20 times the median" in caplog.text
         and "NaN or Inf in loss or gradient; its batch is " in caplog.text
     )
-    kept = pyarrow.parquet.read_table(path)
-    assert list(
-        zip(kept["prompt_ids"].to_pylist(), kept["target_ids"].to_pylist(), strict=True)
-    ) == [(list(prompt), list(ids)) for prompt, ids in ROWS]
+    assert pyarrow.parquet.read_table(path) == token_table(ROWS)
+
+
+CHAT = pa.table(
+    {
+        "input_ids": [[10, 11, 12, 13, 14, 15, 16, 17]],
+        "loss_mask": [[False, False, True, True, False, False, True, False]],
+    },
+    schema=SFT_SCHEMA,
+)
+"""A chat with two turns of the assistant: 12-13 and 16."""
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_each_turn_of_a_chat_is_trained(strategy: Strategy) -> None:
+    (example,), *left_out = supervised_examples(CHAT, 8, strategy)
+    batch = micro_batch([example], [0], "cpu")
+    assert batch.targets.tolist() == [12, 13, 16] and batch.select.tolist() == [1, 2, 5]
+    assert left_out == [0, 0]
+
+
+def test_a_cut_chat_keeps_the_targets_of_each_piece() -> None:
+    examples, *left_out = supervised_examples(CHAT, 3, "bfd_split")
+    predicted = [example.tokens[1:][example.loss_mask].tolist() for example in examples]
+    assert sorted(predicted) == [[12]], "13 and 16 begin a piece"
+    assert left_out == [2, 2]
+
+
+def test_a_malformed_table_is_refused() -> None:
+    table = pa.table({"input_ids": [[1, 2]], "loss_mask": [[True, True]]}, schema=SFT_SCHEMA)
+    with pytest.raises(ValueError, match="marks a first token"):
+        supervised_examples(table, 8, "bfd")

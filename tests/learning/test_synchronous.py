@@ -31,13 +31,14 @@ from asyncrl.contracts.rows import Completion, Prompt, table_from_ipc
 from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
+from asyncrl.frozen.reference import Reference
 from asyncrl.generation.app import ServeGenerate
 from asyncrl.generation.arguments import engine_environment
 from asyncrl.generation.engine import Engine
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.preflight.specs import learner_spec, objective_spec, scoring_spec, worker_spec
 from asyncrl.rewards.pool import GroupRewards
-from asyncrl.rewards.score import attach_rewards, score_table
+from asyncrl.rewards.score import attach_reference, attach_rewards, group_rows, score_table
 from asyncrl.rewards.scoring import scored_summary
 from asyncrl.rollout.worker import RolloutWorker, rollout_seed
 from asyncrl.testing import FakeRecorder, SeededGenerator
@@ -71,9 +72,16 @@ class Prompts:
 class InProcess:
     """`Rollouts` and `Scores`: asyncrl's worker and scoring functions, in this process."""
 
-    def __init__(self, config: Config, generator: Generate, run_id: str) -> None:
-        self.config, self.worker = (
+    def __init__(
+        self,
+        config: Config,
+        generator: Generate,
+        run_id: str,
+        reference: Reference | None = None,
+    ) -> None:
+        self.config, self.reference, self.worker = (
             config,
+            reference,
             RolloutWorker(worker_spec(config, run_id, 0, lambda: generator)),
         )
         self.tokens: dict[int, list[tuple[int, ...]]] = {}
@@ -98,10 +106,11 @@ class InProcess:
         table = table_from_ipc(stream)
         ids = [tuple(row) for row in table["completion_ids"][0].as_py()]
         self.tokens[table["ordinal"][0].as_py()] = ids
-        scored = score_table(
-            attach_rewards(table, GroupRewards({"even": [reward(row) for row in ids]}, None)),
-            scoring_spec(self.config),
-        )
+        rewarded = attach_rewards(table, GroupRewards({"even": [reward(row) for row in ids]}, None))
+        if self.reference is not None:
+            logprobs = self.reference.logprobs(group_rows(rewarded))
+            rewarded = attach_reference(rewarded, logprobs)
+        scored = score_table(rewarded, scoring_spec(self.config))
         self.rewards[scored["ordinal"][0].as_py()] = scored["reward"][0].as_py()
         return [scored_summary(scored, scored)]
 

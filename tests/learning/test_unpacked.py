@@ -17,6 +17,7 @@ from test_families import TEMPERATURE, alone, off, packed, rows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.algorithms.logprobs import LogitMap
+from asyncrl.contracts.offline_rows import token_table
 from asyncrl.frozen.reference import Reference
 from asyncrl.learning import zero3
 from asyncrl.learning.rank import LearnerRank
@@ -236,7 +237,7 @@ def learned(rank: int, world_size: int, paths: dict[str, Path]) -> dict[str, dic
                         )
                     )
                 )
-        metrics = [learner.supervised_step(UNEVEN) for _ in range(STEPS)]
+        metrics = [learner.supervised_step(token_table(UNEVEN)) for _ in range(STEPS)]
         for hook in hooks:
             hook.remove()
         with deepspeed.zero.GatheredParameters(list(learner.state.parameters.values())):

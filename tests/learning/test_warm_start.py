@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
+import pyarrow as pa
 import pytest
 
 from asyncrl.config import WarmStartConfig
+from asyncrl.contracts.offline_rows import token_table
 from asyncrl.learning.warm_start import WarmStartCheck, WarmStartFailedError, warm_start
 from asyncrl.observe.metric_catalog import known_names
 
@@ -22,8 +24,8 @@ class Model:
         self.skips, self.attempted, self.applied = skips, 0, 0
         self.saved: tuple[float, float] | None = None
 
-    async def supervised_step(self, rows: Sequence[object]) -> dict[str, float]:
-        assert len(rows) == 4
+    async def supervised_step(self, table: pa.Table) -> dict[str, float]:
+        assert table == token_table(ROWS[:4])
         applied = not self.skips(self.attempted)
         self.attempted += 1
         self.applied += applied

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from asyncrl.algorithms.logprobs import CHUNK_ELEMENTS
 from asyncrl.config import Config
+from asyncrl.contracts.offline_rows import token_table
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.preflight.specs import learner_spec
 
@@ -159,7 +160,7 @@ def test_ranks_with_different_numbers_of_chunks_do_not_wait_for_each_other(
     group = run(LearnerGroup.create(learner_spec(config), "run", 1))
     try:
         before = gathered(group, run, 0)
-        metrics = run(group.supervised_step(rows))
+        metrics = run(group.supervised_step(token_table(rows)))
         after = gathered(group, run, 1)
         logprobs = run(group.logprobs(rows))
     finally:

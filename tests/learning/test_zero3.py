@@ -16,6 +16,7 @@ from plain_ranks import on_ranks
 from recorded import learner_config
 
 from asyncrl.config import LearnerConfig
+from asyncrl.contracts.offline_rows import token_table
 from asyncrl.learning import zero3
 from asyncrl.preflight.specs import learner_spec
 
@@ -179,7 +180,7 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
     layer = zero3.policy_of(learner.state.engine).model.model.layers[0].mlp
     hook = layer.register_forward_pre_hook(lambda *_: forwards.append(1))
     try:
-        metrics = learner.supervised_step(ROWS)
+        metrics = learner.supervised_step(token_table(ROWS))
     finally:
         zero3.gradients_finite = finite
         hook.remove()
@@ -197,7 +198,7 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
         supervised_loss = supervised_step.supervised_loss
         supervised_step.supervised_loss = partial(poisoned, supervised_loss, kind, rank == 0)
         try:
-            metrics = learner.supervised_step(ROWS)
+            metrics = learner.supervised_step(token_table(ROWS))
         finally:
             supervised_step.supervised_loss = supervised_loss
         observed.skipped[kind] = (metrics["applied"], len(calls))
@@ -210,7 +211,9 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
         for old, parameter in zip(before, learner.state.parameters.values(), strict=True)
     )
     observed.after_skip = [
-        learner.supervised_step(ROWS)[key] for key in ("grad_norm", "loss") for _ in range(2)
+        learner.supervised_step(token_table(ROWS))[key]
+        for key in ("grad_norm", "loss")
+        for _ in range(2)
     ]
     decay = learner.state.engine.optimizer.param_groups[0]["weight_decay"]
     learner.state.engine.optimizer.param_groups[0]["weight_decay"] = decay + 0.125
@@ -220,7 +223,9 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
     )
     learner.state.engine.optimizer.param_groups[0]["weight_decay"] = decay
     observed.after_restore = [
-        learner.supervised_step(ROWS)[key] for key in ("grad_norm", "loss") for _ in range(2)
+        learner.supervised_step(token_table(ROWS))[key]
+        for key in ("grad_norm", "loss")
+        for _ in range(2)
     ]
 
     masters = [
@@ -247,7 +252,7 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
         )
     ]
     for number in range(TINY_STEPS if config.learner.bf16 else 1):
-        learner.supervised_step(ROWS)
+        learner.supervised_step(token_table(ROWS))
         if number == 0:
             observed.optimizer_steps = (fresh, int(next(iter(state.values()))["step"]))
             weights.append(

@@ -24,6 +24,7 @@ from transformers import (
     SeedOssForCausalLM,
 )
 
+from asyncrl.contracts.offline_rows import token_table
 from asyncrl.contracts.rows import Group, groups_to_table
 from asyncrl.learning import zero3
 from asyncrl.learning.rank import LearnerRank
@@ -193,11 +194,11 @@ def steps(rank: int, world_size: int, path: Path, again: bool) -> dict[str, Any]
     hook = inner.register_forward_pre_hook(lambda *_: forwards.append(1))
     zero3.gradients_finite = watched
     try:
-        metrics = learner.supervised_step(ROWS)
+        metrics = learner.supervised_step(token_table(ROWS))
     finally:
         zero3.gradients_finite = finite
         hook.remove()
-    learner.supervised_step(LONG)  # makes the allocations that stay
+    learner.supervised_step(token_table(LONG))  # makes the allocations that stay
     before, highest = psutil.Process().memory_info().rss, [0]
     backward = learner.state.engine.backward
 
@@ -206,7 +207,7 @@ def steps(rank: int, world_size: int, path: Path, again: bool) -> dict[str, Any]
         backward(*arguments, **settings)
 
     learner.state.engine.backward = measured
-    learner.supervised_step(LONG)
+    learner.supervised_step(token_table(LONG))
     learner.state.engine.backward = backward
     result = learner.step([groups_to_table([with_own_logprobs(recorded_group(1), learner)])])
     found = {

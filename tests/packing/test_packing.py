@@ -187,3 +187,63 @@ def test_every_trajectory_once_under_the_cap(
         assert plan.imbalance == 0
         fills = sorted(sum(lengths[index] for index in items) for items in plan.micro_batches[0])
         assert fills == (row_by_row(lengths, cap) or [0])
+
+
+UNITS = st.integers(4, 200).flatmap(
+    lambda cap: st.tuples(
+        st.lists(
+            st.tuples(st.integers(1, cap // 2), st.integers(0, cap // 2)), min_size=1, max_size=60
+        ),
+        st.just(cap),
+        st.integers(1, 4),
+        st.sampled_from([0.0, 0.01]),
+    )
+)
+"""Lengths of the two sides of each unit, 0 for a unit of a single trajectory; cap; ranks; cost."""
+
+
+@settings(deadline=None, derandomize=True)
+@given(UNITS)
+@example(([(5, 5)] * 9, 10, 2, 0.0))  # bins that only hold one unit
+@example(([(2, 2)] * 8, 100, 4, 0.01))  # one bin, split over four ranks
+def test_a_unit_stays_together(case: tuple[list[tuple[int, int]], int, int, float]) -> None:
+    sides, cap, ranks, quadratic = case
+    lengths: list[int] = []
+    units: list[tuple[int, ...]] = []
+    for unit in sides:
+        start = len(lengths)
+        lengths += [length for length in unit if length]
+        units.append(tuple(range(start, len(lengths))))
+    plan = pack(lengths, cap, ranks, quadratic, units=units)
+    micro_batches = [items for rank in plan.micro_batches for items in rank]
+    assert sorted(item for items in micro_batches for item in items) == list(range(len(lengths)))
+    for items in micro_batches:
+        assert sum(lengths[item] for item in items) <= cap
+        for unit in units:
+            assert len(set(unit) & set(items)) in (0, len(unit))
+    assert len({len(rank) for rank in plan.micro_batches}) == 1
+
+
+def test_units_of_single_trajectories_change_nothing() -> None:
+    lengths = [3, 7, 4, 6, 9, 1, 1]
+    alone = [(index,) for index in range(len(lengths))]
+    for ranks, quadratic, one_each in ((1, 0.0, False), (2, 0.1, False), (3, 0.0, True)):
+        plan = pack(lengths, 10, ranks, quadratic, one_each)
+        assert pack(lengths, 10, ranks, quadratic, one_each, alone) == plan
+
+
+def test_a_unit_costs_as_much_as_its_trajectories() -> None:
+    """Attention stays within a trajectory: 4 + 4 tokens cost 2 · (4 + 16), as much as 4 and 4."""
+    plan = pack([4, 4, 4, 4], 8, 2, 1.0, units=[(0, 1), (2,), (3,)])
+    assert plan.imbalance == 0.0
+    assert sorted(map(sorted, (items for rank in plan.micro_batches for items in rank))) == [
+        [0, 1],
+        [2, 3],
+    ]
+
+
+def test_a_unit_above_the_cap_is_refused() -> None:
+    with pytest.raises(ValueError, match="the unit of trajectories 1, 2 has 11 tokens, not 1 to 1"):
+        pack([3, 5, 6], 10, units=[(0,), (1, 2)])
+    with pytest.raises(ValueError, match="trajectory 0 has 11 tokens"):
+        pack([11], 10)

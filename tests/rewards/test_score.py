@@ -350,6 +350,41 @@ def test_signs_of_gibberish_are_counted(config):
     )
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        # Lengths 4, 1, 3 and rewards 1, 0, 2: the baseline is 10 / 8.
+        ({"advantage": "opo"}, [1 - 1.25, -1.25, 2 - 1.25]),
+        # Only the last one passes. Of its subsets of two, both do; of the others', one of two.
+        (
+            {"advantage": "pass_at_k", "pass_k": 2, "pass_threshold": 2.0},
+            [(0.5 - 2 / 3) / math.sqrt(2 / 9)] * 2 + [(1 - 2 / 3) / math.sqrt(2 / 9)],
+        ),
+        # a: mean 1, std sqrt(2 / 3). b: mean 2, std sqrt(8 / 3), with a weight of -3.
+        (
+            {"advantage": "gdpo"},
+            [-6 / math.sqrt(8 / 3), 6 / math.sqrt(8 / 3) - math.sqrt(1.5), math.sqrt(1.5)],
+        ),
+    ],
+)
+def test_advantages_of_more_than_the_total_reward(config, algorithm, expected):
+    functions = {name: function.model_copy() for name, function in config.reward.functions.items()}
+    if algorithm["advantage"] == "gdpo":
+        functions["b"] = functions["b"].model_copy(update={"weight": -3.0})
+    changed = config.model_copy(
+        update={
+            "algorithm": config.algorithm.model_copy(update=algorithm),
+            "reward": config.reward.model_copy(update={"functions": functions}),
+        }
+    )
+    members = (trajectory(4), trajectory(1), trajectory(2, math.nan), trajectory(3))
+    group = Group(1, Prompt(3, 0, "p", (1, 2)), members, "replica", 1.0, 2.0)
+    rewards = GroupRewards({"a": [1.0, 0.0, 9.0, 2.0], "b": [4.0, 0.0, 9.0, 2.0]})
+    row = score_table(attach_rewards(groups_to_table([group]), rewards), scoring_spec(changed))
+    found = row["advantage"][0].as_py()
+    assert found.pop(2) is None and found == pytest.approx(expected, rel=1e-4)
+
+
 def test_rewards_of_tokens_are_a_column_that_the_learner_reads(config):
     group = Group(
         1,
@@ -473,3 +508,19 @@ def test_an_own_advantage_is_the_rows_and_one_that_fails_costs_its_group(own):
         failure.startswith("not foreseen: ")
         and "own_in_scoring.py:8) returned shape [1]; return shape [2]" in failure
     )
+
+
+def test_preferences_have_rewards_and_no_advantages(config):
+    tree = config.model_dump()
+    tree["algorithm"] = {"preference": {"missing_eos_penalty": 0.5}}
+    trajectories = (trajectory(2, reason="length"), trajectory(2), trajectory(2))
+    group = Group(1, Prompt(3, 0, "p", (1, 2)), trajectories, "replica", 1.0, 2.0)
+    rewarded = attach_rewards(
+        groups_to_table([group]), GroupRewards({"a": [1.0, 0.0, None], "b": [0.0] * 3})
+    )
+    referred = attach_reference(rewarded, [np.zeros(2, np.float32) for _ in range(3)])
+    row = score_table(referred, scoring_spec(Config.model_validate(tree)))
+    assert row["advantage"][0].as_py() == [None, None, None]
+    assert row["reward"][0].as_py() == [1.0, 0.0, None], "the penalty belongs to the pairs"
+    assert row["status"][0].as_py() == ["ok", "ok", "unscored"]
+    assert row["reference_logprobs"][0].as_py() == [[0.0, 0.0]] * 3

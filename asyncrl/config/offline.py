@@ -1,0 +1,261 @@
+"""The settings of a run on a dataset, without generators: SFT and DPO."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from asyncrl.config.rules import check_sources
+from asyncrl.config.run_settings import Limits, RunSettings
+from asyncrl.config.schema import Section, Source, Sources, WeightsConfig, sources_of
+
+__all__ = [
+    "OBJECTIVES",
+    "DpoConfig",
+    "HeldOutConfig",
+    "OfflineConfig",
+    "OfflineDataConfig",
+    "SftConfig",
+]
+
+Objective = Literal["sft", "dpo"]
+OBJECTIVES: tuple[Objective, ...] = ("sft", "dpo")
+SFT_LEARNING_RATE = 2e-5
+"""Default learning rate of SFT. DPO keeps the learner's default."""
+SHORTEST_PLACEMENT_S = 60.0
+"""Shortest placement timeout, in seconds."""
+
+
+class OfflineDataConfig(Section):
+    train: Sources
+    """Training rows: a path, or a list of sources to mix, as in a run with generators. Their form
+    is recognized from the columns (docs/how_to/training_data.md)."""
+    prompt_column: str = "prompt"
+    """Column with the prompt, in forms that have one."""
+    target_column: str | None = None
+    """Column with the text that should follow the prompt, for datasets without `completion`."""
+    loss_on: Literal["auto", "completion", "assistant", "all"] = "auto"
+    """The tokens to train. `completion`: those after the prompt. `assistant`: the assistant's turns
+    of a chat. `all`: every token after the first. `auto`: completion, assistant or all, whichever
+    the form of the rows has."""
+    least_reward: float | None = None
+    """For rows that a run recorded (groups/*.parquet). SFT: train every trajectory with at least
+    this reward; default: the best one of each group. DPO: the least reward of a chosen side."""
+    apply_chat_template: bool = False
+    """Render each string prompt as a user message, and its completion as the assistant's turn.
+    Chats are always rendered."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Variables of the chat template."""
+    system_prompt: str | None = Field(default=None, min_length=1)
+    """System message to add before every chat. Refused if a chat already has one."""
+    tools: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    """JSON schemas of the functions that the chat template lists in every chat."""
+    tools_column: str | None = None
+    """Column with each row's tools. Default: `tools`, if the data has it."""
+    max_length: int = Field(default=1024, gt=1)
+    """Longest sequence, in tokens: a row of SFT, or one side of a pair."""
+    length_policy: Literal["truncate", "drop", "split", "error"] = "error"
+    """What happens to a longer sequence. `truncate`: cut to max_length. `drop`: leave the row out
+    and count it. `split`: keep the whole row, and let sft.packing_strategy cut it (SFT only).
+    `error`: refuse the run before anything is allocated."""
+    length_side: Literal["keep_start", "keep_end"] = "keep_start"
+    """Which tokens remain when length_policy truncates: the first or the last ones."""
+    malformed: Literal["error", "drop"] = "error"
+    """What happens to a row that cannot be trained: equal sides, an empty completion, a prompt that
+    is no prefix of its conversation, or no token left to train. `drop`: leave it out and count it.
+    """
+    shuffle: bool = True
+    """Shuffle each epoch, seeded by (seed, epoch). False keeps the order of the files."""
+
+
+class HeldOutConfig(Section):
+    data: Sources | None = None
+    """Held-out rows in the form of data.train. None = no evaluation."""
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between two evaluations. 0 = only before and after training."""
+    max_rows: int = Field(default=1024, gt=0)
+    """Rows per evaluation, from the start of the data."""
+
+
+class SftConfig(Section):
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
+    """How a step's rows are packed into micro-batches of learner.max_tokens_per_gpu tokens. `bfd`:
+    rows stay whole. `bfd_split`: longer rows are cut. `wrapped`: rows follow one another and are
+    cut wherever a micro-batch is full. Pieces do not attend to one another."""
+
+
+class DpoConfig(Section):
+    loss: Literal["sigmoid", "ipo", "hinge", "simpo"] = "sigmoid"
+    """Loss of a pair. `sigmoid`: DPO (arXiv:2305.18290). `ipo`: arXiv:2310.12036. `hinge`: SLiC
+    (arXiv:2305.10425). `simpo`: mean log-probs without a reference (arXiv:2405.14734)."""
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the reference: a small beta lets the policy move further from it. SimPO's papers
+    use 2 to 10."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Assumed share of pairs with swapped labels (loss: sigmoid)."""
+    length_normalized: bool = False
+    """Use the mean instead of the sum of a side's log-probs (loss: sigmoid or hinge)."""
+    simpo_margin: float = Field(default=0.5, ge=0)
+    """SimPO's target margin gamma, in units of the logit."""
+    ce_coef: float = Field(default=0.0, ge=0)
+    """Weight of the next-token loss on the chosen side, a mean over its tokens (RPO,
+    arXiv:2404.19733)."""
+    ref_load: str | None = None
+    """Reference policy: a Hugging Face checkpoint directory or a name on the hub. Default:
+    model.path. `{runs_root}` in it is replaced."""
+    ref_num_cpus: float = Field(default=0.2, ge=0)
+    """Logical CPUs that the reference policy's process declares to Ray."""
+    reference_batch: int = Field(default=256, gt=0)
+    """Pairs that the reference policy scores in one call."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with a reference policy."""
+        return self.loss != "simpo"
+
+
+class OfflineConfig(RunSettings):
+    """Every setting of a run on a dataset."""
+
+    PATHS: ClassVar[tuple[tuple[str, str], ...]] = (*RunSettings.PATHS, ("dpo", "ref_load"))
+    MODELS: ClassVar[tuple[tuple[str, str], ...]] = (*RunSettings.MODELS, ("dpo", "ref_load"))
+
+    objective: Objective
+    """`sft`: next-token prediction. `dpo`: preferences between two completions of a prompt."""
+    max_steps: Annotated[int | None, Field(gt=0)] = None
+    """Optimizer steps after which the run ends. Default: num_epochs over the data."""
+    num_epochs: float = Field(default=1.0, gt=0)
+    """Passes over the data, where max_steps is not set."""
+    batch_size: int = Field(default=32, gt=0)
+    """Rows (SFT) or pairs (DPO) of one optimizer step, over all ranks."""
+    data: OfflineDataConfig
+    eval: HeldOutConfig = HeldOutConfig()
+    sft: SftConfig = SftConfig()
+    dpo: DpoConfig = DpoConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def sft_has_its_learning_rate(cls, tree: object) -> object:
+        """Set the learning rate of SFT where none is given."""
+        if not isinstance(tree, dict) or tree.get("objective") != "sft":
+            return tree
+        learner = tree.get("learner", {})
+        if not isinstance(learner, dict) or learner.get("learning_rate") is not None:
+            return tree
+        return {**tree, "learner": {**learner, "learning_rate": SFT_LEARNING_RATE}}
+
+    @model_validator(mode="after")
+    def settings_fit_together(self) -> OfflineConfig:
+        check_sources({"data.train": self.data.train, "eval.data": self.eval.data})
+        self._check_other_objective()
+        self._check_lengths()
+        self._check_dpo()
+        return self
+
+    def _check_other_objective(self) -> None:
+        """Refuse settings of the other objective, which would have no effect."""
+        other = next(name for name in OBJECTIVES if name != self.objective)
+        if other in self.model_fields_set and getattr(self, other) != type(getattr(self, other))():
+            raise ValueError(
+                f"the section {other} has no effect with objective: {self.objective}; leave it out"
+            )
+
+    def _check_lengths(self) -> None:
+        cap = self.learner.max_tokens_per_row
+        cuts = self.objective == "sft" and self.sft.packing_strategy != "bfd"
+        if self.data.length_policy == "split" and not cuts:
+            raise ValueError(
+                "data.length_policy: split needs objective: sft and sft.packing_strategy: bfd_split"
+                " or wrapped, which cut long rows; use truncate or drop"
+            )
+        if self.data.max_length > cap and not cuts:
+            raise ValueError(
+                f"data.max_length = {self.data.max_length} is above learner.max_tokens_per_gpu ="
+                f" {self.learner.max_tokens_per_gpu} (times sequence_parallel_size), so a sequence"
+                " may not fit into a micro-batch; raise max_tokens_per_gpu, or lower max_length"
+            )
+
+    def _check_dpo(self) -> None:
+        dpo = self.dpo
+        if dpo.label_smoothing and dpo.loss != "sigmoid":
+            raise ValueError(
+                f"dpo.label_smoothing = {dpo.label_smoothing:g} only has an effect with dpo.loss:"
+                " sigmoid; leave it out"
+            )
+        if dpo.length_normalized and dpo.loss not in ("sigmoid", "hinge"):
+            raise ValueError(
+                f"dpo.length_normalized has no effect with dpo.loss: {dpo.loss}, which always uses"
+                " means; leave it out"
+            )
+        if dpo.ref_load is not None and not dpo.has_reference:
+            raise ValueError(
+                f"dpo.ref_load = {dpo.ref_load!r} has no effect with dpo.loss: simpo, which has no"
+                " reference; leave it out"
+            )
+
+    @property
+    def training_sources(self) -> tuple[Source, ...]:
+        """The sources of the training rows."""
+        return sources_of(self.data.train)
+
+    @property
+    def longest_trajectory(self) -> int:
+        """Longest sequence that one forward pass takes, in tokens."""
+        return min(self.data.max_length, self.learner.max_tokens_per_row)
+
+    @property
+    def longest_text(self) -> str:
+        """The setting that makes `longest_trajectory`, with its value, for messages."""
+        return f"data.max_length = {self.data.max_length}"
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds that run.json records for an attempt: no staleness, one sequence per group."""
+        return 0, 1, self.batch_size
+
+    @property
+    def placement_wait_s(self) -> float:
+        """Seconds that a part of the run may wait for resources."""
+        return self.placement_timeout_s or max(SHORTEST_PLACEMENT_S, float(self.learner.world_size))
+
+    @property
+    def last_step(self) -> int:
+        """Optimizer steps after which the run ends. 1 until the data is read, unless max_steps is
+        set."""
+        return self.max_steps or 1
+
+    @property
+    def num_cpus(self) -> float:
+        """Logical CPUs of the learner and the reference policy."""
+        reference = self.dpo.ref_num_cpus if len(self.models) > 1 else 0.0
+        return self.learner.world_size * self.learner.num_cpus + reference
+
+    @property
+    def keeps_snapshot(self) -> bool:
+        """Whether the run stores a snapshot of the learner before version 0: it does not."""
+        return False
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Setting → path of each model that the run's nodes read."""
+        reads = self.objective == "dpo" and self.dpo.has_reference
+        return {"model.path": self.model.path} | (
+            {"dpo.ref_load": self.reference_path} if reads else {}
+        )
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a bucket of exported weights, in bytes."""
+        return WeightsConfig().bucket_bytes
+
+    @property
+    def reference_path(self) -> str:
+        """Checkpoint of the reference policy."""
+        return self.dpo.ref_load or self.model.path
+
+    def steps(self, rows: int) -> int:
+        """Optimizer steps of the whole run on this many rows. The last step of an epoch continues
+        into the next epoch, so every step has `batch_size` rows."""
+        return self.max_steps or max(1, math.ceil(self.num_epochs * rows / self.batch_size))

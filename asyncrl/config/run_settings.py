@@ -1,0 +1,202 @@
+"""What every kind of run has: its name, its places, its model, its learner and its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from asyncrl.config.schema import (
+    CheckpointConfig,
+    LearnerConfig,
+    ModelConfig,
+    ObserveConfig,
+    Section,
+    Source,
+    Unset,
+    is_hub_data,
+    is_hub_name,
+)
+from asyncrl.contracts.errors import ConfigError
+from asyncrl.runtime.redact import redact_tree
+
+__all__ = ["Limits", "RunSettings", "located", "root_of_runs"]
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+Limits = tuple[int, int, int]
+"""Bounds that run.json records for an attempt: the largest staleness in versions, the trajectories
+of a group, and the groups of a step."""
+
+
+class RunSettings(Section):
+    """The settings that training with generators and training on a dataset share."""
+
+    PATHS: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("model", "path"),
+        ("data", "train"),
+        ("eval", "data"),
+        ("checkpoint", "save"),
+        ("checkpoint", "load"),
+    )
+    """Settings that are paths. `{runs_root}` in them is replaced, and they become absolute."""
+    MODELS: ClassVar[tuple[tuple[str, str], ...]] = (("model", "path"),)
+    """Paths that may name a model on the hub instead."""
+    DATA: ClassVar[tuple[tuple[str, str], ...]] = (("data", "train"), ("eval", "data"))
+    """Paths that may be several sources, or datasets on the hub."""
+
+    name: str
+    """Name of the run and of its directory under runs_root."""
+    runs_root: str | None = None
+    """Directory of all runs. Default: the environment variable ASYNCRL_RUNS, else `runs/` in the
+    current directory."""
+    seed: int = Field(default=0, ge=0, lt=1 << 32)
+    """Seed for data order, sampling and initial state."""
+    resume: Literal["never", "auto", "must"] = "never"
+    """`must`: continue from the last committed checkpoint, or fail. `auto`: continue if there is
+    one. `never`: start a new run, and refuse an existing directory."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Restarts the run automatically after one of its parts dies, at most this many times between
+    checkpoints. Each new attempt starts from the last committed checkpoint."""
+    ray_without_token: bool = False
+    """Use a cluster whose token authentication is off. Everyone who can reach its ports can then
+    run code on its machines, and read and change the run. Only for a network without other users.
+    """
+    placement_timeout_s: Annotated[float | None, Unset] = Field(default=None, gt=0)
+    """Seconds that a part of the run may wait for resources before the run fails with a table of
+    what is missing. Default: derived from the number of processes. Set more, such as 900, for a
+    cluster that adds nodes on demand."""
+    model: ModelConfig
+    learner: LearnerConfig = LearnerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def paths_are_absolute(cls, tree: object) -> object:
+        """Make every path absolute in the user's directory, because workers start in other
+        directories."""
+        if not isinstance(tree, dict):
+            return tree
+        root = root_of_runs(tree.get("runs_root"))
+        absolute = dict(tree)
+        for section, name in cls.PATHS:
+            fields = absolute.get(section)
+            if isinstance(fields, dict) and fields.get(name) is not None:
+                on_hub = is_hub_name if (section, name) in cls.MODELS else is_hub_data
+                stays = on_hub if (section, name) in (*cls.MODELS, *cls.DATA) else None
+                absolute[section] = {**fields, name: located(fields[name], root, stays)}
+        return absolute
+
+    @field_validator("name")
+    @classmethod
+    def name_stays_in_root(cls, name: str) -> str:
+        if not NAME_PATTERN.fullmatch(name):
+            raise ValueError(
+                "a name is 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or"
+                " digit; choose another"
+            )
+        return name
+
+    def dump(self) -> dict[str, object]:
+        """All settings as plain values without secrets, for the user and for files."""
+        tree: dict[str, object] = redact_tree(self.model_dump(mode="json"))
+        return tree
+
+    @property
+    @abstractmethod
+    def training_sources(self) -> tuple[Source, ...]:
+        """The sources of the training data."""
+
+    @property
+    @abstractmethod
+    def longest_trajectory(self) -> int:
+        """Longest possible training sequence, in tokens."""
+
+    @property
+    @abstractmethod
+    def longest_text(self) -> str:
+        """The settings that make `longest_trajectory`, with their values, for messages."""
+
+    @property
+    @abstractmethod
+    def limits(self) -> Limits:
+        """The bounds that run.json records for an attempt."""
+
+    @property
+    @abstractmethod
+    def placement_wait_s(self) -> float:
+        """Seconds that a part of the run may wait for resources."""
+
+    @property
+    @abstractmethod
+    def last_step(self) -> int:
+        """Optimizer steps after which the run ends."""
+
+    @property
+    @abstractmethod
+    def num_cpus(self) -> float:
+        """Logical CPUs that the parts of the run declare to Ray, at least."""
+
+    @property
+    @abstractmethod
+    def keeps_snapshot(self) -> bool:
+        """Whether the run stores a snapshot of the learner before version 0."""
+
+    @property
+    @abstractmethod
+    def models(self) -> dict[str, str]:
+        """Setting → path of each model that the run's nodes read."""
+
+    @property
+    @abstractmethod
+    def bucket_bytes(self) -> int:
+        """Size of a bucket of exported weights, in bytes."""
+
+    @property
+    def checkpoints_directory(self) -> Path:
+        """Absolute directory of the checkpoints. Raises ConfigError like `run_directory`."""
+        return (
+            Path(self.checkpoint.save).resolve()
+            if self.checkpoint.save
+            else self.run_directory / "checkpoints"
+        )
+
+    @property
+    def run_directory(self) -> Path:
+        """Absolute run directory.
+
+        Raises:
+            ConfigError: it would be inside a Ray runtime directory, which is deleted with the job.
+        """
+        root = root_of_runs(self.runs_root)
+        directory = root / self.name
+        if "runtime_resources" in directory.parts:
+            raise ConfigError(
+                f"runs_root = {str(root)!r} is inside Ray's working directory, which is deleted"
+                ' with the job; submit with --runtime-env-json \'{"env_vars": {"ASYNCRL_RUNS":'
+                ' "/absolute/path"}}\''
+            )
+        return directory
+
+
+def located(value: object, root: Path, stays: Callable[[str], bool] | None) -> object:
+    """A path, or the paths of a list of sources, made absolute. Paths for which `stays` is true are
+    not changed."""
+    if isinstance(value, str):
+        path = value.replace("{runs_root}", str(root))
+        return path if stays and stays(path) else str(Path(path).expanduser().absolute())
+    if isinstance(value, list):
+        return [located(item, root, stays) for item in value]
+    if isinstance(value, dict) and isinstance(value.get("path"), str):
+        return {**value, "path": located(value["path"], root, stays)}
+    return value
+
+
+def root_of_runs(configured: str | None) -> Path:
+    """Absolute directory of all runs."""
+    return Path(configured or os.environ.get("ASYNCRL_RUNS") or "runs").expanduser().resolve()

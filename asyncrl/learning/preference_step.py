@@ -1,0 +1,379 @@
+"""One preference step: trains on pairs of completions, or on single completions with a label.
+
+A pair is one packing unit, so its loss is computed in one micro-batch. A pair that is too long for
+a micro-batch is computed in two passes. A forward pass without gradient gives the sums of both
+sides, and with them the derivative of the loss for each. Each side is then trained alone, with its
+summed log-prob times that derivative. The gradient is the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.algorithms.corrections import sequence_sum
+from asyncrl.algorithms.loss_metrics import LossSums, supervised_sums
+from asyncrl.algorithms.objective_spec import PreferenceSpec
+from asyncrl.algorithms.preference import (
+    Completions,
+    Preferred,
+    kto_baseline,
+    kto_loss,
+    pair_loss,
+)
+from asyncrl.contracts.offline_rows import OLDEST_VERSION_COLUMN, SIDES
+from asyncrl.learning.blame import keep_if_bad, name_culprit
+from asyncrl.learning.components import CE, Component, ce_loss, weighted_sum, with_token_mean
+from asyncrl.learning.offline_examples import Pair, pairs_of, unpaired_of
+from asyncrl.learning.passes import Loss, forward_batches, train
+from asyncrl.learning.state import LearnerState
+from asyncrl.models.micro_batches import Example, MicroBatch
+
+__all__ = ["heldout_preferences", "preference_step", "side_sums", "train_preferences"]
+
+logger = logging.getLogger(__name__)
+
+
+Sides = tuple[Completions, Completions]
+"""The chosen and the rejected sides of some pairs."""
+
+PAIR_METRICS = (
+    "pref/loss",
+    "pref/accuracy",
+    "pref/margin",
+    "pref/chosen_reward",
+    "pref/rejected_reward",
+    "pref/chosen_logprob",
+    "pref/rejected_logprob",
+)
+WEIGHT_METRICS = ("pref/weight_mean", "pref/capped_fraction")
+MARGIN_AT_STALENESS = "pref/margin_at_staleness_"
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What a step trains."""
+
+    examples: list[Example]
+    preferences: Loss
+    """The component `pref`."""
+    ahead: Mapping[str, float] = field(default_factory=dict)
+    """Shares of the step's metrics that were computed before training: those of long pairs."""
+    added: Mapping[str, float] = field(default_factory=dict)
+    """Further metrics."""
+    means: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that are means over some of the pairs: name → all pairs / those pairs."""
+
+
+def preference_step(
+    state: LearnerState, table: pa.Table, spec: PreferenceSpec, temperature: float = 1.0
+) -> dict[str, float]:
+    """Take one step on a table of pairs, or of single completions for KTO (a collective). The
+    learning rate is the scheduled one.
+
+    The step is skipped on all ranks if any rank finds NaN or Inf. Its rows, and those of a step
+    with a spike of the gradient norm, are kept. The log of this process has their path.
+
+    Args:
+        table: see `pairs_of` and `unpaired_of`.
+        temperature: of the learner's log-probs.
+
+    Raises:
+        ValueError: there is no row, the rows cannot be used (as in `pairs_of`), or a side is longer
+            than a micro-batch.
+    """
+    if not table.num_rows:
+        raise ValueError("a preference step got no rows; give it at least one")
+    moment = f"preference_{state.applied:06d}"
+    metrics, note = train_preferences(state, table, spec, temperature, moment, [table])
+    if note:
+        logger.warning("preference step %d: %s", state.applied, note)
+    return metrics
+
+
+def train_preferences(
+    state: LearnerState,
+    table: pa.Table,
+    spec: PreferenceSpec,
+    temperature: float,
+    moment: str,
+    kept: Sequence[pa.Table],
+) -> tuple[dict[str, float], str]:
+    """Take the step of `preference_step` on a table with at least one row (a collective).
+
+    Args:
+        moment, kept: name and rows of the batch, which is kept after a bad step.
+
+    Returns:
+        Metrics, and what is unusual about the step: "" for an ordinary one.
+    """
+    prepare = _unpaired if spec.loss == "kto" else _paired
+    step = prepare(state, table, spec, temperature)
+    examples, components = step.examples, [Component(1.0, step.preferences)]
+    if spec.ce_coef:
+        examples = with_token_mean(examples, CE, lambda example: bool(example.chosen))
+        components.append(Component(spec.ce_coef, ce_loss))
+    # The components have their own weights, so an example needs none.
+    weights, loss = [1.0] * len(examples), weighted_sum(components)
+    rate, names = state.scheduled(state.learning_rate), _metric_names(spec)
+    metrics = train(state, examples, weights, loss, rate, 0.0, temperature, (*names, *step.means))
+    metrics |= {name: metrics[name] + share for name, share in step.ahead.items()}
+    metrics |= {name: metrics[name] * factor for name, factor in step.means.items()}
+    metrics |= step.added
+    if metrics["applied"]:
+        state.trained_tokens += int(metrics["tokens"])
+        metrics["grad_norm_ratio"] = state.norms.ratio(metrics["grad_norm"])
+    find_culprit = partial(name_culprit, state, examples, weights, loss, temperature)
+    return metrics, keep_if_bad(state, metrics, moment, kept, find_culprit)
+
+
+def heldout_preferences(
+    state: LearnerState, table: pa.Table, spec: PreferenceSpec, temperature: float = 1.0
+) -> dict[str, float]:
+    """The metrics of a preference step on these pairs, without a step and without off-policy
+    weights (a collective).
+
+    Returns:
+        Means per pair, under the names of a step's metrics, and `pairs`.
+
+    Raises:
+        ValueError: as in `pairs_of`, or there is no pair.
+    """
+    spec = replace(spec, weight_cap=None)
+    pairs = pairs_of(table, spec.has_reference, behavior=False)
+    if not pairs:
+        raise ValueError("there are no held-out pairs to evaluate; give at least one")
+    sides = _scored(state, pairs, spec, temperature)
+    found = _reported(sides, pair_loss(*sides, spec), spec)
+    return {name: float(values.mean()) for name, values in found.items()} | {
+        "pairs": float(len(pairs))
+    }
+
+
+def _metric_names(spec: PreferenceSpec) -> tuple[str, ...]:
+    """The metrics of the step's components."""
+    weights = WEIGHT_METRICS if spec.weight_cap is not None else ()
+    return PAIR_METRICS + weights + (("ce/loss",) if spec.ce_coef else ())
+
+
+def _paired(
+    state: LearnerState, table: pa.Table, spec: PreferenceSpec, temperature: float
+) -> _Prepared:
+    """Prepare a step on pairs. A pair whose sides do not fit into one micro-batch is computed
+    ahead."""
+    pairs = pairs_of(table, spec.has_reference, spec.weight_cap is not None)
+    limit = 0 if state.packing == "none" else state.spec.learner.max_tokens_per_row
+    short, long = list[Pair](), list[Pair]()
+    for pair in pairs:
+        (short if sum(len(side.tokens) for side in pair) <= limit else long).append(pair)
+    examples = [replace(side, unit=unit) for unit, pair in enumerate(short) for side in pair]
+    weight = 1 / len(pairs)
+    by_age = OLDEST_VERSION_COLUMN in table.column_names
+    ahead: dict[str, float] = {}
+    if long:
+        alone, found = _computed_ahead(state, long, weight, spec, temperature, by_age)
+        examples += alone
+        ahead = {name: weight * float(values.sum()) for name, values in found.items()}
+        ahead["loss"] = ahead["pref/loss"]
+    added = {"pairs": float(len(pairs)), "long_pairs": float(len(long))}
+    ages = Counter(_ages(state, pairs).tolist() if by_age else ())
+    means = {f"{MARGIN_AT_STALENESS}{age:g}": len(pairs) / ages[age] for age in sorted(ages)}
+    component = partial(_pair_component, spec, weight, by_age)
+    return _Prepared(examples, component, ahead, added, means)
+
+
+def _ages(state: LearnerState, pairs: Sequence[Pair]) -> Tensor:
+    """The staleness [B] of each pair's older side."""
+    return torch.tensor([float(state.applied - chosen.versions[0]) for chosen, _ in pairs])
+
+
+def _computed_ahead(
+    state: LearnerState,
+    pairs: Sequence[Pair],
+    weight: float,
+    spec: PreferenceSpec,
+    temperature: float,
+    by_age: bool,
+) -> tuple[list[Example], dict[str, Tensor]]:
+    """The first pass of long pairs (a collective). Returns their sides with the derivative of the
+    step's loss for each, and the values [B] of their metrics."""
+    sides = _scored(state, pairs, spec, temperature)
+    for side in sides:
+        side.logprobs.requires_grad_()
+    preferred = pair_loss(*sides, spec)
+    loss = weight * preferred.loss.sum()
+    slopes = torch.autograd.grad(loss, [side.logprobs for side in sides])
+    examples = [
+        replace(side, slope=float(slope[number]))
+        for number, pair in enumerate(pairs)
+        for side, slope in zip(pair, slopes, strict=True)
+    ]
+    ages = _ages(state, pairs) if by_age else None
+    return examples, _reported(sides, preferred, spec, ages)
+
+
+def _scored(
+    state: LearnerState, pairs: Sequence[Pair], spec: PreferenceSpec, temperature: float
+) -> Sides:
+    """Both sides of these pairs, with the learner's log-probs (a collective). The same on every
+    rank."""
+    examples = [side for pair in pairs for side in pair]
+    found = Completions(
+        side_sums(state, examples, temperature),
+        torch.tensor([example.loss_tokens for example in examples]),
+        _sums(examples, "reference_logprobs") if spec.has_reference else None,
+        _sums(examples, "behavior_logprobs") if spec.weight_cap is not None else None,
+    )
+    index = torch.arange(len(pairs))
+    return found.at(2 * index), found.at(2 * index + 1)
+
+
+def side_sums(state: LearnerState, examples: Sequence[Example], temperature: float) -> Tensor:
+    """The summed log-prob of each example's loss tokens, [number of examples] float64 on the CPU,
+    without gradient (a collective). The same on every rank."""
+    sums = torch.zeros(len(examples), dtype=torch.float64, device=state.device)
+    for batch, (logprobs, *_) in forward_batches(state, examples, temperature):
+        if batch.order and state.sequence_rank == 0:  # ranks that share a row have the same sums
+            sums[list(batch.order)] = _of_segments(logprobs, batch)
+    dist.all_reduce(sums)
+    return sums.cpu()
+
+
+def _sums(examples: Sequence[Example], name: str) -> Tensor:
+    """The sums [number of examples] float64 of a per-token field over the loss tokens."""
+    found = (getattr(example, name)[example.loss_mask] for example in examples)
+    return torch.tensor(np.array([values.sum(dtype=np.float64) for values in found]))
+
+
+def _of_segments(values: Tensor, batch: MicroBatch) -> Tensor:
+    """The sums [segments] float64 of the values [N] of each segment's loss tokens."""
+    return sequence_sum(values.double(), batch.sequence, len(batch.order))
+
+
+def _completions(logprobs: Tensor, batch: MicroBatch, spec: PreferenceSpec) -> Completions:
+    """The completions of a micro-batch, one for each segment."""
+    return Completions(
+        _of_segments(logprobs, batch),
+        torch.tensor(batch.counts, device=logprobs.device),
+        (
+            _of_segments(batch.reference_logprobs, batch)
+            if spec.has_reference and batch.reference_logprobs is not None
+            else None
+        ),
+        _of_segments(batch.behavior_logprobs, batch) if spec.weight_cap is not None else None,
+    )
+
+
+def _pair_component(
+    spec: PreferenceSpec,
+    weight: float,
+    by_age: bool,
+    logprobs: Tensor,
+    entropy: Tensor,
+    values: Tensor,
+    batch: MicroBatch,
+) -> tuple[Tensor, LossSums]:
+    """The component `pref` of a micro-batch of pairs, each with this weight. The sides of long
+    pairs have no loss here, only a gradient."""
+    loss = 0.0 * logprobs.sum(dtype=torch.float64)
+    parts: dict[str, Tensor] = {}
+    if batch.pairs:
+        chosen, rejected = torch.tensor(batch.pairs, device=logprobs.device).T
+        completions = _completions(logprobs, batch, spec)
+        sides = completions.at(chosen), completions.at(rejected)
+        preferred = pair_loss(*sides, spec)
+        loss = loss + weight * preferred.loss.sum()
+        ages = _of_segments(batch.ages, batch) / completions.tokens if by_age else None
+        found = _reported(sides, preferred, spec, None if ages is None else ages[chosen])
+        parts = {name: weight * values.sum() for name, values in found.items()}
+    if batch.slopes is not None:
+        change = logprobs - logprobs.detach()  # 0, with the gradient of the log-probs
+        loss = loss + (batch.slopes * change).sum()
+    return loss, supervised_sums(loss, logprobs, parts)
+
+
+def _reported(
+    sides: Sides, preferred: Preferred, spec: PreferenceSpec, ages: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The values [B] of B pairs whose means are the metrics. With their ages [B], also the margins
+    of the pairs of each age, and 0 for the others."""
+    chosen, rejected = preferred.rewards
+    found = {
+        "pref/loss": preferred.loss.detach(),
+        "pref/accuracy": (chosen > rejected).double(),
+        "pref/margin": chosen - rejected,
+        "pref/chosen_reward": chosen,
+        "pref/rejected_reward": rejected,
+        "pref/chosen_logprob": sides[0].logprobs.detach(),
+        "pref/rejected_logprob": sides[1].logprobs.detach(),
+    }
+    if spec.weight_cap is not None:
+        found |= {
+            "pref/weight_mean": preferred.weights,
+            "pref/capped_fraction": preferred.capped.double(),
+        }
+    for age in [] if ages is None else ages.unique().tolist():
+        found[f"{MARGIN_AT_STALENESS}{age:g}"] = (chosen - rejected) * (ages == age)
+    return found
+
+
+def _unpaired(
+    state: LearnerState, table: pa.Table, spec: PreferenceSpec, temperature: float
+) -> _Prepared:
+    """Prepare a step of KTO. Its baseline is a mean over the whole step, so it is computed
+    ahead."""
+    rows = unpaired_of(table)
+    learner = side_sums(state, rows.mismatched, temperature)
+    log_ratios = learner - _sums(rows.mismatched, "reference_logprobs")
+    baseline = kto_baseline(float(log_ratios.sum()), len(log_ratios))
+    desirable = sum(bool(example.chosen) for example in rows.completions)
+    counts = desirable, len(rows.completions) - desirable
+    added = {"pref/kl": baseline, "completions": float(len(rows.completions))}
+    for count, side in zip(counts, SIDES, strict=True):
+        if not count:
+            absent = ("pref/margin", f"pref/{side}_reward", f"pref/{side}_logprob")
+            added |= dict.fromkeys(absent, float("nan"))
+    component = partial(_kto_component, spec, baseline, counts)
+    return _Prepared(rows.completions, component, added=added)
+
+
+def _kto_component(
+    spec: PreferenceSpec,
+    baseline: float,
+    counts: tuple[int, int],
+    logprobs: Tensor,
+    entropy: Tensor,
+    values: Tensor,
+    batch: MicroBatch,
+) -> tuple[Tensor, LossSums]:
+    """The component `pref` of a micro-batch of single completions. `counts` are the step's
+    desirable and undesirable ones."""
+    loss = 0.0 * logprobs.sum(dtype=torch.float64)
+    if not batch.order:
+        return loss, supervised_sums(loss, logprobs)
+    completions = _completions(logprobs, batch, spec)
+    desirable = torch.tensor(batch.chosen, device=logprobs.device).bool()
+    preferred = kto_loss(completions, desirable, baseline, spec)
+    weight = 1 / sum(counts)
+    loss = loss + weight * preferred.loss.sum()
+    (reward,) = preferred.rewards
+    right = torch.where(desirable, reward > spec.beta * baseline, reward < spec.beta * baseline)
+    parts = {
+        "pref/loss": weight * preferred.loss.detach().sum(),
+        "pref/accuracy": weight * right.sum(),
+    }
+    for side, count, of_side in zip(SIDES, counts, (desirable, ~desirable), strict=True):
+        share = of_side / max(count, 1)
+        parts[f"pref/{side}_reward"] = (share * reward).sum()
+        parts[f"pref/{side}_logprob"] = (share * completions.logprobs.detach()).sum()
+    parts["pref/margin"] = parts["pref/chosen_reward"] - parts["pref/rejected_reward"]
+    return loss, supervised_sums(loss, logprobs, parts)

@@ -1,0 +1,175 @@
+"""Settings of a run on a dataset."""
+
+import re
+
+import pytest
+import yaml
+
+from asyncrl.config import (
+    Config,
+    ConfigError,
+    OfflineConfig,
+    field_names,
+    load_any,
+    load_config,
+    load_offline,
+)
+from asyncrl.config.aliases import explain_unknown
+from asyncrl.config.offline_aliases import OFFLINE_RENAMED
+
+SFT = {
+    "name": "sft",
+    "objective": "sft",
+    "model": {"path": "model"},
+    "data": {"train": "rows.parquet"},
+}
+DPO = {**SFT, "objective": "dpo"}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(tree, **changes):
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({**tree, **changes}))
+        return path
+
+    return write
+
+
+def test_the_objective_tells_the_kinds_of_run_apart(write):
+    assert isinstance(load_any(write(SFT)), OfflineConfig)
+    assert load_any("jobs/quickstart/quickstart.yaml") == load_config(
+        "jobs/quickstart/quickstart.yaml"
+    )
+    assert isinstance(load_any("jobs/quickstart/quickstart.yaml"), Config)
+
+
+def test_the_command_may_name_the_objective(write):
+    without = {name: value for name, value in SFT.items() if name != "objective"}
+    assert load_offline(write(without), objective="sft").objective == "sft"
+    with pytest.raises(ConfigError, match="has objective: dpo; run `asyncrl dpo`, or set"):
+        load_offline(write(DPO), objective="sft")
+
+
+def test_a_config_on_a_dataset_is_refused_where_generators_are_needed(write):
+    with pytest.raises(ConfigError, match="has objective: sft, which trains on a dataset"):
+        load_config(write(SFT))
+    with pytest.raises(ConfigError, match="objective = 'rlhf': use one of sft, dpo"):
+        load_any(write({**SFT, "objective": "rlhf"}))
+
+
+def test_only_sft_has_another_default_learning_rate(write):
+    assert load_offline(write(SFT)).learner.learning_rate == 2e-5
+    assert load_offline(write(DPO)).learner.learning_rate == 1e-6
+    given = load_offline(write(SFT, learner={"learning_rate": 0.0, "bf16": True}))
+    assert given.learner.learning_rate == 0.0 and given.learner.bf16
+
+
+def test_overrides_and_paths(write, monkeypatch, tmp_path):
+    monkeypatch.setenv("ASYNCRL_RUNS", str(tmp_path / "runs"))
+    config = load_offline(
+        write(SFT, model={"path": "{runs_root}/model"}),
+        ["--data.max_length", "77", "--batch_size", "5", "--data.chat_template_kwargs.x", "1"],
+    )
+    assert (config.data.max_length, config.batch_size) == (77, 5)
+    assert config.data.chat_template_kwargs == {"x": 1}
+    assert config.model.path == str(tmp_path / "runs" / "model")
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "steps"),
+    [
+        (64, {}, 2),
+        (65, {}, 3),
+        (10, {}, 1),
+        (64, {"num_epochs": 2.5}, 5),
+        (64, {"max_steps": 7, "num_epochs": 9}, 7),
+    ],
+)
+def test_steps_follow_the_epochs(write, rows, changes, steps):
+    assert load_offline(write(SFT, **changes)).steps(rows) == steps
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({**SFT, "dpo": {"beta": 0.2}}, "section dpo has no effect with objective: sft"),
+        ({**DPO, "sft": {"packing_strategy": "wrapped"}}, "section sft has no effect"),
+        (
+            {**SFT, "data": {"train": "x", "length_policy": "split"}},
+            "length_policy: split needs objective: sft and sft.packing_strategy: bfd_split",
+        ),
+        (
+            {**SFT, "data": {"train": "x", "max_length": 5000}},
+            "data.max_length = 5000 is above learner.max_tokens_per_gpu = 4096",
+        ),
+        (
+            {**DPO, "dpo": {"loss": "ipo", "label_smoothing": 0.1}},
+            "dpo.label_smoothing = 0.1 only has an effect with dpo.loss: sigmoid",
+        ),
+        (
+            {**DPO, "dpo": {"loss": "simpo", "length_normalized": True}},
+            "dpo.length_normalized has no effect with dpo.loss: simpo",
+        ),
+        (
+            {**DPO, "dpo": {"loss": "simpo", "ref_load": "x"}},
+            "has no effect with dpo.loss: simpo, which has no reference",
+        ),
+        ({**DPO, "dpo": {"beta": 0.0}}, r"dpo.beta = 0.0: input should be greater than 0"),
+        ({**DPO, "data": {"train": []}}, "data.train is an empty list"),
+        ({**SFT, "rollout": {}}, "rollout is unknown"),
+        ({**SFT, "name": "../x"}, "name = '../x'"),
+    ],
+)
+def test_contradictions_are_refused(write, tree, message):
+    with pytest.raises(ConfigError, match=message):
+        load_offline(write(tree))
+
+
+def test_a_splitting_strategy_takes_rows_above_the_cap(write):
+    data = {"train": "x", "max_length": 5000, "length_policy": "split"}
+    config = load_offline(write(SFT, data=data, sft={"packing_strategy": "bfd_split"}))
+    assert config.longest_trajectory == 4096
+
+
+def test_a_reference_is_read_only_by_losses_that_have_one(write):
+    assert list(load_offline(write(SFT)).models) == ["model.path"]
+    assert list(load_offline(write(DPO)).models) == ["model.path", "dpo.ref_load"]
+    assert list(load_offline(write(DPO, dpo={"loss": "simpo"})).models) == ["model.path"]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("loss_type", "asyncrl calls it dpo.loss"),
+        ("beta", "asyncrl calls it dpo.beta"),
+        ("num_train_epochs", "asyncrl calls it num_epochs"),
+        ("gradient_accumulation_steps", "asyncrl calls it batch_size, over all ranks"),
+        ("packing", "not needed: rows are always packed"),
+        ("assistant_only_loss", "asyncrl calls it data.loss_on: assistant"),
+        ("lr", "asyncrl calls it learner.learning_rate"),
+        ("num_generations", "see asyncrl sft --help"),
+        ("batchsize", "did you mean batch_size?"),
+        ("lora_r", "is not implemented"),
+    ],
+)
+def test_names_of_other_systems_are_answered_with_settings_of_this_kind(name, answer):
+    assert answer in explain_unknown(name, field_names(OfflineConfig))
+
+
+def test_the_table_of_foreign_names_points_at_settings_that_exist():
+    known = set(field_names(OfflineConfig))
+    for foreign, here in OFFLINE_RENAMED.items():
+        first = re.split("[:, ]", here.removeprefix("nothing: "))[0]
+        assert here.startswith("nothing: ") or first in known, foreign
+
+
+def test_every_setting_has_a_description():
+    def undocumented(section, prefix=""):
+        for name, field in section.model_fields.items():
+            if hasattr(field.annotation, "model_fields"):
+                yield from undocumented(field.annotation, f"{prefix}{name}.")
+            elif not field.description:
+                yield prefix + name
+
+    assert list(undocumented(OfflineConfig)) == []
