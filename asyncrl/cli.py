@@ -11,7 +11,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from asyncrl.config import Config, ConfigError, command_line, load_config
+from asyncrl.config import (
+    Config,
+    ConfigError,
+    OfflineConfig,
+    command_line,
+    load_any,
+    load_offline,
+)
 from asyncrl.runtime.redact import print_shown
 
 if TYPE_CHECKING:
@@ -21,8 +28,12 @@ __all__ = ["main"]
 
 ON_A_CONFIG = {
     "train": "train a model as configured in a YAML file",
+    "sft": "train next-token prediction on a dataset (objective: sft)",
+    "dpo": "train preferences between pairs of a dataset (objective: dpo)",
     "plan": "check a config and show what it needs; allocates nothing",
 }
+OFFLINE = ("sft", "dpo")
+"""Commands that train on a dataset. Each is the objective of its config."""
 AUDIT = (
     "recompute a run's counts from its groups, outcomes, metrics, evaluations and checkpoints, and"
     " check its invariants"
@@ -70,7 +81,9 @@ def _show_help(command: str) -> NoReturn:
     if command == "plan":
         for option, text in PLAN_OPTIONS.items():
             print_shown(f"asyncrl plan CONFIG --{option}: {text}")
-    command_line(["--help"], {}, exit_on_error=True)
+    if command in OFFLINE:
+        command_line(["--help"], {}, exit_on_error=True, kind=OfflineConfig)
+    command_line(["--help"], {}, exit_on_error=True, kind=Config)
     raise AssertionError("--help exits")
 
 
@@ -85,7 +98,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     )
     parser.add_argument("--version", action="version", version=f"asyncrl {version('asyncrl')}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{train,plan,samples,audit,export}"
+        dest="command", required=True, metavar="{train,sft,dpo,plan,samples,audit,export}"
     )
     for name, text in ON_A_CONFIG.items():
         command = commands.add_parser(
@@ -150,16 +163,31 @@ def run(command: str, path: str, overrides: list[str], options: Collection[str] 
     # Reward functions may be in the current directory. `python -m` and Ray's workers add it too.
     sys.path.insert(0, os.getcwd())
     try:
-        config = load_config(path, overrides)
+        config = (
+            load_offline(path, overrides, objective=command)
+            if command in OFFLINE
+            else load_any(path, overrides)
+        )
         if command == "plan":
             with _reader_may_leave():
                 return _plan(config, options)
-        from asyncrl.run.train import command_name, run_training
-
-        return run_training(config, resume_command=[command_name(), "train", path, *overrides])
+        return _train(command, config, path, overrides)
     except ConfigError as error:
         print_shown(f"asyncrl: {error}", file=sys.stderr)
         return 2
+
+
+def _train(command: str, config: Config | OfflineConfig, path: str, overrides: list[str]) -> int:
+    from asyncrl.run.supervise import command_name
+
+    resume = [command_name(), command, path, *overrides]
+    if isinstance(config, OfflineConfig):
+        from asyncrl.run.offline import run_offline
+
+        return run_offline(config, resume)
+    from asyncrl.run.train import run_training
+
+    return run_training(config, resume)
 
 
 @contextlib.contextmanager
@@ -173,7 +201,9 @@ def _reader_may_leave() -> Iterator[None]:
         sys.exit(1)
 
 
-def _plan(config: Config, options: Collection[str]) -> int:
+def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
+    if isinstance(config, OfflineConfig):
+        return _offline_plan(config, options)
     from asyncrl.preflight.model_snapshot import resolve_models
     from asyncrl.preflight.own_functions import own_text, try_own
     from asyncrl.preflight.plan import make_plan
@@ -195,6 +225,22 @@ def _plan(config: Config, options: Collection[str]) -> int:
         if code := plan_on_cluster(config, plan.weights_bytes):
             return code
     if not brief:
+        # Imported last, because it imports DeepSpeed, which takes seconds.
+        from asyncrl.preflight.memory_estimate import memory_text
+
+        print_shown(f"\n{memory_text(config)}")
+    return 0
+
+
+def _offline_plan(config: OfflineConfig, options: Collection[str]) -> int:
+    from asyncrl.preflight.model_snapshot import resolve_models
+    from asyncrl.preflight.offline_plan import make_offline_plan
+
+    plan = make_offline_plan(resolve_models(config))
+    if "config" in options:
+        print_shown(f"{plan.config_text()}\n")
+    print_shown(plan.brief() if "brief" in options else plan.text())
+    if "brief" not in options:
         # Imported last, because it imports DeepSpeed, which takes seconds.
         from asyncrl.preflight.memory_estimate import memory_text
 
@@ -232,6 +278,11 @@ def _samples(directory: Run, count: int, order: str, version: int | None) -> int
 
     if count < 1:
         raise ConfigError(f"-n = {count}: give at least 1")
+    if isinstance(directory.settings, OfflineConfig):
+        raise ConfigError(
+            f"{directory.directory} is a run on a dataset, which samples no completions;"
+            " rows/*.arrow has its token rows"
+        )
     rows = choose_samples(directory.trajectories(), count, order, version)
     if not rows:
         of = "" if version is None else f" of version {version}"

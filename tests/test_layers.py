@@ -241,11 +241,11 @@ SURFACE = {
     "algorithms": "CHUNK_ELEMENTS LIVE_CHUNKS supervised_loss token_logprobs token_weights",
     "config": (
         "AlgorithmConfig CheckpointConfig Config ConfigError CorrectionConfig DataConfig "
-        "EvalConfig EvalSet GeneratorConfig HUB_CACHE LearnerConfig ModelConfig "
-        "ObserveConfig RewardConfig RewardFunction RolloutConfig SandboxConfig Section "
-        "Source Sources StalenessConfig WarmStartConfig WeightsConfig command_line "
-        "completion_room explain field_names is_hub_data is_hub_name load_config "
-        "sources_of"
+        "DpoConfig EvalConfig EvalSet GeneratorConfig HUB_CACHE LearnerConfig ModelConfig "
+        "ObserveConfig OfflineConfig OfflineDataConfig RewardConfig RewardFunction "
+        "RolloutConfig RunSettings SandboxConfig Section SftConfig Source Sources "
+        "StalenessConfig WarmStartConfig WeightsConfig command_line completion_room explain "
+        "field_names is_hub_data is_hub_name load_any load_config load_offline sources_of"
     ),
     "contracts": "ConfigError Prompt State",
     "control": "Coordinator Parts Schedule Staleness",

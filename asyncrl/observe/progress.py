@@ -46,6 +46,10 @@ class Progress:
     reward: float | None = None
     accuracy: float | None = None
     """Mean of the accuracy reward over the last batch's trajectories (sampled)."""
+    loss: float | None = None
+    """Loss of the last step on a dataset, in nats per token or per pair."""
+    held_out_loss: float | None = None
+    """The same on the held-out rows of the last evaluation."""
     held_out_accuracy: float | None = None
     """Greedy accuracy of the last evaluation."""
     staleness_mean: float | None = None
@@ -308,6 +312,8 @@ def _rows(progress: Progress) -> dict[str, str]:
         "version": _versions(progress),
         "reward": _reward(progress.reward, progress.reward_parts),
         "accuracy": _number(progress.accuracy, ".1%", " of the last batch"),
+        "loss": _number(progress.loss, ".4g"),
+        "held-out loss": _number(progress.held_out_loss, ".4g", " at the last evaluation"),
         "held-out": _number(progress.held_out_accuracy, ".1%", " at the last evaluation"),
         "staleness": _staleness(progress),
         "generated": _number(progress.generated_tokens_per_s, ",.0f", " tok/s"),

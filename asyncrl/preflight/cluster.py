@@ -17,7 +17,7 @@ import ray
 from ray._private import auto_init_hook
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
-from asyncrl.config import Config
+from asyncrl.config import Config, RunSettings
 from asyncrl.generation.app import forget_controller
 from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.preflight.placement import needed
@@ -33,7 +33,7 @@ END_S = 10.0
 
 
 @contextmanager
-def ray_cluster(config: Config) -> Iterator[Path | None]:
+def ray_cluster(config: RunSettings) -> Iterator[Path | None]:
     """Connect to the cluster at RAY_ADDRESS (in a submitted job, that of the job), or start a local
     cluster that ends with the run.
 
@@ -50,9 +50,8 @@ def ray_cluster(config: Config) -> Iterator[Path | None]:
     if address:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     else:
-        start_local_ray(
-            max(os.cpu_count() or 1, math.ceil(needed(config)["CPU"])), configure_logging=False
-        )
+        cpus = needed(config)["CPU"] if isinstance(config, Config) else config.num_cpus
+        start_local_ray(max(os.cpu_count() or 1, math.ceil(cpus)), configure_logging=False)
     node: Any = ray._private.worker._global_node
     session = Path(node.get_session_dir_path())
     try:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import yaml
 
-from asyncrl.config import HUB_CACHE, Config, ConfigError, Source, sources_of
+from asyncrl.config import (
+    HUB_CACHE,
+    Config,
+    ConfigError,
+    OfflineConfig,
+    RunSettings,
+    Section,
+    Source,
+    sources_of,
+)
 from asyncrl.data.hub import download_dataset
 from asyncrl.runtime.yaml_files import read_yaml
 
 __all__ = ["config_before", "resolve_data"]
 Data = str | tuple[Source, ...] | None
+Kind = TypeVar("Kind", Config, OfflineConfig)
 
 
-def resolve_data(config: Config) -> Config:
+def resolve_data(config: Kind) -> Kind:
     """The config with local folders instead of names of datasets on the hub.
 
     A resumed run keeps the commits of its first attempt.
@@ -31,20 +42,18 @@ def resolve_data(config: Config) -> Config:
             return data
         return tuple(_located(source, field, commits) for source in sources_of(data))
 
-    sets = {
-        name: chosen.model_copy(update={"data": located(chosen.data, f"eval.sets.{name}.data")})
-        for name, chosen in config.eval.sets.items()
-    }
-    evaluation = {"data": located(config.eval.data, "eval.data"), "sets": sets}
-    train = {"train": located(config.data.train, "data.train")}
-    warm = {"data": located(config.warm_start.data, "warm_start.data")}
-    return config.model_copy(
-        update={
-            "data": config.data.model_copy(update=train),
-            "eval": config.eval.model_copy(update=evaluation),
-            "warm_start": config.warm_start.model_copy(update=warm),
+    updates: dict[str, Section] = {}
+    for section, name in config.DATA:
+        settings: Section = updates.get(section, getattr(config, section))
+        found = {name: located(getattr(settings, name), f"{section}.{name}")}
+        updates[section] = settings.model_copy(update=found)
+    if isinstance(config, Config):
+        sets = {
+            name: chosen.model_copy(update={"data": located(chosen.data, f"eval.sets.{name}.data")})
+            for name, chosen in config.eval.sets.items()
         }
-    )
+        updates["eval"] = updates["eval"].model_copy(update={"sets": sets})
+    return config.model_copy(update=updates)
 
 
 def _located(source: Source, field: str, commits: Callable[[], Mapping[str, str]]) -> Source:
@@ -56,7 +65,7 @@ def _located(source: Source, field: str, commits: Callable[[], Mapping[str, str]
     return source.model_copy(update={"path": str(folder), "split": split, "revision": None})
 
 
-def config_before(config: Config) -> object:
+def config_before(config: RunSettings) -> object:
     """The content of config.yaml if a run of this name is resumed; None for a new run.
 
     Raises:
@@ -76,7 +85,7 @@ def config_before(config: Config) -> object:
         ) from None
 
 
-def _commits_before(config: Config) -> dict[str, str]:
+def _commits_before(config: RunSettings) -> dict[str, str]:
     """Name → commit of the datasets of the earlier attempt, if the run is resumed."""
     commits: dict[str, str] = {}
     waiting = [config_before(config)]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config import Config, ConfigError
+from asyncrl.config import ConfigError, RunSettings
 from asyncrl.weights.layout import ITEM_BYTES
 
 __all__ = ["Disk", "checkpoint_bytes", "disks", "refuse_full"]
@@ -30,7 +30,7 @@ class Disk:
     """Free bytes."""
 
 
-def checkpoint_bytes(config: Config, version_bytes: int) -> int:
+def checkpoint_bytes(config: RunSettings, version_bytes: int) -> int:
     """Bytes of one checkpoint: float32 weights and AdamW's two moments.
 
     Args:
@@ -43,7 +43,7 @@ def checkpoint_bytes(config: Config, version_bytes: int) -> int:
     )
 
 
-def disks(config: Config, version_bytes: int) -> tuple[Disk, ...]:
+def disks(config: RunSettings, version_bytes: int) -> tuple[Disk, ...]:
     """The file systems of the run directory and of `checkpoint.save`. All nodes of the learner
     share them, which a probe at the start verifies.
 
@@ -51,9 +51,9 @@ def disks(config: Config, version_bytes: int) -> tuple[Disk, ...]:
         version_bytes: bytes of one published version.
 
     Raises:
-        ConfigError: see `Config.run_directory`.
+        ConfigError: see `RunSettings.run_directory`.
     """
-    models = version_bytes * (2 if config.warm_start.data is not None else 1)
+    models = version_bytes * (2 if config.keeps_snapshot else 1)
     places = (
         (config.run_directory, models),
         (
@@ -75,7 +75,7 @@ def disks(config: Config, version_bytes: int) -> tuple[Disk, ...]:
     return tuple(found.values())
 
 
-def refuse_full(config: Config, found: Sequence[Disk]) -> None:
+def refuse_full(config: RunSettings, found: Sequence[Disk]) -> None:
     """Raise ConfigError if a disk has less free space than the run needs."""
     for disk in found:
         if disk.needed > disk.free:
@@ -87,11 +87,11 @@ def refuse_full(config: Config, found: Sequence[Disk]) -> None:
             )
 
 
-def _checkpoints_at_most(config: Config) -> int:
+def _checkpoints_at_most(config: RunSettings) -> int:
     """One more than are kept, because the next one is written first; never more than the run
     creates."""
     every = config.checkpoint.every_steps
-    made = -(-config.max_steps // every) if every else 1
+    made = -(-config.last_step // every) if every else 1
     return min(made, config.checkpoint.keep + 1)
 
 

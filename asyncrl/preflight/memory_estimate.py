@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.config import Config
+from asyncrl.config import RunSettings
 from asyncrl.models.supported import squares_scores
 from asyncrl.preflight.served import text_config
 from asyncrl.weights.layout import ITEM_BYTES
@@ -66,7 +66,7 @@ def parameter_counts(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     return sum(layers.values()), max(layers.values())
 
 
-def estimate(config: Config) -> Needs:
+def estimate(config: RunSettings) -> Needs:
     """The needs of one rank, with all ranks on one machine. Imports DeepSpeed, which takes seconds.
 
     DeepSpeed's formula (`estimate_zero3_model_states_mem_needs`) assumes mixed precision with 18
@@ -89,7 +89,7 @@ def estimate(config: Config) -> Needs:
     host, device, _ = estimate_zero3_model_states_mem_needs(
         total, largest, num_gpus_per_node=learner.world_size, num_nodes=1, **offload
     )
-    bucket = max(config.weights.bucket_bytes, version.largest * ITEM_BYTES[config.model.dtype])
+    bucket = max(config.bucket_bytes, version.largest * ITEM_BYTES[config.model.dtype])
     tree: dict[str, object] = json.loads((Path(config.model.path) / "config.json").read_text())
     text = text_config(tree)
     vocabulary = _size_of(text, VOCABULARY)
@@ -112,7 +112,7 @@ def estimate(config: Config) -> Needs:
     )
 
 
-def _scores(config: Config, tree: Mapping[str, object], text: Mapping[str, object]) -> int:
+def _scores(config: RunSettings, tree: Mapping[str, object], text: Mapping[str, object]) -> int:
     """Bytes of attention scores, which grow with the square of the longest trajectory.
     gradient_checkpointing keeps the scores of one layer only."""
     if not squares_scores(tree):
@@ -132,7 +132,7 @@ def _size_of(text: Mapping[str, object], names: tuple[str, ...]) -> int:
     return next((int(value) for value in values if isinstance(value, int | float) and value), 0)
 
 
-def memory_text(config: Config) -> str:
+def memory_text(config: RunSettings) -> str:
     """The estimate and the memory of this machine, for people."""
     needs, learner = estimate(config), config.learner
     on_cpu = learner.device == "cpu"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from asyncrl.config import Config, ConfigError
-from asyncrl.config.rules import length_text
+from asyncrl.config import Config, ConfigError, RunSettings
 from asyncrl.models.supported import NO_SHARES, chosen_packing, keeps_state, uniform_rope_tokens
 from asyncrl.preflight.served import refusal, text_config, unusable
 from asyncrl.weights.stored import CheckpointFilesError, stored_files
@@ -19,7 +18,7 @@ UNBOUNDED_CONTEXT = 1 << 30
 """Context of a model whose config.json has no max_position_embeddings, in tokens."""
 
 
-def model_context(config: Config, at: str | None = None, field: str = "model.path") -> int:
+def model_context(config: RunSettings, at: str | None = None, field: str = "model.path") -> int:
     """Longest sequence that the model accepts, in tokens. With LongRoPE, the range of its short
     frequencies.
 
@@ -41,7 +40,7 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
         packing = chosen_packing(tree, config.learner.packing)
     except ValueError as error:
         raise ConfigError(f"{field} = {str(path)!r}: {error}") from None
-    if at is None and (reason := refusal(tree, config)):
+    if at is None and isinstance(config, Config) and (reason := refusal(tree, config)):
         raise ConfigError(
             f"{field} = {str(path)!r} (model_type {tree.get('model_type')!r}): {reason}"
         )
@@ -54,13 +53,13 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
     context = positions if isinstance(positions, int) else UNBOUNDED_CONTEXT
     if config.longest_trajectory > context:
         raise ConfigError(
-            f"{length_text(config)} tokens is above the model's context of {context}; lower it, or"
+            f"{config.longest_text} tokens is above the model's context of {context}; lower it, or"
             " set a lower data.max_length"
         )
     uniform = uniform_rope_tokens(tree) or context
     if config.longest_trajectory > uniform:
         raise ConfigError(
-            f"{length_text(config)} tokens is above original_max_position_embeddings = {uniform} of"
+            f"{config.longest_text} tokens is above original_max_position_embeddings = {uniform} of"
             f" {field} = {str(path)!r}. Above that, its LongRoPE changes the frequencies of every"
             " trajectory in the packed row; lower it, or set a lower data.max_length"
         )

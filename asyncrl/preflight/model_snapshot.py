@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import filelock
 import httpx2
@@ -23,7 +24,7 @@ from huggingface_hub.errors import (
     RevisionResolutionError,
 )
 
-from asyncrl.config import Config, ConfigError, is_hub_name
+from asyncrl.config import Config, ConfigError, OfflineConfig, RunSettings, Section, is_hub_name
 from asyncrl.preflight.dataset_snapshot import config_before, resolve_data
 from asyncrl.rundir.resume import MODEL_FILES
 from asyncrl.weights.stored import CheckpointFilesError, stored_files
@@ -38,6 +39,7 @@ __all__ = [
     "resolve_models",
 ]
 
+Kind = TypeVar("Kind", Config, OfflineConfig)
 FILES, NOT_FILES = (
     ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
     ["*/*", "consolidated*"],
@@ -63,29 +65,27 @@ class Snapshot:
     changes the samples."""
 
 
-def resolve_models(config: Config) -> Config:
+def resolve_models(config: Kind) -> Kind:
     """The config with local directories instead of names of models and datasets on the hub. A
     resumed run keeps its commits.
 
     Raises:
         ConfigError: a model or dataset is neither on the hub nor in the cache.
     """
-    model, algorithm = config.model, config.algorithm
-    if is_hub_name(model.path):
-        model = model.model_copy(
-            update={
-                "path": str(download(model.path, model.revision or _commit_before(config))),
-                "revision": None,
-            }
-        )
-    revision = config.model.revision if algorithm.ref_load == config.model.path else None
-    if algorithm.ref_load is not None and is_hub_name(algorithm.ref_load):
-        algorithm = algorithm.model_copy(
-            update={
-                "ref_load": str(download(algorithm.ref_load, revision, field="algorithm.ref_load"))
-            }
-        )
-    return resolve_data(config.model_copy(update={"model": model, "algorithm": algorithm}))
+    updates: dict[str, Section] = {}
+    for section, name in config.MODELS:
+        settings: Section = updates.get(section, getattr(config, section))
+        path = getattr(settings, name)
+        if path is None or not is_hub_name(path):
+            continue
+        if section == "model":
+            revision = config.model.revision or _commit_before(config)
+            found = {name: str(download(path, revision)), "revision": None}
+        else:
+            revision = config.model.revision if path == config.model.path else None
+            found = {name: str(download(path, revision, field=f"{section}.{name}"))}
+        updates[section] = settings.model_copy(update=found)
+    return resolve_data(config.model_copy(update=updates))
 
 
 def download(
@@ -139,7 +139,7 @@ def _download(name: str, revision: str | None, cache: Path, local_files_only: bo
     return Path(folder)
 
 
-def _commit_before(config: Config) -> str | None:
+def _commit_before(config: RunSettings) -> str | None:
     """The commit of the earlier attempt, if the run is resumed with the same hub name."""
     before = config_before(config)
     model = before.get("model") if isinstance(before, dict) else None

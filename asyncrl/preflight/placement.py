@@ -20,7 +20,7 @@ from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.config import Config, ConfigError
+from asyncrl.config import Config, ConfigError, RunSettings
 from asyncrl.contracts.errors import PlacementError, PlacementLostError
 from asyncrl.learning.group import resource_table
 from asyncrl.preflight.cluster_address import answering_cluster
@@ -191,7 +191,7 @@ class _Demand:
         remove_placement_group(self._group)
 
 
-async def check_models(config: Config) -> None:
+async def check_models(config: RunSettings) -> None:
     """Compare the models on every other node that has CPUs or GPUs, before any part of the run is
     placed there.
 
@@ -207,10 +207,7 @@ async def check_models(config: Config) -> None:
         if node["Alive"] and (node["Resources"].get("CPU") or node["Resources"].get("GPU"))
     ]
     others = {node["NodeID"]: node["NodeManagerAddress"] for node in able if node["NodeID"] != here}
-    models = {"model.path": config.model.path} | (
-        {"algorithm.ref_load": config.reference_path} if config.algorithm.has_reference else {}
-    )
-    for field, path in models.items():
+    for field, path in config.models.items():
         expected = await asyncio.to_thread(read_snapshot, Path(path))
         answers = await asyncio.gather(*(_look_at(path, node) for node in others))
         for address, found in zip(others.values(), answers, strict=True):

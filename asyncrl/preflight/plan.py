@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from asyncrl.config import Config, ConfigError, explain
+from asyncrl.config import Config, ConfigError, RunSettings, explain
 from asyncrl.observe.sinks import missing_packages, wandb_asks_for_a_key
 from asyncrl.preflight.disk import disks, refuse_full
 from asyncrl.preflight.model_limits import check_kv_cache, model_context
@@ -25,7 +25,7 @@ from asyncrl.weights.published import Outline, outline
 if TYPE_CHECKING:
     from asyncrl.data.length_limits import LengthReport
 
-__all__ = ["make_plan"]
+__all__ = ["check_heads", "check_sinks", "make_plan", "version_outline"]
 
 
 def make_plan(config: Config) -> Plan:
@@ -44,7 +44,7 @@ def make_plan(config: Config) -> Plan:
         load_tokenizer(config.model.path)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    _check_heads(config)
+    check_heads(config)
     check_kv_cache(config, context)
     if config.algorithm.has_reference:
         _check_reference(config)
@@ -58,9 +58,9 @@ def make_plan(config: Config) -> Plan:
         }
     sandbox = _check_sandbox(config)
     _check_rewards(config)
-    _check_sinks(config)
+    check_sinks(config)
     stops = _checked_stops(config)
-    outline = _version_outline(config)
+    outline = version_outline(config)
     found = disks(config, outline.nbytes(config.model.dtype))
     plan = Plan(
         config,
@@ -101,7 +101,7 @@ def _check_rewards(config: Config) -> None:
             raise ConfigError(f"reward.functions.{name}: {error}") from None
 
 
-def _check_sinks(config: Config) -> None:
+def check_sinks(config: RunSettings) -> None:
     if missing := missing_packages(config.observe.sinks):
         raise ConfigError(
             f"observe.sinks names {missing[0]}, which is not installed; run `pip install"
@@ -169,7 +169,7 @@ def _check_evaluation(config: Config, context: int) -> dict[str, LengthReport]:
     return reports
 
 
-def _version_outline(config: Config) -> Outline:
+def version_outline(config: RunSettings) -> Outline:
     """The tensors of a published version. This is the last of many small checks, because it imports
     the transformers model, or waits for a process that does."""
     version = outline(config.model.path)
@@ -178,7 +178,7 @@ def _version_outline(config: Config) -> Outline:
     return version
 
 
-def _check_heads(config: Config) -> None:
+def check_heads(config: RunSettings) -> None:
     """Check that ranks that share rows can split the attention heads evenly. The learner itself
     checks models whose config uses another name for their number."""
     tree = json.loads((Path(config.model.path) / "config.json").read_text())

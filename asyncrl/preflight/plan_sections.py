@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config import Config
 from asyncrl.config.derived import derived_settings
+from asyncrl.config.schema import OnlinePreferenceConfig
 from asyncrl.models.supported import chosen_packing, support
 from asyncrl.preflight.specs import data_spec
 
@@ -103,9 +104,56 @@ def rows_text(config: Config) -> str:
     )
 
 
+EXPERIMENTAL = (
+    "\n  experimental: no complete run has shown that this combination learns (docs/evidence.md"
+    " lists those that have)"
+)
+
+
 def algorithm_text(config: Config) -> str:
-    """Advantage, loss and correction in one line. Marked as experimental unless a complete run in
-    the evidence has shown that this combination learns."""
+    """The objective in one line: pairs, or advantage, loss and correction. Marked as experimental
+    unless a complete run in the evidence has shown that this combination learns."""
+    shuffled = (
+        "\n  rewards are shuffled over each step's batch (reward.shuffle): a control run that must"
+        " not learn"
+        if config.reward.shuffle
+        else ""
+    )
+    objective = (
+        _policy_gradient_text(config)
+        if config.algorithm.preference is None
+        else _online_preference_text(config, config.algorithm.preference)
+    )
+    return f"# algorithm\n  {objective}{shuffled}"
+
+
+def _online_preference_text(config: Config, preference: OnlinePreferenceConfig) -> str:
+    """The loss and the pairs of online DPO."""
+    samples = config.rollout.n_samples_per_prompt
+    pairs = (
+        "the best against the worst"
+        if preference.pairs == "best_worst"
+        else f"at most {preference.max_pairs} pairs"
+    )
+    penalty = (
+        f"; a completion that was cut off loses {preference.missing_eos_penalty:g} reward"
+        if preference.missing_eos_penalty
+        else ""
+    )
+    weight = (
+        "none (uncorrected)" if preference.weight_cap is None else f"<= {preference.weight_cap:g}"
+    )
+    ce = f" + {preference.ce_coef:g} x next-token loss" if preference.ce_coef else ""
+    return (
+        f"online DPO: loss {preference.loss}{ce}, beta {preference.beta:g} against"
+        f" {config.reference_path}; of each group's {samples} completions {pairs}, with rewards at"
+        f" least {preference.min_margin:g} apart{penalty}; off-policy weight of a pair: {weight}"
+        f"{EXPERIMENTAL}"
+    )
+
+
+def _policy_gradient_text(config: Config) -> str:
+    """Advantage, loss and correction."""
     algorithm = config.algorithm
     correction = [
         f"{name} {value}"
@@ -120,6 +168,7 @@ def algorithm_text(config: Config) -> str:
     extras = (
         algorithm.correction.masks,
         algorithm.correction.normalize,
+        algorithm.correction.floor,
         algorithm.has_reference,
         algorithm.dual_clip,
         algorithm.entropy_coef,
@@ -127,14 +176,7 @@ def algorithm_text(config: Config) -> str:
         algorithm.loss == "cispo" and algorithm.eps_clip is None,
     )
     plain = (algorithm.advantage, algorithm.loss_aggregation) == SHOWN_WITH and not any(extras)
-    note = (
-        ""
-        if shown in SHOWN and plain
-        else (
-            "\n  experimental: no complete run has shown that this combination learns"
-            " (docs/evidence.md lists those that have)"
-        )
-    )
+    note = "" if shown in SHOWN and plain else EXPERIMENTAL
     kind = "corrected" if algorithm.corrected else "uncorrected"
     correction_text = ", ".join(correction) or ("only the ratio" if algorithm.corrected else "none")
     places = {"the reward": algorithm.kl_coef, "the loss": algorithm.kl_loss_coef}
@@ -143,16 +185,10 @@ def algorithm_text(config: Config) -> str:
         for place, value in places.items()
         if value
     )
-    shuffled = (
-        "\n  rewards are shuffled over each step's batch (reward.shuffle): a control run that must"
-        " not learn"
-        if config.reward.shuffle
-        else ""
-    )
     return (
-        f"# algorithm\n  advantage {algorithm.advantage}, loss {algorithm.loss} against old policy"
+        f"advantage {algorithm.advantage}, loss {algorithm.loss} against old policy"
         f" {algorithm.old_policy}, {algorithm.loss_aggregation}; {kind}; correction:"
-        f" {correction_text}{kl}{note}{shuffled}"
+        f" {correction_text}{kl}{note}"
     )
 
 

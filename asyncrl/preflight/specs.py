@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncrl.algorithms.objective_spec import CorrectionSpec, ObjectiveSpec
-from asyncrl.config import AlgorithmConfig, Config
+from asyncrl.algorithms.objective_spec import (
+    CorrectionSpec,
+    ObjectiveSpec,
+    PreferenceSpec,
+    VespoSpec,
+)
+from asyncrl.algorithms.pairs import PairSpec
+from asyncrl.config import AlgorithmConfig, Config, OfflineConfig
 from asyncrl.contracts.protocols import Generate
+from asyncrl.data.offline_spec import OfflineDataSpec
 from asyncrl.data.spec import DataSpec
 from asyncrl.frozen.spec import ReferenceSpec
 from asyncrl.generation.settings import GeneratorApp
@@ -21,6 +28,12 @@ __all__ = [
     "learner_spec",
     "objective_spec",
     "observe_spec",
+    "offline_data_spec",
+    "offline_learner_spec",
+    "offline_reference_spec",
+    "online_preference_spec",
+    "pair_spec",
+    "preference_spec",
     "reference_spec",
     "scoring_spec",
     "worker_spec",
@@ -81,6 +94,13 @@ def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
         tau_positive=algorithm.tau_positive,
         tau_negative=algorithm.tau_negative,
         dppo_threshold=algorithm.dppo_threshold,
+        vespo=VespoSpec(
+            k_positive=algorithm.vespo_k_positive,
+            lambda_positive=algorithm.vespo_lambda_positive,
+            k_negative=algorithm.vespo_k_negative,
+            lambda_negative=algorithm.vespo_lambda_negative,
+        ),
+        kl_cov_coef=algorithm.kl_cov_coef,
         entropy_coef=algorithm.entropy_coef,
         kl_loss_coef=algorithm.kl_loss_coef,
         kl_estimator=algorithm.kl_estimator,
@@ -88,6 +108,7 @@ def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
         correction=CorrectionSpec(
             truncation=correction.truncation,
             cap=correction.cap,
+            floor=correction.floor,
             mask_below=correction.mask_below,
             mask_above=correction.mask_above,
             reject_above=correction.reject_above,
@@ -116,6 +137,107 @@ def learner_spec(config: Config) -> LearnerSpec:
         packing_strategy=config.warm_start.packing_strategy,
         placement_wait_s=config.placement_wait_s,
         run_directory=config.run_directory,
+        preference=online_preference_spec(config.algorithm),
+        pairs=pair_spec(config.algorithm),
+        max_staleness=config.staleness.max_staleness,
+    )
+
+
+def online_preference_spec(algorithm: AlgorithmConfig) -> PreferenceSpec | None:
+    """The spec of the loss of online DPO; None with a policy gradient."""
+    preference = algorithm.preference
+    if preference is None:
+        return None
+    return PreferenceSpec(
+        loss=preference.loss,
+        beta=preference.beta,
+        ce_coef=preference.ce_coef,
+        weight_cap=preference.weight_cap,
+    )
+
+
+def pair_spec(algorithm: AlgorithmConfig) -> PairSpec | None:
+    """The pairs that online DPO chooses; None with a policy gradient."""
+    preference = algorithm.preference
+    if preference is None:
+        return None
+    return PairSpec(
+        choice=preference.pairs,
+        min_margin=preference.min_margin,
+        max_pairs=preference.max_pairs,
+        missing_eos_penalty=preference.missing_eos_penalty,
+    )
+
+
+def offline_data_spec(config: OfflineConfig) -> OfflineDataSpec:
+    """The spec for turning a dataset into token rows."""
+    data = config.data
+    return OfflineDataSpec(
+        model_path=config.model.path,
+        max_length=data.max_length,
+        length_policy=data.length_policy,
+        length_side=data.length_side,
+        malformed=data.malformed,
+        loss_on=data.loss_on,
+        apply_chat_template=data.apply_chat_template,
+        chat_template_kwargs=data.chat_template_kwargs,
+        system_prompt=data.system_prompt,
+        tools=data.tools,
+        tools_column=data.tools_column,
+        prompt_column=data.prompt_column,
+        target_column=data.target_column,
+        least_reward=data.least_reward,
+    )
+
+
+def offline_learner_spec(config: OfflineConfig, steps: int) -> LearnerSpec:
+    """The spec of the learner's ranks in a run on a dataset.
+
+    Args:
+        steps: optimizer steps of the whole run, which the learning-rate schedule needs.
+    """
+    algorithm = AlgorithmConfig()
+    return LearnerSpec(
+        learner=config.learner,
+        algorithm=algorithm,
+        objective=objective_spec(algorithm),
+        model_path=config.model.path,
+        model_dtype=config.model.dtype,
+        bucket_bytes=config.bucket_bytes,
+        temperature=1.0,
+        max_completion_length=config.data.max_length,
+        longest_trajectory=config.longest_trajectory,
+        max_steps=steps,
+        seed=config.seed,
+        shuffle_rewards=False,
+        packing_strategy=config.sft.packing_strategy,
+        placement_wait_s=config.placement_wait_s,
+        run_directory=config.run_directory,
+        length_setting="data.max_length",
+        preference=preference_spec(config) if config.objective == "dpo" else None,
+    )
+
+
+def preference_spec(config: OfflineConfig) -> PreferenceSpec:
+    """The spec of the loss of pairs."""
+    dpo = config.dpo
+    return PreferenceSpec(
+        loss=dpo.loss,
+        beta=dpo.beta,
+        label_smoothing=dpo.label_smoothing,
+        length_normalized=dpo.length_normalized,
+        simpo_margin=dpo.simpo_margin,
+        ce_coef=dpo.ce_coef,
+    )
+
+
+def offline_reference_spec(config: OfflineConfig) -> ReferenceSpec:
+    """The spec of the reference policy in a run on a dataset."""
+    return ReferenceSpec(
+        learner=config.learner,
+        path=config.reference_path,
+        temperature=1.0,
+        num_cpus=config.dpo.ref_num_cpus,
     )
 
 

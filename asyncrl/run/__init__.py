@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from asyncrl.run.attempts import AcrossAttempts as AcrossAttempts
     from asyncrl.run.embedded import RunFailedError as RunFailedError
     from asyncrl.run.launch import launch_stations as launch_stations
-    from asyncrl.run.train import Summary as Summary
-    from asyncrl.run.train import command_name as command_name
+    from asyncrl.run.supervise import Summary as Summary
+    from asyncrl.run.supervise import command_name as command_name
     from asyncrl.run.train import run_training as run_training
 
 __getattr__ = lazy_exports(
     __name__,
     AcrossAttempts="attempts",
     RunFailedError="embedded",
-    Summary="train",
-    command_name="train",
+    Summary="supervise",
+    command_name="supervise",
     concurrency_of="attempt",
     launch_stations="launch",
     run_training="train",

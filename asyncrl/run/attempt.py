@@ -20,7 +20,6 @@ from asyncrl.learning.warm_start import WarmStartCheck, warm_start
 from asyncrl.observe.alarms import FIRST_STEPS
 from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.progress import ProgressView
-from asyncrl.observe.sinks import SinkRun, open_sinks
 from asyncrl.observe.watchdog import Stage, Watchdog, current_stage, marks
 from asyncrl.preflight.placement import check_models, wait_for_resources
 from asyncrl.preflight.plan_text import Plan
@@ -34,7 +33,7 @@ from asyncrl.rundir.outcomes import OutcomesWriter
 from asyncrl.runtime.redact import print_shown
 from asyncrl.weights.check import ProbeCheck
 
-__all__ = ["Attempt", "concurrency_of", "make_coordinator", "open_writer"]
+__all__ = ["Attempt", "concurrency_of", "make_coordinator"]
 
 NOTE_LENGTH = 160
 """Characters of a stall's stacks that the live table shows."""
@@ -207,16 +206,6 @@ class Attempt:
         self.recorder.record("stall", *self._position(), record)
         logger.warning("%s: %s", line, workers)
         self.live.note(f"{line}: {workers[:NOTE_LENGTH]}")
-
-
-def open_writer(config: Config, directory: RunDirectory) -> MetricsWriter:
-    """The metrics writer of one attempt: `metrics.jsonl`, and the sinks of the config."""
-    state = directory.state
-    run = SinkRun(config.observe.project, config.name, state.run_id, directory.path, config.dump())
-    sinks = open_sinks(config.observe.sinks, run)
-    return MetricsWriter(
-        directory.path, state.attempt, sinks, {state.version: state.steps_attempted}
-    )
 
 
 def make_coordinator(

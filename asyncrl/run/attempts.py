@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
-from asyncrl.config import Config
+from asyncrl.config import Config, RunSettings
 from asyncrl.contracts.errors import PartDiedError, PlacementLostError
 from asyncrl.contracts.state import State
 from asyncrl.generation.owned import OwnGenerators
@@ -40,7 +40,7 @@ class AcrossAttempts:
 
     @asynccontextmanager
     async def attempt(
-        self, config: Config, state: State, logs: Path, restarts_left: Callable[[], int]
+        self, config: RunSettings, state: State, logs: Path, restarts_left: Callable[[], int]
     ) -> AsyncIterator[None]:
         """Provide the cluster while the body runs.
 

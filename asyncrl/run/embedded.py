@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from asyncrl.config import Config, ConfigError, explain, load_config
+from asyncrl.config import Config, ConfigError, OfflineConfig, explain, load_any
 from asyncrl.rundir.reader import Run, open_run
 
 __all__ = ["RunFailedError", "train"]
@@ -23,7 +23,8 @@ class RunFailedError(RuntimeError):
 
 
 def train(
-    config: Config | Mapping[str, object] | str | Path, overrides: Sequence[str] = ()
+    config: Config | OfflineConfig | Mapping[str, object] | str | Path,
+    overrides: Sequence[str] = (),
 ) -> Run | Awaitable[Run]:
     """Train according to the config, and return the finished run as `asyncrl.open_run` does.
 
@@ -32,7 +33,8 @@ def train(
     (the interrupt button) stops it as Ctrl-C does.
 
     Args:
-        config: a `Config`, the same settings as nested mappings, or the path of a YAML file.
+        config: a `Config` or `OfflineConfig`, the same settings as nested mappings, or the path of
+            a YAML file. The setting `objective` makes it a run on a dataset.
         overrides: overrides for a YAML file, as on the command line:
             `["--rollout.temperature", "0.8"]`.
 
@@ -50,16 +52,16 @@ def train(
 
 
 def _settings(
-    config: Config | Mapping[str, object] | str | Path, overrides: Sequence[str]
-) -> Config:
+    config: Config | OfflineConfig | Mapping[str, object] | str | Path, overrides: Sequence[str]
+) -> Config | OfflineConfig:
     if isinstance(overrides, str):
         raise ConfigError(
             f"overrides = {overrides!r} is a string; give a list of words, such as"
             ' ["--rollout.temperature", "0.8"]'
         )
     if isinstance(config, (str, Path)):
-        return load_config(config, list(map(str, overrides)))
-    if not isinstance(config, (Config, Mapping)):
+        return load_any(config, list(map(str, overrides)))
+    if not isinstance(config, (Config, OfflineConfig, Mapping)):
         raise ConfigError(
             f"config is of type {type(config).__name__}; give a Config, nested mappings, or the"
             " path of a YAML file"
@@ -69,18 +71,27 @@ def _settings(
             f"overrides = {list(overrides)} work only with the path of a YAML file; change the"
             " settings of the config itself"
         )
+    if not isinstance(config, Mapping):
+        return config
+    kind = OfflineConfig if "objective" in config else Config
     try:
-        return config if isinstance(config, Config) else Config.model_validate(dict(config))
+        return kind.model_validate(dict(config))
     except ValidationError as error:
-        raise ConfigError(explain(error)) from None
+        raise ConfigError(explain(error, kind)) from None
 
 
-def _finished(config: Config, on_start: Callable[[Callable[[], None]], None] | None) -> Run:
+def _finished(
+    config: Config | OfflineConfig, on_start: Callable[[Callable[[], None]], None] | None
+) -> Run:
+    from asyncrl.run import offline, supervise
     from asyncrl.run import train as run
 
     directory = config.run_directory
-    code = run.run_training(
-        config, [run.command_name(), "train", str(directory / "config.yaml")], on_start=on_start
+    resume = [supervise.command_name(), "train", str(directory / "config.yaml")]
+    code = (
+        offline.run_offline(config, resume, on_start=on_start)
+        if isinstance(config, OfflineConfig)
+        else run.run_training(config, resume, on_start=on_start)
     )
     if code == INTERRUPTED:
         raise KeyboardInterrupt
@@ -91,7 +102,7 @@ def _finished(config: Config, on_start: Callable[[Callable[[], None]], None] | N
     return open_run(directory)
 
 
-async def _in_thread(config: Config) -> Run:
+async def _in_thread(config: Config | OfflineConfig) -> Run:
     """Run in a thread. Canceling this coroutine stops the run and waits for its end."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Run] = loop.create_future()

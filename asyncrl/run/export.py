@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from asyncrl.config import ConfigError, load_config
+from asyncrl.config import ConfigError, load_any
 from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointError
 from asyncrl.learning.checkpoint import TAG
 from asyncrl.learning.hf_directory import HfDirectory
@@ -60,7 +60,7 @@ def export_checkpoint(path: Path, target: Path) -> None:
     if target.exists():
         raise ConfigError(f"{target} exists; name another directory with --out")
     target.parent.mkdir(parents=True, exist_ok=True)
-    config = load_config(path / "config.yaml")
+    config = load_any(path / "config.yaml")
     try:
         table = version_table(config.model.path)
     except (OSError, ValueError) as error:
@@ -91,7 +91,7 @@ def export_checkpoint(path: Path, target: Path) -> None:
     temporary = target.with_name(f".{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    directory = HfDirectory(temporary, table, config.model.dtype, config.weights.bucket_bytes)
+    directory = HfDirectory(temporary, table, config.model.dtype, config.bucket_bytes)
 
     def parts_of(tensor: PublishedTensor) -> Iterator[tuple[Piece, torch.Tensor]]:
         for piece in tensor.pieces:

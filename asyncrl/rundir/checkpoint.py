@@ -72,14 +72,15 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     async def write(
-        self, state: State, waiting: Sequence[Scored], learner: Learner, scores: Scores
+        self, state: State, waiting: Sequence[Scored], learner: Learner, scores: Scores | None
     ) -> Path:
         """Write a checkpoint under a temporary name, mark it committed, rename it, and point LATEST
         at it. Does not block the event loop.
 
         Args:
             waiting: the groups of `state.waiting`, in its order.
-            learner, scores: save their parts of the checkpoint.
+            learner, scores: save their parts of the checkpoint. `scores` may be None if no group
+                waits.
         """
         final = self.directory / f"step_{state.version:06d}"
         temporary = self.directory / f".{final.name}.{os.getpid()}"
@@ -89,7 +90,7 @@ class CheckpointStore:
         try:
             with explain_disk_full(final):
                 saved = await learner.save(temporary / "learner")
-                if waiting:
+                if waiting and scores is not None:
                     await scores.save(waiting, temporary / "buffer.parquet")
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)

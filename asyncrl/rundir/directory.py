@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from asyncrl.config import Config, ConfigError
+from asyncrl.config import ConfigError, RunSettings
 from asyncrl.contracts.errors import EscapesDirectoryError
 from asyncrl.contracts.state import State
 from asyncrl.rundir.checkpoint import CheckpointStore
@@ -116,7 +116,7 @@ class RunDirectory:
             that this config can resume from.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: RunSettings) -> None:
         self.path = config.run_directory
         try:
             refuse_links(self.path)
@@ -150,7 +150,7 @@ class RunDirectory:
                 raise ConfigError(f"run directory {self.path} cannot be written: {why}") from None
             raise
 
-    def _begin(self, config: Config) -> None:
+    def _begin(self, config: RunSettings) -> None:
         known = read_record(self.path) if (self.path / RECORD).exists() else None
         refuse_old_folder(self.path)
         beginning = find_beginning(config, known and known["run_id"], _has_saved(self.path))
@@ -229,7 +229,7 @@ class RunDirectory:
             self._acquire().release()
 
     def _begin_attempt(
-        self, beginning: Beginning, known: RunRecord | None, config: Config, config_hash: str
+        self, beginning: Beginning, known: RunRecord | None, config: RunSettings, config_hash: str
     ) -> State:
         """Record this attempt in run.json and return its initial state."""
         attempts = known["attempts"] if known else []
@@ -243,6 +243,7 @@ class RunDirectory:
             data_hash=data_hash(config),
             model_hash=model_hash(config),
         )
+        max_staleness, n_samples, groups_per_step = config.limits
         started = AttemptRecord(
             attempt=attempt,
             from_attempt=beginning.from_attempt,
@@ -252,9 +253,9 @@ class RunDirectory:
             frontier=state.frontier,
             finished_above=list(state.finished_above),
             waiting=[list(group) for group in state.waiting],
-            max_staleness=config.staleness.max_staleness,
-            n_samples_per_prompt=config.rollout.n_samples_per_prompt,
-            groups_per_step=config.groups_per_step,
+            max_staleness=max_staleness,
+            n_samples_per_prompt=n_samples,
+            groups_per_step=groups_per_step,
             data_hash=state.data_hash,
             model_hash=state.model_hash,
         )

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from asyncrl.config import Config, load_config
+from asyncrl.config import Config, RunSettings, load_any, load_config
 from asyncrl.contracts.rows import (
     ANSWER_COLUMNS,
     COLUMNS,
@@ -83,14 +83,23 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        """The resolved config of the run."""
+        """The resolved config of a run with generators.
+
+        Raises:
+            ConfigError: the run is on a dataset (see `settings`), or the file cannot be used.
+        """
         return load_config(self.directory / "config.yaml")
+
+    @cached_property
+    def settings(self) -> RunSettings:
+        """The resolved config of a run of either kind: with generators, or on a dataset."""
+        return load_any(self.directory / "config.yaml")
 
     @property
     def checkpoints_directory(self) -> Path:
         """Directory of the checkpoints: `checkpoint.save`, or `checkpoints` in this directory, even
         if the run was moved."""
-        save = self.config.checkpoint.save
+        save = self.settings.checkpoint.save
         return Path(save) if save else self.directory / "checkpoints"
 
     @property
@@ -123,7 +132,7 @@ class Run:
         return Status(
             phase=last.get("event", "starting"),
             step=max((record["step"] for record in records), default=0),
-            max_steps=self.config.max_steps,
+            max_steps=self.settings.last_step,
             version=newest,
             committed=committed,
             time=last.get("time"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from asyncrl.config import Config, ConfigError, sources_of
+from asyncrl.config import ConfigError, RunSettings
 from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointError
 from asyncrl.contracts.state import State
 from asyncrl.data.sources import files_of
@@ -33,6 +33,7 @@ MODEL_FILES = (
 )
 """Files that identify a model, without its weights."""
 FIXED = {
+    "objective": "the checkpoint's steps had that objective",
     "seed": "data order and sampling depend on it",
     "data.prompt_column": "ordinals identify the prompts that were read",
     "data.apply_chat_template": "ordinals identify the prompts that were read",
@@ -40,17 +41,27 @@ FIXED = {
     "data.system_prompt": "ordinals identify the prompts that were read",
     "data.tools": "ordinals identify the prompts that were read",
     "data.tools_column": "ordinals identify the prompts that were read",
+    "data.target_column": "ordinals identify the rows that were read",
+    "data.loss_on": "the steps so far trained those tokens",
+    "data.malformed": "it decides which rows are used, and ordinals count only those",
     "data.shuffle": "data order depends on it",
     "data.max_prompt_length": "it decides which prompts are used, and ordinals count only those",
     "data.prompt_policy": "it decides which prompts are used, and ordinals count only those",
     "data.max_length": "it decides which prompts are used, and ordinals count only those",
     "data.length_policy": "it decides which prompts are used, and ordinals count only those",
+    "dpo.ref_load": "the pairs so far were compared with that reference policy",
     "rollout.temperature": "the waiting groups in the checkpoint were sampled at that temperature",
     "learner.bf16": "the optimizer's state has that precision",
     "learner.optimizer": "the checkpoint contains the state of that optimizer",
     "learner.world_size": "the checkpoint contains the shards of that many ranks",
 }
 """Settings that must not change on a resume → why."""
+
+FIXED_IN_RUN = {
+    "algorithm.preference": "the steps so far trained the pairs that it chose",
+    "reward.shuffle": "a control run shuffles the rewards of every step",
+}
+"""Further ones within a run. A run that starts from another run's checkpoint may change them."""
 
 LONGEST = (
     "rollout.max_completion_length",
@@ -70,6 +81,7 @@ SCORED_WITH = (
     "algorithm.advantage",
     "algorithm.group_filter",
     "algorithm.kl_",
+    "algorithm.pass_",
     "algorithm.ref_load",
     *LONGEST,
 )
@@ -100,7 +112,7 @@ class Beginning:
         return int(json.loads(counters.read_text())["trained_tokens"]) if counters.exists() else 0
 
 
-def find_beginning(config: Config, run_id: str | None, saved: bool = False) -> Beginning:
+def find_beginning(config: RunSettings, run_id: str | None, saved: bool = False) -> Beginning:
     """Find where the attempt begins. The run's own checkpoints take precedence over
     `checkpoint.load`.
 
@@ -142,11 +154,11 @@ def find_beginning(config: Config, run_id: str | None, saved: bool = False) -> B
     return replace(found, notes=(*notes, *found.notes))
 
 
-def _loaded(config: Config, load: str, step: int | None) -> Beginning:
+def _loaded(config: RunSettings, load: str, step: int | None) -> Beginning:
     """The checkpoint of another run, as the beginning of this one."""
     directory = Path(load) / "checkpoints" if (Path(load) / "checkpoints").is_dir() else Path(load)
     try:
-        found = _found(config, directory, step)
+        found = _found(config, directory, step, own=False)
     except NoCheckpointError as error:
         raise ConfigError(
             f"checkpoint.load: {error}".replace(
@@ -164,9 +176,9 @@ def _loaded(config: Config, load: str, step: int | None) -> Beginning:
     )
 
 
-def _own(config: Config, own: Path, step: int | None, run_id: str | None) -> Beginning:
+def _own(config: RunSettings, own: Path, step: int | None, run_id: str | None) -> Beginning:
     try:
-        found = _found(config, own, step)
+        found = _found(config, own, step, own=True)
     except NoCheckpointError as error:
         raise ConfigError(str(error)) from None
     assert found.state is not None
@@ -179,15 +191,19 @@ def _own(config: Config, own: Path, step: int | None, run_id: str | None) -> Beg
     return found
 
 
-def _found(config: Config, directory: Path, step: int | None) -> Beginning:
+def _found(config: RunSettings, directory: Path, step: int | None, own: bool) -> Beginning:
     """The checkpoint in a directory, with notes. Raises NoCheckpointError, or ConfigError like
-    `find_beginning`."""
+    `find_beginning`.
+
+    Args:
+        own: whether this run wrote it.
+    """
     try:
         path, state, passed_over = CheckpointStore(directory, keep=1).find(step)
     except UnreadableCheckpointError as error:
         raise ConfigError(str(error)) from None
     changes = _changes_since(path, config)
-    _refuse_falsifying(path, changes, state, config)
+    _refuse_falsifying(path, changes, state, config, FIXED | (FIXED_IN_RUN if own else {}))
     lines = [f"passed over: {reason}" for reason in passed_over]
     lines += [f"found {path} (version {state.version}, {len(state.waiting)} groups waiting)"]
     lines += [
@@ -203,7 +219,7 @@ def _found(config: Config, directory: Path, step: int | None) -> Beginning:
     return Beginning(path, state, tuple(lines), state.attempt)
 
 
-def _changes_since(checkpoint: Path, config: Config) -> dict[str, tuple[object, object]]:
+def _changes_since(checkpoint: Path, config: RunSettings) -> dict[str, tuple[object, object]]:
     """`config_changes` since the checkpoint. Empty if the checkpoint has no config.yaml."""
     path = checkpoint / "config.yaml"
     before = read_yaml(path) if path.exists() else None
@@ -229,20 +245,30 @@ def config_changes(
 
 
 def _refuse_falsifying(
-    path: Path, changes: Mapping[str, tuple[object, object]], state: State, config: Config
+    path: Path,
+    changes: Mapping[str, tuple[object, object]],
+    state: State,
+    config: RunSettings,
+    unchangeable: Mapping[str, str],
 ) -> None:
-    """Raise ConfigError if a change since the checkpoint would falsify the run."""
+    """Raise ConfigError if a change since the checkpoint would falsify the run.
+
+    Args:
+        unchangeable: settings that must not change → why.
+    """
     fix = (
         "set it back, or start a new run under another --name (asyncrl export provides these"
         " weights)"
     )
     for name, (old, new) in changes.items():
         if (
-            fixed := next((key for key in FIXED if name == key or name.startswith(f"{key}.")), None)
+            fixed := next(
+                (key for key in unchangeable if name == key or name.startswith(f"{key}.")), None
+            )
         ) is not None:
             raise ConfigError(
                 f"{name} = {_short(new)}, but {path} was made with {_short(old)}, and"
-                f" {FIXED[fixed]}; {fix}"
+                f" {unchangeable[fixed]}; {fix}"
             )
         if name == "algorithm.advantage" and "gae" in (old, new):
             raise ConfigError(
@@ -270,7 +296,7 @@ def _refuse_falsifying(
             )
 
 
-def config_text(config: Config) -> str:
+def config_text(config: RunSettings) -> str:
     """The resolved config as YAML."""
     return yaml.safe_dump(config.dump(), sort_keys=False)
 
@@ -280,10 +306,10 @@ def hash_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def data_hash(config: Config) -> str:
+def data_hash(config: RunSettings) -> str:
     """Hash of the training files and of the settings that map ordinals to rows; "" if a file is
     missing."""
-    sources = sources_of(config.data.train)
+    sources = config.training_sources
     try:
         hashes = [_hash_files(files_of(source, "data.train")) for source in sources]
     except ConfigError:
@@ -297,7 +323,7 @@ def data_hash(config: Config) -> str:
     return hash_of(json.dumps(mixed))
 
 
-def model_hash(config: Config) -> str:
+def model_hash(config: RunSettings) -> str:
     """Hash of the model's config and tokenizer; "" if they are missing."""
     return _hash_files([Path(config.model.path) / name for name in MODEL_FILES])
 

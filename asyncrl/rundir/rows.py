@@ -10,8 +10,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from asyncrl.algorithms.pairs import Candidates
 from asyncrl.contracts.content_hash import content_hashes
-from asyncrl.contracts.rows import COLUMNS, FINISH_REASONS, SCORED_COLUMNS, STATUSES, GroupRow
+from asyncrl.contracts.rows import (
+    COLUMNS,
+    FINISH_REASONS,
+    SCORED_COLUMNS,
+    STATUSES,
+    TRUNCATED,
+    GroupRow,
+)
 from asyncrl.runtime import parquet
 
 __all__ = ["FAULTS", "Row", "read_rows"]
@@ -29,6 +37,7 @@ READ = (
     "status",
     "prompt_ids",
     "reward",
+    "finish_reason",
 )
 """Columns whose values `Row` needs as Python objects."""
 GENERATION = ("replica", "started_at", "finished_at", "completion_ids", "logprobs")
@@ -46,8 +55,10 @@ class Row:
     finished_at: float
     lengths: tuple[int, ...]
     """Completion tokens of each trajectory."""
-    loss_tokens: int
-    """Tokens with loss, in the trajectories with status ok."""
+    losses: tuple[int, ...]
+    """Tokens with loss of each trajectory with status ok; 0 for the others."""
+    candidates: Candidates
+    """The trajectories as online DPO chooses pairs from them."""
     oldest: int | None
     """Oldest token version; None without tokens."""
     newest: int | None
@@ -63,6 +74,11 @@ class Row:
     """Rewards of the trajectories with status ok."""
     faults: tuple[str, ...]
     """The row's faults: keys of `FAULTS`, or `UNEVEN`."""
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens with loss, in the trajectories with status ok."""
+        return sum(self.losses)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -110,7 +126,8 @@ def _row_or_uneven(table: pa.Table) -> Row:
             started_at=0.0,
             finished_at=0.0,
             lengths=(),
-            loss_tokens=0,
+            losses=(),
+            candidates=Candidates((), (), (), ()),
             oldest=None,
             newest=None,
             whole=False,
@@ -127,6 +144,7 @@ def _rows(table: pa.Table) -> Iterator[Row]:
     bounds = np.concatenate([[0], np.cumsum(_trajectories(table))])
     _refuse_uneven(table)
     loss = _loss_tokens(table, lengths)
+    completions = _completion_hashes(table, lengths)
     alike = (lengths == _token_counts(table, "loss_mask")) & (
         lengths == _token_counts(table, "logprobs")
     )
@@ -145,8 +163,15 @@ def _rows(table: pa.Table) -> Iterator[Row]:
             started_at=group["started_at"],
             finished_at=group["finished_at"],
             lengths=tuple(tokens),
-            loss_tokens=sum(
-                int(count) for count, how in zip(loss[mine], status, strict=False) if how == "ok"
+            losses=tuple(
+                int(count) if how == "ok" else 0
+                for count, how in zip(loss[mine], status, strict=False)
+            ),
+            candidates=Candidates(
+                tuple(group["reward"]),
+                tuple(how == "ok" for how in status),
+                tuple(reason in TRUNCATED for reason in group["finish_reason"]),
+                completions[mine],
             ),
             oldest=min(seen, default=None),
             newest=max(seen, default=None),
@@ -168,6 +193,12 @@ def _loss_tokens(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     ends = np.cumsum(lengths)
     masks = np.concatenate([[0], np.cumsum(_flat(table, "loss_mask"))])
     return np.asarray(masks[ends] - masks[ends - lengths])
+
+
+def _completion_hashes(table: pa.Table, lengths: np.ndarray) -> tuple[int, ...]:
+    """A hash of each trajectory's token ids, for comparisons within this process."""
+    parts = np.split(_flat(table, "completion_ids"), np.cumsum(lengths)[:-1])
+    return tuple(hash(part.tobytes()) for part in parts)
 
 
 def _refuse_uneven(table: pa.Table) -> None:

@@ -187,6 +187,27 @@ def start_run(
 
 
 @pytest.fixture
+def start_config(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], RunProcess]]:
+    """`start_config(tree)` → a RunProcess of a whole config, which starts no engine."""
+    started: list[RunProcess] = []
+
+    def start(tree: dict[str, Any]) -> RunProcess:
+        config = tmp_path / f"{tree['name']}.yaml"
+        config.write_text(yaml.safe_dump(tree))
+        environment = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("RAY_", "PYTHONPATH"))
+        }
+        started.append(RunProcess(config, tmp_path / f"{tree['name']}.log", [], environment))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.kill()
+
+
+@pytest.fixture
 def shared_memory() -> Callable[[], set[str]]:
     """Files in shared memory that no living process has mapped, so that a process has left them
     behind. Other programs on this machine may have such files too."""

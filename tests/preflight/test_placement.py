@@ -19,6 +19,7 @@ from asyncrl.preflight import placement
 from asyncrl.preflight.placement import needed, wait_for_placement, wait_for_resources
 from asyncrl.preflight.resources import Node
 from asyncrl.preflight.specs import data_spec
+from asyncrl.run import supervise
 from asyncrl.run import train as run
 from asyncrl.run.launch import Stations
 
@@ -279,23 +280,23 @@ def test_a_new_attempt_starts_automatically_after_a_lost_placement(monkeypatch, 
     again."""
     attempts = []
 
-    async def train(attempt, plan, directory, *_):
-        attempts.append((attempt.resume, attempt.generator.num_replicas))
+    async def train(job, directory, *_):
+        attempts.append((job.config.resume, job.config.generator.num_replicas))
         if len(attempts) < 3:
             raise PlacementLostError("1 learner ranks were not placed")
-        return "summary"
+        return supervise.Summary(tmp_path, 0.0)
 
     wanted = config(runs_root=str(tmp_path), generator=RANGE)
-    monkeypatch.setattr(run, "_train", train)
+    monkeypatch.setattr(supervise, "_train", train)
     monkeypatch.setattr(run, "resolve_models", lambda config: config)
     monkeypatch.setattr(run, "make_plan", lambda config: SimpleNamespace(prompts=None))
     monkeypatch.setattr(run, "try_rewards", lambda *args: None)
-    monkeypatch.setattr(run, "_announce", lambda *args: None)
-    monkeypatch.setattr(run, "_print_summary", lambda *args: None)
+    monkeypatch.setattr(supervise, "_announce", lambda *args: None)
+    monkeypatch.setattr(supervise, "_print_summary", lambda *args: None)
     directory = SimpleNamespace(
         checkpoints=SimpleNamespace(newest_first=list), checkpoint=None, logs=tmp_path
     )
-    monkeypatch.setattr(run, "RunDirectory", lambda config: contextlib.nullcontext(directory))
+    monkeypatch.setattr(supervise, "RunDirectory", lambda config: contextlib.nullcontext(directory))
     assert run.run_training(wanted, ["asyncrl", "train"]) == 0
     assert attempts == [("never", 4), ("auto", 4), ("auto", 4)]
     attempts.clear()

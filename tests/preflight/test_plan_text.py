@@ -9,7 +9,7 @@ from asyncrl import cli
 from asyncrl.config import load_config
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.preflight.plan import make_plan
-from asyncrl.preflight.plan_sections import no_gpu_text
+from asyncrl.preflight.plan_sections import algorithm_text, no_gpu_text
 
 
 def test_shows_arithmetic_cpus_memory_prompts_and_stops(write):
@@ -259,6 +259,59 @@ def test_a_loss_without_a_run_in_the_evidence_is_experimental(write):
         in text
         and "experimental: no complete run" in text
     )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shown"),
+    [
+        *(({"loss": loss}, f"loss {loss} against") for loss in ("gmpo", "vespo", "kl_cov")),
+        ({"loss": "clip_cov"}, "loss clip_cov against old policy behavior"),
+        *(
+            ({"advantage": advantage}, f"advantage {advantage}, loss ppo")
+            for advantage in ("opo", "pass_at_k", "grpo_batch_std", "gdpo")
+        ),
+        ({"advantage": "gae", "bootstrap_truncated": True}, "advantage gae, loss ppo"),
+        (
+            {"old_policy": "learner", "correction": {"truncation": "geometric"}},
+            "correction: truncation geometric, cap 2.0",
+        ),
+        (
+            {"old_policy": "learner", "correction": {"truncation": "token", "floor": 0.5}},
+            "correction: truncation token, cap 2.0, floor 0.5",
+        ),
+    ],
+)
+def test_formulas_without_a_run_are_experimental(write, algorithm, shown):
+    text = algorithm_text(load_config(write({"algorithm": algorithm})))
+    assert shown in text and "experimental: no complete run" in text
+
+
+def test_online_dpo_is_named_with_its_pairs_and_reference(write, tiny_model):
+    assert algorithm_text(load_config(write({"algorithm.preference.beta": 0.3}))) == (
+        f"# algorithm\n  online DPO: loss sigmoid, beta 0.3 against {tiny_model}; of each group's 8"
+        " completions the best against the worst, with rewards at least 1e-06 apart; off-policy"
+        " weight of a pair: <= 2\n  experimental: no complete run has shown that this combination"
+        " learns (docs/evidence.md lists those that have)"
+    )
+    preference = {
+        "loss": "ipo",
+        "pairs": "margin",
+        "max_pairs": 3,
+        "min_margin": 0.5,
+        "missing_eos_penalty": 0.2,
+        "weight_cap": None,
+        "ce_coef": 0.1,
+    }
+    changes = {"algorithm.preference": preference, "staleness.max_staleness": 1}
+    text = make_plan(load_config(write(changes | {"reward.shuffle": True}))).text()
+    for part in (
+        "online DPO: loss ipo + 0.1 x next-token loss, beta 0.1 against",
+        "at most 3 pairs, with rewards at least 0.5 apart; a completion that was cut off loses 0.2"
+        " reward; off-policy weight of a pair: none (uncorrected)",
+        "a control run that must not learn",
+        "reference policy",
+    ):
+        assert part in text
 
 
 def test_shows_whether_rows_are_packed_and_why(write, hybrid):

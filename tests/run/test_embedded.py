@@ -9,6 +9,7 @@ from small_config import SMALL, small_config
 
 import asyncrl
 from asyncrl.config import ConfigError
+from asyncrl.run import supervise
 from asyncrl.run import train as run
 from asyncrl.run.embedded import RunFailedError
 
@@ -141,4 +142,4 @@ def test_cancelling_stops_the_run_and_waits_for_its_end(settings, monkeypatch, e
     ],
 )
 def test_the_end_of_a_run_names_the_type_of_a_library_error_once(error, line):
-    assert run._one_line(error) == line
+    assert supervise._one_line(error) == line

@@ -157,6 +157,14 @@ def test_a_requested_step_is_resumed_and_stays_the_newest(tmp_path):
         ),
         ({"algorithm": {"advantage": "gae"}}, "only one of them has a value head"),
         (
+            {"algorithm": {"preference": {}}},
+            r"algorithm.preference = .*, but .* was made with None, and the steps so far trained",
+        ),
+        (
+            {"reward": {"functions": {"exact": {"function": "m:f"}}, "shuffle": True}},
+            "reward.shuffle = True, .* a control run shuffles the rewards of every step",
+        ),
+        (
             {"data": {"train": "train.parquet", "max_prompt_length": 21}},
             "ordinals count only those",
         ),
@@ -191,8 +199,8 @@ def test_other_changes_are_shown(tmp_path):
         config(tmp_path, resume="must", max_steps=9, learner={"learning_rate": 0.5})
     ) as directory:
         assert [line for line in directory.notes if "changed" in line] == [
-            "changed since: max_steps 3 → 9",
             "changed since: learner.learning_rate 1e-06 → 0.5",
+            "changed since: max_steps 3 → 9",
         ]
 
 
@@ -244,6 +252,20 @@ def test_another_model_under_the_same_name_is_refused(tmp_path):
     (tmp_path / "model" / "config.json").write_text('{"hidden_size": 1}')
     with pytest.raises(ConfigError, match=r"model.path: its content has changed"):
         RunDirectory(config(tmp_path, model={"path": str(tmp_path / "model")}, resume="must"))
+
+
+def test_a_run_from_another_runs_checkpoint_may_train_preferences(tmp_path):
+    with RunDirectory(config(tmp_path, name="old")) as directory:
+        write(directory)
+    with RunDirectory(
+        config(
+            tmp_path,
+            name="new",
+            checkpoint={"load": str(tmp_path / "old")},
+            algorithm={"preference": {}},
+        )
+    ) as directory:
+        assert "changed since: algorithm.preference None → " in "\n".join(directory.notes)
 
 
 def test_load_starts_a_new_run_from_another_runs_checkpoint(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 
+from asyncrl.config import OfflineConfig
 from asyncrl.run.audit.books import Books
 from asyncrl.run.audit.check import Check
 from asyncrl.run.audit.file_checks import check_checkpoint, check_files, check_record
@@ -18,6 +19,7 @@ from asyncrl.run.audit.group_checks import (
     check_versions_exist,
     check_whole,
 )
+from asyncrl.run.audit.offline import audit_offline
 from asyncrl.run.audit.outcome_checks import (
     check_accounts,
     check_distinct,
@@ -67,6 +69,8 @@ def audit(run: Run) -> list[Check]:
     Raises:
         ConfigError: the directory has no record of its attempts.
     """
+    if isinstance(run.settings, OfflineConfig):
+        return audit_offline(run)
     books = Books(run)
     return [check(books) for check in CHECKS]
 

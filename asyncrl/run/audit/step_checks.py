@@ -17,6 +17,8 @@ from asyncrl.run.audit.books import (
 )
 from asyncrl.run.audit.check import Check, close, listed
 from asyncrl.run.audit.outcome_checks import holes
+from asyncrl.run.audit.trained_tokens import trained_tokens
+from asyncrl.rundir.rows import Row
 from asyncrl.runtime.files import read_text
 
 __all__ = ["check_evaluations", "check_metrics", "check_steps", "check_tokens"]
@@ -139,7 +141,7 @@ def _difference(books: Books, outcomes: Sequence[OutcomeRow], record: MetricsRec
         staleness = math.fsum(outcome["staleness"] or 0 for outcome in outcomes)
         expected["version"] = trained_at(outcomes[0]) + 1
         expected["staleness/mean"] = staleness / len(outcomes)
-        expected["tokens"] = sum(row.loss_tokens for row in known)
+        expected["tokens"] = trained_tokens(books, list(zip(outcomes, known, strict=True)))
     completions = sum(len(row.lengths) for row in known)
     rewards = [reward for row in known for reward in row.rewards]
     if completions:
@@ -210,8 +212,12 @@ def check_tokens(books: Books) -> Check:
         counted = int(json.loads(read_text(counters))["trained_tokens"])
     except UNREADABLE as error:
         return Check(name, False, f"{counters} cannot be read ({error})")
+    batches: dict[int, list[tuple[OutcomeRow, Row]]] = defaultdict(list)
+    for outcome, row in books.trained(state.version):
+        if row is not None:
+            batches[trained_at(outcome)].append((outcome, row))
     found = books.first["trained_tokens"] + sum(
-        row.loss_tokens for _, row in books.trained(state.version) if row is not None
+        trained_tokens(books, batch) for batch in batches.values()
     )
     summary = f"{found} up to {path.name}, the learner counted {counted}"
     return Check(name, found == counted, summary)

@@ -1,0 +1,266 @@
+"""The checks of a run on a dataset before anything is allocated, and its plan."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import yaml
+
+from asyncrl.config import ConfigError, OfflineConfig
+from asyncrl.data.mixture import Order
+from asyncrl.data.offline import check_offline_rows, write_offline_rows
+from asyncrl.data.offline_report import OfflineReport
+from asyncrl.data.rendering import Data
+from asyncrl.data.token_file import TokenFile, open_token_file
+from asyncrl.models.supported import chosen_packing
+from asyncrl.preflight.disk import Disk, disks, refuse_full
+from asyncrl.preflight.model_limits import model_context
+from asyncrl.preflight.plan import check_heads, check_sinks, version_outline
+from asyncrl.preflight.specs import offline_data_spec
+from asyncrl.runtime.files import make_directory, replace_text
+from asyncrl.text.tokenizer import load_tokenizer
+from asyncrl.weights.published import Outline
+
+__all__ = ["ORDER_FILE", "OfflinePlan", "make_offline_plan"]
+
+MIB = 1 << 20
+ORDER_FILE = "order.json"
+"""File beside the training rows with the fields of their `Order`."""
+
+
+@dataclass(frozen=True)
+class OfflinePlan:
+    """Everything that `asyncrl plan` prints, and what the run needs to know about its rows."""
+
+    config: OfflineConfig
+    """With max_steps filled in."""
+    context: int
+    train: OfflineReport
+    held_out: OfflineReport | None
+    version: Outline
+    disks: tuple[Disk, ...]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.config.last_step
+
+    @cached_property
+    def order(self) -> Order:
+        """The order that maps ordinals to training rows."""
+        weights = tuple(source.weight for source in self.train.sources if source.weight is not None)
+        rows = tuple(source.rows for source in self.train.sources)
+        return Order(rows, weights or None, self.config.seed, self.config.data.shuffle)
+
+    def write_rows(self, directory: Path) -> tuple[TokenFile, TokenFile | None]:
+        """Write the token rows and their order. Files of an earlier attempt are replaced by equal
+        ones.
+
+        Raises:
+            ConfigError: the data has changed since the plan was made.
+        """
+        make_directory(directory)
+        config, order = self.config, self.order
+        fields = {"rows": order.rows, "weights": order.weights, "seed": order.seed}
+        train = self._written(directory / "train.arrow", config.data.train, "data.train")
+        if train.rows != self.train.rows:
+            raise ConfigError(
+                f"data.train gave {train.rows} rows, and {self.train.rows} when the run was"
+                " planned; restore the files"
+            )
+        replace_text(directory / ORDER_FILE, json.dumps({**fields, "shuffle": order.shuffle}))
+        held_out = (
+            self._written(directory / "held_out.arrow", config.eval.data, "eval.data")
+            if config.eval.data is not None
+            else None
+        )
+        return train, held_out
+
+    def _written(self, path: Path, data: Data, field: str) -> TokenFile:
+        spec = offline_data_spec(self.config)
+        most = self.config.eval.max_rows if field == "eval.data" else None
+        write_offline_rows(path, spec, data, field, self.config.objective, most)
+        file = open_token_file(path)
+        assert file is not None
+        return file
+
+    def truncation_metrics(self) -> dict[str, float]:
+        """What the limits did, as `truncation/<file>/<count>`."""
+        reports = {"data.train": self.train, "eval.data": self.held_out}
+        return {
+            f"truncation/{file}/{name}": float(count)
+            for file, report in reports.items()
+            if report is not None
+            for name, count in report.metrics().items()
+        }
+
+    def config_text(self) -> str:
+        """All settings with their values."""
+        return f"# resolved config\n{yaml.safe_dump(self.config.dump(), sort_keys=False).rstrip()}"
+
+    def arithmetic(self) -> str:
+        """Rows, steps and epochs."""
+        config, rows, unit = self.config, self.order.epoch, self.unit
+        epochs = self.steps * config.batch_size / rows
+        return (
+            f"# objective {config.objective}\n  {rows:,} {unit} per epoch; batch_size"
+            f" {config.batch_size} {unit} per step; {self.steps} steps = {epochs:.2f} epochs"
+        )
+
+    @property
+    def unit(self) -> str:
+        """What a step counts."""
+        return "rows" if self.config.objective == "sft" else "pairs"
+
+    def objective_text(self) -> str:
+        """The loss and its settings."""
+        config, dpo = self.config, self.config.dpo
+        if config.objective == "sft":
+            return (
+                "# loss\n  next-token prediction, mean over the step's target tokens; packing"
+                f" {config.sft.packing_strategy}"
+            )
+        extras = {
+            "label smoothing": dpo.label_smoothing,
+            "next-token loss on chosen sides": dpo.ce_coef,
+        }
+        more = "".join(f", {name} {value:g}" for name, value in extras.items() if value)
+        margin = f", margin {dpo.simpo_margin:g}" if dpo.loss == "simpo" else ""
+        means = ", mean log-probs" if dpo.length_normalized else ""
+        reference = f" against {config.reference_path}" if dpo.has_reference else ""
+        return f"# loss\n  {dpo.loss}, beta {dpo.beta:g}{margin}{means}{more}{reference}"
+
+    def rows_text(self) -> str:
+        """What the limits did to each file, and the first row with its trained tokens marked."""
+        lines = [f"  data.train: {self.train.text()}"]
+        if self.held_out is not None:
+            lines.append(f"  eval.data: {self.held_out.text()}")
+        lines += [f"  {note}" for note in self.train.notes]
+        sides = " / ".join(map(repr, self.train.first))
+        lines.append(f"  first row, trained tokens in ⟦ ⟧: {sides}")
+        return "\n".join(["# rows", *lines])
+
+    def brief(self) -> str:
+        """Six lines: the run, the model, the data, the loss and the learner."""
+        config, learner = self.config, self.config.learner
+        lines = {
+            "run": (
+                f"{config.run_directory}, {self.steps} steps, a checkpoint every"
+                f" {config.checkpoint.every_steps}"
+            ),
+            "model": f"{config.model.path}, {self.version.trained:,} elements trained",
+            "data": self.train.text(),
+            "batch": self.arithmetic().splitlines()[1].strip(),
+            "loss": self.objective_text().splitlines()[1].strip(),
+            "learner": (
+                f"{learner.world_size} rank(s) on {learner.device}, learning rate"
+                f" {learner.learning_rate:g}, {learner.max_tokens_per_row} tokens per row"
+            ),
+        }
+        return "\n".join(f"{name:<9}{text}" for name, text in lines.items())
+
+    def text(self) -> str:
+        """The whole plan, for people."""
+        return "\n\n".join(
+            [
+                self.arithmetic(),
+                self.objective_text(),
+                self.learner_text(),
+                self.cpu_table(),
+                self.disk_text(),
+                self.rows_text(),
+            ]
+        )
+
+    def learner_text(self) -> str:
+        """How the learner takes the rows."""
+        config, learner = self.config, self.config.learner
+        tree = json.loads((Path(config.model.path) / "config.json").read_text())
+        packed = chosen_packing(tree, learner.packing) == "rows"
+        how = (
+            f"packed into rows of at most {learner.max_tokens_per_row} tokens"
+            if packed
+            else "one sequence per forward pass"
+        )
+        return (
+            f"# learner\n  {how}; {learner.world_size} rank(s) on {learner.device}; learning rate"
+            f" {learner.learning_rate:g} ({learner.lr_scheduler_type}, {learner.warmup_steps}"
+            f" warm-up steps); longest sequence {self.train.longest} of {self.context} tokens"
+        )
+
+    def cpu_table(self) -> str:
+        """Logical CPUs of each part."""
+        config = self.config
+        parts = [("learner ranks", config.learner.world_size, config.learner.num_cpus)]
+        if len(config.models) > 1:
+            parts.append(("reference policy (before training)", 1, config.dpo.ref_num_cpus))
+        rows = [
+            f"  {name:<36}{count:>4} x {cpus:<5g} = {count * cpus:5.2f}"
+            for name, count, cpus in parts
+        ]
+        total = math.fsum(count * cpus for _, count, cpus in parts)
+        last = f"  {'total':<48} = {total:5.2f}   (this machine has {os.cpu_count()})"
+        return "\n".join(["# logical CPUs", *rows, last])
+
+    def disk_text(self) -> str:
+        """Needed and free space."""
+        lines = [
+            f"  {' and '.join(map(str, disk.directories))}: needed {disk.needed / MIB:,.1f} MiB,"
+            f" free {disk.free / MIB:,.0f} MiB"
+            for disk in self.disks
+        ]
+        return "\n".join(["# disk, for checkpoints and exported models", *lines])
+
+
+def make_offline_plan(config: OfflineConfig) -> OfflinePlan:
+    """Check everything that can be checked without allocating resources. Reads and tokenizes all
+    rows.
+
+    Raises:
+        ConfigError: the model or the data cannot be used, or disk space is too small.
+    """
+    # Raises if the run directory would be deleted with the Ray job.
+    _ = config.run_directory
+    context = model_context(config)
+    try:
+        load_tokenizer(config.model.path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    check_heads(config)
+    check_sinks(config)
+    _check_reference(config)
+    spec = offline_data_spec(config)
+    train = check_offline_rows(spec, config.data.train, "data.train", config.objective)
+    held_out = (
+        check_offline_rows(
+            spec, config.eval.data, "eval.data", config.objective, config.eval.max_rows
+        )
+        if config.eval.data is not None
+        else None
+    )
+    rows = sum(source.rows for source in train.sources)
+    config = config.model_copy(update={"max_steps": config.steps(rows)})
+    version = version_outline(config)
+    found = disks(config, version.nbytes(config.model.dtype))
+    refuse_full(config, found)
+    return OfflinePlan(config, context, train, held_out, version, found)
+
+
+def _check_reference(config: OfflineConfig) -> None:
+    """Check that the reference policy has the same tokens as the model."""
+    if "dpo.ref_load" not in config.models or config.dpo.ref_load is None:
+        return
+    model_context(config, config.reference_path, "dpo.ref_load")
+    if (
+        load_tokenizer(config.reference_path).get_vocab()
+        != load_tokenizer(config.model.path).get_vocab()
+    ):
+        raise ConfigError(
+            f"dpo.ref_load = {config.dpo.ref_load!r} has a different vocabulary from model.path ="
+            f" {config.model.path!r}; use a reference with the same tokenizer"
+        )

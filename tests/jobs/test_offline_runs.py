@@ -1,0 +1,81 @@
+"""Runs on a dataset through the command line: a rank that dies, and pairs that a run recorded."""
+
+import pytest
+
+import asyncrl
+from asyncrl.run.audit import audit, audit_text
+from asyncrl.rundir.directory import read_record
+
+
+@pytest.fixture
+def sft(task, tmp_path):
+    """The tiny model's task as a config of an SFT run in `tmp_path / "runs"`."""
+    return {
+        "name": "run",
+        "runs_root": str(tmp_path / "runs"),
+        "objective": "sft",
+        "max_steps": 400,
+        "batch_size": 16,
+        "model": task["model"],
+        "data": {"train": task["data"]["train"], "target_column": "answer", "max_length": 16},
+        "eval": {"data": task["eval"]["data"]},
+        "learner": {"learning_rate": 1e-3},
+        "checkpoint": {"every_steps": 20},
+        "placement_timeout_s": 120,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_rank_that_dies_is_started_again_and_no_row_is_lost(
+    sft, start_config, tmp_path, shared_memory
+):
+    before, directory = shared_memory(), tmp_path / "runs" / "run"
+
+    def steps():
+        return (
+            asyncrl.open_run(directory).records("step")
+            if (directory / "metrics.jsonl").exists()
+            else []
+        )
+
+    run = start_config(sft)
+    run.until(lambda: len(steps()) >= 50)
+    run.having("ray::RankProcess")[0].kill()
+    assert run.wait() == 0, run.output
+    assert run.output.count("a new attempt starts automatically") == 1
+    assert run.gone() == [] and shared_memory() <= before
+    found = asyncrl.open_run(directory)
+    checks = audit(found)
+    assert all(check.passed for check in checks), audit_text(checks)
+    attempts = read_record(directory)["attempts"]
+    assert len(attempts) == 2 and attempts[1]["frontier"] == 16 * attempts[1]["version"] > 0
+    losses = [record["eval/loss"] for record in found.records("evaluation")]
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_dpo_trains_the_groups_that_a_run_recorded(sft, start_run, start_config, tmp_path):
+    """`asyncrl train` samples with learning rate 0, and `asyncrl dpo` trains its groups."""
+    samples = start_run({"learner.learning_rate": 0.0, "max_steps": 4, "eval": {}}, name="samples")
+    assert samples.wait() == 0, samples.output
+    recorded = tmp_path / "runs" / "samples" / "groups" / "*.parquet"
+    settings = {name: value for name, value in sft.items() if name != "eval"}
+    run = start_config(
+        {
+            **settings,
+            "name": "dpo",
+            "objective": "dpo",
+            "max_steps": 6,
+            "batch_size": 4,
+            "data": {"train": str(recorded), "max_length": 20},
+        }
+    )
+    assert run.wait() == 0, run.output
+    assert "scoring with the reference policy" in run.output
+    found = asyncrl.open_run(tmp_path / "runs" / "dpo")
+    steps = found.records("step")
+    assert len(steps) == 6 and steps[0]["pref/margin"] == pytest.approx(0.0, abs=1e-5)
+    checks = audit(found)
+    assert all(check.passed for check in checks), audit_text(checks)

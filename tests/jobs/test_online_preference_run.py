@@ -1,0 +1,64 @@
+"""Online DPO as a whole run: stale pairs, an audit, and a resume in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncrl
+from asyncrl.observe.metric_catalog import known_names
+from asyncrl.run.audit import audit, audit_text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_online_dpo_trains_stale_pairs_and_resumes(
+    start_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    directory = tmp_path / "runs" / "run"
+    changes = {
+        "max_steps": 40,
+        "staleness.max_staleness": 2,
+        "algorithm.preference": {
+            "beta": 0.1,
+            "pairs": "margin",
+            "max_pairs": 2,
+            "missing_eos_penalty": 0.1,
+        },
+        "learner.learning_rate": 3e-4,
+        "checkpoint.every_steps": 4,
+        "resume": "auto",
+    }
+
+    def records(event: str) -> list[dict[str, Any]]:
+        return asyncrl.open_run(directory).records(event) if directory.exists() else []
+
+    first = start_run(changes)
+    first.until(lambda: (directory / "metrics.jsonl").exists() and len(records("checkpoint")) >= 2)
+    first.kill()
+    second = start_run(changes)
+    assert second.wait() == 0, second.output
+    assert "online DPO: loss sigmoid" in second.output and "experimental" in second.output
+
+    run = asyncrl.open_run(directory)
+    checks = audit(run)
+    assert all(check.passed for check in checks), audit_text(checks)
+    steps = records("step")
+    assert {record["attempt"] for record in steps} == {0, 1}
+    assert max(record["step"] for record in steps) == 40
+    applied = [record for record in steps if record["applied"]]
+    stale = {
+        name for record in applied for name in record if name.startswith("pref/margin_at_staleness")
+    }
+    assert {f"pref/margin_at_staleness_{age}" for age in (1, 2)} & stale, stale
+    assert all(0 < record["pref/weight_mean"] <= 2 for record in applied)
+    assert {"ess", "clip_fraction", "kl_reference"}.isdisjoint(applied[0])
+    preferences = {name for name in applied[0] if name.startswith("pref/")} - stale
+    assert preferences <= known_names()
+    for row in run.groups().to_pylist():
+        assert set(row["advantage"]) == {None} and len(row["reference_logprobs"]) == 4
+    rewards = [record["reward/mean"] for record in applied]
+    assert sum(rewards[-8:]) > sum(rewards[:8]), rewards

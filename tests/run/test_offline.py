@@ -1,0 +1,170 @@
+"""Runs on a dataset with a real learner: SFT and DPO, resumed and audited."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file
+
+from asyncrl.config import ConfigError, OfflineConfig
+from asyncrl.data.token_file import open_token_file
+from asyncrl.observe.metric_catalog import known_names
+from asyncrl.observe.progress import ProgressView
+from asyncrl.preflight.offline_plan import make_offline_plan
+from asyncrl.run.audit import audit, audit_text
+from asyncrl.run.offline import OfflineJob, TooManySkippedStepsError
+from asyncrl.run.supervise import open_writer
+from asyncrl.rundir.directory import RunDirectory
+from asyncrl.rundir.metrics import RESERVED
+from asyncrl.rundir.reader import Run, open_run
+
+SUMS = [(f"{a}+{b}=", str(a + b)) for a in range(6) for b in range(6)]
+
+
+def tree(folder: Path, model: Path, objective: str, **changes: Any) -> dict[str, Any]:
+    """Settings of a small run on the sums, as pairs for DPO."""
+    path = folder / f"{objective}.parquet"
+    if not path.exists():
+        columns = {"prompt": [prompt for prompt, _ in SUMS]}
+        answers = [answer for _, answer in SUMS]
+        wrong = [str(int(answer) + 1) for answer in answers]
+        columns |= (
+            {"completion": answers}
+            if objective == "sft"
+            else {"chosen": answers, "rejected": wrong}
+        )
+        pq.write_table(pa.table(columns), path)
+    return {
+        "name": objective,
+        "runs_root": str(folder / "runs"),
+        "objective": objective,
+        "max_steps": 6,
+        "batch_size": 10,
+        "model": {"path": str(model)},
+        "data": {"train": str(path), "max_length": 12},
+        "eval": {"data": str(path), "max_rows": 20, "every_steps": 3},
+        "learner": {"learning_rate": 1e-3},
+        "checkpoint": {"every_steps": 3},
+        **changes,
+    }
+
+
+def run(settings: dict[str, Any]) -> Run:
+    """One attempt on the session's cluster."""
+    plan = make_offline_plan(OfflineConfig.model_validate(settings))
+    across: Any = SimpleNamespace(failed=[])
+    with RunDirectory(plan.config) as directory, open_writer(plan.config, directory) as writer:
+        attempt = OfflineJob(plan.config, plan).attempt(directory, across, writer)
+        asyncio.run(attempt.run(ProgressView(stream=io.StringIO(), live=False)))
+    return open_run(plan.config.run_directory)
+
+
+def weights(found: Run) -> dict[str, np.ndarray]:
+    tensors: dict[str, np.ndarray] = {}
+    for path in (found.directory / "hf").glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+def check_audit(found: Run) -> None:
+    """The audit passes, and the catalog explains every metric of the run."""
+    checks = audit(found)
+    assert all(check.passed for check in checks), audit_text(checks)
+    written = {name for record in found.records() for name in record} - set(RESERVED)
+    plain = {re.sub(r"truncation/[\w.]+/", "truncation/<file>/", name) for name in written}
+    assert plain <= known_names()
+
+
+def test_a_resumed_sft_run_equals_one_without_a_stop(
+    ray_cluster: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    """36 rows in batches of 10: the fourth step continues into the second epoch, after the
+    resume."""
+    whole = run(tree(tmp_path, tiny_model, "sft", name="whole"))
+    run(tree(tmp_path, tiny_model, "sft", name="parts", max_steps=3))
+    parts = run(tree(tmp_path, tiny_model, "sft", name="parts", resume="must"))
+    losses = [[step["loss"] for step in found.records("step")] for found in (whole, parts)]
+    assert len(losses[0]) == 6 and losses[0] == losses[1]
+    first, second = weights(whole), weights(parts)
+    assert first.keys() == second.keys()
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    evaluations = [record["eval/loss"] for record in whole.records("evaluation")]
+    assert len(evaluations) == 3 and evaluations[-1] < evaluations[0]
+    assert [record["version"] for record in parts.records("evaluation")] == [0, 3, 6]
+    assert whole.status().max_steps == 6
+    for found in (whole, parts):
+        check_audit(found)
+
+
+def test_a_changed_metric_or_missing_rows_fail_the_audit(
+    ray_cluster: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    found = run(tree(tmp_path, tiny_model, "sft", max_steps=2, eval={}))
+    metrics = found.directory / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    place = next(at for at, line in enumerate(lines) if '"event": "step"' in line)
+    record = json.loads(lines[place])
+    lines[place] = json.dumps({**record, "tokens": record["tokens"] + 1})
+    metrics.write_text("\n".join(lines) + "\n")
+    failed = {check.name for check in audit(open_run(found.directory)) if not check.passed}
+    assert failed == {
+        "tokens match the rows of each step",
+        "the learner's counters match the steps",
+    }
+    (found.directory / "rows" / "train.arrow").unlink()
+    failed = {check.name for check in audit(open_run(found.directory)) if not check.passed}
+    assert "tokens match the rows of each step" in failed
+
+
+def test_dpo_scores_the_pairs_once_and_learns_them(
+    ray_cluster: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    settings = tree(tmp_path, tiny_model, "dpo", learner={"learning_rate": 1e-3})
+    found = run(settings)
+    steps = found.records("step")
+    assert steps[0]["pref/loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert steps[0]["pref/margin"] == pytest.approx(0.0, abs=1e-5)
+    before, *_, after = found.records("evaluation")
+    assert before["eval/loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert after["eval/margin"] > 0.01 and after["eval/pair_accuracy"] > 0.6
+    check_audit(found)
+    path = found.directory / "rows" / "train_reference.arrow"
+    scored = open_token_file(path)
+    assert scored is not None and scored.rows == len(SUMS)
+    made = path.stat().st_mtime_ns
+    again = run({**settings, "max_steps": 7, "resume": "must"})
+    assert path.stat().st_mtime_ns == made and len(again.records("step")) == 7
+    check_audit(again)
+
+
+def test_a_run_whose_steps_are_all_skipped_ends(
+    ray_cluster: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    settings = tree(tmp_path, tiny_model, "sft", eval={}, name="skipped")
+    settings["learner"] = {"learning_rate": 1e30, "max_skipped_steps": 2, "max_grad_norm": 1e30}
+    with pytest.raises((TooManySkippedStepsError, RuntimeError), match=r"skipped|weights contain"):
+        run(settings)
+
+
+def test_a_plan_refuses_what_cannot_run(tiny_model: Path, tmp_path: Path) -> None:
+    settings = tree(tmp_path, tiny_model, "sft")
+    for changes, message in (
+        ({"model": {"path": "nowhere"}}, "No such file or directory"),
+        ({"data": {**settings["data"], "train": "nowhere.parquet"}}, "nowhere.parquet"),
+        ({"data": {**settings["data"], "max_length": 4000}}, "above the model's context"),
+        ({"data": {**settings["data"], "max_length": 4}}, "max_length"),
+    ):
+        with pytest.raises(ConfigError, match=message) as error:
+            make_offline_plan(OfflineConfig.model_validate({**settings, **changes}))
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "runs").exists()
