@@ -17,7 +17,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from asyncrl.cli import _parser
-from asyncrl.config import Config
+from asyncrl.config import Config, OfflineConfig, RunSettings
+from asyncrl.config.load import section_of
 from asyncrl.observe.alarms import Range
 from asyncrl.observe.metric_catalog import TABLES, Metric
 from asyncrl.serving.metrics import HttpStatus, Traffic, exposition
@@ -34,6 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
     pages = {
         "reference/settings.md": settings_page(),
+        "reference/offline_settings.md": offline_settings_page(),
         "reference/metrics.md": metrics_page(),
         "reference/command_line.md": command_line_page(),
         "reference/python_api.md": python_api_page(),
@@ -75,18 +77,40 @@ def settings_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def offline_settings_page() -> str:
+    """The settings of runs on a dataset. Shared sections are on the settings page."""
+    shared = RunSettings.model_fields.keys()
+    own = {name: field for name, field in OfflineConfig.model_fields.items() if name not in shared}
+    links = ", ".join(
+        f"[`{name}`](settings.md#{name})" if _section(field) else f"`{name}`"
+        for name, field in RunSettings.model_fields.items()
+    )
+    parts = [
+        "# Settings of SFT and DPO",
+        "`asyncrl sft CONFIG` and `asyncrl dpo CONFIG` train on a dataset without generators. The"
+        f" settings {links} are those of [every run](settings.md#top-level).",
+        "## Top level of SFT and DPO",
+        _table("", {name: field for name, field in own.items() if not _section(field)}),
+    ]
+    for name, field in own.items():
+        if section := _section(field):
+            parts += _section_parts(name, section)
+    return "\n\n".join(parts) + "\n"
+
+
 def _section_parts(prefix: str, section: type[BaseModel]) -> list[str]:
     own = {name: field for name, field in section.model_fields.items() if not _section(field)}
     parts = [f"## {prefix}", _table(f"{prefix}.", own)]
     for name, field in section.model_fields.items():
         if inner := _section(field):
-            parts += _section_parts(f"{prefix}.{name}", inner)
+            heading, *others = _section_parts(f"{prefix}.{name}", inner)
+            optional = field.default is None
+            parts += [heading, *([field.description or ""] if optional else []), *others]
     return parts
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    return section_of(field.annotation)
 
 
 def _table(prefix: str, fields: dict[str, FieldInfo]) -> str:

@@ -40,8 +40,8 @@ def main(directory: str) -> int:
         )
     prompts = read_prompts(config.eval.data, data_spec(config), config.eval.max_prompts)
     with output_in_file(run.directory / "logs" / "evaluate.log"):
-        answers = greedy_answers(config, run.directory / "hf", prompts)
-    fresh, recorded = accuracy(config, prompts, answers), evaluations[-1]["eval/greedy_accuracy"]
+        found = answers(config, run.directory / "hf", prompts)
+    fresh, recorded = accuracy(config, prompts, found), evaluations[-1]["eval/greedy_accuracy"]
     print(
         f"held-out greedy accuracy on {len(prompts)} prompts: {fresh:.2%} in a fresh vLLM engine"
         f" from {run.directory / 'hf'}, {recorded:.2%} in the run"
@@ -64,10 +64,10 @@ def output_in_file(path: Path) -> Iterator[None]:
                 os.dup2(before, number)
 
 
-def greedy_answers(
-    config: Config, model: Path, prompts: list[Prompt]
+def answers(
+    config: Config, model: Path, prompts: list[Prompt], temperature: float = 0.0
 ) -> list[tuple[str, list[int]]]:
-    """Text and token ids of one greedy completion per prompt."""
+    """Text and token ids of one completion per prompt; temperature 0 = greedy."""
     os.environ.update(engine_environment(config.generator.device))
     from vllm import LLM, SamplingParams
 
@@ -91,12 +91,13 @@ def greedy_answers(
     rooms = [config.completion_room(len(prompt.token_ids)) for prompt in prompts]
     sampling = [
         SamplingParams(
-            temperature=0.0,
+            temperature=temperature,
+            seed=config.seed * 1_000_003 + index,
             max_tokens=room,
             stop_token_ids=list(stops.tokens),
             stop=list(stops.strings),
         )
-        for room in rooms
+        for index, room in enumerate(rooms)
     ]
     outputs = engine.generate(
         [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
@@ -104,8 +105,8 @@ def greedy_answers(
         use_tqdm=False,
     )
     engine.llm_engine.engine_core.shutdown()
-    answers = [list(output.outputs[0].token_ids) for output in outputs]
-    return [(text_before(decode(tokenizer, ids), stops.strings), ids) for ids in answers]
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    return [(text_before(decode(tokenizer, ids), stops.strings), ids) for ids in found]
 
 
 def accuracy(config: Config, prompts: list[Prompt], answers: list[tuple[str, list[int]]]) -> float:
