@@ -30,12 +30,14 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from asyncrl.preflight import learner_spec
 
 MEDIAN, SIGMA, LONGEST, PROMPT, SEED = 64, 0.9, 768, 8, 0
 PADDED_ROWS, CAP = 16, 8192
 BAR = 2.5
+IDS, MASK = pa.list_(pa.int32()), pa.list_(pa.bool_())
 MODELS = {
     "tiny": {
         "hidden_size": 128,
@@ -292,6 +294,17 @@ def packed_step(path: str, threads: int, packing: str):
     return step, sum(parameter.numel() for parameter in policy.parameters())
 
 
+def token_table(rows: list) -> pa.Table:
+    """The rows of (prompt ids, target ids) as the learner takes them."""
+    masks = [[False] * len(prompt) + [True] * len(target) for prompt, target in rows]
+    return pa.table(
+        {
+            "input_ids": pa.array([[*prompt, *target] for prompt, target in rows], IDS),
+            "loss_mask": pa.array(masks, MASK),
+        }
+    )
+
+
 def learner_step(path: str, threads: int, packing: str):
     """The same with the learner's rank."""
     from asyncrl.config import Config
@@ -316,7 +329,7 @@ def learner_step(path: str, threads: int, packing: str):
 
     def step(rows: list, learning_rate: float) -> float:
         rank.set_learning_rate(learning_rate)
-        return rank.supervised_step(rows)["loss"]
+        return rank.supervised_step(token_table(rows))["loss"]
 
     return step, sum(int(parameter.ds_numel) for parameter in rank.state.parameters.values())
 
