@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.schema import ADVANTAGES, LOSSES
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -30,6 +32,12 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert not unknown, "no folder under tests/ has these files"
     for path, test in TEST.findall(page.read_text()):
         assert f"def {test}" in (ROOT / path).read_text(), f"{path} has no {test}"
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *ADVANTAGES, "token", "sequence", "geometric"])
+def test_the_page_of_formulas_has_a_row_for_each(name: str) -> None:
+    page = (ROOT / "docs" / "reference" / "formulas.md").read_text()
+    assert f"\n| `{name}` | " in page
 
 
 def test_names_are_found() -> None:
