@@ -35,8 +35,8 @@ ON_A_CONFIG = {
 OFFLINE = ("sft", "dpo")
 """Commands that train on a dataset. Each is the objective of its config."""
 AUDIT = (
-    "recompute a run's counts from its groups, outcomes, metrics, evaluations and checkpoints, and"
-    " check its invariants"
+    "recompute a run's counts from its groups or token rows, outcomes, metrics, evaluations and"
+    " checkpoints, and check its invariants"
 )
 SAMPLES = (
     "show whole prompts and completions of a run, with rewards, versions and staleness; works"
@@ -236,6 +236,11 @@ def _offline_plan(config: OfflineConfig, options: Collection[str]) -> int:
     from asyncrl.preflight.model_snapshot import resolve_models
     from asyncrl.preflight.offline_plan import make_offline_plan
 
+    if "cluster" in options:
+        raise ConfigError(
+            "--cluster: a run on a dataset asks the cluster only for its learner ranks; run"
+            " `ray status` to see whether it has room, and leave the option out"
+        )
     plan = make_offline_plan(resolve_models(config))
     if "config" in options:
         print_shown(f"{plan.config_text()}\n")

@@ -29,6 +29,8 @@ def main() -> int:
         config = load_config(known.config, [*overrides, "--model.path", str(known.model)])
         if config.eval.data is None:
             raise ConfigError(f"{known.config} has no eval.data; set it")
+        if not known.model.is_dir():
+            raise ConfigError(f"{known.model} is not a directory; name a model, such as runs/x/hf")
     except ConfigError as error:
         print(f"accuracy: {error}", file=sys.stderr)
         return 2

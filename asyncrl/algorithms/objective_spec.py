@@ -97,8 +97,8 @@ class PreferenceSpec:
     undesirable_weight: float = 1.0
     """KTO's weights of the two labels."""
     ce_coef: float = 0.0
-    """Weight of the next-token loss on chosen sides, a mean over their tokens (RPO,
-    arXiv:2404.19733)."""
+    """Weight of the next-token loss on chosen sides, a mean over all their tokens of the step
+    (compare RPO, arXiv:2404.19733, which divides by each side's length)."""
     weight_cap: float | None = None
     """Largest off-policy weight of a pair; None = no weights."""
 

@@ -34,7 +34,7 @@ MAPPINGS = (*ENTRIES, "data.chat_template_kwargs.")
 Kind = TypeVar("Kind", Config, OfflineConfig)
 COMMANDS: dict[type[RunSettings], str] = {
     Config: "asyncrl train CONFIG.yaml",
-    OfflineConfig: "asyncrl sft CONFIG.yaml, or asyncrl dpo CONFIG.yaml",
+    OfflineConfig: "asyncrl {sft,dpo} CONFIG.yaml",
 }
 """Kind of config → the command that takes it."""
 PATTERNS = {

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from asyncrl.config.rules import check_sources
 from asyncrl.config.run_settings import Limits, RunSettings
-from asyncrl.config.schema import Section, Source, Sources, WeightsConfig, sources_of
+from asyncrl.config.schema import ObserveConfig, Section, Source, Sources, WeightsConfig, sources_of
 
 __all__ = [
     "OBJECTIVES",
@@ -91,8 +91,8 @@ class DpoConfig(Section):
     """Loss of a pair. `sigmoid`: DPO (arXiv:2305.18290). `ipo`: arXiv:2310.12036. `hinge`: SLiC
     (arXiv:2305.10425). `simpo`: mean log-probs without a reference (arXiv:2405.14734)."""
     beta: float = Field(default=0.1, gt=0)
-    """Strength of the reference: a small beta lets the policy move further from it. SimPO's papers
-    use 2 to 10."""
+    """Strength of the reference: a small beta lets the policy move further from it. SimPO has no
+    reference, and its paper uses 2 to 10."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Assumed share of pairs with swapped labels (loss: sigmoid)."""
     length_normalized: bool = False
@@ -100,8 +100,8 @@ class DpoConfig(Section):
     simpo_margin: float = Field(default=0.5, ge=0)
     """SimPO's target margin gamma, in units of the logit."""
     ce_coef: float = Field(default=0.0, ge=0)
-    """Weight of the next-token loss on the chosen side, a mean over its tokens (RPO,
-    arXiv:2404.19733)."""
+    """Weight of the next-token loss on the chosen sides, a mean over all their tokens of the step
+    (as in RPO, arXiv:2404.19733, which divides by each side's length)."""
     ref_load: str | None = None
     """Reference policy: a Hugging Face checkpoint directory or a name on the hub. Default:
     model.path. `{runs_root}` in it is replaced."""
@@ -150,7 +150,9 @@ class OfflineConfig(RunSettings):
     def settings_fit_together(self) -> OfflineConfig:
         check_sources({"data.train": self.data.train, "eval.data": self.eval.data})
         self._check_other_objective()
+        self._check_learner()
         self._check_lengths()
+        self._check_effects()
         self._check_dpo()
         return self
 
@@ -160,6 +162,19 @@ class OfflineConfig(RunSettings):
         if other in self.model_fields_set and getattr(self, other) != type(getattr(self, other))():
             raise ValueError(
                 f"the section {other} has no effect with objective: {self.objective}; leave it out"
+            )
+
+    def _check_learner(self) -> None:
+        """Refuse settings of the learner that only a run with generators uses."""
+        if (rate := self.learner.value_learning_rate) is not None:
+            raise ValueError(
+                f"learner.value_learning_rate = {rate:g} has no effect without a value head, which"
+                " only a run with generators has; leave it out"
+            )
+        if self.observe.completions_every != ObserveConfig().completions_every:
+            raise ValueError(
+                f"observe.completions_every = {self.observe.completions_every} has no effect,"
+                " because a run on a dataset samples no completions; leave it out"
             )
 
     def _check_lengths(self) -> None:
@@ -177,6 +192,42 @@ class OfflineConfig(RunSettings):
                 " may not fit into a micro-batch; raise max_tokens_per_gpu, or lower max_length"
             )
 
+    def _check_effects(self) -> None:
+        """Refuse a setting that another setting leaves without an effect."""
+        dpo = self.dpo
+        idle = (
+            (dpo, "dpo", ("simpo_margin",), dpo.loss == "simpo", "dpo.loss: simpo"),
+            (
+                dpo,
+                "dpo",
+                ("reference_batch", "ref_num_cpus", "ref_load"),
+                dpo.has_reference,
+                "a dpo.loss with a reference",
+            ),
+            (
+                self.eval,
+                "eval",
+                ("every_steps", "max_rows"),
+                self.eval.data is not None,
+                "eval.data",
+            ),
+            (
+                self.data,
+                "data",
+                ("length_side",),
+                self.data.length_policy == "truncate",
+                "data.length_policy: truncate",
+            ),
+        )
+        for section, name, settings, acts, wanted in idle:
+            for setting in settings:
+                value = getattr(section, setting)
+                if not acts and value != type(section).model_fields[setting].default:
+                    raise ValueError(
+                        f"{name}.{setting} = {value} only has an effect with {wanted}; leave it"
+                        " out, or set that"
+                    )
+
     def _check_dpo(self) -> None:
         dpo = self.dpo
         if dpo.label_smoothing and dpo.loss != "sigmoid":
@@ -188,11 +239,6 @@ class OfflineConfig(RunSettings):
             raise ValueError(
                 f"dpo.length_normalized has no effect with dpo.loss: {dpo.loss}, which always uses"
                 " means; leave it out"
-            )
-        if dpo.ref_load is not None and not dpo.has_reference:
-            raise ValueError(
-                f"dpo.ref_load = {dpo.ref_load!r} has no effect with dpo.loss: simpo, which has no"
-                " reference; leave it out"
             )
 
     @property

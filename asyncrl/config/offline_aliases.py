@@ -17,7 +17,6 @@ OFFLINE_RENAMED = {
     "ref_load": "dpo.ref_load",
     "precompute_ref_log_probs": "nothing: the reference always scores the pairs once",
     "precompute_ref_batch_size": "dpo.reference_batch",
-    "reference_free": "dpo.loss: simpo, which has no reference",
     "disable_dropout": "nothing: dropout is always off",
     "packing": "nothing: rows are always packed (learner.packing chooses how)",
     "packing_strategy": "sft.packing_strategy",

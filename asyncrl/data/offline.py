@@ -2,7 +2,7 @@
 blocks, so memory does not grow with the data.
 
     report = write_offline_rows(path, spec, "train.jsonl", "data.train", "sft")
-    rows = RowsByNumber(open_offline_rows(path, "sft"))
+    rows = open_token_file(path)
 """
 
 from __future__ import annotations

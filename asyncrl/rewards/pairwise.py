@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import ClassVar, Literal
 
+from pydantic import model_validator
+
 from asyncrl.rewards.judge import JudgeSettings, answers, filled, of_each
 
 __all__ = ["PairwiseSettings", "pairwise_judge"]
@@ -54,6 +56,15 @@ class PairwiseSettings(JudgeSettings):
     reply counts."""
     highest: float = 2.0
     """The highest number."""
+
+    @model_validator(mode="after")
+    def numbers_are_fixed(self) -> PairwiseSettings:
+        if (self.lowest, self.highest) != (0.0, 2.0):
+            raise ValueError(
+                f"lowest = {self.lowest:g} and highest = {self.highest:g}: a comparison has the"
+                " numbers 0, 1 and 2; leave both out"
+            )
+        return self
 
 
 async def pairwise_judge(

@@ -243,7 +243,7 @@ class OfflineAttempt:
         phase = self.live.progress.phase
         self.live.phase("evaluating")
         started = time.monotonic()
-        table = held_out.take(range(min(held_out.rows, self.config.eval.max_rows)))
+        table = held_out.take(range(held_out.rows))
         if self.config.objective == "dpo":
             found = await learner.heldout_preferences(table)
             metrics = {f"eval/{PAIRS.get(name, name)}": value for name, value in found.items()}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
-from small_config import small_config
+from small_config import SMALL, small_config
 
-from asyncrl.config import AlgorithmConfig, Config, explain, field_names
+from asyncrl.config import AlgorithmConfig, Config, explain, field_names, load_config
 from asyncrl.config.preference_rules import KEPT, check_preference
 from asyncrl.preflight.specs import learner_spec
 
@@ -172,3 +174,22 @@ def test_its_settings_have_names_and_reach_the_learner() -> None:
     assert pairs.missing_eos_penalty == 0.4 and spec.max_staleness == 4
     plain = learner_spec(small_config())
     assert plain.preference is None and plain.pairs is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beta", "weight_cap"),
+    [
+        (["--algorithm.preference.beta", "0.3"], 0.3, 2.0),
+        (["--algorithm.preference.weight_cap", "null", "--staleness.max_staleness=1"], 0.1, None),
+    ],
+)
+def test_the_command_line_turns_it_on(
+    tmp_path: Path, overrides: list[str], beta: float, weight_cap: float | None
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    preference = load_config(path, overrides).algorithm.preference
+    assert preference is not None
+    assert (preference.beta, preference.weight_cap) == (beta, weight_cap)
+    path.write_text(yaml.safe_dump({**SMALL, "algorithm": {"preference": {}}}))
+    assert load_config(path, ["--algorithm.preference", "null"]).algorithm.preference is None

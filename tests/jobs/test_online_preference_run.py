@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from independent_audit import wrong
 
 import asyncrl
 from asyncrl.observe.metric_catalog import known_names
@@ -41,15 +42,18 @@ def test_online_dpo_trains_stale_pairs_and_resumes(
     first.kill()
     second = start_run(changes)
     assert second.wait() == 0, second.output
-    assert "online DPO: loss sigmoid" in second.output and "experimental" in second.output
 
     run = asyncrl.open_run(directory)
     checks = audit(run)
     assert all(check.passed for check in checks), audit_text(checks)
+    assert wrong(directory) == []
+    (counted,) = [check for check in checks if "learner's count" in check.name]
+    assert "step_000040" in counted.summary, counted.summary
     steps = records("step")
     assert {record["attempt"] for record in steps} == {0, 1}
     assert max(record["step"] for record in steps) == 40
     applied = [record for record in steps if record["applied"]]
+    assert sum(record["staleness/mean"] for record in applied) / len(applied) > 0.5
     stale = {
         name for record in applied for name in record if name.startswith("pref/margin_at_staleness")
     }

@@ -54,7 +54,7 @@ from asyncrl.preflight.specs import learner_spec, reference_spec
 from asyncrl.rollout.worker import rollout_seed
 from asyncrl.testing import FakeRecorder, SeededGenerator
 
-STEPS, TEMPERATURE = 6, 0.8
+STEPS, TEMPERATURE = 6, 1.25
 BOUND, VERSION = 3, 5
 Rewards = tuple[float | None, ...]
 Parameters = dict[str, torch.Tensor]

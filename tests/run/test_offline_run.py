@@ -147,13 +147,29 @@ def test_dpo_scores_the_pairs_once_and_learns_them(
     check_audit(again)
 
 
-def test_a_run_whose_steps_are_all_skipped_ends(
-    ray_cluster: Any, tiny_model: Path, tmp_path: Path
+def test_a_run_whose_steps_are_skipped_again_and_again_ends(
+    tiny_model: Path, tmp_path: Path
 ) -> None:
-    settings = tree(tmp_path, tiny_model, "sft", eval={}, name="skipped")
-    settings["learner"] = {"learning_rate": 1e30, "max_skipped_steps": 2, "max_grad_norm": 1e30}
-    with pytest.raises((TooManySkippedStepsError, RuntimeError), match=r"skipped|weights contain"):
-        run(settings)
+    """A learner that skips every step: two are allowed, and each takes the next rows."""
+    learner = {"learning_rate": 1e-3, "max_skipped_steps": 2}
+    settings = tree(tmp_path, tiny_model, "sft", eval={}, learner=learner)
+    plan = make_offline_plan(OfflineConfig.model_validate(settings))
+    taken: list[pa.Table] = []
+
+    class Skipping:
+        async def supervised_step(self, table: pa.Table, scheduled: bool) -> dict[str, float]:
+            taken.append(table)
+            return {"applied": 0.0, "loss": float("nan")}
+
+    fake: Any = Skipping()
+    across: Any = SimpleNamespace(failed=[])
+    with RunDirectory(plan.config) as directory, open_writer(plan.config, directory) as writer:
+        attempt = OfflineJob(plan.config, plan).attempt(directory, across, writer)
+        train, _ = plan.write_rows(directory.path / "rows")
+        with pytest.raises(TooManySkippedStepsError, match="2 steps in a row were skipped"):
+            asyncio.run(attempt._train(fake, train, None))
+    assert len(taken) == 2 and not taken[0].equals(taken[1])
+    assert (attempt.state.version, attempt.state.frontier) == (0, 20)
 
 
 def test_a_plan_refuses_what_cannot_run(tiny_model: Path, tmp_path: Path) -> None:

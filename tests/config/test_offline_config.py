@@ -113,11 +113,29 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
         ),
         (
             {**DPO, "dpo": {"loss": "simpo", "ref_load": "x"}},
-            "has no effect with dpo.loss: simpo, which has no reference",
+            "dpo.ref_load = .* only has an effect with a dpo.loss with a reference",
         ),
         ({**DPO, "dpo": {"beta": 0.0}}, r"dpo.beta = 0.0: input should be greater than 0"),
         ({**DPO, "data": {"train": []}}, "data.train is an empty list"),
         ({**SFT, "rollout": {}}, "rollout is unknown"),
+        ({**DPO, "dpo": {"simpo_margin": 0.7}}, "only has an effect with dpo.loss: simpo"),
+        (
+            {**DPO, "dpo": {"loss": "simpo", "reference_batch": 8}},
+            "dpo.reference_batch = 8 only has an effect with a dpo.loss with a reference",
+        ),
+        ({**SFT, "eval": {"every_steps": 5}}, "only has an effect with eval.data"),
+        (
+            {**SFT, "data": {"train": "x", "length_side": "keep_end"}},
+            "data.length_side = keep_end only has an effect with data.length_policy: truncate",
+        ),
+        (
+            {**SFT, "learner": {"value_learning_rate": 1e-4}},
+            "learner.value_learning_rate = 0.0001 has no effect without a value head",
+        ),
+        (
+            {**SFT, "observe": {"completions_every": 3}},
+            "observe.completions_every = 3 has no effect",
+        ),
         ({**SFT, "name": "../x"}, "name = '../x'"),
     ],
 )
