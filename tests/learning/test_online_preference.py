@@ -54,7 +54,7 @@ from asyncrl.preflight.specs import learner_spec, reference_spec
 from asyncrl.rollout.worker import rollout_seed
 from asyncrl.testing import FakeRecorder, SeededGenerator
 
-STEPS, TEMPERATURE = 6, 1.25
+STEPS, TEMPERATURE = 5, 0.8
 BOUND, VERSION = 3, 5
 Rewards = tuple[float | None, ...]
 Parameters = dict[str, torch.Tensor]
@@ -279,7 +279,7 @@ def synchronous_config(model_path: Path) -> Config:
         "beta": 0.3,
         "pairs": "margin",
         "max_pairs": 2,
-        "min_margin": 0.4,
+        "min_margin": 0.3,
         "missing_eos_penalty": 0.2,
         "weight_cap": 1.01,
         "ce_coef": 0.1,
@@ -340,7 +340,7 @@ def plain_loop(
                 (score[lose] - score[win], win, lose)
                 for win in range(N)
                 for lose in range(N)
-                if score[win] - score[lose] > 0.3999
+                if score[win] - score[lose] > 0.2999
             )
             for _, win, lose in ranked[:2]:
                 sums = []
