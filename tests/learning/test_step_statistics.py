@@ -245,5 +245,5 @@ def test_the_value_after_a_trajectory_is_that_of_its_last_hidden_state(tmp_path:
         row = torch.from_numpy(plain.tokens)[None]
         hidden = model(input_ids=row, use_cache=False).last_hidden_state[0]
         after = policy.value_head(hidden[-1])
-    assert packed[:3].tolist() == pytest.approx(before.tolist(), abs=1e-6)
+    assert packed[:3].tolist() == pytest.approx(before.tolist(), abs=1e-5)
     assert packed[3].item() == pytest.approx(after.item(), abs=1e-5) and abs(after.item()) > 1e-3
