@@ -16,6 +16,7 @@ from asyncrl.config.load import (
     load_config,
     load_offline,
 )
+from asyncrl.config.lora import LoraConfig
 from asyncrl.config.offline import DpoConfig, OfflineConfig, OfflineDataConfig, SftConfig
 from asyncrl.config.run_settings import RunSettings
 from asyncrl.config.schema import (
@@ -60,6 +61,7 @@ __all__ = [
     "EvalSet",
     "GeneratorConfig",
     "LearnerConfig",
+    "LoraConfig",
     "ModelConfig",
     "ObserveConfig",
     "OfflineConfig",

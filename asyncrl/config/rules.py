@@ -88,6 +88,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
         ("pass_at_k",),
         "algorithm.advantage: pass_at_k",
     ),
+    ("algorithm.ce_min_reward", "algorithm.trains_text", (True,), "algorithm.ce_coef above 0"),
     ("algorithm.bootstrap_truncated", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
     ("algorithm.tau_positive", "algorithm.loss", ("sapo",), "algorithm.loss: sapo"),
     ("algorithm.tau_negative", "algorithm.loss", ("sapo",), "algorithm.loss: sapo"),

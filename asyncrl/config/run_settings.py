@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from asyncrl.config.lora import LoraConfig
 from asyncrl.config.schema import (
     CheckpointConfig,
     LearnerConfig,
@@ -51,7 +52,7 @@ class RunSettings(Section):
 
     name: str
     """Name of the run and of its directory under runs_root."""
-    runs_root: str | None = None
+    runs_root: str | None = Field(default=None, min_length=1)
     """Directory of all runs. Default: the environment variable ASYNCRL_RUNS, else `runs/` in the
     current directory."""
     seed: int = Field(default=0, ge=0, lt=1 << 32)
@@ -71,6 +72,8 @@ class RunSettings(Section):
     what is missing. Default: derived from the number of processes. Set more, such as 900, for a
     cluster that adds nodes on demand."""
     model: ModelConfig
+    lora: LoraConfig | None = None
+    """Train an adapter instead of the model's own weights. None = train all weights."""
     learner: LearnerConfig = LearnerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -79,7 +82,7 @@ class RunSettings(Section):
     @classmethod
     def paths_are_absolute(cls, tree: object) -> object:
         """Make every path absolute in the user's directory, because workers start in other
-        directories."""
+        directories. An empty path would become that directory, so it is refused."""
         if not isinstance(tree, dict):
             return tree
         root = root_of_runs(tree.get("runs_root"))
@@ -89,7 +92,10 @@ class RunSettings(Section):
             if isinstance(fields, dict) and fields.get(name) is not None:
                 on_hub = is_hub_name if (section, name) in cls.MODELS else is_hub_data
                 stays = on_hub if (section, name) in (*cls.MODELS, *cls.DATA) else None
-                absolute[section] = {**fields, name: located(fields[name], root, stays)}
+                try:
+                    absolute[section] = {**fields, name: located(fields[name], root, stays)}
+                except ValueError as error:
+                    raise ValueError(f"{section}.{name} {error}") from None
         return absolute
 
     @field_validator("name")
@@ -186,8 +192,14 @@ class RunSettings(Section):
 
 def located(value: object, root: Path, stays: Callable[[str], bool] | None) -> object:
     """A path, or the paths of a list of sources, made absolute. Paths for which `stays` is true are
-    not changed."""
+    not changed.
+
+    Raises:
+        ValueError: a path is empty.
+    """
     if isinstance(value, str):
+        if not value.strip():
+            raise ValueError(f"= {value!r} is an empty path; give one, or leave the setting out")
         path = value.replace("{runs_root}", str(root))
         return path if stays and stays(path) else str(Path(path).expanduser().absolute())
     if isinstance(value, list):

@@ -779,6 +779,11 @@ class AlgorithmConfig(Section):
     learner.max_tokens_per_gpu than the longest trajectory."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Bonus for the entropy of each token's distribution, in units of the loss per nat."""
+    ce_coef: float = Field(default=0.0, ge=0)
+    """Weight of the next-token loss on the step's completions with a reward of at least
+    ce_min_reward, a mean over all their tokens. VAPO uses 0.1 (arXiv:2504.05118)."""
+    ce_min_reward: float = 1.0
+    """Least reward of a completion in the next-token loss of ce_coef."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Subtract this times the trajectory's KL divergence from the reference policy, summed over its
     tokens, from the reward. Needs kl_estimator: k1, the only estimator with the right gradient in
@@ -810,6 +815,11 @@ class AlgorithmConfig(Section):
     def clip_low(self) -> float:
         """How far below 1 the ratio is clipped."""
         return self.eps_clip if self.eps_clip is not None else 1.0 if self.loss == "cispo" else 0.2
+
+    @property
+    def trains_text(self) -> bool:
+        """Whether the loss has a next-token component."""
+        return self.ce_coef > 0
 
     @property
     def compares_siblings(self) -> bool:

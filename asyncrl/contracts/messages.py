@@ -231,6 +231,9 @@ class Manifest:
     left_out: tuple[str, ...] = ()
     """Tensors of the checkpoint that are not published, because neither the learner nor the
     generators compute with them."""
+    adapter: Mapping[str, object] | None = None
+    """PEFT's settings (adapter_config.json) of a version that is an adapter. Its tensors are then
+    the adapter's, under PEFT's names. None = the tensors are the whole checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,14 +90,15 @@ def step_metrics(
     learning_rate: float,
     applied: bool,
     seconds: float,
-    parts: Sequence[str] | None = None,
+    parts: Sequence[str] = (),
+    policy: bool = False,
 ) -> dict[str, float]:
     """Metrics of one step. Means are over its `tokens` loss tokens. `input_tokens` also counts
     prompts. `grad_norm` is the norm before clipping.
 
     Args:
-        parts: names of the components' metrics of a step on fixed rows, which has no behavior
-            policy. None: the step has a policy objective.
+        parts: names of the components' metrics.
+        policy: whether the step has a policy objective, and so a behavior policy.
     """
     input_tokens = sum(len(example.tokens) for example in examples)
     return {
@@ -111,11 +112,8 @@ def step_metrics(
         "micro_batches": float(sum(len(micro_batches) for micro_batches in plan.micro_batches)),
         "fill": plan.fill,
         "imbalance": plan.imbalance,
-        **(
-            _policy_metrics(totals, tokens)
-            if parts is None
-            else {name: totals[name] for name in parts}
-        ),
+        **(_policy_metrics(totals, tokens) if policy else {}),
+        **{name: totals[name] for name in parts},
         "entropy": totals["entropy"] / tokens,
         "nonfinite_loss": totals["nonfinite_loss"],
         "nonfinite_gradient": totals["nonfinite_gradient"],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.loss_metrics import LossSums
+from asyncrl.contracts.offline_rows import TokenRow
 from asyncrl.learning import zero3
 from asyncrl.learning.metrics import StepSums, step_metrics
 from asyncrl.learning.optimizer import set_learning_rates
@@ -19,7 +20,6 @@ from asyncrl.learning.state import LearnerState
 from asyncrl.models.micro_batches import (
     Example,
     MicroBatch,
-    TokenRow,
     micro_batch,
     packing_units,
     token_example,
@@ -46,7 +46,8 @@ def train(
     learning_rate: float,
     value_learning_rate: float,
     temperature: float | None = None,
-    parts: Sequence[str] | None = None,
+    parts: Sequence[str] = (),
+    policy: bool = False,
 ) -> dict[str, float]:
     """Take one optimizer step on all examples, unless any rank has a loss or gradient that is not
     finite.
@@ -54,7 +55,7 @@ def train(
     Args:
         weights: weight of each example's loss tokens.
         temperature: default: the temperature of the rollouts.
-        parts: see `step_metrics`.
+        parts, policy: see `step_metrics`.
 
     Returns:
         Metrics. `applied` is 1.0 if the step was taken.
@@ -66,7 +67,7 @@ def train(
     tokens = sum(example.loss_tokens for example in examples)
     if not tokens:
         return {"applied": 0.0, "trajectories": 0.0, "tokens": 0.0}
-    totals, plan = backward(state, examples, weights, loss, temperature, parts or ())
+    totals, plan = backward(state, examples, weights, loss, temperature, parts)
     applied = is_finite(totals)
     if applied:
         set_learning_rates(state.engine.optimizer, learning_rate, value_learning_rate)
@@ -83,7 +84,7 @@ def train(
     grad_norm = float(state.engine.get_global_grad_norm()) if applied else float("nan")
     seconds = time.monotonic() - began
     return step_metrics(
-        totals, tokens, examples, plan, grad_norm, learning_rate, applied, seconds, parts
+        totals, tokens, examples, plan, grad_norm, learning_rate, applied, seconds, parts, policy
     )
 
 

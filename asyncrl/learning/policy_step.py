@@ -37,6 +37,7 @@ from asyncrl.learning.batches import (
     with_values,
 )
 from asyncrl.learning.blame import keep_if_bad, name_culprit
+from asyncrl.learning.components import CE, Component, ce_loss, weighted_sum, with_token_mean
 from asyncrl.learning.passes import Loss, forward_batches, train
 from asyncrl.learning.state import LearnerState
 from asyncrl.models.micro_batches import Example, MicroBatch
@@ -65,13 +66,22 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
         algorithm.loss_aggregation,
         spec.max_completion_length,
     )
+    components = [Component(1.0, _loss(state, mean_weight))]
+    if algorithm.ce_coef:
+        rewarded = _at_least(tables, algorithm.ce_min_reward)
+        examples = with_token_mean(
+            examples, CE, lambda example: (example.group, example.trajectory) in rewarded
+        )
+        components.append(Component(algorithm.ce_coef, ce_loss))
     metrics = train(
         state,
         examples,
         weights,
-        _loss(state, mean_weight),
+        weighted_sum(components),
         state.scheduled(state.learning_rate),
         state.scheduled(state.value_learning_rate),
+        parts=("ce/loss",) if algorithm.ce_coef else (),
+        policy=True,
     )
     applied = bool(metrics["applied"])
     if applied:
@@ -94,6 +104,19 @@ def _loss(state: LearnerState, mean_weight: float) -> Loss:
         return policy_loss(tokens, state.spec.objective, entropy, mean_weight)
 
     return loss
+
+
+def _at_least(tables: Sequence[pa.Table], reward: float) -> set[tuple[int, int]]:
+    """(ordinal, index) of the step's trajectories with at least this reward."""
+    return {
+        (ordinal, index)
+        for table in tables
+        for ordinal, rewards in zip(
+            table["ordinal"].to_pylist(), table["reward"].to_pylist(), strict=True
+        )
+        for index, value in enumerate(rewards)
+        if value is not None and value >= reward
+    }
 
 
 def _usable_rewards(tables: Sequence[pa.Table]) -> list[float]:

@@ -128,7 +128,7 @@ FIXED_ROWS = (
     Metric(
         "ce/loss",
         "mean negative log-likelihood of the targets, in nats per token; under `dpo.ce_coef`, of"
-        " the chosen sides' tokens",
+        " the chosen sides' tokens; under `algorithm.ce_coef`, of completions with enough reward",
         "falls; compare it with the held-out loss",
     ),
     Metric(

@@ -172,6 +172,7 @@ def _policy_gradient_text(config: Config) -> str:
         algorithm.has_reference,
         algorithm.dual_clip,
         algorithm.entropy_coef,
+        algorithm.ce_coef,
         # The cispo run in docs/evidence.md had a lower clip.
         algorithm.loss == "cispo" and algorithm.eps_clip is None,
     )
@@ -185,10 +186,16 @@ def _policy_gradient_text(config: Config) -> str:
         for place, value in places.items()
         if value
     )
+    text = (
+        f"; {algorithm.ce_coef:g} x next-token loss on completions with a reward of at least"
+        f" {algorithm.ce_min_reward:g}"
+        if algorithm.ce_coef
+        else ""
+    )
     return (
         f"advantage {algorithm.advantage}, loss {algorithm.loss} against old policy"
         f" {algorithm.old_policy}, {algorithm.loss_aggregation}; {kind}; correction:"
-        f" {correction_text}{kl}{note}"
+        f" {correction_text}{kl}{text}{note}"
     )
 
 

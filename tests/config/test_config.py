@@ -353,6 +353,7 @@ def test_length_policy_applies_to_prompts_that_fill_max_length_and_to_supervised
         ({"pass_k": 2}, "only has an effect with algorithm.advantage: pass_at_k"),
         ({"pass_threshold": 0.5}, "only has an effect with algorithm.advantage: pass_at_k"),
         ({"bootstrap_truncated": True}, "only has an effect with algorithm.advantage: gae"),
+        ({"ce_min_reward": 0.5}, "only has an effect with algorithm.ce_coef above 0"),
         (
             {"advantage": "pass_at_k", "pass_k": 8},
             r"pass_k = 8 is not below rollout\.n_samples_per_prompt = 8.* lower it",

@@ -19,7 +19,15 @@ def test_a_steps_metrics_include_its_packing_and_are_documented() -> None:
     examples = [token_example(([1] * (length - 1), [2])) for length in (6, 3, 3)]
     plan = pack([len(example.tokens) for example in examples], 8, world_size=2, quadratic=0.1)
     metrics = step_metrics(
-        dict.fromkeys((*NAMES, "ratio_max"), 1.0), 3, examples, plan, 0.5, 1e-3, True, 2.0
+        dict.fromkeys((*NAMES, "ratio_max"), 1.0),
+        3,
+        examples,
+        plan,
+        0.5,
+        1e-3,
+        True,
+        2.0,
+        policy=True,
     )
     assert metrics["micro_batches"] == 2 and metrics["fill"] == 12 / 16
     assert metrics["imbalance"] == pytest.approx((6 + 3.6) / ((9.6 + 2 * 3.9) / 2) - 1), (
@@ -49,7 +57,8 @@ def test_means_are_taken_over_the_steps_tokens() -> None:
     }
     totals |= {"drift": 0.3, "drift_tokens": 2.0}
     examples = [token_example(((5, 6), (7, 8, 9))), token_example(((5,), (7,)))]
-    found = step_metrics(totals, 4, examples, Packing((((0, 1),),), 0.5, 0.0), 2.0, 1e-3, True, 0.5)
+    plan = Packing((((0, 1),),), 0.5, 0.0)
+    found = step_metrics(totals, 4, examples, plan, 2.0, 1e-3, True, 0.5, policy=True)
     expected = {
         "loss": 0.25,
         "ratio_mean": 1.0,
@@ -90,6 +99,7 @@ def test_a_mean_over_no_tokens_is_nan() -> None:
         0.0,
         False,
         1.0,
+        policy=True,
     )
     assert math.isnan(found["in_flight_drift"]) and math.isnan(found["ess"])
 
@@ -118,5 +128,7 @@ def test_chi2_of_small_ratios_is_not_negative() -> None:
         "ratio_squared": sum(ratio**2 for ratio in ratios),
         "ratio_max": 0.9,
     }
-    found = step_metrics(totals, 2, [], Packing(((),), 0.0, 0.0), 1.0, 1e-3, True, 1.0)["chi2"]
-    assert found == pytest.approx(sum((ratio - 1) ** 2 for ratio in ratios) / 2) and found > 0
+    plan = Packing(((),), 0.0, 0.0)
+    found = step_metrics(totals, 2, [], plan, 1.0, 1e-3, True, 1.0, policy=True)
+    chi2 = sum((ratio - 1) ** 2 for ratio in ratios) / 2
+    assert found["chi2"] == pytest.approx(chi2) and chi2 > 0

@@ -247,3 +247,33 @@ def test_the_value_after_a_trajectory_is_that_of_its_last_hidden_state(tmp_path:
         after = policy.value_head(hidden[-1])
     assert packed[:3].tolist() == pytest.approx(before.tolist(), abs=1e-5)
     assert packed[3].item() == pytest.approx(after.item(), abs=1e-5) and abs(after.item()) > 1e-3
+
+
+def test_completions_with_enough_reward_are_trained_as_text_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The third trajectory, with two loss tokens, is the only one with a reward of 4."""
+    tables = scored_tables([[0.0, 1.0], [3.0, 4.0]], [[-1.0, 1.0], [-1.0, 1.0]])
+    losses = []
+
+    def train(state: Any, examples: list[Example], weights: Any, loss: Any, *_: Any, **named: Any):
+        batch = micro_batch(examples, range(len(examples)), "cpu", weights)
+        logprobs = torch.full((6,), -1.5, requires_grad=True)
+        total, sums = loss(logprobs, torch.zeros(6), torch.zeros(0), batch)
+        (gradient,) = torch.autograd.grad(total, logprobs)
+        parts = [part.tolist() for part in gradient.split(list(batch.counts))]
+        losses.append((total.item(), dict(zip(batch.order, parts, strict=True)), sums.parts))
+        assert named == {"parts": tuple(sums.parts), "policy": True}
+        return {"applied": 0.0}
+
+    monkeypatch.setattr(policy_step, "train", train)
+    monkeypatch.setattr(policy_step, "keep_if_bad", lambda *_: "")
+    for algorithm in ({}, {"ce_coef": 0.5, "ce_min_reward": 4.0}):
+        state = state_without_model(learner_config(Path("model"), algorithm=algorithm))
+        policy_step.policy_step(state, tables)
+    (plain, without, _), (total, gradients, parts) = losses
+    assert parts["ce/loss"].item() == pytest.approx(1.5)
+    assert total == pytest.approx(plain + 0.5 * 1.5)
+    for index, gradient in gradients.items():
+        added = -0.5 / 2 if index == 3 else 0.0
+        assert gradient == pytest.approx([value + added for value in without[index]])

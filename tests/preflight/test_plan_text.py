@@ -272,6 +272,10 @@ def test_a_loss_without_a_run_in_the_evidence_is_experimental(write):
         ),
         ({"advantage": "gae", "bootstrap_truncated": True}, "advantage gae, loss ppo"),
         (
+            {"ce_coef": 0.1, "ce_min_reward": 0.5},
+            "; 0.1 x next-token loss on completions with a reward of at least 0.5",
+        ),
+        (
             {"old_policy": "learner", "correction": {"truncation": "geometric"}},
             "correction: truncation geometric, cap 2.0",
         ),
