@@ -69,7 +69,7 @@ def load_offline(
         objective: the objective of a file that names none.
 
     Raises:
-        ConfigError: as in `load_config`, or the file names another objective.
+        ConfigError: as in `load_config`, or the file or an override names another objective.
     """
     tree = _read_tree(path)
     found = tree.get("objective", objective)
@@ -78,7 +78,13 @@ def load_offline(
             f"config {str(path)!r} has objective: {found}; run `asyncrl {found}`, or set objective:"
             f" {objective}"
         )
-    return _validated(OfflineConfig, {**tree, "objective": found}, overrides)
+    config = _validated(OfflineConfig, {**tree, "objective": found}, overrides)
+    if objective is not None and config.objective != objective:
+        raise ConfigError(
+            f"--objective {config.objective} is not what `asyncrl {objective}` trains; run `asyncrl"
+            f" {config.objective}`, or leave the option out"
+        )
+    return config
 
 
 def load_any(path: str | Path, overrides: list[str] | None = None) -> Config | OfflineConfig:
@@ -88,9 +94,10 @@ def load_any(path: str | Path, overrides: list[str] | None = None) -> Config | O
         ConfigError: as in `load_config`.
     """
     tree = _read_tree(path)
-    if "objective" not in tree:
+    given = any(word.partition("=")[0] == "--objective" for word in overrides or ())
+    if "objective" not in tree and not given:
         return load_config(path, overrides)
-    if tree["objective"] not in OBJECTIVES:
+    if "objective" in tree and tree["objective"] not in OBJECTIVES:
         raise ConfigError(
             f"objective = {tree['objective']!r}: use one of {', '.join(OBJECTIVES)}, or leave it"
             " out for a run with generators"
@@ -133,9 +140,12 @@ def _validated(kind: type[Kind], tree: dict[str, Any], overrides: list[str] | No
     try:
         if not overrides:
             return kind.model_validate(tree)
-        in_mappings, remaining = _overrides_of_mappings(_without_braces(overrides, tree))
+        in_mappings, others = _overrides_of_mappings(_without_braces(overrides, tree))
+        unset, remaining = _overrides_with_null(others)
         for name, value in in_mappings:
             tree = _with_value(tree, name, value)
+        for name in unset:
+            tree = _with_value(tree, name, None)
         _refuse_unknown_overrides(remaining, kind)
         if not remaining:
             return kind.model_validate(tree)
@@ -246,7 +256,8 @@ def _explain_one(item: ErrorDetails, kind: type[BaseModel]) -> str:
         known = field_names(entry, f"{section}.") if entry else field_names(kind)
         return "; ".join(explain_unknown(leaf, known) for leaf in _leaves(name, item["input"]))
     if item["type"] == "missing":
-        return f"{name} is missing; set it"
+        or_objective = f", or set objective: {' or '.join(OBJECTIVES)} for a run on a dataset"
+        return f"{name} is missing; set it{or_objective if name == 'rollout' else ''}"
     if (way := _way_to_write(item)) is not None:
         return f"{name.removesuffix('.[key]')} = {item['input']!r}: {way}"
     message = item["msg"].removeprefix("Value error, ")
@@ -308,6 +319,25 @@ def _overrides_of_mappings(overrides: list[str]) -> tuple[list[tuple[str, object
             raise ConfigError(
                 f"--{name} = {given!r} cannot be used as YAML: {' '.join(str(error).split())}"
             ) from None
+    return found, remaining
+
+
+def _overrides_with_null(overrides: list[str]) -> tuple[list[str], list[str]]:
+    """Split off the overrides that unset a setting, such as `--eval.data null`. The command line's
+    parser would take null as an item of a setting that may be a list.
+
+    Returns:
+        The name of each, and the remaining arguments.
+    """
+    found: list[str] = []
+    remaining: list[str] = []
+    for word in overrides:
+        if word.startswith("--") and word.endswith("=null"):
+            found.append(word.removeprefix("--").removesuffix("=null"))
+        elif word == "null" and remaining and remaining[-1].startswith("--"):
+            found.append(remaining.pop().removeprefix("--"))
+        else:
+            remaining.append(word)
     return found, remaining
 
 

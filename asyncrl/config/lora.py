@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,13 +17,15 @@ class LoraConfig(Section):
 
     r: int = Field(default=16, gt=0)
     """Rank of the adapter's matrices."""
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: int = Field(default=32, gt=0)
     """Scale: the adapter's product is multiplied by alpha / r (alpha / sqrt(r) with use_rslora)."""
-    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Linear layers that get an adapter: the last parts of their names, such as `q_proj`.
     `all-linear`: every linear layer except the output head."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) (arXiv:2312.03732)."""
-    use_dora: bool = False
-    """Also train the magnitude of each output (DoRA, arXiv:2402.09353). Only in a run on a dataset:
-    vLLM refuses such adapters."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter's product."""
+        return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)

@@ -72,7 +72,8 @@ class OfflineDataConfig(Section):
 
 class HeldOutConfig(Section):
     data: Sources | None = None
-    """Held-out rows in the form of data.train. None = no evaluation."""
+    """Held-out rows. Their form is recognized by itself, and may differ from that of data.train.
+    None = no evaluation."""
     every_steps: int = Field(default=0, ge=0)
     """Steps between two evaluations. 0 = only before and after training."""
     max_rows: int = Field(default=1024, gt=0)
@@ -129,7 +130,8 @@ class OfflineConfig(RunSettings):
     num_epochs: float = Field(default=1.0, gt=0)
     """Passes over the data, where max_steps is not set."""
     batch_size: int = Field(default=32, gt=0)
-    """Rows (SFT) or pairs (DPO) of one optimizer step, over all ranks."""
+    """Rows (SFT) or pairs (DPO) of one optimizer step, over all ranks. At most those of an epoch.
+    """
     data: OfflineDataConfig
     eval: HeldOutConfig = HeldOutConfig()
     sft: SftConfig = SftConfig()
@@ -301,7 +303,7 @@ class OfflineConfig(RunSettings):
         """Checkpoint of the reference policy."""
         return self.dpo.ref_load or self.model.path
 
-    def steps(self, rows: int) -> int:
-        """Optimizer steps of the whole run on this many rows. The last step of an epoch continues
-        into the next epoch, so every step has `batch_size` rows."""
-        return self.max_steps or max(1, math.ceil(self.num_epochs * rows / self.batch_size))
+    def steps(self, epoch: int) -> int:
+        """Optimizer steps of the whole run, for this many rows per epoch. The last step of an epoch
+        continues into the next epoch, so every step has `batch_size` rows."""
+        return self.max_steps or max(1, math.ceil(self.num_epochs * epoch / self.batch_size))

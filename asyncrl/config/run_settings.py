@@ -92,10 +92,8 @@ class RunSettings(Section):
             if isinstance(fields, dict) and fields.get(name) is not None:
                 on_hub = is_hub_name if (section, name) in cls.MODELS else is_hub_data
                 stays = on_hub if (section, name) in (*cls.MODELS, *cls.DATA) else None
-                try:
-                    absolute[section] = {**fields, name: located(fields[name], root, stays)}
-                except ValueError as error:
-                    raise ValueError(f"{section}.{name} {error}") from None
+                setting = f"{section}.{name}"
+                absolute[section] = {**fields, name: located(fields[name], setting, root, stays)}
         return absolute
 
     @field_validator("name")
@@ -190,22 +188,22 @@ class RunSettings(Section):
         return directory
 
 
-def located(value: object, root: Path, stays: Callable[[str], bool] | None) -> object:
-    """A path, or the paths of a list of sources, made absolute. Paths for which `stays` is true are
-    not changed.
+def located(value: object, setting: str, root: Path, stays: Callable[[str], bool] | None) -> object:
+    """The value of a setting: a path, or a list of sources, with absolute paths. Paths for which
+    `stays` is true are not changed.
 
     Raises:
         ValueError: a path is empty.
     """
     if isinstance(value, str):
         if not value.strip():
-            raise ValueError(f"= {value!r} is an empty path; give one, or leave the setting out")
+            raise ValueError(f"{setting} = {value!r} is an empty path; give one, or leave it out")
         path = value.replace("{runs_root}", str(root))
         return path if stays and stays(path) else str(Path(path).expanduser().absolute())
     if isinstance(value, list):
-        return [located(item, root, stays) for item in value]
+        return [located(item, setting, root, stays) for item in value]
     if isinstance(value, dict) and isinstance(value.get("path"), str):
-        return {**value, "path": located(value["path"], root, stays)}
+        return {**value, "path": located(value["path"], setting, root, stays)}
     return value
 
 

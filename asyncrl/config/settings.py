@@ -21,6 +21,7 @@ from asyncrl.config.schema import (
     WarmStartConfig,
     WeightsConfig,
     is_hub_data,
+    is_hub_name,
     sources_of,
 )
 
@@ -57,7 +58,9 @@ class Settings(RunSettings):
     @model_validator(mode="before")
     @classmethod
     def set_paths_are_absolute(cls, tree: object) -> object:
-        """Make the paths of evaluation sets absolute, like those of `paths_are_absolute`."""
+        """Make the paths of evaluation sets and of a teacher absolute, like those of
+        `paths_are_absolute`."""
+        tree = _with_located_teacher(tree)
         evaluation = tree.get("eval") if isinstance(tree, dict) else None
         if (
             not isinstance(tree, dict)
@@ -66,7 +69,9 @@ class Settings(RunSettings):
         ):
             return tree
         root = root_of_runs(tree.get("runs_root"))
-        sets = {name: _located_set(chosen, root) for name, chosen in evaluation["sets"].items()}
+        sets = {
+            name: _located_set(chosen, root, name) for name, chosen in evaluation["sets"].items()
+        }
         return {**tree, "eval": {**evaluation, "sets": sets}}
 
     @property
@@ -104,8 +109,9 @@ class Settings(RunSettings):
     @property
     def models(self) -> dict[str, str]:
         """Setting → path of each model that the run's nodes read."""
-        reference = {"algorithm.ref_load": self.reference_path}
-        return {"model.path": self.model.path} | (reference if self.algorithm.has_reference else {})
+        reference = {self.reference_setting: self.reference_path}
+        loads = self.algorithm.loads_reference
+        return {"model.path": self.model.path} | (reference if loads else {})
 
     @property
     def bucket_bytes(self) -> int:
@@ -202,8 +208,16 @@ class Settings(RunSettings):
 
     @property
     def reference_path(self) -> str:
-        """Checkpoint of the reference policy."""
+        """Checkpoint of the reference policy. With distillation, the teacher."""
+        if self.algorithm.distillation is not None:
+            return self.algorithm.distillation.teacher
         return self.algorithm.ref_load or self.model.path
+
+    @property
+    def reference_setting(self) -> str:
+        """The setting that names `reference_path`."""
+        distills = self.algorithm.distillation is not None
+        return "algorithm.distillation.teacher" if distills else "algorithm.ref_load"
 
     @property
     def max_outstanding(self) -> int:
@@ -250,8 +264,26 @@ def completion_room(longest: int, max_length: int | None, prompt_tokens: int) ->
     return longest if max_length is None else min(longest, max_length - prompt_tokens)
 
 
-def _located_set(settings: object, root: Path) -> object:
+def _with_located_teacher(tree: object) -> object:
+    """The settings with an absolute path of a teacher that is a directory."""
+    algorithm = tree.get("algorithm") if isinstance(tree, dict) else None
+    distillation = algorithm.get("distillation") if isinstance(algorithm, dict) else None
+    if not isinstance(tree, dict) or not isinstance(algorithm, dict):
+        return tree
+    if not isinstance(distillation, dict) or not isinstance(distillation.get("teacher"), str):
+        return tree
+    teacher = distillation["teacher"]
+    if teacher.startswith(("http://", "https://")):
+        return tree
+    root = root_of_runs(tree.get("runs_root"))
+    absolute = located(teacher, "algorithm.distillation.teacher", root, is_hub_name)
+    changed = {**algorithm, "distillation": {**distillation, "teacher": absolute}}
+    return {**tree, "algorithm": changed}
+
+
+def _located_set(settings: object, root: Path, name: str) -> object:
     """The settings of an evaluation set with an absolute path."""
     if not isinstance(settings, dict) or settings.get("data") is None:
         return settings
-    return {**settings, "data": located(settings["data"], root, is_hub_data)}
+    data = located(settings["data"], f"eval.sets.{name}.data", root, is_hub_data)
+    return {**settings, "data": data}

@@ -26,10 +26,15 @@ __all__ = [
     "SIDES",
     "UNPAIRED_REFERENCE_COLUMN",
     "UNPAIRED_SCHEMA",
+    "TokenRow",
     "check_offline_table",
+    "list_arrays",
     "mismatched_rows",
     "token_table",
 ]
+
+TokenRow = tuple[Sequence[int], Sequence[int]]
+"""Prompt ids, and the ids that follow them."""
 
 IDS = pa.list_(pa.int32())
 MASK = pa.list_(pa.bool_())
@@ -76,7 +81,16 @@ LISTS: Final = (("input_ids", "loss_mask"), *((f"{side}_ids", f"{side}_mask") fo
 """(Token ids, mask) of each sequence that a row may have."""
 
 
-def token_table(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> pa.Table:
+def list_arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
+    """The lists of a column, one array for each row. A null is an empty list."""
+    if not len(column):
+        return []
+    ends = np.cumsum(pc.list_value_length(column).fill_null(0).to_numpy())
+    # `list_flatten` respects slices. `values` would return the whole buffer behind them.
+    return np.split(pc.list_flatten(column).to_numpy(), ends[:-1])
+
+
+def token_table(rows: Sequence[TokenRow]) -> pa.Table:
     """The SFT rows (SFT_SCHEMA) of (prompt ids, target ids): every target token is a target.
 
     Raises:
@@ -108,13 +122,7 @@ def mismatched_rows(table: pa.Table) -> pa.Table:
     targets = _targets(table["loss_mask"])
     if (empty := np.flatnonzero(targets == 0)).size:
         raise ValueError(f"row {empty[0]} has no target; leave it out")
-    ids, masks = (
-        np.split(
-            pc.list_flatten(table[name]).to_numpy(),
-            np.cumsum(pc.list_value_length(table[name]).to_numpy())[:-1],
-        )
-        for name in ("input_ids", "loss_mask")
-    )
+    ids, masks = (list_arrays(table[name]) for name in ("input_ids", "loss_mask"))
     prompts = [int(mask.argmax()) for mask in masks]
     parts = [
         (ids[row][:prompt], ids[other][prompts[other] :], masks[other][prompts[other] :])

@@ -13,14 +13,17 @@ import pyarrow as pa
 
 from asyncrl.contracts.columns import column_values, without_absent
 from asyncrl.data.forms import VARIABLES, Form, FormName
-from asyncrl.data.offline_spec import Objective, OfflineDataSpec
+from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
 from asyncrl.text.template import Message, MessagesError, Schema, are_messages, tool_schemas
 
-__all__ = ["REASONS", "Chat", "MalformedError", "Row", "Side", "Text", "rows_of"]
+__all__ = ["REASONS", "Chat", "MalformedError", "ParsedRow", "Side", "Text", "rows_of"]
 
 REASONS: Final[Mapping[str, str]] = {
     "missing": "a value is missing",
     "type": "a value has the wrong type",
+    "lengths": "lists have different lengths",
+    "reward": "a reward is not finite",
+    "vocabulary": "a token id is not in the vocabulary",
     "template": "the chat template refuses the chat",
     "not_a_prefix": "the prompt is no prefix of its conversation",
     "rewritten": "the chat template changes an earlier turn when the chat continues",
@@ -70,7 +73,7 @@ Value = str | list[Message]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ParsedRow:
     """The values of one row: two sides of a pair (chosen first), or one."""
 
     sides: tuple[Side, ...]
@@ -78,8 +81,8 @@ class Row:
 
 
 def rows_of(
-    table: pa.Table, form: Form, spec: OfflineDataSpec, objective: Objective
-) -> Iterator[Row | MalformedError]:
+    table: pa.Table, form: Form, spec: OfflineDataSpec, objective: RowsFor
+) -> Iterator[ParsedRow | MalformedError]:
     """The rows of a table in a form other than recorded groups. A column that these rows lack is
     missing in each."""
     values = [_values(table, name) for name in form.columns]
@@ -151,7 +154,7 @@ class _Sides:
             _refuse_empty(messages[count:])
         return self.chat(messages, count)
 
-    def pair(self, prompt: object, chosen: object, rejected: object) -> Row:
+    def pair(self, prompt: object, chosen: object, rejected: object) -> ParsedRow:
         """Two sides with the same prompt. Without a prompt, it is what the sides have in common."""
         sides = [
             _value(value, name) for value, name in ((chosen, "chosen"), (rejected, "rejected"))
@@ -164,9 +167,9 @@ class _Sides:
         made = tuple(self.completed(prompt, side) for side in sides)
         if len({*map(type, made)}) > 1:
             raise MalformedError("type", "one side is a string, the other a list of messages")
-        return Row(made)
+        return ParsedRow(made)
 
-    def _implicit(self, prompt: str | None, sides: Sequence[Value]) -> Row:
+    def _implicit(self, prompt: str | None, sides: Sequence[Value]) -> ParsedRow:
         chosen, rejected = sides
         if isinstance(chosen, str) and isinstance(rejected, str):
             if self.spec.apply_chat_template:
@@ -177,7 +180,7 @@ class _Sides:
                 )
             if chosen.startswith(rejected) or rejected.startswith(chosen):
                 raise MalformedError("no_completion", "one side is the start of the other")
-            return Row((self.text(chosen), self.text(rejected)))
+            return ParsedRow((self.text(chosen), self.text(rejected)))
         if isinstance(chosen, str) or isinstance(rejected, str):
             raise MalformedError("type", "one side is a string, the other a list of messages")
         count = _common_length(chosen, rejected)
@@ -191,7 +194,7 @@ class _Sides:
             )
         for side in (chosen, rejected):
             _refuse_empty(side[count:])
-        return Row((self.chat(chosen, count), self.chat(rejected, count)))
+        return ParsedRow((self.chat(chosen, count), self.chat(rejected, count)))
 
     def _tools(self) -> list[Schema] | None:
         try:
@@ -206,41 +209,39 @@ class _Sides:
         return {**self.spec.chat_template_kwargs, **(own or {})}
 
 
-def _from_messages(sides: _Sides, values: Sequence[object], form: Form) -> Row:
+def _from_messages(sides: _Sides, values: Sequence[object], form: Form) -> ParsedRow:
     (value,) = values
     if value is None:
         raise MalformedError("missing", f"its column {form.columns[0]!r} is null")
-    return Row((sides.chat(_as_messages(_parsed(value))),))
+    return ParsedRow((sides.chat(_as_messages(_parsed(value))),))
 
 
-def _from_prompt_completion(sides: _Sides, values: Sequence[object], form: Form) -> Row:
+def _from_prompt_completion(sides: _Sides, values: Sequence[object], form: Form) -> ParsedRow:
     _refuse_nulls(values, form)
     prompt, completion = values
-    if isinstance(completion, int | float):  # an answer to a sum
-        completion = str(completion)
-    return Row((sides.completed(prompt, completion),))
+    return ParsedRow((sides.completed(prompt, completion),))
 
 
-def _from_preference(sides: _Sides, values: Sequence[object], form: Form) -> Row:
+def _from_preference(sides: _Sides, values: Sequence[object], form: Form) -> ParsedRow:
     _refuse_nulls(values[:2], form)
     chosen, rejected, prompt = values
     return sides.pair(prompt, chosen, rejected)
 
 
-def _from_unpaired(sides: _Sides, values: Sequence[object], form: Form) -> Row:
+def _from_unpaired(sides: _Sides, values: Sequence[object], form: Form) -> ParsedRow:
     _refuse_nulls(values, form)
     prompt, completion, label = values
     if label not in (True, False):  # 0 and 1 count as well
         raise _wrong_type("label", label, "true or false")
-    return Row((sides.completed(prompt, completion),), bool(label))
+    return ParsedRow((sides.completed(prompt, completion),), bool(label))
 
 
-def _from_text(sides: _Sides, values: Sequence[object], form: Form) -> Row:
+def _from_text(sides: _Sides, values: Sequence[object], form: Form) -> ParsedRow:
     _refuse_nulls(values, form)
-    return Row((sides.text(values[0]),))
+    return ParsedRow((sides.text(values[0]),))
 
 
-READERS: Final[Mapping[FormName, Callable[[_Sides, Sequence[object], Form], Row]]] = {
+READERS: Final[Mapping[FormName, Callable[[_Sides, Sequence[object], Form], ParsedRow]]] = {
     "text": _from_text,
     "messages": _from_messages,
     "prompt-completion": _from_prompt_completion,
@@ -256,7 +257,7 @@ def _refuse_nulls(values: Sequence[object], form: Form) -> None:
 
 
 def _wrong_type(what: str, value: object, wanted: str) -> MalformedError:
-    return MalformedError("type", f"its {what} is {str(value)[:80]!r}; give {wanted}")
+    return MalformedError("type", f"its {what} is {repr(value)[:80]}; give {wanted}")
 
 
 def _value(value: object, what: str) -> Value:

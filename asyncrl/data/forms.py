@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from asyncrl.config import ConfigError, Source
-from asyncrl.data.offline_spec import Objective, OfflineDataSpec
+from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
 
 __all__ = [
     "RECORDED",
-    "RECORDED_TEXT",
+    "RECORDED_TEXTS",
     "VARIABLES",
     "Form",
     "FormName",
@@ -45,17 +45,18 @@ RECORDED: Final = (
     "status",
 )
 """Columns that identify rows recorded by a run, and all that is read of each of them."""
-RECORDED_TEXT: Final = "prompt_text"
+RECORDED_TEXTS: Final = ("prompt_text", "completion_text")
+"""Columns of recorded rows that only show which tokenizer made the tokens."""
 VARIABLES: Final = "chat_template_kwargs"
 TOOLS: Final = "tools"
-WANTED: Final[Mapping[Objective, str]] = {
+WANTED: Final[Mapping[RowsFor, str]] = {
     "sft": (
         "text; messages; prompt and completion (or data.target_column); or a run's groups/*.parquet"
     ),
     "dpo": "chosen and rejected, with or without prompt; or a run's groups/*.parquet",
     "kto": "prompt, completion and label; or chosen and rejected, with or without prompt",
 }
-"""Objective → the columns that it takes, for messages."""
+"""What the rows are for → the columns that it takes, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,31 +77,39 @@ def wanted_columns(spec: OfflineDataSpec, source: Source) -> set[str]:
     names = {
         "text", "messages", "conversations", "completion", "chosen", "rejected", "label",
         VARIABLES, spec.tools_column or TOOLS, source.prompt_column or spec.prompt_column,
-        *RECORDED, RECORDED_TEXT,
+        *RECORDED, *RECORDED_TEXTS,
     }  # fmt: skip
     return names | {spec.target_column} if spec.target_column else names
 
 
 def form_of(
-    columns: Sequence[str], spec: OfflineDataSpec, source: Source, objective: Objective, field: str
+    columns: Sequence[str], spec: OfflineDataSpec, source: Source, objective: RowsFor, field: str
 ) -> Form:
     """The form of a source with these columns, for an objective.
 
-    If several fit, the first one of the module's table counts that has more than one column, then
-    `messages`, then `text`.
+    If several fit, recorded groups come first, since a dataset's own columns may be among theirs.
+    Then comes the first one of the module's table that has more than one column, then `messages`,
+    then `text`. Settings that name columns do not apply to recorded groups.
 
     Raises:
-        ConfigError: none fits, or a setting names a column that is missing or has no effect.
+        ConfigError: none fits, or a setting names a column that is missing.
     """
     there = set(columns)
     where = f"{field} = {source.path!r}"
     prompt = source.prompt_column or spec.prompt_column
-    _refuse_missing(spec, source, there, where)
     if spec.target_column is not None and objective != "sft":
         raise ConfigError(
             f"data.target_column = {spec.target_column!r} has no effect on {objective}; leave it"
             " out"
         )
+    if objective != "kto" and there.issuperset(RECORDED):
+        if source.prompt_column is not None:
+            raise ConfigError(
+                f"prompt_column of the source = {source.prompt_column!r} has no effect on the"
+                f" recorded groups of {where}; leave it out"
+            )
+        return Form("recorded groups", RECORDED, ())
+    _refuse_missing(spec, source, there, where)
     found: tuple[FormName, tuple[str, ...]] | None = next(
         (
             (name, used)
@@ -115,35 +124,29 @@ def form_of(
             f" takes {WANTED[objective]}"
         )
     name, used = found
-    if name in ("text", "recorded groups") and spec.apply_chat_template:
-        raise ConfigError(
-            f"data.apply_chat_template has no effect on the form of {where}, {name}; leave it out"
-        )
     # Optional columns are named even if they are missing: later rows of a JSONL file may have them.
     if name == "preference":
         used = (*used, prompt)
-    chats = name not in ("recorded groups", "text")
+    chats = name != "text"
     tools, variables = (spec.tools_column or TOOLS, VARIABLES) if chats else (None, None)
-    unused = set() if name == "recorded groups" else there - {*used, tools, variables}
+    unused = there - {*used, tools, variables}
     return Form(name, used, tuple(sorted(unused)), tools, variables)
 
 
 def _candidates(
-    spec: OfflineDataSpec, prompt: str, objective: Objective
+    spec: OfflineDataSpec, prompt: str, objective: RowsFor
 ) -> Iterator[tuple[FormName, tuple[str, ...]]]:
-    """The forms that an objective takes, with the columns that each needs."""
+    """The other forms that an objective takes, with the columns that each needs."""
     pair = ("chosen", "rejected")
     match objective:
         case "sft":
             yield "prompt-completion", (prompt, spec.target_column or "completion")
             if spec.target_column is None:
-                yield "recorded groups", RECORDED
                 yield "messages", ("messages",)
                 yield "messages", ("conversations",)
                 yield "text", ("text",)
         case "dpo":
             yield "preference", pair
-            yield "recorded groups", RECORDED
         case "kto":
             yield "unpaired preference", (prompt, "completion", "label")
             yield "preference", pair

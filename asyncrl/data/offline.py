@@ -16,18 +16,18 @@ import pyarrow as pa
 from asyncrl.config import ConfigError, sources_of
 from asyncrl.contracts.offline_rows import MASK, PREFERENCE_SCHEMA, SFT_SCHEMA, UNPAIRED_SCHEMA
 from asyncrl.data.conversations import Encoder, Target, Tokens
-from asyncrl.data.examples import Example, checked, lists, paired, truncated
-from asyncrl.data.form_rows import REASONS, Chat, MalformedError, Row, Side, Text, rows_of
-from asyncrl.data.forms import RECORDED_TEXT, Form, form_of, wanted_columns
+from asyncrl.data.encoded_rows import EncodedRow, checked, lists, paired, truncated
+from asyncrl.data.form_rows import REASONS, Chat, MalformedError, ParsedRow, Side, Text, rows_of
+from asyncrl.data.forms import Form, form_of, wanted_columns
 from asyncrl.data.length_limits import Cuts
-from asyncrl.data.offline_checks import check_settings, target_of, template_notes
+from asyncrl.data.offline_checks import check_settings, idle_settings, target_of, template_notes
 from asyncrl.data.offline_report import OfflineReport, Tally, count_notes, marked_text
-from asyncrl.data.offline_spec import Objective, OfflineDataSpec
+from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
 from asyncrl.data.prompts import ROWS_PER_CHECK
-from asyncrl.data.recorded import RecordedGroups, refuse_another_vocabulary
+from asyncrl.data.recorded import RecordedGroups
 from asyncrl.data.rendering import Data, named
 from asyncrl.data.sources import Block, SourceRows, files_of, stream_sources
-from asyncrl.runtime.arrow_files import map_table, write_batches
+from asyncrl.runtime.arrow_files import write_batches
 from asyncrl.text.template import TemplateError
 from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
 
@@ -35,11 +35,10 @@ __all__ = [
     "SCHEMAS",
     "OfflineRows",
     "check_offline_rows",
-    "open_offline_rows",
     "write_offline_rows",
 ]
 
-SCHEMAS: Final[Mapping[Objective, pa.Schema]] = {
+SCHEMAS: Final[Mapping[RowsFor, pa.Schema]] = {
     "sft": SFT_SCHEMA,
     "dpo": PREFERENCE_SCHEMA,
     "kto": UNPAIRED_SCHEMA,
@@ -51,7 +50,7 @@ def write_offline_rows(
     spec: OfflineDataSpec,
     data: Data,
     field: str,
-    objective: Objective,
+    objective: RowsFor,
     most_rows: int | None = None,
 ) -> OfflineReport:
     """Write the token rows of a dataset to an Arrow IPC file, which is complete or absent.
@@ -73,7 +72,7 @@ def check_offline_rows(
     spec: OfflineDataSpec,
     data: Data,
     field: str,
-    objective: Objective,
+    objective: RowsFor,
     most_rows: int | None = None,
 ) -> OfflineReport:
     """Read and encode the rows before anything is allocated. Raises like `OfflineRows`."""
@@ -81,21 +80,6 @@ def check_offline_rows(
     for _ in rows:
         pass
     return rows.report()
-
-
-def open_offline_rows(path: Path, objective: Objective) -> pa.Table:
-    """The table of `write_offline_rows`, mapped into memory. `sources.RowsByNumber` gives single
-    rows. A reference policy's columns may follow those of the schema.
-
-    Raises:
-        ValueError: the file is incomplete, or has rows for another objective.
-        OSError: it cannot be read.
-    """
-    table, schema = map_table(path), SCHEMAS[objective]
-    names = table.column_names
-    if names[: len(schema)] != schema.names or table.select(schema.names).schema != schema:
-        raise ValueError(f"{path} has columns {names}, but {objective} needs {schema.names}")
-    return table
 
 
 class OfflineRows:
@@ -111,7 +95,7 @@ class OfflineRows:
         spec: OfflineDataSpec,
         data: Data,
         field: str,
-        objective: Objective,
+        objective: RowsFor,
         most_rows: int | None = None,
     ) -> None:
         if spec.length_policy == "split" and objective != "sft":
@@ -124,13 +108,13 @@ class OfflineRows:
         self._spec, self._data, self._field, self._objective = spec, data, field, objective
         self._sources = sources_of(data)
         self._encoder = Encoder(load_tokenizer(spec.model_path))
-        self._groups = RecordedGroups(objective, spec.least_reward)
+        self._groups = RecordedGroups(spec, objective, self._encoder.tokenizer)
         self._tally = Tally()
         self._forms: list[Form] = []
         self._kinds: set[tuple[int, str]] = set()
         """(Source, "text" or "chat") of the rows met."""
-        self._starts: list[int] = []
-        """Rows of the data before each source."""
+        self._files: list[tuple[int, Path]] = []
+        """Each file that was met, after the rows of the data before it."""
         self._notes: list[str] | None = None
         """Notes of the template; None until a chat was encoded."""
         self._report: OfflineReport | None = None
@@ -160,18 +144,20 @@ class OfflineRows:
 
     def _form(self, block: Block) -> Form:
         """The form of the block's source, by its first rows."""
-        if block.source == len(self._forms):
+        new = block.source == len(self._forms)
+        if new or block.file != self._files[-1][1]:
+            self._files.append((block.first_row, block.file))
+        if new:
             source = self._sources[block.source]
-            self._starts.append(block.first_row)
             self._forms.append(
                 form_of(block.columns, self._spec, source, self._objective, self._field)
             )
         return self._forms[block.source]
 
-    def _encoded(self, block: Block, form: Form) -> Iterator[Example]:
+    def _encoded(self, block: Block, form: Form) -> Iterator[EncodedRow]:
         rows = list(rows_of(block.table, form, self._spec, self._objective))
         for found in rows:
-            if isinstance(found, Row):
+            if isinstance(found, ParsedRow):
                 self._meet(found.sides[0], block.source)
         encoded = self._tokens(rows, form)
         self._describe(rows, encoded)
@@ -184,12 +170,12 @@ class OfflineRows:
                 self._refuse(error, block.first_row + place)
 
     def _tokens(
-        self, rows: Sequence[Row | MalformedError], form: Form
+        self, rows: Sequence[ParsedRow | MalformedError], form: Form
     ) -> list[list[Tokens | MalformedError]]:
         """The tokens of each side of each row; empty for a malformed row."""
         alike: dict[tuple[bool, Target], list[tuple[int, Side]]] = {}
         for place, row in enumerate(rows):
-            for side in row.sides if isinstance(row, Row) else ():
+            for side in row.sides if isinstance(row, ParsedRow) else ():
                 key = isinstance(side, Chat), self._target(side, form)
                 alike.setdefault(key, []).append((place, side))
         found: list[list[Tokens | MalformedError]] = [[] for _ in rows]
@@ -202,8 +188,8 @@ class OfflineRows:
         return found
 
     def _examples(
-        self, number: int, row: Row, sides: Sequence[Tokens | MalformedError]
-    ) -> Iterator[Example]:
+        self, number: int, row: ParsedRow, sides: Sequence[Tokens | MalformedError]
+    ) -> Iterator[EncodedRow]:
         """One table row, or two where KTO takes a pair."""
         good = []
         for side, found in zip(row.sides, sides, strict=True):
@@ -216,24 +202,20 @@ class OfflineRows:
             first = row.sides[0]
             implicit = isinstance(first, Text) and first.prompt is None
             good = [*paired(good[0], good[1], implicit)]
-        example = checked(Example(number, tuple(good), row.label))
+        example = checked(EncodedRow(number, tuple(good), row.label))
         if self._objective == "kto" and len(good) == 2:
             for tokens, label in zip(example.sides, (True, False), strict=True):
-                yield Example(number, (tokens,), label)
+                yield EncodedRow(number, (tokens,), label)
         else:
             yield example
 
-    def _recorded(self, block: Block) -> Iterator[Example]:
-        table = block.table
+    def _recorded(self, block: Block) -> Iterator[EncodedRow]:
         if self._spec.loss_on not in ("auto", "completion"):
             self._stop(
                 f"data.loss_on = {self._spec.loss_on!r} does not fit recorded groups; use auto"
             )
         try:
-            if RECORDED_TEXT in table.column_names and table["prompt_ids"][0].is_valid:
-                ids, text = table["prompt_ids"][0].as_py(), table[RECORDED_TEXT][0].as_py()
-                refuse_another_vocabulary(self._encoder.tokenizer, ids, text or "")
-            groups = list(self._groups.examples(table, block.file))
+            groups = list(self._groups.sides(block.table, block.file))
         except ValueError as error:
             self._stop(str(error))
         for number, found in enumerate(groups, block.first_row):
@@ -242,11 +224,11 @@ class OfflineRows:
                 if isinstance(found, MalformedError):
                     raise found
                 for sides in found or []:
-                    yield checked(Example(number, sides))
+                    yield checked(EncodedRow(number, sides))
             except MalformedError as error:
                 self._refuse(error, number)
 
-    def _within_limit(self, examples: Sequence[Example]) -> list[Example]:
+    def _within_limit(self, examples: Sequence[EncodedRow]) -> list[EncodedRow]:
         """The examples within data.max_length, in order."""
         spec, tally = self._spec, self._tally
         long = [example for example in examples if example.length > spec.max_length]
@@ -276,7 +258,7 @@ class OfflineRows:
                 self._refuse(error, example.row)
         return kept
 
-    def _batch(self, examples: Sequence[Example]) -> pa.RecordBatch:
+    def _batch(self, examples: Sequence[EncodedRow]) -> pa.RecordBatch:
         columns: list[pa.Array] = []
         for sides in zip(*(example.sides for example in examples), strict=True):
             columns.append(lists([side.ids for side in sides]))
@@ -304,7 +286,7 @@ class OfflineRows:
 
     def _describe(
         self,
-        rows: Sequence[Row | MalformedError],
+        rows: Sequence[ParsedRow | MalformedError],
         encoded: Sequence[Sequence[Tokens | MalformedError]],
     ) -> None:
         """Describe what the settings do to the first chat without template variables of its own."""
@@ -313,7 +295,7 @@ class OfflineRows:
         sides = (
             row.sides[0]
             for row, tokens in zip(rows, encoded, strict=True)
-            if isinstance(row, Row) and isinstance(tokens[0], Tokens)
+            if isinstance(row, ParsedRow) and isinstance(tokens[0], Tokens)
         )
         variables = self._spec.chat_template_kwargs
         chats = (side for side in sides if isinstance(side, Chat) and side.variables == variables)
@@ -330,21 +312,21 @@ class OfflineRows:
         if self._spec.malformed == "error":
             more = f" ({detail})" if detail != why else ""
             self._stop(f"{why}{more}; correct it, or set data.malformed: drop", row)
-        source, number = self._place(row)
-        self._tally.refuse(error, f"row {number} of {self._sources[source].path}")
+        file, number = self._place(row)
+        self._tally.refuse(error, f"row {number} of {str(file)!r}")
 
     def _stop(self, message: str, row: int | None = None) -> NoReturn:
-        source = len(self._starts) - 1
-        at = ""
-        if row is not None:
-            source, number = self._place(row)
-            at = f"row {number}: "
-        raise ConfigError(f"{self._field} = {self._sources[source].path!r}: {at}{message}")
+        if row is None:
+            raise ConfigError(
+                f"{self._field} = {self._sources[len(self._forms) - 1].path!r}: {message}"
+            )
+        file, number = self._place(row)
+        raise ConfigError(f"{self._field} = {str(file)!r}: row {number}: {message}")
 
-    def _place(self, row: int) -> tuple[int, int]:
-        """The source of a row of the data, and the row's number there."""
-        source = max(place for place, start in enumerate(self._starts) if start <= row)
-        return source, row - self._starts[source]
+    def _place(self, row: int) -> tuple[Path, int]:
+        """The file of a row of the data, and the row's number there."""
+        start, file = next(found for found in reversed(self._files) if found[0] <= row)
+        return file, row - start
 
     def _shown(self, tokens: Tokens) -> str:
         return marked_text(tokens, lambda ids: decode_prompt(self._encoder.tokenizer, ids))
@@ -367,8 +349,10 @@ class OfflineRows:
             met = [name for kind, name in kinds.items() if (place, kind) in self._kinds]
             forms.append(form.name + (f" ({' and '.join(met)})" if met else ""))
             if form.unused:
-                notes.append(f"unused columns of {source.name}: {', '.join(form.unused)}")
-        report = tally.report(sources, forms, notes)
+                unused = ", ".join(map(repr, form.unused))  # a name may contain anything
+                notes.append(f"unused columns of {source.name}: {unused}")
+        idle = idle_settings(self._spec, [form.name for form in self._forms])
+        report = tally.report(sources, forms, idle, notes)
         if not report.rows:
             raise ConfigError(f"{where}: no row is left ({report.text()}); correct the data")
         for source in sources:
@@ -376,9 +360,4 @@ class OfflineRows:
                 raise ConfigError(
                     f"{where}: no row of source {source.name!r} is left; correct it, or remove it"
                 )
-        if self._spec.least_reward is not None and "recorded groups" not in forms:
-            raise ConfigError(
-                f"data.least_reward = {self._spec.least_reward:g} only has an effect on recorded"
-                f" groups, and the form of {where} is {forms[0]}; leave it out"
-            )
         return report

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
+from asyncrl.config import ConfigError
 from asyncrl.data.conversations import Target
 from asyncrl.data.form_rows import Chat, Side
 from asyncrl.data.forms import FormName
-from asyncrl.data.offline_spec import LossOn, Objective, OfflineDataSpec
+from asyncrl.data.offline_report import OfflineReport
+from asyncrl.data.offline_spec import LossOn, OfflineDataSpec, RowsFor
 from asyncrl.text.template import Template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["check_settings", "target_of", "template_notes"]
+__all__ = ["check_settings", "idle_settings", "refuse_idle", "target_of", "template_notes"]
+
+PROMPTED: Final[frozenset[FormName]] = frozenset(
+    ("prompt-completion", "preference", "unpaired preference")
+)
+CHATS: Final[frozenset[FormName]] = PROMPTED | {"messages"}
+ACTS_ON: Final[Mapping[str, frozenset[FormName]]] = {
+    "least_reward": frozenset(("recorded groups",)),
+    "target_column": frozenset(("prompt-completion",)),
+    "prompt_column": PROMPTED,
+    "apply_chat_template": PROMPTED,
+    "tools_column": CHATS,
+    "tools": CHATS,
+    "system_prompt": CHATS,
+    "chat_template_kwargs": CHATS,
+}
+"""Setting → the forms that it can act on."""
 
 TARGETS: Final[Mapping[tuple[str, bool, bool], Mapping[str, Target]]] = {
     ("text", False, False): {"auto": "all", "all": "all"},
@@ -38,7 +56,7 @@ TARGETS: Final[Mapping[tuple[str, bool, bool], Mapping[str, Target]]] = {
 data.loss_on trains. Values that are left out are refused."""
 
 
-def target_of(side: Side, loss_on: LossOn, objective: Objective, form: FormName) -> Target:
+def target_of(side: Side, loss_on: LossOn, objective: RowsFor, form: FormName) -> Target:
     """The tokens of a side to train.
 
     Raises:
@@ -53,6 +71,39 @@ def target_of(side: Side, loss_on: LossOn, objective: Objective, form: FormName)
             f" {'chats' if chat else 'strings'}; use one of {[*fits]}"
         )
     return fits[loss_on]
+
+
+def idle_settings(spec: OfflineDataSpec, forms: Collection[FormName]) -> tuple[str, ...]:
+    """The settings that are given, and act on none of the forms."""
+    default = OfflineDataSpec(model_path="")
+    return tuple(
+        name
+        for name, fits in ACTS_ON.items()
+        if getattr(spec, name) != getattr(default, name) and fits.isdisjoint(forms)
+    )
+
+
+def refuse_idle(spec: OfflineDataSpec, reports: Mapping[str, OfflineReport]) -> None:
+    """Refuse a setting that acts on no data of a run. Training and held-out rows may have different
+    forms, so a setting needs only one of them.
+
+    Args:
+        reports: setting that names data → the report of this data.
+
+    Raises:
+        ConfigError: there is such a setting.
+    """
+    idle = [set(report.idle) for report in reports.values()]
+    for name in ACTS_ON:
+        if all(name in found for found in idle):
+            forms = "; ".join(
+                f"{field}: {', '.join(dict.fromkeys(report.forms))}"
+                for field, report in reports.items()
+            )
+            raise ConfigError(
+                f"data.{name} = {getattr(spec, name)!r} has no effect on data of these forms"
+                f" ({forms}); leave it out"
+            )
 
 
 def check_settings(side: Side, spec: OfflineDataSpec, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncrl.data.conversations import Tokens
-from asyncrl.data.examples import Example
+from asyncrl.data.encoded_rows import EncodedRow
 from asyncrl.data.form_rows import REASONS, MalformedError
 from asyncrl.data.length_limits import Cuts
 from asyncrl.data.sources import SourceRows
 
-__all__ = ["Malformed", "OfflineReport", "Tally", "count_notes", "marked_text"]
+__all__ = ["LeftOut", "OfflineReport", "Tally", "count_notes", "marked_text"]
 
 MARKS = ("⟦", "⟧")
 """Put around the trained tokens where a row is shown."""
@@ -29,7 +29,7 @@ COUNTED: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Malformed:
+class LeftOut:
     """The rows that were left out for one reason."""
 
     rows: int
@@ -47,7 +47,7 @@ class OfflineReport:
     """Rows of the token table."""
     cuts: Cuts
     """What data.max_length did: table rows cut and dropped, and tokens lost on all sides."""
-    malformed: Mapping[str, Malformed]
+    malformed: Mapping[str, LeftOut]
     """Reason → rows left out. The reasons are the keys of `form_rows.REASONS`."""
     unsuitable: int
     """Recorded groups left out, because no reward is high enough, or all are equal."""
@@ -61,6 +61,8 @@ class OfflineReport:
     """The sources, each with its number of table rows. These are contiguous."""
     forms: tuple[str, ...]
     """The form of each source."""
+    idle: tuple[str, ...]
+    """Settings of `OfflineDataSpec` that are given, and act on none of these forms."""
     notes: tuple[str, ...]
     """What the template and the settings did, in words."""
     first: tuple[str, ...]
@@ -115,7 +117,7 @@ class Tally:
     read: int = 0
     rows: int = 0
     cuts: Cuts = field(default_factory=Cuts)
-    malformed: dict[str, Malformed] = field(default_factory=dict)
+    malformed: dict[str, LeftOut] = field(default_factory=dict)
     unsuitable: int = 0
     tokens: int = 0
     targets: int = 0
@@ -124,17 +126,17 @@ class Tally:
     first: tuple[str, ...] = ()
     _hash: hashlib._Hash = field(default_factory=hashlib.sha256)
 
-    def add(self, examples: Sequence[Example], source: int, show: Callable[[Tokens], str]) -> None:
+    def add(self, rows: Sequence[EncodedRow], source: int, show: Callable[[Tokens], str]) -> None:
         """Count table rows of a source."""
-        if not examples:
+        if not rows:
             return
-        self.first = self.first or tuple(show(side) for side in examples[0].sides)
-        self.rows += len(examples)
-        self.rows_of_source[source] = self.rows_of_source.get(source, 0) + len(examples)
-        for example in examples:
-            self.longest = max(self.longest, example.length)
-            self._hash.update(repr(example.label).encode())
-            for side in example.sides:
+        self.first = self.first or tuple(show(side) for side in rows[0].sides)
+        self.rows += len(rows)
+        self.rows_of_source[source] = self.rows_of_source.get(source, 0) + len(rows)
+        for row in rows:
+            self.longest = max(self.longest, row.length)
+            self._hash.update(repr(row.label).encode())
+            for side in row.sides:
                 self.tokens += len(side.ids)
                 self.targets += int(side.mask.sum())
                 self._hash.update(len(side.ids).to_bytes(8, "little"))
@@ -143,7 +145,7 @@ class Tally:
     def refuse(self, error: MalformedError, place: str) -> None:
         """Count a malformed row."""
         before = self.malformed.get(error.reason)
-        self.malformed[error.reason] = Malformed(
+        self.malformed[error.reason] = LeftOut(
             1 + (before.rows if before else 0), before.first if before else f"{place}: {error}"
         )
 
@@ -152,7 +154,11 @@ class Tally:
         return self._hash.hexdigest()
 
     def report(
-        self, sources: Iterable[SourceRows], forms: Iterable[str], notes: Iterable[str]
+        self,
+        sources: Iterable[SourceRows],
+        forms: Iterable[str],
+        idle: Iterable[str],
+        notes: Iterable[str],
     ) -> OfflineReport:
         return OfflineReport(
             read=self.read,
@@ -165,6 +171,7 @@ class Tally:
             longest=self.longest,
             sources=tuple(sources),
             forms=tuple(forms),
+            idle=tuple(idle),
             notes=tuple(notes),
             first=self.first,
             digest=self.digest,

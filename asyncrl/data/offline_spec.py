@@ -1,7 +1,7 @@
 """The spec for turning a fixed dataset into token rows.
 
-Every field except `model_path` is the setting of the same name in the section `data` of an offline
-run, with the same values.
+Every field except `model_path` and `vocabulary` is the setting of the same name in the section
+`data` of an offline run, with the same values.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["LengthPolicy", "LossOn", "Malformed", "Objective", "OfflineDataSpec"]
+__all__ = ["LengthPolicy", "LossOn", "MalformedPolicy", "OfflineDataSpec", "RowsFor"]
 
-Objective = Literal["sft", "dpo", "kto"]
+RowsFor = Literal["sft", "dpo", "kto"]
 """What the rows are for: `sft` gives rows of SFT_SCHEMA, `dpo` of PREFERENCE_SCHEMA, `kto` of
 UNPAIRED_SCHEMA (see `asyncrl.contracts.offline_rows`)."""
 LossOn = Literal["auto", "completion", "assistant", "all"]
 LengthPolicy = Literal["truncate", "drop", "error", "split"]
-Malformed = Literal["error", "drop"]
+MalformedPolicy = Literal["error", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,15 @@ class OfflineDataSpec:
 
     model_path: str
     """Hugging Face checkpoint directory, for its tokenizer and chat template."""
+    vocabulary: int | None = None
+    """Token ids of the model. They may be more than its tokenizer has. None = as many."""
     max_length: int = 1024
     """Longest sequence in tokens: a row of SFT, or one side of a pair."""
     length_policy: LengthPolicy = "error"
     """What happens to a longer sequence. `split` keeps it whole, for packing to cut (SFT only)."""
     length_side: Literal["keep_start", "keep_end"] = "keep_start"
     """Which tokens remain when a sequence is truncated."""
-    malformed: Malformed = "error"
+    malformed: MalformedPolicy = "error"
     """What happens to a row that cannot be trained. `drop`: leave it out, and count the reason."""
     loss_on: LossOn = "auto"
     """The tokens to train. `auto`: all tokens of texts, the assistant's turns of chats, and the

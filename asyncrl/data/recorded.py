@@ -3,6 +3,7 @@ decoding and encoding again could give others."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,49 +14,59 @@ import pyarrow as pa
 from asyncrl.contracts.rows import COLUMNS, SCORED_COLUMNS
 from asyncrl.data.conversations import Tokens
 from asyncrl.data.form_rows import MalformedError
-from asyncrl.data.forms import RECORDED
-from asyncrl.data.offline_spec import Objective
-from asyncrl.text.tokenizer import decode_prompt
+from asyncrl.data.forms import RECORDED, RECORDED_TEXTS
+from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
+from asyncrl.text.tokenizer import decode, decode_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RecordedGroups", "refuse_another_vocabulary"]
+__all__ = ["RecordedGroups"]
+
+PER_TRAJECTORY = ("completion_ids", "loss_mask", "reward", "status")
+"""Columns with one item for each trajectory of a group."""
 
 
 class RecordedGroups:
-    """Reads the examples of recorded groups, once for each (attempt, ordinal) of a directory.
+    """Reads the trajectories of recorded groups, once for each (attempt, ordinal) of a directory.
 
     Args:
-        least_reward: see `OfflineDataSpec`.
+        tokenizer: the tokenizer of `spec.model_path`.
     """
 
-    def __init__(self, objective: Objective, least_reward: float | None) -> None:
-        self._objective, self._least = objective, least_reward
-        self._directory: Path | None = None
+    def __init__(
+        self, spec: OfflineDataSpec, objective: RowsFor, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self._objective, self._least, self._tokenizer = objective, spec.least_reward, tokenizer
+        self._vocabulary = spec.vocabulary or max(tokenizer.get_vocab().values()) + 1
+        self._file: Path | None = None
         self._met: set[int] = set()
-        """Groups of the directory so far, as one number each."""
+        """Groups of the file's directory so far, as one number each."""
 
-    def examples(
+    def sides(
         self, table: pa.Table, file: Path
     ) -> Iterator[list[tuple[Tokens, ...]] | MalformedError | None]:
-        """For each row of a table, the sides of its examples: none if no reward is high enough, or
-        if no two rewards of a pair differ. None for a group that was met before.
+        """For each row of a table, the sides of its token rows: none if no reward is high enough,
+        or if no two rewards of a pair differ. None for a group that was met before.
 
         Only scored trajectories with status `ok` count. Of equal rewards, the first one counts.
 
         Raises:
-            ValueError: a column has another type than a run writes.
+            ValueError: a column has another type than a run writes, or another tokenizer made the
+                tokens.
         """
         types = {**COLUMNS, **SCORED_COLUMNS}
-        for name in RECORDED:
+        for name in (*RECORDED, *(text for text in RECORDED_TEXTS if text in table.column_names)):
             if table.schema.field(name).type != types[name]:
                 raise ValueError(
                     f"column {name!r} has type {table.schema.field(name).type}, where a run writes"
                     f" {types[name]}"
                 )
-        if file.parent != self._directory:
-            self._directory, self._met = file.parent, set()
+        if file != self._file:
+            self._refuse_another_tokenizer(table)
+            if self._file is None or file.parent != self._file.parent:
+                self._met = set()
+            self._file = file
         columns = {name: table[name].combine_chunks() for name in RECORDED}
         for row in range(table.num_rows):
             group = {name: column[row] for name, column in columns.items()}
@@ -71,12 +82,21 @@ class RecordedGroups:
         if number in self._met:
             return None
         self._met.add(number)
-        rewards, statuses = group["reward"].as_py(), group["status"].as_py()
+        sizes = [len(group[name]) for name in PER_TRAJECTORY]
+        if len(set(sizes)) > 1:
+            raise MalformedError(
+                "lengths", f"its columns {', '.join(PER_TRAJECTORY)} have {sizes} items"
+            )
         scored = [
             (place, reward)
-            for place, (reward, status) in enumerate(zip(rewards, statuses, strict=False))
+            for place, (reward, status) in enumerate(
+                zip(group["reward"].as_py(), group["status"].as_py(), strict=True)
+            )
             if status == "ok" and reward is not None
         ]
+        for place, reward in scored:
+            if not math.isfinite(reward):
+                raise MalformedError("reward", f"the reward of trajectory {place} is {reward}")
         least = self._least
         good = [place for place, reward in scored if least is None or reward >= least]
         if not good:
@@ -84,36 +104,70 @@ class RecordedGroups:
         best = max(scored, key=lambda item: item[1])
         if self._objective == "sft":
             kept = good if least is not None else [best[0]]
-            return [(_tokens(group, place),) for place in kept]
+            return [(self._tokens(group, place),) for place in kept]
         worst = min(scored, key=lambda item: item[1])
         if best[1] == worst[1]:
             return []
-        return [(_tokens(group, best[0]), _tokens(group, worst[0]))]
+        return [(self._tokens(group, best[0]), self._tokens(group, worst[0]))]
 
+    def _tokens(self, group: dict[str, pa.Scalar], place: int) -> Tokens:
+        """Prompt and completion of one trajectory, with its own mask."""
+        prompt = group["prompt_ids"].values
+        completion, own = (
+            group[name].values[place].values for name in ("completion_ids", "loss_mask")
+        )
+        if any(part is None or part.null_count for part in (prompt, completion, own)):
+            raise MalformedError("missing", f"trajectory {place} has nulls among its tokens")
+        if len(own) != len(completion):
+            raise MalformedError(
+                "lengths",
+                f"trajectory {place} has {len(own)} values of loss_mask for {len(completion)}"
+                " token ids",
+            )
+        ids = np.concatenate([prompt.to_numpy(), completion.to_numpy()])
+        if (unknown := ids[(ids < 0) | (ids >= self._vocabulary)]).size:
+            raise MalformedError(
+                "vocabulary",
+                f"trajectory {place} has the id {unknown[0]}, and the model has ids from 0 to"
+                f" {self._vocabulary - 1}",
+            )
+        mask = np.concatenate([np.zeros(len(prompt), bool), own.to_numpy().astype(bool)])
+        return Tokens(ids, mask, len(prompt))
 
-def _tokens(group: dict[str, pa.Scalar], place: int) -> Tokens:
-    """Prompt and completion of one trajectory, with its own mask."""
-    prompt = group["prompt_ids"].values.to_numpy()
-    completion, own = (group[name].values[place].values for name in ("completion_ids", "loss_mask"))
-    if len(own) != len(completion):
-        raise MalformedError("type", "its loss masks and completions have different lengths")
-    mask = np.concatenate([np.zeros(len(prompt), bool), own.to_numpy().astype(bool)])
-    return Tokens(np.concatenate([prompt, completion.to_numpy()]), mask, len(prompt))
+    def _refuse_another_tokenizer(self, table: pa.Table) -> None:
+        """Check the recorded tokens of a file's first group against its texts. The files name no
+        tokenizer.
 
-
-def refuse_another_vocabulary(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str
-) -> None:
-    """Check the tokens of a recorded prompt against its text.
-
-    Raises:
-        ValueError: this tokenizer neither encodes the text to these tokens, nor decodes them to it.
-    """
-    if max(ids, default=0) < len(tokenizer):
-        encoded = (tokenizer.encode(text, add_special_tokens=special) for special in (True, False))
-        if list(ids) in encoded or text in decode_prompt(tokenizer, ids):
+        Raises:
+            ValueError: this tokenizer neither encodes the prompt to its tokens, nor decodes them to
+                it, or it decodes no completion to its text.
+        """
+        if not set(RECORDED_TEXTS) <= set(table.column_names):
             return
-    raise ValueError(
-        f"another tokenizer made the recorded tokens, since the prompt {text[:60]!r} has others"
-        " here; set model.path to the model of that run"
+        names = ("prompt_ids", "completion_ids", *RECORDED_TEXTS)
+        row = {name: table[name][0].as_py() for name in names}
+        ids, text = row["prompt_ids"], row["prompt_text"]
+        if text and _are_ids(ids) and not self._makes_prompt(ids, text):
+            raise ValueError(_another_tokenizer(f"prompt {text[:60]!r}"))
+        pairs = zip(row["completion_ids"] or (), row["completion_text"] or (), strict=False)
+        told = [(own, text) for own, text in pairs if text and _are_ids(own)]
+        if told and not any(decode(self._tokenizer, own).startswith(text) for own, text in told):
+            raise ValueError(_another_tokenizer(f"completion {told[0][1][:60]!r}"))
+
+    def _makes_prompt(self, ids: Sequence[int], text: str) -> bool:
+        encoded = (
+            self._tokenizer.encode(text, add_special_tokens=special) for special in (True, False)
+        )
+        return list(ids) in encoded or text in decode_prompt(self._tokenizer, ids)
+
+
+def _are_ids(ids: Sequence[int | None] | None) -> bool:
+    """Whether the values can be token ids. `_tokens` refuses the others."""
+    return bool(ids) and all(token is not None and token >= 0 for token in ids or ())
+
+
+def _another_tokenizer(what: str) -> str:
+    return (
+        f"another tokenizer made the recorded tokens, since the {what} has others here; set"
+        " model.path to the model of that run"
     )

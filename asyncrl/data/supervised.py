@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from asyncrl.config import ConfigError
 from asyncrl.contracts.columns import column_values
+from asyncrl.contracts.offline_rows import TokenRow
 from asyncrl.data.length_limits import LengthReport, TooLongError, truncate
 from asyncrl.data.prompts import ROWS_PER_CHECK, in_turn
 from asyncrl.data.rendering import (
@@ -24,13 +25,10 @@ from asyncrl.text.stops import chat_end_token
 from asyncrl.text.template import TemplateError
 from asyncrl.text.tokenizer import load_tokenizer
 
-__all__ = ["Row", "read_supervised", "supervised_rows"]
-
-Row = tuple[Sequence[int], Sequence[int]]
-"""Prompt ids and target ids."""
+__all__ = ["read_supervised", "supervised_rows"]
 
 
-def read_supervised(spec: DataSpec, data: Data, field: str) -> tuple[list[Row], LengthReport]:
+def read_supervised(spec: DataSpec, data: Data, field: str) -> tuple[list[TokenRow], LengthReport]:
     """Read the rows of a file with prompts and warm_start.target_column, in file order. Several
     sources take turns. Returns the rows, and what the limits did.
 
@@ -51,7 +49,7 @@ def read_supervised(spec: DataSpec, data: Data, field: str) -> tuple[list[Row], 
             f" has {others}; name one of them"
         )
     split = spec.warm_start.splits and field == "warm_start.data"
-    rows: list[Row] = []
+    rows: list[TokenRow] = []
     report = LengthReport()
     for start in range(0, table.num_rows, ROWS_PER_CHECK):
         block = table.slice(start, ROWS_PER_CHECK)
@@ -82,7 +80,7 @@ def read_supervised(spec: DataSpec, data: Data, field: str) -> tuple[list[Row], 
     return [rows[place] for place in in_turn(kept, found.sources)], report
 
 
-def supervised_rows(spec: DataSpec) -> tuple[list[Row], list[Row]]:
+def supervised_rows(spec: DataSpec) -> tuple[list[TokenRow], list[TokenRow]]:
     """The warm start's rows, and the first eval.max_prompts held-out rows. `make_plan` has checked
     both files."""
     assert spec.warm_start.data is not None and spec.eval.data is not None

@@ -44,9 +44,14 @@ def save_rank(
     rank: int,
     counters: dict[str, int],
     norms: list[float],
+    trained_only: bool = False,
 ) -> dict[str, Written]:
     """Write this rank's shards, RNG state and last gradient norms under `directory` (a collective).
     Rank 0 also writes counters.json.
+
+    Args:
+        trained_only: leave out frozen parameters, which are those of the checkpoint that the run
+            began from.
 
     Returns:
         Name relative to `directory` → size and checksum of each file that this rank wrote. All of
@@ -54,7 +59,9 @@ def save_rank(
     """
     files: dict[Path, Written] = {}
     engine.checkpoint_engine = _SummingWriter(engine._config, files)
-    engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
+    engine.save_checkpoint(
+        str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=trained_only
+    )
     own = _rank_file(directory, rank)
     files[own] = write_summed(
         own, partial(torch.save, {"rng": torch.get_rng_state(), "norms": norms})
@@ -69,7 +76,11 @@ def save_rank(
 
 
 def load_rank(
-    engine: DeepSpeedEngine, directory: Path, rank: int, world_size: int
+    engine: DeepSpeedEngine,
+    directory: Path,
+    rank: int,
+    world_size: int,
+    trained_only: bool = False,
 ) -> tuple[dict[str, int], list[float]]:
     """Restore the files of `save_rank` (a collective). Returns counters and gradient norms.
 
@@ -96,7 +107,9 @@ def load_rank(
         {name: value for name, value in group.items() if name != "params"}
         for group in engine.optimizer.param_groups
     ]
-    loaded, _ = engine.load_checkpoint(str(directory), tag=TAG, load_lr_scheduler_states=False)
+    loaded, _ = engine.load_checkpoint(
+        str(directory), tag=TAG, load_module_strict=not trained_only, load_lr_scheduler_states=False
+    )
     if loaded is None:
         raise ValueError(
             f"learner state {str(directory)!r} cannot be read; name a complete checkpoint"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from asyncrl.contracts.offline_rows import (
     BEHAVIOR_COLUMNS,
@@ -18,6 +17,7 @@ from asyncrl.contracts.offline_rows import (
     SIDES,
     UNPAIRED_REFERENCE_COLUMN,
     check_offline_table,
+    list_arrays,
 )
 from asyncrl.models.micro_batches import Example, plain_example
 
@@ -112,7 +112,9 @@ def examples_with(
     """
     examples = [
         plain_example(tokens.astype(np.int64), 1, flags[1:])
-        for tokens, flags in zip(_lists(table, ids), _lists(table, mask), strict=True)
+        for tokens, flags in zip(
+            list_arrays(_column(table, ids)), list_arrays(_column(table, mask)), strict=True
+        )
     ]
     if reference is not None:
         examples = [
@@ -131,7 +133,8 @@ def _placed(table: pa.Table, name: str, examples: Sequence[Example]) -> list[np.
     """The log-probs [C] float32 of each example's tokens: those of the column at its targets, and 0
     elsewhere."""
     placed = []
-    for row, (example, values) in enumerate(zip(examples, _lists(table, name), strict=True)):
+    lists = list_arrays(_column(table, name))
+    for row, (example, values) in enumerate(zip(examples, lists, strict=True)):
         if len(values) != example.loss_tokens:
             raise ValueError(
                 f"row {row}: {name!r} has {len(values)} values for {example.loss_tokens} targets;"
@@ -149,16 +152,6 @@ def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
             f"column {name!r} is missing; the rows have {table.column_names}: make them with it"
         )
     return table[name]
-
-
-def _lists(table: pa.Table, name: str) -> list[np.ndarray]:
-    """The lists of a column, one array for each row."""
-    lists = _column(table, name).combine_chunks()
-    if not len(lists):
-        return []
-    ends = np.cumsum(pc.list_value_length(lists).fill_null(0).to_numpy())[:-1]
-    # `flatten` respects slices. `values` would return the whole buffer behind them.
-    return np.split(lists.flatten().to_numpy(zero_copy_only=False), ends)
 
 
 def _refuse_empty(examples: Sequence[Example], mask: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,8 +17,10 @@ import torch.distributed as dist
 
 from asyncrl.algorithms.objective_spec import PreferenceSpec
 from asyncrl.contracts.messages import HeldOutLoss, Manifest, StepResult
+from asyncrl.contracts.offline_rows import TokenRow
 from asyncrl.contracts.rows import table_from_ipc
 from asyncrl.learning import zero3
+from asyncrl.learning.adapter import DIRECTORY, adapter_table, gather_matrices, write_adapter
 from asyncrl.learning.heldout import heldout_loss, target_logprobs
 from asyncrl.learning.hf_directory import HfDirectory
 from asyncrl.learning.online_preference import online_preference_step
@@ -27,7 +30,7 @@ from asyncrl.learning.preference_step import heldout_preferences, preference_ste
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.learning.state import LearnerState, Meeting, join_ranks, load_state
 from asyncrl.learning.supervised_step import supervised_step
-from asyncrl.models.micro_batches import TokenRow
+from asyncrl.models.adapters import adapter_settings, low_rank, merged
 from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.ray_objects import groups_at
 from asyncrl.runtime.shared import Written, answer_probe, sync_directory
@@ -121,16 +124,27 @@ class LearnerRank:
 
     def export_hf(self, directory: Path, tokenizer_source: str) -> dict[str, int]:
         """Write a Hugging Face directory. Rank 0 gathers it bucket by bucket and returns its files:
-        name → bytes. The other ranks return nothing."""
+        name → bytes. The other ranks return nothing. An adapter is merged into the weights, and
+        written to the folder `adapter` too."""
         state, spec = self.state, self.state.spec
         target = HfDirectory(directory, state.table, spec.model_dtype, spec.bucket_bytes)
         if state.rank == 0:
             make_directory(target.directory)
+        matrices = gather_matrices(state)
+        adapters = {} if spec.lora is None else low_rank(spec.lora, matrices)
         gather_buckets(
-            state.parameters, state.table, target.entries, target.sizes, state.rank, target.write
+            state.parameters,
+            state.table,
+            target.entries,
+            target.sizes,
+            state.rank,
+            target.write,
+            partial(merged, adapters),
         )
         if state.rank != 0:
             return {}
+        if spec.lora is not None:
+            write_adapter(target.directory / DIRECTORY, spec.lora, matrices, spec.model_path)
         target.finish(spec.model_path, tokenizer_source)
         sync_directory(target.directory)
         return {
@@ -140,11 +154,15 @@ class LearnerRank:
         }
 
     def gather(self, version: int) -> Manifest | None:
-        """Put the weights in the object store as `version`. Rank 0 returns the manifest and keeps
-        the references of the last two versions."""
+        """Put the weights, or the adapter's, in the object store as `version`. Rank 0 returns the
+        manifest and keeps the references of the last two versions."""
         began = time.monotonic()
         state, spec = self.state, self.state.spec
-        entries, sizes = weight_layout(state.table, spec.model_dtype, spec.bucket_bytes)
+        parameters, table, settings = state.parameters, state.table, None
+        if spec.lora is not None:
+            parameters, table = state.adapter, adapter_table(state)
+            settings = adapter_settings(spec.lora, state.adapter, spec.model_path)
+        entries, sizes = weight_layout(table, spec.model_dtype, spec.bucket_bytes)
         buckets: list[ray.ObjectRef[np.ndarray]] = []
         checksums: list[int] = []
 
@@ -154,7 +172,7 @@ class LearnerRank:
 
         for old in sorted(self.versions)[: -(VERSIONS_KEPT - 1)]:
             del self.versions[old]
-        gather_buckets(state.parameters, state.table, entries, sizes, state.rank, put)
+        gather_buckets(parameters, table, entries, sizes, state.rank, put)
         if state.rank != 0:
             return None
         self.versions[version] = buckets
@@ -172,7 +190,8 @@ class LearnerRank:
             sizes,
             tuple(checksums),
             metrics,
-            state.table.left_out,
+            table.left_out,
+            settings,
         )
 
     def _preference(self) -> PreferenceSpec:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncrl.algorithms.objective_spec import ObjectiveSpec, PreferenceSpec
 from asyncrl.algorithms.pairs import PairSpec
-from asyncrl.config import AlgorithmConfig, LearnerConfig
+from asyncrl.config import AlgorithmConfig, LearnerConfig, LoraConfig
 from asyncrl.packing.packing import Strategy
 
 __all__ = ["LearnerSpec"]
@@ -49,6 +49,8 @@ class LearnerSpec:
     pairs: PairSpec | None = None
     """The pairs of scored groups, for online DPO; None = a step on scored groups is a policy
     step."""
+    lora: LoraConfig | None = None
+    """The adapter that is trained; None = all weights are."""
     max_staleness: int = 0
     """Largest staleness of a pair, in versions (online DPO)."""
 

@@ -18,6 +18,7 @@ from asyncrl.learning import checkpoint, zero3
 from asyncrl.learning.quarantine import NormWatch
 from asyncrl.learning.schedule import learning_rate_at
 from asyncrl.learning.spec import LearnerSpec
+from asyncrl.models.adapters import base_name, published_name
 from asyncrl.models.supported import Packing as Packed
 from asyncrl.models.ulysses import SequenceGroup
 from asyncrl.runtime.shared import Written
@@ -58,7 +59,10 @@ class LearnerState:
     as the engine."""
     table: VersionTable
     parameters: dict[str, ShardedParameter]
-    """Every parameter once, by its name in transformers. A tied weight is under its first name."""
+    """Every parameter of the checkpoint once, by its name in transformers. A tied weight is under
+    its first name."""
+    adapter: dict[str, ShardedParameter]
+    """The adapter's matrices by their published names; empty without an adapter."""
     packing: Packed
     own_metrics: tuple[str, ...]
     """Names of the metrics of the user's loss."""
@@ -114,7 +118,9 @@ class LearnerState:
             "applied": self.applied,
             "trained_tokens": self.trained_tokens,
         }
-        return checkpoint.save_rank(self.engine, directory, self.rank, counters, self.norms.known)
+        return checkpoint.save_rank(
+            self.engine, directory, self.rank, counters, self.norms.known, bool(self.adapter)
+        )
 
     def load(self, directory: Path) -> None:
         """Restore the state of `save(directory)`. Learning rate and schedule keep their current
@@ -124,7 +130,7 @@ class LearnerState:
             ValueError: the directory cannot be read, or a different number of ranks wrote it.
         """
         counters, norms = checkpoint.load_rank(
-            self.engine, directory, self.rank, self.spec.learner.world_size
+            self.engine, directory, self.rank, self.spec.learner.world_size, bool(self.adapter)
         )
         self.applied, self.trained_tokens = counters["applied"], counters["trained_tokens"]
         self.norms = NormWatch(norms)
@@ -168,10 +174,14 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         algorithm.entropy_coef > 0,
         algorithm.advantage == "gae",
         SequenceGroup.join(learner.sequence_parallel_size),
+        spec.lora,
+        spec.seed,
     )
     policy = zero3.policy_of(engine)
     # DeepSpeed adds the attributes of `ShardedParameter` to each parameter.
-    parameters = cast("dict[str, ShardedParameter]", dict(policy.model.named_parameters()))
+    named = cast("dict[str, ShardedParameter]", dict(policy.model.named_parameters()))
+    parameters = {own: named[name] for name in named if (own := base_name(name))}
+    adapter = {own: named[name] for name in named if (own := published_name(name))}
     if different := set(parameters) ^ set(table.parameters):
         raise ValueError(
             f"model.path = {spec.model_path!r}: transformers loads different parameters with and"
@@ -185,6 +195,7 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         sharded=sharded,
         table=table,
         parameters=parameters,
+        adapter=adapter,
         packing=policy.packing,
         own_metrics=metrics,
         device=torch.device("cuda" if learner.device == "cuda" else "cpu"),

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-from asyncrl.config import LearnerConfig
+from asyncrl.config import LearnerConfig, LoraConfig
 from asyncrl.learning.optimizer import make_optimizer
+from asyncrl.models.adapters import add_adapter
 from asyncrl.models.isolation import check_isolation
 from asyncrl.models.policy import Policy, checkpoint_activations, head_settings, load_policy
 from asyncrl.models.ulysses import SequenceGroup
@@ -149,12 +150,19 @@ def start_engine(
     entropy_gradient: bool = False,
     values: bool = False,
     sequence_group: SequenceGroup | None = None,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
 ) -> tuple[DeepSpeedEngine, HfDeepSpeedConfig]:
     """Load the policy at `path` and build its engine (a collective). Keep the second value as long
     as the engine: while it exists, transformers loads models sharded.
 
+    Args:
+        lora: the adapter to train instead of the model's own weights.
+        seed: of the adapter's first values.
+
     Raises:
-        ValueError: the model cannot isolate packed trajectories from each other.
+        ValueError: the model cannot isolate packed trajectories from each other, or cannot have
+            the adapter.
     """
     chosen = settings(config)
     sharded = HfDeepSpeedConfig(chosen)
@@ -169,6 +177,8 @@ def start_engine(
         config.packing,
         head_settings(config),
     )
+    if lora is not None:
+        add_adapter(policy.model, lora, seed)
     if config.gradient_checkpointing:
         checkpoint_activations(policy)
     head = policy.model.get_output_embeddings()

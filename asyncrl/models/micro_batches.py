@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.objective import PolicyTokens
+from asyncrl.contracts.offline_rows import TokenRow
 from asyncrl.models.attention import Segments
 
 __all__ = [
     "ALONE",
     "Example",
     "MicroBatch",
-    "TokenRow",
     "micro_batch",
     "packing_units",
     "plain_example",
@@ -26,9 +26,6 @@ __all__ = [
 
 ALONE = -1
 """Packing unit of an example that need not stay with others."""
-
-TokenRow = tuple[Sequence[int], Sequence[int]]
-"""Prompt ids and the ids that follow them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from asyncrl.models.supported import NO_SHARES, chosen_packing, keeps_state, uni
 from asyncrl.preflight.served import refusal, text_config, unusable
 from asyncrl.weights.stored import CheckpointFilesError, stored_files
 
-__all__ = ["check_kv_cache", "kv_bytes_per_token", "kv_tokens", "model_context"]
+__all__ = ["check_kv_cache", "kv_bytes_per_token", "kv_tokens", "model_context", "model_vocabulary"]
 
 KV_BLOCK = 128
 """Tokens in one block of vLLM's KV cache on CPU."""
@@ -64,6 +64,17 @@ def model_context(config: RunSettings, at: str | None = None, field: str = "mode
             " trajectory in the packed row; lower it, or set a lower data.max_length"
         )
     return min(context, uniform)
+
+
+def model_vocabulary(config: RunSettings) -> int | None:
+    """Token ids of the model, which may be more than its tokenizer's. None if config.json has no
+    vocab_size.
+
+    Raises:
+        ConfigError: config.json cannot be read.
+    """
+    size = text_config(_read_config_json(Path(config.model.path), "model.path")).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _read_config_json(path: Path, field: str) -> dict[str, object]:

@@ -14,6 +14,7 @@ import yaml
 from asyncrl.config import ConfigError, OfflineConfig
 from asyncrl.data.mixture import Order
 from asyncrl.data.offline import check_offline_rows, write_offline_rows
+from asyncrl.data.offline_checks import refuse_idle
 from asyncrl.data.offline_report import OfflineReport
 from asyncrl.data.rendering import Data
 from asyncrl.data.token_file import TokenFile, open_token_file
@@ -53,9 +54,7 @@ class OfflinePlan:
     @cached_property
     def order(self) -> Order:
         """The order that maps ordinals to training rows."""
-        weights = tuple(source.weight for source in self.train.sources if source.weight is not None)
-        rows = tuple(source.rows for source in self.train.sources)
-        return Order(rows, weights or None, self.config.seed, self.config.data.shuffle)
+        return _order(self.config, self.train)
 
     def write_rows(self, directory: Path) -> tuple[TokenFile, TokenFile | None]:
         """Write the token rows and their order. Files of an earlier attempt are replaced by equal
@@ -137,9 +136,14 @@ class OfflinePlan:
 
     def rows_text(self) -> str:
         """What the limits did to each file, and the first row with its trained tokens marked."""
-        lines = [f"  data.train: {self.train.text()}"]
+        lines = [f"  data.train: {_forms_and_rows(self.train)}"]
         if self.held_out is not None:
-            lines.append(f"  eval.data: {self.held_out.text()}")
+            lines.append(f"  eval.data: {_forms_and_rows(self.held_out)}")
+            if not set(self.held_out.forms) <= set(self.train.forms):
+                lines.append(
+                    "  eval.data has another form than data.train, so their losses are not of the"
+                    " same kind of tokens"
+                )
         lines += [f"  {note}" for note in self.train.notes]
         sides = " / ".join(map(repr, self.train.first))
         lines.append(f"  first row, trained tokens in ⟦ ⟧: {sides}")
@@ -154,7 +158,7 @@ class OfflinePlan:
                 f" {config.checkpoint.every_steps}"
             ),
             "model": f"{config.model.path}, {self.version.trained:,} elements trained",
-            "data": self.train.text(),
+            "data": _forms_and_rows(self.train),
             "batch": self.arithmetic().splitlines()[1].strip(),
             "loss": self.objective_text().splitlines()[1].strip(),
             "learner": (
@@ -243,12 +247,29 @@ def make_offline_plan(config: OfflineConfig) -> OfflinePlan:
         if config.eval.data is not None
         else None
     )
-    rows = sum(source.rows for source in train.sources)
-    config = config.model_copy(update={"max_steps": config.steps(rows)})
+    reports = {"data.train": train} | ({"eval.data": held_out} if held_out is not None else {})
+    refuse_idle(spec, reports)
+    epoch = _order(config, train).epoch
+    if config.batch_size > epoch:
+        raise ConfigError(
+            f"batch_size = {config.batch_size} is above the {epoch} rows of an epoch of data.train,"
+            " so a step would train rows twice; lower it, or add rows"
+        )
+    config = config.model_copy(update={"max_steps": config.steps(epoch)})
     version = version_outline(config)
     found = disks(config, version.nbytes(config.model.dtype))
     refuse_full(config, found)
     return OfflinePlan(config, context, train, held_out, version, found)
+
+
+def _order(config: OfflineConfig, train: OfflineReport) -> Order:
+    weights = tuple(source.weight for source in train.sources if source.weight is not None)
+    rows = tuple(source.rows for source in train.sources)
+    return Order(rows, weights or None, config.seed, config.data.shuffle)
+
+
+def _forms_and_rows(report: OfflineReport) -> str:
+    return f"{', '.join(dict.fromkeys(report.forms))}: {report.text()}"
 
 
 def _check_reference(config: OfflineConfig) -> None:

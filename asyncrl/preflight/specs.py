@@ -19,6 +19,7 @@ from asyncrl.frozen.spec import ReferenceSpec
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.observe.spec import ObserveSpec
+from asyncrl.preflight.model_limits import model_vocabulary
 from asyncrl.rewards.spec import ScoringSpec
 from asyncrl.rollout.worker import WorkerSpec
 
@@ -140,6 +141,7 @@ def learner_spec(config: Config) -> LearnerSpec:
         preference=online_preference_spec(config.algorithm),
         pairs=pair_spec(config.algorithm),
         max_staleness=config.staleness.max_staleness,
+        lora=config.lora,
     )
 
 
@@ -174,6 +176,7 @@ def offline_data_spec(config: OfflineConfig) -> OfflineDataSpec:
     data = config.data
     return OfflineDataSpec(
         model_path=config.model.path,
+        vocabulary=model_vocabulary(config),
         max_length=data.max_length,
         length_policy=data.length_policy,
         length_side=data.length_side,
@@ -215,6 +218,7 @@ def offline_learner_spec(config: OfflineConfig, steps: int) -> LearnerSpec:
         run_directory=config.run_directory,
         length_setting="data.max_length",
         preference=preference_spec(config) if config.objective == "dpo" else None,
+        lora=config.lora,
     )
 
 
@@ -253,6 +257,9 @@ def reference_spec(config: Config) -> ReferenceSpec:
 
 def generator_app(config: Config) -> GeneratorApp:
     """The Serve application for generators that the run starts."""
+    adapters = (
+        {} if config.lora is None else {"max_lora_rank": config.lora.r, "max_loras": max_loras(config)}
+    )
     return GeneratorApp(
         model=config.model.path,
         dtype=config.model.dtype,
@@ -263,6 +270,7 @@ def generator_app(config: Config) -> GeneratorApp:
         rollout_stop_token_ids=config.rollout.rollout_stop_token_ids,
         fetch_timeout_s=config.push_timeout_s,
         replace_after_s=config.push_timeout_s,
+        **adapters,
     )
 
 

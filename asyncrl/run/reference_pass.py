@@ -8,11 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import ray
 
 from asyncrl.config import OfflineConfig
-from asyncrl.contracts.offline_rows import REFERENCE, REFERENCE_COLUMNS, SIDES
+from asyncrl.contracts.offline_rows import (
+    REFERENCE,
+    REFERENCE_COLUMNS,
+    SIDES,
+    TokenRow,
+    list_arrays,
+)
 from asyncrl.data.token_file import TokenFile, open_token_file
 from asyncrl.frozen.reference import start_reference
 from asyncrl.preflight.model_snapshot import read_snapshot
@@ -22,10 +27,9 @@ from asyncrl.rundir.resume import hash_of
 from asyncrl.runtime.arrow_files import batch_writer
 from asyncrl.runtime.ray_objects import Actor
 
-__all__ = ["with_reference"]
+__all__ = ["score_pairs", "with_reference"]
 
 Note = Callable[[str], None]
-Row = tuple[Sequence[int], Sequence[int]]
 KEY = b"asyncrl.reference"
 """Metadata of the file: what its log-probs depend on."""
 
@@ -54,7 +58,7 @@ async def with_reference(
                     reference = start_reference(offline_reference_spec(config))
                     await reference.ready.remote()
                 note(f"the reference policy scores {file.rows:,} pairs of {file.path.stem}")
-                known = await _score(reference, file, path, key, config.dpo.reference_batch)
+                known = await score_pairs(reference, file, path, key, config.dpo.reference_batch)
             done.append(known)
     finally:
         if reference is not None:
@@ -62,7 +66,7 @@ async def with_reference(
     return done[0], done[1] if held_out is not None else None
 
 
-async def _score(
+async def score_pairs(
     reference: Actor, file: TokenFile, path: Path, key: bytes, batch: int
 ) -> TokenFile:
     """Score the pairs batch by batch. The file appears when it is complete."""
@@ -73,8 +77,8 @@ async def _score(
         for start in range(0, file.rows, batch):
             table = file.take(range(start, min(start + batch, file.rows)))
             for side, name in zip(SIDES, REFERENCE_COLUMNS, strict=True):
-                masks = _lists(table[f"{side}_mask"])
-                rows = list(_rows(_lists(table[f"{side}_ids"]), masks))
+                masks = list_arrays(table[f"{side}_mask"])
+                rows = list(_rows(list_arrays(table[f"{side}_ids"]), masks))
                 found: list[np.ndarray] = await reference.logprobs.remote(rows)
                 values = [
                     logprobs[mask[len(prompt) :]]
@@ -99,14 +103,7 @@ def reference_key(config: OfflineConfig, file: TokenFile) -> bytes:
     return hash_of(repr(parts)).encode()
 
 
-def _lists(column: pa.ChunkedArray) -> list[np.ndarray]:
-    """The lists of a column, one array each."""
-    values = pc.list_flatten(column).to_numpy()
-    ends = np.cumsum(pc.list_value_length(column).to_numpy())
-    return np.split(values, ends[:-1])
-
-
-def _rows(ids: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> Iterator[Row]:
+def _rows(ids: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> Iterator[TokenRow]:
     """Each sequence as the tokens before its first target, and the others."""
     for tokens, mask in zip(ids, masks, strict=True):
         first = int(mask.argmax())

@@ -10,12 +10,10 @@ from typing import Literal, Protocol, TypeAlias
 import numpy as np
 
 from asyncrl.contracts.messages import GenerateRequest, WeightsId
+from asyncrl.contracts.offline_rows import TokenRow
 from asyncrl.contracts.protocols import Generate
 
 __all__ = ["ProbeCheck", "compare"]
-
-Row = tuple[Sequence[int], Sequence[int]]
-"""Prompt ids and completion ids."""
 
 RowLogprobs: TypeAlias = "Sequence[float] | np.ndarray"
 """Log-probs [C] of a row's completion ids."""
@@ -25,7 +23,9 @@ class LearnerLogprobs(Protocol):
     """What the check needs from the learner: log-probs of each row's completion ids, one array for
     each row."""
 
-    async def logprobs(self, rows: Sequence[Row], temperature: float = 1.0) -> list[np.ndarray]: ...
+    async def logprobs(
+        self, rows: Sequence[TokenRow], temperature: float = 1.0
+    ) -> list[np.ndarray]: ...
 
 
 class ProbeCheck:
@@ -68,7 +68,7 @@ class ProbeCheck:
             statistic,
         )
         self.first, self.temperature, self.explain = first, temperature, explain
-        self.probes: list[Row] = []
+        self.probes: list[TokenRow] = []
         self._learner_side: Sequence[RowLogprobs] = []
 
     async def at_gather(self, version: int) -> None:

@@ -28,6 +28,10 @@ PART_SHARE = 16
 copies of the part then need far less than two buckets, for parameters of any size."""
 
 
+Change = Callable[[str, int, torch.Tensor], torch.Tensor]
+"""(Name of a parameter, index of the first element, flat elements) → flat elements."""
+
+
 class ShardedParameter(Protocol):
     """The attributes that DeepSpeed's ZeRO-3 adds to a parameter."""
 
@@ -35,6 +39,8 @@ class ShardedParameter(Protocol):
     """This rank's shard, flat. All ranks' shards have the same size; the last one is padded."""
     ds_numel: int
     """Number of elements of the whole parameter."""
+    ds_shape: torch.Size
+    """Shape of the whole parameter."""
     device: torch.device
 
 
@@ -56,6 +62,7 @@ def gather_buckets(
     sizes: tuple[int, ...],
     rank: int,
     sink: Callable[[int, np.ndarray], None],
+    change: Change | None = None,
 ) -> None:
     """Fill one bucket at a time (a collective). On rank 0, pass each to
     `sink(number, content [size] uint8)`. The next bucket overwrites that memory.
@@ -63,12 +70,18 @@ def gather_buckets(
     No parameter is gathered whole. Rank 0 receives each tensor in parts from the ranks that own
     them. It converts each part to the published type and writes it to its place. All
     ranks process the same parts in the same order. No other collective may run in between.
+
+    Args:
+        change: returns what is published instead of some elements of a parameter, on rank 0.
     """
     limit = max(sizes) // PART_SHARE
     if rank == 0:
-        fill_buckets(
-            table, entries, sizes, lambda tensor: _parts(parameters, tensor, rank, limit), sink
-        )
+
+        def parts_of(tensor: PublishedTensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+            for part, values in _parts(parameters, tensor, rank, limit):
+                yield part, change(part.parameter, part.start, values) if change else values
+
+        fill_buckets(table, entries, sizes, parts_of, sink)
         return
     tensors = {tensor.name: tensor for tensor in table.tensors}
     for entry in entries:

@@ -13,6 +13,7 @@ process that must not import torch.
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -37,6 +38,7 @@ __all__ = [
     "VersionTable",
     "outline",
     "version_table",
+    "whole_table",
 ]
 
 TABLE_TIMEOUT_S = 300.0
@@ -161,6 +163,17 @@ def version_table(model_path: str | Path) -> VersionTable:
     tensors.sort(key=lambda tensor: _natural(tensor.name))
     shapes = {name: selections[name].shape for name in dict.fromkeys(first_of.values())}
     return VersionTable(tuple(tensors), tuple(left_out), shapes, type(model).__name__)
+
+
+def whole_table(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> VersionTable:
+    """The table of tensors that are the learner's parameters of the same names, such as an
+    adapter's."""
+    tensors = []
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        piece = Piece(name, (count,), 0, (1,), 0, (1,))
+        tensors.append(PublishedTensor(name, StoredTensor(Path(), shape, dtype), (piece,)))
+    return VersionTable(tuple(tensors), (), dict(shapes), "")
 
 
 def outline(model_path: str | Path) -> Outline:

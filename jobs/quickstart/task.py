@@ -14,7 +14,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -91,7 +91,11 @@ def make_model(directory: Path, seed: int) -> int:
 
 
 def make_data(
-    directory: Path, seed: int, held_out_rows: int = HELD_OUT_ROWS, max_digits: int = 2
+    directory: Path,
+    seed: int,
+    held_out_rows: int = HELD_OUT_ROWS,
+    max_digits: int = 2,
+    operator: Literal["+", "-"] = "+",
 ) -> tuple[int, int]:
     """Write train.parquet and held_out.parquet (disjoint expressions) and return their numbers of
     rows.
@@ -100,7 +104,7 @@ def make_data(
     wording), `task` and `metadata` (JSON). The train set is every expression drawn outside the
     held-out set.
     """
-    rows = _sums(seed, max_digits)
+    rows = _expressions(seed, max_digits, operator)
     random.Random(seed).shuffle(rows)
     held_out, train = rows[:held_out_rows], rows[held_out_rows:]
     directory.mkdir(parents=True, exist_ok=True)
@@ -111,12 +115,12 @@ def make_data(
     return len(train), len(held_out)
 
 
-def _sums(seed: int, max_digits: int) -> list[dict[str, str]]:
-    """Distinct sums of two terms with 1 to max_digits digits, drawn from reasoning-gym's
-    `chain_sum`.
+def _expressions(seed: int, max_digits: int, operator: str) -> list[dict[str, str]]:
+    """Distinct expressions of two terms with 1 to max_digits digits and this operator, drawn from
+    reasoning-gym's `chain_sum`.
 
-    Differences are left out, so that a model of this size needs fewer steps and the demo less than
-    an hour.
+    One operator suffices: a model of this size then needs fewer steps, and the demo less than an
+    hour.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
@@ -130,7 +134,7 @@ def _sums(seed: int, max_digits: int) -> list[dict[str, str]]:
             "chain_sum", size=DRAWS_PER_SUM * values * values, seed=seed, **settings
         ):
             expression = entry["metadata"]["expression"]
-            if "+" in expression and expression not in found:
+            if operator in expression and expression not in found:
                 found[expression] = _row(expression, entry)
     return list(found.values())
 

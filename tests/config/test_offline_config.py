@@ -51,6 +51,45 @@ def test_the_command_may_name_the_objective(write):
         load_offline(write(DPO), objective="sft")
 
 
+@pytest.mark.parametrize("given", [SFT, {name: SFT[name] for name in SFT if name != "objective"}])
+def test_an_override_may_not_name_another_objective_than_the_command(write, given):
+    with pytest.raises(ConfigError, match="--objective dpo is not what `asyncrl sft` trains; run"):
+        load_offline(write(given), ["--objective", "dpo"], objective="sft")
+    assert load_any(write(given), ["--objective", "dpo"]).objective == "dpo"
+
+
+def test_a_file_without_an_objective_is_told_of_it(write):
+    without = {name: value for name, value in SFT.items() if name != "objective"}
+    with pytest.raises(ConfigError, match="rollout is missing; set it, or set objective: sft or d"):
+        load_any(write(without))
+
+
+def test_null_unsets_a_setting_that_may_be_a_list(write):
+    tree = {**SFT, "data": {"train": "x", "tools": [{}]}, "eval": {"data": "x"}, "max_steps": 2}
+    config = load_offline(
+        write(tree), ["--eval.data", "null", "--data.tools=null", "--max_steps", "null"]
+    )
+    assert (config.eval.data, config.data.tools, config.max_steps) == (None, None, None)
+    with pytest.raises(ConfigError, match="batch_size = None: input should be a valid integer"):
+        load_offline(write(tree), ["--batch_size", "null"])
+    with pytest.raises(ConfigError, match="batch_sizes is unknown"):
+        load_offline(write(tree), ["--batch_sizes", "null"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({"dpo": {"ref_load": ""}}, "dpo.ref_load = ''"),
+        ({"data": {"train": [{"path": " "}]}}, "data.train = ' '"),
+        ({"eval": {"data": ""}}, "eval.data = ''"),
+        ({"checkpoint": {"save": ""}}, "checkpoint.save = ''"),
+    ],
+)
+def test_an_empty_path_does_not_become_the_current_directory(write, changes, setting):
+    with pytest.raises(ConfigError, match=f"^{setting} is an empty path; give one, or leave it"):
+        load_offline(write(DPO, **changes))
+
+
 def test_a_config_on_a_dataset_is_refused_where_generators_are_needed(write):
     with pytest.raises(ConfigError, match="has objective: sft, which trains on a dataset"):
         load_config(write(SFT))
@@ -180,14 +219,3 @@ def test_the_table_of_foreign_names_points_at_settings_that_exist():
     for foreign, here in OFFLINE_RENAMED.items():
         first = re.split("[:, ]", here.removeprefix("nothing: "))[0]
         assert here.startswith("nothing: ") or first in known, foreign
-
-
-def test_every_setting_has_a_description():
-    def undocumented(section, prefix=""):
-        for name, field in section.model_fields.items():
-            if hasattr(field.annotation, "model_fields"):
-                yield from undocumented(field.annotation, f"{prefix}{name}.")
-            elif not field.description:
-                yield prefix + name
-
-    assert list(undocumented(OfflineConfig)) == []

@@ -6,8 +6,10 @@ from chat_families import save_chat_model
 
 from asyncrl.config import Config
 from asyncrl.contracts.offline_rows import check_offline_table
-from asyncrl.data.offline import open_offline_rows, write_offline_rows
+from asyncrl.data.offline import write_offline_rows
+from asyncrl.data.offline_checks import refuse_idle
 from asyncrl.data.offline_spec import OfflineDataSpec
+from asyncrl.runtime.arrow_files import map_table
 
 
 @pytest.fixture
@@ -59,7 +61,8 @@ def offline(chat_model, tmp_path):
         report = write_offline_rows(
             tmp_path / "rows.arrow", spec, str(path), "data.train", objective
         )
-        table = open_offline_rows(tmp_path / "rows.arrow", objective)
+        refuse_idle(spec, {"data.train": report})
+        table = map_table(tmp_path / "rows.arrow")
         check_offline_table(table)
         return table, report
 

@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 
 from asyncrl.config import ConfigError, Source
-from asyncrl.data.form_rows import Chat, MalformedError, Row, Text, rows_of
-from asyncrl.data.forms import form_of
+from asyncrl.data.form_rows import Chat, MalformedError, ParsedRow, Text, rows_of
+from asyncrl.data.forms import RECORDED, form_of
 from asyncrl.data.offline_spec import OfflineDataSpec
 
 SPEC = OfflineDataSpec(model_path="unused")
@@ -46,6 +46,7 @@ def first(objective="sft", spec=SPEC, **row):
             "prompt-completion",
             ["prompt", "completion"],
         ),
+        (["prompt", "completion", *RECORDED], "sft", "recorded groups", [*RECORDED]),
         (["chosen", "rejected"], "dpo", "preference", ["chosen", "rejected", "prompt"]),
         (["prompt", "chosen", "rejected"], "kto", "preference", ["chosen", "rejected", "prompt"]),
         (
@@ -85,7 +86,6 @@ def test_columns_that_are_not_used_are_listed():
             ["chosen", "rejected", "answer"], "dpo", {"target_column": "answer"},
             "data.target_column = 'answer' has no effect on dpo",
         ),
-        (["text"], "sft", {"apply_chat_template": True}, "apply_chat_template has no effect"),
     ],
 )  # fmt: skip
 def test_columns_without_a_form_are_refused(columns, objective, fields, message):
@@ -97,24 +97,27 @@ def test_columns_without_a_form_are_refused(columns, objective, fields, message)
 def test_columns_of_other_names_are_found():
     found = form(["question", "answer"], prompt_column="question", target_column="answer")
     assert found.columns == ("question", "answer")
+    groups = form([*RECORDED, "answer"], prompt_column="question", target_column="answer")
+    assert groups.name == "recorded groups", "its columns have their own names"
     own = Source(path="x", prompt_column="query")
+    with pytest.raises(ConfigError, match="= 'query' has no effect on the recorded groups"):
+        form(RECORDED, source=own)
     assert form(["query", "completion"], source=own).columns == ("query", "completion")
     with pytest.raises(ConfigError, match="prompt_column of the source = 'query' is not a column"):
         form(["prompt", "completion"], source=own)
 
 
 def test_strings_and_messages_become_texts_and_chats():
-    assert first(text="3+4=7") == Row((Text(None, "3+4=7"),))
-    assert first(prompt="3+4", completion="7") == Row((Text("3+4", "7"),))
-    assert first(prompt=[ASK], completion=[GOOD]) == Row((Chat([ASK, GOOD], 1),))
-    assert first(messages=[ASK, GOOD]) == Row((Chat([ASK, GOOD], 0),))
+    assert first(text="3+4=7") == ParsedRow((Text(None, "3+4=7"),))
+    assert first(prompt="3+4", completion="7") == ParsedRow((Text("3+4", "7"),))
+    assert first(prompt=[ASK], completion=[GOOD]) == ParsedRow((Chat([ASK, GOOD], 1),))
+    assert first(messages=[ASK, GOOD]) == ParsedRow((Chat([ASK, GOOD], 0),))
     assert first(messages=json.dumps([ASK, GOOD])) == first(messages=[ASK, GOOD])
-    assert first(prompt="3+4", completion="") == Row((Text("3+4", ""),))
-    assert first(prompt="3+4", completion=7) == Row((Text("3+4", "7"),))
+    assert first(prompt="3+4", completion="") == ParsedRow((Text("3+4", ""),))
 
 
 def test_a_prompt_and_a_completion_may_be_of_different_kinds():
-    asked = Row((Chat([ASK, GOOD], 1),))
+    asked = ParsedRow((Chat([ASK, GOOD], 1),))
     assert first(prompt=[ASK], completion="7") == asked
     assert first(prompt="3+4", completion=[GOOD]) == asked
     assert first(prompt="3+4", completion=[ASK, GOOD]) == asked
@@ -149,7 +152,7 @@ def test_absent_keys_of_a_struct_stay_absent():
     ]
 
 
-PAIR = Row((Chat([ASK, GOOD], 1), Chat([ASK, BAD], 1)))
+PAIR = ParsedRow((Chat([ASK, GOOD], 1), Chat([ASK, BAD], 1)))
 
 
 @pytest.mark.parametrize(
@@ -176,17 +179,19 @@ def test_the_implicit_prompt_of_chats_is_all_that_they_share():
 
 
 def test_pairs_of_strings():
-    assert first("dpo", prompt="3+4=", chosen="7", rejected="8") == Row(
+    assert first("dpo", prompt="3+4=", chosen="7", rejected="8") == ParsedRow(
         (Text("3+4=", "7"), Text("3+4=", "8"))
     )
-    assert first("dpo", chosen="3+4=7", rejected="3+4=8") == Row(
+    assert first("dpo", chosen="3+4=7", rejected="3+4=8") == ParsedRow(
         (Text(None, "3+4=7"), Text(None, "3+4=8"))
     )
 
 
 def test_labels_may_be_numbers():
-    assert first("kto", prompt="3", completion="4", label=True) == Row((Text("3", "4"),), True)
-    assert first("kto", prompt="3", completion="4", label=0) == Row((Text("3", "4"),), False)
+    assert first("kto", prompt="3", completion="4", label=True) == ParsedRow(
+        (Text("3", "4"),), True
+    )
+    assert first("kto", prompt="3", completion="4", label=0) == ParsedRow((Text("3", "4"),), False)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +200,10 @@ def test_labels_may_be_numbers():
         ("sft", {"text": None}, "missing"),
         ("sft", {"text": ""}, "no_completion"),
         ("sft", {"text": 7}, "type"),
+        ("sft", {"prompt": "3", "completion": 7}, "type"),
+        ("sft", {"prompt": "3", "completion": True}, "type"),
+        ("sft", {"prompt": "3", "completion": float("nan")}, "type"),
+        ("dpo", {"prompt": "3", "chosen": 7, "rejected": 8}, "type"),
         ("sft", {"messages": "no chat"}, "type"),
         ("sft", {"messages": [{"role": "user"}]}, "type"),
         ("sft", {"messages": None}, "missing"),

@@ -21,11 +21,12 @@ from asyncrl.data.length_limits import Cuts
 from asyncrl.data.offline import (
     OfflineRows,
     check_offline_rows,
-    open_offline_rows,
     write_offline_rows,
 )
+from asyncrl.data.offline_checks import refuse_idle
 from asyncrl.data.offline_spec import OfflineDataSpec
 from asyncrl.data.sources import RowsByNumber
+from asyncrl.runtime.arrow_files import map_table
 from asyncrl.text.tokenizer import load_tokenizer
 
 BOS, EOS = 1, 2
@@ -88,7 +89,7 @@ def test_a_tokenizer_that_adds_eos_itself_adds_no_second_one(chat_model, tmp_pat
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = OfflineDataSpec(str(tmp_path / "model"))
     write_offline_rows(tmp_path / "t.arrow", spec, str(path), "data.train", "sft")
-    table = open_offline_rows(tmp_path / "t.arrow", "sft")
+    table = map_table(tmp_path / "t.arrow")
     assert sft_rows(table) == [([BOS, *ids("3+4=7"), EOS], [*ids("=7"), EOS])] * 2
 
 
@@ -130,7 +131,7 @@ def test_an_empty_completion_teaches_to_stop(offline, ids):
 
 
 def test_another_column_may_be_the_target(offline, ids):
-    rows = [{"question": "3+4=", "answer": 7}]
+    rows = [{"question": "3+4=", "answer": "7"}]
     table, report = offline(rows, prompt_column="question", target_column="answer")
     assert sft_rows(table) == [([BOS, *ids("3+4=7"), EOS], [*ids("7"), EOS])]
     rendered, _ = offline(
@@ -296,7 +297,7 @@ def test_malformed_rows_are_counted_by_reason_and_the_first_is_named(offline):
     assert table.num_rows == 1 and report.dropped == 4
     assert report.malformed["equal"].rows == 2
     assert re.fullmatch(
-        r"row 1 of .*rows.jsonl: both sides are equal", report.malformed["equal"].first
+        r"row 1 of .*rows.jsonl': both sides are equal", report.malformed["equal"].first
     )
     assert "1 dropped because a completion is empty (first: row 2 of" in report.text()
     assert report.metrics()["malformed_missing"] == 1
@@ -339,7 +340,15 @@ def test_a_template_that_rewrites_turns_says_so(offline):
             {"messages": [ASK, assistant("7")]}, "sft", NO_SYSTEM, {"system_prompt": "x"},
             r"the chat template refuses the chat \(System role not supported\)",
         ),
-        ({"text": "3"}, "sft", None, {"least_reward": 0.5}, "data.least_reward = 0.5 only has an"),
+        (
+            {"text": "3"}, "sft", None, {"least_reward": 0.5},
+            r"least_reward = 0.5 has no effect on .*\(data.train: text \(strings\)\); leave it",
+        ),
+        ({"text": "3"}, "sft", CHATML, {"apply_chat_template": True}, "template = True has no"),
+        (
+            {"messages": [ASK, assistant("7")], "x": "3"}, "sft", CHATML, {"prompt_column": "x"},
+            "data.prompt_column = 'x' has no effect",
+        ),
     ],
 )  # fmt: skip
 def test_settings_without_an_effect_are_refused(offline, row, objective, template, fields, message):
@@ -363,8 +372,8 @@ def test_sources_are_contiguous_and_may_have_other_forms(chat_model, tmp_path):
     report = write_offline_rows(tmp_path / "t.arrow", spec, data, "data.train", "sft")
     assert [(source.name, source.rows) for source in report.sources] == [("a", 2), ("b", 2)]
     assert report.forms == ("text (strings)", "messages (chats)")
-    assert "unused columns of b: id" in report.notes
-    table = open_offline_rows(tmp_path / "t.arrow", "sft")
+    assert "unused columns of b: 'id'" in report.notes
+    table = map_table(tmp_path / "t.arrow")
     assert [len(row) for row in table["input_ids"].to_pylist()] == [3, 3, 24, 24]
     bad = OfflineDataSpec(chat_model(CHATML))
     with pytest.raises(ConfigError, match=r"a.jsonl': row 1: a value is missing \(its column 'te"):
@@ -373,6 +382,36 @@ def test_sources_are_contiguous_and_may_have_other_forms(chat_model, tmp_path):
     data = tuple(Source(path=str(tmp_path / name)) for name in ("b.parquet", "c.jsonl"))
     with pytest.raises(ConfigError, match=r"c.jsonl': row 1: a completion is empty"):
         check_offline_rows(bad, data, "data.train", "sft")
+
+
+def test_a_setting_needs_an_effect_on_training_or_held_out_rows(chat_model, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "3"}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "3", "completion": "4"}\n')
+    spec = OfflineDataSpec(chat_model(CHATML), apply_chat_template=True)
+    text, prompted = (
+        check_offline_rows(spec, str(tmp_path / name), "x", "sft")
+        for name in ("a.jsonl", "b.jsonl")
+    )
+    refuse_idle(spec, {"data.train": text, "eval.data": prompted})
+    with pytest.raises(ConfigError, match=r"data.train: text \(strings\); eval.data: text"):
+        refuse_idle(spec, {"data.train": text, "eval.data": text})
+
+
+def test_a_row_is_named_with_its_file(chat_model, tmp_path):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text('{"text": "3"}\n{"text": "4"}\n')
+    (tmp_path / "rows" / "b.jsonl").write_text('{"text": "5"}\n{"text": ""}\n')
+    spec, data = OfflineDataSpec(chat_model(None)), str(tmp_path / "rows")
+    with pytest.raises(ConfigError, match=r"rows/b.jsonl': row 1: a completion is empty"):
+        check_offline_rows(spec, data, "data.train", "sft")
+    spec = OfflineDataSpec(chat_model(None), malformed="drop")
+    report = check_offline_rows(spec, data, "data.train", "sft")
+    assert report.malformed["no_completion"].first.startswith(f"row 1 of '{data}/b.jsonl': ")
+
+
+def test_a_name_of_a_column_cannot_add_a_line_to_the_plan(offline):
+    _, report = offline([{"text": "3", "\x1b[31mevil\nloss 0": 1}])
+    assert report.notes == ("unused columns of rows: '\\x1b[31mevil\\nloss 0'",)
 
 
 def test_a_weighted_source_must_have_rows(chat_model, tmp_path):
@@ -411,7 +450,7 @@ def test_blocks_do_not_change_the_rows(offline, monkeypatch):
 def test_rows_are_read_by_number_without_loading_the_table(offline, tmp_path):
     offline([{"text": f"{number} + 4"} for number in range(5000)])
     before = pa.total_allocated_bytes()
-    table = open_offline_rows(tmp_path / "rows.arrow", "sft")
+    table = map_table(tmp_path / "rows.arrow")
     by_number = RowsByNumber(table)
     chosen = by_number.table([by_number.row(number) for number in (4999, 0, 1500)])
     assert pa.total_allocated_bytes() - before < 10_000 < table.nbytes / 10
@@ -427,16 +466,6 @@ def test_a_failed_write_leaves_no_file(chat_model, tmp_path):
     with pytest.raises(ConfigError, match="row 2000: a completion is empty"):
         write_offline_rows(path, spec, str(tmp_path / "a.jsonl"), "data.train", "sft")
     assert os.listdir(tmp_path) == ["a.jsonl"]
-
-
-def test_an_incomplete_or_other_file_is_refused(offline, tmp_path):
-    offline([{"text": "3+4"}])
-    path = tmp_path / "rows.arrow"
-    with pytest.raises(ValueError, match=r"has columns .* but dpo needs"):
-        open_offline_rows(path, "dpo")
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match="is not a complete Arrow file"):
-        open_offline_rows(path, "sft")
 
 
 def test_a_report_needs_all_rows(chat_model, tmp_path):

@@ -1,25 +1,35 @@
 """Groups that a run recorded, as rows of SFT and DPO: the recorded tokens, chosen by reward."""
 
+from functools import partial
+
+import pyarrow as pa
 import pytest
 
 from asyncrl.config import ConfigError
 from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.contracts.rows import groups_to_table as table_of
-from asyncrl.data.offline import open_offline_rows, write_offline_rows
+from asyncrl.data.offline import write_offline_rows
+from asyncrl.data.offline_checks import refuse_idle
 from asyncrl.data.offline_spec import OfflineDataSpec
 from asyncrl.rewards.files import write_groups
-from asyncrl.text.tokenizer import load_tokenizer
+from asyncrl.runtime.arrow_files import map_table
+from asyncrl.text.tokenizer import decode, load_tokenizer
 
 PROMPT = "3+4="
 
 
-def group(ordinal, *trajectories, attempt=1, prompt=PROMPT, ids=(1, 10, 11)):
-    """A group of (token ids, reward, status) trajectories. Even token ids are masked."""
+def group(ordinal, *trajectories, attempt=1, prompt=PROMPT, ids=(1, 10, 11), text=None):
+    """A group of (token ids, reward, status) trajectories. Even token ids are masked. `text` gives
+    the text of token ids."""
     made = []
     for tokens, reward, status in trajectories:
         tokens = tuple(tokens)
         completion = Completion(
-            tokens, (-0.5,) * len(tokens), (VersionSpan(3, 0, len(tokens)),), "stop", "text"
+            tokens,
+            (-0.5,) * len(tokens),
+            (VersionSpan(3, 0, len(tokens)),),
+            "stop",
+            text(tokens) if text else "text",
         )
         mask = tuple(token % 2 for token in tokens)
         made.append(Trajectory(completion, mask, reward, {"exact": reward}, 0.0, status))
@@ -30,20 +40,26 @@ def group(ordinal, *trajectories, attempt=1, prompt=PROMPT, ids=(1, 10, 11)):
 @pytest.fixture
 def recorded(chat_model, tmp_path):
     """`recorded(groups, objective, **fields)`: the rows and the report of a run's groups, given as
-    one list for each file."""
-    ids = tuple(load_tokenizer(chat_model(None)).encode(PROMPT))
+    one list for each file. `change` changes a file's rows."""
+    tokenizer = load_tokenizer(chat_model(None))
+    ids = tuple(tokenizer.encode(PROMPT))
 
-    def read(*files, objective="sft", **fields):
+    def read(*files, objective="sft", change=None, **fields):
         folder = tmp_path / "run" / "groups"
         for number, groups in enumerate(files):
-            own = [group(*item, ids=ids) for item in groups]
+            own = [group(*item, ids=ids, text=partial(decode, tokenizer)) for item in groups]
             path = folder / f"attempt_0001-{number:08d}.parquet"
-            write_groups(path, [table_of(own)])
+            table = table_of(own)
+            if change is not None:
+                rows = [change(row) for row in table.to_pylist()]
+                table = pa.Table.from_pylist(rows, schema=table.schema)
+            write_groups(path, [table])
         spec = OfflineDataSpec(chat_model(None), **fields)
         report = write_offline_rows(
             tmp_path / "t.arrow", spec, str(folder), "data.train", objective
         )
-        return open_offline_rows(tmp_path / "t.arrow", objective).to_pylist(), report, [*ids]
+        refuse_idle(spec, {"data.train": report})
+        return map_table(tmp_path / "t.arrow").to_pylist(), report, [*ids]
 
     return read
 
@@ -102,19 +118,77 @@ def test_equal_completions_and_empty_masks_are_malformed(recorded):
     }
 
 
-def test_tokens_of_another_tokenizer_are_refused(chat_model, tmp_path):
-    ids = load_tokenizer(chat_model(None)).encode("1+1=")
-    write_groups(tmp_path / "groups" / "a.parquet", [table_of([group(*GROUPS[0], ids=tuple(ids))])])
+@pytest.mark.parametrize("wrong", ["prompt", "completion"])
+def test_tokens_of_another_tokenizer_are_refused(chat_model, tmp_path, wrong):
+    """The files name no tokenizer, so their texts must fit their tokens."""
+    tokenizer = load_tokenizer(chat_model(None))
+    ids = tuple(tokenizer.encode("1+1=" if wrong == "prompt" else PROMPT))
+    made = group(
+        *GROUPS[0], ids=ids, text=partial(decode, tokenizer) if wrong == "prompt" else None
+    )
+    write_groups(tmp_path / "groups" / "a.parquet", [table_of([made])])
     spec = OfflineDataSpec(chat_model(None))
-    with pytest.raises(ConfigError, match="another tokenizer made the recorded tokens"):
+    with pytest.raises(ConfigError, match=f"another tokenizer made the .*, since the {wrong} '"):
         write_offline_rows(tmp_path / "t", spec, str(tmp_path / "groups"), "data.train", "sft")
+
+
+def test_a_model_may_have_more_token_ids_than_its_tokenizer(recorded, chat_model):
+    size = len(load_tokenizer(chat_model(None)))
+    groups = [(0, ((size + 1,), 0.0, "ok"), ((size + 3, 25), 1.0, "ok"))]
+    rows, _, prompt = recorded(groups, vocabulary=size + 4)
+    assert rows[0]["input_ids"] == [*prompt, size + 3, 25]
+    with pytest.raises(ConfigError, match="the model has ids from 0 to"):
+        recorded(groups, vocabulary=size + 3)
+
+
+def changed(ordinal, **columns):
+    """A change of the last trajectory of one group: column → its new value there."""
+
+    def change(row):
+        if row["ordinal"] == ordinal:
+            row |= {
+                name: [*row[name][:-1], *([] if value is None else [value])]
+                for name, value in columns.items()
+            }
+        return row
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason", "message"),
+    [
+        (
+            {"completion_ids": [-1]}, "vocabulary",
+            r"a token id is not in the vocabulary \(trajectory 2 has the id -1, and the model",
+        ),
+        ({"completion_ids": [10**6]}, "vocabulary", "trajectory 2 has the id 1000000"),
+        ({"completion_ids": None}, "lengths", r"its columns .* have \[2, 3, 3, 3\] items"),
+        ({"completion_ids": [45, 47]}, "lengths", "2 has 1 values of loss_mask for 2 token ids"),
+        ({"loss_mask": [None]}, "missing", "trajectory 2 has nulls among its tokens"),
+        ({"reward": float("nan")}, "reward", r"a reward is not finite .* trajectory 2 is nan"),
+        ({"reward": float("inf")}, "reward", "trajectory 2 is inf"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_damaged_groups_are_refused_or_left_out(recorded, columns, reason, message, objective):
+    change = changed(2, **columns)
+    where = r"groups/attempt_0001-00000001.parquet': row 0: "
+    with pytest.raises(ConfigError, match=f"{where}.*{message}.*; correct it, or set data.malf"):
+        recorded(GROUPS[:1], GROUPS[2:], objective=objective, change=change)
+    rows, report, _ = recorded(
+        GROUPS[:1], GROUPS[2:], objective=objective, change=change, malformed="drop"
+    )
+    assert len(rows) == 1
+    assert {reason: left.rows for reason, left in report.malformed.items()} == {reason: 1}
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"loss_on": "assistant"}, "data.loss_on = 'assistant' does not fit recorded groups"),
-        ({"apply_chat_template": True}, "data.apply_chat_template has no effect"),
+        ({"apply_chat_template": True}, "data.apply_chat_template = True has no effect"),
+        ({"system_prompt": "Hi"}, "data.system_prompt = 'Hi' has no effect"),
         ({"least_reward": 9.0}, "no row is left .*3 groups left out"),
         ({"objective": "kto"}, "no form for kto"),
     ],

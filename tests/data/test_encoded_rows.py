@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from asyncrl.data.conversations import Tokens
-from asyncrl.data.examples import Example, checked, paired
+from asyncrl.data.encoded_rows import EncodedRow, checked, paired
 from asyncrl.data.form_rows import MalformedError
 
 
@@ -32,9 +32,9 @@ def test_an_implicit_prompt_is_what_both_begin_with(chosen, rejected, shared):
 
 
 def test_a_first_token_is_never_trained():
-    (found,) = checked(Example(0, (side([1, 2], 0),))).sides
+    (found,) = checked(EncodedRow(0, (side([1, 2], 0),))).sides
     assert found.mask.tolist() == [False, True]
     for ids in ([], [1]):
         with pytest.raises(MalformedError, match="no token to train") as error:
-            checked(Example(0, (side(ids, 0),)))
+            checked(EncodedRow(0, (side(ids, 0),)))
         assert error.value.reason == "no_target"

@@ -13,11 +13,11 @@ from asyncrl.data.conversations import Tokens
 from asyncrl.data.form_rows import MalformedError
 from asyncrl.data.length_limits import LengthLimits, Limit, Side, cut, truncate
 
-__all__ = ["Example", "checked", "lists", "paired", "truncated"]
+__all__ = ["EncodedRow", "checked", "lists", "paired", "truncated"]
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class EncodedRow:
     """One row of a token table: two sides of a pair (chosen first), or one."""
 
     row: int
@@ -63,7 +63,7 @@ def paired(chosen: Tokens, rejected: Tokens, implicit: bool) -> tuple[Tokens, To
     return chosen, rejected
 
 
-def checked(example: Example, reason: str = "no_target") -> Example:
+def checked(example: EncodedRow, reason: str = "no_target") -> EncodedRow:
     """The example with masks that leave the first token out, which nothing predicts.
 
     Raises:
@@ -81,7 +81,7 @@ def checked(example: Example, reason: str = "no_target") -> Example:
     return replace(example, sides=sides)
 
 
-def truncated(examples: Sequence[Example], tokens: int, side: Side) -> list[Example | None]:
+def truncated(examples: Sequence[EncodedRow], tokens: int, side: Side) -> list[EncodedRow | None]:
     """Examples with the same number of sides, each cut to at most `tokens` tokens.
 
     A single sequence keeps its first or last tokens, and no longer knows its prompt. Sides that are
@@ -90,7 +90,7 @@ def truncated(examples: Sequence[Example], tokens: int, side: Side) -> list[Exam
     """
     if not examples:
         return []
-    found: list[Example | None] = [None] * len(examples)
+    found: list[EncodedRow | None] = [None] * len(examples)
     if len(examples[0].sides) == 1 and examples[0].label is None:
         wholes = lists([_coded(example.sides[0]) for example in examples])
         for place, values in enumerate(cut(wholes, tokens, side)):

@@ -1,0 +1,65 @@
+"""Gathers the adapter of a learner's ranks, and writes it in PEFT's format. The functions that
+gather are collectives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncrl.config import LoraConfig
+from asyncrl.contracts.messages import TensorEntry
+from asyncrl.learning.state import LearnerState
+from asyncrl.models.adapters import adapter_settings
+from asyncrl.runtime.files import make_directory, replace_text
+from asyncrl.weights.gather import TORCH_DTYPES, gather_buckets, weight_layout
+from asyncrl.weights.published import VersionTable, whole_table
+
+__all__ = ["DIRECTORY", "adapter_table", "gather_matrices", "write_adapter"]
+
+DIRECTORY = "adapter"
+"""Folder of the adapter in an exported model's directory."""
+
+
+def adapter_table(state: LearnerState) -> VersionTable:
+    """The table of a version that is an adapter."""
+    shapes = {name: tuple(matrix.ds_shape) for name, matrix in state.adapter.items()}
+    return whole_table(shapes, state.spec.model_dtype)
+
+
+def gather_matrices(state: LearnerState) -> dict[str, Tensor]:
+    """Published name → matrix in model.dtype, on rank 0; empty on the others. An adapter is
+    small."""
+    if not state.adapter:
+        return {}
+    table, dtype = adapter_table(state), state.spec.model_dtype
+    entries, sizes = weight_layout(table, dtype, state.spec.bucket_bytes)
+    buckets: list[np.ndarray] = []
+    gather_buckets(
+        state.adapter,
+        table,
+        entries,
+        sizes,
+        state.rank,
+        lambda number, content: buckets.append(content.copy()),
+    )
+    return {entry.name: _matrix(entry, buckets) for entry in entries} if buckets else {}
+
+
+def write_adapter(
+    directory: Path, lora: LoraConfig, matrices: dict[str, Tensor], model_path: str
+) -> None:
+    """Write PEFT's two files into `directory`, which is made."""
+    make_directory(directory)
+    save_file(matrices, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = adapter_settings(lora, matrices, model_path)
+    replace_text(directory / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
+
+
+def _matrix(entry: TensorEntry, buckets: list[np.ndarray]) -> Tensor:
+    flat = torch.from_numpy(buckets[entry.bucket])[entry.offset : entry.offset + entry.nbytes]
+    return flat.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)

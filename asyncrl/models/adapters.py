@@ -1,0 +1,153 @@
+"""Low-rank adapters on the learner's model (PEFT). The model's own weights are frozen.
+
+PEFT replaces a linear layer by one that adds the adapter's product. The frozen weight is then named
+`<layer>.base_layer.weight`, and the adapter's matrices `<layer>.lora_A.default.weight` [r, in] and
+`<layer>.lora_B.default.weight` [out, r].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from asyncrl.config import LoraConfig
+
+__all__ = [
+    "LowRank",
+    "adapter_settings",
+    "add_adapter",
+    "base_name",
+    "low_rank",
+    "merged",
+    "published_name",
+]
+
+ADAPTER = "default"
+"""PEFT's name for the only adapter."""
+MATRIX = re.compile(rf"(?P<layer>.+)\.lora_(?P<side>[AB])\.{ADAPTER}\.weight")
+PUBLISHED = "base_model.model."
+"""PEFT's prefix of the names in an adapter's file."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The adapter of one layer, whose product is added to the layer's weight [out, in]."""
+
+    down: Tensor
+    """PEFT's lora_A [r, in]."""
+    up: Tensor
+    """PEFT's lora_B [out, r]."""
+    scale: float
+
+    def slice(self, start: int, count: int) -> Tensor:
+        """`count` flat elements of scale · up @ down from `start` on."""
+        width = self.down.shape[1]
+        first, end = start // width, -(-(start + count) // width)
+        rows = self.up[first:end] @ self.down * self.scale
+        return rows.reshape(-1)[start - first * width :][:count]
+
+
+def add_adapter(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
+    """Add an adapter to the model's linear layers and freeze all other parameters. The matrices
+    have the dtype of the weights. `lora_B` is 0, so the model's outputs are the same at first.
+
+    Raises:
+        ValueError: `lora.target_modules` names a layer that cannot have an adapter.
+    """
+    _check_targets(model, lora)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # the same values on every rank
+        inject_adapter_in_model(_peft_config(lora), model, ADAPTER)
+
+
+def _peft_config(lora: LoraConfig) -> PeftConfig:
+    targets = lora.target_modules
+    return PeftConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        use_rslora=lora.use_rslora,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _check_targets(model: PreTrainedModel, lora: LoraConfig) -> None:
+    if lora.target_modules == "all-linear":
+        return
+    head = model.get_output_embeddings()
+    linear = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    for target in lora.target_modules:
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            leaves = sorted({name.rpartition(".")[2] for name in linear})
+            raise ValueError(
+                f"lora.target_modules: {target!r} is not a linear layer of"
+                f" {type(model).__name__}; use all-linear, or some of {leaves}"
+            )
+
+
+def base_name(name: str) -> str | None:
+    """The name of a parameter of the model's own, as without an adapter; None for a matrix of the
+    adapter."""
+    return None if MATRIX.fullmatch(name) else name.replace(".base_layer.", ".")
+
+
+def published_name(name: str) -> str | None:
+    """The name of an adapter's matrix in PEFT's files; None for another parameter."""
+    found = MATRIX.fullmatch(name)
+    return found and f"{PUBLISHED}{found['layer']}.lora_{found['side']}.weight"
+
+
+def adapter_settings(lora: LoraConfig, names: Iterable[str], model_path: str) -> dict[str, object]:
+    """The content of PEFT's adapter_config.json.
+
+    Args:
+        names: published names of the adapter's matrices.
+    """
+    layers = {name.removeprefix(PUBLISHED).rpartition(".lora_")[0] for name in names}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model_path,
+        "r": lora.r,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": lora.use_rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
+    }
+
+
+def low_rank(lora: LoraConfig, matrices: Mapping[str, Tensor]) -> dict[str, LowRank]:
+    """Name of a base weight → its adapter in float32, from the matrices by published name."""
+    layers = {name.removeprefix(PUBLISHED).rpartition(".lora_")[0] for name in matrices}
+    return {
+        f"{layer}.weight": LowRank(
+            matrices[f"{PUBLISHED}{layer}.lora_A.weight"].float(),
+            matrices[f"{PUBLISHED}{layer}.lora_B.weight"].float(),
+            lora.scale,
+        )
+        for layer in layers
+    }
+
+
+def merged(adapters: Mapping[str, LowRank], parameter: str, start: int, values: Tensor) -> Tensor:
+    """Flat elements of a base weight from `start` on, with those of its adapter added."""
+    found = adapters.get(parameter)
+    if found is None:
+        return values
+    change = found.slice(start, values.numel()).to(values.device)
+    return (values.float() + change).to(values.dtype)

@@ -1,0 +1,161 @@
+"""An adapter (LoRA) on the learner: its steps, checkpoints and exports beside a plain PEFT loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plain_ranks import on_ranks
+from recorded import VOCABULARY, learner_config
+
+from asyncrl.config import Config, LoraConfig
+from asyncrl.contracts.offline_rows import token_table
+from asyncrl.models.adapters import add_adapter, published_name
+from asyncrl.preflight import learner_spec
+from asyncrl.testing.families import family
+
+STEPS, RATE = 10, 1e-2
+LORA = {"r": 4, "alpha": 16}
+
+
+def rows_of(step: int) -> list[Any]:
+    drawn = np.random.default_rng(step % 3)
+    return [
+        (drawn.integers(3, VOCABULARY, 4).tolist(), drawn.integers(3, VOCABULARY, count).tolist())
+        for count in (3, 7, 5)
+    ]
+
+
+def config_of(model_path: Path, world_size: int, **lora: Any) -> Config:
+    config = learner_config(model_path, world_size, weight_decay=0.1)
+    return config.model_copy(update={"lora": LoraConfig.model_validate(LORA | lora)})
+
+
+def train_and_save(rank: int, world_size: int, config: Config, folder: Path) -> Any:
+    """Ten steps, a checkpoint, an export, and two more steps."""
+    from asyncrl.learning.adapter import gather_matrices
+    from asyncrl.learning.rank import LearnerRank
+    from asyncrl.learning.state import load_state
+    from asyncrl.learning.supervised_step import supervised_step
+
+    state = load_state(rank, learner_spec(config))
+    losses = []
+    for step in range(STEPS + 2):
+        if step == STEPS:
+            files = state.save(folder / f"saved-{world_size}")
+            matrices = gather_matrices(state)
+            learner = LearnerRank(state, "run", 0)
+            learner.export_hf(folder / f"hf-{world_size}", config.model.path)
+        losses.append(supervised_step(state, token_table(rows_of(step)))["loss"])
+    sizes = {name: size for name, (size, _) in files.items()}
+    trained = [name for name, part in state.engine.module.named_parameters() if part.requires_grad]
+    return losses, {name: one.numpy() for name, one in matrices.items()}, sizes, trained
+
+
+def resume(rank: int, world_size: int, config: Config, folder: Path) -> Any:
+    from asyncrl.learning.state import load_state
+    from asyncrl.learning.supervised_step import supervised_step
+
+    state = load_state(rank, learner_spec(config))
+    state.load(folder)
+    return [
+        supervised_step(state, token_table(rows_of(step)))["loss"]
+        for step in range(STEPS, STEPS + 2)
+    ]
+
+
+def plain_loop(model_path: Path, lora: LoraConfig, seed: int) -> tuple[list[float], Any]:
+    """PEFT's own layers in one process, one row at a time, with torch's AdamW."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    add_adapter(model, lora, seed)
+    trained = [part for part in model.parameters() if part.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    losses = []
+    for step in range(STEPS):
+        rows = rows_of(step)
+        targets = sum(len(following) for _, following in rows)
+        total = torch.zeros(())
+        for prompt, following in rows:
+            ids = torch.tensor([[*prompt, *following]])
+            logprobs = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            total = total - logprobs.gather(-1, torch.tensor(following)[:, None]).sum() / targets
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    matrices = {
+        published: part.detach()
+        for name, part in model.named_parameters()
+        if (published := published_name(name))
+    }
+    return losses, (model, matrices)
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_steps_checkpoints_and_exports_are_those_of_a_plain_loop(
+    world_size: int, model_path: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(model_path, world_size)
+    assert config.lora is not None
+    (losses, matrices, sizes, trained), *_ = on_ranks(world_size, train_and_save, config, tmp_path)
+    expected, (model, plain) = plain_loop(model_path, config.lora, config.seed)
+    assert losses[:STEPS] == pytest.approx(expected, rel=1e-5)
+    assert losses[0] > losses[9] and len(trained) == 2 * 2 * 7
+    assert set(matrices) == set(plain)
+    for name, matrix in matrices.items():
+        np.testing.assert_allclose(matrix, plain[name], atol=2e-5, err_msg=name)
+    # The checkpoint has the adapter, its moments and its copy in float32, and no frozen weight.
+    elements = sum(matrix.size for matrix in matrices.values())
+    whole = sum(part.numel() for part in model.parameters()) - elements
+    assert sum(size for name, size in sizes.items() if name.endswith(".pt")) < 4 * whole
+    resumed = on_ranks(world_size, resume, config, tmp_path / f"saved-{world_size}")[0]
+    assert resumed == losses[STEPS:]
+
+    exported = tmp_path / f"hf-{world_size}"
+    ids = torch.arange(3, 30)[None]
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(exported)(input_ids=ids).logits
+        before = base(input_ids=ids).logits
+        adapted = PeftModel.from_pretrained(base, exported / "adapter")(input_ids=ids).logits
+    assert (merged - wanted).abs().max() < 1e-4 < (before - wanted).abs().max()
+    assert (adapted - wanted).abs().max() < 1e-4
+    settings = json.loads((exported / "adapter" / "adapter_config.json").read_text())
+    assert settings["r"] == 4 and settings["base_model_name_or_path"] == str(model_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_moe"])
+def test_every_linear_layer_but_the_head_gets_matrices(name: str, tmp_path: Path) -> None:
+    from asyncrl.models.policy import load_policy
+
+    policy = load_policy(str(family(name).save(tmp_path)), torch.float32, 1.0)
+    head = policy.model.get_output_embeddings()
+    linear = [
+        module
+        for module in policy.model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    ]
+    add_adapter(policy.model, LoraConfig(r=2), seed=0)
+    matrices = [part for part in policy.model.parameters() if part.requires_grad]
+    assert len(matrices) == 2 * len(linear) and policy.model.get_output_embeddings() is head
+
+
+def test_a_layer_that_cannot_have_an_adapter_is_refused(tmp_path: Path) -> None:
+    from asyncrl.models.policy import load_policy
+
+    policy = load_policy(str(family("llama").save(tmp_path)), torch.float32, 1.0)
+    for target in ("query", "lm_head", "proj"):
+        lora = LoraConfig(target_modules=["q_proj", target])
+        with pytest.raises(ValueError, match=rf"'{target}' is not a linear.*'down_proj'.*'v_proj'"):
+            add_adapter(policy.model, lora, seed=0)
