@@ -12,6 +12,7 @@ import yaml
 from asyncrl.config import (
     Config,
     ConfigError,
+    OfflineConfig,
     Source,
     WarmStartConfig,
     field_names,
@@ -19,6 +20,7 @@ from asyncrl.config import (
     load_config,
 )
 from asyncrl.config.aliases import NOT_IMPLEMENTED, RENAMED, explain_unknown
+from asyncrl.config.load import section_of
 from asyncrl.config.rules import WARM_START
 
 ROOT = Path(__file__).parents[2]
@@ -1080,15 +1082,16 @@ def test_the_tables_of_foreign_names_point_at_settings_that_exist():
         assert named or here.startswith("nothing: ") or re.split("[:, ]", here)[0] in known, foreign
 
 
-def test_every_field_has_a_description():
+@pytest.mark.parametrize("kind", [Config, OfflineConfig])
+def test_every_field_has_a_description(kind):
     def undocumented(section, prefix=""):
         for name, field in section.model_fields.items():
-            if hasattr(field.annotation, "model_fields"):
-                yield from undocumented(field.annotation, f"{prefix}{name}.")
+            if (inner := section_of(field.annotation)) is not None:
+                yield from undocumented(inner, f"{prefix}{name}.")
             elif not field.description:
                 yield prefix + name
 
-    assert list(undocumented(Config)) == []
+    assert list(undocumented(kind)) == []
 
 
 def test_ds3_gather_for_generation_may_be_false(tmp_path):
