@@ -1,5 +1,5 @@
 """Measures how fast TRL's trainers take SFT or DPO steps on given rows: the baseline of asyncrl's
-runs on a dataset.
+runs on a dataset. `benchmarks.objectives` uses it.
 
 TRL has an environment of its own. Nothing of asyncrl is imported here.
 
@@ -13,7 +13,9 @@ trains them: `input_ids` and `loss_mask`, or `chosen_ids`, `chosen_mask`, `rejec
 `rejected_mask`.
 
 Each setting of TRL has its own process and takes one pass over all rows in float32, with AdamW at
-learning rate 0. The first step is not timed.
+learning rate 0. A pass over the rows of one step comes before it and is not timed. With `--serve`,
+one process takes passes until its input ends: each line of the input is a setting, and each line of
+the output is the result of one pass.
 
 - sft: padded to the longest row of a micro-batch (`padded`), the same with rows grouped by length
   (`grouped`), without padding (`padding_free`), or best-fit packed rows (`packed`).
@@ -47,7 +49,7 @@ os.environ |= {
 
 SETTINGS = {
     "sft": "padded:8,padded:16,grouped:8,grouped:16,grouped:32,padding_free:8,packed:1024",
-    "dpo": "padded:8,grouped:4,grouped:8,grouped:16,grouped_ahead:8",
+    "dpo": "padded:8,grouped:8,grouped_ahead:4,grouped_ahead:8,grouped_ahead:16",
 }
 LOSS_TOLERANCE = 1e-4
 PACKAGES = ("trl", "transformers", "torch", "accelerate")
@@ -61,8 +63,14 @@ def main() -> None:
     parser.add_argument("--settings", help="names, separated by commas")
     parser.add_argument("--batch", type=int, default=64, help="rows or pairs of a step")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--reference", type=Path, help="reference model of DPO; default: MODEL")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--one", help="measure this setting in this process")
+    parser.add_argument("--serve", action="store_true", help="measure the settings on stdin")
     arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments)
+        return
     if arguments.one:
         print(json.dumps(measured(arguments)))
         return
@@ -88,6 +96,17 @@ def main() -> None:
     )
 
 
+def serve(arguments: argparse.Namespace) -> None:
+    """Take one pass with each setting that stdin gives, one a line, and answer with JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    warm: set[str] = set()
+    for line in sys.stdin:
+        arguments.one = line.strip()
+        print(json.dumps(measured(arguments, arguments.one in warm)), file=answers, flush=True)
+        warm.add(arguments.one)
+
+
 def measured_apart(name: str) -> dict[str, Any]:
     """Measure a setting in a process of its own."""
     command = [sys.executable, *sys.argv, "--one", name]
@@ -99,29 +118,36 @@ def measured_apart(name: str) -> dict[str, Any]:
     return found
 
 
-def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+def measured(arguments: argparse.Namespace, warm: bool = False) -> dict[str, Any]:
     """Train one pass with one setting. Returns its figures.
 
     `tokens_per_s` counts the tokens of the rows, and of both sides of a pair, without padding. It
-    includes the time in which the reference scores the rows.
+    includes the time in which the reference scores the rows ahead of training, and `seconds` does
+    not.
+
+    Args:
+        warm: whether this process has already trained with the setting.
     """
     import torch
 
     torch.set_num_threads(arguments.threads)
     rows = rows_of(arguments.rows, arguments.objective)
     with tempfile.TemporaryDirectory() as folder:
+        if not warm:
+            make_trainer(arguments, rows[: arguments.batch], folder).train()
         trainer = make_trainer(arguments, rows, folder)
         trainer.train()
     first, last = trainer.stamps[0], trainer.stamps[-1]
-    tokens, seconds = last["tokens"] - first["tokens"], last["at"] - first["at"]
-    ahead = trainer.reference_s * tokens / last["tokens"]
+    seconds = last["at"] - first["at"]
     return {
         "setting": arguments.one,
-        "tokens_per_s": tokens / (seconds + ahead),
+        "tokens_per_s": last["tokens"] / (seconds + trainer.reference_s),
         "steps_timed": len(trainer.stamps) - 1,
         "seconds": seconds,
-        "reference_seconds": ahead,
-        "tokens": tokens,
+        "reference_seconds": trainer.reference_s,
+        "cpu_seconds": last["cpu"] - first["cpu"],
+        "reference_cpu_seconds": trainer.reference_cpu_s,
+        "tokens": last["tokens"],
         "padding_fraction": 1 - last["tokens"] / last["padded"],
         "loss": trainer.loss_sum / trainer.loss_weight,
     }
@@ -167,7 +193,12 @@ def make_trainer(arguments: argparse.Namespace, rows: list[dict[str, Any]], fold
     trainer_class = type("Timed", (Timed, base), {})
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    settings = settings_of(arguments.one, rows, arguments.batch)
+    settings = settings_of(arguments.one, rows, arguments.batch, arguments.device)
+    reference = {}
+    if not sft and arguments.reference:
+        reference["ref_model"] = AutoModelForCausalLM.from_pretrained(
+            arguments.reference, dtype=torch.float32
+        )
     columns = ("length",) if "group_by_length" in settings.values() or not sft else ()
     data = Dataset.from_list(rows)
     return trainer_class(
@@ -175,10 +206,11 @@ def make_trainer(arguments: argparse.Namespace, rows: list[dict[str, Any]], fold
         args=config(output_dir=folder, **settings),
         train_dataset=data if columns else data.remove_columns("length"),
         processing_class=tokenizer,
+        **reference,
     )
 
 
-def settings_of(name: str, rows: list[dict[str, Any]], batch: int) -> dict[str, Any]:
+def settings_of(name: str, rows: list[dict[str, Any]], batch: int, device: str) -> dict[str, Any]:
     """The trainer's settings. Packed rows have about `batch` rows per step."""
     kind, number = name.split(":")
     size = int(number)
@@ -194,7 +226,7 @@ def settings_of(name: str, rows: list[dict[str, Any]], batch: int) -> dict[str, 
     elif kind.endswith("_ahead"):
         own |= {"precompute_ref_log_probs": True, "precompute_ref_batch_size": size}
     return {
-        "use_cpu": True,
+        "use_cpu": device == "cpu",
         "bf16": False,
         "gradient_checkpointing": False,
         "num_train_epochs": 1,
@@ -216,22 +248,38 @@ def settings_of(name: str, rows: list[dict[str, Any]], batch: int) -> dict[str, 
 
 
 class Timed:
-    """A part of a trainer class: notes when each step ends, and what was trained by then."""
+    """A part of a trainer class: notes when training begins and when each step ends, and what was
+    trained by then."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         self.stamps: list[dict[str, float]] = []
         self.tokens = self.padded = 0
-        self.reference_s = self.loss_sum = self.loss_weight = 0.0
+        self.reference_s = self.reference_cpu_s = self.loss_sum = self.loss_weight = 0.0
         super().__init__(*arguments, **settings)
         from transformers import TrainerCallback
 
-        class StepEnds(TrainerCallback):
-            def on_step_end(callback, *_: Any, **__: Any) -> None:
-                self.stamps.append(
-                    {"at": time.monotonic(), "tokens": self.tokens, "padded": self.padded}
-                )
+        class Stamps(TrainerCallback):
+            def on_train_begin(callback, *_: Any, **__: Any) -> None:
+                self.stamp()
 
-        self.add_callback(StepEnds())
+            def on_step_end(callback, *_: Any, **__: Any) -> None:
+                self.stamp()
+
+        self.add_callback(Stamps())
+
+    def stamp(self) -> None:
+        if not self.args.use_cpu:
+            import torch
+
+            torch.cuda.synchronize()
+        self.stamps.append(
+            {
+                "at": time.monotonic(),
+                "cpu": time.process_time(),
+                "tokens": self.tokens,
+                "padded": self.padded,
+            }
+        )
 
     def _prepare_dataset(self, dataset: Any, *arguments: Any, **settings: Any) -> Any:
         """DPO tokenizes texts. These rows are tokens already."""
@@ -240,9 +288,10 @@ class Timed:
         return super()._prepare_dataset(dataset, *arguments, **settings)
 
     def _precompute_ref_logps(self, *arguments: Any) -> Any:
-        began = time.monotonic()
+        began, cpu = time.monotonic(), time.process_time()
         found = super()._precompute_ref_logps(*arguments)
-        self.reference_s = time.monotonic() - began
+        self.reference_s += time.monotonic() - began
+        self.reference_cpu_s += time.process_time() - cpu
         return found
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:

@@ -71,9 +71,12 @@ def token_logprobs(
     chunk_elements: int = CHUNK_ELEMENTS,
     entropy_gradient: bool = False,
     logit_map: LogitMap = IDENTITY,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs [N] of `targets` [N] and the entropies [N], in float32 nats, of
     softmax(logit_map(hidden @ weight.T + bias) / temperature).
+
+    Without `with_entropy`, which needs `torch.no_grad()`, the entropies are empty.
 
     `hidden` is [N, H], `weight` [V, H], `bias` [V]. The entropies have a gradient only with
     `entropy_gradient`. With more than one chunk, the backward pass computes the logits again. It
@@ -86,7 +89,11 @@ def token_logprobs(
         raise ValueError(f"temperature = {temperature} gives no log-probs; use one above 0")
     rows = _chunk_rows(weight, chunk_elements)
     if len(targets) <= rows:
-        return _chunk(hidden, weight, targets, temperature, bias, entropy_gradient, logit_map)
+        return _chunk(
+            hidden, weight, targets, temperature, bias, entropy_gradient, logit_map, with_entropy
+        )
+    if not torch.is_grad_enabled():
+        return _of_chunks(hidden, weight, targets, temperature, bias, rows, logit_map, with_entropy)
     logprobs, entropy = _Chunked.apply(
         hidden, weight, bias, targets, temperature, rows, entropy_gradient, logit_map
     )  # type: ignore[no-untyped-call]
@@ -124,14 +131,7 @@ class _Chunked(torch.autograd.Function):
         head = [weight] if bias is None else [weight, bias]
         ctx.save_for_backward(hidden, targets, *head)
         ctx.settings = temperature, rows, entropy_gradient, logit_map
-        found = [
-            _chunk(hidden[chunk], weight, targets[chunk], temperature, bias, False, logit_map)
-            for chunk in _chunks(len(targets), rows)
-        ]
-        logprobs, entropy = (
-            torch.cat([logprobs for logprobs, _ in found]),
-            torch.cat([entropy for _, entropy in found]),
-        )
+        logprobs, entropy = _of_chunks(hidden, weight, targets, temperature, bias, rows, logit_map)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -149,7 +149,14 @@ class _Chunked(torch.autograd.Function):
             part = hidden[chunk].detach().requires_grad_()
             with torch.enable_grad():
                 results = _chunk(
-                    part, weight, targets[chunk], temperature, bias, entropy_gradient, logit_map
+                    part,
+                    weight,
+                    targets[chunk],
+                    temperature,
+                    bias,
+                    entropy_gradient,
+                    logit_map,
+                    with_entropy=entropy_gradient,
                 )
             used = 1 + entropy_gradient
             of_part, *of_head = torch.autograd.grad(
@@ -171,6 +178,29 @@ class _Chunked(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _of_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    bias: Tensor | None,
+    rows: int,
+    logit_map: LogitMap,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Apply `_chunk` to `rows` rows at a time, without gradient."""
+    found = [
+        _chunk(
+            hidden[chunk], weight, targets[chunk], temperature, bias, False, logit_map, with_entropy
+        )
+        for chunk in _chunks(len(targets), rows)
+    ]
+    return (
+        torch.cat([logprobs for logprobs, _ in found]),
+        torch.cat([entropy for _, entropy in found]),
+    )
 
 
 def _chunks(total: int, rows: int) -> list[slice]:
@@ -212,8 +242,18 @@ def _chunk(
     bias: Tensor | None,
     entropy_gradient: bool,
     logit_map: LogitMap,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    log_probs = torch.log_softmax(_logits(hidden, weight, bias, logit_map) / temperature, dim=-1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+    """Return the log-probs [N] and entropies [N] of one chunk. `with_entropy` is false where the
+    entropies are not used; they are then empty."""
+    logits = _logits(hidden, weight, bias, logit_map)
+    # A division by 1 changes nothing, but on a CPU it costs as much as a softmax.
+    log_probs = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+    if not with_entropy:
+        entropy = log_probs.new_zeros(0)
+    elif entropy_gradient and torch.is_grad_enabled():
         entropy = -(log_probs.exp() * log_probs).sum(-1)
+    else:
+        with torch.no_grad():
+            entropy = -log_probs.exp().mul_(log_probs).sum(-1)
     return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy

@@ -15,6 +15,13 @@ VALUE_CLIP = (
 )
 
 RENAMED = {
+    "use_peft": "lora.r, for an adapter of that rank",
+    "peft_config": "lora.r, lora.alpha and lora.target_modules",
+    "lora_r": "lora.r",
+    "lora_rank": "lora.r",
+    "lora.rank": "lora.r",
+    "lora_alpha": "lora.alpha",
+    "lora_target_modules": "lora.target_modules",
     "normalise": "algorithm.correction.normalize",
     "rollout_max_response_len": "rollout.max_completion_length",
     "rollout_max_prompt_len": "data.max_prompt_length",
@@ -458,15 +465,10 @@ NOT_IMPLEMENTED = {
         "a generator replica is one device, and a learner rank computes whole layers; remove it,"
         " and use more replicas"
     ),
-    "lora_rank": "all weights are trained; remove it",
-    "lora_alpha": "all weights are trained; remove it",
-    "lora_target_modules": "all weights are trained; remove it",
-    "lora": "all weights are trained; remove it",
-    "lora_dropout": "all weights are trained; remove it",
-    "lora.rank": "all weights are trained; remove it",
-    "use_peft": "all weights are trained; remove it",
-    "lora_r": "all weights are trained; remove it",
-    "peft_config": "all weights are trained; remove it",
+    "lora_dropout": "the learner uses no dropout; remove it",
+    "lora_modules_to_save": "an adapter has low-rank matrices only; remove it",
+    "modules_to_save": "an adapter has low-rank matrices only; remove it",
+    "use_dora": "vLLM takes no DoRA adapters; remove it",
     "freeze_params_name_list": "all weights are trained; remove it",
     "load_in_4bit": "weights are loaded in model.dtype; remove it",
     "load_in_8bit": "weights are loaded in model.dtype; remove it",

@@ -31,6 +31,16 @@ class Config(Settings):
         return self.rollout.deadline_s or derived.deadline(self, tokens).value
 
     @property
+    def max_loras(self) -> int:
+        """Adapters that one engine computes with in one step."""
+        return derived.max_loras(self)
+
+    @property
+    def updates_drain(self) -> bool:
+        """Whether an update waits for the generations in flight."""
+        return derived.updates_drain(self)
+
+    @property
     def max_num_seqs(self) -> int:
         """Sequences that one engine runs at once."""
         return derived.max_num_seqs(self)

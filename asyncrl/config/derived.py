@@ -159,7 +159,7 @@ def fetch_timeout(model: str) -> Derived:
 def push(settings: Settings) -> Derived:
     """weights.push_timeout_s. With in_flight: drain, generators take a version only after their
     longest completion."""
-    fetched, drains = fetch_timeout(settings.model.path), settings.generator.in_flight == "drain"
+    fetched, drains = fetch_timeout(settings.model.path), updates_drain(settings)
     seconds = max(fetched.value, 2 * stall_timeout_s(settings)) + deadline_s(settings) * drains
     waits = f", and {deadline_s(settings):g} s for completions that drain" if drains else ""
     return Derived(
@@ -188,6 +188,21 @@ def logprob_bytes(device: str) -> Derived:
         "bytes",
         f"chunks of logits that suit {device}",
     )
+
+
+def updates_drain(settings: Settings) -> bool:
+    """Whether an update waits for the generations in flight. Loading an adapter never does."""
+    return settings.generator.in_flight == "drain" and settings.lora is None
+
+
+def max_loras(settings: Settings) -> int:
+    """Adapters that one engine computes with in one step.
+
+    Under the staleness bound S, requests in flight use at most S + 1 versions. One more is loaded
+    before its first request, which takes the place of the least recently used one. With fewer
+    places, requests of a new version would wait for old ones to end.
+    """
+    return settings.staleness.max_staleness + 2
 
 
 def max_num_seqs(settings: Settings) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from asyncrl.config.derived import push_timeout_s, stall_timeout_s
+from asyncrl.config.distillation_rules import check_distillation
 from asyncrl.config.preference_rules import check_preference
 from asyncrl.config.schema import Source
 from asyncrl.config.settings import Settings
@@ -144,6 +145,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
             "stall_timeout_s",
         )
     ),
+    ("generator.in_flight", "lora", (None,), "lora: null, since a completion keeps its adapter"),
     ("generator.gpu_memory_utilization", "generator.device", ("cuda",), "generator.device: cuda"),
     ("generator.kv_cache_memory_bytes", "generator.device", ("cpu",), "generator.device: cpu"),
     ("eval.max_prompts", "eval.evaluates", (True,), "eval.data or eval.sets"),
@@ -214,6 +216,7 @@ def check_rules(config: Settings) -> None:
         | {f"eval.sets.{name}.data": chosen.data for name, chosen in config.eval.sets.items()}
     )
     check_preference(config)
+    check_distillation(config)
     _check_batches(config)
     _check_lengths_and_timeouts(config)
     _check_evaluation(config)
@@ -460,11 +463,16 @@ def _check_trajectories(config: Settings) -> None:
             f" {learner.max_tokens_per_gpu}{shared}; raise that or learner.sequence_parallel_size,"
             " or set a lower data.max_length"
         )
-    if config.algorithm.has_reference and longest > learner.max_tokens_per_gpu:
+    if config.algorithm.loads_reference and longest > learner.max_tokens_per_gpu:
+        way = (
+            "lower data.max_length"
+            if config.algorithm.distillation is not None
+            else "set algorithm.kl_coef and kl_loss_coef to 0"
+        )
         raise ValueError(
             f"{config.longest_text} is above learner.max_tokens_per_gpu ="
             f" {learner.max_tokens_per_gpu}, and the reference policy cannot split a row over"
-            " ranks; raise that, or set algorithm.kl_coef and kl_loss_coef to 0"
+            f" ranks; raise that, or {way}"
         )
 
 
@@ -691,6 +699,7 @@ def _check_kl(config: Settings) -> None:
     if (
         algorithm.has_reference
         and algorithm.ref_load is None
+        and algorithm.distillation is None
         and config.warm_start.data is not None
     ):
         raise ValueError(

@@ -31,6 +31,7 @@ __all__ = [
     "CheckpointConfig",
     "CorrectionConfig",
     "DataConfig",
+    "DistillationConfig",
     "EvalConfig",
     "EvalSet",
     "GeneratorConfig",
@@ -693,6 +694,46 @@ class OnlinePreferenceConfig(Section):
     arXiv:2404.19733)."""
 
 
+class DistillationConfig(Section):
+    """On-policy distillation: a frozen teacher scores the tokens that the policy sampled."""
+
+    teacher: str = Field(min_length=1)
+    """The teacher: a Hugging Face checkpoint directory, a name on the hub, or the base URL of an
+    OpenAI-compatible server, such as http://127.0.0.1:8000/v1. A model runs in a process of its
+    own, on the learner's device. It must have the model's tokenizer. `{runs_root}` in it is
+    replaced."""
+    use: Literal["advantage", "ref_kl"] = "advantage"
+    """`advantage`: each token gets the advantage coef * (log π_teacher - log π_behavior), whose
+    expectation is the negative reverse KL divergence. `ref_kl`: the teacher is the reference policy
+    of algorithm.kl_loss_coef or kl_coef."""
+    coef: float = Field(default=1.0, gt=0)
+    """Weight of the teacher's advantage, per nat (use: advantage)."""
+    reward_weight: float = Field(default=0.0, ge=0)
+    """Weight of the rewards' advantage. 0 = rewards are only measured."""
+    model: str | None = None
+    """Model name in requests to a URL. Default: the first model that the server lists."""
+    key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_]\w*$")
+    """Environment variable with the URL's API key, set on every node. None = no key is sent."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds for one completion at a URL, retries included. After that, it is masked."""
+    retries: int = Field(default=2, ge=0)
+    """Retries after a server error or a lost connection at a URL."""
+    at_once: int = Field(default=32, gt=0)
+    """Concurrent requests to a URL."""
+    max_failed_groups: int = Field(default=32, gt=0)
+    """Groups in a row without any answer of the teacher, after which the run ends."""
+
+    @property
+    def is_url(self) -> bool:
+        """Whether the teacher is a server, not a model that the run loads."""
+        return self.teacher.startswith(("http://", "https://"))
+
+    @property
+    def adds_advantage(self) -> bool:
+        """Whether each token gets an advantage from the teacher."""
+        return self.use == "advantage"
+
+
 class AlgorithmConfig(Section):
     advantage: Annotated[str, _built_in_or_own(ADVANTAGES)] = "grpo"
     """`grpo`: (r - mean) / std of the group, with the population std (verl and TRL use the sample
@@ -810,6 +851,9 @@ class AlgorithmConfig(Section):
     replace advantages. `preference: {}` takes the defaults. Of the other settings of `algorithm`,
     only ref_load, ref_num_cpus, filter_zero_variance, group_filter and allow_uncorrected then have
     an effect. None = policy gradient."""
+    distillation: DistillationConfig | None = None
+    """On-policy distillation from a teacher (experimental), alone or in addition to rewards. None =
+    no teacher."""
 
     @property
     def clip_low(self) -> float:
@@ -824,6 +868,8 @@ class AlgorithmConfig(Section):
     @property
     def compares_siblings(self) -> bool:
         """Whether a trajectory's advantage depends on the other trajectories of its group."""
+        if self.distillation is not None and not self.distillation.reward_weight:
+            return False
         return self.advantage not in ("reinforce_plus_plus", "gae")
 
     @property
@@ -850,8 +896,24 @@ class AlgorithmConfig(Section):
 
     @property
     def has_reference(self) -> bool:
-        """Whether a KL term or a preference needs the reference policy."""
-        return self.preference is not None or self.kl_coef > 0 or self.kl_loss_coef > 0
+        """Whether a KL term, a preference or distillation needs a frozen policy's log-probs. With
+        distillation, that policy is the teacher."""
+        if self.preference is not None or self.distillation is not None:
+            return True
+        return self.kl_coef > 0 or self.kl_loss_coef > 0
+
+    @property
+    def loads_reference(self) -> bool:
+        """Whether the run loads the frozen policy, instead of asking a server."""
+        return self.has_reference and not (self.distillation and self.distillation.is_url)
+
+    @property
+    def token_advantages(self) -> str | None:
+        """The setting that gives each token its own advantage; None if none does."""
+        if self.advantage == "gae":
+            return "advantage: gae"
+        adds = self.distillation is not None and self.distillation.adds_advantage
+        return "distillation.use: advantage" if adds else None
 
     @property
     def corrected(self) -> bool:
@@ -868,6 +930,8 @@ class AlgorithmConfig(Section):
         there is none."""
         if self.preference is not None:
             return None if self.preference.weight_cap is None else "preference.weight_cap"
+        if self.distillation is not None and self.distillation.adds_advantage:
+            return "the teacher's advantage"
         if self.old_policy != "learner":
             return f"the ratio of loss: {self.loss} against old_policy: {self.old_policy}"
         if self.correction.truncation != "none" or self.correction.masks:

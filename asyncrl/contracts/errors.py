@@ -16,6 +16,7 @@ __all__ = [
     "PlacementLostError",
     "RolloutFailedError",
     "StaleReplicaError",
+    "TeacherError",
     "UnreadableCheckpointError",
 ]
 
@@ -28,6 +29,10 @@ class PartDiedError(RuntimeError):
 class EvaluationLostError(Exception):
     """The replica reserved for an evaluation is gone, and with it the version to evaluate. The
     message says why."""
+
+
+class TeacherError(Exception):
+    """The teacher cannot score tokens. The message says why."""
 
 
 class RolloutFailedError(Exception):

@@ -16,12 +16,17 @@ import pyarrow as pa
 from asyncrl.contracts.columns import encode_column, row_values
 
 __all__ = [
+    "ADDED_COLUMNS",
     "ANSWER_COLUMNS",
     "COLUMNS",
+    "NO_TEACHER",
     "REFERENCE_COLUMN",
     "REFERENCE_LOGPROBS",
     "SCORED_COLUMNS",
     "STATUSES",
+    "TEACHER_COLUMNS",
+    "TEACHER_FAILURE_COLUMN",
+    "TEACHER_SECONDS_COLUMN",
     "TOKEN_REWARDS",
     "TOKEN_REWARDS_COLUMN",
     "TRAJECTORY_COLUMNS",
@@ -101,9 +106,30 @@ TOKEN_REWARDS = pa.list_(pa.list_(pa.float32()))
 """Rewards of single tokens: a column of runs with a `per_token` reward function. They are included
 in `reward`. Null for an unscored trajectory."""
 
-STATUSES = ("ok", "unscored", "bad_logprob", "over_long", "no_token")
+TEACHER_SECONDS_COLUMN: Final = "teacher_s"
+TEACHER_FAILURE_COLUMN: Final = "teacher_failure"
+TEACHER_COLUMNS: dict[str, pa.DataType] = {
+    TEACHER_SECONDS_COLUMN: pa.float64(),
+    TEACHER_FAILURE_COLUMN: pa.string(),
+}
+"""Columns of runs with a teacher: seconds of its answer, and why it scored no trajectory of the
+group (null: it scored some). Its log-probs are in REFERENCE_COLUMN, NaN where it failed."""
+
+NO_TEACHER: Final = "no_teacher"
+"""Status of a trajectory that the teacher could not score."""
+STATUSES = ("ok", "unscored", "bad_logprob", "over_long", "no_token", NO_TEACHER)
 """Only `ok` trajectories are trained. The others are masked: they stay in the row, without loss and
 outside the group's statistics."""
+
+ADDED_COLUMNS = {
+    *COLUMNS,
+    *SCORED_COLUMNS,
+    *TEACHER_COLUMNS,
+    "reward_parts",
+    REFERENCE_COLUMN,
+    TOKEN_REWARDS_COLUMN,
+}
+"""Columns of groups that do not come from the dataset."""
 
 FINISH_REASONS = ("stop", "length", "repetition", "abort")
 TRUNCATED = ("length", "repetition")
@@ -201,10 +227,7 @@ class Prompt:
     def __post_init__(self) -> None:
         if not self.token_ids:
             raise ValueError(f"prompt {self.ordinal} has no tokens")
-        taken = sorted(
-            set(self.columns)
-            & {*COLUMNS, *SCORED_COLUMNS, "reward_parts", REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN}
-        )
+        taken = sorted(set(self.columns) & ADDED_COLUMNS)
         if taken:
             raise ValueError(f"dataset columns {taken} have names that asyncrl uses; rename them")
 
@@ -334,8 +357,7 @@ def table_from_ipc(stream: pa.Buffer) -> pa.Table:
 
 def groups_from_table(table: pa.Table) -> list[Group]:
     """The inverse of `groups_to_table`: exactly the same groups."""
-    known = {*COLUMNS, *SCORED_COLUMNS, "reward_parts", REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN}
-    names = [name for name in table.column_names if name not in known]
+    names = [name for name in table.column_names if name not in ADDED_COLUMNS]
     schema = table.select(names).schema
     return [
         _group(cast("GroupRow", row), {name: row[name] for name in names}, schema)

@@ -11,7 +11,7 @@ from asyncrl.contracts.messages import Scored
 
 __all__ = ["batch_metrics", "scoring_metrics"]
 
-MASKED = ("unscored", "bad_logprob", "over_long", "no_token")
+MASKED = ("unscored", "bad_logprob", "over_long", "no_token", "no_teacher")
 """Statuses of trajectories that are not trained."""
 
 

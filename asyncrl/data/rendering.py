@@ -20,10 +20,7 @@ from asyncrl.contracts.columns import (
     without_absent,
 )
 from asyncrl.contracts.rows import (
-    COLUMNS,
-    REFERENCE_COLUMN,
-    SCORED_COLUMNS,
-    TOKEN_REWARDS_COLUMN,
+    ADDED_COLUMNS,
     TRAJECTORY_COLUMNS,
     Prompt,
 )
@@ -57,11 +54,7 @@ MESSAGES = "messages"
 Data = str | tuple[Source, ...]
 """A setting that names rows."""
 TAKEN_COLUMNS = {
-    *COLUMNS,
-    *SCORED_COLUMNS,
-    REFERENCE_COLUMN,
-    TOKEN_REWARDS_COLUMN,
-    "reward_parts",
+    *ADDED_COLUMNS,
     "prompts",
     "completions",
     *TRAJECTORY_COLUMNS,

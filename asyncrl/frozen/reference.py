@@ -18,7 +18,7 @@ from asyncrl.runtime.environment import claim_caches, passed_on
 from asyncrl.runtime.ray_objects import Actor
 
 if TYPE_CHECKING:
-    from asyncrl.models.micro_batches import TokenRow
+    from asyncrl.contracts.offline_rows import TokenRow
 
 __all__ = ["Reference", "start_reference"]
 
@@ -70,7 +70,7 @@ class Reference:
             packed = pack(lengths, limit, 1, one_each=self.policy.packing == "none")
             for indices in packed.micro_batches[0]:
                 batch = micro_batch(examples, indices, self.device)
-                values, *_ = self.policy(batch)
+                values, *_ = self.policy(batch, with_entropy=False)
                 for place, part in zip(
                     batch.order, values.cpu().split(list(batch.counts)), strict=True
                 ):

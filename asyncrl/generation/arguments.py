@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from asyncrl.contracts.messages import Details, GenerateRequest
 from asyncrl.generation.settings import GeneratorApp
@@ -61,6 +61,7 @@ def engine_environment(device: str) -> dict[str, str]:
 def engine_config(app: GeneratorApp) -> tuple[VllmConfig, type[Executor]]:
     """vLLM's config and executor class."""
     from vllm.config import WeightTransferConfig
+    from vllm.config.lora import MaxLoRARanks
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.executor import Executor, UniProcExecutor
 
@@ -80,6 +81,15 @@ def engine_config(app: GeneratorApp) -> tuple[VllmConfig, type[Executor]]:
     )
     if app.max_model_len is not None:
         arguments.max_model_len = app.max_model_len
+    if app.max_lora_rank is not None:
+        arguments.enable_lora = True
+        arguments.max_lora_rank = next(
+            rank for rank in get_args(MaxLoRARanks) if rank >= app.max_lora_rank
+        )
+        arguments.max_loras = app.max_loras
+        # A version is loaded before its first request. Without this room it would push one out of
+        # memory that running requests use.
+        arguments.max_cpu_loras = app.max_loras + 1
     if generator.device != "cpu":
         arguments.gpu_memory_utilization = generator.gpu_memory_utilization
         config = arguments.create_engine_config()

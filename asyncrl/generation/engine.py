@@ -29,6 +29,7 @@ from asyncrl.contracts.errors import (
 )
 from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece
 from asyncrl.contracts.rows import Completion
+from asyncrl.generation.adapters import Adapter, Adapters
 from asyncrl.generation.ahead import AheadProcess, fatal_error, handed_to_vllm, import_engine
 from asyncrl.generation.arguments import (
     engine_config,
@@ -47,6 +48,7 @@ from asyncrl.text.stops import Stops, load_stops, special_token
 from asyncrl.text.streaming import TextStream
 from asyncrl.text.tokenizer import load_tokenizer, refuse_lossy, tokenizer_hash
 from asyncrl.weights.engine import STACKS
+from asyncrl.weights.staging import Staged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,6 +116,7 @@ class Engine:
         self.broken: str | None = None
         """Why the engine cannot be used: an update failed halfway, or the engine hung."""
         self.stats = EngineStats()
+        self._adapters = Adapters()
         self.stops = Stops({})
         """What ends every completion, in addition to a request's own strings."""
         self.tokenizer_hash = ""
@@ -259,13 +262,15 @@ class Engine:
         try:
             async with asyncio.timeout(request.deadline_s):
                 await self._open.wait()
-                outputs = await self._run(request)
+                with self._adapters.using(self._running()) as adapter:
+                    outputs = await self._run(request, adapter)
         except (ValueError, VLLMClientError) as error:  # vLLM's own checks of a request
             raise _invalid(error) from error
         except TimeoutError:
             raise _late(request) from None
         strings = self._stops(request).strings
-        return tuple(to_completion(output, self._tokenizer, strings) for output in outputs)
+        version = None if adapter is None else adapter.version
+        return tuple(to_completion(output, self._tokenizer, strings, version) for output in outputs)
 
     async def stream(
         self, request: GenerateRequest, details: Details
@@ -278,9 +283,11 @@ class Engine:
         """
         self._refuse_long(request)
         text = TextStream(self._tokenizer, self._stops(request).strings)
-        async with contextlib.aclosing(self._outputs(request, details)) as outputs:
-            async for output in outputs:
-                yield to_piece(output, request, text, details)
+        with self._adapters.using(self._running()) as adapter:
+            version = None if adapter is None else adapter.version
+            async with contextlib.aclosing(self._outputs(request, details, adapter)) as outputs:
+                async for output in outputs:
+                    yield to_piece(output, request, text, details, version)
 
     def _refuse_long(self, request: GenerateRequest) -> None:
         longest = self.max_model_len
@@ -309,8 +316,12 @@ class Engine:
     async def fingerprints(self) -> dict[str, Sequence[float]]:
         """Fingerprints of the engine's weights by published name (`asyncrl.weights.fingerprint`).
         Generation pauses while they are computed."""
-        answers = await self._running().collective_rpc("held_fingerprints")
-        held: dict[str, Sequence[float]] = answers[0]
+        llm, held = self._running(), dict[str, Sequence[float]]()
+        with self._adapters.using(llm) as adapter:
+            held |= (await llm.collective_rpc("held_fingerprints"))[0]
+            if adapter is not None:
+                of = (adapter.id, adapter.scale)
+                held |= (await llm.collective_rpc("held_adapter", args=of))[0]
         return held
 
     async def apply(self, update: Mapping[str, object], version: int) -> dict[str, float]:
@@ -333,6 +344,37 @@ class Engine:
             self._updates += 1
 
         return await self._paused(load, f"the update of version {version} failed")
+
+    async def apply_adapter(
+        self, staged: Staged, settings: Mapping[str, object], version: int
+    ) -> dict[str, float]:
+        """Load a staged adapter and use it for new requests. Nothing pauses: a request in progress
+        ends with the adapter that it began with.
+
+        Args:
+            settings: the content of PEFT's adapter_config.json.
+
+        Returns:
+            The timings of `apply`, with pause_s 0 and in_flight: requests that continue with older
+            adapters.
+
+        Raises:
+            ManifestError: vLLM refuses the adapter. Nothing has changed.
+            StagingError: the adapter's files cannot be written. Nothing has changed.
+            EngineDiedError: the engine is dead.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        assert self._temporary is not None  # since `start`
+        began = time.monotonic()
+        try:
+            older = await self._adapters.load(
+                self._running(), self._temporary.path, staged, settings, version
+            )
+        except EngineDeadError:
+            raise self._died() from None
+        self.version = version
+        return {"pause_s": 0.0, "apply_s": time.monotonic() - began, "in_flight": float(older)}
 
     async def pause_empty(self) -> dict[str, float]:
         """Pause and resume without an update, to measure the least that an update costs."""
@@ -432,9 +474,10 @@ class Engine:
     async def _score(self, prompt: list[int], completion: list[int]) -> tuple[float, ...]:
         """One pass over both, as a prompt. vLLM generates one more token, so the context must have
         room for it."""
-        output = await self._last_output(
-            prompt + completion, scoring_params(), f"update {self._updates}"
-        )
+        with self._adapters.using(self._running()) as adapter:
+            output = await self._last_output(
+                prompt + completion, scoring_params(), f"update {self._updates}", adapter
+            )
         return scores(output, len(prompt), completion)
 
     def _stops(self, request: GenerateRequest) -> Stops:
@@ -446,22 +489,31 @@ class Engine:
         strings = (*stops.strings, *(text for text, token in own.items() if token is None))
         return Stops(tokens | stops.tokens, tuple(dict.fromkeys(strings)))
 
+    @property
+    def _splits(self) -> bool:
+        """Whether a request for n completions becomes n requests (see `_salt`). With adapters it
+        does not: a request keeps its adapter, and vLLM's cache knows adapters by name and path."""
+        return self.app.generator.in_flight == "keep" and self.app.max_lora_rank is None
+
     def _salt(self) -> str:
-        """A new request's salt: requests share cached KV blocks only under the same salt."""
-        if self.app.generator.in_flight == "keep":
+        """A new request's salt: requests share cached KV blocks only under the same salt, and only
+        with the same adapter."""
+        if self._splits:
             # The cache outlives an update: a completion that is first scheduled after it would use
             # the prompt's KV of the old weights. So no two completions share blocks.
             return f"completion {next(self._ids)}"
         return f"update {self._updates}"
 
-    async def _run(self, request: GenerateRequest) -> Sequence[CompletionOutput]:
+    async def _run(
+        self, request: GenerateRequest, adapter: Adapter | None
+    ) -> Sequence[CompletionOutput]:
         prompt, params = list(request.prompt_ids), sampling_params(request, self._stops(request))
-        if self.app.generator.in_flight != "keep":
-            output = await self._last_output(prompt, params, self._salt())
+        if not self._splits:
+            output = await self._last_output(prompt, params, self._salt(), adapter)
             return sorted(output.outputs, key=lambda output: output.index)
         siblings = [
             asyncio.ensure_future(
-                self._last_output(prompt, sibling_params(params, index), self._salt())
+                self._last_output(prompt, sibling_params(params, index), self._salt(), adapter)
             )
             for index in range(request.n)
         ]
@@ -477,13 +529,14 @@ class Engine:
             raise
 
     async def _last_output(
-        self, prompt_ids: list[int], params: SamplingParams, salt: str
+        self, prompt_ids: list[int], params: SamplingParams, salt: str, adapter: Adapter | None
     ) -> RequestOutput:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._refuse_lost()
         name = f"request-{next(self._ids)}"
-        answer = asyncio.ensure_future(self._answer(prompt_ids, salt, params, name))
+        outputs = self._start_request(prompt_ids, salt, params, name, adapter)
+        answer = asyncio.ensure_future(_last(outputs))
         try:
             await asyncio.wait([answer])
             return answer.result()
@@ -495,25 +548,25 @@ class Engine:
         except EngineDeadError:
             raise self._died() from None
 
-    async def _answer(
-        self, prompt_ids: list[int], salt: str, params: SamplingParams, name: str
-    ) -> RequestOutput:
-        final = None
-        async for output in self._start_request(prompt_ids, salt, params, name):
-            final = output
-        if final is None:
-            raise EngineDiedError("the vLLM engine ended a request without an answer")
-        return final
-
     def _start_request(
-        self, prompt_ids: list[int], salt: str, params: SamplingParams, name: str
+        self,
+        prompt_ids: list[int],
+        salt: str,
+        params: SamplingParams,
+        name: str,
+        adapter: Adapter | None,
     ) -> AsyncGenerator[RequestOutput]:
         from vllm.inputs.engine import tokens_input
 
-        return self._running().generate(tokens_input(prompt_ids, cache_salt=salt), params, name)
+        return self._running().generate(
+            tokens_input(prompt_ids, cache_salt=salt),
+            params,
+            name,
+            lora_request=None if adapter is None else adapter.request,
+        )
 
     async def _outputs(
-        self, request: GenerateRequest, details: Details
+        self, request: GenerateRequest, details: Details, adapter: Adapter | None
     ) -> AsyncGenerator[RequestOutput]:
         """vLLM's outputs of one completion. Raises as `stream` does."""
         from vllm.exceptions import VLLMClientError
@@ -528,7 +581,9 @@ class Engine:
                 await self._open.wait()
             self._refuse_lost()
             params = stream_params(request, self._stops(request), details)
-            outputs = self._start_request(list(request.prompt_ids), self._salt(), params, name)
+            outputs = self._start_request(
+                list(request.prompt_ids), self._salt(), params, name, adapter
+            )
             while not ended:
                 coming = asyncio.ensure_future(anext(outputs, None))
                 if not (await asyncio.wait([coming], timeout=deadline - time.monotonic()))[0]:
@@ -578,6 +633,16 @@ class Engine:
                 if output is not None
             ]
         )
+
+
+async def _last(outputs: AsyncGenerator[RequestOutput]) -> RequestOutput:
+    """The last output of a request."""
+    final = None
+    async for output in outputs:
+        final = output
+    if final is None:
+        raise EngineDiedError("the vLLM engine ended a request without an answer")
+    return final
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:

@@ -25,9 +25,15 @@ __all__ = ["scores", "to_completion", "to_piece", "tokens_so_far", "version_span
 
 
 def to_completion(
-    output: CompletionOutput, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]
+    output: CompletionOutput,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: Sequence[str],
+    version: int | None = None,
 ) -> Completion:
     """A whole completion. Its text ends before the first of the strings in `stop`.
+
+    Args:
+        version: of the completion's adapter. None without one: vLLM labels the weights.
 
     Raises:
         StaleReplicaError: the engine aborted it.
@@ -36,19 +42,24 @@ def to_completion(
     return Completion(
         token_ids=ids,
         logprobs=tuple(_flat(output.logprobs).logprobs),
-        versions=version_spans(output.weight_versions or (), len(ids)),
+        versions=_spans(output, len(ids), version),
         finish_reason=finish_reason,
         text=text_before(decode(tokenizer, ids), stop),
     )
 
 
 def to_piece(
-    output: RequestOutput, request: GenerateRequest, text: TextStream, details: Details
+    output: RequestOutput,
+    request: GenerateRequest,
+    text: TextStream,
+    details: Details,
+    version: int | None = None,
 ) -> StreamPiece:
     """The next piece of a stream of one completion.
 
     Args:
         text: the completion's text so far; the piece's tokens are added to it.
+        version: see `to_completion`.
 
     Raises:
         StaleReplicaError: the engine aborted the completion.
@@ -63,9 +74,7 @@ def to_piece(
     if not request.max_tokens:
         return StreamPiece(Tokens((), ()), "", "length", (), prompt)
     added = text.add(completion.token_ids, output.finished)
-    versions = (
-        version_spans(completion.weight_versions or (), text.tokens) if output.finished else ()
-    )
+    versions = _spans(completion, text.tokens, version) if output.finished else ()
     tokens = _tokens(completion.token_ids, completion.logprobs, details)
     return StreamPiece(tokens, added, finish_reason, versions, prompt)
 
@@ -85,6 +94,13 @@ def version_spans(labels: Sequence[WeightVersionSpan], tokens: int) -> tuple[Ver
         elif label.end > label.start:
             spans.append(VersionSpan(version, label.start, label.end))
     return tuple(spans) if spans or not tokens else (VersionSpan(0, 0, tokens),)
+
+
+def _spans(output: CompletionOutput, tokens: int, version: int | None) -> tuple[VersionSpan, ...]:
+    """The spans of a completion: of one adapter's version, or of vLLM's labels."""
+    if version is None:
+        return version_spans(output.weight_versions or (), tokens)
+    return (VersionSpan(version, 0, tokens),) if tokens else ()
 
 
 def scores(output: RequestOutput, prompt: int, completion: Sequence[int]) -> tuple[float, ...]:

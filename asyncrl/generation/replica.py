@@ -30,7 +30,12 @@ from asyncrl.generation.router import HELD, WEIGHTS
 from asyncrl.generation.settings import GeneratorApp, registry_name
 from asyncrl.runtime.clock import steady_time
 from asyncrl.runtime.ray_objects import DEATHS
-from asyncrl.weights.manifest import ManifestError, expected_tensors, layout_hash
+from asyncrl.weights.manifest import (
+    ManifestError,
+    expected_tensors,
+    layout_hash,
+    tensors_of,
+)
 from asyncrl.weights.staging import StagingError, fetch_version, sweep
 from asyncrl.weights.version_registry import find_registry, lease_holder
 
@@ -216,7 +221,8 @@ class Generator:
         """Raise RuntimeError when the version registry has had newer weights for `replace_within_s`
         and this replica has made no progress in that time."""
         newest = None if self.held else await self._newest_published()
-        drains = self.settings.generator.in_flight == "drain"
+        adapters = self.settings.max_lora_rank is not None  # loaded without waiting for requests
+        drains = self.settings.generator.in_flight == "drain" and not adapters
         limit_s = self.settings.replace_within_s
         progress = (self.weights, self.engine.stats.tokens_generated if drains else 0)
         if newest is None or self._has(newest) or progress != self._behind_at:
@@ -310,12 +316,17 @@ class Generator:
 
     async def _apply(self, manifest: Manifest) -> None:
         tokens = self.engine.stats.tokens_generated
+        expected = tensors_of(manifest, self._expected, self.settings.max_lora_rank)
         staged = await asyncio.to_thread(
-            fetch_version, manifest, self._expected, self.settings.fetch_within_s
+            fetch_version, manifest, expected, self.settings.fetch_within_s
         )
         during = self.engine.stats.tokens_generated - tokens
         try:
-            timings = await self.engine.apply(staged.update_info(), manifest.version)
+            timings = (
+                await self.engine.apply(staged.update_info(), manifest.version)
+                if manifest.adapter is None
+                else await self.engine.apply_adapter(staged, manifest.adapter, manifest.version)
+            )
         finally:
             staged.remove()
         self.weights = WeightsId(manifest.run_id, manifest.attempt, manifest.version)

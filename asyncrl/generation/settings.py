@@ -31,6 +31,12 @@ class GeneratorApp(Section):
     """Further stop strings: special tokens, or strings that a decoded text can contain."""
     rollout_stop_token_ids: list[int] = Field(default_factory=list)
     """Further stop token ids."""
+    max_lora_rank: int | None = Field(default=None, gt=0, le=512)
+    """Take versions that are adapters (LoRA) of at most this rank, and no others. None = take whole
+    weights. A job sets it to lora.r."""
+    max_loras: int = Field(default=4, gt=0)
+    """Adapters that vLLM computes with at the same time. Requests with further ones wait. A job
+    sets it to staleness.max_staleness + 2."""
     http: bool = False
     """Also serve HTTP: `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and
     `/metrics`, under the application's route_prefix. A job's own generators do not serve HTTP."""
@@ -49,6 +55,11 @@ class GeneratorApp(Section):
             raise ValueError(
                 f"generator.attach = {self.generator.attach!r} is a training job's setting, for"
                 " generators that already run; leave it out here"
+            )
+        if self.max_lora_rank is None and "max_loras" in self.model_fields_set:
+            raise ValueError(
+                f"max_loras = {self.max_loras} only has an effect with max_lora_rank; leave it out,"
+                " or set that"
             )
         if self.http and self.generator.min_replicas is not None:
             raise ValueError(

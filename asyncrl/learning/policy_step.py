@@ -38,6 +38,7 @@ from asyncrl.learning.batches import (
 )
 from asyncrl.learning.blame import keep_if_bad, name_culprit
 from asyncrl.learning.components import CE, Component, ce_loss, weighted_sum, with_token_mean
+from asyncrl.learning.distillation import distillation_metrics, with_teacher_advantages
 from asyncrl.learning.passes import Loss, forward_batches, train
 from asyncrl.learning.state import LearnerState
 from asyncrl.models.micro_batches import Example, MicroBatch
@@ -57,6 +58,8 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
         tables = shuffle_rewards(tables, algorithm.advantage, (spec.seed, version), inputs)
     scored = [example for table in tables for example in examples_of(table)]
     examples = _with_step_advantages(state, scored, tables)
+    if algorithm.distillation is not None:
+        examples = with_teacher_advantages(examples, algorithm.distillation)
     if algorithm.selects_tokens and examples:
         examples = _with_selected_tokens(state, examples)
     normalizes = algorithm.correction.normalize and bool(examples)
@@ -83,6 +86,8 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
         parts=("ce/loss",) if algorithm.ce_coef else (),
         policy=True,
     )
+    if algorithm.distillation is not None:
+        metrics |= distillation_metrics(scored, tables)
     applied = bool(metrics["applied"])
     if applied:
         state.trained_tokens += int(metrics["tokens"])

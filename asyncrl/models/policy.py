@@ -89,6 +89,7 @@ class Policy(nn.Module):
         temperature: float | None = None,
         greedy: bool = False,
         plain: bool = False,
+        with_entropy: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Evaluate the batch's targets.
 
@@ -97,6 +98,8 @@ class Policy(nn.Module):
             greedy: return whether each target is the most probable token.
             plain: return the log-probs of transformers' own forward pass, for a batch of one
                 trajectory.
+            with_entropy: false = return an empty tensor instead of entropies. Only without gradient
+                and without a sequence group.
 
         Returns:
             Log-probs [N] with gradient; entropies [N], with gradient if `entropy_gradient`; values
@@ -108,7 +111,7 @@ class Policy(nn.Module):
             return logprobs, logprobs.new_zeros(0), logprobs.new_zeros(0)
         group = self.sequence_group
         if group is None:
-            return self._forward(batch, temperature, greedy)
+            return self._forward(batch, temperature, greedy, with_entropy)
         batch = batch.at_least(group.size)
         share, first = batch.share(*group.bounds(batch.input_ids.shape[1]))
         found = self._forward(share, temperature, greedy)
@@ -122,7 +125,11 @@ class Policy(nn.Module):
         return logprobs, entropy, values
 
     def _forward(
-        self, batch: MicroBatch, temperature: float | None, greedy: bool
+        self,
+        batch: MicroBatch,
+        temperature: float | None,
+        greedy: bool,
+        with_entropy: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Evaluate the targets in this rank's share of the row."""
         output = self._hidden_states(batch)
@@ -142,6 +149,7 @@ class Policy(nn.Module):
             self.head.chunk_elements,
             self.entropy_gradient,
             self.logit_map,
+            with_entropy,
         )
         if not len(batch.targets):
             # Without loss tokens, the backward pass must still reach every parameter, because its

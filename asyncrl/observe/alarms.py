@@ -86,6 +86,12 @@ RANGES = {
     "rollout/bad_logprob_ratio": Range(
         0.0, 0.0, "the generator gave NaN or Inf log-probs; those trajectories are masked"
     ),
+    "rollout/no_teacher_ratio": Range(
+        0.0,
+        0.05,
+        "the teacher failed at these trajectories, which are masked; the column teacher_failure of"
+        " groups/*.parquet and the teacher's log say why",
+    ),
     "rollout/logprob_mean": Range(-4.0, 0.0, GIBBERISH),
     "rollout/loop_ratio": Range(0.0, 0.1, f"{GIBBERISH} rollout.repetition_stop ends loops"),
     "rollout/unprintable_ratio": Range(0.0, 0.01, GIBBERISH),
@@ -119,6 +125,7 @@ have different distributions, and the ratio measures more than staleness."""
 
 def alarms(metrics: Mapping[str, object], restricted: bool = False) -> list[str]:
     """One line for each metric outside its range. Missing, NaN and non-numeric values are skipped.
+    With a teacher, groups with equal rewards teach as well.
 
     Args:
         restricted: rollouts sample from a restricted set of tokens (top_p, top_k, min_p), so
@@ -129,6 +136,7 @@ def alarms(metrics: Mapping[str, object], restricted: bool = False) -> list[str]
         value = number(metrics, name)
         if (
             (restricted and name in RATIO_METRICS)
+            or (name == "reward/zero_variance_ratio" and "distill/reverse_kl" in metrics)
             or value is None
             or math.isnan(value)
             or healthy.low <= value <= healthy.high

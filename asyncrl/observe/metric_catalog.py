@@ -111,6 +111,20 @@ STEP = (
         "grows slowly",
         "raise `algorithm.kl_coef` or `kl_loss_coef`",
     ),
+    Metric(
+        "distill/reverse_kl",
+        "under `algorithm.distillation`: mean of log π_behavior - log π_teacher over the step's"
+        " loss tokens, in nats",
+        "falls towards 0",
+        "if it rises: a lower `learner.learning_rate` or `staleness.max_staleness`",
+    ),
+    Metric(
+        "distill/teacher_s",
+        "under `algorithm.distillation`: mean seconds of the teacher's answer for a group, waiting"
+        " included",
+        "below `time/step_s`",
+        "a higher `distillation.at_once`, or a server with more replicas",
+    ),
     Metric("value_loss", "loss of the value head under `advantage: gae`, otherwise 0", "falls"),
     Metric(
         "entropy, entropy_ratio",
@@ -240,10 +254,10 @@ BATCH = (
     ),
     Metric(
         "rollout/unscored_ratio, rollout/bad_logprob_ratio, rollout/over_long_ratio,"
-        " rollout/no_token_ratio",
+        " rollout/no_token_ratio, rollout/no_teacher_ratio",
         "share of the trajectories scored since the previous step that are masked: without a"
         " reward; with NaN or Inf from the generator or the reference; too long; without a token"
-        " to learn from",
+        " to learn from; not scored by the teacher",
     ),
     Metric(
         "rollout/logprob_mean",

@@ -79,6 +79,12 @@ def check_fits(
             f"{title} has different parameters from model.path = {config.model.path!r}; deploy it"
             " with the same model"
         )
+    wanted = None if config.lora is None else config.lora.r
+    if (app.max_lora_rank is None) != (wanted is None) or (app.max_lora_rank or 0) < (wanted or 0):
+        raise AttachError(
+            f"{title} has max_lora_rank = {app.max_lora_rank}, but the run has lora.r = {wanted};"
+            " deploy it with that max_lora_rank"
+        )
     if status.max_model_len < tokens:
         raise AttachError(
             f"{title} accepts {status.max_model_len} tokens, but the run's longest request has"

@@ -73,7 +73,16 @@ def model_vocabulary(config: RunSettings) -> int | None:
     Raises:
         ConfigError: config.json cannot be read.
     """
-    size = text_config(_read_config_json(Path(config.model.path), "model.path")).get("vocab_size")
+    return vocabulary_at(Path(config.model.path), "model.path")
+
+
+def vocabulary_at(path: Path, field: str) -> int | None:
+    """`model_vocabulary` of the checkpoint that the setting `field` names.
+
+    Raises:
+        ConfigError: config.json cannot be read.
+    """
+    size = text_config(_read_config_json(path, field)).get("vocab_size")
     return size if isinstance(size, int) else None
 
 

@@ -24,7 +24,15 @@ from huggingface_hub.errors import (
     RevisionResolutionError,
 )
 
-from asyncrl.config import Config, ConfigError, OfflineConfig, RunSettings, Section, is_hub_name
+from asyncrl.config import (
+    AlgorithmConfig,
+    Config,
+    ConfigError,
+    OfflineConfig,
+    RunSettings,
+    Section,
+    is_hub_name,
+)
 from asyncrl.preflight.dataset_snapshot import config_before, resolve_data
 from asyncrl.rundir.resume import MODEL_FILES
 from asyncrl.weights.stored import CheckpointFilesError, stored_files
@@ -85,7 +93,24 @@ def resolve_models(config: Kind) -> Kind:
             revision = config.model.revision if path == config.model.path else None
             found = {name: str(download(path, revision, field=f"{section}.{name}"))}
         updates[section] = settings.model_copy(update=found)
+    if isinstance(config, Config) and (algorithm := _with_downloaded_teacher(config, updates)):
+        updates["algorithm"] = algorithm
     return resolve_data(config.model_copy(update=updates))
+
+
+def _with_downloaded_teacher(
+    config: Config, updates: Mapping[str, Section]
+) -> AlgorithmConfig | None:
+    """The algorithm's settings with a local directory instead of a teacher's name on the hub; None
+    if there is none."""
+    distillation = config.algorithm.distillation
+    if distillation is None or distillation.is_url or not is_hub_name(distillation.teacher):
+        return None
+    path = download(distillation.teacher, None, field="algorithm.distillation.teacher")
+    changed = distillation.model_copy(update={"teacher": str(path)})
+    algorithm = updates.get("algorithm", config.algorithm)
+    assert isinstance(algorithm, AlgorithmConfig)
+    return algorithm.model_copy(update={"distillation": changed})
 
 
 def download(

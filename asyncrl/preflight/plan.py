@@ -18,6 +18,7 @@ from asyncrl.preflight.model_limits import check_kv_cache, model_context
 from asyncrl.preflight.plan_text import Plan
 from asyncrl.preflight.resources import logical_cpus
 from asyncrl.preflight.specs import data_spec
+from asyncrl.preflight.teacher import check_teacher
 from asyncrl.text.stops import Stops, load_stops
 from asyncrl.text.tokenizer import load_tokenizer, refuse_lossy
 from asyncrl.weights.published import Outline, outline
@@ -46,7 +47,8 @@ def make_plan(config: Config) -> Plan:
         raise ConfigError(str(error)) from None
     check_heads(config)
     check_kv_cache(config, context)
-    if config.algorithm.has_reference:
+    teacher = check_teacher(config)
+    if teacher is None and config.algorithm.has_reference:
         _check_reference(config)
     report = check_prompts(data_spec(config))
     truncation = {"data.train": report.truncation}
@@ -73,6 +75,7 @@ def make_plan(config: Config) -> Plan:
         outline,
         sandbox,
         found,
+        teacher,
     )
     if plan.shared_memory_needed > plan.shared_memory_free:
         raise ConfigError(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.config import Config
+from asyncrl.config import AlgorithmConfig, Config
 from asyncrl.config.derived import derived_settings
 from asyncrl.config.schema import OnlinePreferenceConfig
 from asyncrl.models.supported import chosen_packing, support
@@ -169,7 +169,7 @@ def _policy_gradient_text(config: Config) -> str:
         algorithm.correction.masks,
         algorithm.correction.normalize,
         algorithm.correction.floor,
-        algorithm.has_reference,
+        algorithm.has_reference,  # a teacher included
         algorithm.dual_clip,
         algorithm.entropy_coef,
         algorithm.ce_coef,
@@ -193,10 +193,21 @@ def _policy_gradient_text(config: Config) -> str:
         else ""
     )
     return (
-        f"advantage {algorithm.advantage}, loss {algorithm.loss} against old policy"
-        f" {algorithm.old_policy}, {algorithm.loss_aggregation}; {kind}; correction:"
-        f" {correction_text}{kl}{text}{note}"
+        f"{_advantage_text(algorithm)}, loss {algorithm.loss} against old policy"
+        f" {algorithm.old_policy}, {algorithm.loss_aggregation}; {kind};"
+        f" correction: {correction_text}{kl}{text}{note}"
     )
+
+
+def _advantage_text(algorithm: AlgorithmConfig) -> str:
+    """Where the advantages come from. The plan's line about the teacher has the formula."""
+    distillation = algorithm.distillation
+    if distillation is None:
+        return f"advantage {algorithm.advantage}"
+    sources = ["from the teacher's log-probs"] if distillation.adds_advantage else []
+    if distillation.reward_weight:
+        sources.append(f"{distillation.reward_weight:g} x {algorithm.advantage}")
+    return f"on-policy distillation: advantage {' + '.join(sources) or 'none, only the KL term'}"
 
 
 def sources_text(report: PromptReport, config: Config) -> str:

@@ -57,6 +57,9 @@ class Plan:
     disks: tuple[Disk, ...] = ()
     """Free and needed space on the file systems of the run directory."""
 
+    teacher: str | None = None
+    """What is known of the teacher; None: there is none."""
+
     @property
     def weights_bytes(self) -> int:
         """Bytes of a published version."""
@@ -116,7 +119,7 @@ class Plan:
             [
                 arithmetic(config),
                 rows_text(config),
-                algorithm_text(config),
+                algorithm_text(config) + (f"\n  {self.teacher}" if self.teacher else ""),
                 placement_text(config)
                 + no_gpu_text(config, len(list(Path("/dev").glob("nvidia[0-9]*")))),
                 self._cpu_table(),

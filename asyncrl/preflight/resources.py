@@ -14,6 +14,7 @@ from typing import Literal
 
 from asyncrl.config import Config
 from asyncrl.config.aliases import NOT_IMPLEMENTED
+from asyncrl.preflight.teacher import reference_parameters
 from asyncrl.runtime.ray_defaults import TASK_CPUS
 from asyncrl.weights.layout import ITEM_BYTES
 
@@ -87,8 +88,8 @@ def logical_cpus(config: Config) -> tuple[Part, ...]:
             else []
         ),
         *(
-            [Part("reference policy", 1, config.algorithm.ref_num_cpus)]
-            if config.algorithm.has_reference
+            [Part(_frozen(config), 1, config.algorithm.ref_num_cpus)]
+            if config.algorithm.loads_reference
             else []
         ),
         Part("rollout workers", config.rollout.num_workers, TASK_CPUS),
@@ -100,6 +101,11 @@ def logical_cpus(config: Config) -> tuple[Part, ...]:
             else []
         ),
     )
+
+
+def _frozen(config: Config) -> str:
+    """Name of the part that only scores tokens."""
+    return "reference policy" if config.algorithm.distillation is None else "teacher"
 
 
 def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
@@ -114,6 +120,7 @@ def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
     cuda = {
         "learner ranks": learner.device,
         "reference policy": learner.device,
+        "teacher": learner.device,
         "generator replicas": generator.device,
     }
     needs = []
@@ -145,7 +152,9 @@ def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]
         return {
             "memory": parameters * (16 if learner.optimizer == "adamw" else 8) / learner.world_size
         }
-    if part == "reference policy" and learner.device == "cpu":
+    if part == "teacher" and learner.device == "cpu":
+        parameters = reference_parameters(config.reference_path)
+    if part in ("reference policy", "teacher") and learner.device == "cpu":
         return {"memory": parameters * (2 if learner.bf16 else 4)}
     if part == "generator replicas":
         held = (
@@ -215,9 +224,9 @@ def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
     learner, generator = config.learner, config.generator
     actors = learner.world_size * (learner.device == "cuda")
     rollouts = generator.num_replicas * (generator.device == "cuda")
-    reference = int(config.algorithm.has_reference and learner.device == "cuda")
+    reference = int(config.algorithm.loads_reference and learner.device == "cuda")
     rewards = config.reward.num_gpus * (config.reward.tasks + config.scores_evaluation_apart)
-    extra = (f" + reference {reference}" if reference else "") + (
+    extra = (f" + {_frozen(config).split()[0]} {reference}" if reference else "") + (
         f" + rewards {rewards:g}" if rewards else ""
     )
     return (

@@ -258,7 +258,9 @@ def reference_spec(config: Config) -> ReferenceSpec:
 def generator_app(config: Config) -> GeneratorApp:
     """The Serve application for generators that the run starts."""
     adapters = (
-        {} if config.lora is None else {"max_lora_rank": config.lora.r, "max_loras": max_loras(config)}
+        {}
+        if config.lora is None
+        else {"max_lora_rank": config.lora.r, "max_loras": config.max_loras}
     )
     return GeneratorApp(
         model=config.model.path,

@@ -20,9 +20,13 @@ from asyncrl.contracts.columns import column_values
 from asyncrl.contracts.outcomes import FILTERED
 from asyncrl.contracts.rows import (
     COLUMNS,
+    NO_TEACHER,
     REFERENCE_COLUMN,
     REFERENCE_LOGPROBS,
     SCORED_COLUMNS,
+    TEACHER_COLUMNS,
+    TEACHER_FAILURE_COLUMN,
+    TEACHER_SECONDS_COLUMN,
     TOKEN_REWARDS,
     TOKEN_REWARDS_COLUMN,
     TRUNCATED,
@@ -41,6 +45,7 @@ __all__ = [
     "Logprobs",
     "attach_reference",
     "attach_rewards",
+    "attach_teacher",
     "group_call",
     "group_rows",
     "score_completions",
@@ -114,6 +119,42 @@ def attach_reference(group: pa.Table, logprobs: Sequence[Logprobs]) -> pa.Table:
     )
 
 
+def attach_teacher(
+    group: pa.Table, logprobs: Sequence[Logprobs], failure: str | None, seconds: float
+) -> pa.Table:
+    """Add the teacher's log-probs to one group's one-row table. A trajectory that has another
+    number of them than tokens, or one that is not finite, gets NaN.
+
+    Args:
+        logprobs: one array per trajectory; empty if the teacher failed.
+        failure: why it failed; None if it did not.
+        seconds: how long its answer took.
+    """
+    lengths = [len(ids) for ids in group["completion_ids"][0].as_py()]
+    if failure is None and len(logprobs) != len(lengths):
+        failure = f"it scored {len(logprobs)} of {len(lengths)} completions"
+    usable = list(logprobs) if failure is None else [np.zeros(0)] * len(lengths)
+    fits = [
+        len(values) == length and bool(np.isfinite(values).all())
+        for values, length in zip(usable, lengths, strict=True)
+    ]
+    if (
+        failure is None
+        and any(lengths)
+        and not any(good for good, length in zip(fits, lengths, strict=True) if length)
+    ):
+        failure = "its log-probs are NaN or Inf, or another number than tokens"
+    known = [
+        values if good else np.full(length, math.nan)
+        for values, good, length in zip(usable, fits, lengths, strict=True)
+    ]
+    group = attach_reference(group, known)
+    added = {TEACHER_SECONDS_COLUMN: seconds, TEACHER_FAILURE_COLUMN: failure}
+    for name, value in added.items():
+        group = group.append_column(name, pa.array([value], TEACHER_COLUMNS[name]))
+    return group
+
+
 def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
     """Add reward, advantage, status and scored_at to groups with raw rewards. The map stage of
     scoring."""
@@ -141,17 +182,7 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         rewards = _less_overlong(total_rewards(parts, weights), lengths, longest, spec.reward)
         if spec.algorithm.kl_coef:
             rewards = _less_kl(rewards, row["logprobs"], row[REFERENCE_COLUMN], spec.algorithm)
-        logprobs = [
-            ours + theirs
-            for ours, theirs in zip(
-                row["logprobs"], row.get(REFERENCE_COLUMN) or [[]] * len(rewards), strict=True
-            )
-        ]
-        places = zip(rewards, logprobs, row["loss_mask"], strict=True)
-        statuses = [
-            trajectory_status(reward, known, len(row["prompt_ids"]), mask, spec.longest_trajectory)
-            for reward, known, mask in places
-        ]
+        statuses = _statuses(row, rewards, spec)
         scored["reward"].append(rewards)
         scored["status"].append(statuses)
         inputs = GroupInputs(
@@ -173,6 +204,28 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         "failure",
         pa.array(failures, SCORED_COLUMNS["failure"]),
     )
+
+
+def _statuses(row: _RewardedRow, rewards: Sequence[float | None], spec: ScoringSpec) -> list[str]:
+    """The status of each trajectory of a group."""
+    frozen = row.get(REFERENCE_COLUMN) or [[]] * len(rewards)
+    distills = spec.algorithm.distillation is not None
+    statuses = []
+    for reward, ours, theirs, mask in zip(
+        rewards, row["logprobs"], frozen, row["loss_mask"], strict=True
+    ):
+        known, by_teacher = (ours, theirs) if distills else ([*ours, *theirs], [])
+        statuses.append(
+            trajectory_status(
+                reward,
+                known,
+                len(row["prompt_ids"]),
+                mask,
+                spec.longest_trajectory,
+                by_teacher,
+            )
+        )
+    return statuses
 
 
 def _advantages(
@@ -248,15 +301,18 @@ def trajectory_status(
     prompt_tokens: int,
     loss_mask: Sequence[int],
     longest: int,
+    by_teacher: Sequence[float] = (),
 ) -> str:
     """`ok`, or why the trajectory is masked. `logprobs` are the generator's and the reference's;
-    `loss_mask` has one item per completion token."""
+    `by_teacher` are those of a teacher; `loss_mask` has one item per completion token."""
     if not any(loss_mask):
         return "no_token"
     if prompt_tokens + len(loss_mask) > longest:
         return "over_long"
     if not all(math.isfinite(logprob) for logprob in logprobs):
         return "bad_logprob"
+    if not all(math.isfinite(logprob) for logprob in by_teacher):
+        return NO_TEACHER
     return "unscored" if reward is None else "ok"
 
 

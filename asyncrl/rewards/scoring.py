@@ -26,13 +26,19 @@ import pyarrow as pa
 import ray
 import ray.exceptions
 
+from asyncrl.config import DistillationConfig
 from asyncrl.contracts.columns import SOURCE_COLUMN
 from asyncrl.contracts.content_hash import content_hashes
-from asyncrl.contracts.errors import RolloutFailedError
+from asyncrl.contracts.errors import RolloutFailedError, TeacherError
 from asyncrl.contracts.messages import RowRef, Scored, TrajectoryText
 from asyncrl.contracts.outcomes import FILTERED, UNFORESEEN
 from asyncrl.contracts.protocols import Rollouts
-from asyncrl.contracts.rows import TRUNCATED, SpanRow, table_to_ipc
+from asyncrl.contracts.rows import (
+    TEACHER_FAILURE_COLUMN,
+    TRUNCATED,
+    SpanRow,
+    table_to_ipc,
+)
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact, write_groups
 from asyncrl.rewards.score import score_table
@@ -128,6 +134,8 @@ class RayScores:
         """Ordinals that have arrived, except those below `_ended_below`, which have all ended."""
         self._ended_below = 0
         self._closed = False
+        self._unscored_by_teacher = 0
+        """Groups in a row of which the teacher scored nothing."""
         self._threads = [
             threading.Thread(target=target, name=target.__name__, daemon=True)
             for target in (self._read_stream, self._write_files)
@@ -141,11 +149,12 @@ class RayScores:
 
         Raises:
             RewardError: A reward failed under policy `fail`.
+            TeacherError: The teacher scored none of the last groups.
             RuntimeError: The execution broke; PartDiedError if a process died.
         """
         while True:
             items = await self._safe.get()
-            if isinstance(items, RewardError):
+            if isinstance(items, RewardError | TeacherError):
                 raise items
             if isinstance(items, BaseException):
                 raise broken_stream("scoring", items) from items
@@ -235,7 +244,13 @@ class RayScores:
         while end is None and not self._closed:
             try:
                 source = partial(
-                    rewarded_groups, reward, uuid.uuid4().hex, self._workers, self._reference, least
+                    rewarded_groups,
+                    reward,
+                    uuid.uuid4().hex,
+                    self._workers,
+                    self._reference,
+                    least,
+                    self._spec.algorithm.distillation is not None,
                 )
                 for block in stream_blocks(
                     source, stage, 1, STREAM_BYTES, "scoring", self._stacks, tasks
@@ -273,6 +288,9 @@ class RayScores:
                     (UNFORESEEN, FILTERED)
                 ):
                     raise RewardError(f"group {ordinal}: {failure}")
+        self._unscored_by_teacher = _unscored_in_a_row(
+            rows, self._unscored_by_teacher, self._spec.algorithm.distillation
+        )
         new = {}
         for row, ordinal in zip(rows, ordinals, strict=True):
             if ordinal >= self._ended_below and ordinal not in self._seen:
@@ -296,6 +314,28 @@ class RayScores:
 
 class _EndedError(Exception):
     """The stream was closed."""
+
+
+def _unscored_in_a_row(
+    rows: Sequence[pa.Table], before: int, distillation: DistillationConfig | None
+) -> int:
+    """Number of groups at the end of which the teacher scored nothing, `before` included.
+
+    Raises:
+        TeacherError: there are max_failed_groups of them.
+    """
+    if distillation is None:
+        return 0
+    count = before
+    for row in rows:
+        failure = row[TEACHER_FAILURE_COLUMN][0].as_py()
+        count = 0 if failure is None else count + 1
+        if count >= distillation.max_failed_groups:
+            raise TeacherError(
+                f"algorithm.distillation.teacher = {distillation.teacher!r} scored none of the last"
+                f" {count} groups (max_failed_groups): {failure}"
+            )
+    return count
 
 
 def _waiting_tables(

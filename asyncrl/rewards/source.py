@@ -7,6 +7,7 @@ import contextlib
 import math
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import ray
 import ray.exceptions
 
 from asyncrl.config import RewardConfig
-from asyncrl.contracts.errors import OutboxClosedError
+from asyncrl.contracts.errors import OutboxClosedError, TeacherError
 from asyncrl.contracts.rows import SCORED_COLUMNS, table_from_ipc
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import RewardError, with_notes
@@ -28,6 +29,7 @@ from asyncrl.rewards.score import (
     Logprobs,
     attach_reference,
     attach_rewards,
+    attach_teacher,
     group_call,
     group_rows,
 )
@@ -63,6 +65,7 @@ class _Referred:
 
     group: pa.Table
     logprobs: Future[list[Logprobs]]
+    seconds: float
 
 
 _Events: TypeAlias = "queue.Queue[_Taken | _Rewarded | _Referred | BaseException | None]"
@@ -75,6 +78,7 @@ def rewarded_groups(
     workers: Sequence[Actor],
     reference: Actor | None = None,
     least: float | None = None,
+    distills: bool = False,
 ) -> Iterator[pa.Table]:
     """Yield one-row tables with raw rewards, each as soon as its rewards are done, until every
     worker has closed its outbox. Runs in each read task of the execution.
@@ -88,6 +92,7 @@ def rewarded_groups(
             reader gets every group that was not acknowledged.
         reference: Actor of the reference policy, whose log-probs are added; None = there is none.
         least: See `RewardPool`.
+        distills: The reference policy is a teacher, whose failures mask trajectories.
     """
     share_settings(config.sandbox)
     with RewardPool(config, least) as pool:
@@ -106,9 +111,15 @@ def rewarded_groups(
                             yield group
                         else:
                             logprobs = reference.logprobs.remote(group_rows(group)).future()
-                            logprobs.add_done_callback(partial(_referred, events, group))
-                    case _Referred(group, logprobs):
-                        yield _with_reference(group, logprobs)
+                            logprobs.add_done_callback(
+                                partial(_referred, events, group, time.monotonic())
+                            )
+                    case _Referred(group, logprobs, seconds):
+                        yield (
+                            _with_teacher(group, logprobs, seconds)
+                            if distills
+                            else _with_reference(group, logprobs)
+                        )
 
 
 @contextlib.contextmanager
@@ -144,8 +155,10 @@ def _done(events: _Events, group: pa.Table, rewards: Future[GroupRewards]) -> No
     events.put(_Rewarded(group, rewards))
 
 
-def _referred(events: _Events, group: pa.Table, logprobs: Future[list[Logprobs]]) -> None:
-    events.put(_Referred(group, logprobs))
+def _referred(
+    events: _Events, group: pa.Table, started: float, logprobs: Future[list[Logprobs]]
+) -> None:
+    events.put(_Referred(group, logprobs, time.monotonic() - started))
 
 
 def _result(config: RewardConfig, group: pa.Table, rewards: Future[GroupRewards]) -> GroupRewards:
@@ -175,6 +188,20 @@ def _with_reference(group: pa.Table, logprobs: Future[list[Logprobs]]) -> pa.Tab
         return attach_reference(
             group, [np.full(len(ids), math.nan) for ids in group["completion_ids"][0].as_py()]
         )
+
+
+def _with_teacher(group: pa.Table, logprobs: Future[list[Logprobs]], seconds: float) -> pa.Table:
+    """The group with the teacher's log-probs, or with the reason why it has none. If the teacher's
+    process died, the stream breaks."""
+    try:
+        return attach_teacher(group, logprobs.result(), None, seconds)
+    except DEATHS:
+        raise
+    except Exception as error:
+        cause = getattr(error, "cause", None) or error
+        line = next(iter(str(cause).strip().splitlines()), "")
+        named = line if isinstance(cause, TeacherError) else f"{type(cause).__name__}: {line}"
+        return attach_teacher(group, [], named, seconds)
 
 
 def _take(

@@ -13,8 +13,10 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 from asyncrl.config import ConfigError, load_any
 from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointError
+from asyncrl.learning.adapter import DIRECTORY, write_adapter
 from asyncrl.learning.checkpoint import TAG
 from asyncrl.learning.hf_directory import HfDirectory
+from asyncrl.models.adapters import low_rank, merged, published_name
 from asyncrl.rundir.checkpoint import CheckpointStore
 from asyncrl.runtime.redact import print_shown
 from asyncrl.weights.gather import fill_buckets
@@ -49,7 +51,8 @@ def find_checkpoint(checkpoints: Path, step: int | None) -> Path:
 
 def export_checkpoint(path: Path, target: Path) -> None:
     """Write the weights of a checkpoint from `find_checkpoint` as a Hugging Face directory, under
-    the names of the model that the run began from.
+    the names of the model that the run began from. An adapter is merged into that model's weights,
+    and written to the folder `adapter` too.
 
     The whole model is in memory once, in float32. The learner's shards are pickles, so only export
     checkpoints whose author you trust.
@@ -69,12 +72,24 @@ def export_checkpoint(path: Path, target: Path) -> None:
             f"model.path = {config.model.path!r}, which the run began from, cannot be read"
             f" ({reason}); restore it"
         ) from None
-    weights = get_fp32_state_dict_from_zero_checkpoint(str(path / "learner"), tag=TAG)
-    parameters = {
-        name: weights[PREFIX + name].contiguous().reshape(-1)
-        for name in table.parameters
-        if PREFIX + name in weights
+    lora = config.lora
+    trained = get_fp32_state_dict_from_zero_checkpoint(
+        str(path / "learner"), tag=TAG, exclude_frozen_parameters=lora is not None
+    )
+    weights = {
+        name.removeprefix(PREFIX): tensor.contiguous()
+        for name, tensor in trained.items()
+        if name.startswith(PREFIX)
     }
+    matrices = {
+        published: tensor.to(getattr(torch, config.model.dtype))
+        for name, tensor in weights.items()
+        if (published := published_name(name))
+    }
+    adapters = {} if lora is None else low_rank(lora, matrices)
+    if lora is not None:
+        weights = _own_weights(config.model.path)
+    parameters = {name: weights[name].reshape(-1) for name in table.parameters if name in weights}
     unmatched = next(
         (
             name
@@ -95,8 +110,23 @@ def export_checkpoint(path: Path, target: Path) -> None:
 
     def parts_of(tensor: PublishedTensor) -> Iterator[tuple[Piece, torch.Tensor]]:
         for piece in tensor.pieces:
-            yield piece, parameters[piece.parameter][piece.start : piece.start + piece.span]
+            values = parameters[piece.parameter][piece.start : piece.start + piece.span]
+            yield piece, merged(adapters, piece.parameter, piece.start, values)
 
     fill_buckets(table, directory.entries, directory.sizes, parts_of, directory.write)
     directory.finish(config.model.path, config.model.path)
+    if lora is not None:
+        write_adapter(temporary / DIRECTORY, lora, matrices, config.model.path)
     os.replace(temporary, target)
+
+
+def _own_weights(model_path: str) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint in float32, by their names in transformers."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    )
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -32,6 +32,7 @@ from asyncrl.data.prompt_stream import RayPromptSource
 from asyncrl.data.prompts import PromptReport, read_prompts
 from asyncrl.data.rendering import Data
 from asyncrl.frozen.reference import start_reference
+from asyncrl.frozen.teacher import start_teacher
 from asyncrl.generation.app import (
     ServeGenerate,
     application,
@@ -338,9 +339,8 @@ async def _generator_handle(
 def _start_weight_sync(
     config: Config, handle: Handle, registry: Actor, stack: Closing
 ) -> ServeWeightSync:
-    drains = config.generator.in_flight == "drain"
     weights = ServeWeightSync(
-        handle, registry, config.push_timeout_s, config.commit_grace_s, drains
+        handle, registry, config.push_timeout_s, config.commit_grace_s, config.updates_drain
     )
     announcing = asyncio.create_task(weights.keep_announced())
     stack.add("announcements", functools.partial(cancel, announcing))
@@ -377,10 +377,15 @@ def _longest_request(config: Config, context: int) -> int:
 
 
 def _start_reference(config: Config, stack: Closing) -> Actor | None:
-    """The actor of the reference policy; None without a KL term, which is all that uses it."""
+    """The actor of the reference policy or of the teacher; None in a run that uses neither."""
     if not config.algorithm.has_reference:
         return None
-    reference = start_reference(reference_spec(config))
+    distillation = config.algorithm.distillation
+    reference = (
+        start_teacher(distillation)
+        if distillation is not None and distillation.is_url
+        else start_reference(reference_spec(config))
+    )
 
     async def close() -> None:
         ray.kill(reference)

@@ -51,6 +51,7 @@ FIXED = {
     "data.length_policy": "it decides which prompts are used, and ordinals count only those",
     "dpo.ref_load": "the pairs so far were compared with that reference policy",
     "rollout.temperature": "the waiting groups in the checkpoint were sampled at that temperature",
+    "lora": "the checkpoint contains that adapter, or all weights",
     "learner.bf16": "the optimizer's state has that precision",
     "learner.optimizer": "the checkpoint contains the state of that optimizer",
     "learner.world_size": "the checkpoint contains the shards of that many ranks",
@@ -59,6 +60,7 @@ FIXED = {
 
 FIXED_IN_RUN = {
     "algorithm.preference": "the steps so far trained the pairs that it chose",
+    "algorithm.distillation": "the steps so far learned from that teacher",
     "reward.shuffle": "a control run shuffles the rewards of every step",
 }
 """Further ones within a run. A run that starts from another run's checkpoint may change them."""
@@ -83,6 +85,7 @@ SCORED_WITH = (
     "algorithm.kl_",
     "algorithm.pass_",
     "algorithm.ref_load",
+    "algorithm.distillation",
     *LONGEST,
 )
 """Prefixes of the settings that a scored group depends on. If one changes, the waiting groups in

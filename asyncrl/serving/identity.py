@@ -23,6 +23,8 @@ class ServedModel:
     """Token ids are below this."""
     longest_token: int
     """Length of the longest token, in characters."""
+    tokenizer: str | None = None
+    """Hash of the tokenizer (`asyncrl.text.tokenizer.tokenizer_hash`); None = unknown."""
 
     @property
     def most_characters(self) -> int:
@@ -40,13 +42,14 @@ class ServedModel:
 
 
 def model_list(model: ServedModel, served: ServedWeights, created: int) -> dict[str, object]:
-    """The answer of /v1/models: the model and the origin of its weights."""
+    """The answer of /v1/models: the model, its tokenizer's hash and the origin of its weights."""
     entry = {
         "id": model.name,
         "object": "model",
         "created": created,
         "owned_by": "asyncrl",
         "max_model_len": model.max_model_len,
+        "tokenizer": model.tokenizer,
         **weights(served),
     }
     return {"object": "list", "data": [entry]}

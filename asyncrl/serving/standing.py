@@ -51,6 +51,7 @@ class HttpGenerator(Generator):
             self.engine.max_model_len,
             self.engine.vocabulary,
             self.engine.longest_token,
+            self.engine.tokenizer_hash,
         )
 
     async def http_status(self) -> HttpStatus:

@@ -12,10 +12,14 @@ import torch
 from asyncrl.weights.fingerprint import Fingerprint, fingerprint, row_products, signs
 
 if TYPE_CHECKING:
+    from vllm.lora.lora_model import LoRAModel
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-__all__ = ["HeldWeights", "held_fingerprints"]
+__all__ = ["HeldWeights", "adapter_fingerprints", "held_fingerprints"]
+
+PUBLISHED = "base_model.model."
+"""PEFT's prefix of the names in an adapter's file."""
 
 
 class HeldWeights:
@@ -30,6 +34,17 @@ class HeldWeights:
 
         return held_fingerprints(self.model_runner.model, ParallelLMHead)
 
+    def held_adapter(self, number: int, scale: float) -> dict[str, Fingerprint]:
+        """Published name → fingerprint of the matrices of vLLM's adapter `number`; empty if it is
+        not in memory.
+
+        Args:
+            scale: the factor of the adapter's product, which vLLM has multiplied into B.
+        """
+        manager = self.model_runner.lora_manager._adapter_manager
+        adapter = manager.list_adapters().get(number)
+        return {} if adapter is None else adapter_fingerprints(manager.model, adapter, scale)
+
 
 @torch.no_grad()
 def held_fingerprints(model: torch.nn.Module, head: type) -> dict[str, Fingerprint]:
@@ -42,11 +57,34 @@ def held_fingerprints(model: torch.nn.Module, head: type) -> dict[str, Fingerpri
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     found: dict[str, Fingerprint] = {}
     for path, module in model.named_modules():
-        parent, _, leaf = path.rpartition(".")
+        # vLLM wraps a layer that may have an adapter.
+        parent, _, leaf = path.removesuffix(".base_layer").rpartition(".")
         for name, products in _products(module, head):
             for part, rows in _split(leaf, module, products, packed):
                 engine_name = ".".join(filter(None, (parent, part, name)))
                 found |= dict.fromkeys(_names(model, engine_name), fingerprint(rows))
+    return found
+
+
+@torch.no_grad()
+def adapter_fingerprints(
+    model: torch.nn.Module, adapter: LoRAModel, scale: float
+) -> dict[str, Fingerprint]:
+    """Published name → fingerprint of each matrix of an adapter in memory. Fused layers have one
+    pair of matrices for each of their parts."""
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    found: dict[str, Fingerprint] = {}
+    for path, layer in adapter.loras.items():
+        parent, _, leaf = path.rpartition(".")
+        fused = isinstance(layer.lora_a, list)
+        parts = packed.get(leaf, [leaf]) if fused else [leaf]
+        for side, matrices, factor in (("A", layer.lora_a, 1.0), ("B", layer.lora_b, scale)):
+            for part, matrix in zip(parts, matrices if fused else [matrices], strict=True):
+                if matrix is None:  # this part has no adapter
+                    continue
+                products = row_products(matrix.float().cpu().numpy()) / factor
+                for name in _names(model, ".".join(filter(None, (parent, part)))):
+                    found[f"{PUBLISHED}{name}.lora_{side}.weight"] = fingerprint(products)
     return found
 
 

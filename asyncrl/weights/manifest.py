@@ -14,7 +14,18 @@ from asyncrl.contracts.messages import Manifest, TensorEntry
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.stored import stored_tensors
 
-__all__ = ["Expected", "ManifestError", "check_manifest", "expected_tensors", "layout_hash"]
+__all__ = [
+    "Expected",
+    "ManifestError",
+    "check_manifest",
+    "expected_tensors",
+    "layout_hash",
+    "tensors_of",
+]
+
+
+ADAPTER_PREFIX, ADAPTER_SIDES = "base_model.model.", ("A.weight", "B.weight")
+"""Names of an adapter's tensors: prefix, layer, `.lora_`, side."""
 
 
 class ManifestError(ValueError):
@@ -49,6 +60,59 @@ def layout_hash(expected: Mapping[str, Expected]) -> int:
             sorted((name, tensor.shape, tensor.dtypes[0]) for name, tensor in expected.items())
         ).encode()
     )
+
+
+def tensors_of(
+    manifest: Manifest, model: Mapping[str, Expected], max_rank: int | None
+) -> Mapping[str, Expected]:
+    """The tensors that a version must have: all of the model's, or two matrices for each layer of
+    an adapter.
+
+    Args:
+        max_rank: largest rank of an adapter; None = the generators take whole weights.
+
+    Raises:
+        ManifestError: the generators do not take such a version, or the adapter is another
+            model's.
+    """
+    title = f"version {manifest.version} of run {manifest.run_id!r}"
+    if manifest.adapter is None:
+        if max_rank is not None:
+            raise ManifestError(
+                f"{title} has whole weights, and these generators take adapters; train with lora,"
+                " or start generators without max_lora_rank"
+            )
+        return model
+    rank = manifest.adapter.get("r")
+    if max_rank is None or not isinstance(rank, int) or not 0 < rank <= max_rank:
+        limit = "none" if max_rank is None else f"rank {max_rank} or less"
+        raise ManifestError(
+            f"{title} is an adapter of rank {rank}, and these generators take {limit}; start them"
+            " with max_lora_rank"
+        )
+    found: dict[str, Expected] = {}
+    for entry in manifest.tensors:
+        layer, _, side = entry.name.removeprefix(ADAPTER_PREFIX).rpartition(".lora_")
+        weight = model.get(f"{layer}.weight")
+        if (
+            not entry.name.startswith(ADAPTER_PREFIX)
+            or side not in ADAPTER_SIDES
+            or weight is None
+            or len(weight.shape) != 2
+        ):
+            raise ManifestError(
+                f"{title} has the adapter of another model: {entry.name!r} belongs to no linear"
+                " layer here; give the generators the adapter's base model"
+            )
+        rows, columns = weight.shape
+        shape = (rank, columns) if side == ADAPTER_SIDES[0] else (rows, rank)
+        found[entry.name] = Expected(shape, (weight.dtypes[0], "float32"))
+        other = ADAPTER_SIDES[side == ADAPTER_SIDES[0]]
+        if not any(one.name == f"{ADAPTER_PREFIX}{layer}.lora_{other}" for one in manifest.tensors):
+            raise ManifestError(f"{title} lacks lora_{other} of layer {layer!r}")
+    if not found:
+        raise ManifestError(f"{title} is an adapter without matrices; publish those of its layers")
+    return found
 
 
 def check_manifest(manifest: Manifest, expected: Mapping[str, Expected]) -> None:

@@ -125,8 +125,10 @@ class ServeWeightSync:
             )
             for error in errors:
                 if isinstance(error, ManifestError):
+                    # Ray's error quotes the replica's stack; its cause is one line.
+                    cause = getattr(error, "cause", error)
                     raise RuntimeError(
-                        f"version {manifest.version} was refused: {error}"
+                        f"version {manifest.version} was refused: {cause}"
                     ) from error
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
             survey = await self._survey(manifest, max(grace_ends - time.monotonic(), ANSWER_S))

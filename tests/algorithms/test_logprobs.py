@@ -238,3 +238,18 @@ def test_a_soft_cap_by_hand() -> None:
         logit_map=LogitMap(softcap=2.0),
     )
     assert found.item() == pytest.approx(-math.log1p(math.exp(-2 * math.tanh(2))))
+
+
+@pytest.mark.parametrize("chunk_elements", [13, 1 << 20])
+def test_log_probs_without_entropies_are_the_same(chunk_elements: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(7, 5), torch.randn(13, 5), torch.randint(0, 13, (7,))
+    with torch.no_grad():
+        logprobs, entropy = token_logprobs(
+            hidden, weight, targets, 0.7, chunk_elements=chunk_elements
+        )
+        alone, empty = token_logprobs(
+            hidden, weight, targets, 0.7, chunk_elements=chunk_elements, with_entropy=False
+        )
+    assert torch.equal(alone, logprobs)
+    assert (len(entropy), len(empty)) == (7, 0)

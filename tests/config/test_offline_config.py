@@ -207,7 +207,7 @@ def test_a_reference_is_read_only_by_losses_that_have_one(write):
         ("lr", "asyncrl calls it learner.learning_rate"),
         ("num_generations", "see asyncrl sft --help"),
         ("batchsize", "did you mean batch_size?"),
-        ("lora_r", "is not implemented"),
+        ("lora_r", "asyncrl calls it lora.r"),
     ],
 )
 def test_names_of_other_systems_are_answered_with_settings_of_this_kind(name, answer):

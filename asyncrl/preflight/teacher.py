@@ -1,0 +1,178 @@
+"""The teacher of distillation: checked before anything starts, and described in the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import httpx2
+
+from asyncrl.config import Config, ConfigError, DistillationConfig
+from asyncrl.contracts.errors import TeacherError
+from asyncrl.frozen.teacher import request_headers, scored_ids
+from asyncrl.preflight.model_limits import model_context, vocabulary_at
+from asyncrl.text.tokenizer import ROUND_TRIP_TEXTS, load_tokenizer, tokenizer_hash
+from asyncrl.weights.stored import stored_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["check_teacher", "reference_parameters"]
+
+SETTING = "algorithm.distillation.teacher"
+PROBE_TIMEOUT_S = 20.0
+SHOWN_HASH = 12
+"""Characters of a hash that the plan shows."""
+
+
+def check_teacher(config: Config) -> str | None:
+    """The plan's line about the teacher; None without distillation.
+
+    Raises:
+        ConfigError: the teacher cannot be read or reached, has another tokenizer, or knows fewer
+            token ids than the tokenizer has.
+    """
+    distillation = config.algorithm.distillation
+    if distillation is None:
+        return None
+    tokenizer = load_tokenizer(config.model.path)
+    if distillation.is_url:
+        found = _check_server(distillation, tokenizer)
+        scored = "scored at temperature 1, like the rollouts"
+    else:
+        found = _check_checkpoint(config, distillation.teacher, tokenizer)
+        scored = f"scored at the rollouts' temperature {config.rollout.temperature:g}"
+    return f"teacher: {distillation.teacher}, {found}; {scored}; {_use(config, distillation)}"
+
+
+def _use(config: Config, distillation: DistillationConfig) -> str:
+    weight = distillation.reward_weight
+    rewards = f"plus {weight:g} x the rewards' advantage" if weight else "rewards only measured"
+    if distillation.adds_advantage:
+        return (
+            f"advantage of a token = {distillation.coef:g} x (log π_teacher - log π_behavior),"
+            f" {rewards}"
+        )
+    coef = config.algorithm.kl_loss_coef or config.algorithm.kl_coef
+    return f"reference of {coef:g} x KL ({config.algorithm.kl_estimator}), {rewards}"
+
+
+def _check_checkpoint(config: Config, path: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    model_context(config, path, SETTING)
+    try:
+        theirs = load_tokenizer(path)
+    except ValueError as error:
+        raise ConfigError(str(error).replace("model.path", SETTING, 1)) from None
+    digest = tokenizer_hash(tokenizer)
+    if tokenizer_hash(theirs) != digest:
+        raise ConfigError(
+            f"{SETTING} = {path!r} has a different tokenizer from model.path ="
+            f" {config.model.path!r}, so it would score other tokens; use a teacher with the same"
+            " tokenizer"
+        )
+    vocabulary = vocabulary_at(Path(path), SETTING)
+    highest = max(tokenizer.get_vocab().values())
+    if vocabulary is not None and vocabulary <= highest:
+        raise ConfigError(
+            f"{SETTING} = {path!r} has vocab_size = {vocabulary}, and the tokenizer has ids up to"
+            f" {highest}; use a teacher that knows all of them"
+        )
+    device = config.learner.device
+    held = reference_parameters(path) * (2 if config.learner.bf16 else 4)
+    return (
+        f"a process on {device} with {held / (1 << 20):,.0f} MiB of weights; same tokenizer"
+        f" ({digest[:SHOWN_HASH]})"
+    )
+
+
+def reference_parameters(path: str) -> int:
+    """Elements in the tensors of a checkpoint."""
+    return sum(tensor.elements for tensor in stored_tensors(path).values())
+
+
+def _check_server(distillation: DistillationConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    url = distillation.teacher.rstrip("/")
+    try:
+        with httpx2.Client(
+            headers=request_headers(distillation),
+            timeout=PROBE_TIMEOUT_S,
+            trust_env=False,
+            follow_redirects=False,
+        ) as client:
+            listed = client.get(f"{url}/models")
+            listed.raise_for_status()
+            models = listed.json()["data"]
+            model = _chosen(models, distillation)
+            _probe(client, url, str(model["id"]), tokenizer)
+            return f"a server with model {model['id']!r}; {_tokens(client, url, model, tokenizer)}"
+    except TeacherError as error:
+        raise ConfigError(f"{SETTING} = {url!r}: {error}") from None
+    except (httpx2.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{SETTING} = {url!r} does not answer as an OpenAI-compatible server"
+            f" ({type(error).__name__}: {error}); start it first, and give its base URL with /v1"
+        ) from None
+
+
+def _chosen(
+    models: Sequence[dict[str, object]], distillation: DistillationConfig
+) -> dict[str, object]:
+    if distillation.model is None:
+        return models[0]
+    named = [model for model in models if model["id"] == distillation.model]
+    if not named:
+        listed = ", ".join(str(model["id"]) for model in models)
+        raise TeacherError(f"it has no model {distillation.model!r}; it lists {listed}")
+    return named[0]
+
+
+def _probe(client: httpx2.Client, url: str, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Ask for log-probs of the tokenizer's lowest and highest ids. A server with a smaller
+    vocabulary refuses the highest.
+
+    Raises:
+        TeacherError: the server does not give them.
+    """
+    ids = sorted(tokenizer.get_vocab().values())
+    probe = [ids[0], ids[-1], ids[0]]
+    body = {"model": model, "prompt": probe, "max_tokens": 0, "echo": True, "logprobs": 0}
+    answer = client.post(f"{url}/completions", json=body)
+    if answer.status_code != 200:
+        raise TeacherError(
+            f"it refuses to score token ids up to {ids[-1]} with status {answer.status_code}:"
+            f" {answer.text[:200]!r}"
+        )
+    scored_ids(answer.json(), probe)
+
+
+def _tokens(
+    client: httpx2.Client,
+    url: str,
+    model: dict[str, object],
+    tokenizer: PreTrainedTokenizerBase,
+) -> str:
+    """What the server tells about its tokenizer: its hash at asyncrl's endpoint, else the ids of
+    some texts, as vLLM's /tokenize gives them.
+
+    Raises:
+        TeacherError: it has another tokenizer.
+    """
+    digest = tokenizer_hash(tokenizer)
+    if isinstance(model.get("tokenizer"), str):
+        if model["tokenizer"] != digest:
+            raise TeacherError("it has a different tokenizer from model.path; use another teacher")
+        return f"same tokenizer ({digest[:SHOWN_HASH]})"
+    parts = urlsplit(url)
+    at = f"{parts.scheme}://{parts.netloc}{parts.path.removesuffix('/v1')}/tokenize"
+    for text in ROUND_TRIP_TEXTS:
+        body = {"model": model["id"], "prompt": text, "add_special_tokens": False}
+        answer = client.post(at, json=body)
+        if answer.status_code != 200:
+            return "its tokenizer is unknown: only the range of its token ids was checked"
+        if answer.json()["tokens"] != tokenizer.encode(text, add_special_tokens=False):
+            raise TeacherError(
+                f"it has a different tokenizer from model.path: it encodes {text!r} with other ids"
+            )
+    return f"the same token ids in {len(ROUND_TRIP_TEXTS)} texts"

@@ -1,0 +1,152 @@
+"""What the teacher's answers do to scored groups: log-probs, masks, and the end of the run."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.contracts.errors import TeacherError
+from asyncrl.contracts.rows import (
+    Completion,
+    Group,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+    groups_to_table,
+)
+from asyncrl.control.diagnostics import scoring_metrics
+from asyncrl.learning.batches import examples_of
+from asyncrl.learning.distillation import distillation_metrics, with_teacher_advantages
+from asyncrl.observe.alarms import alarms
+from asyncrl.preflight.specs import scoring_spec
+from asyncrl.rewards.pool import GroupRewards
+from asyncrl.rewards.score import attach_rewards, attach_teacher, score_table
+from asyncrl.rewards.scoring import _unscored_in_a_row, scored_summary
+from asyncrl.rewards.source import _with_teacher
+
+LENGTHS = (3, 2, 4)
+
+
+def config(**distillation: Any) -> Config:
+    return Config.model_validate(
+        {
+            "name": "teacher",
+            "max_steps": 1,
+            "model": {"path": "unused"},
+            "data": {"train": "unused", "max_prompt_length": 2},
+            "rollout": {"n_samples_per_prompt": 3, "max_completion_length": 4},
+            "algorithm": {"distillation": {"teacher": "/teacher", **distillation}},
+            "reward": {"functions": {"a": {"function": "m:a"}}},
+        }
+    )
+
+
+def rewarded() -> pa.Table:
+    trajectories = tuple(
+        Trajectory(
+            Completion((5,) * n, (-1.0,) * n, (VersionSpan(2, 0, n),), "stop", ""),
+            (0, *(1,) * (n - 1)),
+        )
+        for n in LENGTHS
+    )
+    group = Group(1, Prompt(3, 0, "p", (1, 2), {}), trajectories, "replica", 1.0, 2.0)
+    return attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0, 0.0, 1.0]}))
+
+
+def scored(logprobs: list[np.ndarray], failure: str | None = None, **distillation: Any) -> pa.Table:
+    table = attach_teacher(rewarded(), logprobs, failure, 0.25)
+    return score_table(table, scoring_spec(config(**distillation)))
+
+
+def constant(value: float, lengths: tuple[int, ...] = LENGTHS) -> list[np.ndarray]:
+    return [np.full(n, value, np.float32) for n in lengths]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [np.array([-1.0, math.nan]), np.array([-1.0, -math.inf]), np.array([-1.0]), np.zeros(3)],
+    ids=["NaN", "Inf", "too few", "too many"],
+)
+def test_a_completion_that_the_teacher_did_not_score_is_masked_and_counted(bad: np.ndarray) -> None:
+    values = constant(-2.0)
+    values[1] = bad
+    table = scored(values)
+    assert table["status"].to_pylist() == [["ok", "no_teacher", "ok"]]
+    assert table["advantage"].to_pylist()[0][1] is None
+    assert table["teacher_failure"].to_pylist() == [None]
+    metrics = scoring_metrics([scored_summary(table, (None, 0))])
+    assert metrics["rollout/no_teacher_ratio"] == pytest.approx(1 / 3)
+    assert any("rollout/no_teacher_ratio" in line for line in alarms(metrics))
+    assert [example.trajectory for example in examples_of(table)] == [0, 2]
+
+
+def test_a_group_without_any_answer_names_the_reason() -> None:
+    table = scored([], "status 503")
+    assert table["status"].to_pylist() == [["no_teacher"] * 3]
+    assert table["teacher_failure"].to_pylist() == ["status 503"]
+    assert scored(constant(math.nan))["teacher_failure"].to_pylist()[0].startswith("its log-probs")
+    assert scored(constant(-1.0)[:2])["teacher_failure"].to_pylist() == [
+        "it scored 2 of 3 completions"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (TeacherError("status 503"), "status 503"),
+        (ValueError("out of memory\nmore"), "ValueError: out of memory"),
+    ],
+)
+def test_an_error_of_the_teacher_costs_its_group(error: Exception, line: str) -> None:
+    failed: Future[Any] = Future()
+    failed.set_exception(error)
+    table = _with_teacher(rewarded(), failed, 1.5)
+    assert table["teacher_failure"].to_pylist() == [line]
+    assert table["teacher_s"].to_pylist() == [1.5]
+
+
+def test_only_groups_in_a_row_end_the_run() -> None:
+    distillation = config(max_failed_groups=3).algorithm.distillation
+    good, bad = scored(constant(-1.0)), scored([], "status 503")
+    assert _unscored_in_a_row([bad, bad, good, bad], 0, distillation) == 1
+    with pytest.raises(TeacherError) as ended:
+        _unscored_in_a_row([bad], 2, distillation)
+    assert str(ended.value) == (
+        "algorithm.distillation.teacher = '/teacher' scored none of the last 3 groups"
+        " (max_failed_groups): status 503"
+    )
+    assert _unscored_in_a_row([good], 0, None) == 0
+
+
+@pytest.mark.parametrize("weight", [0.0, 2.0])
+def test_each_loss_token_gets_the_teachers_and_the_rewards_advantage(weight: float) -> None:
+    distillation = config(coef=0.5, reward_weight=weight).algorithm.distillation
+    assert distillation is not None
+    table = scored([np.array([-9.0, -1.5, -0.5]), *constant(-2.0)[1:]], reward_weight=weight)
+    known = examples_of(table)
+    found = with_teacher_advantages(known, distillation)
+    of_rewards = weight * known[0].advantage
+    assert np.asarray(found[0].advantage) == pytest.approx(
+        [0.0, -0.25 + of_rewards, 0.25 + of_rewards]
+    )
+    metrics = distillation_metrics(known, [table])
+    # Loss tokens: -1 + 1.5, -1 + 0.5, and four with -1 + 2.
+    assert metrics["distill/reverse_kl"] == pytest.approx((0.5 - 0.5 + 4.0) / 6)
+    assert metrics["distill/teacher_s"] == 0.25
+
+
+def test_as_a_reference_the_teacher_gives_no_advantage() -> None:
+    algorithm = config().algorithm.model_copy(update={"kl_loss_coef": 0.1})
+    distillation = algorithm.distillation
+    assert distillation is not None
+    reference = distillation.model_copy(update={"use": "ref_kl"})
+    known = examples_of(scored(constant(-2.0)))
+    found = with_teacher_advantages(known, reference)
+    assert [example.advantage for example in found] == [0.0, 0.0, 0.0]
+    assert found[0].reference_logprobs is not None

@@ -1,0 +1,52 @@
+"""A teacher at asyncrl's own HTTP endpoint, over a real vLLM engine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from served_http import listening
+from test_http_engine import MODEL, EngineServed
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config import ConfigError, DistillationConfig
+from asyncrl.frozen.teacher import UrlTeacher
+from asyncrl.preflight.teacher import _check_server
+from asyncrl.serving.http import routes
+from asyncrl.text.tokenizer import load_tokenizer, tokenizer_hash
+
+ROWS = [([5, 6, 14], [7, 8, 9, 2]), ([10], [11]), ([4, 5], [])]
+
+
+@pytest.mark.timeout(300)
+def test_its_log_probs_are_those_of_transformers(generators: Any, tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_model))
+    served = EngineServed(generators)
+    served.model = replace(MODEL, tokenizer=tokenizer_hash(tokenizer))
+    with listening(routes(served, None)) as address:
+        distillation = DistillationConfig(teacher=f"{address}/v1")
+
+        async def scenario() -> list[np.ndarray]:
+            return await UrlTeacher(distillation).logprobs(ROWS)
+
+        found = asyncio.run(scenario())
+        assert "same tokenizer (" in _check_server(distillation, tokenizer)
+        served.model = replace(MODEL, tokenizer="another")
+    with listening(routes(served, None)) as address:
+        other = DistillationConfig(teacher=f"{address}/v1")
+        with pytest.raises(ConfigError, match="it has a different tokenizer"):
+            _check_server(other, tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    for (prompt, completion), values in zip(ROWS, found, strict=True):
+        if not completion:
+            assert not len(values)
+            continue
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        wanted = torch.log_softmax(logits, -1)[range(len(completion)), completion]
+        assert values.tolist() == pytest.approx(wanted.tolist(), abs=1e-4)
