@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncrl.config import OfflineConfig
-    from asyncrl.data.token_file import TokenFile
-    from asyncrl.models.micro_batches import Example, MicroBatch
+    from asyncrl.data import TokenFile
+    from asyncrl.models import Example, MicroBatch
 
 BETA = 0.1
 """Of DPO. TRL's default is the same."""
@@ -89,12 +89,11 @@ async def serve_learner(task: Task, answer: Callable[[str], object]) -> None:
     """Start Ray, the learner and with DPO the reference policy, and take passes."""
     import ray
 
-    from asyncrl.data.token_file import open_token_file
-    from asyncrl.frozen.reference import start_reference
-    from asyncrl.learning.group import LearnerGroup
-    from asyncrl.preflight.cluster import start_local_ray
-    from asyncrl.preflight.specs import offline_learner_spec, offline_reference_spec
-    from asyncrl.run.reference_pass import score_pairs
+    from asyncrl.data import open_token_file
+    from asyncrl.frozen import start_reference
+    from asyncrl.learning import LearnerGroup
+    from asyncrl.preflight import offline_learner_spec, offline_reference_spec, start_local_ray
+    from asyncrl.run import score_pairs
 
     start_local_ray(4, configure_logging=False)
     config, file = offline_config(task), open_token_file(task.rows)
@@ -108,7 +107,7 @@ async def serve_learner(task: Task, answer: Callable[[str], object]) -> None:
 
     async def forward() -> dict[str, float]:
         began = time.perf_counter()
-        await score_pairs(reference, file, scored, b"bench", config.dpo.reference_batch)
+        await score_pairs(reference, file, scored, config.dpo.reference_batch)
         return {"seconds": time.perf_counter() - began}
 
     if task.objective == "dpo":
@@ -188,7 +187,7 @@ class BareLoop:
     def __init__(self, task: Task) -> None:
         import torch
 
-        from asyncrl.data.token_file import open_token_file
+        from asyncrl.data import open_token_file
 
         torch.set_num_threads(task.threads)
         self.task, folder = task, Path(task.folder)
@@ -261,7 +260,7 @@ def load_backbone(path: Path, device: str):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from asyncrl.models.attention import register_attention
+    from asyncrl.models import register_attention
 
     return AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation=register_attention()
@@ -290,7 +289,7 @@ def sums_of(batch: MicroBatch, values: Tensor) -> Tensor:
 
 def packed_rows(table: pa.Table, task: Task) -> list[MicroBatch]:
     """The micro-batches of a step, packed as the learner packs them."""
-    from asyncrl.models.micro_batches import micro_batch, packing_units
+    from asyncrl.models import micro_batch, packing_units
     from asyncrl.packing import pack
 
     examples = examples_of(table, task.objective)
@@ -303,7 +302,7 @@ def examples_of(table: pa.Table, objective: str) -> list[Example]:
     """Each row, or each side of each pair, as an example."""
     from dataclasses import replace
 
-    from asyncrl.learning.offline_examples import examples_with, pairs_of
+    from asyncrl.learning import examples_with, pairs_of
 
     if objective == "sft":
         return examples_with(table, "input_ids", "loss_mask")

@@ -46,10 +46,9 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
-from asyncrl.contracts.offline_rows import PREFERENCE_SCHEMA, SFT_SCHEMA
-from asyncrl.runtime.arrow_files import batch_writer
 from benchmarks.objective_passes import Task
 
+IDS, MASK = pa.list_(pa.int32()), pa.list_(pa.bool_())
 MEDIAN, SIGMA, LONGEST, PROMPT, SEED = 64, 0.9, 768, 8, 0
 MODEL = {
     "vocab_size": 4096,
@@ -407,7 +406,7 @@ def save_rows(task: Task, sequences: int, vocabulary: int) -> int:
 
     rows = sequences if task.objective == "sft" else sequences // 2
     table = sft_rows(rows, vocabulary) if task.objective == "sft" else pairs(rows, vocabulary)
-    with batch_writer(task.rows, table.schema) as writer:
+    with pa.OSFile(str(task.rows), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
     pq.write_table(table, task.rows.with_suffix(".parquet"))
     ids = [name for name in table.column_names if name.endswith("_ids")]
@@ -427,18 +426,20 @@ def masked(ids: Sequence[list[int]]) -> list[list[bool]]:
 
 
 def sft_rows(count: int, vocabulary: int) -> pa.Table:
-    """Rows with SFT_SCHEMA."""
+    """The token rows of SFT."""
     ids = seeded(count, vocabulary, SEED)
-    return pa.table({"input_ids": ids, "loss_mask": masked(ids)}, SFT_SCHEMA)
+    return pa.table({"input_ids": pa.array(ids, IDS), "loss_mask": pa.array(masked(ids), MASK)})
 
 
 def pairs(count: int, vocabulary: int) -> pa.Table:
-    """Rows with PREFERENCE_SCHEMA."""
+    """The token rows of DPO."""
     chosen, rejected = (seeded(count, vocabulary, SEED + side) for side in (1, 2))
     rejected = [one[:PROMPT] + other[PROMPT:] for one, other in zip(chosen, rejected, strict=True)]
-    columns = {"chosen_ids": chosen, "chosen_mask": masked(chosen)}
-    columns |= {"rejected_ids": rejected, "rejected_mask": masked(rejected)}
-    return pa.table(columns, PREFERENCE_SCHEMA)
+    columns = {}
+    for side, ids in (("chosen", chosen), ("rejected", rejected)):
+        columns[f"{side}_ids"] = pa.array(ids, IDS)
+        columns[f"{side}_mask"] = pa.array(masked(ids), MASK)
+    return pa.table(columns)
 
 
 if __name__ == "__main__":

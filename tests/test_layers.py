@@ -241,28 +241,33 @@ SURFACE = {
     "algorithms": "CHUNK_ELEMENTS LIVE_CHUNKS supervised_loss token_logprobs token_weights",
     "config": (
         "AlgorithmConfig CheckpointConfig Config ConfigError CorrectionConfig DataConfig "
-        "DpoConfig EvalConfig EvalSet GeneratorConfig HUB_CACHE LearnerConfig ModelConfig "
-        "ObserveConfig OfflineConfig OfflineDataConfig RewardConfig RewardFunction "
-        "RolloutConfig RunSettings SandboxConfig Section SftConfig Source Sources "
-        "StalenessConfig WarmStartConfig WeightsConfig command_line completion_room explain "
-        "field_names is_hub_data is_hub_name load_any load_config load_offline sources_of"
+        "DistillationConfig DpoConfig EvalConfig EvalSet GeneratorConfig HUB_CACHE "
+        "LearnerConfig LoraConfig ModelConfig ObserveConfig OfflineConfig "
+        "OfflineDataConfig RewardConfig RewardFunction RolloutConfig RunSettings "
+        "SandboxConfig Section SftConfig Source Sources StalenessConfig WarmStartConfig "
+        "WeightsConfig command_line completion_room explain field_names is_hub_data "
+        "is_hub_name load_any load_config load_offline sources_of"
     ),
     "contracts": "ConfigError Prompt State",
     "control": "Coordinator Parts Schedule Staleness",
-    "data": "ROWS_PER_BLOCK RowsByNumber read_prompts",
+    "data": "TokenFile open_token_file ROWS_PER_BLOCK RowsByNumber read_prompts",
     "generation": "Engine GeneratorApp engine_environment",
-    "learning": "LearnerRank Meeting start_rank",
+    "frozen": "start_reference",
+    "learning": "LearnerGroup examples_with pairs_of LearnerRank Meeting start_rank",
     "models": (
-        "MicroBatch Policy Segments check_isolation checkpoint_activations load_policy "
-        "micro_batch register_attention support token_example"
+        "Example MicroBatch Policy Segments check_isolation checkpoint_activations load_policy "
+        "packing_units micro_batch register_attention support token_example"
     ),
     "observe": "MemoryPeak MemorySampler descendants process_name",
     "packing": "pack pack_blocks pack_rows",
-    "preflight": "HEAD_GRADIENTS data_spec learner_spec make_plan model_context ray_cluster",
+    "preflight": (
+        "HEAD_GRADIENTS data_spec learner_spec make_plan model_context offline_learner_spec "
+        "offline_reference_spec ray_cluster start_local_ray"
+    ),
     "rewards": "GroupCall RewardError call_reward",
     "run": (
         "AcrossAttempts RunFailedError Summary command_name concurrency_of launch_stations "
-        "run_training"
+        "run_training score_pairs"
     ),
     "rundir": "Run RunDirectory RunNotFoundError open_run",
     "sandbox": (

@@ -71,6 +71,8 @@ RENAMED = {
     "lr_decay_style": "learner.lr_scheduler_type",
     "loss_type": "algorithm.loss, or algorithm.preference.loss for online DPO",
     "online_dpo": "algorithm.preference",
+    "teacher_model": "algorithm.distillation.teacher",
+    "teacher_model_name_or_path": "algorithm.distillation.teacher",
     "judge": "reward.functions, with asyncrl.rewards.builtin:pairwise_judge",
     "loss_agg_mode": "algorithm.loss_aggregation",
     "advantage_estimator": "algorithm.advantage",

@@ -25,11 +25,6 @@ def check_preference(config: Settings) -> None:
     preference = config.algorithm.preference
     if preference is None:
         return
-    if config.algorithm.distillation is not None:
-        raise ValueError(
-            "algorithm.preference trains pairs, and algorithm.distillation trains tokens; leave"
-            " one of them out"
-        )
     for name, value in _changed(config.algorithm, "algorithm", KEPT):
         raise ValueError(
             f"{name} = {value!r} has no effect with algorithm.preference, which trains pairs and"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 __all__ = [
     "State",
@@ -41,3 +42,5 @@ class State:
     """Hash of the training files, whose rows the ordinals identify."""
     model_hash: str = ""
     """Hash of the model's config and tokenizer."""
+    frozen_hashes: Mapping[str, str] = field(default_factory=dict)
+    """Setting that names a frozen model → hash of its weights."""

@@ -73,5 +73,5 @@ def open_token_file(path: Path) -> TokenFile | None:
     """Open a file; None if it does not exist or is not a complete Arrow file."""
     try:
         return TokenFile(path, map_table(path))
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return None

@@ -145,7 +145,7 @@ async def _remove(llm: AsyncLLM, adapter: Adapter) -> None:
         await llm.is_sleeping()
         await llm.remove_lora(adapter.id)
     except Exception as error:  # the engine has died or ended, and its adapters with it
-        logger.warning("adapter of version %d was not removed: %s", adapter.version, error)
+        logger.info("adapter of version %d was not removed: %s", adapter.version, error)
     await asyncio.to_thread(shutil.rmtree, adapter.request.lora_path, ignore_errors=True)
 
 

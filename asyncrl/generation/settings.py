@@ -56,7 +56,9 @@ class GeneratorApp(Section):
                 f"generator.attach = {self.generator.attach!r} is a training job's setting, for"
                 " generators that already run; leave it out here"
             )
-        if self.max_lora_rank is None and "max_loras" in self.model_fields_set:
+        # Not model_fields_set: a replica gets every field, also those that nobody set.
+        changed = self.max_loras != type(self).model_fields["max_loras"].default
+        if self.max_lora_rank is None and changed:
             raise ValueError(
                 f"max_loras = {self.max_loras} only has an effect with max_lora_rank; leave it out,"
                 " or set that"

@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from asyncrl.models.attention import Segments as Segments
     from asyncrl.models.attention import register_attention as register_attention
     from asyncrl.models.isolation import check_isolation as check_isolation
+    from asyncrl.models.micro_batches import Example as Example
     from asyncrl.models.micro_batches import MicroBatch as MicroBatch
     from asyncrl.models.micro_batches import micro_batch as micro_batch
+    from asyncrl.models.micro_batches import packing_units as packing_units
     from asyncrl.models.micro_batches import token_example as token_example
     from asyncrl.models.policy import Policy as Policy
     from asyncrl.models.policy import checkpoint_activations as checkpoint_activations
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
+    Example="micro_batches",
+    packing_units="micro_batches",
     MicroBatch="micro_batches",
     Policy="policy",
     Segments="attention",

@@ -61,32 +61,41 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
     Raises:
         ValueError: `lora.target_modules` names a layer that cannot have an adapter.
     """
-    _check_targets(model, lora)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # the same values on every rank
-        inject_adapter_in_model(_peft_config(lora), model, ADAPTER)
-
-
-def _peft_config(lora: LoraConfig) -> PeftConfig:
-    targets = lora.target_modules
-    return PeftConfig(
+    layers = _target_layers(model, lora)
+    settings = PeftConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=layers,
         use_rslora=lora.use_rslora,
         task_type="CAUSAL_LM",
     )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # the same values on every rank
+        try:
+            inject_adapter_in_model(settings, model, ADAPTER)
+        except ValueError as error:
+            raise ValueError(f"lora: PEFT refuses {type(model).__name__}: {error}") from error
+    found = {match["layer"] for name, _ in model.named_parameters() if (match := _matrix(name))}
+    if found != set(layers):
+        # PEFT replaces the names of some models' layers by their experts' fused parameters, whose
+        # adapters cannot be merged or published here.
+        raise ValueError(
+            f"lora: PEFT gives {type(model).__name__} other matrices than those of its linear"
+            f" layers, first for {min(found ^ set(layers))!r}; name the attention's layers in"
+            " lora.target_modules, or train all weights"
+        )
 
 
-def _check_targets(model: PreTrainedModel, lora: LoraConfig) -> None:
-    if lora.target_modules == "all-linear":
-        return
+def _target_layers(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
+    """Full names of the linear layers that get an adapter. Raises ValueError."""
     head = model.get_output_embeddings()
     linear = {
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
+    if lora.target_modules == "all-linear":
+        return sorted(linear)
     for target in lora.target_modules:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
             leaves = sorted({name.rpartition(".")[2] for name in linear})
@@ -94,17 +103,26 @@ def _check_targets(model: PreTrainedModel, lora: LoraConfig) -> None:
                 f"lora.target_modules: {target!r} is not a linear layer of"
                 f" {type(model).__name__}; use all-linear, or some of {leaves}"
             )
+    return sorted(
+        name
+        for name in linear
+        if any(name == target or name.endswith(f".{target}") for target in lora.target_modules)
+    )
+
+
+def _matrix(name: str) -> re.Match[str] | None:
+    return MATRIX.fullmatch(name)
 
 
 def base_name(name: str) -> str | None:
     """The name of a parameter of the model's own, as without an adapter; None for a matrix of the
     adapter."""
-    return None if MATRIX.fullmatch(name) else name.replace(".base_layer.", ".")
+    return None if _matrix(name) else name.replace(".base_layer.", ".")
 
 
 def published_name(name: str) -> str | None:
     """The name of an adapter's matrix in PEFT's files; None for another parameter."""
-    found = MATRIX.fullmatch(name)
+    found = _matrix(name)
     return found and f"{PUBLISHED}{found['layer']}.lora_{found['side']}.weight"
 
 
@@ -115,6 +133,9 @@ def adapter_settings(lora: LoraConfig, names: Iterable[str], model_path: str) ->
         names: published names of the adapter's matrices.
     """
     layers = {name.removeprefix(PUBLISHED).rpartition(".lora_")[0] for name in names}
+    targets = lora.target_modules
+    if isinstance(targets, str) or not any("." in target for target in targets):
+        layers = {layer.rpartition(".")[2] for layer in layers}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -127,7 +148,7 @@ def adapter_settings(lora: LoraConfig, names: Iterable[str], model_path: str) ->
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
+        "target_modules": sorted(layers),
     }
 
 

@@ -343,9 +343,20 @@ WEIGHTS = (
     Metric("replica", "`push`: the replica that this event is about"),
     Metric("weights/fetch_s", "`push`: seconds to fetch the version, while generation continued"),
     Metric("weights/tokens_during_fetch", "`push`: completion tokens generated during the fetch"),
-    Metric("weights/pause_s", "`push`: seconds for which generation paused"),
-    Metric("weights/apply_s", "`push`: seconds of the copy, a part of the pause"),
-    Metric("weights/in_flight", "`push`: completions in flight at the pause"),
+    Metric(
+        "weights/pause_s",
+        "`push`: seconds for which generation paused; 0 for an adapter (`lora`)",
+    ),
+    Metric(
+        "weights/apply_s",
+        "`push`: seconds of the copy, a part of the pause; of an adapter, seconds to write its"
+        " files and load it",
+    ),
+    Metric(
+        "weights/in_flight",
+        "`push`: completions in flight at the pause; of an adapter, requests that continue with"
+        " older ones",
+    ),
     Metric(
         "weights/longest_gap_s",
         "`push`: longest time between two token-producing steps of the engine, with completions in"

@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 from asyncrl.control.coordinator import Coordinator
 
-__all__ = ["Stage", "Watchdog", "current_stage", "marks"]
+__all__ = ["Stage", "Watchdog", "current_stage", "marks", "watching_learner"]
 
 ASK_S = 10.0
 """Seconds that a stage's workers get to describe what they are doing."""
@@ -86,6 +88,37 @@ def current_stage(coordinator: Coordinator) -> Stage:
         f"a full, fresh batch: {buffer.ready} of {coordinator.schedule.staleness.groups_per_step}"
         " groups are ready",
     )
+
+
+class AnsweringLearner(Protocol):
+    """A learner that counts the calls that its ranks have answered."""
+
+    @property
+    def answered(self) -> int: ...
+
+    async def describe(self) -> Description: ...
+
+
+def watching_learner(
+    learner: AnsweringLearner,
+    phase: Callable[[], str],
+    stall_s: float,
+    report: Callable[[Stage, float, str], None],
+) -> AbstractAsyncContextManager[None]:
+    """Watch calls of a learner that works alone. See `Watchdog` for `stall_s` and `report`.
+
+    Args:
+        phase: what the run is doing.
+    """
+
+    def stage() -> Stage:
+        waits_for = f"an answer of the learner's ranks, after {learner.answered} calls"
+        return Stage("learning", f"{waits_for}; phase: {phase()}")
+
+    async def describe(stage: str) -> Description:
+        return await learner.describe()
+
+    return Watchdog(lambda: learner.answered, stage, stall_s, describe, report).watching()
 
 
 class Watchdog:

@@ -8,14 +8,20 @@ from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
     from asyncrl.preflight.cluster import ray_cluster as ray_cluster
+    from asyncrl.preflight.cluster import start_local_ray as start_local_ray
     from asyncrl.preflight.memory_estimate import HEAD_GRADIENTS as HEAD_GRADIENTS
     from asyncrl.preflight.model_limits import model_context as model_context
     from asyncrl.preflight.plan import make_plan as make_plan
     from asyncrl.preflight.specs import data_spec as data_spec
     from asyncrl.preflight.specs import learner_spec as learner_spec
+    from asyncrl.preflight.specs import offline_learner_spec as offline_learner_spec
+    from asyncrl.preflight.specs import offline_reference_spec as offline_reference_spec
 
 __getattr__ = lazy_exports(
     __name__,
+    start_local_ray="cluster",
+    offline_learner_spec="specs",
+    offline_reference_spec="specs",
     HEAD_GRADIENTS="memory_estimate",
     ray_cluster="cluster",
     data_spec="specs",

@@ -15,6 +15,7 @@ import psutil
 
 from asyncrl.config import RunSettings
 from asyncrl.models.supported import squares_scores
+from asyncrl.preflight.adapter import trained_elements
 from asyncrl.preflight.served import text_config
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.published import outline
@@ -86,9 +87,17 @@ def estimate(config: RunSettings) -> Needs:
         "cpu_offload": learner.offload_optimizer == "cpu",
         "cpu_offload_params": learner.offload_param == "cpu",
     }
+    # With an adapter, the frozen weights have no gradients and no optimizer states.
+    trained = total if config.lora is None else trained_elements(config.lora, version.parameters)
     host, device, _ = estimate_zero3_model_states_mem_needs(
-        total, largest, num_gpus_per_node=learner.world_size, num_nodes=1, **offload
+        trained, largest, num_gpus_per_node=learner.world_size, num_nodes=1, **offload
     )
+    if config.lora is not None:
+        frozen = total * (2 if learner.bf16 else 4) // learner.world_size
+        if learner.offload_param == "cpu":
+            host += frozen * learner.world_size
+        else:
+            device += frozen
     bucket = max(config.bucket_bytes, version.largest * ITEM_BYTES[config.model.dtype])
     tree: dict[str, object] = json.loads((Path(config.model.path) / "config.json").read_text())
     text = text_config(tree)

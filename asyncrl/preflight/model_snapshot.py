@@ -35,7 +35,7 @@ from asyncrl.config import (
 )
 from asyncrl.preflight.dataset_snapshot import config_before, resolve_data
 from asyncrl.rundir.resume import MODEL_FILES
-from asyncrl.weights.stored import CheckpointFilesError, stored_files
+from asyncrl.weights.stored import CheckpointFilesError, sampled_weights
 
 __all__ = [
     "Snapshot",
@@ -53,8 +53,6 @@ FILES, NOT_FILES = (
     ["*/*", "consolidated*"],
 )
 """Files of a model to download: no pickles, no code, and each weight once."""
-SAMPLES, SAMPLE_BYTES = 16, 4096
-"""Samples of each weights file, and the bytes of one."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 IN_CACHE = re.compile(
     r"(?P<cache>.+)/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})"
@@ -69,8 +67,7 @@ class Snapshot:
     hash: str
     """SHA-256 of config and tokenizer, in hex."""
     weights: Mapping[str, tuple[int, str]]
-    """Size of each safetensors file in bytes, and SHA-256 of samples over its length. Training
-    changes the samples."""
+    """See `asyncrl.weights.stored.sampled_weights`."""
 
 
 def resolve_models(config: Kind) -> Kind:
@@ -187,19 +184,10 @@ def read_snapshot(path: Path) -> Snapshot:
     for name in MODEL_FILES:
         if (path / name).exists():
             digest.update(f"{name} ".encode() + hashlib.sha256((path / name).read_bytes()).digest())
-    weights = {}
     try:
-        files = stored_files(path)
+        weights = sampled_weights(path)
     except CheckpointFilesError as error:
         raise OSError(str(error)) from None
-    for file in files:
-        samples = hashlib.sha256()
-        with file.open("rb") as opened:
-            size = opened.seek(0, 2)
-            for number in range(SAMPLES):
-                opened.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
-                samples.update(opened.read(SAMPLE_BYTES))
-        weights[file.name] = size, samples.hexdigest()
     return Snapshot(digest.hexdigest(), weights)
 
 

@@ -19,6 +19,7 @@ from asyncrl.data.offline_report import OfflineReport
 from asyncrl.data.rendering import Data
 from asyncrl.data.token_file import TokenFile, open_token_file
 from asyncrl.models.supported import chosen_packing
+from asyncrl.preflight.adapter import adapter_text, trained_elements
 from asyncrl.preflight.disk import Disk, disks, refuse_full
 from asyncrl.preflight.model_limits import model_context
 from asyncrl.preflight.plan import check_heads, check_sinks, version_outline
@@ -31,7 +32,7 @@ __all__ = ["ORDER_FILE", "OfflinePlan", "make_offline_plan"]
 
 MIB = 1 << 20
 ORDER_FILE = "order.json"
-"""File beside the training rows with the fields of their `Order`."""
+"""File beside the token rows with the fields of their `Order` and the checksums of the rows."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,16 @@ class OfflinePlan:
                 f"data.train gave {train.rows} rows, and {self.train.rows} when the run was"
                 " planned; restore the files"
             )
-        replace_text(directory / ORDER_FILE, json.dumps({**fields, "shuffle": order.shuffle}))
         held_out = (
             self._written(directory / "held_out.arrow", config.eval.data, "eval.data")
             if config.eval.data is not None
             else None
+        )
+        sums = {"sha256": train.content_hash} | (
+            {} if held_out is None else {"held_out_sha256": held_out.content_hash}
+        )
+        replace_text(
+            directory / ORDER_FILE, json.dumps({**fields, "shuffle": order.shuffle, **sums})
         )
         return train, held_out
 
@@ -157,7 +163,7 @@ class OfflinePlan:
                 f"{config.run_directory}, {self.steps} steps, a checkpoint every"
                 f" {config.checkpoint.every_steps}"
             ),
-            "model": f"{config.model.path}, {self.version.trained:,} elements trained",
+            "model": f"{config.model.path}, {self._trained():,} elements trained",
             "data": _forms_and_rows(self.train),
             "batch": self.arithmetic().splitlines()[1].strip(),
             "loss": self.objective_text().splitlines()[1].strip(),
@@ -168,6 +174,10 @@ class OfflinePlan:
         }
         return "\n".join(f"{name:<9}{text}" for name, text in lines.items())
 
+    def _trained(self) -> int:
+        lora, version = self.config.lora, self.version
+        return version.trained if lora is None else trained_elements(lora, version.parameters)
+
     def text(self) -> str:
         """The whole plan, for people."""
         return "\n\n".join(
@@ -175,6 +185,7 @@ class OfflinePlan:
                 self.arithmetic(),
                 self.objective_text(),
                 self.learner_text(),
+                *filter(None, [adapter_text(self.config, self.version)]),
                 self.cpu_table(),
                 self.disk_text(),
                 self.rows_text(),

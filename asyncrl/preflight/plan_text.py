@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from asyncrl.config import Config
+from asyncrl.preflight.adapter import adapter_text
 from asyncrl.preflight.disk import Disk
 from asyncrl.preflight.evaluation import evaluation_text
 from asyncrl.preflight.model_limits import kv_bytes_per_token, kv_tokens
@@ -125,6 +126,7 @@ class Plan:
                 self._cpu_table(),
                 derived_text(config),
                 self._version(),
+                *filter(None, [adapter_text(config, self.version)]),
                 self._memory(),
                 self._disk(),
                 self._kv_cache(),

@@ -20,7 +20,7 @@ from asyncrl.learning.warm_start import WarmStartCheck, warm_start
 from asyncrl.observe.alarms import FIRST_STEPS
 from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.progress import ProgressView
-from asyncrl.observe.watchdog import Stage, Watchdog, current_stage, marks
+from asyncrl.observe.watchdog import Stage, Watchdog, current_stage, marks, watching_learner
 from asyncrl.preflight.placement import check_models, wait_for_resources
 from asyncrl.preflight.plan_text import Plan
 from asyncrl.preflight.specs import data_spec, observe_spec
@@ -169,24 +169,12 @@ class Attempt:
 
     def watched(self, learner: LearnerGroup) -> AbstractAsyncContextManager[None]:
         """Watch calls of the learner made before the coordinator exists or after it ends."""
-
-        def stage() -> Stage:
-            return Stage(
-                "learning",
-                f"an answer of the learner's ranks, after {learner.answered} calls; phase:"
-                f" {self.live.progress.phase}",
-            )
-
-        async def describe(stage: str) -> tuple[None, str]:
-            return await learner.describe()
-
-        return Watchdog(
-            lambda: learner.answered,
-            stage,
+        return watching_learner(
+            learner,
+            lambda: self.live.progress.phase,
             self.config.observe.stall_s,
-            describe,
             self._report_stall,
-        ).watching()
+        )
 
     def _report_stall(self, stage: Stage, seconds: float, workers: str) -> None:
         """Record that a stage made no progress for this long.

@@ -25,6 +25,7 @@ import ray
 
 import asyncrl
 from asyncrl.config import Config
+from asyncrl.contracts.errors import TeacherError
 from asyncrl.contracts.messages import ReplicaStatus
 from asyncrl.contracts.rows import Completion, Prompt
 from asyncrl.contracts.state import State
@@ -395,8 +396,13 @@ def _start_reference(config: Config, stack: Closing) -> Actor | None:
 
 
 async def _ready(actor: Actor | None) -> None:
-    if actor is not None:
+    if actor is None:
+        return
+    try:
         await actor.ready.remote()
+    except TeacherError as error:
+        # The original message, without the traceback that Ray adds.
+        raise TeacherError(str(getattr(error, "cause", None) or error)) from None
 
 
 async def _start_rewards(config: Config, stack: Closing) -> RewardPool | RemoteRewardPool:

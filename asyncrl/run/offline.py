@@ -20,7 +20,7 @@ from asyncrl.data.token_file import TokenFile
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.observe.offline import OfflineRecorder, loss_changes
 from asyncrl.observe.progress import ProgressView
-from asyncrl.observe.watchdog import Stage, Watchdog
+from asyncrl.observe.watchdog import Stage, watching_learner
 from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.preflight.model_snapshot import resolve_models
 from asyncrl.preflight.offline_plan import OfflinePlan, make_offline_plan
@@ -268,24 +268,14 @@ class OfflineAttempt:
     def _watched(self, learner: LearnerGroup) -> AbstractAsyncContextManager[None]:
         """Report calls of the learner that make no progress."""
 
-        def stage() -> Stage:
-            return Stage(
-                "learning",
-                f"an answer of the learner's ranks, after {learner.answered} calls; phase:"
-                f" {self.live.progress.phase}",
-            )
-
-        async def describe(stage: str) -> tuple[None, str]:
-            return await learner.describe()
-
         def report(stage: Stage, seconds: float, workers: str) -> None:
             values = {"stage": stage.name, "waits_for": stage.waits_for}
             self._record("stall", {**values, "stall_s": seconds, "workers": workers})
             self.live.note(f"{stage.name} has made no progress for {seconds:.0f} s")
 
-        return Watchdog(
-            lambda: learner.answered, stage, self.config.observe.stall_s, describe, report
-        ).watching()
+        return watching_learner(
+            learner, lambda: self.live.progress.phase, self.config.observe.stall_s, report
+        )
 
 
 def _due(version: int, every: int) -> bool:

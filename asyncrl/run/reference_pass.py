@@ -3,6 +3,7 @@ every epoch and every later attempt reads."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -25,13 +26,12 @@ from asyncrl.preflight.offline_plan import OfflinePlan
 from asyncrl.preflight.specs import offline_reference_spec
 from asyncrl.rundir.resume import hash_of
 from asyncrl.runtime.arrow_files import batch_writer
+from asyncrl.runtime.files import read_text, replace_text
 from asyncrl.runtime.ray_objects import Actor
 
 __all__ = ["score_pairs", "with_reference"]
 
 Note = Callable[[str], None]
-KEY = b"asyncrl.reference"
-"""Metadata of the file: what its log-probs depend on."""
 
 
 async def with_reference(
@@ -52,13 +52,14 @@ async def with_reference(
         for file in filter(None, (train, held_out)):
             path = file.path.with_name(f"{file.path.stem}_reference.arrow")
             key = reference_key(config, file)
-            known = open_token_file(path)
-            if known is None or known.metadata.get(KEY) != key:
+            known = scored_before(path, key)
+            if known is None:
                 if reference is None:
                     reference = start_reference(offline_reference_spec(config))
                     await reference.ready.remote()
                 note(f"the reference policy scores {file.rows:,} pairs of {file.path.stem}")
-                known = await score_pairs(reference, file, path, key, config.dpo.reference_batch)
+                known = await score_pairs(reference, file, path, config.dpo.reference_batch)
+                replace_text(_seal(path), json.dumps({"key": key, "sha256": known.content_hash}))
             done.append(known)
     finally:
         if reference is not None:
@@ -66,14 +67,29 @@ async def with_reference(
     return done[0], done[1] if held_out is not None else None
 
 
-async def score_pairs(
-    reference: Actor, file: TokenFile, path: Path, key: bytes, batch: int
-) -> TokenFile:
+def scored_before(path: Path, key: str) -> TokenFile | None:
+    """The scored pairs of an earlier attempt; None if there are none, if they depend on something
+    else than `key`, or if the file has changed since it was written."""
+    try:
+        sealed = json.loads(read_text(_seal(path)))
+    except (OSError, ValueError):
+        return None
+    file = open_token_file(path)
+    same = file is not None and sealed == {"key": key, "sha256": file.content_hash}
+    return file if same else None
+
+
+def _seal(path: Path) -> Path:
+    """The file with the key and the checksum of a file of scored pairs."""
+    return path.with_suffix(".json")
+
+
+async def score_pairs(reference: Actor, file: TokenFile, path: Path, batch: int) -> TokenFile:
     """Score the pairs batch by batch. The file appears when it is complete."""
     schema = file.schema
     for name in REFERENCE_COLUMNS:
         schema = schema.append(pa.field(name, REFERENCE))
-    with batch_writer(path, schema.with_metadata({KEY: key})) as writer:
+    with batch_writer(path, schema) as writer:
         for start in range(0, file.rows, batch):
             table = file.take(range(start, min(start + batch, file.rows)))
             for side, name in zip(SIDES, REFERENCE_COLUMNS, strict=True):
@@ -85,13 +101,13 @@ async def score_pairs(
                     for logprobs, mask, (prompt, _) in zip(found, masks, rows, strict=True)
                 ]
                 table = table.append_column(name, pa.array(values, REFERENCE))
-            writer.write_table(table.replace_schema_metadata({KEY: key}))
+            writer.write_table(table)
     scored = open_token_file(path)
     assert scored is not None
     return scored
 
 
-def reference_key(config: OfflineConfig, file: TokenFile) -> bytes:
+def reference_key(config: OfflineConfig, file: TokenFile) -> str:
     """What the log-probs of a file depend on: the rows, the reference's weights, its precision."""
     snapshot = read_snapshot(Path(config.reference_path))
     parts = (
@@ -100,7 +116,7 @@ def reference_key(config: OfflineConfig, file: TokenFile) -> bytes:
         sorted(snapshot.weights.items()),
         config.learner.bf16,
     )
-    return hash_of(repr(parts)).encode()
+    return hash_of(repr(parts))
 
 
 def _rows(ids: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> Iterator[TokenRow]:

@@ -29,6 +29,7 @@ from asyncrl.rundir.resume import (
     config_text,
     data_hash,
     find_beginning,
+    frozen_hashes,
     hash_of,
     model_hash,
 )
@@ -242,6 +243,7 @@ class RunDirectory:
             config_hash=config_hash,
             data_hash=data_hash(config),
             model_hash=model_hash(config),
+            frozen_hashes=frozen_hashes(config),
         )
         max_staleness, n_samples, groups_per_step = config.limits
         started = AttemptRecord(

@@ -17,6 +17,7 @@ from asyncrl.contracts.state import State
 from asyncrl.data.sources import files_of
 from asyncrl.rundir.checkpoint import CheckpointStore
 from asyncrl.runtime.yaml_files import parse_yaml, read_yaml
+from asyncrl.weights.stored import CheckpointFilesError, sampled_weights
 
 __all__ = ["Beginning", "config_changes", "config_text", "find_beginning", "hash_of"]
 
@@ -49,6 +50,8 @@ FIXED = {
     "data.prompt_policy": "it decides which prompts are used, and ordinals count only those",
     "data.max_length": "it decides which prompts are used, and ordinals count only those",
     "data.length_policy": "it decides which prompts are used, and ordinals count only those",
+    "data.length_side": "the steps so far trained rows that were cut at that side",
+    "data.least_reward": "it decides which rows are used, and ordinals count only those",
     "dpo.ref_load": "the pairs so far were compared with that reference policy",
     "rollout.temperature": "the waiting groups in the checkpoint were sampled at that temperature",
     "lora": "the checkpoint contains that adapter, or all weights",
@@ -207,6 +210,7 @@ def _found(config: RunSettings, directory: Path, step: int | None, own: bool) ->
         raise ConfigError(str(error)) from None
     changes = _changes_since(path, config)
     _refuse_falsifying(path, changes, state, config, FIXED | (FIXED_IN_RUN if own else {}))
+    _refuse_other_weights(path, state, config, own)
     lines = [f"passed over: {reason}" for reason in passed_over]
     lines += [f"found {path} (version {state.version}, {len(state.waiting)} groups waiting)"]
     lines += [
@@ -283,19 +287,35 @@ def _refuse_falsifying(
             f"seed = {config.seed}, but {path} was made with {state.seed}, and {FIXED['seed']};"
             f" {fix}"
         )
-    for field, known, now in (
-        ("data.train", state.data_hash, data_hash(config)),
-        ("model.path", state.model_hash, model_hash(config)),
+    for field, known, now, what in (
+        ("data.train", state.data_hash, data_hash(config), "ordinals identify its rows"),
+        (
+            "model.path",
+            state.model_hash,
+            model_hash(config),
+            "its config or tokenizer does not match the checkpoint's weights",
+        ),
     ):
         if known and now and known != now:
-            what = (
-                "ordinals identify its rows"
-                if field == "data.train"
-                else "its config or tokenizer does not match the checkpoint's weights"
-            )
             raise ConfigError(
                 f"{field}: its content has changed since {path} was written, and {what};"
                 f" {fix.replace('set it back', 'restore it')}"
+            )
+
+
+def _refuse_other_weights(path: Path, state: State, config: RunSettings, own: bool) -> None:
+    """Raise ConfigError if a frozen model has other weights than when the checkpoint was written.
+
+    Args:
+        own: whether this run wrote it. Another run may use another reference policy or teacher.
+    """
+    for name, now in frozen_hashes(config).items():
+        compared = own or not name.startswith("algorithm.")
+        if compared and state.frozen_hashes.get(name, now) != now:
+            raise ConfigError(
+                f"{name} ({_short(config.models[name])}) has other weights than when {path} was"
+                " written, and the steps so far were trained with those; restore it, or start a"
+                " new run under another --name (asyncrl export provides these weights)"
             )
 
 
@@ -329,6 +349,19 @@ def data_hash(config: RunSettings) -> str:
 def model_hash(config: RunSettings) -> str:
     """Hash of the model's config and tokenizer; "" if they are missing."""
     return _hash_files([Path(config.model.path) / name for name in MODEL_FILES])
+
+
+def frozen_hashes(config: RunSettings) -> dict[str, str]:
+    """Setting → hash of the weights of each frozen model that training depends on: the base of an
+    adapter, the reference policy or teacher. Models whose files are missing are left out."""
+    found = {}
+    for name, path in config.models.items():
+        if name != "model.path" or config.lora is not None:
+            try:
+                found[name] = hash_of(json.dumps(sorted(sampled_weights(path).items())))
+            except (OSError, CheckpointFilesError):
+                continue
+    return found
 
 
 def _hash_files(paths: Sequence[Path]) -> str:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CheckpointFilesError", "StoredTensor", "stored_files", "stored_tensors"]
+__all__ = [
+    "CheckpointFilesError",
+    "StoredTensor",
+    "sampled_weights",
+    "stored_files",
+    "stored_tensors",
+]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -28,6 +35,10 @@ TORCH_NAMES = {
 because their tensors cannot be trained."""
 
 
+SAMPLES, SAMPLE_BYTES = 16, 4096
+"""Samples of each weights file, and the bytes of one."""
+
+
 class CheckpointFilesError(ValueError):
     """The tensors of a checkpoint directory cannot be read."""
 
@@ -45,6 +56,26 @@ class StoredTensor:
     def elements(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+
+def sampled_weights(model_path: str | Path) -> dict[str, tuple[int, str]]:
+    """Name of each weights file → its bytes, and SHA-256 of samples over its length. Training
+    changes the samples.
+
+    Raises:
+        CheckpointFilesError: see `stored_files`.
+        OSError: a file cannot be read.
+    """
+    weights = {}
+    for file in stored_files(model_path):
+        samples = hashlib.sha256()
+        with file.open("rb") as opened:
+            size = opened.seek(0, 2)
+            for number in range(SAMPLES):
+                opened.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+                samples.update(opened.read(SAMPLE_BYTES))
+        weights[file.name] = size, samples.hexdigest()
+    return weights
 
 
 def stored_files(model_path: str | Path) -> list[Path]:

@@ -3,10 +3,10 @@
     python -m jobs.distillation [--seeds 0,1,2] [--teacher DIRECTORY] [--section.field value …]
 
 The teacher is the model of `python -m jobs.quickstart`, which is run first if it is missing. For
-each seed, a few SFT steps make a student that solves few prompts. The student then learns from the
-teacher's log-probs of its own completions. The control learns from its own initial weights, and
-must stay where it is. Both begin with the untrained student's accuracy. Finished runs are read, not
-repeated.
+each seed, SFT makes a student that solves about half of the prompts. The student then learns from
+the teacher's log-probs of its own completions. The control learns from its own initial weights, and
+must stay where it is. The first accuracy of a line is that of the untrained student. Finished runs
+are read, not repeated.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from jobs.sft.__main__ import CONFIG as SFT
 from jobs.sft.__main__ import inputs
 
 CONFIG = Path(__file__).parent / "distillation.yaml"
-START_STEPS = 60
-"""SFT steps of the student, after which it writes numbers of the right form."""
+START_STEPS = 190
+"""SFT steps of the student, after which it solves about half of the prompts."""
 
 
 def main() -> int:

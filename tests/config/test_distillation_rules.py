@@ -68,7 +68,7 @@ def test_one_completion_per_prompt_suffices_without_rewards() -> None:
         ({}, {"filter_zero_variance": True}, {}, "filter_zero_variance has no effect with"),
         ({}, {}, {"reward": {"shuffle": True}}, "reward.shuffle has no effect with"),
         ({"retries": 5}, {}, {}, "distillation.retries = 5 only has an effect with the URL"),
-        ({}, {"preference": {}}, {}, "leave one of them out"),
+        ({}, {"preference": {}}, {}, "has no effect with algorithm.preference"),
         ({}, {}, {"rollout": {"top_p": 0.9}}, "the teacher's advantage compares"),
         ({"teacher": URL}, {}, {"rollout": {"temperature": 0.7}}, "are at temperature 1"),
         ({"teacher": URL}, {"ref_num_cpus": 1.0}, {}, "ref_num_cpus = 1 has no effect"),

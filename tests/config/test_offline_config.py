@@ -219,3 +219,27 @@ def test_the_table_of_foreign_names_points_at_settings_that_exist():
     for foreign, here in OFFLINE_RENAMED.items():
         first = re.split("[:, ]", here.removeprefix("nothing: "))[0]
         assert here.startswith("nothing: ") or first in known, foreign
+
+
+def test_every_setting_may_change_on_a_resume_or_is_fixed() -> None:
+    """A new setting must be sorted into one of the two: does it change which rows exist, their
+    order, or what the checkpoint's weights mean?"""
+    from asyncrl.config import OfflineConfig
+    from asyncrl.rundir.resume import FIXED
+
+    may_change = {
+        *("name", "runs_root", "resume", "max_restarts", "ray_without_token"),
+        *("placement_timeout_s", "max_steps", "num_epochs", "batch_size"),
+        # The content of these is compared by its hash.
+        *("model.path", "model.revision", "data.train", "data.prompt_column"),
+        *("model.dtype", "eval", "sft", "checkpoint", "observe", "learner"),
+        *("dpo.loss", "dpo.beta", "dpo.label_smoothing", "dpo.length_normalized"),
+        *("dpo.simpo_margin", "dpo.ce_coef", "dpo.ref_num_cpus", "dpo.reference_batch"),
+    }
+    names = [
+        f"{section}.{name}"
+        for section in ("data", "dpo", "model")
+        for name in OfflineConfig.model_fields[section].annotation.model_fields
+    ]
+    names += [name for name in OfflineConfig.model_fields if name not in ("data", "dpo", "model")]
+    assert set(names) <= {*FIXED, *may_change}

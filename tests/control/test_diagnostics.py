@@ -87,6 +87,7 @@ def test_scoring_metrics_count_every_scored_group():
         "rollout/bad_logprob_ratio": 0.4,
         "rollout/over_long_ratio": 0.1,
         "rollout/no_token_ratio": 0.0,
+        "rollout/no_teacher_ratio": 0.0,
         "reward/zero_variance_ratio": pytest.approx(1 / 3),
         "rollout/logprob_mean": -0.75,
         "rollout/loop_ratio": 0.1,

@@ -6,13 +6,17 @@ start quickly.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
 import socket
+import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -48,20 +52,22 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
     environment that is set here.
 
     Raises:
-        AssertionError: a rank failed or took too long. The message has its traceback.
+        AssertionError: a rank failed or took too long. The message has its traceback, or the stacks
+            of all ranks that did not answer.
     """
     from asyncrl.learning.zero3 import listening_socket
 
     listener = listening_socket("127.0.0.1")
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)
+    stacks = tempfile.TemporaryDirectory()
     processes, pipes = [], []
     try:
         for rank in range(world_size):
             receiver, sender = CONTEXT.Pipe(duplex=False)
             process = CONTEXT.Process(
                 target=_rank,
-                args=(sender, function, rank, world_size, listener, arguments),
+                args=(sender, function, rank, world_size, listener, stacks.name, arguments),
                 daemon=True,
             )
             process.start()
@@ -72,9 +78,10 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
         while len(results) < world_size:
             waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
             ready = wait(waiting, TIMEOUT_S)
+            late = {rank: processes[rank] for rank in range(world_size) if rank not in results}
             assert ready, (
-                f"ranks {sorted(set(range(world_size)) - set(results))} did not answer within"
-                f" {TIMEOUT_S:g} s"
+                f"ranks {sorted(late)} did not answer within {TIMEOUT_S:g} s:\n"
+                f"{_stacks(Path(stacks.name), late)}"
             )
             for pipe in ready:
                 rank = pipes.index(pipe)
@@ -88,6 +95,20 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
         for process in processes:
             process.kill()
             process.join()
+        stacks.cleanup()
+
+
+def _stacks(directory: Path, processes: Mapping[int, Any]) -> str:
+    """What the threads of each rank are doing. A rank that has not started has no stacks."""
+    for process in processes.values():
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(2.0)
+    return "\n".join(
+        f"rank {rank} ({'alive' if process.is_alive() else f'ended: {process.exitcode}'}):\n"
+        + (path.read_text() if (path := directory / str(rank)).exists() else "not started")
+        for rank, process in processes.items()
+    )
 
 
 def _rank(
@@ -96,8 +117,11 @@ def _rank(
     rank: int,
     world_size: int,
     listener: socket.socket,
+    stacks: str,
     arguments: tuple[Any, ...],
 ) -> None:
+    file = (Path(stacks) / str(rank)).open("w")
+    faulthandler.register(signal.SIGUSR1, file)
     import torch
 
     from asyncrl.learning import zero3

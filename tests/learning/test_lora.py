@@ -135,7 +135,7 @@ def test_steps_checkpoints_and_exports_are_those_of_a_plain_loop(
     assert settings["r"] == 4 and settings["base_model_name_or_path"] == str(model_path)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_moe", "mixtral"])
 def test_every_linear_layer_but_the_head_gets_matrices(name: str, tmp_path: Path) -> None:
     from asyncrl.models.policy import load_policy
 
@@ -147,8 +147,21 @@ def test_every_linear_layer_but_the_head_gets_matrices(name: str, tmp_path: Path
         if isinstance(module, torch.nn.Linear) and module is not head
     ]
     add_adapter(policy.model, LoraConfig(r=2), seed=0)
-    matrices = [part for part in policy.model.parameters() if part.requires_grad]
-    assert len(matrices) == 2 * len(linear) and policy.model.get_output_embeddings() is head
+    names = [name for name, part in policy.model.named_parameters() if part.requires_grad]
+    assert len(names) == 2 * len(linear) and policy.model.get_output_embeddings() is head
+    assert not any(".experts." in name for name in names), "experts are fused parameters"
+
+
+def test_a_mixture_whose_experts_peft_adapts_needs_named_layers(tmp_path: Path) -> None:
+    from asyncrl.models.policy import load_policy
+
+    path = str(family("qwen3_moe").save(tmp_path))
+    with pytest.raises(ValueError, match=r"name the attention's layers in lora\.target_modules"):
+        add_adapter(load_policy(path, torch.float32, 1.0).model, LoraConfig(r=2), seed=0)
+    model = load_policy(path, torch.float32, 1.0).model
+    add_adapter(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]), seed=0)
+    names = [name for name, part in model.named_parameters() if part.requires_grad]
+    assert names and all(".q_proj." in name or ".v_proj." in name for name in names)
 
 
 def test_a_layer_that_cannot_have_an_adapter_is_refused(tmp_path: Path) -> None:

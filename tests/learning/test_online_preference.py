@@ -364,6 +364,16 @@ def plain_loop(
     return parameters, tokens, steps
 
 
+def rounding_of_weights(config: Config, after: Parameters) -> float:
+    """Largest relative difference between the changes of two sets of float32 weights that were
+    rounded after each step and are equal otherwise: one unit in the last place (at most 2^-23 of a
+    weight) per step, whose signs are independent."""
+    start = dict(load(config.model.path).named_parameters())
+    size = sum(after[name].double().square().sum() for name in start)
+    change = sum((after[name] - start[name]).double().square().sum() for name in start)
+    return 2.0**-23 * math.sqrt(config.max_steps * float(size / change))
+
+
 @pytest.mark.timeout(400)
 def test_staleness_0_equals_a_plain_synchronous_loop(
     ray_cluster: Any, run: Any, model_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -379,6 +389,10 @@ def test_staleness_0_equals_a_plain_synchronous_loop(
         abs(step["loss"] - loss) for step, (loss, _) in zip(our_steps, their_steps, strict=True)
     ]
     found = difference(config, ours, theirs)
-    print(f"losses differ by {max(apart):.1e}, the change of the weights by {found:.1e} relative")
-    assert found <= 1e-5 and max(apart) <= 1e-5
+    rounding = rounding_of_weights(config, theirs)
+    print(
+        f"losses differ by {max(apart):.1e}, the change of the weights by {found:.1e} relative, of"
+        f" which rounding explains {rounding:.1e}"
+    )
+    assert found <= 2 * rounding and max(apart) <= 1e-5
     assert our_steps[-1]["pref/margin"] > our_steps[0]["pref/margin"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config import Config, LoraConfig
 from asyncrl.contracts.messages import ReplicaStatus
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.preflight.attach import AttachError, check_fits
@@ -100,6 +100,27 @@ def test_a_mismatch_is_named(tiny_model: Path, untied_model: Path) -> None:
             replace(status(tiny_model), tokenizer="another"),
             85,
             "has a different tokenizer from model.path",
+        ),
+        (
+            config(tiny_model),
+            app.model_copy(update={"max_lora_rank": 8}),
+            status(tiny_model),
+            85,
+            "has max_lora_rank = 8, but the run has lora.r = None",
+        ),
+        (
+            config(tiny_model).model_copy(update={"lora": LoraConfig(r=16)}),
+            app.model_copy(update={"max_lora_rank": 8}),
+            status(tiny_model),
+            85,
+            "has max_lora_rank = 8, but the run has lora.r = 16",
+        ),
+        (
+            config(tiny_model).model_copy(update={"lora": LoraConfig(r=16)}),
+            app,
+            status(tiny_model),
+            85,
+            "has max_lora_rank = None, but the run has lora.r = 16",
         ),
     ):
         with pytest.raises(AttachError, match=f"generator.attach = 'standing' {text}"):

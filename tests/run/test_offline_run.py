@@ -23,10 +23,12 @@ from asyncrl.observe.progress import ProgressView
 from asyncrl.preflight.offline_plan import make_offline_plan
 from asyncrl.run.audit import audit, audit_text
 from asyncrl.run.offline import OfflineJob, TooManySkippedStepsError
+from asyncrl.run.reference_pass import scored_before
 from asyncrl.run.supervise import open_writer
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import RESERVED
 from asyncrl.rundir.reader import Run, open_run
+from asyncrl.runtime.arrow_files import write_batches
 
 SUMS = [(f"{a}+{b}=", str(a + b)) for a in range(6) for b in range(6)]
 
@@ -121,9 +123,27 @@ def test_a_changed_metric_or_missing_rows_fail_the_audit(
         "tokens match the rows of each step",
         "the learner's counters match the steps",
     }
-    (found.directory / "rows" / "train.arrow").unlink()
+    del record["tokens"], record["rows_taken"]
+    lines[place] = json.dumps({**record, "loss": "NaN"})
+    metrics.write_text("\n".join(lines) + "\n")
     failed = {check.name for check in audit(open_run(found.directory)) if not check.passed}
-    assert "tokens match the rows of each step" in failed
+    assert {"every step took its rows", "metrics are finite"} < failed
+    rows, order = (found.directory / "rows" / name for name in ("train.arrow", "order.json"))
+    whole, fields = rows.read_bytes(), json.loads(order.read_text())
+
+    def check_rows_fail() -> None:
+        failed = {check.name for check in audit(open_run(found.directory)) if not check.passed}
+        assert "tokens match the rows of each step" in failed
+
+    for place in (0, 9, len(whole) // 3, len(whole) // 2, len(whole) - 9):
+        rows.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        check_rows_fail()
+    rows.write_bytes(whole)
+    for damage in ({"rows": [0]}, {"rows": 3}, {"weights": ["x"]}, {"seed": None}, {"rows": [7]}):
+        order.write_text(json.dumps(fields | damage))
+        check_rows_fail()
+    rows.unlink()
+    check_rows_fail()
 
 
 def test_dpo_scores_the_pairs_once_and_learns_them(
@@ -142,9 +162,27 @@ def test_dpo_scores_the_pairs_once_and_learns_them(
     scored = open_token_file(path)
     assert scored is not None and scored.rows == len(SUMS)
     made = path.stat().st_mtime_ns
-    again = run({**settings, "max_steps": 7, "resume": "must"})
+    again = run({**settings, "max_steps": 7, "batch_size": 12, "resume": "must"})
     assert path.stat().st_mtime_ns == made and len(again.records("step")) == 7
     check_audit(again)
+    trained = found.directory / "hf"  # the same config and tokenizer with other weights
+    with pytest.raises(ConfigError, match=r"^dpo\.ref_load .* has other weights than when"):
+        run({**settings, "model": {"path": str(trained)}, "max_steps": 8, "resume": "must"})
+
+
+def test_scored_pairs_are_used_again_only_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "train_reference.arrow"
+    assert scored_before(path, "key") is None
+    write_batches(path, pa.schema([("x", pa.int64())]), [pa.record_batch({"x": [1, 2]})])
+    file = open_token_file(path)
+    assert file is not None and scored_before(path, "key") is None, "without its seal"
+    seal = path.with_suffix(".json")
+    seal.write_text(json.dumps({"key": "key", "sha256": file.content_hash}))
+    assert scored_before(path, "key") is not None and scored_before(path, "other") is None
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert scored_before(path, "key") is None
 
 
 def test_a_run_whose_steps_are_skipped_again_and_again_ends(

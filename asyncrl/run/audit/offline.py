@@ -1,52 +1,23 @@
 """The audit of a run on a dataset: recomputes each step's rows and tokens from the token rows and
-the order of the data."""
+the order of the data. It cannot see a loss or a held-out figure that was changed together with its
+parts, because only the model of that version could compute them again."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from asyncrl.config import OfflineConfig
-from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointError
-from asyncrl.contracts.state import State
-from asyncrl.data.mixture import Order
-from asyncrl.data.token_file import TokenFile, open_token_file
 from asyncrl.preflight.offline_plan import ORDER_FILE
 from asyncrl.run.audit.check import SHOWN, Check, close, listed
-from asyncrl.rundir.checkpoint import CheckpointStore
-from asyncrl.rundir.directory import AttemptRecord, read_record
+from asyncrl.run.audit.offline_books import MASKS, Books, Record, read_books, targets
+from asyncrl.rundir.directory import AttemptRecord
 from asyncrl.rundir.reader import Run
 from asyncrl.runtime.files import read_text
 
 __all__ = ["audit_offline"]
-
-Record = dict[str, Any]
-MASKS = ("loss_mask", "chosen_mask", "rejected_mask")
-
-
-@dataclass(frozen=True)
-class _Books:
-    """What the files of the run contain."""
-
-    config: OfflineConfig
-    attempts: Sequence[AttemptRecord]
-    run_id: str
-    records: Sequence[Record]
-    """Those of the line of attempts that leads to the last one."""
-    rows: TokenFile | None
-    order: Order | None
-    checkpoint: tuple[Path, State] | None
-    damage: str
-
-    @property
-    def steps(self) -> Iterator[Record]:
-        return (record for record in self.records if record["event"] == "step")
 
 
 def audit_offline(run: Run) -> list[Check]:
@@ -55,27 +26,17 @@ def audit_offline(run: Run) -> list[Check]:
     Raises:
         ConfigError: the directory has no record of its attempts.
     """
-    config = run.settings
-    assert isinstance(config, OfflineConfig)
-    record = read_record(run.directory)
-    checkpoint, damage = _newest(run.checkpoints_directory)
-    books = _Books(
-        config,
-        record["attempts"],
-        record["run_id"],
-        _last_line(run.records(), record["attempts"]),
-        open_token_file(run.directory / "rows" / "train.arrow"),
-        _order(run.directory / "rows" / ORDER_FILE),
-        checkpoint,
-        damage,
-    )
+    books = read_books(run)
     return [
         check(books)
         for check in (
+            _check_files,
+            _check_records,
             _check_steps,
             _check_rows,
             _check_tokens,
             _check_metrics,
+            _check_evaluations,
             _check_checkpoint,
             _check_counters,
             _check_record,
@@ -83,41 +44,22 @@ def audit_offline(run: Run) -> list[Check]:
     ]
 
 
-def _order(path: Path) -> Order | None:
-    try:
-        fields = json.loads(read_text(path))
-        weights = tuple(fields["weights"]) if fields["weights"] else None
-        return Order(tuple(fields["rows"]), weights, fields["seed"], fields["shuffle"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _check_files(books: Books) -> Check:
+    """The token rows and the log-probs of the reference policy are what the run wrote. Before its
+    first step, a run may still be writing them."""
+    stepped = any(True for _ in books.steps)
+    wrong = [f"rows/{name} {why}" for name, why in books.changed.items()] if stepped else []
+    summary = f"{'; '.join(wrong)}; restore it" if wrong else "rows/*.arrow"
+    return Check("token rows are as they were written", not wrong, summary)
 
 
-def _newest(directory: Path) -> tuple[tuple[Path, State] | None, str]:
-    try:
-        path, state, passed_over = CheckpointStore(directory, keep=1).find()
-    except NoCheckpointError:
-        return None, ""
-    except UnreadableCheckpointError as error:
-        return None, str(error)
-    return (path, state), "; ".join(passed_over)
+def _check_records(books: Books) -> Check:
+    """Every record has its attempt, step and version."""
+    summary = listed(books.unreadable) or f"{len(books.records)} records"
+    return Check("records have their place", not books.unreadable, summary)
 
 
-def _last_line(records: Sequence[Record], attempts: Sequence[AttemptRecord]) -> list[Record]:
-    """The records of the attempts that lead to the last one, each up to the version at which the
-    next one began."""
-    until: dict[int, float] = {len(attempts) - 1: float("inf")}
-    at = len(attempts) - 1
-    while (before := attempts[at]["from_attempt"]) is not None:
-        until[before] = attempts[at]["version"]
-        at = before
-    return [
-        record
-        for record in records
-        if record["attempt"] in until and record["version"] <= until[record["attempt"]]
-    ]
-
-
-def _check_steps(books: _Books) -> Check:
+def _check_steps(books: Books) -> Check:
     """Every step has the next number, and an applied step makes the next version."""
     wrong: list[str] = []
     before: Record | None = None
@@ -138,41 +80,47 @@ def _check_steps(books: _Books) -> Check:
     )
 
 
-def _check_rows(books: _Books) -> Check:
-    """Every step took batch_size rows, and the position in the data is their sum."""
-    size = books.config.batch_size
-    wrong = [
-        f"step {step['step']}: {step['rows_taken']}"
-        for step in books.steps
-        if step["rows_taken"] != size
-    ]
+def _check_rows(books: Books) -> Check:
+    """Every step took the batch_size of its attempt, and the position in the data is their sum."""
+    wrong, position = [], books.attempts[_first_of_line(books.attempts)]["frontier"]
+    last = books.checkpoint[1].steps_attempted if books.checkpoint is not None else 0
+    for step in books.steps:
+        size = books.attempts[step["attempt"]]["groups_per_step"]
+        if step.get("rows_taken") != size:
+            wrong.append(f"step {step['step']}: {step.get('rows_taken')}, not {size}")
+        position += size if step["step"] <= last else 0
     frontier = books.checkpoint[1].frontier if books.checkpoint is not None else None
-    steps = books.checkpoint[1].steps_attempted if books.checkpoint is not None else 0
-    sizes = {attempt["groups_per_step"] for attempt in books.attempts}
-    if frontier is not None and len(sizes) == 1 and frontier != steps * size:
-        wrong.append(f"the checkpoint is at row {frontier} after {steps} steps")
-    return Check(f"every step took {size} rows", not wrong, listed(wrong) or f"position {frontier}")
+    if frontier is not None and frontier != position:
+        wrong.append(f"the checkpoint is at row {frontier}, not {position}, after {last} steps")
+    return Check("every step took its rows", not wrong, listed(wrong) or f"position {frontier}")
 
 
-def _check_tokens(books: _Books) -> Check:
+def _check_tokens(books: Books) -> Check:
     """The loss tokens of each step are those of its rows, in the order of the data."""
     name = "tokens match the rows of each step"
     if books.rows is None:
-        return Check(name, False, "rows/train.arrow is missing or damaged; restore it")
+        return Check(name, False, "rows/train.arrow is missing or has changed; restore it")
+    if not set(MASKS) & set(books.rows.table.column_names):
+        return Check(name, False, "rows/train.arrow has no masks; restore it")
     if books.order is None:
-        return Check(name, False, f"rows/{ORDER_FILE} is missing or damaged; restore it")
+        why = "is missing, or does not match config.yaml and train.arrow; restore it"
+        return Check(name, False, f"rows/{ORDER_FILE} {why}")
     order = books.order
     wrong, total = [], 0
     for attempt, steps in _by_attempt(books.steps).items():
         at = books.attempts[attempt]["frontier"]
+        size = books.attempts[attempt]["groups_per_step"]
         for step in steps:
-            taken = range(at, at + int(step["rows_taken"]))
+            taken = range(at, at + size)
             table = books.rows.take([order.place(ordinal)[1] for ordinal in taken])
-            left_out = int(step.get("tokens_left_out", 0))
-            tokens, at = _targets(table) - left_out, taken.stop
+            left_out = int(_number(step, "tokens_left_out") or 0)
+            tokens, at = targets(table) - left_out, taken.stop
             total += tokens
-            if step["applied"] and not close(step["tokens"], tokens):
-                wrong.append(f"step {step['step']} recorded {step['tokens']}, its rows {tokens}")
+            recorded = _number(step, "tokens")
+            if step["applied"] and not close(recorded, tokens):
+                wrong.append(f"step {step['step']} recorded {recorded}, its rows {tokens}")
+            if not close(step.get("epoch"), at / order.epoch):
+                wrong.append(f"step {step['step']} recorded epoch {step.get('epoch')}")
     return Check(name, not wrong, listed(wrong) or f"{total:,} tokens")
 
 
@@ -183,35 +131,89 @@ def _by_attempt(steps: Iterator[Record]) -> dict[int, list[Record]]:
     return found
 
 
-def _targets(table: pa.Table) -> int:
-    return sum(
-        int(pc.sum(pc.list_flatten(table[name])).as_py() or 0)
-        for name in MASKS
-        if name in table.column_names
-    )
+def _number(record: Record, name: str) -> float | None:
+    """A finite number of a record; None for anything else."""
+    value = record.get(name)
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return value if is_number else None
 
 
-def _check_metrics(books: _Books) -> Check:
-    """An applied step has a finite loss and gradient norm."""
+def _check_metrics(books: Books) -> Check:
+    """An applied step has a finite loss and gradient norm, and an evaluation finite figures. Their
+    values cannot be recomputed without the model."""
     wrong = [
         f"step {step['step']}: {name} {step.get(name)}"
         for step in books.steps
         if step["applied"]
         for name in ("loss", "grad_norm")
-        if step.get(name) is None
+        if _number(step, name) is None
     ]
-    count = sum(1 for record in books.records if record["event"] == "evaluation")
-    return Check("metrics are finite", not wrong, listed(wrong) or f"{count} evaluations")
+    wrong += [
+        f"step {step['step']}: loss {step['loss']}, its parts give {parts:g}"
+        for step in books.steps
+        if step["attempt"] == len(books.attempts) - 1
+        and (parts := _parts(step, books.config)) is not None
+        and not close(step.get("loss"), parts)
+    ]
+    return Check("metrics are finite", not wrong, listed(wrong) or "loss and gradient norm")
 
 
-def _check_checkpoint(books: _Books) -> Check:
+def _parts(step: Record, config: OfflineConfig) -> float | None:
+    """The loss of an applied step as the sum of its parts; None if one is missing."""
+    pairs = config.objective == "dpo"
+    weights = {"pref/loss": 1.0, "ce/loss": config.dpo.ce_coef} if pairs else {"ce/loss": 1.0}
+    found = [(weight, _number(step, name)) for name, weight in weights.items() if weight]
+    known = [weight * value for weight, value in found if value is not None]
+    return math.fsum(known) if step["applied"] and len(known) == len(found) else None
+
+
+def _check_evaluations(books: Books) -> Check:
+    """Every evaluation that was due is recorded once, with finite figures of all held-out rows. The
+    figures themselves cannot be recomputed without the model of their version."""
+    evaluations = [record for record in books.records if record["event"] == "evaluation"]
+    wrong = [
+        f"version {record['version']}: {name} {record[name]}"
+        for record in evaluations
+        for name in record
+        if name.startswith("eval/") and _number(record, name) is None
+    ]
+    seen = Counter((record["attempt"], record["version"]) for record in evaluations)
+    wrong += [f"version {version} {many} times" for (_, version), many in seen.items() if many > 1]
+    last = len(books.attempts) - 1
+    made = [step["version"] for step in books.steps if step["attempt"] == last and step["applied"]]
+    every, until = books.config.eval.every_steps, books.config.max_steps
+    # An attempt may be killed between its last step and the evaluation, which precedes the save.
+    saved = [entry["version"] for entry in books.records if entry["event"] == "checkpoint"]
+    due = {
+        version
+        for version in made
+        if (version < made[-1] or version in saved)
+        and (version == until or (every and version % every == 0))
+    }
+    if made and books.config.eval.data is not None and books.attempts[last]["version"] == 0:
+        due.add(0)
+    without = due - {version for attempt, version in seen if attempt == last}
+    if books.config.eval.data is not None:
+        wrong += [f"version {version} has none" for version in sorted(without)]
+    size = "eval/pairs" if books.config.objective == "dpo" else "eval/tokens"
+    wrong += [
+        f"version {record['version']}: {size} {record.get(size)}, not {books.held_out}"
+        for record in evaluations
+        if record["attempt"] == last and books.held_out is not None
+        if not close(record.get(size), books.held_out)
+    ]
+    summary = listed(wrong) or f"{len(evaluations)} evaluations"
+    return Check("evaluations are complete", not wrong, summary)
+
+
+def _check_checkpoint(books: Books) -> Check:
     """The checkpoint that a resume would take is the newest, and its files are what was
     committed."""
     newest = books.checkpoint[0].name if books.checkpoint is not None else "no checkpoint yet"
     return Check("the newest checkpoint is whole", not books.damage, books.damage or newest)
 
 
-def _check_counters(books: _Books) -> Check:
+def _check_counters(books: Books) -> Check:
     """The learner's own counters in the checkpoint match the steps before it."""
     name = "the learner's counters match the steps"
     if books.checkpoint is None:
@@ -220,7 +222,7 @@ def _check_counters(books: _Books) -> Check:
     counters: Mapping[str, int] = json.loads(read_text(path / "learner" / "counters.json"))
     before = books.attempts[_first_of_line(books.attempts)]["trained_tokens"]
     tokens = before + sum(
-        int(step["tokens"])
+        int(_number(step, "tokens") or 0)
         for step in books.steps
         if step["applied"] and step["version"] <= state.version
     )
@@ -236,7 +238,7 @@ def _first_of_line(attempts: Sequence[AttemptRecord]) -> int:
     return at
 
 
-def _check_record(books: _Books) -> Check:
+def _check_record(books: Books) -> Check:
     """run.json, config.yaml and the checkpoint belong to one run."""
     last, wrong = books.attempts[-1], []
     if last["groups_per_step"] != books.config.batch_size:

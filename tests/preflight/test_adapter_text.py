@@ -1,0 +1,31 @@
+"""What the plan says of an adapter."""
+
+from __future__ import annotations
+
+from asyncrl.config import LoraConfig, load_config
+from asyncrl.preflight.adapter import adapter_text, trained_elements
+from asyncrl.preflight.memory_estimate import estimate
+from asyncrl.weights.published import outline
+
+
+def test_an_adapters_size_is_that_of_the_matrices(tiny_model):
+    """PEFT counts the elements."""
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl.models.adapters import add_adapter
+
+    for lora in (LoraConfig(r=3), LoraConfig(r=8, target_modules=["q_proj", "down_proj"])):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        add_adapter(model, lora, seed=0)
+        trained = sum(part.numel() for part in model.parameters() if part.requires_grad)
+        assert trained_elements(lora, outline(str(tiny_model)).parameters) == trained
+
+
+def test_the_plan_names_the_adapter_and_its_memory(write):
+    whole, config = load_config(write({})), load_config(write({"lora": {"r": 4, "alpha": 8}}))
+    version = outline(config.model.path)
+    assert adapter_text(whole, version) == ""
+    text = adapter_text(config, version)
+    assert "rank 4, scale 2, on all-linear" in text and "at most 4 adapters in one batch" in text
+    assert "generator.in_flight has no meaning" in text
+    assert estimate(config).on_device < 0.6 * estimate(whole).on_device

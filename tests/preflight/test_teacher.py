@@ -1,0 +1,110 @@
+"""The plan checks a teacher's tokenizer and vocabulary before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from served_http import listening
+
+from asyncrl.config import ConfigError, load_config
+from asyncrl.preflight.plan import make_plan
+from asyncrl.preflight.resources import logical_cpus, run_needs
+from asyncrl.preflight.teacher import check_teacher
+from asyncrl.text.tokenizer import load_tokenizer
+
+TEACHER = "algorithm.distillation.teacher"
+
+
+def refusal(path: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_teacher(load_config(path))
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_the_plan_shows_the_teacher_its_memory_and_the_rule(write: Any, tiny_model: Any) -> None:
+    config = load_config(write({TEACHER: str(tiny_model), "algorithm.distillation.coef": 0.5}))
+    plan = make_plan(config)
+    text = plan.text()
+    assert f"teacher: {tiny_model}, a process on cpu with " in text
+    assert "same tokenizer (" in text and "scored at the rollouts' temperature 1" in text
+    assert "advantage of a token = 0.5 x (log π_teacher - log π_behavior)" in text
+    assert "experimental: no complete run" in text
+    assert "teacher" in [part.name for part in logical_cpus(config)]
+    [need] = [need for need in run_needs(config, plan.weights_bytes) if need.part == "teacher"]
+    assert need.amounts["memory"] > 0
+
+
+def test_another_tokenizer_is_refused(write: Any, llama_model: Any) -> None:
+    assert "has a different tokenizer from model.path" in refusal(
+        write({TEACHER: str(llama_model)})
+    )
+
+
+def test_a_smaller_vocabulary_is_refused(write: Any, tiny_model: Any, tmp_path: Any) -> None:
+    smaller = shutil.copytree(tiny_model, tmp_path / "smaller")
+    tree = json.loads((smaller / "config.json").read_text())
+    (smaller / "config.json").write_text(json.dumps(tree | {"vocab_size": 3}))
+    assert "has vocab_size = 3, and the tokenizer has ids up to" in refusal(
+        write({TEACHER: str(smaller)})
+    )
+
+
+def server(tokenizer: Any, shift: int | None, scores: bool = True) -> FastAPI:
+    """A server in vLLM's form. It encodes with ids that are `shift` too high; None: it has no
+    /tokenize."""
+    app = FastAPI()
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        return {"data": [{"id": "big"}]}
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Any:
+        ids = (await request.json())["prompt"]
+        if not scores:
+            return JSONResponse({"error": "Token id 63 is out of vocabulary"}, 400)
+        values = [None, *[-1.0] * (len(ids) - 1)]
+        return {"choices": [{"logprobs": {"token_logprobs": values}}]}
+
+    if shift is not None:
+
+        @app.post("/tokenize")
+        async def tokenize(request: Request) -> Any:
+            text = (await request.json())["prompt"]
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            return {"tokens": [token + shift for token in ids]}
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("shift", "line"),
+    [(0, "the same token ids in 5 texts"), (None, "its tokenizer is unknown")],
+)
+def test_a_server_is_asked_what_it_tells(
+    write: Any, tiny_model: Any, shift: int | None, line: str
+) -> None:
+    with listening(server(load_tokenizer(str(tiny_model)), shift)) as address:
+        text = check_teacher(load_config(write({TEACHER: f"{address}/v1"})))
+    assert text is not None and line in text and "a server with model 'big'" in text
+    assert "scored at temperature 1" in text
+
+
+def test_a_server_with_another_tokenizer_or_vocabulary_is_refused(
+    write: Any, tiny_model: Any
+) -> None:
+    tokenizer = load_tokenizer(str(tiny_model))
+    with listening(server(tokenizer, 1)) as address:
+        assert "it encodes '3 + 40 =' with other ids" in refusal(write({TEACHER: f"{address}/v1"}))
+    with listening(server(tokenizer, 0, scores=False)) as address:
+        assert "with status 400" in refusal(write({TEACHER: f"{address}/v1"}))
+        assert "it has no model 'small'; it lists big" in refusal(
+            write({TEACHER: f"{address}/v1", "algorithm.distillation.model": "small"})
+        )
+    assert "start it first, and give its base URL" in refusal(write({TEACHER: f"{address}/v1"}))
