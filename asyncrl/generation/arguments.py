@@ -14,6 +14,7 @@ from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.environment import passed_on
 from asyncrl.text.stops import Stops
 from asyncrl.weights.engine import BACKEND, OWNED, TOKENIZER_MODE
+from asyncrl.weights.stored import stored_tensors
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -28,6 +29,9 @@ __all__ = [
     "sibling_params",
     "stream_params",
 ]
+
+NOT_ADAPTED = ("embed", "lm_head", "wte", "wpe")
+"""Parts of the names of embeddings and output heads."""
 
 
 def engine_environment(device: str) -> dict[str, str]:
@@ -87,6 +91,7 @@ def engine_config(app: GeneratorApp) -> tuple[VllmConfig, type[Executor]]:
             rank for rank in get_args(MaxLoRARanks) if rank >= app.max_lora_rank
         )
         arguments.max_loras = app.max_loras
+        arguments.lora_target_modules = _linear_layers(app.model)
         # A version is loaded before its first request. Without this room it would push one out of
         # memory that running requests use.
         arguments.max_cpu_loras = app.max_loras + 1
@@ -108,6 +113,17 @@ def engine_config(app: GeneratorApp) -> tuple[VllmConfig, type[Executor]]:
     # processes takes.
     config.parallel_config.distributed_executor_backend = "uni"
     return config, UniProcExecutor
+
+
+def _linear_layers(model_path: str) -> list[str]:
+    """Last parts of the names of the layers that may have an adapter. The output head is not among
+    them: vLLM cannot compute the log-probs of a prompt with a head that may have one."""
+    found = {
+        name.removesuffix(".weight").rpartition(".")[2]
+        for name, tensor in stored_tensors(model_path).items()
+        if name.endswith(".weight") and len(tensor.shape) == 2
+    }
+    return sorted(name for name in found if not any(part in name for part in NOT_ADAPTED))
 
 
 def sampling_params(request: GenerateRequest, stops: Stops) -> SamplingParams:

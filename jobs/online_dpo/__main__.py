@@ -1,0 +1,83 @@
+"""Asynchronous online DPO, end to end, with controls.
+
+    python -m jobs.online_dpo [--seeds 0,1,2] [--section.field value …]
+
+For each seed: SFT makes the start model, as in jobs.dpo. Online DPO then trains each group's best
+completion against its worst, with `max_staleness` 2 and 0. The controls shuffle the rewards of each
+step, and prefer shorter completions. Finished runs are read, not repeated.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+from asyncrl.config import load_config
+from asyncrl.rundir import Run, open_run
+from jobs.dpo.__main__ import START_STEPS
+from jobs.sft.__main__ import CONFIG as SFT
+from jobs.sft.__main__ import inputs
+
+CONFIG = Path(__file__).parent / "online_dpo.yaml"
+EXACT = "--reward.functions.exact_match.weight"
+KINDS: dict[str, list[str]] = {
+    "stale": [],
+    "synchronous": ["--staleness.max_staleness", "0"],
+    "shuffled": ["--reward.shuffle", "true"],
+    "length_only": [
+        *(EXACT, "0"),
+        *("--reward.functions.short.function", "jobs.online_dpo.rewards:shorter"),
+        *("--reward.functions.short.weight", "1"),
+    ],
+}
+
+
+def main() -> int:
+    """Run what is missing, print a table, and return the exit code."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--seeds", default="0")
+    known, overrides = parser.parse_known_args()
+    lines = [f"{'run':<24}{'sampled':>18}{'greedy':>18}{'mean staleness':>16}"]
+    runs = load_config(CONFIG).run_directory.parent
+    for seed in map(int, known.seeds.split(",")):
+        folder, start = inputs(seed), runs / f"dpo-start-{seed}"
+        data = ["--seed", str(seed), "--data.train", str(folder / "train.parquet")]
+        data += ["--eval.data", str(folder / "held_out.parquet")]
+        sft = [*data, "--model.path", str(folder / "model"), "--max_steps", str(START_STEPS)]
+        if code := _asyncrl("sft", SFT, start, sft):
+            return code
+        for kind, options in KINDS.items():
+            run = runs / f"online-dpo-{kind}-{seed}"
+            online = [*data, "--model.path", str(start / "hf"), *options, *overrides]
+            if code := _asyncrl("train", CONFIG, run, online):
+                return code
+            lines.append(_line(open_run(run)))
+    print("\n" + "\n".join(lines))
+    return 0
+
+
+def _asyncrl(command: str, config: Path, run: Path, arguments: list[str]) -> int:
+    """Run an asyncrl command, unless its run is finished. Returns the exit code."""
+    if (run / "hf").exists():
+        return 0
+    line = [sys.executable, "-m", "asyncrl.cli", command, str(config), "--name", run.name]
+    return subprocess.run([*line, "--resume", "auto", *arguments]).returncode
+
+
+def _line(run: Run) -> str:
+    first, *_, last = run.records("evaluation")
+    figures = [
+        f"{first[name]:.1%} → {last[name]:.1%}"
+        for name in ("eval/sampled_exact_match", "eval/greedy_exact_match")
+    ]
+    trained = [
+        outcome["staleness"]
+        for outcome in run.outcomes().to_pylist()
+        if outcome["outcome"] == "trained" and outcome["trained_at_version"] >= 3
+    ]
+    return f"{run.directory.name:<24}{figures[0]:>18}{figures[1]:>18}{fmean(trained):>16.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
