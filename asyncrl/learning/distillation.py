@@ -22,18 +22,36 @@ def with_teacher_advantages(
     """The examples with one advantage per completion token: reward_weight times the rewards'
     advantage, plus the teacher's with `use: advantage`.
 
+    The teacher's advantages are taken minus their mean over the step's loss tokens. A student is
+    worse than its teacher on most tokens that the teacher would not sample, so almost all
+    advantages would be negative. A constant changes no expectation, and much of the noise.
+
     Raises:
         ValueError: an example has no log-probs of the teacher, or one that is not finite.
     """
-    return [replace(example, advantage=_advantage(example, distillation)) for example in examples]
-
-
-def _advantage(example: Example, distillation: DistillationConfig) -> np.ndarray | float:
-    rewards = distillation.reward_weight * np.asarray(example.advantage, np.float64)
+    of_rewards = [
+        distillation.reward_weight * np.asarray(example.advantage, np.float64)
+        for example in examples
+    ]
     if not distillation.adds_advantage:
-        return rewards if rewards.ndim else float(rewards)
+        return [
+            replace(example, advantage=rewards if rewards.ndim else float(rewards))
+            for example, rewards in zip(examples, of_rewards, strict=True)
+        ]
+    of_teacher = [
+        teacher_advantages(*_logprobs(example), distillation.coef) for example in examples
+    ]
+    mean = float(np.concatenate(of_teacher).mean()) if of_teacher else 0.0
+    return [
+        replace(example, advantage=_at_loss_tokens(example, values - mean, rewards))
+        for example, values, rewards in zip(examples, of_teacher, of_rewards, strict=True)
+    ]
+
+
+def _at_loss_tokens(example: Example, values: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    """The sum of both at the loss tokens, 0 elsewhere."""
     places, full = example.loss_mask, np.zeros(len(example.loss_mask))
-    full[places] = teacher_advantages(*_logprobs(example), distillation.coef)
+    full[places] = values
     return np.where(places, full + rewards, 0.0)
 
 

@@ -1,6 +1,7 @@
 """Settings of a run on a dataset."""
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -163,6 +164,15 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
             "dpo.reference_batch = 8 only has an effect with a dpo.loss with a reference",
         ),
         ({**SFT, "eval": {"every_steps": 5}}, "only has an effect with eval.data"),
+        ({**SFT, "eval": {"max_rows": 5}}, "eval.max_rows = 5 only has an effect with eval.data"),
+        (
+            {**DPO, "dpo": {"loss": "simpo", "ref_num_cpus": 1}},
+            "dpo.ref_num_cpus = 1.0 only has an effect with a dpo.loss with a reference",
+        ),
+        (
+            {**DPO, "dpo": {"loss": "ipo", "length_normalized": True}},
+            "dpo.length_normalized has no effect with dpo.loss: ipo",
+        ),
         (
             {**SFT, "data": {"train": "x", "length_side": "keep_end"}},
             "data.length_side = keep_end only has an effect with data.length_policy: truncate",
@@ -187,6 +197,17 @@ def test_a_splitting_strategy_takes_rows_above_the_cap(write):
     data = {"train": "x", "max_length": 5000, "length_policy": "split"}
     config = load_offline(write(SFT, data=data, sft={"packing_strategy": "bfd_split"}))
     assert config.longest_trajectory == 4096
+
+
+def test_what_the_run_reads_from_the_settings(write):
+    learner = {"world_size": 100, "num_cpus": 0.5}
+    dpo = {"ref_load": "other", "ref_num_cpus": 3, "loss": "hinge", "length_normalized": True}
+    config = load_offline(write(DPO, learner=learner, dpo=dpo, batch_size=200, max_steps=9))
+    assert [Path(path).name for path in config.models.values()] == ["model", "other"]
+    assert (config.num_cpus, config.placement_wait_s) == (53.0, 100.0)
+    assert (config.limits, config.last_step) == ((0, 1, 200), 9)
+    config = load_offline(write(SFT, learner={"num_cpus": 0.5}))
+    assert (config.num_cpus, config.placement_wait_s, config.last_step) == (0.5, 60.0, 1)
 
 
 def test_a_reference_is_read_only_by_losses_that_have_one(write):

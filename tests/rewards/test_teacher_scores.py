@@ -132,8 +132,9 @@ def test_each_loss_token_gets_the_teachers_and_the_rewards_advantage(weight: flo
     known = examples_of(table)
     found = with_teacher_advantages(known, distillation)
     of_rewards = weight * known[0].advantage
+    mean = (-0.25 + 0.25 - 4 * 0.5) / 6  # the others have 0.5 · (-2 + 1)
     assert np.asarray(found[0].advantage) == pytest.approx(
-        [0.0, -0.25 + of_rewards, 0.25 + of_rewards]
+        [0.0, -0.25 - mean + of_rewards, 0.25 - mean + of_rewards]
     )
     metrics = distillation_metrics(known, [table])
     # Loss tokens: -1 + 1.5, -1 + 0.5, and four with -1 + 2.
