@@ -77,7 +77,7 @@ def test_a_stream_of_an_engine_that_ends_raises_after_its_last_piece(llama_model
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    async def generate(prompt, sampling, name):
+    async def generate(prompt, sampling, name, lora_request):
         made = SimpleNamespace(
             token_ids=[5],
             logprobs=FlatLogprobs([0], [1], [5], [-1.0], [None], [None]),
@@ -181,7 +181,7 @@ def test_the_same_version_of_another_attempt_shares_no_prefix():
     """An engine that outlives its learner takes the checkpoint's version again."""
     salts = []
 
-    async def generate(prompt, sampling, name):
+    async def generate(prompt, sampling, name, lora_request):
         salts.append(prompt["cache_salt"])
         yield SimpleNamespace(
             prompt_logprobs=[None, {2: SimpleNamespace(logprob=0.0)}], finished=True

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,12 +34,12 @@ Change = Callable[[Records], Any]
 
 
 class CountingLearner:
-    """Counts tokens and steps, as the learner does in a checkpoint. Skips the attempted step `skip`
-    (from 1)."""
+    """Counts tokens and steps, as the learner does in a checkpoint. Skips the attempted steps
+    `skips` (from 1)."""
 
-    def __init__(self, state: Any, tokens: int, skip: int = 0) -> None:
+    def __init__(self, state: Any, tokens: int, skips: Sequence[int] = ()) -> None:
         self.applied, self.attempted, self.tokens = state.version, state.steps_attempted, tokens
-        self.skip = skip
+        self.skips = skips
 
     async def supervised_step(self, table: pa.Table, scheduled: bool) -> dict[str, float]:
         return self._step(table, ["loss_mask"], {"ce/loss": 2.0})
@@ -50,7 +50,7 @@ class CountingLearner:
 
     def _step(self, table: pa.Table, masks: list[str], parts: dict[str, float]) -> dict[str, float]:
         self.attempted += 1
-        if self.attempted == self.skip:
+        if self.attempted in self.skips:
             return {"applied": 0.0, "loss": float("nan")}
         tokens = sum(pc.sum(pc.list_flatten(table[name])).as_py() for name in masks)
         self.applied, self.tokens = self.applied + 1, self.tokens + tokens
@@ -71,7 +71,7 @@ class CountingLearner:
 
 
 def attempt(
-    folder: Path, model: Path, objective: str = "sft", skip: int = 0, **changes: Any
+    folder: Path, model: Path, objective: str = "sft", skips: Sequence[int] = (), **changes: Any
 ) -> Path:
     """One attempt of a run on 36 rows; its directory."""
     data = folder / f"{objective}.parquet"
@@ -92,7 +92,7 @@ def attempt(
         "batch_size": 10,
         "model": {"path": str(model)},
         "data": {"train": str(data), "max_length": 12},
-        "eval": {"data": str(data), "max_rows": 20, "every_steps": 2},
+        "eval": {"data": str(data), "max_rows": 20, "every_steps": 4},
         "checkpoint": {"every_steps": 3},
         **pairs,
         **changes,
@@ -108,7 +108,7 @@ def attempt(
             seal = {"key": "", "sha256": train.content_hash}
             (rows / "train_reference.json").write_text(json.dumps(seal))
         record = json.loads((directory.path / "run.json").read_text())
-        learner: Any = CountingLearner(made.state, record["attempts"][-1]["trained_tokens"], skip)
+        learner: Any = CountingLearner(made.state, record["attempts"][-1]["trained_tokens"], skips)
         asyncio.run(made._train(learner, train, held_out))
     return plan.config.run_directory
 
@@ -130,7 +130,7 @@ def rewrite(directory: Path, change: Change) -> None:
 def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Objective → a run of six applied steps and a skipped one, which the audit passes."""
     folder = tmp_path_factory.mktemp("whole")
-    found = {name: attempt(folder, tiny_model, name, skip=3) for name in ("sft", "dpo")}
+    found = {name: attempt(folder, tiny_model, name, skips=[3]) for name in ("sft", "dpo")}
     assert [failed(directory) for directory in found.values()] == [set(), set()]
     return found
 
@@ -147,9 +147,18 @@ def test_a_resume_may_change_the_rows_of_a_step(
     attempt(tmp_path, tiny_model, objective, max_steps=3)
     found = attempt(tmp_path, tiny_model, objective, batch_size=12, resume="must")
     assert [step["rows_taken"] for step in open_run(found).records("step")] == [10] * 3 + [12] * 3
+    versions = [one["version"] for one in open_run(found).records("evaluation")]
+    assert versions == [0, 3, 4, 6]
     assert failed(found) == set()
     rewrite(found, lambda records: [one for one in records if one["step"] != 5])
     assert {STEPS, ROWS, TOKENS} <= failed(found)
+
+
+def test_only_steps_skipped_in_a_row_end_a_run(tiny_model: Path, tmp_path: Path) -> None:
+    learner = {"max_skipped_steps": 2}
+    found = open_run(attempt(tmp_path, tiny_model, skips=[2, 4, 6], learner=learner))
+    assert [step["version"] for step in found.records("step")] == [1, 1, 2, 2, 3, 3, 4, 5, 6]
+    assert failed(found.directory) == set()
 
 
 def step(number: int = 4, **changes: Any) -> Change:
@@ -162,7 +171,7 @@ def step(number: int = 4, **changes: Any) -> Change:
     return change
 
 
-def evaluation(at: int = 2, **changes: Any) -> Change:
+def evaluation(at: int = 4, **changes: Any) -> Change:
     """Change the record of the evaluation at a version."""
 
     def change(records: Records) -> None:
@@ -221,7 +230,7 @@ def without(event: str, field: str) -> Change:
                 ],
                 EVALUATIONS,
             )
-            for version in (0, 2, 6)
+            for version in (0, 4, 6)
         ),
         (evaluation(**{"eval/tokens": 3.0, "eval/pairs": 3.0}), EVALUATIONS),
     ],
