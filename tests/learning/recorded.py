@@ -112,6 +112,7 @@ def state_without_model(config: Config) -> Any:
         sharded=None,
         table=None,
         parameters={},
+        adapter={},
         packing="rows",
         own_metrics=(),
         device=torch.device("cpu"),

@@ -108,9 +108,9 @@ def count_gathers(
 
     chunk = logprobs_module._chunk
 
-    def counting_chunk(*arguments: Any) -> Any:
+    def counting_chunk(*arguments: Any, **settings: Any) -> Any:
         chunks[0] += torch._C._current_graph_task_id() == -1  # only in the forward pass
-        return chunk(*arguments)
+        return chunk(*arguments, **settings)
 
     Coordinator._PartitionedParameterCoordinator__all_gather_params_, Init._all_gather = (
         counting_fetch,
