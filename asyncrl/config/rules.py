@@ -27,6 +27,8 @@ WARM_START = (
 )
 """Settings of a warm start, except its data."""
 
+HIGHEST_RANK = 512
+"""Highest rank of an adapter that vLLM takes."""
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 OWN_SETS = ("greedy", "sampled")
 """The evaluation sets of eval.data."""
@@ -216,6 +218,7 @@ def check_rules(config: Settings) -> None:
         | {f"eval.sets.{name}.data": chosen.data for name, chosen in config.eval.sets.items()}
     )
     check_preference(config)
+    _check_lora(config)
     check_distillation(config)
     _check_batches(config)
     _check_lengths_and_timeouts(config)
@@ -661,6 +664,14 @@ def _check_correction(config: Settings) -> None:
             " correction.truncation: none is uncorrected, and staleness.max_staleness ="
             f" {config.staleness.max_staleness} trains stale tokens; set"
             " algorithm.correction.truncation: token, or algorithm.allow_uncorrected: true"
+        )
+
+
+def _check_lora(config: Settings) -> None:
+    if config.lora is not None and config.lora.r > HIGHEST_RANK:
+        raise ValueError(
+            f"lora.r = {config.lora.r} is above {HIGHEST_RANK}, the highest rank that vLLM takes;"
+            " lower it"
         )
 
 

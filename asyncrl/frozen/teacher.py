@@ -135,7 +135,8 @@ class UrlTeacher:
         if not second:
             return np.zeros(0, np.float32), None
         try:
-            values = await self._score([*first, *second])
+            async with self._room:  # its time begins with its request, not in the queue
+                values = await self._score([*first, *second])
             return np.asarray(values[len(first) - 1 :], np.float32), None
         except TeacherError as error:
             return np.full(len(second), np.nan, np.float32), str(error)
@@ -158,10 +159,9 @@ class UrlTeacher:
 
     async def _ask(self, ids: list[int]) -> object:
         body = {"model": await self._named(), "prompt": ids, "max_tokens": 0}
-        async with self._room:
-            response = await self._client.post(
-                "/completions", json={**body, "echo": True, "logprobs": 0}
-            )
+        response = await self._client.post(
+            "/completions", json={**body, "echo": True, "logprobs": 0}
+        )
         if response.status_code >= 500 or response.status_code in RETRIED:
             raise _BusyError(f"status {response.status_code}")
         if response.status_code != 200:

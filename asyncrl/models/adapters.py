@@ -62,6 +62,11 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         ValueError: `lora.target_modules` names a layer that cannot have an adapter.
     """
     layers = _target_layers(model, lora)
+    if not layers:
+        raise ValueError(
+            f"lora: {type(model).__name__} has no torch.nn.Linear besides its head; train all"
+            " weights"
+        )
     settings = PeftConfig(
         r=lora.r,
         lora_alpha=lora.alpha,

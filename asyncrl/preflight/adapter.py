@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from asyncrl.config import Config, LoraConfig, RunSettings
+from asyncrl.config import Config, ConfigError, LoraConfig, RunSettings
 from asyncrl.weights.layout import ITEM_BYTES
-from asyncrl.weights.published import Outline
+from asyncrl.weights.published import Outline, outline
 
-__all__ = ["adapter_text", "trained_elements"]
+__all__ = ["adapter_text", "published_bytes", "trained_bytes", "trained_elements"]
 
 NOT_LINEAR = ("embed", "lm_head", "wte", "wpe")
 """Parts of the names of matrices that are no linear layers, or the output head."""
@@ -32,9 +32,29 @@ def trained_elements(lora: LoraConfig, parameters: Mapping[str, tuple[int, ...]]
     chosen = [
         shape
         for layer, shape in layers.items()
-        if isinstance(targets, str) or layer.rpartition(".")[2] in targets
+        if isinstance(targets, str)
+        or any(layer == target or layer.endswith(f".{target}") for target in targets)
     ]
     return lora.r * sum(rows + columns for rows, columns in chosen)
+
+
+def trained_bytes(config: RunSettings, version_bytes: int, of_element: int) -> int:
+    """Bytes of the trained elements: the adapter's, or the whole model's.
+
+    Args:
+        version_bytes: bytes of the whole model in model.dtype.
+        of_element: bytes of one trained element.
+    """
+    if config.lora is None:
+        return version_bytes // ITEM_BYTES[config.model.dtype] * of_element
+    return trained_elements(config.lora, outline(config.model.path).parameters) * of_element
+
+
+def published_bytes(config: RunSettings, version_bytes: int) -> int:
+    """Bytes of one published version: the adapter, or the whole model."""
+    if config.lora is None:
+        return version_bytes
+    return trained_bytes(config, version_bytes, ITEM_BYTES[config.model.dtype])
 
 
 def adapter_text(config: RunSettings, version: Outline) -> str:
@@ -43,6 +63,11 @@ def adapter_text(config: RunSettings, version: Outline) -> str:
     if lora is None:
         return ""
     trained, whole = trained_elements(lora, version.parameters), version.trained
+    if not trained:
+        raise ConfigError(
+            f"lora.target_modules = {lora.target_modules!r} names no linear layer of model.path ="
+            f" {config.model.path!r}; use all-linear, or the last parts of its layers' names"
+        )
     where = (
         lora.target_modules
         if isinstance(lora.target_modules, str)

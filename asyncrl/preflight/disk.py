@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import ConfigError, RunSettings
-from asyncrl.weights.layout import ITEM_BYTES
+from asyncrl.preflight.adapter import trained_bytes
 
 __all__ = ["Disk", "checkpoint_bytes", "disks", "refuse_full"]
 
@@ -31,16 +31,12 @@ class Disk:
 
 
 def checkpoint_bytes(config: RunSettings, version_bytes: int) -> int:
-    """Bytes of one checkpoint: float32 weights and AdamW's two moments.
+    """Bytes of one checkpoint: trained weights in float32, and AdamW's two moments.
 
     Args:
-        version_bytes: bytes of one published version.
+        version_bytes: bytes of the whole model in model.dtype.
     """
-    return (
-        version_bytes
-        // ITEM_BYTES[config.model.dtype]
-        * (12 if config.learner.optimizer == "adamw" else 4)
-    )
+    return trained_bytes(config, version_bytes, 12 if config.learner.optimizer == "adamw" else 4)
 
 
 def disks(config: RunSettings, version_bytes: int) -> tuple[Disk, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from asyncrl.config import Config
-from asyncrl.preflight.adapter import adapter_text
+from asyncrl.preflight.adapter import adapter_text, published_bytes
 from asyncrl.preflight.disk import Disk
 from asyncrl.preflight.evaluation import evaluation_text
 from asyncrl.preflight.model_limits import kv_bytes_per_token, kv_tokens
@@ -63,13 +63,14 @@ class Plan:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of a published version."""
+        """Bytes of the whole model as it is published."""
         return self.version.nbytes(self.config.model.dtype)
 
     @property
     def shared_memory_needed(self) -> int:
         """Two versions in the object store, and one staging file per replica."""
-        return (2 + self.config.generator.num_replicas) * self.weights_bytes
+        version = published_bytes(self.config, self.weights_bytes)
+        return (2 + self.config.generator.num_replicas) * version
 
     def config_text(self) -> str:
         """All settings with their values."""
@@ -189,7 +190,8 @@ class Plan:
         mib = 1 << 20
         replicas = self.config.generator.num_replicas
         return (
-            f"# shared memory\n  weights of one version {self.weights_bytes / mib:.1f} MiB; needed"
+            f"# shared memory\n  weights of one version"
+            f" {published_bytes(self.config, self.weights_bytes) / mib:.1f} MiB; needed"
             f" (2 versions + {replicas} staged) {self.shared_memory_needed / mib:.1f} MiB; free in"
             f" /dev/shm {self.shared_memory_free / mib:.0f} MiB"
         )

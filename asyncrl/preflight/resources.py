@@ -14,6 +14,7 @@ from typing import Literal
 
 from asyncrl.config import Config
 from asyncrl.config.aliases import NOT_IMPLEMENTED
+from asyncrl.preflight.adapter import published_bytes, trained_bytes
 from asyncrl.preflight.teacher import reference_parameters
 from asyncrl.runtime.ray_defaults import TASK_CPUS
 from asyncrl.weights.layout import ITEM_BYTES
@@ -134,11 +135,12 @@ def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
             amounts |= _bytes_of(part.name, config, version_bytes)
         needs.append(Need(part.name, part.count, amounts))
     if version_bytes:
+        published = published_bytes(config, version_bytes)
         needs.append(
             Need(
                 "two published versions",
                 1,
-                {"shared memory": 2.0 * version_bytes, "object store": 2.0 * version_bytes},
+                {"shared memory": 2.0 * published, "object store": 2.0 * published},
             )
         )
     return tuple(needs)
@@ -148,10 +150,11 @@ def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]
     learner, generator = config.learner, config.generator
     parameters = version_bytes / ITEM_BYTES[config.model.dtype]
     if part == "learner ranks" and (learner.device == "cpu" or learner.offload_optimizer == "cpu"):
-        # Weights and gradients in float32, and AdamW's two moments.
-        return {
-            "memory": parameters * (16 if learner.optimizer == "adamw" else 8) / learner.world_size
-        }
+        # Weights and gradients in float32, and AdamW's two moments. Frozen weights have only
+        # themselves.
+        trained = trained_bytes(config, version_bytes, 16 if learner.optimizer == "adamw" else 8)
+        frozen = 0.0 if config.lora is None else parameters * 4
+        return {"memory": (trained + frozen) / learner.world_size}
     if part == "teacher" and learner.device == "cpu":
         parameters = reference_parameters(config.reference_path)
     if part in ("reference policy", "teacher") and learner.device == "cpu":
@@ -162,7 +165,7 @@ def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]
             if generator.device == "cpu"
             else {}
         )
-        return {**held, "shared memory": float(version_bytes)}
+        return {**held, "shared memory": float(published_bytes(config, version_bytes))}
     return {}
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from asyncrl.config import ConfigError, load_any
+from asyncrl.config import ConfigError, RunSettings, load_any
 from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointError
 from asyncrl.learning.adapter import DIRECTORY, write_adapter
 from asyncrl.learning.checkpoint import TAG
 from asyncrl.learning.hf_directory import HfDirectory
 from asyncrl.models.adapters import low_rank, merged, published_name
 from asyncrl.rundir.checkpoint import CheckpointStore
+from asyncrl.rundir.resume import frozen_hashes
 from asyncrl.runtime.redact import print_shown
 from asyncrl.weights.gather import fill_buckets
 from asyncrl.weights.pieces import Piece
@@ -73,6 +74,8 @@ def export_checkpoint(path: Path, target: Path) -> None:
             f" ({reason}); restore it"
         ) from None
     lora = config.lora
+    if lora is not None:
+        _refuse_another_base(path, config)
     trained = get_fp32_state_dict_from_zero_checkpoint(
         str(path / "learner"), tag=TAG, exclude_frozen_parameters=lora is not None
     )
@@ -118,6 +121,17 @@ def export_checkpoint(path: Path, target: Path) -> None:
     if lora is not None:
         write_adapter(temporary / DIRECTORY, lora, matrices, config.model.path)
     os.replace(temporary, target)
+
+
+def _refuse_another_base(path: Path, config: RunSettings) -> None:
+    """Raise ConfigError if the weights of model.path have changed since the checkpoint."""
+    _, state, _ = CheckpointStore(path.parent, keep=1).find(int(path.name.rpartition("_")[2]))
+    name = "model.path"
+    if state.frozen_hashes.get(name) != frozen_hashes(config).get(name):
+        raise ConfigError(
+            f"model.path = {config.model.path!r} has other weights than when {path} was written,"
+            " and the adapter belongs to those; restore it"
+        )
 
 
 def _own_weights(model_path: str) -> dict[str, torch.Tensor]:

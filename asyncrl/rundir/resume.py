@@ -68,6 +68,11 @@ FIXED_IN_RUN = {
 }
 """Further ones within a run. A run that starts from another run's checkpoint may change them."""
 
+ENDPOINT = ("teacher", "model", "key_env", "timeout_s", "retries", "at_once", "max_failed_groups")
+MAY_CHANGE = tuple(f"algorithm.distillation.{name}" for name in ENDPOINT)
+"""Settings within those of `FIXED_IN_RUN` that say where and how the teacher answers. The weights
+of a local teacher are compared."""
+
 LONGEST = (
     "rollout.max_completion_length",
     "learner.max_tokens_per_gpu",
@@ -269,10 +274,14 @@ def _refuse_falsifying(
     )
     for name, (old, new) in changes.items():
         if (
-            fixed := next(
-                (key for key in unchangeable if name == key or name.startswith(f"{key}.")), None
+            name not in MAY_CHANGE
+            and (
+                fixed := next(
+                    (key for key in unchangeable if name == key or name.startswith(f"{key}.")), None
+                )
             )
-        ) is not None:
+            is not None
+        ):
             raise ConfigError(
                 f"{name} = {_short(new)}, but {path} was made with {_short(old)}, and"
                 f" {unchangeable[fixed]}; {fix}"

@@ -91,6 +91,7 @@ def tensors_of(
             " with max_lora_rank"
         )
     found: dict[str, Expected] = {}
+    names = {entry.name for entry in manifest.tensors}
     for entry in manifest.tensors:
         layer, _, side = entry.name.removeprefix(ADAPTER_PREFIX).rpartition(".lora_")
         weight = model.get(f"{layer}.weight")
@@ -108,7 +109,7 @@ def tensors_of(
         shape = (rank, columns) if side == ADAPTER_SIDES[0] else (rows, rank)
         found[entry.name] = Expected(shape, (weight.dtypes[0], "float32"))
         other = ADAPTER_SIDES[side == ADAPTER_SIDES[0]]
-        if not any(one.name == f"{ADAPTER_PREFIX}{layer}.lora_{other}" for one in manifest.tensors):
+        if f"{ADAPTER_PREFIX}{layer}.lora_{other}" not in names:
             raise ManifestError(f"{title} lacks lora_{other} of layer {layer!r}")
     if not found:
         raise ManifestError(f"{title} is an adapter without matrices; publish those of its layers")

@@ -1151,3 +1151,19 @@ def test_a_kl_term_after_a_warm_start_needs_ref_load(tmp_path):
     with pytest.raises(ConfigError, match=r"name the reference policy in algorithm\.ref_load"):
         load(tmp_path, changes)
     assert load(tmp_path, changes | {"algorithm.ref_load": "/other"}).reference_path == "/other"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora": {"r": 513}}, r"lora\.r = 513 is above 512, the highest rank that vLLM takes"),
+        (
+            {"lora": {"r": 8}, "generator": {"in_flight": "keep"}},
+            r"generator\.in_flight = 'keep' only has an effect with lora: null",
+        ),
+        ({"lora": {"target_modules": []}}, "at least 1 item"),
+    ],
+)
+def test_settings_of_an_adapter_that_cannot_act_are_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, changes)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from asyncrl.config import LoraConfig, load_config
-from asyncrl.preflight.adapter import adapter_text, trained_elements
+import pytest
+
+from asyncrl.config import ConfigError, LoraConfig, load_config
+from asyncrl.preflight.adapter import adapter_text, published_bytes, trained_elements
+from asyncrl.preflight.disk import checkpoint_bytes
 from asyncrl.preflight.memory_estimate import estimate
 from asyncrl.weights.published import outline
 
@@ -14,7 +17,10 @@ def test_an_adapters_size_is_that_of_the_matrices(tiny_model):
 
     from asyncrl.models.adapters import add_adapter
 
-    for lora in (LoraConfig(r=3), LoraConfig(r=8, target_modules=["q_proj", "down_proj"])):
+    for lora in (
+        LoraConfig(r=3),
+        LoraConfig(r=8, target_modules=["self_attn.q_proj", "down_proj"]),
+    ):
         model = AutoModelForCausalLM.from_pretrained(tiny_model)
         add_adapter(model, lora, seed=0)
         trained = sum(part.numel() for part in model.parameters() if part.requires_grad)
@@ -29,3 +35,11 @@ def test_the_plan_names_the_adapter_and_its_memory(write):
     assert "rank 4, scale 2, on all-linear" in text and "at most 4 adapters in one batch" in text
     assert "generator.in_flight has no meaning" in text
     assert estimate(config).on_device < 0.6 * estimate(whole).on_device
+    assert config.lora is not None
+    size, trained = version.nbytes("float32"), trained_elements(config.lora, version.parameters)
+    assert published_bytes(whole, size) == size and published_bytes(config, size) == 4 * trained
+    assert checkpoint_bytes(whole, size) == 3 * size
+    assert checkpoint_bytes(config, size) == 12 * trained
+    wrong = load_config(write({"lora": {"target_modules": ["q_prj"]}}))
+    with pytest.raises(ConfigError, match=r"names no linear layer of model\.path"):
+        adapter_text(wrong, version)

@@ -104,9 +104,11 @@ def attempt(
         rows = directory.path / "rows"
         train, held_out = plan.write_rows(rows)
         if objective == "dpo":
-            shutil.copy(rows / "train.arrow", rows / "train_reference.arrow")
-            seal = {"key": "", "sha256": train.content_hash}
-            (rows / "train_reference.json").write_text(json.dumps(seal))
+            for file in filter(None, (train, held_out)):
+                name = f"{file.path.stem}_reference"
+                shutil.copy(file.path, rows / f"{name}.arrow")
+                seal = {"key": "", "sha256": file.content_hash}
+                (rows / f"{name}.json").write_text(json.dumps(seal))
         record = json.loads((directory.path / "run.json").read_text())
         learner: Any = CountingLearner(made.state, record["attempts"][-1]["trained_tokens"], skips)
         asyncio.run(made._train(learner, train, held_out))
@@ -286,3 +288,16 @@ def test_a_changed_order_is_noticed(damaged: dict[str, Path], change: dict[str, 
     assert {FILES, TOKENS} & failed(damaged["sft"])
     path.write_text("[]")
     assert {FILES, TOKENS} <= failed(damaged["sft"])
+
+
+def test_a_step_that_was_skipped_after_the_checkpoint_is_taken_again() -> None:
+    """The first attempt saved at step 2, skipped step 3, and died. The second one takes step 3."""
+    from asyncrl.run.audit.offline_books import _last_line
+
+    def record(attempt: int, step: int, version: int) -> dict[str, Any]:
+        return {"event": "step", "attempt": attempt, "step": step, "version": version}
+
+    first = [record(0, 1, 1), record(0, 2, 2), record(0, 3, 2)]
+    second = [record(1, 3, 3), record(1, 4, 4)]
+    attempts: Any = [{"from_attempt": None, "version": 0}, {"from_attempt": 0, "version": 2}]
+    assert _last_line([*first, *second], attempts) == [*first[:2], *second]

@@ -94,3 +94,14 @@ def test_another_run_may_have_another_reference_policy(models: Path) -> None:
     load["checkpoint"] = {"load": str(models / "runs" / "pairs")}
     with pytest.raises(ConfigError, match=r"^dpo\.ref_load "):
         RunDirectory(config(models, "other", pairs, **{**load, "name": "third"}))
+
+
+def test_where_a_teacher_answers_may_change_within_a_run() -> None:
+    from asyncrl.rundir.resume import FIXED_IN_RUN, MAY_CHANGE
+
+    assert "algorithm.distillation" in FIXED_IN_RUN
+    kept = {"use", "coef", "reward_weight"}
+    from asyncrl.config import DistillationConfig
+
+    names = {f"algorithm.distillation.{name}" for name in DistillationConfig.model_fields}
+    assert names - set(MAY_CHANGE) == {f"algorithm.distillation.{name}" for name in kept}

@@ -132,7 +132,9 @@ def _changed_files(directory: Path, config: OfflineConfig) -> dict[str, str]:
     if config.eval.data is not None:
         sums[HELD_OUT] = ORDER_FILE, "held_out_sha256"
     if "dpo.ref_load" in config.models:
-        sums["train_reference.arrow"] = "train_reference.json", "sha256"
+        names = ("train", "held_out") if config.eval.data is not None else ("train",)
+        for name in names:
+            sums[f"{name}_reference.arrow"] = f"{name}_reference.json", "sha256"
     found = {}
     for name, (sealed, field) in sums.items():
         known, file = _json(directory / sealed).get(field), open_token_file(directory / name)
@@ -159,18 +161,26 @@ def _newest(directory: Path) -> tuple[tuple[Path, State] | None, str]:
 
 
 def _last_line(records: Sequence[Record], attempts: Sequence[AttemptRecord]) -> list[Record]:
-    """The records of the attempts that lead to the last one, each up to the version at which the
-    next one began."""
+    """The records of the attempts that lead to the last one, each up to the version and the step at
+    which the next one began. Steps that were skipped after a checkpoint make no version."""
     until: dict[int, float] = {len(attempts) - 1: float("inf")}
     at = len(attempts) - 1
     while (before := attempts[at]["from_attempt"]) is not None:
         until[before] = attempts[at]["version"]
         at = before
-    return [
-        record
-        for record in records
-        if record["attempt"] in until and record["version"] <= until[record["attempt"]]
-    ]
+    kept, repeated = list[Record](), float("inf")
+    for attempt in sorted(until, reverse=True):
+        own = [
+            record
+            for record in records
+            if record["attempt"] == attempt
+            and record["version"] <= until[attempt]
+            and (record["event"] != "step" or record["step"] < repeated)
+        ]
+        steps = [record["step"] for record in own if record["event"] == "step"]
+        repeated = min([repeated, *steps])
+        kept = own + kept
+    return kept
 
 
 def targets(table: pa.Table) -> int:
