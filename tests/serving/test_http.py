@@ -652,6 +652,7 @@ def test_a_replica_serves_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
         max_model_len=64,
         vocabulary=200,
         longest_token=4,
+        tokenizer_hash="hash",
     )
     context = SimpleNamespace(app_name="standing", replica_id=SimpleNamespace(unique_id="a"))
     monkeypatch.setenv("ASYNCRL_API_KEY", KEY)
@@ -677,6 +678,9 @@ def test_a_replica_serves_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert ask(replica_.app, "GET", "/health", headers=headers)[0] == 200
     assert ask(replica_.app, "GET", "/v1/models")[0] == 401
+    assert ask(replica_.app, "GET", "/v1/models", headers=headers)[1]["data"][0]["tokenizer"] == (
+        "hash"
+    )
 
 
 def test_invalid_keys_are_refused() -> None:

@@ -27,7 +27,7 @@ ROWS = [([5, 6, 14], [7, 8, 9, 2]), ([10], [11]), ([4, 5], [])]
 def test_its_log_probs_are_those_of_transformers(generators: Any, tiny_model: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_model))
     served = EngineServed(generators)
-    served.model = replace(MODEL, tokenizer=tokenizer_hash(tokenizer))
+    served._model = replace(MODEL, tokenizer=tokenizer_hash(tokenizer))
     with listening(routes(served, None)) as address:
         distillation = DistillationConfig(teacher=f"{address}/v1")
 
@@ -36,7 +36,7 @@ def test_its_log_probs_are_those_of_transformers(generators: Any, tiny_model: Pa
 
         found = asyncio.run(scenario())
         assert "same tokenizer (" in _check_server(distillation, tokenizer)
-        served.model = replace(MODEL, tokenizer="another")
+        served._model = replace(MODEL, tokenizer="another")
     with listening(routes(served, None)) as address:
         other = DistillationConfig(teacher=f"{address}/v1")
         with pytest.raises(ConfigError, match="it has a different tokenizer"):
