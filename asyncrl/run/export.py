@@ -74,24 +74,8 @@ def export_checkpoint(path: Path, target: Path) -> None:
             f" ({reason}); restore it"
         ) from None
     lora = config.lora
-    if lora is not None:
-        _refuse_another_base(path, config)
-    trained = get_fp32_state_dict_from_zero_checkpoint(
-        str(path / "learner"), tag=TAG, exclude_frozen_parameters=lora is not None
-    )
-    weights = {
-        name.removeprefix(PREFIX): tensor.contiguous()
-        for name, tensor in trained.items()
-        if name.startswith(PREFIX)
-    }
-    matrices = {
-        published: tensor.to(getattr(torch, config.model.dtype))
-        for name, tensor in weights.items()
-        if (published := published_name(name))
-    }
+    weights, matrices = _trained(path, config)
     adapters = {} if lora is None else low_rank(lora, matrices)
-    if lora is not None:
-        weights = _own_weights(config.model.path)
     parameters = {name: weights[name].reshape(-1) for name in table.parameters if name in weights}
     unmatched = next(
         (
@@ -121,6 +105,35 @@ def export_checkpoint(path: Path, target: Path) -> None:
     if lora is not None:
         write_adapter(temporary / DIRECTORY, lora, matrices, config.model.path)
     os.replace(temporary, target)
+
+
+def _trained(
+    path: Path, config: RunSettings
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The model's weights in float32 by their names in transformers, and the adapter's matrices in
+    model.dtype by their published names. With an adapter, the weights are those of model.path.
+
+    Raises:
+        ConfigError: the weights of model.path have changed since the checkpoint.
+    """
+    if config.lora is not None:
+        _refuse_another_base(path, config)
+    trained = get_fp32_state_dict_from_zero_checkpoint(
+        str(path / "learner"), tag=TAG, exclude_frozen_parameters=config.lora is not None
+    )
+    weights = {
+        name.removeprefix(PREFIX): tensor.contiguous()
+        for name, tensor in trained.items()
+        if name.startswith(PREFIX)
+    }
+    if config.lora is None:
+        return weights, {}
+    matrices = {
+        published: tensor.to(getattr(torch, config.model.dtype))
+        for name, tensor in weights.items()
+        if (published := published_name(name))
+    }
+    return _own_weights(config.model.path), matrices
 
 
 def _refuse_another_base(path: Path, config: RunSettings) -> None:
