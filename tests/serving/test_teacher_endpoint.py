@@ -19,12 +19,20 @@ from asyncrl.frozen.teacher import UrlTeacher
 from asyncrl.preflight.teacher import _check_server
 from asyncrl.serving.http import routes
 from asyncrl.text.tokenizer import load_tokenizer, tokenizer_hash
+from asyncrl.weights.push import ServeWeightSync
 
 ROWS = [([5, 6, 14], [7, 8, 9, 2]), ([10], [11]), ([4, 5], [])]
 
 
 @pytest.mark.timeout(300)
-def test_its_log_probs_are_those_of_transformers(generators: Any, tiny_model: Path) -> None:
+def test_its_log_probs_are_those_of_transformers(
+    generators: Any, publish: Any, tiny_model: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    # The generators are shared: the tests before this one left other weights in them.
+    weights = ServeWeightSync(generators.handle, generators.registry, push_timeout_s=60)
+    manifest = publish(dict(model.named_parameters()), version=generators.next_version())
+    asyncio.run(weights.push(manifest))
     tokenizer = load_tokenizer(str(tiny_model))
     served = EngineServed(generators)
     served._model = replace(MODEL, tokenizer=tokenizer_hash(tokenizer))
@@ -41,7 +49,6 @@ def test_its_log_probs_are_those_of_transformers(generators: Any, tiny_model: Pa
         other = DistillationConfig(teacher=f"{address}/v1")
         with pytest.raises(ConfigError, match="it has a different tokenizer"):
             _check_server(other, tokenizer)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     for (prompt, completion), values in zip(ROWS, found, strict=True):
         if not completion:
             assert not len(values)
