@@ -97,6 +97,9 @@ class ReplicaStatus:
     """The replica's settings (`asyncrl.generation.GeneratorApp`)."""
     parameters: int
     """Checksum of the parameters' names and shapes."""
+    base_weights: str
+    """Hash of the checkpoint's weight files, to which adapters are added; empty if the generators
+    take whole weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,8 @@ class Scored:
     characters, and surrogates."""
     source: str | None = None
     """Name of the prompt's source; None if data.train has one source."""
+    reference_version: int | None = None
+    """The version of the reference policy that scored the group; None without one."""
     example: TrajectoryText | None = None
 
 

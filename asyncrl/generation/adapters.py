@@ -1,5 +1,15 @@
 """The adapters (LoRA, arXiv:2106.09685) of one engine. New requests use the newest adapter; a
-request keeps the one that it started with.
+request keeps the one that it started with. So versions are never mixed in a completion, and no
+update pauses the engine.
+
+At most `places` adapters have requests at a time, which is vLLM's `max_loras`. A run's rollouts
+never need more: at learner version v, its running groups began at versions v - S … v, with
+S = staleness.max_staleness. Older ones have been trained or dropped before the learner reached v
+(`asyncrl.control.staleness`; tests/control/test_coordinator_properties.py checks it). That makes
+S + 1, and a run has S + 2 places. Other requests may need more, such as those of an evaluation with
+eval.in_flight, or of HTTP clients. Then requests with a further adapter wait here until all
+requests of an older one have ended. vLLM would let them wait too, but it asserts that running
+requests have at most `max_loras` adapters, and does not count those that pause for a step.
 
 An adapter's directory stays until its last request has ended: vLLM drops the least recently used
 adapter when it takes another one, and reads it again from its path when a request needs it.
@@ -55,16 +65,20 @@ class Adapter:
 class Adapters:
     """Loads adapters into an engine, and removes those without requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: int) -> None:
+        """
+        Args:
+            places: adapters that may have requests at a time.
+        """
+        self.places = places
         self.current: Adapter | None = None
         """The newest adapter; None = the base model answers."""
         self.live: list[Adapter] = []
-        """Adapters whose directories exist: the current one, and those with requests.
-
-        Their number has no bound of its own. With more of them than `max_loras`, requests of the
-        further ones wait in vLLM's queue, in their order, and loading never waits. So a replica
-        takes a version at once, and the wait ends with a slow request, by its length or
-        deadline."""
+        """Adapters whose directories exist: the current one, and those with requests. They are at
+        most `places` + 1, for which vLLM has memory. Loading never waits, so a replica takes a
+        version at once."""
+        self._freed = asyncio.Event()
+        """Set, and replaced, when the last request of an adapter has ended."""
         self._ids = itertools.count(1)  # vLLM's ids start at 1
         self._removals: set[asyncio.Task[None]] = set()
 
@@ -114,6 +128,14 @@ class Adapters:
             self._remove_unused(llm, former)
         return sum(older.users for older in self.live)
 
+    async def place(self) -> None:
+        """Wait until a request with the current adapter may begin. Call `using` before the next
+        await."""
+        while (adapter := self.current) is not None and not adapter.users:
+            if sum(older.users > 0 for older in self.live) < self.places:
+                return
+            await self._freed.wait()
+
     @contextlib.contextmanager
     def using(self, llm: AsyncLLM) -> Iterator[Adapter | None]:
         """The current adapter, which stays at least as long as the block."""
@@ -126,6 +148,9 @@ class Adapters:
             yield adapter
         finally:
             adapter.users -= 1
+            if not adapter.users:
+                self._freed.set()
+                self._freed = asyncio.Event()
             self._remove_unused(llm, adapter)
 
     def _remove_unused(self, llm: AsyncLLM, adapter: Adapter) -> None:

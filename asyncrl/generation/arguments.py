@@ -9,6 +9,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
+from asyncrl.contracts.adapters import may_be_linear
 from asyncrl.contracts.messages import Details, GenerateRequest
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.environment import passed_on
@@ -29,9 +30,6 @@ __all__ = [
     "sibling_params",
     "stream_params",
 ]
-
-NOT_ADAPTED = ("embed", "lm_head", "wte", "wpe")
-"""Parts of the names of embeddings and output heads."""
 
 
 def engine_environment(device: str) -> dict[str, str]:
@@ -118,12 +116,13 @@ def engine_config(app: GeneratorApp) -> tuple[VllmConfig, type[Executor]]:
 def _linear_layers(model_path: str) -> list[str]:
     """Last parts of the names of the layers that may have an adapter. The output head is not among
     them: vLLM cannot compute the log-probs of a prompt with a head that may have one."""
-    found = {
-        name.removesuffix(".weight").rpartition(".")[2]
-        for name, tensor in stored_tensors(model_path).items()
-        if name.endswith(".weight") and len(tensor.shape) == 2
-    }
-    return sorted(name for name in found if not any(part in name for part in NOT_ADAPTED))
+    return sorted(
+        {
+            name.removesuffix(".weight").rpartition(".")[2]
+            for name, tensor in stored_tensors(model_path).items()
+            if may_be_linear(name, tensor.shape)
+        }
+    )
 
 
 def sampling_params(request: GenerateRequest, stops: Stops) -> SamplingParams:

@@ -116,7 +116,7 @@ class Engine:
         self.broken: str | None = None
         """Why the engine cannot be used: an update failed halfway, or the engine hung."""
         self.stats = EngineStats()
-        self._adapters = Adapters()
+        self._adapters = Adapters(app.max_loras)
         self.stops = Stops({})
         """What ends every completion, in addition to a request's own strings."""
         self.tokenizer_hash = ""
@@ -262,6 +262,7 @@ class Engine:
         try:
             async with asyncio.timeout(request.deadline_s):
                 await self._open.wait()
+                await self._adapters.place()
                 with self._adapters.using(self._running()) as adapter:
                     outputs = await self._run(request, adapter)
         except (ValueError, VLLMClientError) as error:  # vLLM's own checks of a request
@@ -283,9 +284,16 @@ class Engine:
         """
         self._refuse_long(request)
         text = TextStream(self._tokenizer, self._stops(request).strings)
+        deadline = time.monotonic() + request.deadline_s
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                await self._adapters.place()
+        except TimeoutError:
+            raise _late(request) from None
         with self._adapters.using(self._running()) as adapter:
             version = None if adapter is None else adapter.version
-            async with contextlib.aclosing(self._outputs(request, details, adapter)) as outputs:
+            outputs_of = self._outputs(request, details, adapter, deadline)
+            async with contextlib.aclosing(outputs_of) as outputs:
                 async for output in outputs:
                     yield to_piece(output, request, text, details, version)
 
@@ -474,6 +482,7 @@ class Engine:
     async def _score(self, prompt: list[int], completion: list[int]) -> tuple[float, ...]:
         """One pass over both, as a prompt. vLLM generates one more token, so the context must have
         room for it."""
+        await self._adapters.place()
         with self._adapters.using(self._running()) as adapter:
             output = await self._last_output(
                 prompt + completion, scoring_params(), f"update {self._updates}", adapter
@@ -566,18 +575,21 @@ class Engine:
         )
 
     async def _outputs(
-        self, request: GenerateRequest, details: Details, adapter: Adapter | None
+        self, request: GenerateRequest, details: Details, adapter: Adapter | None, deadline: float
     ) -> AsyncGenerator[RequestOutput]:
-        """vLLM's outputs of one completion. Raises as `stream` does."""
+        """vLLM's outputs of one completion. Raises as `stream` does.
+
+        Args:
+            deadline: on the monotonic clock, in seconds.
+        """
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        deadline = time.monotonic() + request.deadline_s
         name, ended = f"request-{next(self._ids)}", False
         outputs: AsyncGenerator[RequestOutput] | None = None
         coming: asyncio.Future[RequestOutput | None] | None = None
         try:
-            async with asyncio.timeout(request.deadline_s):
+            async with asyncio.timeout(deadline - time.monotonic()):
                 await self._open.wait()
             self._refuse_lost()
             params = stream_params(request, self._stops(request), details)

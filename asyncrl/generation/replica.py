@@ -37,6 +37,7 @@ from asyncrl.weights.manifest import (
     tensors_of,
 )
 from asyncrl.weights.staging import StagingError, fetch_version, sweep
+from asyncrl.weights.stored import weights_hash
 from asyncrl.weights.version_registry import find_registry, lease_holder
 
 __all__ = ["Generator"]
@@ -65,6 +66,9 @@ class Generator:
         """Whether an evaluation holds this replica, which then takes no newer weights of the same
         run and attempt."""
         self._expected = expected_tensors(self.settings.model, self.settings.dtype)
+        adapters = self.settings.max_lora_rank is not None
+        # Before the engine reads the files, which another program may replace later.
+        self._base_weights = weights_hash(self.settings.model) if adapters else ""
         self._applied: dict[str, float] = {}
         self._behind_at: tuple[WeightsId | None, int] | None = None
         self._behind_since = 0.0
@@ -190,6 +194,7 @@ class Generator:
             max_model_len=engine.max_model_len,
             app=self.settings.model_dump(),
             parameters=layout_hash(self._expected),
+            base_weights=self._base_weights,
         )
 
     async def fingerprints(self) -> tuple[str, dict[str, Sequence[float]]]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from asyncrl.config import LoraConfig
+from asyncrl.contracts.adapters import PREFIX
 
 __all__ = [
     "LowRank",
@@ -32,8 +33,6 @@ __all__ = [
 ADAPTER = "default"
 """PEFT's name for the only adapter."""
 MATRIX = re.compile(rf"(?P<layer>.+)\.lora_(?P<side>[AB])\.{ADAPTER}\.weight")
-PUBLISHED = "base_model.model."
-"""PEFT's prefix of the names in an adapter's file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ def base_name(name: str) -> str | None:
 def published_name(name: str) -> str | None:
     """The name of an adapter's matrix in PEFT's files; None for another parameter."""
     found = _matrix(name)
-    return found and f"{PUBLISHED}{found['layer']}.lora_{found['side']}.weight"
+    return found and f"{PREFIX}{found['layer']}.lora_{found['side']}.weight"
 
 
 def adapter_settings(lora: LoraConfig, names: Iterable[str], model_path: str) -> dict[str, object]:
@@ -137,7 +136,7 @@ def adapter_settings(lora: LoraConfig, names: Iterable[str], model_path: str) ->
     Args:
         names: published names of the adapter's matrices.
     """
-    layers = {name.removeprefix(PUBLISHED).rpartition(".lora_")[0] for name in names}
+    layers = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names}
     targets = lora.target_modules
     if isinstance(targets, str) or not any("." in target for target in targets):
         layers = {layer.rpartition(".")[2] for layer in layers}
@@ -159,11 +158,11 @@ def adapter_settings(lora: LoraConfig, names: Iterable[str], model_path: str) ->
 
 def low_rank(lora: LoraConfig, matrices: Mapping[str, Tensor]) -> dict[str, LowRank]:
     """Name of a base weight → its adapter in float32, from the matrices by published name."""
-    layers = {name.removeprefix(PUBLISHED).rpartition(".lora_")[0] for name in matrices}
+    layers = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in matrices}
     return {
         f"{layer}.weight": LowRank(
-            matrices[f"{PUBLISHED}{layer}.lora_A.weight"].float(),
-            matrices[f"{PUBLISHED}{layer}.lora_B.weight"].float(),
+            matrices[f"{PREFIX}{layer}.lora_A.weight"].float(),
+            matrices[f"{PREFIX}{layer}.lora_B.weight"].float(),
             lora.scale,
         )
         for layer in layers

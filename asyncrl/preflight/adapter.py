@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncrl.config import Config, ConfigError, LoraConfig, RunSettings
+from asyncrl.contracts.adapters import may_be_linear
 from asyncrl.weights.layout import ITEM_BYTES
-from asyncrl.weights.published import Outline, outline
+from asyncrl.weights.outline import Outline, outline
 
 __all__ = ["adapter_text", "published_bytes", "trained_bytes", "trained_elements"]
-
-NOT_LINEAR = ("embed", "lm_head", "wte", "wpe")
-"""Parts of the names of matrices that are no linear layers, or the output head."""
 
 
 def trained_elements(lora: LoraConfig, parameters: Mapping[str, tuple[int, ...]]) -> int:
@@ -24,9 +22,7 @@ def trained_elements(lora: LoraConfig, parameters: Mapping[str, tuple[int, ...]]
     layers = {
         name.removesuffix(".weight"): shape
         for name, shape in parameters.items()
-        if name.endswith(".weight")
-        and len(shape) == 2
-        and not any(part in name for part in NOT_LINEAR)
+        if may_be_linear(name, shape)
     }
     targets = lora.target_modules
     chosen = [

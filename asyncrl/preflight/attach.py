@@ -15,6 +15,7 @@ from asyncrl.generation.settings import GeneratorApp
 from asyncrl.text.stops import load_stops
 from asyncrl.text.tokenizer import load_tokenizer, tokenizer_hash
 from asyncrl.weights.manifest import expected_tensors, layout_hash
+from asyncrl.weights.stored import weights_hash
 
 __all__ = ["AttachError", "attached_config", "check_fits"]
 
@@ -79,12 +80,7 @@ def check_fits(
             f"{title} has different parameters from model.path = {config.model.path!r}; deploy it"
             " with the same model"
         )
-    wanted = None if config.lora is None else config.lora.r
-    if (app.max_lora_rank is None) != (wanted is None) or (app.max_lora_rank or 0) < (wanted or 0):
-        raise AttachError(
-            f"{title} has max_lora_rank = {app.max_lora_rank}, but the run has lora.r = {wanted};"
-            " deploy it with that max_lora_rank"
-        )
+    _check_adapter(config, title, app, status)
     if status.max_model_len < tokens:
         raise AttachError(
             f"{title} accepts {status.max_model_len} tokens, but the run's longest request has"
@@ -106,4 +102,28 @@ def check_fits(
             f"{title} ends completions at tokens {theirs[0]} and strings {theirs[1]}, but the run"
             f" at {ours[0]} and {ours[1]}; give the application the same rollout_stop and"
             " rollout_stop_token_ids"
+        )
+
+
+def _check_adapter(config: Config, title: str, app: GeneratorApp, status: ReplicaStatus) -> None:
+    """Raise AttachError unless the generators take the run's adapters, or its whole weights."""
+    wanted = None if config.lora is None else config.lora.r
+    if (app.max_lora_rank is None) != (wanted is None) or (app.max_lora_rank or 0) < (wanted or 0):
+        raise AttachError(
+            f"{title} has max_lora_rank = {app.max_lora_rank}, but the run has lora.r = {wanted};"
+            " deploy it with that max_lora_rank"
+        )
+    if wanted is None:
+        return  # the first version replaces all weights
+    if app.max_loras < config.max_loras:
+        raise AttachError(
+            f"{title} has max_loras = {app.max_loras}, but a run with staleness.max_staleness ="
+            f" {config.staleness.max_staleness} uses {config.max_loras} adapters at a time; deploy"
+            f" it with max_loras: {config.max_loras}, or lower max_staleness"
+        )
+    # The replica reads its files at its start, and the run's may be on another node.
+    if status.base_weights != weights_hash(config.model.path):
+        raise AttachError(
+            f"{title} has other weights under its adapters ({app.model!r}) than model.path ="
+            f" {config.model.path!r}, or the same in other files; deploy it with the same files"
         )

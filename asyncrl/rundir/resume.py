@@ -12,12 +12,17 @@ from pathlib import Path
 import yaml
 
 from asyncrl.config import ConfigError, RunSettings
-from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointError
+from asyncrl.contracts.errors import (
+    NoCheckpointError,
+    ReferenceLostError,
+    UnreadableCheckpointError,
+)
 from asyncrl.contracts.state import State
 from asyncrl.data.sources import files_of
-from asyncrl.rundir.checkpoint import CheckpointStore
+from asyncrl.frozen.kept import read_place
+from asyncrl.rundir.checkpoint import REFERENCE, CheckpointStore
 from asyncrl.runtime.yaml_files import parse_yaml, read_yaml
-from asyncrl.weights.stored import CheckpointFilesError, sampled_weights
+from asyncrl.weights.stored import CheckpointFilesError, weights_hash
 
 __all__ = ["Beginning", "config_changes", "config_text", "find_beginning", "hash_of"]
 
@@ -63,6 +68,8 @@ FIXED = {
 
 FIXED_IN_RUN = {
     "algorithm.preference": "the steps so far trained the pairs that it chose",
+    "algorithm.ref_update_interval": "the steps so far were trained with the reference of those"
+    " versions",
     "algorithm.distillation": "the steps so far learned from that teacher",
     "reward.shuffle": "a control run shuffles the rewards of every step",
 }
@@ -113,6 +120,9 @@ class Beginning:
     from_attempt: int | None = None
     """The attempt of this run that wrote the checkpoint. None for a new start or another run's
     checkpoint."""
+    reference: Path | None = None
+    """Place of the refreshed reference policy to continue with. None: the reference policy begins
+    with the weights that the config names."""
 
     @property
     def trained_tokens(self) -> int:
@@ -184,6 +194,7 @@ def _loaded(config: RunSettings, load: str, step: int | None) -> Beginning:
         found.checkpoint,
         state,
         (*found.notes, "from another run: its waiting groups are generated again"),
+        reference=found.reference,
     )
 
 
@@ -216,6 +227,7 @@ def _found(config: RunSettings, directory: Path, step: int | None, own: bool) ->
     changes = _changes_since(path, config)
     _refuse_falsifying(path, changes, state, config, FIXED | (FIXED_IN_RUN if own else {}))
     _refuse_other_weights(path, state, config, own)
+    reference = _reference_of(path, state, config, own)
     lines = [f"passed over: {reason}" for reason in passed_over]
     lines += [f"found {path} (version {state.version}, {len(state.waiting)} groups waiting)"]
     lines += [
@@ -228,7 +240,7 @@ def _found(config: RunSettings, directory: Path, step: int | None, own: bool) ->
             f" depend on the old {why[0]}"
         )
         state = replace(state, waiting=())
-    return Beginning(path, state, tuple(lines), state.attempt)
+    return Beginning(path, state, tuple(lines), state.attempt, reference)
 
 
 def _changes_since(checkpoint: Path, config: RunSettings) -> dict[str, tuple[object, object]]:
@@ -328,6 +340,36 @@ def _refuse_other_weights(path: Path, state: State, config: RunSettings, own: bo
             )
 
 
+def _reference_of(path: Path, state: State, config: RunSettings, own: bool) -> Path | None:
+    """The place of the reference policy in a checkpoint, if the attempt continues with it: always
+    in the same run, and in another one if both began with the same reference policy.
+
+    Raises:
+        ConfigError: the run's own checkpoint lacks its reference policy, or has an impossible one.
+    """
+    every, place = config.reference_interval, path / REFERENCE
+    if every is None:
+        return None
+    if not own:
+        same = all(
+            state.frozen_hashes.get(name) == known
+            for name, known in frozen_hashes(config).items()
+            if name.startswith("algorithm.")
+        )
+        if not same or not place.is_dir():
+            return None
+    try:
+        kept = read_place(place)
+    except ReferenceLostError as error:
+        raise ConfigError(str(error)) from None
+    if kept.version > state.version:
+        raise ConfigError(
+            f"{path} has version {state.version}, but its reference policy has {kept.version}; the"
+            " checkpoint was changed, so resume from another one (checkpoint.ckpt_step)"
+        )
+    return place
+
+
 def config_text(config: RunSettings) -> str:
     """The resolved config as YAML."""
     return yaml.safe_dump(config.dump(), sort_keys=False)
@@ -367,7 +409,7 @@ def frozen_hashes(config: RunSettings) -> dict[str, str]:
     for name, path in config.models.items():
         if name != "model.path" or config.lora is not None:
             try:
-                found[name] = hash_of(json.dumps(sorted(sampled_weights(path).items())))
+                found[name] = weights_hash(path)
             except (OSError, CheckpointFilesError):
                 continue
     return found

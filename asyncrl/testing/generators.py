@@ -216,6 +216,7 @@ def fake_status(replica: str) -> ReplicaStatus:
         max_model_len=0,
         app={},
         parameters=0,
+        base_weights="",
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncrl.contracts.adapters import PREFIX
 from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.weights.layout import plan_buckets
 from asyncrl.weights.manifest import expected_tensors
@@ -32,8 +33,8 @@ def staged_adapter(model: Path, dtype: str, path: Path, rank: int) -> Staged:
         layer = name.removesuffix(".weight")
         if layer.endswith(PROJECTIONS):
             rows, columns = tensor.shape
-            shapes[f"base_model.model.{layer}.lora_A.weight"] = (rank, columns)
-            shapes[f"base_model.model.{layer}.lora_B.weight"] = (rows, rank)
+            shapes[f"{PREFIX}{layer}.lora_A.weight"] = (rank, columns)
+            shapes[f"{PREFIX}{layer}.lora_B.weight"] = (rows, rank)
     return _staged(shapes, dtype, path)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
+from asyncrl.contracts.adapters import PREFIX
 from asyncrl.weights.fingerprint import Fingerprint, fingerprint, row_products, signs
 
 if TYPE_CHECKING:
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 __all__ = ["HeldWeights", "adapter_fingerprints", "held_fingerprints"]
-
-PUBLISHED = "base_model.model."
-"""PEFT's prefix of the names in an adapter's file."""
 
 
 class HeldWeights:
@@ -84,7 +82,7 @@ def adapter_fingerprints(
                     continue
                 products = row_products(matrix.float().cpu().numpy()) / factor
                 for name in _names(model, ".".join(filter(None, (parent, part)))):
-                    found[f"{PUBLISHED}{name}.lora_{side}.weight"] = fingerprint(products)
+                    found[f"{PREFIX}{name}.lora_{side}.weight"] = fingerprint(products)
     return found
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from asyncrl.contracts.adapters import PREFIX
 from asyncrl.contracts.messages import Manifest, TensorEntry
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.stored import stored_tensors
@@ -24,8 +25,8 @@ __all__ = [
 ]
 
 
-ADAPTER_PREFIX, ADAPTER_SIDES = "base_model.model.", ("A.weight", "B.weight")
-"""Names of an adapter's tensors: prefix, layer, `.lora_`, side."""
+ADAPTER_SIDES = "A.weight", "B.weight"
+"""Ends of the names of an adapter's tensors: prefix, layer, `.lora_`, side."""
 
 
 class ManifestError(ValueError):
@@ -93,10 +94,10 @@ def tensors_of(
     found: dict[str, Expected] = {}
     names = {entry.name for entry in manifest.tensors}
     for entry in manifest.tensors:
-        layer, _, side = entry.name.removeprefix(ADAPTER_PREFIX).rpartition(".lora_")
+        layer, _, side = entry.name.removeprefix(PREFIX).rpartition(".lora_")
         weight = model.get(f"{layer}.weight")
         if (
-            not entry.name.startswith(ADAPTER_PREFIX)
+            not entry.name.startswith(PREFIX)
             or side not in ADAPTER_SIDES
             or weight is None
             or len(weight.shape) != 2
@@ -109,7 +110,7 @@ def tensors_of(
         shape = (rank, columns) if side == ADAPTER_SIDES[0] else (rows, rank)
         found[entry.name] = Expected(shape, (weight.dtypes[0], "float32"))
         other = ADAPTER_SIDES[side == ADAPTER_SIDES[0]]
-        if f"{ADAPTER_PREFIX}{layer}.lora_{other}" not in names:
+        if f"{PREFIX}{layer}.lora_{other}" not in names:
             raise ManifestError(f"{title} lacks lora_{other} of layer {layer!r}")
     if not found:
         raise ManifestError(f"{title} is an adapter without matrices; publish those of its layers")

@@ -14,6 +14,7 @@ __all__ = [
     "sampled_weights",
     "stored_files",
     "stored_tensors",
+    "weights_hash",
 ]
 
 INDEX = "model.safetensors.index.json"
@@ -76,6 +77,18 @@ def sampled_weights(model_path: str | Path) -> dict[str, tuple[int, str]]:
                 samples.update(opened.read(SAMPLE_BYTES))
         weights[file.name] = size, samples.hexdigest()
     return weights
+
+
+def weights_hash(model_path: str | Path) -> str:
+    """SHA-256 of `sampled_weights`, in hexadecimal. The same weights in other files have another
+    hash.
+
+    Raises:
+        CheckpointFilesError, OSError: see `sampled_weights`.
+    """
+    return hashlib.sha256(
+        json.dumps(sorted(sampled_weights(model_path).items())).encode()
+    ).hexdigest()
 
 
 def stored_files(model_path: str | Path) -> list[Path]:

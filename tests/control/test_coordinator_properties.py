@@ -135,6 +135,29 @@ class Rollouts(FakeRollouts):
     coordinator: Coordinator
     recorder: FakeRecorder
 
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.generating: dict[int, int] = {}
+        """Group that is being generated → its version."""
+
+    def _serve(self, ordinal):
+        replica, version = super()._serve(ordinal)
+        self.generating[ordinal] = version
+        newest, groups = self.coordinator.progress.version, self.coordinator.buffer.groups
+        bound = self.coordinator.schedule.staleness.max_staleness
+        # A group that was dropped is aborted a moment later.
+        in_use = {used for group, used in self.generating.items() if group in groups}
+        assert all(newest - bound <= used <= newest for used in in_use), (
+            "more than max_staleness + 1 versions are in use, so adapters would wait for a place"
+        )
+        return replica, version
+
+    async def _generate(self, ordinal):
+        try:
+            return await super()._generate(ordinal)
+        finally:
+            self.generating.pop(ordinal, None)
+
     async def rollout(self, prompt, committed):
         staleness, progress = self.coordinator.schedule.staleness, self.coordinator.progress
         outstanding = len(self.admitted) + 1 - sum(progress.ended.values())

@@ -364,7 +364,7 @@ def test_an_adapter_stays_until_its_last_request_has_ended(tmp_path: Path) -> No
             await asyncio.sleep(0.002)
 
     async def scenario() -> None:
-        adapters = Adapters()
+        adapters = Adapters(SLOTS)
         with adapters.using(llm) as none:
             assert none is None
             assert await adapters.load(llm, tmp_path, staged, settings, 1) == 0
@@ -388,6 +388,47 @@ def test_an_adapter_stays_until_its_last_request_has_ended(tmp_path: Path) -> No
         assert await adapters.load(llm, tmp_path, staged, settings, 2) == 0
         await settle()
         assert directories() == ["adapter-4"] and llm.held == {4}
+
+    asyncio.run(scenario())
+
+
+def test_at_most_as_many_adapters_as_places_have_requests(tmp_path: Path) -> None:
+    """A third adapter's requests wait, with the version that is newest when they begin."""
+    staged, settings = staged_matrices(tmp_path, {"a": torch.ones(2, 3)}), {"r": 2, "lora_alpha": 6}
+    llm: Any = StubEngine()
+    busy: list[int] = []
+
+    async def scenario() -> None:
+        adapters, ends = Adapters(SLOTS), [asyncio.Event() for _ in range(5)]
+
+        async def request(number: int) -> int:
+            await adapters.place()
+            with adapters.using(llm) as adapter:
+                assert adapter is not None
+                busy.append(len({one.id for one in adapters.live if one.users}))
+                await ends[number].wait()
+                return adapter.version
+
+        tasks = []
+        for number in range(4):
+            await adapters.load(llm, tmp_path, staged, settings, number)
+            assert len(adapters.live) <= SLOTS + 1
+            tasks.append(asyncio.create_task(request(number)))
+            await asyncio.sleep(0)
+        assert [one.version for one in adapters.live if one.users] == [0, 1]
+        canceled = asyncio.create_task(request(4))
+        await asyncio.sleep(0)
+        canceled.cancel()
+        assert not any(task.done() for task in tasks)
+        ends[1].set()
+        for _ in range(50):
+            await asyncio.sleep(0.002)
+        assert [(one.version, one.users) for one in adapters.live] == [(0, 1), (3, 2)]
+        for end in ends:
+            end.set()
+        assert await asyncio.gather(*tasks) == [0, 1, 3, 3] and max(busy) == SLOTS == 2
+        await asyncio.gather(canceled, *adapters._removals, return_exceptions=True)
+        assert [one.version for one in adapters.live] == [3] and llm.held == {4}
 
     asyncio.run(scenario())
 

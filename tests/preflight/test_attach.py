@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from asyncrl.testing.generators import fake_status
 from asyncrl.text.stops import load_stops
 from asyncrl.text.tokenizer import load_tokenizer, tokenizer_hash
 from asyncrl.weights.manifest import expected_tensors, layout_hash
+from asyncrl.weights.stored import weights_hash
 
 
 def config(model: Path, **rollout: Any) -> Config:
@@ -43,7 +45,13 @@ def status(model: Path, dtype: str = "float32") -> ReplicaStatus:
         stop_token_ids=tuple(sorted(stops.tokens)),
         stop_strings=tuple(sorted(stops.strings)),
         tokenizer=tokenizer_hash(tokenizer),
+        base_weights=weights_hash(model),
     )
+
+
+def with_adapter(run: Config, max_staleness: int = 1) -> Config:
+    staleness = run.staleness.model_copy(update={"max_staleness": max_staleness})
+    return run.model_copy(update={"lora": LoraConfig(r=16), "staleness": staleness})
 
 
 def test_generators_of_the_same_model_fit(tiny_model: Path) -> None:
@@ -54,6 +62,34 @@ def test_generators_of_the_same_model_fit(tiny_model: Path) -> None:
         status(tiny_model),
         85,
     )
+
+
+def test_generators_of_adapters_fit_with_enough_rank_and_places(tiny_model: Path) -> None:
+    app = GeneratorApp(model="elsewhere", http=True, max_lora_rank=16, max_loras=3)
+    check_fits(with_adapter(config(tiny_model)), "standing", app, status(tiny_model), 85)
+    with pytest.raises(
+        AttachError,
+        match=r"has max_loras = 3, but a run with staleness\.max_staleness = 2 uses 4 adapters",
+    ):
+        check_fits(with_adapter(config(tiny_model), 2), "standing", app, status(tiny_model), 85)
+
+
+def test_adapters_need_the_same_weights_under_them(tiny_model: Path, tmp_path: Path) -> None:
+    """Whole weights are replaced by the run's first version."""
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    app = GeneratorApp(model="elsewhere", http=True)
+    adapters = app.model_copy(update={"max_lora_rank": 16})
+    trained_before = status(other)
+    check_fits(config(tiny_model), "standing", app, replace(trained_before, base_weights=""), 85)
+    check_fits(with_adapter(config(other)), "standing", adapters, trained_before, 85)
+    with pytest.raises(
+        AttachError, match=r"has other weights under its adapters \('elsewhere'\) than model.path ="
+    ) as refused:
+        check_fits(with_adapter(config(tiny_model)), "standing", adapters, trained_before, 85)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_mismatch_is_named(tiny_model: Path, untied_model: Path) -> None:

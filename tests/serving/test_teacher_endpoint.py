@@ -43,12 +43,16 @@ def test_its_log_probs_are_those_of_transformers(
             return await UrlTeacher(distillation).logprobs(ROWS)
 
         found = asyncio.run(scenario())
-        assert "same tokenizer (" in _check_server(distillation, tokenizer)
+        longest = MODEL.max_model_len - 1  # the engine generates one more token
+        text = _check_server(distillation, tokenizer, longest, "settings")
+        assert f"context of {longest + 1} tokens; same tokenizer (" in text
+        with pytest.raises(ConfigError, match=f"a trajectory may have {longest + 1} tokens"):
+            _check_server(distillation, tokenizer, longest + 1, "settings")
         served._model = replace(MODEL, tokenizer="another")
     with listening(routes(served, None)) as address:
         other = DistillationConfig(teacher=f"{address}/v1")
         with pytest.raises(ConfigError, match="it has a different tokenizer"):
-            _check_server(other, tokenizer)
+            _check_server(other, tokenizer, longest, "settings")
     for (prompt, completion), values in zip(ROWS, found, strict=True):
         if not completion:
             assert not len(values)
