@@ -13,6 +13,7 @@ __all__ = [
     "math_verify",
     "pairwise_judge",
     "reasoning_gym_score",
+    "reward_model",
 ]
 
 SLOW_IMPORTS = {
@@ -21,6 +22,7 @@ SLOW_IMPORTS = {
     "math_verify": "mathematics",
     "llm_judge": "judge",
     "pairwise_judge": "pairwise",
+    "reward_model": "reward_model",
 }
 """Functions whose packages take long to import → their module. A reward process imports a module
 only if the config names its function."""
@@ -49,12 +51,21 @@ def check_builtin(function: str, arguments: Mapping[str, object], deadline_s: fl
         from asyncrl.rewards.pairwise import PairwiseSettings
 
         kind = JudgeSettings if name == "llm_judge" else PairwiseSettings
-        settings = kind.model_validate(arguments.get("judge", {}))
-        if settings.timeout_s >= deadline_s:
-            raise ValueError(
-                f"judge.timeout_s = {settings.timeout_s:g} is not below reward.deadline_s ="
-                f" {deadline_s:g}; raise the deadline, or lower the timeout"
-            )
+        judge = kind.model_validate(arguments.get("judge", {}))
+        _check_timeout("judge", judge.timeout_s, deadline_s)
+    if name == "reward_model":
+        from asyncrl.rewards.reward_model import RewardModelSettings
+
+        settings = RewardModelSettings.model_validate(arguments.get(name, {}))
+        _check_timeout(name, settings.timeout_s, deadline_s)
+
+
+def _check_timeout(name: str, timeout_s: float, deadline_s: float) -> None:
+    if timeout_s >= deadline_s:
+        raise ValueError(
+            f"{name}.timeout_s = {timeout_s:g} is not below reward.deadline_s = {deadline_s:g};"
+            " raise the deadline, or lower the timeout"
+        )
 
 
 def __getattr__(name: str) -> object:

@@ -44,6 +44,7 @@ from asyncrl.rewards.contract import (
 )
 from asyncrl.rewards.process import CANCEL_S, HEADER, Call, Cancel, Named, ProcessMessage, Setup
 from asyncrl.rewards.supervisor import command
+from asyncrl.runtime.serve_calls import cluster_environment
 
 __all__ = ["GroupRewards", "RewardPool", "no_rewards", "total_rewards"]
 
@@ -455,6 +456,7 @@ class _Process:
                 command(end, theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(end, theirs.fileno()),
+                env=cluster_environment(),
                 start_new_session=True,
             )
         finally:

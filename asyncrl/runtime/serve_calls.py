@@ -1,19 +1,92 @@
-"""Calling a method of every replica of a Serve deployment."""
+"""Handles of Serve applications from any process, and calling a method of every replica."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from asyncrl.contracts.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle
+    from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-__all__ = ["Handle", "ask_all"]
+__all__ = ["Handle", "application_handle", "ask_all", "ask_one", "cluster_environment"]
 
 Handle: TypeAlias = "DeploymentHandle[Any]"
 """The handle of a Serve deployment. Ray does not type the methods of the deployed class."""
+
+ADDRESS = "RAY_ADDRESS"
+
+
+def cluster_environment() -> dict[str, str] | None:
+    """An environment for a child process from which it can connect to this process's Ray cluster.
+    None: this process is not connected, and the child inherits its environment."""
+    ray = sys.modules.get("ray")  # without importing it
+    if ray is None or not ray.is_initialized():
+        return None
+    return {**os.environ, ADDRESS: ray.get_runtime_context().gcs_address}
+
+
+def application_handle(name: str) -> Handle:
+    """The handle of a Serve application. Connects this process to the cluster at RAY_ADDRESS if it
+    is not connected.
+
+    Raises:
+        LookupError: RAY_ADDRESS is not set, or there is no such application. The message says what
+            to do.
+    """
+    import ray
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    if not ray.is_initialized():
+        if not os.environ.get(ADDRESS):
+            raise LookupError(
+                f"{ADDRESS} is not set; set it to the cluster of the Serve application"
+            )
+        ray.init(os.environ[ADDRESS], log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        return serve.get_app_handle(name)
+    except RayServeException as error:
+        why = str(error).splitlines()[0]
+        raise LookupError(
+            f"{why}; deploy the application on the cluster at {ADDRESS}, or correct the name"
+        ) from None
+
+
+async def ask_one(handle: Handle, method: str, **arguments: object) -> Any:
+    """The answer of one replica. The request ends if the caller is canceled.
+
+    Raises:
+        InvalidRequestError: the replica refuses the request.
+        ConnectionError: no replica can answer now, or this one raised another error.
+    """
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        response = cast(
+            "DeploymentResponse[Any]", handle.options(method_name=method).remote(**arguments)
+        )
+        try:
+            return await response
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
+                # This task was not canceled: the replica is ending, and cancels its requests.
+                raise ConnectionError("a replica canceled the request") from None
+            response.cancel()
+            raise
+    except (RayError, RayServeException) as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, InvalidRequestError):
+            raise InvalidRequestError(str(cause)) from None
+        raise ConnectionError(f"{type(error).__name__}: {error}".splitlines()[0]) from None
 
 
 async def ask_all(

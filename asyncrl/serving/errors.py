@@ -38,7 +38,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, GenerationTimeoutError):
         return ApiError(504, f"{error}; request fewer tokens", "timeout")
     logger.error("a request failed", exc_info=error)
-    return ApiError(500, "the generator failed; see its log", "internal_error")
+    return ApiError(500, "the server failed; see its log", "internal_error")
 
 
 def printable(name: str) -> str:

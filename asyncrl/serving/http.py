@@ -38,10 +38,14 @@ from asyncrl.serving.metrics import CONTENT_TYPE, HttpStatus, Traffic, TrafficCo
 
 __all__ = [
     "KEY_VARIABLE",
+    "Guard",
     "Served",
     "api_key",
     "close_own_routes",
+    "handle_errors",
     "is_loopback",
+    "json_body",
+    "new_app",
     "refuse_open_host",
     "routes",
 ]
@@ -140,7 +144,7 @@ def refuse_open_host(host: str | None, key: str | None, nodes: int = 1) -> None:
     if key is None and host is not None and not is_loopback(host):
         raise RuntimeError(
             f"http_options.host = {host!r} is not loopback and {KEY_VARIABLE} is not set, so"
-            " anyone could use the generators; set http_options.host: 127.0.0.1, or set"
+            " anyone could use the model; set http_options.host: 127.0.0.1, or set"
             f" {KEY_VARIABLE} before Ray starts"
         )
 
@@ -148,9 +152,7 @@ def refuse_open_host(host: str | None, key: str | None, nodes: int = 1) -> None:
 def routes(served: Served, key: str | None) -> FastAPI:
     """Build the application. With a key, every path requires it, including unknown ones. Without a
     key, the application only answers requests addressed to loopback."""
-    app = FastAPI(
-        title="asyncrl", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
-    )
+    app = new_app()
     started = int(time.time())
     encoding = asyncio.Semaphore(ENCODES_AT_ONCE)
 
@@ -161,11 +163,11 @@ def routes(served: Served, key: str | None) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await answer(request, Completions(await _json(request), served.model))
+        return await answer(request, Completions(await json_body(request), served.model))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(request, Chat(await _json(request), served.model))
+        return await answer(request, Chat(await json_body(request), served.model))
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -188,7 +190,7 @@ def routes(served: Served, key: str | None) -> FastAPI:
             exposition(served.model.name, await served.http_statuses()), media_type=CONTENT_TYPE
         )
 
-    _handle_errors(app)
+    handle_errors(app, PATHS)
     app.add_middleware(Guard, key=key, largest_body=min(LARGEST_BODY, served.model.largest_body))
     app.add_middleware(TrafficCounter, traffic=served.traffic, paths=PATHS)
     return app
@@ -213,8 +215,15 @@ async def _generate(
     )
 
 
-def _handle_errors(app: FastAPI) -> None:
-    """Answer every error in OpenAI's format."""
+def new_app() -> FastAPI:
+    """An application without routes."""
+    return FastAPI(
+        title="asyncrl", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
+
+
+def handle_errors(app: FastAPI, paths: Sequence[str]) -> None:
+    """Answer every error in OpenAI's format. `paths` are those of the application's routes."""
     for kind in (
         ApiError,
         StaleReplicaError,
@@ -226,7 +235,7 @@ def _handle_errors(app: FastAPI) -> None:
     client_left = ApiError(CLIENT_LEFT, "the client has left", "client_left")
     app.add_exception_handler(ClientLeftError, lambda request, error: _refusal(client_left))
     app.add_exception_handler(
-        StarletteHTTPException, lambda request, error: _refusal(_refused_by_fastapi(error))
+        StarletteHTTPException, lambda request, error: _refusal(_refused_by_fastapi(error, paths))
     )
 
 
@@ -346,9 +355,9 @@ def _bounded(receive: Receive, largest: int) -> Receive:
     return counted
 
 
-async def _json(request: Request) -> object:
+async def json_body(request: Request) -> object:
     """Parse the body. Other content types are refused, because a browser lets any web page send
-    them to this server."""
+    them to this server. Raises ApiError."""
     if (
         request.headers.get("content-type", "").partition(";")[0].strip().lower()
         != "application/json"
@@ -377,15 +386,15 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return tree
 
 
-def _refused_by_fastapi(error: Exception) -> ApiError:
+def _refused_by_fastapi(error: Exception, paths: Sequence[str]) -> ApiError:
     """The answer to an unknown path, a wrong method or a large body."""
     assert isinstance(error, StarletteHTTPException)  # registered for no other class
     if error.status_code == 404:
-        return ApiError(404, f"no such path; the paths are {', '.join(PATHS)}", "not_found")
+        return ApiError(404, f"no such path; the paths are {', '.join(paths)}", "not_found")
     if error.status_code == 405:
         return ApiError(
             405,
-            "method not allowed; use POST for completions and GET for other paths",
+            "method not allowed; use POST to generate or score, and GET for other paths",
             "method_not_allowed",
         )
     return ApiError(error.status_code, str(error.detail), "refused")

@@ -6,10 +6,8 @@
 import asyncio
 import os
 
-import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.serve.context import _get_global_client
 
 from asyncrl.generation.app import STATUS_S, application, build_app
 from asyncrl.generation.replica import Generator
@@ -18,6 +16,7 @@ from asyncrl.runtime.serve_calls import ask_all
 from asyncrl.serving.http import api_key, refuse_open_host, routes
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import HttpStatus, Traffic
+from asyncrl.serving.proxies import bound_host, nodes
 from asyncrl.serving.words import ModelWords
 
 __all__ = ["HttpGenerator", "build_standing_app"]
@@ -33,7 +32,7 @@ class HttpGenerator(Generator):
         # Check this first: starting an engine takes a minute.
         self._key = api_key(dict(os.environ))
         refuse_open_host(
-            await asyncio.to_thread(_bound_host), self._key, await asyncio.to_thread(_nodes)
+            await asyncio.to_thread(bound_host), self._key, await asyncio.to_thread(nodes)
         )
         self.traffic = Traffic()
         await super().__init__(app)
@@ -69,16 +68,3 @@ def build_standing_app(args: GeneratorApp) -> serve.Application:
     """The application that `serve deploy` builds from YAML. It has HTTP routes if `args.http` is
     set."""
     return build_app(args, HttpGenerator if args.http else Generator)
-
-
-def _nodes() -> int:
-    return sum(bool(node["Alive"]) for node in ray.nodes())
-
-
-def _bound_host() -> str | None:
-    """The host that Serve's proxies bind. The first start of Serve on this cluster set it, so a
-    later config file may differ."""
-    client = _get_global_client()
-    assert client is not None  # the call raises if Serve does not run
-    host: str | None = client.http_config.host
-    return host

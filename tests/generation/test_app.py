@@ -17,7 +17,7 @@ from asyncrl.generation.settings import GeneratorApp
 from asyncrl.preflight.specs import generator_app
 from asyncrl.serving.standing import build_standing_app
 
-CONFIGS = sorted((Path(__file__).parents[2] / "serve_configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "serve_configs").glob("generator_*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -625,8 +625,8 @@ def test_a_replica_refuses_an_open_host_before_it_starts_an_engine(
 ) -> None:
     from asyncrl.serving import standing
 
-    monkeypatch.setattr(standing, "_bound_host", lambda: "0.0.0.0")
-    monkeypatch.setattr(standing, "_nodes", lambda: 1)
+    monkeypatch.setattr(standing, "bound_host", lambda: "0.0.0.0")
+    monkeypatch.setattr(standing, "nodes", lambda: 1)
     monkeypatch.setattr(standing.Generator, "__init__", None)
     monkeypatch.delenv("ASYNCRL_API_KEY", raising=False)
     with pytest.raises(RuntimeError, match="is not loopback"):
@@ -656,8 +656,8 @@ def test_a_replica_serves_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     context = SimpleNamespace(app_name="standing", replica_id=SimpleNamespace(unique_id="a"))
     monkeypatch.setenv("ASYNCRL_API_KEY", KEY)
-    monkeypatch.setattr(standing, "_bound_host", lambda: "0.0.0.0")
-    monkeypatch.setattr(standing, "_nodes", lambda: 2)
+    monkeypatch.setattr(standing, "bound_host", lambda: "0.0.0.0")
+    monkeypatch.setattr(standing, "nodes", lambda: 2)
     monkeypatch.setattr(replica, "Engine", lambda settings: engine)
     monkeypatch.setattr(replica, "expected_tensors", lambda model, dtype: {})
     monkeypatch.setattr(replica, "find_registry", lambda name: None)

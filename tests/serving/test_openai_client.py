@@ -447,7 +447,7 @@ def test_a_failure_in_a_stream_is_the_last_event(
             pieces.extend(create())
         message = json.dumps(failed.value.body)
         assert (
-            "no replica" if isinstance(failure, StaleReplicaError) else "the generator failed"
+            "no replica" if isinstance(failure, StaleReplicaError) else "the server failed"
         ) in message and "secret" not in message
     sent = raw(
         endpoint, {"model": "tiny", "prompt": "a", "max_tokens": 90, "seed": 1, "stream": True}

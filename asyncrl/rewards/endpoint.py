@@ -1,0 +1,131 @@
+"""A server that a reward asks over HTTP: its connections, its key, and repeated tries."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import httpx2
+
+__all__ = ["BusyError", "Endpoint", "first_answer", "refuse_key_in_the_clear"]
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+RETRIED = (408, 409, 425, 429)
+"""Statuses below 500 after which the same request may succeed."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
+
+
+class BusyError(Exception):
+    """The server cannot answer now; the request may be sent again."""
+
+
+AGAIN = (
+    httpx2.RequestError,
+    RecursionError,
+    BusyError,
+    KeyError,
+    IndexError,
+    TypeError,
+    ValueError,
+)
+"""Errors of a try after which another one may succeed: of the server, and of an answer that cannot
+be read."""
+
+
+def refuse_key_in_the_clear(url: str, key_env: str | None) -> None:
+    """Raise ValueError if requests to the URL would send a key unencrypted."""
+    parts = urlsplit(url)
+    if key_env is not None and parts.scheme == "http" and parts.hostname not in LOOPBACK:
+        raise ValueError(
+            f"url = {url!r} would send the key of {key_env} in the clear; use https, or leave"
+            " key_env out"
+        )
+
+
+class Endpoint:
+    """The connections to one address. Use it on one event loop."""
+
+    def __init__(self, url: str, key_env: str | None, at_once: int, name: str, check: str) -> None:
+        """
+        Args:
+            at_once: concurrent requests.
+            name: setting that the fields belong to, such as `judge`.
+            check: what to look at if the server refuses requests.
+
+        Raises:
+            ValueError: this process has no key.
+        """
+        headers = {}
+        if key_env is not None:
+            if not (key := os.environ.get(key_env)):
+                raise ValueError(
+                    f"{name}.key_env = {key_env!r}: this process has no such variable; set it on"
+                    " every node, or leave key_env out"
+                )
+            headers["Authorization"] = f"Bearer {key}"
+        limits = httpx2.Limits(max_connections=at_once, max_keepalive_connections=at_once)
+        self.title = f"the {name.replace('_', ' ')} at {url}"
+        self._url, self._check = url, check
+        # A proxy from the environment, or a redirect, could send the key elsewhere.
+        self._client = httpx2.AsyncClient(
+            headers=headers, limits=limits, timeout=None, trust_env=False, follow_redirects=False
+        )
+        self._room = asyncio.Semaphore(at_once)
+
+    async def post(self, body: object) -> httpx2.Response:
+        """The server's answer, with status 200.
+
+        Raises:
+            BusyError: another try may succeed.
+            RuntimeError: the server refuses the request, so another try cannot succeed.
+        """
+        async with self._room:
+            response = await self._client.post(self._url, json=body)
+        if response.status_code >= 500 or response.status_code in RETRIED:
+            raise BusyError(f"status {response.status_code}")
+        if response.status_code != 200:
+            raise RuntimeError(
+                f"{self.title} refuses requests with status {response.status_code}:"
+                f" {response.text[:200]!r}; see {self._check}"
+            )
+        return response
+
+
+async def first_answer(
+    ask: Callable[[], Awaitable[Answer]],
+    title: str,
+    retries: int,
+    timeout_s: float,
+    setting: str,
+) -> Answer | None:
+    """What `ask` returns; None if no try returns in time.
+
+    Args:
+        title: of the server, for the log.
+        timeout_s: seconds for all tries, the value of `setting`.
+        retries: how often `ask` is called again after errors in AGAIN. Others are raised.
+    """
+    reason = "no answer"
+    try:
+        async with asyncio.timeout(timeout_s):
+            for attempt in range(retries + 1):
+                if attempt:
+                    pause = min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S)
+                    await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                try:
+                    return await ask()
+                except AGAIN as error:
+                    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    except TimeoutError:
+        reason = f"more than {setting} = {timeout_s:g} s (last: {reason})"
+    logger.warning("%s gave no score: %s", title, reason)
+    return None

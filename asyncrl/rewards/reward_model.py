@@ -1,0 +1,165 @@
+"""A served reward model as a reward (`serve_configs/reward_model.yaml`), asked by URL, or by the
+name of its Serve application on the same Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from asyncrl.contracts.errors import InvalidRequestError
+from asyncrl.rewards.endpoint import BusyError, Endpoint, first_answer, refuse_key_in_the_clear
+
+if TYPE_CHECKING:
+    from asyncrl.runtime.serve_calls import Handle
+
+__all__ = ["RewardModelSettings", "reward_model"]
+
+FINISHED = "stop"
+"""Finish reason of a completion that ended by itself."""
+
+
+class RewardModelSettings(BaseModel):
+    """The argument `reward_model` of the reward. It needs `url` or `app`."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+    url: str | None = Field(default=None, pattern=r"^https?://[^\s]+$")
+    """Base URL of the server, such as http://127.0.0.1:8000. `/score` is added."""
+    app: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Name of the Serve application on the run's Ray cluster, to ask through its handle. Each
+    reward process then connects to the cluster."""
+    key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_]\w*$")
+    """Environment variable with the server's key, set for every process that computes rewards. None
+    = no key is sent. Only for `url`."""
+    retries: int = Field(default=2, ge=0)
+    """Retries after a server error, a lost connection or an unreadable answer."""
+    timeout_s: float = Field(default=25.0, gt=0)
+    """Seconds for one group, including retries. After that, its completions are unscored. Must be
+    below reward.deadline_s."""
+    at_once: int = Field(default=64, gt=0)
+    """Concurrent requests of one reward process. A request contains one group. Only for `url`."""
+
+    @model_validator(mode="after")
+    def check_usable(self) -> RewardModelSettings:
+        """Refuse settings without effect, and a key that would be sent unencrypted."""
+        if (self.url is None) == (self.app is None):
+            raise ValueError("set one of url and app")
+        if self.url is not None:
+            refuse_key_in_the_clear(self.url, self.key_env)
+        elif unused := sorted({"key_env", "at_once"} & self.model_fields_set):
+            raise ValueError(f"{unused[0]} only has an effect with url; leave it out")
+        return self
+
+
+async def reward_model(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    reward_model: Mapping[str, object],
+    finish_reason: Sequence[str] | None = None,
+) -> list[float | None]:
+    """The reward model's score of each completion; None where it gave none in time.
+
+    Args:
+        reward_model: The fields of a `RewardModelSettings`.
+        finish_reason: Why each completion ended. One that did not `stop` is scored without an end.
+            None = all ended.
+
+    Raises:
+        ValueError: The settings cannot be used.
+        RuntimeError: The server refuses the requests themselves, so a retry cannot succeed.
+    """
+    settings = RewardModelSettings.model_validate(dict(reward_model))
+    reasons = finish_reason or [FINISHED] * len(completions)
+    request = {
+        "prompts": list(prompts),
+        "completions": list(completions),
+        "complete": [reason == FINISHED for reason in reasons],
+    }
+    ask = _by_url if settings.url is not None else _by_handle
+    scores = await ask(settings, request)
+    return [None] * len(completions) if scores is None else scores
+
+
+async def _by_url(
+    settings: RewardModelSettings, request: dict[str, object]
+) -> list[float | None] | None:
+    assert settings.url is not None  # the caller has looked
+    server = _server(asyncio.get_running_loop(), settings.url, settings.key_env, settings.at_once)
+
+    async def ask() -> list[float | None]:
+        return _scores((await server.post(request)).json()["scores"], request)
+
+    return await first_answer(
+        ask, server.title, settings.retries, settings.timeout_s, "reward_model.timeout_s"
+    )
+
+
+async def _by_handle(
+    settings: RewardModelSettings, request: dict[str, object]
+) -> list[float | None] | None:
+    from asyncrl.runtime.serve_calls import ask_one
+
+    assert settings.app is not None  # one of both is set
+    app = _app(asyncio.get_running_loop(), settings.app)
+
+    async def ask() -> list[float | None]:
+        try:
+            return _scores(await ask_one(await app.handle(), "score", **request), request)
+        except InvalidRequestError as error:
+            raise RuntimeError(f"{app.title} refuses requests: {error}") from None
+        except ConnectionError as error:
+            raise BusyError(str(error)) from None
+
+    return await first_answer(
+        ask, app.title, settings.retries, settings.timeout_s, "reward_model.timeout_s"
+    )
+
+
+@lru_cache(maxsize=16)
+def _server(
+    loop: asyncio.AbstractEventLoop, url: str, key_env: str | None, at_once: int
+) -> Endpoint:
+    """One per event loop, so that its connections are kept between calls."""
+    check = "reward_model.url, key_env"
+    return Endpoint(url.rstrip("/") + "/score", key_env, at_once, "reward_model", check)
+
+
+@lru_cache(maxsize=16)
+def _app(loop: asyncio.AbstractEventLoop, name: str) -> _App:
+    """One per event loop, so that its handle is kept between calls."""
+    return _App(name)
+
+
+class _App:
+    def __init__(self, name: str) -> None:
+        self.title = f"reward_model.app = {name!r}"
+        self._name = name
+        self._connecting = asyncio.Lock()
+        self._handle: Handle | None = None
+
+    async def handle(self) -> Handle:
+        """The application's handle. Connects this process to Ray if it is not connected."""
+        from asyncrl.runtime.serve_calls import application_handle
+
+        async with self._connecting:
+            if self._handle is None:
+                try:
+                    self._handle = await asyncio.to_thread(application_handle, self._name)
+                except LookupError as error:
+                    raise RuntimeError(f"{self.title}: {error}") from None
+            return self._handle
+
+
+def _scores(values: object, request: Mapping[str, object]) -> list[float | None]:
+    """The scores in an answer. Raises ValueError if they are not one for each completion."""
+    wanted = request["complete"]
+    assert isinstance(wanted, list)
+    if not isinstance(values, list) or len(values) != len(wanted):
+        raise ValueError(f"the answer has no list of {len(wanted)} scores")
+    return [None if value is None else float(value) for value in values]

@@ -1,0 +1,97 @@
+"""Batches the rows of concurrent requests, so that a forward pass is full and has little
+padding."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+__all__ = ["RowBatches", "batches_of"]
+
+Row = Sequence[int]
+
+MOST_PADDING = 0.25
+"""Padding of a batch, as a share of its tokens, up to which a longer row joins it."""
+FREE_PADDING = 512
+"""Tokens of padding that cost less than another forward pass."""
+WINDOW = 8
+"""Batches' worth of waiting rows that are sorted together. A row waits for at most this many
+batches after it is taken."""
+
+
+def batches_of(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """The numbers of rows with these lengths, in batches of at most `most`, shortest rows first.
+    Rows are padded to the longest of their batch."""
+    batches: list[list[int]] = []
+    tokens = 0
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
+        length = lengths[number]
+        tokens += length
+        padding = (len(batches[-1]) + 1) * length - tokens if batches else 0
+        if (
+            not batches
+            or len(batches[-1]) == most
+            or padding > max(FREE_PADDING, MOST_PADDING * tokens)
+        ):
+            batches.append([])
+            tokens = length
+        batches[-1].append(number)
+    return batches
+
+
+class RowBatches:
+    """Computes a score for each row of concurrent requests, in one thread. Use it on one event
+    loop."""
+
+    def __init__(
+        self, compute: Callable[[Sequence[Row]], list[float]], most: int, wait_s: float
+    ) -> None:
+        """
+        Args:
+            compute: returns the scores of at most `most` rows.
+            wait_s: seconds that the first row waits for others.
+        """
+        self._compute, self._most, self._wait_s = compute, most, wait_s
+        self._waiting: deque[tuple[Row, asyncio.Future[float]]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scores")
+        self._work: asyncio.Task[None] | None = None
+
+    async def scores(self, rows: Sequence[Row]) -> list[float]:
+        """The scores of these rows. Rows that wait for their batch are dropped if the caller is
+        canceled. Raises whatever `compute` raises for one of their batches."""
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in rows]
+        self._waiting.extend(zip(rows, futures, strict=True))
+        if self._work is None or self._work.done():
+            self._work = loop.create_task(self._run())
+        return list(await asyncio.gather(*futures))
+
+    async def _run(self) -> None:
+        """Compute until no row waits."""
+        if len(self._waiting) < self._most:
+            await asyncio.sleep(self._wait_s)
+        while self._waiting:
+            count = min(len(self._waiting), WINDOW * self._most)
+            taken = [self._waiting.popleft() for _ in range(count)]
+            for batch in batches_of([len(row) for row, _ in taken], self._most):
+                await self._some([taken[number] for number in batch])
+
+    async def _some(self, batch: Sequence[tuple[Row, asyncio.Future[float]]]) -> None:
+        wanted = [(row, future) for row, future in batch if not future.done()]
+        if not wanted:
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            scores = await loop.run_in_executor(
+                self._thread, self._compute, [row for row, _ in wanted]
+            )
+        except Exception as error:
+            for _, future in wanted:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), score in zip(wanted, scores, strict=True):
+            if not future.done():
+                future.set_result(score)

@@ -1,0 +1,197 @@
+"""A served reward model as a reward: against a small server, and a real Serve application on the
+session's Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from reward_checkpoint import save_reward_model, score_of
+from served_http import listening
+
+from asyncrl.config import RewardConfig
+from asyncrl.rewards.builtin import check_builtin
+from asyncrl.rewards.contract import GroupCall, RewardError, call_reward
+from asyncrl.rewards.pool import RewardPool
+
+FUNCTION = "asyncrl.rewards.builtin:reward_model"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers with the next entry of the server's `replies`: scores, or a status."""
+
+    server: Any
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((self.path, body))
+        reply = self.server.replies.pop(0)
+        status, answer = (reply, {"error": "no"}) if isinstance(reply, int) else (200, reply)
+        payload = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing to the terminal."""
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+        served: Any = made
+        served.requests, served.replies = [], []
+        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
+        thread.start()
+        yield served
+        made.shutdown()
+        thread.join()
+
+
+def group(*completions: str) -> GroupCall:
+    reasons = ["stop", *["length"] * (len(completions) - 1)]
+    return GroupCall(
+        ["p"] * len(completions),
+        completions,
+        [[1]] * len(completions),
+        {"reward_model": "a column"},
+        reasons,
+        [reason == "length" for reason in reasons],
+    )
+
+
+def asked(server: Any, **settings: Any) -> list[float | None]:
+    chosen = {"url": f"http://127.0.0.1:{server.server_port}/", **settings}
+    return call_reward(FUNCTION, group("a", "b"), {"reward_model": chosen}).rewards
+
+
+def test_a_group_is_one_request_and_only_a_stop_is_an_end(server: Any) -> None:
+    server.replies = [{"scores": [0.5, None], "model": "m"}]
+    assert asked(server) == [0.5, None]
+    ((path, body),) = server.requests
+    assert path == "/score"
+    assert body == {"prompts": ["p"] * 2, "completions": ["a", "b"], "complete": [True, False]}
+
+
+def test_a_busy_server_is_asked_again_and_then_scores_nothing(server: Any) -> None:
+    server.replies = [503, {"scores": [1.0]}, {"scores": [1, 2]}, 500, 429, []]
+    assert asked(server) == [1.0, 2.0]
+    assert asked(server) == [None, None]
+    assert server.replies == []
+
+
+def test_a_request_that_the_server_refuses_is_an_error(server: Any) -> None:
+    server.replies = [400]
+    with pytest.raises(
+        RewardError, match=r"the reward model at .*/score refuses requests with status 400"
+    ):
+        asked(server)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "set one of url and app"),
+        ({"url": "http://127.0.0.1:1", "app": "a"}, "set one of url and app"),
+        ({"url": "127.0.0.1:1"}, "url"),
+        ({"url": "http://scores.example", "key_env": "K"}, "in the clear"),
+        ({"app": "a", "key_env": "K"}, "key_env only has an effect with url"),
+        ({"app": "a", "at_once": 2}, "at_once only has an effect with url"),
+        ({"url": "http://127.0.0.1:1", "model": "m"}, "model"),
+        ({"app": "a", "timeout_s": 30}, "reward_model.timeout_s = 30 is not below"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_the_run(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        check_builtin(FUNCTION, {"reward_model": settings}, 30.0)
+    assert message in str(refused.value)
+    check_builtin(FUNCTION, {"reward_model": {"app": "a"}}, 30.0)
+
+
+class OverTheHandle:
+    """The backend of the HTTP routes: the real replica."""
+
+    model_entry = {"id": "served"}  # noqa: RUF012
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def score(self, **fields: Any) -> Any:
+        return await self._handle.score.remote(**fields)
+
+    def check_health(self) -> None:
+        """The replica answers, so it is healthy."""
+
+
+@pytest.fixture(scope="module")
+def served(
+    ray_cluster: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SimpleNamespace]:
+    """A reward model whose padding token is EOS, under Serve: `path`, `handle`."""
+    from ray import serve
+    from ray.serve.config import ProxyLocation
+
+    from asyncrl.serving import build_reward_app
+    from asyncrl.serving.reward_settings import RewardModelApp
+
+    path = save_reward_model(
+        tmp_path_factory.mktemp("reward_models") / "served", tiny_model, pad_token_id=2
+    )
+    args = RewardModelApp(model=str(path), device="cpu", num_cpus=0.1, max_batch_size=4)
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    handle = serve.run(build_reward_app(args), name="scores", route_prefix=None)
+    yield SimpleNamespace(path=path, handle=handle)
+    serve.delete("scores")
+
+
+@pytest.mark.timeout(300)
+def test_scores_over_the_handle_over_http_and_from_a_reward_process_are_those_of_transformers(
+    served: SimpleNamespace,
+) -> None:
+    from asyncrl.serving.score_routes import score_routes
+
+    rows = [[5, 6, 2], [7], [2], [9] * 100, [4, 2], [5] * 30]
+    wanted = score_of(served.path, rows)
+
+    async def scenario() -> list[list[float]]:
+        every = [served.handle.score.remote(token_ids=rows)]
+        every += [served.handle.score.remote(token_ids=[row]) for row in rows]
+        return [await answer for answer in every]
+
+    first, *others = asyncio.run(scenario())
+    assert first == pytest.approx(wanted, abs=1e-5)
+    assert [row[0] for row in others] == pytest.approx(wanted, abs=1e-5)
+    # "0+=" and the completions in the tokens of the model, with EOS after one that has ended.
+    call = GroupCall(["0+="] * 2, ["1", "42"], [[1]] * 2, {}, ["stop", "length"], [False, True])
+    wanted = score_of(served.path, [[4, 14, 17, 5, 2], [4, 14, 17, 8, 6]])
+    with listening(score_routes(OverTheHandle(served.handle), None)) as address:
+        functions = {
+            name: {"function": FUNCTION, "arguments": {"reward_model": settings}}
+            for name, settings in (("by_url", {"url": address}), ("by_app", {"app": "scores"}))
+        }
+        config = RewardConfig.model_validate({"functions": functions, "processes": 1})
+        with RewardPool(config) as pool:
+            parts = pool.submit(call).result(timeout=120).parts
+    assert parts["by_url"] == pytest.approx(wanted, abs=1e-5)
+    assert parts["by_app"] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.timeout(120)
+def test_an_application_that_does_not_exist_or_refuses_is_an_error(served: SimpleNamespace) -> None:
+    def scored(app: str, completion: str) -> None:
+        call_reward(FUNCTION, group(completion), {"reward_model": {"app": app}})
+
+    with pytest.raises(RewardError, match=r"reward_model.app = 'none': .*does not exist.*deploy"):
+        scored("none", "1")
+    with pytest.raises(RewardError, match="refuses requests: sequence 0 has 602 tokens"):
+        scored("scores", "1" * 600)
