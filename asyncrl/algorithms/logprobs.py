@@ -19,6 +19,7 @@ __all__ = [
     "chunk_elements",
     "greedy_tokens",
     "token_logprobs",
+    "top_logprobs",
 ]
 
 LIVE_CHUNKS = 7
@@ -73,8 +74,9 @@ def token_logprobs(
     logit_map: LogitMap = IDENTITY,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probs [N] of `targets` [N] and the entropies [N], in float32 nats, of
-    softmax(logit_map(hidden @ weight.T + bias) / temperature).
+    """Return the log-probs of `targets` and the entropies [N], in float32 nats, of
+    softmax(logit_map(hidden @ weight.T + bias) / temperature). `targets` is [N], or [N, M] for M
+    tokens of each row, and the log-probs have its shape.
 
     Without `with_entropy`, which needs `torch.no_grad()`, the entropies are empty.
 
@@ -226,6 +228,38 @@ def greedy_tokens(
     )
 
 
+@torch.no_grad()
+def top_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    top_k: int,
+    vocabulary: int | None = None,
+    bias: Tensor | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    logit_map: LogitMap = IDENTITY,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probs [N] of `targets` [N], then the ids [N, K] and log-probs [N, K] of the
+    most probable other tokens of each row, most probable first.
+
+    K is `top_k`, or the number of other tokens if there are fewer. With `vocabulary`, only ids
+    below it are among them. The probabilities are still those over the whole vocabulary.
+    """
+    known = min(vocabulary or weight.shape[0], weight.shape[0])
+    count = min(top_k, known - 1)
+    found = []
+    for chunk in _chunks(max(1, len(targets)), _chunk_rows(weight, chunk_elements)):
+        logits = _logits(hidden[chunk], weight, bias, logit_map)
+        log_probs = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, -1)
+        places = targets[chunk, None]
+        own = log_probs.gather(-1, places).squeeze(-1)
+        others = log_probs.scatter_(-1, places, float("-inf"))[:, :known].topk(count, -1)
+        found.append((own, others.indices, others.values))
+    own, ids, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return own, ids, values
+
+
 def _chunk_rows(weight: Tensor, chunk_elements: int) -> int:
     return max(1, chunk_elements // weight.shape[0])
 
@@ -244,8 +278,8 @@ def _chunk(
     logit_map: LogitMap,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probs [N] and entropies [N] of one chunk. `with_entropy` is false where the
-    entropies are not used; they are then empty."""
+    """Return the log-probs of the targets, in their shape, and the entropies [N] of one chunk.
+    `with_entropy` is false where the entropies are not used; they are then empty."""
     logits = _logits(hidden, weight, bias, logit_map)
     # A division by 1 changes nothing, but on a CPU it costs as much as a softmax.
     log_probs = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
@@ -256,4 +290,6 @@ def _chunk(
     else:
         with torch.no_grad():
             entropy = -log_probs.exp().mul_(log_probs).sum(-1)
+    if targets.dim() == 2:
+        return log_probs.gather(-1, targets), entropy
     return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy

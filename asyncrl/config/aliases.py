@@ -13,8 +13,14 @@ __all__ = ["explain_unknown"]
 VALUE_CLIP = (
     "a batch is trained once, so a clip around the values before the step never acts; remove it"
 )
+SERVED_REWARD_MODEL = "reward.functions: asyncrl.rewards.builtin:reward_model"
+WHOLE_VERSIONS = (
+    "the reference policy takes whole versions (algorithm.ref_update_interval); remove it"
+)
 
 RENAMED = {
+    "ref_model_sync_steps": "algorithm.ref_update_interval",
+    "sync_ref_model": "algorithm.ref_update_interval, with a number of versions",
     "use_peft": "lora.r, for an adapter of that rank",
     "peft_config": "lora.r, lora.alpha and lora.target_modules",
     "lora_r": "lora.r",
@@ -73,6 +79,7 @@ RENAMED = {
     "online_dpo": "algorithm.preference",
     "teacher_model": "algorithm.distillation.teacher",
     "teacher_model_name_or_path": "algorithm.distillation.teacher",
+    "loss_top_k": "algorithm.distillation.top_k",
     "judge": "reward.functions, with asyncrl.rewards.builtin:pairwise_judge",
     "loss_agg_mode": "algorithm.loss_aggregation",
     "advantage_estimator": "algorithm.advantage",
@@ -293,11 +300,11 @@ RENAMED = {
     ),
     "reward_function": "reward.functions",
     "custom_reward_function": "reward.functions",
-    "remote_rm_url": "reward.functions",
+    "remote_rm_url": SERVED_REWARD_MODEL,
     "remote_url": "reward.functions",
-    "reward_model": "reward.functions",
-    "reward_pretrain": "reward.functions",
-    "reward_model_path": "reward.functions",
+    "reward_model": SERVED_REWARD_MODEL,
+    "reward_pretrain": SERVED_REWARD_MODEL,
+    "reward_model_path": SERVED_REWARD_MODEL,
     "reward_manager": "reward.functions",
     "overlong_buffer_len": "reward.overlong_buffer",
     "overlong_penalty_factor": "reward.overlong_penalty",
@@ -386,8 +393,8 @@ RENAMED = {
     "custom_reward_function.path": "reward.functions: package.module:function",
     "custom_reward_function.name": "reward.functions: package.module:function",
     "reward_model.enable": "reward.functions",
-    "reward_model.path": "reward.functions",
-    "reward_model.model.path": "reward.functions",
+    "reward_model.path": SERVED_REWARD_MODEL,
+    "reward_model.model.path": SERVED_REWARD_MODEL,
     "warmup_ratio": "learner.warmup_steps, in steps",
     "lr_warmup_ratio": "learner.warmup_steps, in steps",
     "lr_warmup_steps_ratio": "learner.warmup_steps, in steps",
@@ -488,12 +495,9 @@ NOT_IMPLEMENTED = {
         "a batch is trained once; remove it, and set rollout.num_steps_per_rollout for more steps"
         " in a round"
     ),
-    "sync_ref_model": "the reference policy never changes (algorithm.ref_load); remove it",
-    "ref_model_sync_steps": "the reference policy never changes (algorithm.ref_load); remove it",
-    "ref_model_mixup_alpha": "the reference policy never changes (algorithm.ref_load); remove it",
-    "ref_update_interval": "the reference policy never changes (algorithm.ref_load); remove it",
-    "enable_ema": "the reference policy never changes (algorithm.ref_load); remove it",
-    "ema_beta": "the reference policy never changes (algorithm.ref_load); remove it",
+    "ref_model_mixup_alpha": WHOLE_VERSIONS,
+    "enable_ema": WHOLE_VERSIONS,
+    "ema_beta": WHOLE_VERSIONS,
     "custom_generate_function_path": "there is no setting for such a function; remove it",
     "rollout_function_path": "there is no setting for such a function; remove it",
     "custom_tis_function_path": "there is no setting for such a function; remove it",

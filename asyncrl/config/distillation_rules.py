@@ -11,12 +11,17 @@ OF_URLS = ("model", "key_env", "timeout_s", "retries", "at_once")
 """Settings of `algorithm.distillation` that only requests to a server use."""
 
 
+OF_POLICY_LOSS = ("loss", "old_policy", "eps_clip", "eps_clip_high", "correction")
+"""Settings of `algorithm` that only act on advantages."""
+
+
 def check_distillation(config: Settings) -> None:
     """Raise ValueError for the first rule of distillation that does not hold."""
     distillation = config.algorithm.distillation
     if distillation is None:
         return
     _check_other_objectives(config.algorithm, distillation)
+    _check_top_k(config.algorithm, distillation)
     _check_reward_weight(config, distillation)
     if distillation.is_url:
         _check_url(config, distillation)
@@ -31,6 +36,11 @@ def check_distillation(config: Settings) -> None:
 
 
 def _check_other_objectives(algorithm: AlgorithmConfig, distillation: DistillationConfig) -> None:
+    if algorithm.ref_update_interval is not None:
+        raise ValueError(
+            f"algorithm.ref_update_interval = {algorithm.ref_update_interval} would replace the"
+            " teacher of algorithm.distillation by the policy; leave one of them out"
+        )
     if algorithm.ref_load is not None:
         raise ValueError(
             f"algorithm.ref_load = {algorithm.ref_load!r} has no effect with"
@@ -38,12 +48,14 @@ def _check_other_objectives(algorithm: AlgorithmConfig, distillation: Distillati
             " of them out"
         )
     has_kl = algorithm.kl_coef > 0 or algorithm.kl_loss_coef > 0
+    if has_kl and distillation.use != "ref_kl":
+        raise ValueError(
+            "algorithm.kl_coef and kl_loss_coef would add the teacher's divergence a second"
+            " time; leave them out, or set algorithm.distillation.use: ref_kl"
+        )
+    if distillation.uses_top_k:
+        return
     if distillation.adds_advantage:
-        if has_kl:
-            raise ValueError(
-                "algorithm.kl_coef and kl_loss_coef would add the teacher's divergence a second"
-                " time; leave them out, or set algorithm.distillation.use: ref_kl"
-            )
         if algorithm.needs_one_advantage or algorithm.correction.sequence_mask_above is not None:
             raise ValueError(
                 "algorithm.distillation.use: advantage gives one advantage per token, and"
@@ -61,6 +73,32 @@ def _check_other_objectives(algorithm: AlgorithmConfig, distillation: Distillati
             f"algorithm.distillation.coef = {distillation.coef:g} has no effect with use: ref_kl;"
             " set algorithm.kl_loss_coef instead"
         )
+
+
+def _check_top_k(algorithm: AlgorithmConfig, distillation: DistillationConfig) -> None:
+    default = DistillationConfig.model_fields["top_k"].default
+    if not distillation.uses_top_k:
+        if distillation.top_k != default:
+            raise ValueError(
+                f"algorithm.distillation.top_k = {distillation.top_k} has no effect with use:"
+                f" {distillation.use}; set use: top_k, or leave it out"
+            )
+        return
+    if distillation.is_url:
+        raise ValueError(
+            "algorithm.distillation.use: top_k does not work with the teacher at"
+            f" {distillation.teacher}: a server only scores the sampled tokens; give the teacher's"
+            " checkpoint, or set use: advantage"
+        )
+    if distillation.reward_weight:
+        return
+    for name in OF_POLICY_LOSS:
+        if getattr(algorithm, name) != AlgorithmConfig.model_fields[name].default:
+            raise ValueError(
+                f"algorithm.{name} has no effect with algorithm.distillation.use: top_k and"
+                " reward_weight: 0, because the divergence is no policy loss; leave it out, or set"
+                " reward_weight above 0"
+            )
 
 
 def _check_reward_weight(config: Settings, distillation: DistillationConfig) -> None:

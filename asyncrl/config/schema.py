@@ -702,12 +702,17 @@ class DistillationConfig(Section):
     OpenAI-compatible server, such as http://127.0.0.1:8000/v1. A model runs in a process of its
     own, on the learner's device. It must have the model's tokenizer. `{runs_root}` in it is
     replaced."""
-    use: Literal["advantage", "ref_kl"] = "advantage"
+    use: Literal["advantage", "top_k", "ref_kl"] = "advantage"
     """`advantage`: each token gets the advantage coef * (log π_teacher - log π_behavior), whose
-    expectation is the negative reverse KL divergence. `ref_kl`: the teacher is the reference policy
-    of algorithm.kl_loss_coef or kl_coef."""
+    expectation is the negative reverse KL divergence. `top_k`: coef * the reverse KL divergence
+    itself is a part of the loss, over the sampled token, the teacher's top_k most probable other
+    tokens, and all the rest as one. `ref_kl`: the teacher is the reference policy of
+    algorithm.kl_loss_coef or kl_coef."""
+    top_k: int = Field(default=32, gt=0, le=128)
+    """Tokens of the teacher at each place, besides the sampled one (use: top_k). Each adds 8 bytes
+    per completion token to a group's row."""
     coef: float = Field(default=1.0, gt=0)
-    """Weight of the teacher's advantage, per nat (use: advantage)."""
+    """Weight of the teacher's advantage (use: advantage) or divergence (use: top_k), per nat."""
     reward_weight: float = Field(default=0.0, ge=0)
     """Weight of the rewards' advantage. 0 = rewards are only measured."""
     model: str | None = None
@@ -732,6 +737,11 @@ class DistillationConfig(Section):
     def adds_advantage(self) -> bool:
         """Whether each token gets an advantage from the teacher."""
         return self.use == "advantage"
+
+    @property
+    def uses_top_k(self) -> bool:
+        """Whether the loss has the divergence from the teacher over top_k tokens."""
+        return self.use == "top_k"
 
 
 class AlgorithmConfig(Section):
@@ -839,8 +849,12 @@ class AlgorithmConfig(Section):
     loss, each token is weighted by π_learner / π_behavior, at most correction.cap. In the reward
     (kl_coef), only k1."""
     ref_load: str | None = None
-    """Reference policy, which stays frozen: a Hugging Face checkpoint directory or a name on the
-    hub. Default: model.path. `{runs_root}` in it is replaced."""
+    """Reference policy: a Hugging Face checkpoint directory or a name on the hub. Default:
+    model.path. `{runs_root}` in it is replaced."""
+    ref_update_interval: int | None = Field(default=None, gt=0)
+    """Versions between two refreshes of the reference policy. It takes the weights of each version
+    that is a multiple of this, and steps wait for it. Not with lora or distillation. None = it
+    stays frozen."""
     ref_num_cpus: float = Field(default=0.2, ge=0)
     """Logical CPUs that the reference policy's process declares to Ray."""
     correction: CorrectionConfig = CorrectionConfig()
@@ -849,8 +863,8 @@ class AlgorithmConfig(Section):
     preference: OnlinePreferenceConfig | None = None
     """Online DPO instead of a policy gradient (experimental): pairs of a group's completions
     replace advantages. `preference: {}` takes the defaults. Of the other settings of `algorithm`,
-    only ref_load, ref_num_cpus, filter_zero_variance, group_filter and allow_uncorrected then have
-    an effect. None = policy gradient."""
+    only ref_load, ref_update_interval, ref_num_cpus, filter_zero_variance, group_filter and
+    allow_uncorrected then have an effect. None = policy gradient."""
     distillation: DistillationConfig | None = None
     """On-policy distillation from a teacher (experimental), alone or in addition to rewards. None =
     no teacher."""
@@ -932,6 +946,8 @@ class AlgorithmConfig(Section):
             return None if self.preference.weight_cap is None else "preference.weight_cap"
         if self.distillation is not None and self.distillation.adds_advantage:
             return "the teacher's advantage"
+        if self.distillation is not None and self.distillation.uses_top_k:
+            return "the metric distill/reverse_kl"
         if self.old_policy != "learner":
             return f"the ratio of loss: {self.loss} against old_policy: {self.old_policy}"
         if self.correction.truncation != "none" or self.correction.masks:

@@ -14,7 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.contracts.rows import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TOKEN_REWARDS_COLUMN
+from asyncrl.contracts.rows import (
+    COLUMNS,
+    REFERENCE_COLUMN,
+    SCORED_COLUMNS,
+    TEACHER_TOKENS,
+    TOKEN_REWARDS_COLUMN,
+)
 
 __all__ = ["content_hashes"]
 
@@ -28,6 +34,7 @@ PER_TOKEN = frozenset(
         "versions",
         REFERENCE_COLUMN,
         TOKEN_REWARDS_COLUMN,
+        *TEACHER_TOKENS,
     }
 )
 """Columns that grow with the tokens. Their Arrow bytes are hashed directly."""

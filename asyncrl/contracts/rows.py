@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NotRequired, TypedDict, cast
+from typing import Final, NamedTuple, NotRequired, TypedDict, cast
 
+import numpy as np
 import pyarrow as pa
 
 from asyncrl.contracts.columns import encode_column, row_values
@@ -22,11 +23,16 @@ __all__ = [
     "NO_TEACHER",
     "REFERENCE_COLUMN",
     "REFERENCE_LOGPROBS",
+    "REFERENCE_VERSION",
+    "REFERENCE_VERSION_COLUMN",
     "SCORED_COLUMNS",
     "STATUSES",
     "TEACHER_COLUMNS",
     "TEACHER_FAILURE_COLUMN",
+    "TEACHER_IDS_COLUMN",
+    "TEACHER_LOGPROBS_COLUMN",
     "TEACHER_SECONDS_COLUMN",
+    "TEACHER_TOKENS",
     "TOKEN_REWARDS",
     "TOKEN_REWARDS_COLUMN",
     "TRAJECTORY_COLUMNS",
@@ -34,6 +40,8 @@ __all__ = [
     "Completion",
     "Group",
     "Prompt",
+    "ReferenceLogprobs",
+    "TopLogprobs",
     "Trajectory",
     "VersionSpan",
     "groups_from_table",
@@ -101,6 +109,12 @@ REFERENCE_COLUMN: Final = "reference_logprobs"
 REFERENCE_LOGPROBS = pa.list_(pa.list_(pa.float32()))
 """Log-probs of the completions by the reference policy: a column of runs with a KL term."""
 
+REFERENCE_VERSION_COLUMN: Final = "reference_version"
+REFERENCE_VERSION = pa.int32()
+"""The version of the reference policy that scored the group's completions, all of them: a column of
+runs with a reference policy that is no teacher. 0 = the weights with which the run began; null = it
+failed."""
+
 TOKEN_REWARDS_COLUMN: Final = "token_rewards"
 TOKEN_REWARDS = pa.list_(pa.list_(pa.float32()))
 """Rewards of single tokens: a column of runs with a `per_token` reward function. They are included
@@ -115,6 +129,16 @@ TEACHER_COLUMNS: dict[str, pa.DataType] = {
 """Columns of runs with a teacher: seconds of its answer, and why it scored no trajectory of the
 group (null: it scored some). Its log-probs are in REFERENCE_COLUMN, NaN where it failed."""
 
+TEACHER_IDS_COLUMN: Final = "teacher_ids"
+TEACHER_LOGPROBS_COLUMN: Final = "teacher_logprobs"
+TEACHER_TOKENS: dict[str, pa.DataType] = {
+    TEACHER_IDS_COLUMN: pa.list_(pa.list_(pa.int32())),
+    TEACHER_LOGPROBS_COLUMN: pa.list_(pa.list_(pa.float32())),
+}
+"""Columns of runs that distill over top_k tokens: ids and log-probs of the K tokens other than the
+completion's that the teacher finds most probable. Each trajectory has K for its first token, then K
+for its second, and so on. Empty where the teacher failed."""
+
 NO_TEACHER: Final = "no_teacher"
 """Status of a trajectory that the teacher could not score."""
 STATUSES = ("ok", "unscored", "bad_logprob", "over_long", "no_token", NO_TEACHER)
@@ -125,8 +149,10 @@ ADDED_COLUMNS = {
     *COLUMNS,
     *SCORED_COLUMNS,
     *TEACHER_COLUMNS,
+    *TEACHER_TOKENS,
     "reward_parts",
     REFERENCE_COLUMN,
+    REFERENCE_VERSION_COLUMN,
     TOKEN_REWARDS_COLUMN,
 }
 """Columns of groups that do not come from the dataset."""
@@ -171,7 +197,25 @@ class GroupRow(TypedDict):
     failure: NotRequired[str | None]
     scored_at: NotRequired[float | None]
     reference_logprobs: NotRequired[Sequence[Sequence[float]] | None]
+    reference_version: NotRequired[int | None]
     token_rewards: NotRequired[Sequence[Sequence[float] | None] | None]
+
+
+class ReferenceLogprobs(NamedTuple):
+    """The reference policy's answer for the completions of one group: its version, which scored all
+    of them, and the log-probs of each completion's tokens, in nats."""
+
+    version: int
+    logprobs: list[np.ndarray]
+
+
+class TopLogprobs(NamedTuple):
+    """A teacher's answer for the C tokens of one completion: their log-probs [C], and ids [C, K]
+    and log-probs [C, K] of the most probable other tokens at each place, in nats."""
+
+    logprobs: np.ndarray
+    other_ids: np.ndarray
+    other_logprobs: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +288,7 @@ class Trajectory:
     advantage: float | None = None
     status: str = "ok"
     reference_logprobs: tuple[float, ...] | None = None
-    """[T], by the frozen reference policy; None in a run without a KL term."""
+    """[T], by the reference policy; None in a run without one."""
     token_rewards: tuple[float, ...] | None = None
     """[T]; None without per-token rewards."""
 
@@ -275,6 +319,9 @@ class Group:
     finished_at: float
     scored_at: float | None = None
     failure: str | None = None
+    reference_version: int | None = None
+    """The version of the reference policy that scored the group. None: there is none, or it
+    failed."""
 
     @property
     def ordinal(self) -> int:
@@ -404,6 +451,10 @@ def _scored_arrays(groups: Sequence[Group]) -> dict[str, pa.Array]:
             [[t.reference_logprobs for t in group.trajectories] for group in groups],
             REFERENCE_LOGPROBS,
         )
+    if any(group.reference_version is not None for group in groups):
+        arrays[REFERENCE_VERSION_COLUMN] = pa.array(
+            [group.reference_version for group in groups], REFERENCE_VERSION
+        )
     if any(t.token_rewards is not None for group in groups for t in group.trajectories):
         arrays[TOKEN_REWARDS_COLUMN] = pa.array(
             [[t.token_rewards for t in group.trajectories] for group in groups], TOKEN_REWARDS
@@ -431,6 +482,7 @@ def _group(row: GroupRow, columns: Mapping[str, object], schema: pa.Schema) -> G
         finished_at=row["finished_at"],
         scored_at=row.get("scored_at"),
         failure=row.get("failure"),
+        reference_version=row.get(REFERENCE_VERSION_COLUMN),
     )
 
 

@@ -11,7 +11,13 @@ import pyarrow as pa
 from asyncrl.algorithms.advantages import GroupInputs, group_advantages
 from asyncrl.algorithms.pairs import shuffled_rewards
 from asyncrl.algorithms.values import gae
-from asyncrl.contracts.rows import REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN, TRUNCATED
+from asyncrl.contracts.rows import (
+    REFERENCE_COLUMN,
+    TEACHER_IDS_COLUMN,
+    TEACHER_LOGPROBS_COLUMN,
+    TOKEN_REWARDS_COLUMN,
+    TRUNCATED,
+)
 from asyncrl.models.micro_batches import Example
 
 __all__ = [
@@ -81,6 +87,11 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
     reference = (
         table[REFERENCE_COLUMN][row].values if REFERENCE_COLUMN in table.column_names else None
     )
+    teacher = [
+        table[name][row].values
+        for name in (TEACHER_IDS_COLUMN, TEACHER_LOGPROBS_COLUMN)
+        if name in table.column_names
+    ]
     per_token = (
         table[TOKEN_REWARDS_COLUMN][row].as_py()
         if TOKEN_REWARDS_COLUMN in table.column_names
@@ -106,6 +117,10 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
             if reference is not None
             else None
         )
+        others = [
+            values[index].values.to_numpy(zero_copy_only=False).reshape(len(ids), -1)
+            for values in teacher
+        ]
         token_rewards = (
             np.asarray(per_token[index], dtype=np.float32) if per_token is not None else None
         )
@@ -118,6 +133,8 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
                 advantage=float(advantages[index]),
                 versions=versions,
                 reference_logprobs=referred,
+                teacher_ids=others[0] if others else None,
+                teacher_logprobs=others[1] if others else None,
                 token_rewards=token_rewards,
                 truncated=reasons[index] in TRUNCATED,
                 group=ordinal,
@@ -150,6 +167,8 @@ def with_next_token(example: Example) -> Example:
         reference_logprobs=(
             None if example.reference_logprobs is None else longer(example.reference_logprobs)
         ),
+        teacher_ids=None,
+        teacher_logprobs=None,
     )
 
 

@@ -7,13 +7,28 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import torch
+from torch import Tensor
 
 from asyncrl.algorithms.distillation import reverse_kl_terms, teacher_advantages
+from asyncrl.algorithms.loss_metrics import LossSums, supervised_sums
+from asyncrl.algorithms.top_k import top_k_reverse_kl
 from asyncrl.config import DistillationConfig
 from asyncrl.contracts.rows import TEACHER_SECONDS_COLUMN
-from asyncrl.models.micro_batches import Example
+from asyncrl.models.micro_batches import Example, MicroBatch
 
-__all__ = ["distillation_metrics", "with_teacher_advantages"]
+__all__ = [
+    "DISTILL",
+    "DISTILL_PARTS",
+    "distillation_metrics",
+    "top_k_loss",
+    "with_teacher_advantages",
+]
+
+DISTILL = "distill"
+"""The divergence from the teacher over top_k tokens: a component of the loss."""
+DISTILL_PARTS = ("distill/top_k_kl", "distill/tail")
+"""The metrics of that component."""
 
 
 def with_teacher_advantages(
@@ -64,6 +79,28 @@ def _logprobs(example: Example) -> tuple[np.ndarray, np.ndarray]:
         )
     mask = example.loss_mask
     return example.behavior_logprobs[mask], example.reference_logprobs[mask]
+
+
+def top_k_loss(
+    logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch
+) -> tuple[Tensor, LossSums]:
+    """The component `distill` of a micro-batch: its mean reverse KL divergence from the teacher, in
+    nats. It is at the states that the behavior policy reached, without a weight for stale ones."""
+    weights, ours, theirs = (
+        batch.components.get(DISTILL),
+        batch.learner_logprobs,
+        batch.teacher_logprobs,
+    )
+    if weights is None or ours is None or theirs is None or batch.reference_logprobs is None:
+        loss = 0.0 * logprobs.sum()
+        return loss, supervised_sums(loss, logprobs)
+    divergence, tail = top_k_reverse_kl(
+        torch.cat([logprobs[:, None], ours], 1),
+        torch.cat([batch.reference_logprobs[:, None], theirs], 1),
+    )
+    loss = (weights * divergence).sum()
+    parts = dict(zip(DISTILL_PARTS, (loss.detach(), (weights * tail).sum()), strict=True))
+    return loss, supervised_sums(loss, logprobs, parts)
 
 
 def distillation_metrics(

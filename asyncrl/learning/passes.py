@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -107,6 +108,7 @@ def backward(
         batch = micro_batch(examples, indices, state.device, weights, state.applied)
         with explained(batch, state.spec):
             logprobs, entropy, values = engine(batch, temperature)
+            batch, logprobs = batch.evaluated(logprobs)
             batch_loss, loss_sums = loss(logprobs, entropy, values, batch)
             # ZeRO averages gradients over ranks. The weights are normalized over the whole step, so
             # the gradients must be summed: the factor undoes the average.
@@ -133,6 +135,7 @@ def forward_batches(
     plan = plan_micro_batches(state, examples)
     for indices in plan.micro_batches[state.data_rank]:
         batch = micro_batch(examples, indices, state.device, version=state.applied)
+        batch = replace(batch, teacher_ids=None)
         with torch.no_grad(), explained(batch, state.spec):
             outputs = state.engine(batch, temperature, greedy)
         yield batch, outputs

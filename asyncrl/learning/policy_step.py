@@ -28,6 +28,7 @@ from asyncrl.algorithms.objective import (
     token_weights,
     truncated_weights,
 )
+from asyncrl.config import AlgorithmConfig
 from asyncrl.contracts.messages import StepResult
 from asyncrl.contracts.outcomes import NOT_FINITE, NOTHING_TO_LEARN
 from asyncrl.learning.batches import (
@@ -38,7 +39,13 @@ from asyncrl.learning.batches import (
 )
 from asyncrl.learning.blame import keep_if_bad, name_culprit
 from asyncrl.learning.components import CE, Component, ce_loss, weighted_sum, with_token_mean
-from asyncrl.learning.distillation import distillation_metrics, with_teacher_advantages
+from asyncrl.learning.distillation import (
+    DISTILL,
+    DISTILL_PARTS,
+    distillation_metrics,
+    top_k_loss,
+    with_teacher_advantages,
+)
 from asyncrl.learning.passes import Loss, forward_batches, train
 from asyncrl.learning.state import LearnerState
 from asyncrl.models.micro_batches import Example, MicroBatch
@@ -69,13 +76,8 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
         algorithm.loss_aggregation,
         spec.max_completion_length,
     )
-    components = [Component(1.0, _loss(state, mean_weight))]
-    if algorithm.ce_coef:
-        rewarded = _at_least(tables, algorithm.ce_min_reward)
-        examples = with_token_mean(
-            examples, CE, lambda example: (example.group, example.trajectory) in rewarded
-        )
-        components.append(Component(algorithm.ce_coef, ce_loss))
+    examples, further, parts = _components(algorithm, examples, tables)
+    components = [Component(1.0, _loss(state, mean_weight)), *further]
     metrics = train(
         state,
         examples,
@@ -83,7 +85,7 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
         weighted_sum(components),
         state.scheduled(state.learning_rate),
         state.scheduled(state.value_learning_rate),
-        parts=("ce/loss",) if algorithm.ce_coef else (),
+        parts=parts,
         policy=True,
     )
     if algorithm.distillation is not None:
@@ -99,6 +101,28 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
         state, metrics, f"version_{version:06d}", tables, find_culprit if examples else None
     )
     return StepResult(applied, metrics, note, reason)
+
+
+def _components(
+    algorithm: AlgorithmConfig, examples: list[Example], tables: Sequence[pa.Table]
+) -> tuple[list[Example], list[Component], tuple[str, ...]]:
+    """The examples with the tokens of the loss's further components, these components, and the
+    names of their metrics."""
+    components: list[Component] = []
+    parts: tuple[str, ...] = ()
+    if algorithm.ce_coef:
+        rewarded = _at_least(tables, algorithm.ce_min_reward)
+        examples = with_token_mean(
+            examples, CE, lambda example: (example.group, example.trajectory) in rewarded
+        )
+        components.append(Component(algorithm.ce_coef, ce_loss))
+        parts += ("ce/loss",)
+    distillation = algorithm.distillation
+    if distillation is not None and distillation.uses_top_k:
+        examples = with_token_mean(examples, DISTILL, lambda example: True)
+        components.append(Component(distillation.coef, top_k_loss))
+        parts += DISTILL_PARTS
+    return examples, components, parts
 
 
 def _loss(state: LearnerState, mean_weight: float) -> Loss:

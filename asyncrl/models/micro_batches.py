@@ -45,6 +45,10 @@ class Example:
     """[C] int32: the policy version that made each token."""
     reference_logprobs: np.ndarray | None = None
     """[C] float32, nats, from the frozen reference policy."""
+    teacher_ids: np.ndarray | None = None
+    """[C, K] int32: the teacher's most probable tokens, other than the completion's."""
+    teacher_logprobs: np.ndarray | None = None
+    """[C, K] float32, nats: their log-probs by the teacher."""
     returns: np.ndarray | None = None
     """[C], the targets of the value head, valid at loss tokens."""
     token_rewards: np.ndarray | None = None
@@ -104,6 +108,13 @@ class MicroBatch:
     """[N] float32: the learner's version minus the version that made the token."""
     reference_logprobs: Tensor | None = None
     """[N] float32, nats; None without a reference policy."""
+    teacher_ids: Tensor | None = None
+    """[N, K] int64: further tokens whose log-probs a forward pass returns; None without any."""
+    teacher_logprobs: Tensor | None = None
+    """[N, K] float32, nats: their log-probs by the teacher."""
+    learner_logprobs: Tensor | None = None
+    """[N, K] float32, nats: their log-probs by the learner, with gradient. None before the forward
+    pass."""
     returns: Tensor | None = None
     """[N] float32; None without a value head."""
     selected: Tensor | None = None
@@ -158,9 +169,17 @@ class MicroBatch:
                 position_ids=self.position_ids[:, row],
                 select=self.select[chosen] - start,
                 targets=self.targets[chosen],
+                teacher_ids=None if self.teacher_ids is None else self.teacher_ids[chosen],
             ),
             first,
         )
+
+    def evaluated(self, logprobs: Tensor) -> tuple[MicroBatch, Tensor]:
+        """Return the micro-batch with its `learner_logprobs`, and the log-probs [N] of its targets,
+        from the log-probs that a forward pass returned."""
+        if self.teacher_ids is None:
+            return self, logprobs
+        return replace(self, learner_logprobs=logprobs[:, 1:]), logprobs[:, 0]
 
     def policy_tokens(self, logprobs: Tensor, values: Tensor | None = None) -> PolicyTokens:
         """Return the loss tokens with the learner's log-probs [N]. Its values [N] are included if
@@ -259,6 +278,12 @@ def micro_batch(
         sequence=loss.repeated(np.arange(len(chosen))),
         ages=loss.values(lambda example: (version - example.versions).astype(np.float32)),
         reference_logprobs=loss.optional(lambda example: example.reference_logprobs),
+        teacher_ids=(
+            loss.values(_teacher_ids)
+            if any(example.teacher_ids is not None for example in chosen)
+            else None
+        ),
+        teacher_logprobs=loss.optional(lambda example: example.teacher_logprobs),
         returns=loss.optional(lambda example: example.returns),
         selected=loss.optional(lambda example: example.selected),
         units=tuple(example.unit for example in chosen),
@@ -319,6 +344,13 @@ def _joined(parts: Iterable[np.ndarray], device: torch.device | str) -> Tensor:
 def _per_token(example: Example) -> np.ndarray:
     """The advantage of each completion token [C], float32."""
     return np.broadcast_to(example.advantage, example.loss_mask.shape).astype(np.float32)
+
+
+def _teacher_ids(example: Example) -> np.ndarray:
+    """The teacher's tokens at each completion token [C, K], int64."""
+    if example.teacher_ids is None:
+        raise ValueError("a trajectory has no tokens of the teacher, and others of its row do")
+    return example.teacher_ids.astype(np.int64)
 
 
 def _component(name: str, example: Example) -> np.ndarray:

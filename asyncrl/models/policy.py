@@ -19,6 +19,7 @@ from asyncrl.algorithms.logprobs import (
     chunk_elements,
     greedy_tokens,
     token_logprobs,
+    top_logprobs,
 )
 from asyncrl.config import LearnerConfig
 from asyncrl.models.attention import Segments, register_attention
@@ -58,10 +59,11 @@ class Policy(nn.Module):
         sequence_group: SequenceGroup | None = None,
         packing: Packing = "rows",
         head: HeadSettings = PLAIN_HEAD,
+        value_bias: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
-        self.value_head = _value_head(model) if values else None
+        self.value_head = _value_head(model, value_bias) if values else None
         """Outside the model, so that it is not published or exported."""
         self.temperature, self.entropy_gradient, self.sequence_group, self.packing = (
             temperature,
@@ -102,7 +104,8 @@ class Policy(nn.Module):
                 and without a sequence group.
 
         Returns:
-            Log-probs [N] with gradient; entropies [N], with gradient if `entropy_gradient`; values
+            Log-probs [N] with gradient, or [N, 1 + K] if the batch has `teacher_ids`: of each
+            target, then of those tokens; entropies [N], with gradient if `entropy_gradient`; values
             [N], or an empty tensor without a value head. With `greedy`, [N] bool and two empty
             tensors. With `plain`, log-probs [N] and two empty tensors.
         """
@@ -118,11 +121,13 @@ class Policy(nn.Module):
         if greedy:
             matches = group.whole([found[0].float()], first, len(batch.targets))[0].bool()
             return matches, found[1], found[2]
-        if self.value_head is None:
-            logprobs, entropy = group.whole(found[:2], first, len(batch.targets))
-            return logprobs, entropy, found[2]
-        logprobs, entropy, values = group.whole(found, first, len(batch.targets))
-        return logprobs, entropy, values
+        logprobs, *others = found if self.value_head is not None else found[:2]
+        several = logprobs.dim() == 2
+        columns = logprobs.unbind(1) if several else [logprobs]
+        whole = group.whole([*columns, *others], first, len(batch.targets))
+        logprobs = torch.stack(whole[: len(columns)], 1) if several else whole[0]
+        entropy, *values = whole[len(columns) :]
+        return logprobs, entropy, values[0] if values else found[2]
 
     def _forward(
         self,
@@ -140,10 +145,13 @@ class Policy(nn.Module):
                 scored, weight, bias, self.head.chunk_elements, self.logit_map
             )
             return likeliest == batch.targets, hidden.new_zeros(0), hidden.new_zeros(0)
+        targets = batch.targets
+        if batch.teacher_ids is not None:
+            targets = torch.cat([targets[:, None], batch.teacher_ids], dim=1)
         logprobs, entropy = token_logprobs(
             scored,
             weight,
-            batch.targets,
+            targets,
             temperature or self.temperature,
             bias,
             self.head.chunk_elements,
@@ -160,7 +168,27 @@ class Policy(nn.Module):
         values = self.value_head(hidden)[:, 0].float()
         # A supervised step does not use the values. Its backward pass must still reach the value
         # head's parameters, as on every rank.
-        return logprobs + 0.0 * values, entropy, values
+        unused = 0.0 * values
+        return logprobs + (unused if logprobs.dim() == 1 else unused[:, None]), entropy, values
+
+    @torch.no_grad()
+    def top_logprobs(
+        self, batch: MicroBatch, top_k: int, vocabulary: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `algorithms.logprobs.top_logprobs` does for the batch's targets, at the
+        policy's temperature. Only without a sequence group."""
+        scored, weight, bias = self._of_head(self._hidden_states(batch)[0, batch.select])
+        return top_logprobs(
+            scored,
+            weight,
+            batch.targets,
+            self.temperature,
+            top_k,
+            vocabulary,
+            bias,
+            self.head.chunk_elements,
+            self.logit_map,
+        )
 
     def _of_head(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the hidden states [N, H] and the head's weight and bias, in the dtype of the
@@ -208,11 +236,11 @@ class Policy(nn.Module):
         return logprobs.gather(-1, batch.targets[:, None])[:, 0]
 
 
-def _value_head(model: PreTrainedModel) -> nn.Linear:
+def _value_head(model: PreTrainedModel, bias: bool) -> nn.Linear:
     """Make a linear map from a hidden state to its value. It starts at 0."""
-    head = nn.Linear(model.config.get_text_config().hidden_size, 1, dtype=model.dtype)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
+    head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias, dtype=model.dtype)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
     return head
 
 
@@ -230,12 +258,15 @@ def load_policy(
     sequence_group: SequenceGroup | None = None,
     packing: Packing | None = None,
     head: HeadSettings = PLAIN_HEAD,
+    value_bias: bool = True,
 ) -> Policy:
     """Load a checkpoint directory. The weights are sharded while they load if an HfDeepSpeedConfig
     exists.
 
     Args:
         packing: how to train the model; None = on packed rows if possible.
+        value_bias: false = the value head has no bias, as the score of a reward model, which
+            transformers' sequence classifiers load.
 
     Raises:
         ValueError: the model cannot be trained this way, or its log-probs would be wrong.
@@ -259,7 +290,9 @@ def load_policy(
             f"model.path = {path!r}: {type(model).__name__} has a recurrent state or its own"
             f" attention, so packed trajectories would affect one another; {WAY_OUT}"
         )
-    return Policy(model, temperature, entropy_gradient, values, sequence_group, chosen, head)
+    return Policy(
+        model, temperature, entropy_gradient, values, sequence_group, chosen, head, value_bias
+    )
 
 
 def _check_attended(model: PreTrainedModel, segments: Segments) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -23,6 +23,8 @@ __all__ = ["check_teacher", "reference_parameters"]
 
 SETTING = "algorithm.distillation.teacher"
 PROBE_TIMEOUT_S = 20.0
+GENERATED = 1
+"""Tokens that a server generates although none are asked for, within its context."""
 SHOWN_HASH = 12
 """Characters of a hash that the plan shows."""
 
@@ -31,15 +33,17 @@ def check_teacher(config: Config) -> str | None:
     """The plan's line about the teacher; None without distillation.
 
     Raises:
-        ConfigError: the teacher cannot be read or reached, has another tokenizer, or knows fewer
-            token ids than the tokenizer has.
+        ConfigError: the teacher cannot be read or reached, has another tokenizer, knows fewer
+            token ids than the tokenizer has, or has a context below the longest trajectory.
     """
     distillation = config.algorithm.distillation
     if distillation is None:
         return None
     tokenizer = load_tokenizer(config.model.path)
     if distillation.is_url:
-        found = _check_server(distillation, tokenizer)
+        found = _check_server(
+            distillation, tokenizer, config.longest_trajectory, config.longest_text
+        )
         scored = "scored at temperature 1, like the rollouts"
     else:
         found = _check_checkpoint(config, distillation.teacher, tokenizer)
@@ -54,6 +58,13 @@ def _use(config: Config, distillation: DistillationConfig) -> str:
         return (
             f"advantage of a token = {distillation.coef:g} x (log π_teacher - log π_behavior),"
             f" {rewards}"
+        )
+    if distillation.uses_top_k:
+        count = distillation.top_k
+        return (
+            f"loss {distillation.coef:g} x KL(π ‖ π_teacher) over the sampled token, the teacher's"
+            f" {count} most probable others, and the rest as one ({8 * count} bytes per completion"
+            f" token in the rows); {rewards}"
         )
     coef = config.algorithm.kl_loss_coef or config.algorithm.kl_coef
     return f"reference of {coef:g} x KL ({config.algorithm.kl_estimator}), {rewards}"
@@ -92,7 +103,14 @@ def reference_parameters(path: str) -> int:
     return sum(tensor.elements for tensor in stored_tensors(path).values())
 
 
-def _check_server(distillation: DistillationConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+def _check_server(
+    distillation: DistillationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int,
+    longest_text: str,
+) -> str:
+    """What a server tells about itself. `longest` is the run's longest trajectory, in tokens;
+    `longest_text` names the settings that make it."""
     url = distillation.teacher.rstrip("/")
     try:
         with httpx2.Client(
@@ -106,7 +124,10 @@ def _check_server(distillation: DistillationConfig, tokenizer: PreTrainedTokeniz
             models = listed.json()["data"]
             model = _chosen(models, distillation)
             _probe(client, url, str(model["id"]), tokenizer)
-            return f"a server with model {model['id']!r}; {_tokens(client, url, model, tokenizer)}"
+            return (
+                f"a server with model {model['id']!r}; {_context(model, longest, longest_text)};"
+                f" {_tokens(client, url, model, tokenizer)}"
+            )
     except TeacherError as error:
         raise ConfigError(f"{SETTING} = {url!r}: {error}") from None
     except (httpx2.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -126,6 +147,24 @@ def _chosen(
         listed = ", ".join(str(model["id"]) for model in models)
         raise TeacherError(f"it has no model {distillation.model!r}; it lists {listed}")
     return named[0]
+
+
+def _context(model: Mapping[str, object], longest: int, longest_text: str) -> str:
+    """What the server tells about its context, as vLLM's and asyncrl's do.
+
+    Raises:
+        TeacherError: it is too short for the run's longest trajectory.
+    """
+    context = model.get("max_model_len")
+    if not isinstance(context, int) or isinstance(context, bool):
+        return f"its context is unknown: it must take {longest + GENERATED} tokens"
+    if context < longest + GENERATED:
+        raise TeacherError(
+            f"its max_model_len = {context}, and a trajectory may have {longest} tokens"
+            f" ({longest_text}), to which the server adds {GENERATED}; raise its"
+            " max_model_len, or lower those"
+        )
+    return f"context of {context} tokens"
 
 
 def _probe(client: httpx2.Client, url: str, model: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -23,16 +23,20 @@ from asyncrl.contracts.rows import (
     NO_TEACHER,
     REFERENCE_COLUMN,
     REFERENCE_LOGPROBS,
+    REFERENCE_VERSION,
+    REFERENCE_VERSION_COLUMN,
     SCORED_COLUMNS,
     TEACHER_COLUMNS,
     TEACHER_FAILURE_COLUMN,
     TEACHER_SECONDS_COLUMN,
+    TEACHER_TOKENS,
     TOKEN_REWARDS,
     TOKEN_REWARDS_COLUMN,
     TRUNCATED,
     Completion,
     GroupRow,
     Prompt,
+    TopLogprobs,
     reward_parts_type,
 )
 from asyncrl.rewards.contract import GroupCall
@@ -44,6 +48,7 @@ from asyncrl.runtime.functions import FunctionError
 __all__ = [
     "Logprobs",
     "attach_reference",
+    "attach_reference_version",
     "attach_rewards",
     "attach_teacher",
     "group_call",
@@ -119,8 +124,17 @@ def attach_reference(group: pa.Table, logprobs: Sequence[Logprobs]) -> pa.Table:
     )
 
 
+def attach_reference_version(group: pa.Table, version: int | None) -> pa.Table:
+    """Add the version of the reference policy to one group's one-row table. None = it failed."""
+    return group.append_column(REFERENCE_VERSION_COLUMN, pa.array([version], REFERENCE_VERSION))
+
+
 def attach_teacher(
-    group: pa.Table, logprobs: Sequence[Logprobs], failure: str | None, seconds: float
+    group: pa.Table,
+    logprobs: Sequence[Logprobs],
+    failure: str | None,
+    seconds: float,
+    top: Sequence[TopLogprobs] | None = None,
 ) -> pa.Table:
     """Add the teacher's log-probs to one group's one-row table. A trajectory that has another
     number of them than tokens, or one that is not finite, gets NaN.
@@ -129,14 +143,16 @@ def attach_teacher(
         logprobs: one array per trajectory; empty if the teacher failed.
         failure: why it failed; None if it did not.
         seconds: how long its answer took.
+        top: the answers that `logprobs` is from, in a run that distills over top_k tokens.
     """
     lengths = [len(ids) for ids in group["completion_ids"][0].as_py()]
     if failure is None and len(logprobs) != len(lengths):
         failure = f"it scored {len(logprobs)} of {len(lengths)} completions"
     usable = list(logprobs) if failure is None else [np.zeros(0)] * len(lengths)
+    answers = list(top) if top and failure is None else [None] * len(lengths)
     fits = [
-        len(values) == length and bool(np.isfinite(values).all())
-        for values, length in zip(usable, lengths, strict=True)
+        len(values) == length and bool(np.isfinite(values).all()) and _has_others(answer, length)
+        for values, length, answer in zip(usable, lengths, answers, strict=True)
     ]
     if (
         failure is None
@@ -152,6 +168,32 @@ def attach_teacher(
     added = {TEACHER_SECONDS_COLUMN: seconds, TEACHER_FAILURE_COLUMN: failure}
     for name, value in added.items():
         group = group.append_column(name, pa.array([value], TEACHER_COLUMNS[name]))
+    return group if top is None else _with_others(group, answers, fits)
+
+
+def _has_others(answer: TopLogprobs | None, length: int) -> bool:
+    """Whether every token has other tokens with finite log-probs. True without top_k."""
+    if answer is None:
+        return True
+    ids, values = answer.other_ids, answer.other_logprobs
+    return len(ids) == length and ids.shape == values.shape and bool(np.isfinite(values).all())
+
+
+def _with_others(
+    group: pa.Table, answers: Sequence[TopLogprobs | None], fits: Sequence[bool]
+) -> pa.Table:
+    """The one-row table with the columns TEACHER_TOKENS. They are empty for an unusable answer."""
+    none = np.zeros(0)
+    usable = [
+        answer if answer is not None and good else TopLogprobs(none, none, none)
+        for answer, good in zip(answers, fits, strict=True)
+    ]
+    columns = (
+        [answer.other_ids.ravel() for answer in usable],
+        [answer.other_logprobs.ravel() for answer in usable],
+    )
+    for (name, kind), column in zip(TEACHER_TOKENS.items(), columns, strict=True):
+        group = group.append_column(name, pa.array([column], kind))
     return group
 
 

@@ -34,6 +34,7 @@ from asyncrl.contracts.messages import RowRef, Scored, TrajectoryText
 from asyncrl.contracts.outcomes import FILTERED, UNFORESEEN
 from asyncrl.contracts.protocols import Rollouts
 from asyncrl.contracts.rows import (
+    REFERENCE_VERSION_COLUMN,
     TEACHER_FAILURE_COLUMN,
     TRUNCATED,
     SpanRow,
@@ -250,7 +251,7 @@ class RayScores:
                     self._workers,
                     self._reference,
                     least,
-                    self._spec.algorithm.distillation is not None,
+                    self._spec.algorithm.distillation,
                 )
                 for block in stream_blocks(
                     source, stage, 1, STREAM_BYTES, "scoring", self._stacks, tasks
@@ -390,6 +391,11 @@ def scored_summary(row: pa.Table, reference: RowRef, content: str = "") -> Score
         unscored=_unscored(group["reward_parts"]),
         failure=group["failure"],
         source=row[SOURCE_COLUMN][0].as_py() if SOURCE_COLUMN in row.column_names else None,
+        reference_version=(
+            row[REFERENCE_VERSION_COLUMN][0].as_py()
+            if REFERENCE_VERSION_COLUMN in row.column_names
+            else None
+        ),
         example=TrajectoryText(
             prompt=_shortened(group["prompt_text"]),
             completion=_shortened(group["completion_text"][0]),

@@ -19,15 +19,21 @@ import pyarrow as pa
 import ray
 import ray.exceptions
 
-from asyncrl.config import RewardConfig
+from asyncrl.config import DistillationConfig, RewardConfig
 from asyncrl.contracts.errors import OutboxClosedError, TeacherError
-from asyncrl.contracts.rows import SCORED_COLUMNS, table_from_ipc
+from asyncrl.contracts.rows import (
+    SCORED_COLUMNS,
+    ReferenceLogprobs,
+    TopLogprobs,
+    table_from_ipc,
+)
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import RewardError, with_notes
 from asyncrl.rewards.pool import GroupRewards, RewardPool, no_rewards
 from asyncrl.rewards.score import (
     Logprobs,
     attach_reference,
+    attach_reference_version,
     attach_rewards,
     attach_teacher,
     group_call,
@@ -60,15 +66,24 @@ class _Rewarded:
 
 
 @dataclass(frozen=True, slots=True)
-class _Referred:
+class _Compared:
     """A group with raw rewards whose reference log-probs are done, or have failed."""
 
     group: pa.Table
-    logprobs: Future[list[Logprobs]]
+    answer: Future[ReferenceLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Referred:
+    """A group with raw rewards whose log-probs of a teacher are done, or have failed."""
+
+    group: pa.Table
+    logprobs: Future[list[Logprobs | TopLogprobs]]
     seconds: float
 
 
-_Events: TypeAlias = "queue.Queue[_Taken | _Rewarded | _Referred | BaseException | None]"
+_Event: TypeAlias = "_Taken | _Rewarded | _Compared | _Referred | BaseException | None"
+_Events: TypeAlias = "queue.Queue[_Event]"
 """What happened to a group; an exception to raise; None once every outbox is closed."""
 
 
@@ -78,7 +93,7 @@ def rewarded_groups(
     workers: Sequence[Actor],
     reference: Actor | None = None,
     least: float | None = None,
-    distills: bool = False,
+    distillation: DistillationConfig | None = None,
 ) -> Iterator[pa.Table]:
     """Yield one-row tables with raw rewards, each as soon as its rewards are done, until every
     worker has closed its outbox. Runs in each read task of the execution.
@@ -92,7 +107,7 @@ def rewarded_groups(
             reader gets every group that was not acknowledged.
         reference: Actor of the reference policy, whose log-probs are added; None = there is none.
         least: See `RewardPool`.
-        distills: The reference policy is a teacher, whose failures mask trajectories.
+        distillation: If given, the reference policy is a teacher, whose failures mask trajectories.
     """
     share_settings(config.sandbox)
     with RewardPool(config, least) as pool:
@@ -109,17 +124,21 @@ def rewarded_groups(
                         group = attach_rewards(group, _result(config, group, rewards))
                         if reference is None:
                             yield group
+                        elif distillation is None:
+                            answer = reference.versioned_logprobs.remote(group_rows(group)).future()
+                            answer.add_done_callback(partial(_compared, events, group))
                         else:
-                            logprobs = reference.logprobs.remote(group_rows(group)).future()
+                            top = distillation.uses_top_k
+                            ask = reference.top_logprobs if top else reference.logprobs
+                            logprobs = ask.remote(group_rows(group)).future()
                             logprobs.add_done_callback(
                                 partial(_referred, events, group, time.monotonic())
                             )
+                    case _Compared(group, answer):
+                        yield _with_reference(group, answer)
                     case _Referred(group, logprobs, seconds):
-                        yield (
-                            _with_teacher(group, logprobs, seconds)
-                            if distills
-                            else _with_reference(group, logprobs)
-                        )
+                        top = distillation is not None and distillation.uses_top_k
+                        yield _with_teacher(group, logprobs, seconds, top)
 
 
 @contextlib.contextmanager
@@ -155,8 +174,15 @@ def _done(events: _Events, group: pa.Table, rewards: Future[GroupRewards]) -> No
     events.put(_Rewarded(group, rewards))
 
 
+def _compared(events: _Events, group: pa.Table, answer: Future[ReferenceLogprobs]) -> None:
+    events.put(_Compared(group, answer))
+
+
 def _referred(
-    events: _Events, group: pa.Table, started: float, logprobs: Future[list[Logprobs]]
+    events: _Events,
+    group: pa.Table,
+    started: float,
+    logprobs: Future[list[Logprobs | TopLogprobs]],
 ) -> None:
     events.put(_Referred(group, logprobs, time.monotonic() - started))
 
@@ -171,11 +197,12 @@ def _result(config: RewardConfig, group: pa.Table, rewards: Future[GroupRewards]
         return no_rewards(config, n, unforeseen("the group could not be scored", error))
 
 
-def _with_reference(group: pa.Table, logprobs: Future[list[Logprobs]]) -> pa.Table:
-    """The group with the reference policy's log-probs. If the reference raised, the group has
-    failed; if its process died, the stream breaks."""
+def _with_reference(group: pa.Table, answer: Future[ReferenceLogprobs]) -> pa.Table:
+    """The group with the reference policy's log-probs and version. If the reference raised, the
+    group has failed; if its process died, the stream breaks."""
     try:
-        return attach_reference(group, logprobs.result())
+        version, logprobs = answer.result()
+        return attach_reference_version(attach_reference(group, logprobs), version)
     except DEATHS:
         raise
     except Exception as error:
@@ -185,23 +212,30 @@ def _with_reference(group: pa.Table, logprobs: Future[list[Logprobs]]) -> pa.Tab
             "failure",
             pa.array([failure], SCORED_COLUMNS["failure"]),
         )
-        return attach_reference(
-            group, [np.full(len(ids), math.nan) for ids in group["completion_ids"][0].as_py()]
-        )
+        unknown = [np.full(len(ids), math.nan) for ids in group["completion_ids"][0].as_py()]
+        return attach_reference_version(attach_reference(group, unknown), None)
 
 
-def _with_teacher(group: pa.Table, logprobs: Future[list[Logprobs]], seconds: float) -> pa.Table:
+def _with_teacher(
+    group: pa.Table,
+    logprobs: Future[list[Logprobs | TopLogprobs]],
+    seconds: float,
+    top_k: bool = False,
+) -> pa.Table:
     """The group with the teacher's log-probs, or with the reason why it has none. If the teacher's
     process died, the stream breaks."""
     try:
-        return attach_teacher(group, logprobs.result(), None, seconds)
+        answer = logprobs.result()
+        of_tokens = [one.logprobs if isinstance(one, TopLogprobs) else one for one in answer]
+        top = [one for one in answer if isinstance(one, TopLogprobs)]
+        return attach_teacher(group, of_tokens, None, seconds, top if top_k else None)
     except DEATHS:
         raise
     except Exception as error:
         cause = getattr(error, "cause", None) or error
         line = next(iter(str(cause).strip().splitlines()), "")
         named = line if isinstance(cause, TeacherError) else f"{type(cause).__name__}: {line}"
-        return attach_teacher(group, [], named, seconds)
+        return attach_teacher(group, [], named, seconds, [] if top_k else None)
 
 
 def _take(

@@ -23,6 +23,7 @@ from asyncrl.contracts.rows import (
     REFERENCE_COLUMN,
     SCORED_COLUMNS,
     SPAN,
+    TEACHER_TOKENS,
     TOKEN_REWARDS_COLUMN,
 )
 from asyncrl.rundir.metrics import read_metrics
@@ -44,6 +45,7 @@ PER_TRAJECTORY = (
     "reward_parts",
     REFERENCE_COLUMN,
     TOKEN_REWARDS_COLUMN,
+    *TEACHER_TOKENS,
 )
 """List columns of a group with one item per trajectory."""
 
@@ -239,9 +241,9 @@ def _explode(groups: pa.Table) -> pa.Table:
     """The table of trajectories for a table of groups."""
     groups = groups.combine_chunks()
     parents = pc.list_parent_indices(groups["completion_ids"])
-    for name in (REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN):
+    for name in (REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN, *TEACHER_TOKENS):
         if name in groups.column_names and groups[name].null_count:
-            # Some attempt had no reference policy, or no per-token rewards.
+            # Some attempt had no reference policy, no per-token rewards, or no top_k.
             groups = groups.drop_columns([name])
     lists = [name for name in PER_TRAJECTORY if name in groups.column_names]
     table = groups.drop_columns(lists).take(parents)

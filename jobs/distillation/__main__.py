@@ -16,6 +16,7 @@ from pathlib import Path
 
 from asyncrl.config import load_offline
 from asyncrl.rundir import open_run
+from jobs.runs import finished, module
 from jobs.sft.__main__ import CONFIG as SFT
 from jobs.sft.__main__ import inputs
 
@@ -32,7 +33,7 @@ def main() -> int:
     known, overrides = parser.parse_known_args()
     runs = load_offline(SFT).run_directory.parent
     teacher = known.teacher or runs / "quickstart" / "hf"
-    if not teacher.exists() and (code := _module("jobs.quickstart")):
+    if not teacher.exists() and (code := module("jobs.quickstart")):
         return code
     lines = [f"{'run':<28}{'sampled accuracy':>20}{'greedy accuracy':>20}{'of the teacher':>17}"]
     for seed in map(int, known.seeds.split(",")):
@@ -40,7 +41,7 @@ def main() -> int:
         data = ["--seed", str(seed), "--data.train", str(folder / "train.parquet")]
         data += ["--eval.data", str(folder / "held_out.parquet")]
         model = ["--model.path", str(folder / "model"), "--max_steps", str(START_STEPS)]
-        if code := _asyncrl("sft", SFT, student, [*data, *model]):
+        if code := finished("sft", SFT, student, [*data, *model]):
             return code
         best = _teacher_accuracy(teacher, runs / f"distillation-teacher-{seed}.txt", data)
         lines.append(f"{'teacher':<28}{'':>20}{best:>20.1%}")
@@ -48,23 +49,11 @@ def main() -> int:
             run = runs / f"distillation-{kind}-{seed}"
             arguments = [*data, "--model.path", str(student / "hf")]
             arguments += ["--algorithm.distillation.teacher", str(scores), *overrides]
-            if code := _asyncrl("train", CONFIG, run, arguments):
+            if code := finished("train", CONFIG, run, arguments):
                 return code
             lines.append(_line(run, best))
     print("\n" + "\n".join(lines))
     return 0
-
-
-def _module(name: str, *arguments: str) -> int:
-    return subprocess.run([sys.executable, "-m", name, *arguments]).returncode
-
-
-def _asyncrl(command: str, config: Path, run: Path, arguments: list[str]) -> int:
-    """Run an asyncrl command, unless its run is finished. Returns the exit code."""
-    if (run / "hf").exists():
-        return 0
-    given = [command, str(config), "--name", run.name, "--resume", "auto", *arguments]
-    return _module("asyncrl.cli", *given)
 
 
 def _teacher_accuracy(teacher: Path, known: Path, data: list[str]) -> float:

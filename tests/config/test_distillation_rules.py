@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,13 @@ def test_one_completion_per_prompt_suffices_without_rewards() -> None:
         ({}, {"advantage": "rloo"}, {}, "algorithm.advantage has no effect with"),
         ({}, {"filter_zero_variance": True}, {}, "filter_zero_variance has no effect with"),
         ({}, {}, {"reward": {"shuffle": True}}, "reward.shuffle has no effect with"),
+        ({"use": "top_k"}, {"kl_loss_coef": 0.1}, {}, "teacher's divergence a second time"),
+        ({"use": "top_k"}, {"loss": "gspo"}, {}, "algorithm.loss has no effect with"),
+        ({"use": "top_k"}, {"eps_clip": 0.1}, {}, "algorithm.eps_clip has no effect with"),
+        ({"use": "top_k", "teacher": URL}, {}, {}, "a server only scores the sampled tokens"),
+        ({"use": "top_k"}, {}, {"rollout": {"top_p": 0.9}}, "the metric distill/reverse_kl"),
+        ({"top_k": 8}, {}, {}, "distillation.top_k = 8 has no effect with use: advantage"),
+        ({"use": "top_k", "top_k": 129}, {}, {}, "less than or equal to 128"),
         ({"retries": 5}, {}, {}, "distillation.retries = 5 only has an effect with the URL"),
         ({}, {"preference": {}}, {}, "has no effect with algorithm.preference"),
         ({}, {}, {"rollout": {"top_p": 0.9}}, "the teacher's advantage compares"),
@@ -84,6 +92,18 @@ def test_what_would_have_no_effect_or_a_wrong_one_is_refused(
     with pytest.raises(ValidationError) as refused:
         distilled(distillation, algorithm, **sections)
     assert message in explain(refused.value)
+
+
+def test_the_teacher_of_top_k_returns_ids_of_the_learners_model(tmp_path: Path) -> None:
+    tree = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 77}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    config = distilled({"use": "top_k", "top_k": 8}, model={"path": str(tmp_path)})
+    assert not config.algorithm.distillation.adds_advantage
+    spec = reference_spec(config)
+    assert (spec.top_k, spec.vocabulary) == (8, 77)
+    assert reference_spec(distilled()).top_k == 0
+    loss = {"loss": "gspo", "advantage": "rloo"}
+    assert distilled({"use": "top_k", "reward_weight": 1.0}, loss).algorithm.loss == "gspo"
 
 
 def test_a_checkpoint_is_scored_at_any_temperature() -> None:

@@ -60,6 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "activations computed again": {"num_key_value_heads": 2, "checkpointing": True},
     "llama": {"num_key_value_heads": 4, "llama": True},
+    "tokens of a teacher": {"num_key_value_heads": 2, "top_k": 3},
 }
 
 LENGTHS: dict[str, tuple[int, ...]] = {
@@ -111,9 +112,12 @@ def shared_against_whole(rank: int, world_size: int) -> dict[tuple[str, str], di
     group = SequenceGroup.join(world_size)
     found = {}
     for model, chosen in MODELS.items():
-        settings = {name: value for name, value in chosen.items() if name != "checkpointing"}
+        settings = {
+            name: value for name, value in chosen.items() if name not in ("checkpointing", "top_k")
+        }
         for name, lengths in LENGTHS.items():
-            batch = micro_batch(examples(lengths), range(len(lengths)), "cpu")
+            rows = examples(lengths, chosen.get("top_k"))
+            batch = micro_batch(rows, range(len(lengths)), "cpu")
             one_rank, shared = (
                 Policy(
                     small_model(**settings),
@@ -129,7 +133,9 @@ def shared_against_whole(rank: int, world_size: int) -> dict[tuple[str, str], di
             outcomes = []
             for policy in (one_rank, shared):
                 torch.nn.init.ones_(policy.value_head.weight)
-                results = policy(batch)
+                logprobs, *others = policy(batch)
+                several = logprobs.dim() == 2
+                results = [*(logprobs.unbind(1) if several else [logprobs]), *others]
                 # A loss that depends on all tokens jointly.
                 (
                     torch.tanh(torch.cat(results).sum())
@@ -157,8 +163,9 @@ def shared_against_whole(rank: int, world_size: int) -> dict[tuple[str, str], di
     return found
 
 
-def examples(lengths: tuple[int, ...]) -> list[Any]:
-    """Trajectories with these numbers of tokens, and prompts of one or two tokens."""
+def examples(lengths: tuple[int, ...], top_k: int | None = None) -> list[Any]:
+    """Trajectories with these numbers of tokens, and prompts of one or two tokens. With `top_k`,
+    each token has this many tokens of a teacher."""
     from asyncrl.models.micro_batches import Example
 
     generator = np.random.default_rng(0)
@@ -175,6 +182,7 @@ def examples(lengths: tuple[int, ...]) -> list[Any]:
                 np.zeros(completion, np.float32),
                 1.0,
                 np.zeros(completion, np.int32),
+                teacher_ids=top_k and generator.integers(0, VOCABULARY, (completion, top_k)),
             )
         )
     return made

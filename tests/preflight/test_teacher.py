@@ -40,6 +40,16 @@ def test_the_plan_shows_the_teacher_its_memory_and_the_rule(write: Any, tiny_mod
     assert need.amounts["memory"] > 0
 
 
+def test_the_plan_names_the_tokens_of_top_k(write: Any, tiny_model: Any) -> None:
+    use = {"algorithm.distillation.use": "top_k", "algorithm.distillation.top_k": 8}
+    text = make_plan(load_config(write({TEACHER: str(tiny_model), **use}))).text()
+    assert (
+        "loss 1 x KL(π ‖ π_teacher) over the sampled token, the teacher's 8 most probable others,"
+        " and the rest as one (64 bytes per completion token in the rows); rewards only measured"
+    ) in text
+    assert "advantage none, only the teacher's divergence" in text
+
+
 def test_another_tokenizer_is_refused(write: Any, llama_model: Any) -> None:
     assert "has a different tokenizer from model.path" in refusal(
         write({TEACHER: str(llama_model)})
@@ -55,14 +65,16 @@ def test_a_smaller_vocabulary_is_refused(write: Any, tiny_model: Any, tmp_path: 
     )
 
 
-def server(tokenizer: Any, shift: int | None, scores: bool = True) -> FastAPI:
+def server(
+    tokenizer: Any, shift: int | None, scores: bool = True, context: int | None = None
+) -> FastAPI:
     """A server in vLLM's form. It encodes with ids that are `shift` too high; None: it has no
     /tokenize."""
     app = FastAPI()
 
     @app.get("/v1/models")
     async def models() -> Any:
-        return {"data": [{"id": "big"}]}
+        return {"data": [{"id": "big"} | ({} if context is None else {"max_model_len": context})]}
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Any:
@@ -94,6 +106,21 @@ def test_a_server_is_asked_what_it_tells(
         text = check_teacher(load_config(write({TEACHER: f"{address}/v1"})))
     assert text is not None and line in text and "a server with model 'big'" in text
     assert "scored at temperature 1" in text
+    assert "its context is unknown: it must take 29 tokens" in text
+
+
+def test_the_context_of_a_server_has_room_for_the_longest_trajectory(
+    write: Any, tiny_model: Any
+) -> None:
+    """20 tokens of a prompt, 8 of a completion, and one that the server generates."""
+    tokenizer = load_tokenizer(str(tiny_model))
+    with listening(server(tokenizer, 0, context=29)) as address:
+        text = check_teacher(load_config(write({TEACHER: f"{address}/v1"})))
+        assert text is not None and "model 'big'; context of 29 tokens; the same token" in text
+    with listening(server(tokenizer, 0, context=28)) as address:
+        words = refusal(write({TEACHER: f"{address}/v1"}))
+    assert "its max_model_len = 28, and a trajectory may have 28 tokens (" in words
+    assert "data.max_prompt_length 20 + " in words and "raise its max_model_len" in words
 
 
 def test_a_server_with_another_tokenizer_or_vocabulary_is_refused(

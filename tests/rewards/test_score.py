@@ -18,7 +18,13 @@ from asyncrl.contracts.rows import (
 from asyncrl.learning.batches import examples_of
 from asyncrl.preflight.specs import scoring_spec
 from asyncrl.rewards.pool import GroupRewards, RewardPool
-from asyncrl.rewards.score import attach_reference, attach_rewards, score_completions, score_table
+from asyncrl.rewards.score import (
+    attach_reference,
+    attach_reference_version,
+    attach_rewards,
+    score_completions,
+    score_table,
+)
 from asyncrl.rewards.scoring import scored_summary
 
 
@@ -276,6 +282,7 @@ def test_kl_from_the_reference_is_taken_from_the_reward(config):
     referred = attach_reference(
         rewarded, [np.float32([-1.5, -1.0]), np.float32([-1.0] * 4), np.float32([-1.0, -1.0])]
     )
+    referred = attach_reference_version(referred, 8)
     [scored] = groups_from_table(score_table(referred, scoring_spec(config)))
     # the first: -1.0 - -1.5 = 0.5 nats, multiplied by kl_coef = 0.5
     assert [t.reward for t in scored.trajectories] == [0.75, 1.0, 1.0]
@@ -285,6 +292,7 @@ def test_kl_from_the_reference_is_taken_from_the_reward(config):
     assert [
         t.reference_logprobs for t in groups_from_table(groups_to_table([scored]))[0].trajectories
     ] == [t.reference_logprobs for t in scored.trajectories]
+    assert groups_from_table(groups_to_table([scored]))[0].reference_version == 8
 
 
 def test_reference_log_probs_that_are_not_finite_mask_their_trajectory(config):

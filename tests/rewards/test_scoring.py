@@ -16,8 +16,15 @@ from ray.data._internal.execution.streaming_executor import StreamingExecutor
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
-from asyncrl.contracts.rows import Prompt, groups_from_table, table_from_ipc
+from asyncrl.contracts.rows import (
+    Prompt,
+    ReferenceLogprobs,
+    TopLogprobs,
+    groups_from_table,
+    table_from_ipc,
+)
 from asyncrl.frozen.reference import start_reference
+from asyncrl.learning.batches import examples_of
 from asyncrl.preflight.specs import reference_spec, scoring_spec, worker_spec
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.scoring import RayScores
@@ -259,10 +266,10 @@ def test_what_has_ended_is_forgotten_and_a_late_copy_is_dropped(ray_cluster, tmp
 class OddReference:
     """Fails at one group, like a model that runs out of memory on a long one."""
 
-    def logprobs(self, rows):
+    def versioned_logprobs(self, rows):
         if len(rows[0][0]) == 2:
             raise ValueError("too long for me")
-        return [np.zeros(len(ids), np.float32) for _, ids in rows]
+        return ReferenceLogprobs(0, [np.zeros(len(ids), np.float32) for _, ids in rows])
 
 
 def test_a_reference_that_fails_at_one_group_costs_that_group_under_every_policy(
@@ -286,12 +293,60 @@ def test_a_reference_that_fails_at_one_group_costs_that_group_under_every_policy
     finally:
         ray.kill(reference)
     assert scored[0].failure is None and scored[0].usable > 0
+    assert (scored[0].reference_version, scored[1].reference_version) == (0, None)
     first, _, stack = scored[1].failure.partition("\n")
     assert (
         first.startswith("not foreseen: the reference policy failed: ")
         and "too long for me" in stack
         and scored[1].usable == 0
     )
+
+
+class OddTeacher:
+    """Returns two other tokens for each token. Fails at one group."""
+
+    def top_logprobs(self, rows):
+        if len(rows[0][0]) == 2:
+            raise ValueError("too long for me")
+        return [
+            TopLogprobs(
+                np.full(len(ids), -1.0, np.float32),
+                np.arange(2 * len(ids), dtype=np.int32).reshape(-1, 2),
+                np.full((len(ids), 2), -2.0, np.float32),
+            )
+            for _, ids in rows
+        ]
+
+
+def test_the_tokens_of_a_teacher_reach_the_learner_and_the_files(ray_cluster, tmp_path):
+    distillation = {"teacher": "/teacher", "use": "top_k", "top_k": 2}
+    config = Config.model_validate(
+        make_config("by_length").model_dump() | {"algorithm": {"distillation": distillation}}
+    )
+    teacher = ray.remote(OddTeacher).options(num_cpus=0).remote()
+
+    async def scenario():
+        async with Station(config, tmp_path / "groups", teacher) as station:
+            await station.rollouts.rollout(prompt(0), 0)
+            await station.rollouts.rollout(replace(prompt(1), token_ids=(4, 5)), 0)
+            return {one.ordinal: one for one in await station.take(2)}
+
+    try:
+        scored = asyncio.run(scenario())
+    finally:
+        ray.kill(teacher)
+    assert scored[0].usable > 0 and scored[1].usable == 0
+    [stream, place] = scored[0].ref
+    examples = examples_of(table_from_ipc(ray.get(stream)).slice(place, 1))
+    for example in examples:
+        count = len(example.loss_mask)
+        assert example.teacher_ids.tolist() == np.arange(2 * count).reshape(-1, 2).tolist()
+        assert example.teacher_logprobs.tolist() == [[-2.0, -2.0]] * count
+    written = pyarrow.parquet.read_table(tmp_path / "groups").sort_by("ordinal")
+    lengths = [len(ids) for ids in written["completion_ids"].to_pylist()[0]]
+    assert [len(ids) for ids in written["teacher_ids"].to_pylist()[0]] == [2 * n for n in lengths]
+    assert written["teacher_failure"].to_pylist() == [None, "ValueError: too long for me"]
+    assert set(written["status"].to_pylist()[1]) == {"no_teacher"}
 
 
 def test_a_reference_policy_gives_its_log_probs_to_every_trajectory(
@@ -325,6 +380,8 @@ def test_a_reference_policy_gives_its_log_probs_to_every_trajectory(
         for group in groups_from_table(table_from_ipc(ray.get(one.ref[0])).slice(one.ref[1], 1))
     ]
     assert sorted(group.ordinal for group in groups) == list(range(6))
+    assert {one.reference_version for one in scored} == {0}
+    assert {group.reference_version for group in groups} == {0}
     for group in groups:
         for trajectory in group.trajectories:
             ids = torch.tensor([[*group.prompt.token_ids, *trajectory.completion.token_ids]])

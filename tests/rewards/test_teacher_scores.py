@@ -11,14 +11,18 @@ import pyarrow as pa
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.contracts.errors import TeacherError
 from asyncrl.contracts.rows import (
     Completion,
     Group,
     Prompt,
+    TopLogprobs,
     Trajectory,
     VersionSpan,
     groups_to_table,
+    table_from_ipc,
+    table_to_ipc,
 )
 from asyncrl.control.diagnostics import scoring_metrics
 from asyncrl.learning.batches import examples_of
@@ -29,6 +33,7 @@ from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.score import attach_rewards, attach_teacher, score_table
 from asyncrl.rewards.scoring import _unscored_in_a_row, scored_summary
 from asyncrl.rewards.source import _with_teacher
+from asyncrl.rundir.reader import _explode
 
 LENGTHS = (3, 2, 4)
 
@@ -109,6 +114,61 @@ def test_an_error_of_the_teacher_costs_its_group(error: Exception, line: str) ->
     table = _with_teacher(rewarded(), failed, 1.5)
     assert table["teacher_failure"].to_pylist() == [line]
     assert table["teacher_s"].to_pylist() == [1.5]
+
+
+def top(length: int, ids: int = 2, value: float = -3.0) -> TopLogprobs:
+    """An answer with two other tokens at each place."""
+    others = np.arange(length * ids, dtype=np.int32).reshape(length, ids)
+    values = np.full((length, 2), value, np.float32) - others[:, :2] / 8
+    return TopLogprobs(np.full(length, -1.0, np.float32), others, values)
+
+
+def answered(answers: list[TopLogprobs] | Exception) -> pa.Table:
+    future: Future[Any] = Future()
+    if isinstance(answers, Exception):
+        future.set_exception(answers)
+    else:
+        future.set_result(answers)
+    table = _with_teacher(rewarded(), future, 0.25, top_k=True)
+    return score_table(table, scoring_spec(config(use="top_k", top_k=2)))
+
+
+def test_the_teachers_tokens_travel_with_the_group() -> None:
+    table = answered([top(length) for length in LENGTHS])
+    assert table["status"].to_pylist() == [["ok"] * 3]
+    again = table_from_ipc(table_to_ipc(table))
+    assert content_hashes(again) == content_hashes(table)
+    other = answered([top(length, value=-4.0) for length in LENGTHS])
+    for name in ("scored_at",):
+        other = other.set_column(other.column_names.index(name), name, table[name])
+    assert content_hashes(other) != content_hashes(table)
+    for example, length in zip(examples_of(again), LENGTHS, strict=True):
+        wanted = top(length)
+        assert example.teacher_ids.tolist() == wanted.other_ids.tolist()
+        assert example.teacher_logprobs.tolist() == wanted.other_logprobs.tolist()
+    exploded = _explode(table)
+    assert [len(ids) for ids in exploded["teacher_ids"].to_pylist()] == [6, 4, 8]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [top(2, value=math.nan), top(2, value=-math.inf), top(3), top(2, ids=3)],
+    ids=["NaN", "Inf", "too many", "ids without log-probs"],
+)
+def test_a_completion_without_the_teachers_tokens_is_masked(bad: TopLogprobs) -> None:
+    answers = [top(length) for length in LENGTHS]
+    answers[1] = bad
+    table = answered(answers)
+    assert table["status"].to_pylist() == [["ok", "no_teacher", "ok"]]
+    assert [len(ids) for ids in table["teacher_ids"].to_pylist()[0]] == [6, 0, 8]
+    assert [example.trajectory for example in examples_of(table)] == [0, 2]
+
+
+def test_a_group_whose_teacher_failed_has_the_same_columns() -> None:
+    failed, good = answered(ValueError("out of memory")), answered([top(n) for n in LENGTHS])
+    assert failed["status"].to_pylist() == [["no_teacher"] * 3]
+    assert failed["teacher_failure"].to_pylist() == ["ValueError: out of memory"]
+    assert failed.schema == good.schema and len(pa.concat_tables([failed, good])) == 2
 
 
 def test_only_groups_in_a_row_end_the_run() -> None:

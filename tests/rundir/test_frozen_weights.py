@@ -100,7 +100,7 @@ def test_where_a_teacher_answers_may_change_within_a_run() -> None:
     from asyncrl.rundir.resume import FIXED_IN_RUN, MAY_CHANGE
 
     assert "algorithm.distillation" in FIXED_IN_RUN
-    kept = {"use", "coef", "reward_weight"}
+    kept = {"use", "top_k", "coef", "reward_weight"}
     from asyncrl.config import DistillationConfig
 
     names = {f"algorithm.distillation.{name}" for name in DistillationConfig.model_fields}
