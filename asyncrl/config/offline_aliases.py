@@ -4,6 +4,8 @@ from __future__ import annotations
 
 __all__ = ["OFFLINE_RENAMED"]
 
+SCORED_ONCE = "nothing: the reference scores a dataset's pairs once, before training"
+
 OFFLINE_RENAMED = {
     "beta": "dpo.beta",
     "loss_type": "dpo.loss",
@@ -12,10 +14,15 @@ OFFLINE_RENAMED = {
     "nll_loss_coef": "dpo.ce_coef",
     "sft_loss_coef": "dpo.ce_coef",
     "simpo_gamma": "dpo.simpo_margin",
+    "center_rewards_coefficient": "reward_model.center_coef",
     "ref_model": "dpo.ref_load",
     "ref_pretrain": "dpo.ref_load",
     "ref_load": "dpo.ref_load",
     "precompute_ref_log_probs": "nothing: the reference always scores the pairs once",
+    "sync_ref_model": SCORED_ONCE,
+    "ref_model_sync_steps": SCORED_ONCE,
+    "ref_update_interval": SCORED_ONCE,
+    "ref_model_mixup_alpha": SCORED_ONCE,
     "precompute_ref_batch_size": "dpo.reference_batch",
     "disable_dropout": "nothing: dropout is always off",
     "packing": "nothing: rows are always packed (learner.packing chooses how)",

@@ -12,6 +12,7 @@ __all__ = ["check_preference"]
 KEPT = (
     "preference",
     "ref_load",
+    "ref_update_interval",
     "ref_num_cpus",
     "filter_zero_variance",
     "group_filter",

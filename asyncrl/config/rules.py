@@ -108,6 +108,12 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
         "algorithm.kl_coef or kl_loss_coef above 0",
     ),
     (
+        "algorithm.ref_update_interval",
+        "algorithm.has_reference",
+        (True,),
+        "algorithm.preference, or kl_coef or kl_loss_coef above 0",
+    ),
+    (
         "algorithm.ref_num_cpus",
         "algorithm.has_reference",
         (True,),
@@ -668,6 +674,12 @@ def _check_correction(config: Settings) -> None:
 
 
 def _check_lora(config: Settings) -> None:
+    interval = config.algorithm.ref_update_interval
+    if config.lora is not None and interval is not None:
+        raise ValueError(
+            f"algorithm.ref_update_interval = {interval} does not work with lora, whose versions"
+            " are adapters and not whole weights; leave one of them out"
+        )
     if config.lora is not None and config.lora.r > HIGHEST_RANK:
         raise ValueError(
             f"lora.r = {config.lora.r} is above {HIGHEST_RANK}, the highest rank that vLLM takes;"

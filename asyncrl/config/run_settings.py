@@ -152,6 +152,16 @@ class RunSettings(Section):
         """Whether the run stores a snapshot of the learner before version 0."""
 
     @property
+    def trains_reward_model(self) -> bool:
+        """Whether the run trains scores of sequences, and exports a sequence classifier."""
+        return False
+
+    @property
+    def reference_interval(self) -> int | None:
+        """Versions between two refreshes of the reference policy. None: it is frozen."""
+        return None
+
+    @property
     @abstractmethod
     def models(self) -> dict[str, str]:
         """Setting → path of each model that the run's nodes read."""

@@ -107,6 +107,11 @@ class Settings(RunSettings):
         return self.warm_start.given
 
     @property
+    def reference_interval(self) -> int | None:
+        """Versions between two refreshes of the reference policy. None: it is frozen."""
+        return self.algorithm.ref_update_interval
+
+    @property
     def models(self) -> dict[str, str]:
         """Setting → path of each model that the run's nodes read."""
         reference = {self.reference_setting: self.reference_path}

@@ -14,6 +14,7 @@ __all__ = [
     "PartDiedError",
     "PlacementError",
     "PlacementLostError",
+    "ReferenceLostError",
     "RolloutFailedError",
     "StaleReplicaError",
     "TeacherError",
@@ -29,6 +30,11 @@ class PartDiedError(RuntimeError):
 class EvaluationLostError(Exception):
     """The replica reserved for an evaluation is gone, and with it the version to evaluate. The
     message says why."""
+
+
+class ReferenceLostError(RuntimeError):
+    """The weights of a refreshed reference policy are missing or damaged. The message names the
+    file and the fix."""
 
 
 class TeacherError(Exception):

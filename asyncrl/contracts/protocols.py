@@ -25,6 +25,7 @@ __all__ = [
     "Generate",
     "Learner",
     "PromptSource",
+    "ReferencePolicy",
     "Rollouts",
     "Scores",
     "Sink",
@@ -131,6 +132,19 @@ class WeightSync(Protocol):
     async def release(self, replica: str) -> None:
         """End the reservation: the replica takes the newest version and counts again. Does nothing
         if the replica has died."""
+        ...
+
+
+class ReferencePolicy(Protocol):
+    """A reference policy that takes the policy's weights now and then."""
+
+    async def refresh(self, manifest: Manifest) -> Mapping[str, float]:
+        """Return metrics when the version scores groups, and is where checkpoints and a restarted
+        process find it.
+
+        Raises:
+            RuntimeError: the version was not taken.
+        """
         ...
 
 

@@ -33,6 +33,7 @@ from asyncrl.contracts.protocols import (
     Checkpoints,
     Learner,
     PromptSource,
+    ReferencePolicy,
     Rollouts,
     Scores,
     WeightSync,
@@ -71,6 +72,8 @@ class Schedule:
     """Versions between two log-prob checks; 0 = only one, at the start."""
     evaluate_every: int = 0
     """Versions between two evaluations; 0 = only the first and the last version."""
+    refresh_every: int = 0
+    """Versions between two refreshes of the reference policy; 0 = it stays frozen."""
     evaluate_in_flight: bool = False
     """Evaluate while versions change: an evaluation reserves no replica and does not block
     publishing."""
@@ -110,8 +113,9 @@ class UnderEvaluation:
 
 @dataclass(slots=True)
 class Parts:
-    """The stations, as the protocols that the coordinator needs. `checkpoints`, `evaluate`, `check`
-    and `concurrency` are optional. Without `concurrency`, only the pace limits running groups."""
+    """The stations, as the protocols that the coordinator needs. `checkpoints`, `evaluate`,
+    `check`, `concurrency` and `reference` are optional. Without `concurrency`, only the pace limits
+    running groups. `reference` is there if the reference policy is refreshed."""
 
     prompts: PromptSource
     rollouts: Rollouts
@@ -123,6 +127,7 @@ class Parts:
     evaluate: Evaluate | None = None
     check: LogprobCheck | None = None
     concurrency: Concurrency | None = None
+    reference: ReferencePolicy | None = None
 
 
 class Coordinator:
@@ -351,6 +356,7 @@ class Coordinator:
                     f" {result.note or result.reason}; {WAYS_OUT[result.reason]}"
                 )
             if result.applied:
+                await self._refresh_if_due()
                 await self._save_if_due()
             if self._gather_due():
                 await self._gather()
@@ -443,10 +449,28 @@ class Coordinator:
             "weights/versions_passed_over": version - self.gathered - 1,
             **manifest.metrics,
         }
+        if self.parts.reference is not None and self._refresh_due(version):
+            # Before generators get the version: its tokens are compared with this reference.
+            metrics |= await self.parts.reference.refresh(manifest)
         self.books.record("gather", version, metrics)
         async with self._changing():
             self.gathered = version
             self.in_publication = manifest
+
+    async def _refresh_if_due(self) -> None:
+        """Gather a version that the reference policy takes, even if the version before is still in
+        publication. A checkpoint of this version must find the reference policy refreshed."""
+        if self.parts.reference is None or not self._refresh_due(self.progress.version):
+            return
+        async with self._when(lambda: self.in_publication is None):
+            pass
+        await self._gather()
+
+    def _refresh_due(self, version: int) -> bool:
+        """Whether the reference policy takes the version. An attempt's first version was taken
+        before its checkpoint, or is the one with which the run began."""
+        every = self.schedule.refresh_every
+        return every > 0 and version % every == 0 and version > self.first_version
 
     def _check_due(self, version: int) -> bool:
         return version == self.first_version or (

@@ -39,7 +39,13 @@ def batch_metrics(
     for name in dict.fromkeys(name for scored in batch for name in scored.reward_parts):
         known = [scored.reward_parts[name] for scored in batch if name in scored.reward_parts]
         metrics[f"reward/{name}"] = sum(known) / len(known)
-    return metrics | _by_source(batch)
+    return metrics | _by_source(batch) | _reference_age(batch, version)
+
+
+def _reference_age(batch: Sequence[Scored], version: int) -> dict[str, float | list[int]]:
+    """How old the reference policy was that scored the groups. Empty without one."""
+    known = [scored.reference_version for scored in batch if scored.reference_version is not None]
+    return {"reference/age_mean": version - sum(known) / len(known)} if known else {}
 
 
 def _by_source(batch: Sequence[Scored]) -> dict[str, float | list[int]]:

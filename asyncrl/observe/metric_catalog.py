@@ -119,6 +119,14 @@ STEP = (
         "if it rises: a lower `learner.learning_rate` or `staleness.max_staleness`",
     ),
     Metric(
+        "distill/top_k_kl, distill/tail",
+        "under `algorithm.distillation.use: top_k`: mean KL(learner ‖ teacher) over the step's loss"
+        " tokens, in nats, before the step; the learner's mean probability of the tokens that only"
+        " count together",
+        "both fall towards 0",
+        "a `tail` that stays high: a higher `algorithm.distillation.top_k`",
+    ),
+    Metric(
         "distill/teacher_s",
         "under `algorithm.distillation`: mean seconds of the teacher's answer for a group, waiting"
         " included",
@@ -218,6 +226,12 @@ BATCH = (
         "max at most `staleness.max_staleness`, always",
     ),
     Metric("staleness/histogram", "number of groups of staleness 0, 1, 2, …"),
+    Metric(
+        "reference/age_mean",
+        "the learner's version minus that of the reference policy that scored the group, mean over"
+        " groups. 0 is the version of `algorithm.ref_load`",
+        "with `algorithm.ref_update_interval`, below it plus `staleness.max_staleness`",
+    ),
     Metric(
         "staleness/in_flight_mean, staleness/in_buffer_mean",
         "staleness gained during generation (newest minus oldest version); staleness gained"
@@ -365,6 +379,11 @@ WEIGHTS = (
     Metric("weights/gather_s", "`gather`: seconds of the gather, measured in the driver"),
     Metric("weights/versions_passed_over", "`gather`: versions so far that were never published"),
     Metric("gather_s, bytes, buckets", "`gather`: the learner's own time, bytes and buckets"),
+    Metric(
+        "reference/refresh_s",
+        "`gather`: seconds in which the reference policy took the version, if it was due"
+        " (`algorithm.ref_update_interval`)",
+    ),
     Metric(
         "weights/replicas, weights/unroutable",
         "`commit`: replicas that have the version, without one that an evaluation reserves;"

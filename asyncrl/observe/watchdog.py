@@ -72,7 +72,10 @@ def current_stage(coordinator: Coordinator) -> Stage:
             f" {progress.committed} is committed",
         )
     if coordinator.gathered < progress.version:
-        return Stage("learning", f"the ranks to gather or save version {progress.version}")
+        reference = ", or the reference policy to take it" if coordinator.parts.reference else ""
+        return Stage(
+            "learning", f"the ranks to gather or save version {progress.version}{reference}"
+        )
     if buffer.running:
         return Stage(
             "generation",

@@ -50,11 +50,13 @@ def disks(config: RunSettings, version_bytes: int) -> tuple[Disk, ...]:
         ConfigError: see `RunSettings.run_directory`.
     """
     models = version_bytes * (2 if config.keeps_snapshot else 1)
+    reference = version_bytes if config.reference_interval else 0
     places = (
-        (config.run_directory, models),
+        # A refresh writes the reference policy's next version before it deletes the last one.
+        (config.run_directory, models + 2 * reference),
         (
             config.checkpoints_directory,
-            _checkpoints_at_most(config) * checkpoint_bytes(config, version_bytes),
+            _checkpoints_at_most(config) * (checkpoint_bytes(config, version_bytes) + reference),
         ),
     )
     found: dict[int, Disk] = {}

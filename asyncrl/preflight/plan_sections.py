@@ -124,7 +124,18 @@ def algorithm_text(config: Config) -> str:
         if config.algorithm.preference is None
         else _online_preference_text(config, config.algorithm.preference)
     )
-    return f"# algorithm\n  {objective}{shuffled}"
+    return f"# algorithm\n  {objective}{_refreshes_text(config)}{shuffled}"
+
+
+def _refreshes_text(config: Config) -> str:
+    """When the reference policy takes the policy's weights; "" if it is frozen."""
+    every = config.algorithm.ref_update_interval
+    if every is None:
+        return ""
+    return (
+        f"\n  reference policy: {config.reference_path}, then the policy's version {every},"
+        f" {2 * every}, {3 * every}, …; each checkpoint has a copy of it"
+    )
 
 
 def _online_preference_text(config: Config, preference: OnlinePreferenceConfig) -> str:
@@ -205,9 +216,10 @@ def _advantage_text(algorithm: AlgorithmConfig) -> str:
     if distillation is None:
         return f"advantage {algorithm.advantage}"
     sources = ["from the teacher's log-probs"] if distillation.adds_advantage else []
+    term = "the teacher's divergence" if distillation.uses_top_k else "the KL term"
     if distillation.reward_weight:
         sources.append(f"{distillation.reward_weight:g} x {algorithm.advantage}")
-    return f"on-policy distillation: advantage {' + '.join(sources) or 'none, only the KL term'}"
+    return f"on-policy distillation: advantage {' + '.join(sources) or f'none, only {term}'}"
 
 
 def sources_text(report: PromptReport, config: Config) -> str:

@@ -220,6 +220,7 @@ def make_coordinator(
         evaluate=_evaluator(directory, stations),
         check=_probe_check(config, state, stations),
         concurrency=concurrency_of(stations.config, stations.kv_cache_tokens, state.concurrency),
+        reference=stations.reference,
     )
     schedule = Schedule(
         max_steps=config.max_steps,
@@ -237,6 +238,7 @@ def make_coordinator(
         check_every=config.weights.check_every_versions,
         evaluate_every=config.eval.every_steps,
         evaluate_in_flight=config.eval.in_flight,
+        refresh_every=config.algorithm.ref_update_interval or 0,
     )
     return Coordinator(parts, schedule, state, restored)
 

@@ -32,7 +32,7 @@ from asyncrl.contracts.state import State
 from asyncrl.data.prompt_stream import RayPromptSource
 from asyncrl.data.prompts import PromptReport, read_prompts
 from asyncrl.data.rendering import Data
-from asyncrl.frozen.reference import start_reference
+from asyncrl.frozen.reference import RayReference, start_reference
 from asyncrl.frozen.teacher import start_teacher
 from asyncrl.generation.app import (
     ServeGenerate,
@@ -92,6 +92,8 @@ class Stations:
     prompts: RayPromptSource
     rollouts: RayRollouts
     scores: RayScores
+    reference: RayReference | None
+    """The reference policy, if it is refreshed."""
     pool: RewardPool | RemoteRewardPool
     evaluation_prompts: dict[Data, list[Prompt]]
     """Data file of an evaluation set → its prompts."""
@@ -232,6 +234,7 @@ async def launch_stations(
             streams.prompts,
             streams.rollouts,
             streams.scores,
+            streams.refreshed,
             started.pool,
             _evaluation_prompts(config),
             started.status.kv_cache_tokens,
@@ -250,6 +253,7 @@ class _Streams:
     scores: RayScores
     prompts: RayPromptSource
     reference: Actor | None
+    refreshed: RayReference | None
 
     @property
     def started(self) -> dict[str, Callable[[], Awaitable[bool]]]:
@@ -267,7 +271,7 @@ def _start_streams(
     state, stacks = directory.state, directory.logs / "stacks"
     rollouts = start_rollouts(worker_spec(config, state.run_id, state.attempt, generate))
     stack.add("rollout workers", rollouts.close)
-    reference = _start_reference(config, stack)
+    reference = _start_reference(config, directory.reference, stack)
     scores = RayScores(
         scoring_spec(config),
         state.attempt,
@@ -282,7 +286,9 @@ def _start_streams(
     finished = [*state.finished_above, *(ordinal for _, ordinal in state.waiting)]
     prompts = RayPromptSource(data_spec(config), report, state.frontier, finished, stacks)
     stack.add("prompts", prompts.close)
-    return _Streams(rollouts, scores, prompts, reference)
+    refresh = reference_spec(config, directory.reference).refresh
+    refreshed = None if refresh is None else RayReference(reference, refresh)
+    return _Streams(rollouts, scores, prompts, reference, refreshed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +383,7 @@ def _longest_request(config: Config, context: int) -> int:
     return min(config.longest_request + 1, context)
 
 
-def _start_reference(config: Config, stack: Closing) -> Actor | None:
+def _start_reference(config: Config, place: Path | None, stack: Closing) -> Actor | None:
     """The actor of the reference policy or of the teacher; None in a run that uses neither."""
     if not config.algorithm.has_reference:
         return None
@@ -385,7 +391,7 @@ def _start_reference(config: Config, stack: Closing) -> Actor | None:
     reference = (
         start_teacher(distillation)
         if distillation is not None and distillation.is_url
-        else start_reference(reference_spec(config))
+        else start_reference(reference_spec(config, place))
     )
 
     async def close() -> None:

@@ -1,7 +1,7 @@
 """Checkpoints. Only a directory that is committed and passes its checksums counts.
 
-checkpoints/step_000120/{learner/…, buffer.parquet, config.yaml, state.json, MANIFEST, COMMITTED},
-checkpoints/LATEST
+checkpoints/step_000120/{learner/…, buffer.parquet, reference/…, config.yaml, state.json, MANIFEST,
+COMMITTED}, checkpoints/LATEST
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointErro
 from asyncrl.contracts.messages import Scored
 from asyncrl.contracts.protocols import Learner, Scores
 from asyncrl.contracts.state import State
+from asyncrl.frozen.kept import copy_place
 from asyncrl.runtime.files import (
     append_to,
     explain_disk_full,
@@ -35,6 +36,7 @@ from asyncrl.runtime.links import refuse_links
 from asyncrl.runtime.shared import Written, size_and_checksum, wait_until_seen
 
 __all__ = [
+    "REFERENCE",
     "CheckpointStore",
 ]
 
@@ -43,6 +45,8 @@ STEP = re.compile(r"step_[0-9]+")
 UNFINISHED = re.compile(r"\.step_[0-9]+\.[0-9]+|\.replaced\.step_[0-9]+")
 READ_AT_ONCE = 16
 """Files of a checkpoint that are verified in parallel."""
+REFERENCE = "reference"
+"""Folder of a refreshed reference policy in a checkpoint and in the run directory."""
 ABANDONED = "ABANDONED"
 """Name of the file that marks a committed checkpoint that the run abandoned by
 resuming from an older one."""
@@ -63,6 +67,9 @@ class CheckpointStore:
         self.directory = directory
         self.keep = keep
         self.config = config
+        self.reference: Path | None = None
+        """The place of the reference policy's version (`asyncrl.frozen.kept`), of which each
+        checkpoint gets its own. None: it is frozen, or there is none."""
         self._guard = guard
 
     def remove_unfinished(self) -> None:
@@ -92,10 +99,16 @@ class CheckpointStore:
                 saved = await learner.save(temporary / "learner")
                 if waiting and scores is not None:
                     await scores.save(waiting, temporary / "buffer.parquet")
+                kept = {}
+                if self.reference is not None:
+                    kept = await asyncio.to_thread(
+                        copy_place, self.reference, temporary / REFERENCE
+                    )
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         written = {f"learner/{name}": file for name, file in saved.items()}
+        written |= {f"{REFERENCE}/{name}": file for name, file in kept.items()}
         # If this is canceled, the thread still finishes the checkpoint.
         await asyncio.to_thread(self._commit, temporary, final, state, written)
         return final
@@ -116,8 +129,8 @@ class CheckpointStore:
         """Write MANIFEST and COMMITTED, after every file is flushed to the disk.
 
         Args:
-            written: the learner's files, with checksums from its ranks. Each must become visible
-                on this node first.
+            written: the learner's files, with checksums from its ranks, and the reference
+                policy's. Each must become visible on this node first.
         """
         wait_until_seen(
             temporary,

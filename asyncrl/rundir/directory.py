@@ -21,7 +21,8 @@ from typing_extensions import TypedDict
 from asyncrl.config import ConfigError, RunSettings
 from asyncrl.contracts.errors import EscapesDirectoryError
 from asyncrl.contracts.state import State
-from asyncrl.rundir.checkpoint import CheckpointStore
+from asyncrl.frozen.kept import begin_place
+from asyncrl.rundir.checkpoint import REFERENCE, CheckpointStore
 from asyncrl.rundir.metrics import read_metrics
 from asyncrl.rundir.outcomes import refuse_old_folder
 from asyncrl.rundir.resume import (
@@ -57,6 +58,7 @@ OURS = (
     "outcomes",
     "kept",
     "evaluations",
+    REFERENCE,
     "checkpoints",
     "logs",
     "hf",
@@ -111,6 +113,8 @@ class RunDirectory:
         state: initial state of control: version 0, or that of the checkpoint.
         checkpoint: directory of the checkpoint; None for a new start.
         notes: lines about the search for a checkpoint and what has changed since it was written.
+        reference: this attempt's place of a refreshed reference policy (`asyncrl.frozen.kept`);
+            None: it is frozen, or there is none.
 
     Raises:
         ConfigError: the directory is in use, or exists under `resume: never`, or has no checkpoint
@@ -184,6 +188,7 @@ class RunDirectory:
         ):
             self.checkpoints.mark_line(_line(read_record(self.path)["attempts"]))
             self.checkpoints.point_at(beginning.checkpoint.name)
+        self.reference = self._begin_reference(beginning, config)
         self.checkpoints.remove_unfinished()
         self._remove_leftovers()
         replace_text(self.path / "config.yaml", text)
@@ -217,6 +222,21 @@ class RunDirectory:
         for path in [*found, *self.checkpoints.directory.glob(".probe_*")]:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _begin_reference(self, beginning: Beginning, config: RunSettings) -> Path | None:
+        """Make this attempt's place of a refreshed reference policy, and delete those of earlier
+        attempts. None: it is frozen, or there is none."""
+        places = self.path / REFERENCE
+        place = places / f"attempt_{self.state.attempt}"
+        if config.reference_interval is None:
+            shutil.rmtree(places, ignore_errors=True)
+            return None
+        begin_place(place, beginning.reference)
+        for other in places.iterdir():
+            if other != place:
+                shutil.rmtree(other, ignore_errors=True)
+        self.checkpoints.reference = place
+        return place
 
     def _check_locks(self) -> None:
         for lock in self._locks:

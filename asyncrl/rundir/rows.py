@@ -15,6 +15,7 @@ from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.contracts.rows import (
     COLUMNS,
     FINISH_REASONS,
+    REFERENCE_VERSION_COLUMN,
     SCORED_COLUMNS,
     STATUSES,
     TRUNCATED,
@@ -74,6 +75,8 @@ class Row:
     """Rewards of the trajectories with status ok."""
     faults: tuple[str, ...]
     """The row's faults: keys of `FAULTS`, or `UNEVEN`."""
+    reference: int | None = None
+    """Version of the reference policy that scored the group; None without one."""
 
     @property
     def loss_tokens(self) -> int:
@@ -149,7 +152,8 @@ def _rows(table: pa.Table) -> Iterator[Row]:
         lengths == _token_counts(table, "logprobs")
     )
     bad = {name: find(table, lengths) for name, find in FAULTS.items()}
-    groups: list[GroupRow] = table.select(list(READ)).to_pylist()
+    read = [*READ, *({REFERENCE_VERSION_COLUMN} & set(table.column_names))]
+    groups: list[GroupRow] = table.select(read).to_pylist()
     hashes = zip(content_hashes(table), content_hashes(table.select(list(GENERATION))), strict=True)
     for number, (group, (content, generation)) in enumerate(zip(groups, hashes, strict=True)):
         mine = slice(bounds[number], bounds[number + 1])
@@ -185,6 +189,7 @@ def _rows(table: pa.Table) -> Iterator[Row]:
                 if how == "ok" and reward is not None
             ),
             faults=tuple(name for name, found in bad.items() if found[mine].any()),
+            reference=group.get(REFERENCE_VERSION_COLUMN),
         )
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "FakeLogprobCheck",
     "FakePrompts",
     "FakeRecorder",
+    "FakeReferencePolicy",
     "FakeReplicas",
     "FakeRollouts",
     "FakeScores",
@@ -425,6 +426,23 @@ class FakeWeightSync:
 
     async def release(self, replica: str) -> None:
         self.replicas.release(int(replica.removeprefix("fake ")))
+
+
+class FakeReferencePolicy:
+    """A reference policy that is refreshed. `versions` are those that it took."""
+
+    def __init__(self, latency: Latency = _no_latency) -> None:
+        self.versions: list[int] = []
+        self._latency = latency
+
+    async def refresh(self, manifest: Manifest) -> dict[str, float]:
+        await asyncio.sleep(self._latency(manifest.version))
+        if self.versions and manifest.version <= self.versions[-1]:
+            raise AssertionError(
+                f"version {manifest.version} was taken after version {self.versions[-1]}"
+            )
+        self.versions.append(manifest.version)
+        return {"reference/refresh_s": 0.0}
 
 
 class FakeCheckpoints:

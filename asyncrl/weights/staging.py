@@ -21,7 +21,7 @@ from asyncrl.contracts.messages import Manifest
 from asyncrl.weights.layout import ALIGNMENT
 from asyncrl.weights.manifest import Expected, check_manifest
 
-__all__ = ["Staged", "StagingError", "fetch_version", "sweep"]
+__all__ = ["Staged", "StagingError", "fetch_bucket", "fetch_version", "sweep"]
 
 SHARED_MEMORY = Path("/dev/shm")
 NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
@@ -148,9 +148,22 @@ def _check_room(path: Path, directory: Path, nbytes: int) -> None:
 
 
 def _copy_bucket(manifest: Manifest, index: int, file: int, start: int, timeout_s: float) -> None:
+    data = fetch_bucket(manifest, index, timeout_s)
+    written = 0
+    while written < data.nbytes:
+        written += os.pwrite(file, data[written:], start + written)
+
+
+def fetch_bucket(manifest: Manifest, index: int, timeout_s: float) -> memoryview:
+    """The bytes of one bucket in the object store, without a copy if they are on this node.
+
+    Raises:
+        StagingError: the bucket is lost, late, or has a wrong size or checksum.
+    """
     title = f"bucket {index} of version {manifest.version}"
     try:
-        data = ray.get(manifest.buckets[index], timeout=max(timeout_s, 0.001)).data.cast("B")
+        bucket = ray.get(manifest.buckets[index], timeout=max(timeout_s, 0.001))
+        data: memoryview = bucket.data.cast("B")
     except ray.exceptions.GetTimeoutError:
         raise StagingError(
             f"{title} did not arrive in time; raise weights.push_timeout_s"
@@ -170,6 +183,4 @@ def _copy_bucket(manifest: Manifest, index: int, file: int, start: int, timeout_
             f"{title} has checksum {checksum:#010x} instead of {manifest.checksums[index]:#010x};"
             " publish the version again"
         )
-    written = 0
-    while written < data.nbytes:
-        written += os.pwrite(file, data[written:], start + written)
+    return data

@@ -33,6 +33,15 @@ def test_hand_computed():
     ] == pytest.approx(1 / 6)
 
 
+def test_the_age_of_the_reference_is_a_mean_over_the_groups_that_it_scored():
+    batch = [
+        Scored(0, 3, None, 8, (1.0,), {}, 2, 0, reference_version=version)
+        for version in (4, 0, None)
+    ]
+    assert batch_metrics(batch, version=5, max_staleness=2)["reference/age_mean"] == 3.0
+    assert "reference/age_mean" not in batch_metrics(batch[2:], version=5, max_staleness=2)
+
+
 def test_each_source_has_a_share_and_a_reward():
     batch = [
         Scored(n, 3, None, 8, rewards, {}, 2, 0, source=source)

@@ -1,7 +1,9 @@
-"""Online DPO as a whole run: stale pairs, an audit, and a resume in the middle."""
+"""Online DPO as a whole run: stale pairs, a refreshed reference, an audit, and a resume in the
+middle."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ def test_online_dpo_trains_stale_pairs_and_resumes(
             "max_pairs": 2,
             "missing_eos_penalty": 0.1,
         },
+        "algorithm.ref_update_interval": 3,
         "learner.learning_rate": 3e-4,
         "checkpoint.every_steps": 4,
         "resume": "auto",
@@ -64,5 +67,30 @@ def test_online_dpo_trains_stale_pairs_and_resumes(
     assert preferences <= known_names()
     for row in run.groups().to_pylist():
         assert set(row["advantage"]) == {None} and len(row["reference_logprobs"]) == 4
+    assert_refreshed(directory, run.groups().to_pylist(), records("gather"))
     rewards = [record["reward/mean"] for record in applied]
     assert sum(rewards[-8:]) > sum(rewards[:8]), rewards
+
+
+def assert_refreshed(
+    directory: Path, groups: list[dict[str, Any]], gathers: list[dict[str, Any]]
+) -> None:
+    """Every third version became the reference, and the second attempt began with that of its
+    checkpoint."""
+    start = json.loads((directory / "run.json").read_text())["attempts"][1]["version"]
+    taken = {
+        attempt: [
+            record["version"]
+            for record in gathers
+            if record["attempt"] == attempt and "reference/refresh_s" in record
+        ]
+        for attempt in (0, 1)
+    }
+    assert start >= 8 and taken[1] == list(range(start // 3 * 3 + 3, 41, 3)), (start, taken)
+    assert taken[0][: start // 3] == list(range(3, start + 1, 3)), (start, taken)
+    seen = {
+        attempt: {row["reference_version"] for row in groups if row["attempt"] == attempt}
+        for attempt in (0, 1)
+    }
+    assert seen[0] <= {0, *taken[0]} and len(seen[0]) > 1
+    assert start // 3 * 3 in seen[1] and seen[1] <= {start // 3 * 3, *taken[1]}

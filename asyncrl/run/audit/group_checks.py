@@ -23,6 +23,7 @@ __all__ = [
     "check_one_row",
     "check_possible",
     "check_prompts",
+    "check_reference",
     "check_versions_exist",
     "check_whole",
 ]
@@ -130,6 +131,34 @@ def check_versions_exist(books: Books) -> Check:
         f"; from the future: {listed(sorted(found))}" if found else ""
     )
     return Check("no token is from a future version", not found, summary)
+
+
+def check_reference(books: Books) -> Check:
+    """The reference policy that scored each group had the right version: 0 if it is frozen, else
+    one that it takes, at least the last of those when the group's oldest token was sampled, and at
+    most the version that trained the group."""
+    name = "groups were scored by the right reference policy"
+    try:
+        algorithm = books.run.config.algorithm
+    except ConfigError as error:
+        return Check(name, True, f"not checked: {error}")
+    every = algorithm.ref_update_interval
+    # A run that began with another run's checkpoint may have its reference policy.
+    takes = every if books.first["checkpoint"] is None else None
+    trained = {key_of(row): trained_at(outcome) for outcome, row in books.trained() if row}
+    wrong, compared = [], 0
+    for key, row in books.rows.items():
+        if row.reference is None:
+            if every is not None and key in trained:
+                wrong.append(f"{row.ordinal} (without a version)")
+            continue
+        compared += 1
+        oldest = (row.oldest or 0) // takes * takes if takes else 0
+        newest = trained.get(key, row.reference) if every else 0
+        if not oldest <= row.reference <= newest or (takes and row.reference % takes):
+            wrong.append(f"{row.ordinal} (version {row.reference})")
+    summary = f"{compared} groups"
+    return Check(name, not wrong, summary + (f"; wrong: {listed(wrong)}" if wrong else ""))
 
 
 def check_prompts(books: Books) -> Check:

@@ -9,6 +9,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+import pyarrow as pa
+
 from asyncrl.config import OfflineConfig
 from asyncrl.preflight.offline_plan import ORDER_FILE
 from asyncrl.run.audit.check import SHOWN, Check, close, listed
@@ -114,7 +116,7 @@ def _check_tokens(books: Books) -> Check:
             taken = range(at, at + size)
             table = books.rows.take([order.place(ordinal)[1] for ordinal in taken])
             left_out = int(_number(step, "tokens_left_out") or 0)
-            tokens, at = targets(table) - left_out, taken.stop
+            tokens, at = _trained(books.config, table) - left_out, taken.stop
             total += tokens
             recorded = _number(step, "tokens")
             if step["applied"] and not close(recorded, tokens):
@@ -122,6 +124,11 @@ def _check_tokens(books: Books) -> Check:
             if not close(step.get("epoch"), at / order.epoch):
                 wrong.append(f"step {step['step']} recorded epoch {step.get('epoch')}")
     return Check(name, not wrong, listed(wrong) or f"{total:,} tokens")
+
+
+def _trained(config: OfflineConfig, table: pa.Table) -> int:
+    """Loss tokens of the rows. A reward model has one score for each side of a pair."""
+    return 2 * table.num_rows if config.trains_reward_model else targets(table)
 
 
 def _by_attempt(steps: Iterator[Record]) -> dict[int, list[Record]]:
@@ -160,8 +167,9 @@ def _check_metrics(books: Books) -> Check:
 
 def _parts(step: Record, config: OfflineConfig) -> float | None:
     """The loss of an applied step as the sum of its parts; None if one is missing."""
-    pairs = config.objective == "dpo"
-    weights = {"pref/loss": 1.0, "ce/loss": config.dpo.ce_coef} if pairs else {"ce/loss": 1.0}
+    weights = {"pref/loss": 1.0, "ce/loss": config.dpo.ce_coef}
+    if not config.has_pairs:
+        weights = {"ce/loss": 1.0}
     found = [(weight, _number(step, name)) for name, weight in weights.items() if weight]
     known = [weight * value for weight, value in found if value is not None]
     return math.fsum(known) if step["applied"] and len(known) == len(found) else None
@@ -195,7 +203,7 @@ def _check_evaluations(books: Books) -> Check:
     without = due - {version for attempt, version in seen if attempt == last}
     if books.config.eval.data is not None:
         wrong += [f"version {version} has none" for version in sorted(without)]
-    size = "eval/pairs" if books.config.objective == "dpo" else "eval/tokens"
+    size = "eval/pairs" if books.config.has_pairs else "eval/tokens"
     wrong += [
         f"version {record['version']}: {size} {record.get(size)}, not {books.held_out}"
         for record in evaluations

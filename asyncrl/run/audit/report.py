@@ -16,6 +16,7 @@ from asyncrl.run.audit.group_checks import (
     check_one_row,
     check_possible,
     check_prompts,
+    check_reference,
     check_versions_exist,
     check_whole,
 )
@@ -51,6 +52,7 @@ CHECKS: Sequence[Callable[[Books], Check]] = (
     check_content,
     check_possible,
     check_versions_exist,
+    check_reference,
     check_steps,
     check_prompts,
     check_tokens,

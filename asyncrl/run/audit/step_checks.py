@@ -142,6 +142,10 @@ def _difference(books: Books, outcomes: Sequence[OutcomeRow], record: MetricsRec
         expected["version"] = trained_at(outcomes[0]) + 1
         expected["staleness/mean"] = staleness / len(outcomes)
         expected["tokens"] = trained_tokens(books, list(zip(outcomes, known, strict=True)))
+        compared = [row.reference for row in known if row.reference is not None]
+        if len(compared) == len(known):
+            age = trained_at(outcomes[0]) - sum(compared) / len(known)
+            expected["reference/age_mean"] = age
     completions = sum(len(row.lengths) for row in known)
     rewards = [reward for row in known for reward in row.rewards]
     if completions:
