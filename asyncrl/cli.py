@@ -30,9 +30,10 @@ ON_A_CONFIG = {
     "train": "train a model as configured in a YAML file",
     "sft": "train next-token prediction on a dataset (objective: sft)",
     "dpo": "train preferences between pairs of a dataset (objective: dpo)",
+    "reward_model": "train a reward model on pairs of a dataset (objective: reward_model)",
     "plan": "check a config and show what it needs; allocates nothing",
 }
-OFFLINE = ("sft", "dpo")
+OFFLINE = ("sft", "dpo", "reward_model")
 """Commands that train on a dataset. Each is the objective of its config."""
 AUDIT = (
     "recompute a run's counts from its groups or token rows, outcomes, metrics, evaluations and"
@@ -98,7 +99,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     )
     parser.add_argument("--version", action="version", version=f"asyncrl {version('asyncrl')}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{train,sft,dpo,plan,samples,audit,export}"
+        dest="command",
+        required=True,
+        metavar=f"{{{','.join([*ON_A_CONFIG, 'samples', 'audit', 'export'])}}}",
     )
     for name, text in ON_A_CONFIG.items():
         command = commands.add_parser(

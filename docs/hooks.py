@@ -86,10 +86,11 @@ def offline_settings_page() -> str:
         for name, field in RunSettings.model_fields.items()
     )
     parts = [
-        "# Settings of SFT and DPO",
-        "`asyncrl sft CONFIG` and `asyncrl dpo CONFIG` train on a dataset without generators. The"
-        f" settings {links} are those of [every run](settings.md#top-level).",
-        "## Top level of SFT and DPO",
+        "# Settings of SFT, DPO and reward models",
+        "`asyncrl sft CONFIG`, `asyncrl dpo CONFIG` and `asyncrl reward_model CONFIG` train on a"
+        f" dataset without generators. The settings {links} are those of"
+        " [every run](settings.md#top-level).",
+        "## Top level of SFT, DPO and reward models",
         _table("", {name: field for name, field in own.items() if not _section(field)}),
     ]
     for name, field in own.items():

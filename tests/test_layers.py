@@ -31,6 +31,7 @@ LAYERS = (
 """Folders from the bottom up. A folder imports only from those below it; `testing` is free."""
 STATIONS = LAYERS[6]
 BETWEEN_STATIONS = {
+    ("frozen", "weights"),
     ("generation", "weights"),
     ("learning", "weights"),
     ("serving", "generation"),
@@ -49,6 +50,8 @@ HOMES = {
     "deepspeed": ["learning", "preflight.memory_estimate", "run.export"],
     "ray.serve": [
         "generation",
+        "serving.proxies",
+        "serving.reward_model",
         "serving.standing",
         "weights.push",
         "runtime.serve_calls",
@@ -274,11 +277,11 @@ SURFACE = {
         "Level Levels Limits LocalSandbox Program Result Sandbox SandboxError "
         "SandboxUnavailableError open_sandbox probe run run_async"
     ),
-    "serving": "build_standing_app",
+    "serving": "build_reward_app build_standing_app",
     "testing": (
         "DeadlockError FakeCheckpoints FakeEngine FakeGenerate FakeLearner FakeLogprobCheck "
-        "FakePrompts FakeRecorder FakeReplicas FakeRollouts FakeSandbox FakeScores "
-        "FakeServed FakeSink FakeWeightSync FakeWords SeededGenerator VirtualTimeLoop"
+        "FakePrompts FakeRecorder FakeReferencePolicy FakeReplicas FakeRollouts FakeSandbox "
+        "FakeScores FakeServed FakeSink FakeWeightSync FakeWords SeededGenerator VirtualTimeLoop"
     ),
     "text": "decode load_stops load_tokenizer text_before",
     "weights": "BACKEND CannotPublishError TOKENIZER_MODE version_table",
@@ -359,7 +362,8 @@ def test_nothing_is_computed_with_the_wall_clock() -> None:
         if ast.unparse(node) in wall
     }
     readers |= {name for name, path in modules() if "time.time" in imports(path)}
-    records = {"runtime.clock", "serving.http", "rollout.lost_requests", "rewards.score"}
+    records = {"runtime.clock", "serving.http", "serving.score_routes"}
+    records |= {"rollout.lost_requests", "rewards.score"}
     assert {name for name in readers if folder(name) != "testing"} <= records
 
 

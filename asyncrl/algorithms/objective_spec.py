@@ -14,6 +14,7 @@ __all__ = [
     "ObjectiveSpec",
     "PreferenceLoss",
     "PreferenceSpec",
+    "RewardModelSpec",
     "Truncation",
     "VespoSpec",
 ]
@@ -112,3 +113,11 @@ class PreferenceSpec:
         """Whether a completion's score is a mean over its tokens, not a sum."""
         normalized = self.length_normalized and self.loss in ("sigmoid", "hinge")
         return normalized or self.loss in ("ipo", "simpo")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModelSpec:
+    """The loss of a reward model. `algorithms.reward_model` has the formula."""
+
+    center_coef: float = 0.0
+    """Weight of the squared sum of both scores of a pair."""

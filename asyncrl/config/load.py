@@ -34,7 +34,7 @@ MAPPINGS = (*ENTRIES, "data.chat_template_kwargs.")
 Kind = TypeVar("Kind", Config, OfflineConfig)
 COMMANDS: dict[type[RunSettings], str] = {
     Config: "asyncrl train CONFIG.yaml",
-    OfflineConfig: "asyncrl {sft,dpo} CONFIG.yaml",
+    OfflineConfig: f"asyncrl {{{','.join(OBJECTIVES)}}} CONFIG.yaml",
 }
 """Kind of config → the command that takes it."""
 PATTERNS = {

@@ -1,8 +1,9 @@
-"""The settings of a run on a dataset, without generators: SFT and DPO."""
+"""The settings of a run on a dataset, without generators: SFT, DPO and reward models."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -17,13 +18,14 @@ __all__ = [
     "HeldOutConfig",
     "OfflineConfig",
     "OfflineDataConfig",
+    "RewardModelConfig",
     "SftConfig",
 ]
 
-Objective = Literal["sft", "dpo"]
-OBJECTIVES: tuple[Objective, ...] = ("sft", "dpo")
-SFT_LEARNING_RATE = 2e-5
-"""Default learning rate of SFT. DPO keeps the learner's default."""
+Objective = Literal["sft", "dpo", "reward_model"]
+OBJECTIVES: tuple[Objective, ...] = ("sft", "dpo", "reward_model")
+LEARNING_RATES: Mapping[str, float] = {"sft": 2e-5, "reward_model": 1e-5}
+"""Default learning rate of an objective. DPO keeps the learner's default."""
 SHORTEST_PLACEMENT_S = 60.0
 """Shortest placement timeout, in seconds."""
 
@@ -117,6 +119,12 @@ class DpoConfig(Section):
         return self.loss != "simpo"
 
 
+class RewardModelConfig(Section):
+    center_coef: float = Field(default=0.0, ge=0)
+    """Weight of the squared sum of both scores of a pair (arXiv:2312.09244), which keeps scores
+    around 0. The loss of a pair only sees their difference. TRL's example is 0.01."""
+
+
 class OfflineConfig(RunSettings):
     """Every setting of a run on a dataset."""
 
@@ -124,29 +132,32 @@ class OfflineConfig(RunSettings):
     MODELS: ClassVar[tuple[tuple[str, str], ...]] = (*RunSettings.MODELS, ("dpo", "ref_load"))
 
     objective: Objective
-    """`sft`: next-token prediction. `dpo`: preferences between two completions of a prompt."""
+    """`sft`: next-token prediction. `dpo`: preferences between two completions of a prompt.
+    `reward_model`: a score of each sequence, from the same preferences."""
     max_steps: Annotated[int | None, Field(gt=0)] = None
     """Optimizer steps after which the run ends. Default: num_epochs over the data."""
     num_epochs: float = Field(default=1.0, gt=0)
     """Passes over the data, where max_steps is not set."""
     batch_size: int = Field(default=32, gt=0)
-    """Rows (SFT) or pairs (DPO) of one optimizer step, over all ranks. At most those of an epoch.
-    """
+    """Rows (SFT) or pairs (DPO, reward model) of one optimizer step, over all ranks. At most those
+    of an epoch."""
     data: OfflineDataConfig
     eval: HeldOutConfig = HeldOutConfig()
     sft: SftConfig = SftConfig()
     dpo: DpoConfig = DpoConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
 
     @model_validator(mode="before")
     @classmethod
-    def sft_has_its_learning_rate(cls, tree: object) -> object:
-        """Set the learning rate of SFT where none is given."""
-        if not isinstance(tree, dict) or tree.get("objective") != "sft":
+    def objective_has_its_learning_rate(cls, tree: object) -> object:
+        """Set the objective's own learning rate where none is given."""
+        rate = LEARNING_RATES.get(str(tree.get("objective"))) if isinstance(tree, dict) else None
+        if not isinstance(tree, dict) or rate is None:
             return tree
         learner = tree.get("learner", {})
         if not isinstance(learner, dict) or learner.get("learning_rate") is not None:
             return tree
-        return {**tree, "learner": {**learner, "learning_rate": SFT_LEARNING_RATE}}
+        return {**tree, "learner": {**learner, "learning_rate": rate}}
 
     @model_validator(mode="after")
     def settings_fit_together(self) -> OfflineConfig:
@@ -159,19 +170,22 @@ class OfflineConfig(RunSettings):
         return self
 
     def _check_other_objective(self) -> None:
-        """Refuse settings of the other objective, which would have no effect."""
-        other = next(name for name in OBJECTIVES if name != self.objective)
-        if other in self.model_fields_set and getattr(self, other) != type(getattr(self, other))():
-            raise ValueError(
-                f"the section {other} has no effect with objective: {self.objective}; leave it out"
-            )
+        """Refuse settings of other objectives, which would have no effect."""
+        for other in OBJECTIVES:
+            section = getattr(self, other)
+            if other != self.objective and section != type(section)():
+                raise ValueError(
+                    f"the section {other} has no effect with objective: {self.objective}; leave it"
+                    " out"
+                )
 
     def _check_learner(self) -> None:
         """Refuse settings of the learner that only a run with generators uses."""
-        if (rate := self.learner.value_learning_rate) is not None:
+        rate = self.learner.value_learning_rate
+        if rate is not None and not self.trains_reward_model:
             raise ValueError(
-                f"learner.value_learning_rate = {rate:g} has no effect without a value head, which"
-                " only a run with generators has; leave it out"
+                f"learner.value_learning_rate = {rate:g} has no effect on objective:"
+                f" {self.objective}, which has no score head; leave it out"
             )
         if self.observe.completions_every != ObserveConfig().completions_every:
             raise ValueError(
@@ -192,6 +206,12 @@ class OfflineConfig(RunSettings):
                 f"data.max_length = {self.data.max_length} is above learner.max_tokens_per_gpu ="
                 f" {self.learner.max_tokens_per_gpu} (times sequence_parallel_size), so a sequence"
                 " may not fit into a micro-batch; raise max_tokens_per_gpu, or lower max_length"
+            )
+        if self.trains_reward_model and self.data.max_length == cap:
+            raise ValueError(
+                f"data.max_length = {self.data.max_length} equals learner.max_tokens_per_gpu ="
+                f" {self.learner.max_tokens_per_gpu} (times sequence_parallel_size), and a reward"
+                " model needs one token more; raise max_tokens_per_gpu, or lower max_length"
             )
 
     def _check_effects(self) -> None:
@@ -242,6 +262,16 @@ class OfflineConfig(RunSettings):
                 f"dpo.length_normalized has no effect with dpo.loss: {dpo.loss}, which always uses"
                 " means; leave it out"
             )
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether the run trains scores of sequences, and exports a sequence classifier."""
+        return self.objective == "reward_model"
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the rows are pairs."""
+        return self.objective != "sft"
 
     @property
     def training_sources(self) -> tuple[Source, ...]:

@@ -49,11 +49,13 @@ RECORDED_TEXTS: Final = ("prompt_text", "completion_text")
 """Columns of recorded rows that only show which tokenizer made the tokens."""
 VARIABLES: Final = "chat_template_kwargs"
 TOOLS: Final = "tools"
+PAIRS = "chosen and rejected, with or without prompt; or a run's groups/*.parquet"
 WANTED: Final[Mapping[RowsFor, str]] = {
     "sft": (
         "text; messages; prompt and completion (or data.target_column); or a run's groups/*.parquet"
     ),
-    "dpo": "chosen and rejected, with or without prompt; or a run's groups/*.parquet",
+    "dpo": PAIRS,
+    "reward_model": PAIRS,
     "kto": "prompt, completion and label; or chosen and rejected, with or without prompt",
 }
 """What the rows are for → the columns that it takes, for messages."""
@@ -145,7 +147,7 @@ def _candidates(
                 yield "messages", ("messages",)
                 yield "messages", ("conversations",)
                 yield "text", ("text",)
-        case "dpo":
+        case "dpo" | "reward_model":
             yield "preference", pair
         case "kto":
             yield "unpaired preference", (prompt, "completion", "label")

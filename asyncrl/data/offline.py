@@ -41,6 +41,7 @@ __all__ = [
 SCHEMAS: Final[Mapping[RowsFor, pa.Schema]] = {
     "sft": SFT_SCHEMA,
     "dpo": PREFERENCE_SCHEMA,
+    "reward_model": PREFERENCE_SCHEMA,
     "kto": UNPAIRED_SCHEMA,
 }
 

@@ -12,9 +12,9 @@ from typing import Literal
 
 __all__ = ["LengthPolicy", "LossOn", "MalformedPolicy", "OfflineDataSpec", "RowsFor"]
 
-RowsFor = Literal["sft", "dpo", "kto"]
-"""What the rows are for: `sft` gives rows of SFT_SCHEMA, `dpo` of PREFERENCE_SCHEMA, `kto` of
-UNPAIRED_SCHEMA (see `asyncrl.contracts.offline_rows`)."""
+RowsFor = Literal["sft", "dpo", "reward_model", "kto"]
+"""What the rows are for: `sft` gives rows of SFT_SCHEMA, `dpo` and `reward_model` of
+PREFERENCE_SCHEMA, `kto` of UNPAIRED_SCHEMA (see `asyncrl.contracts.offline_rows`)."""
 LossOn = Literal["auto", "completion", "assistant", "all"]
 LengthPolicy = Literal["truncate", "drop", "error", "split"]
 MalformedPolicy = Literal["error", "drop"]

@@ -40,7 +40,7 @@ __all__ = [
 ]
 T = TypeVar("T")
 
-STEPS = ("step", "supervised_step", "preference_step")
+STEPS = ("step", "supervised_step", "preference_step", "reward_step")
 STARTING = ("node_address", "listen", "start")
 """Methods that `RankProcess` runs itself, before its rank is ready."""
 SNAPSHOT = ".snapshot_"
@@ -258,6 +258,12 @@ class LearnerGroup:
         metrics: dict[str, float] = (await self._all("preference_step", _stored(table)))[0]
         return metrics
 
+    async def reward_step(self, table: pa.Table) -> dict[str, float]:
+        """Take one step of `spec.reward_model` on rows with PREFERENCE_SCHEMA. Returns its
+        metrics."""
+        metrics: dict[str, float] = (await self._all("reward_step", _stored(table)))[0]
+        return metrics
+
     async def heldout_loss(self, table: pa.Table) -> HeldOutLoss:
         """The loss on held-out rows with SFT_SCHEMA."""
         found: HeldOutLoss = (await self._all("heldout_loss", _stored(table)))[0]
@@ -266,6 +272,11 @@ class LearnerGroup:
     async def heldout_preferences(self, table: pa.Table) -> dict[str, float]:
         """The metrics of `spec.preference` on held-out pairs, without a step."""
         metrics: dict[str, float] = (await self._all("heldout_preferences", _stored(table)))[0]
+        return metrics
+
+    async def heldout_scores(self, table: pa.Table) -> dict[str, float]:
+        """The metrics of `spec.reward_model` on held-out pairs, without a step."""
+        metrics: dict[str, float] = (await self._all("heldout_scores", _stored(table)))[0]
         return metrics
 
     async def target_logprobs(self, table: pa.Table) -> list[np.ndarray]:

@@ -1,5 +1,5 @@
 """Writes one version as a Hugging Face directory with the checkpoint's names, settings and
-tokenizer. transformers and vLLM can load it."""
+tokenizer. transformers and vLLM can load it. A reward model becomes a sequence classifier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from asyncrl.runtime.files import replace_text
-from asyncrl.text.tokenizer import save_tokenizer
+from asyncrl.text.tokenizer import load_tokenizer, save_tokenizer
+from asyncrl.weights.classifier import SCORE, padding_of
 from asyncrl.weights.gather import TORCH_DTYPES, weight_layout
 from asyncrl.weights.published import VersionTable
 from asyncrl.weights.stored import INDEX
@@ -27,6 +28,7 @@ COPIED = (
     "video_preprocessor_config.json",
 )
 """Files copied from the checkpoint if they exist. vLLM needs a processor for a vision model."""
+TOKENIZER_SETTINGS = "tokenizer_config.json"
 
 
 class HfDirectory:
@@ -73,6 +75,8 @@ class HfDirectory:
         replace_text(self.directory / INDEX, json.dumps(index, indent=2))
         settings: dict[str, object] = json.loads((Path(model_path) / "config.json").read_text())
         settings.setdefault("architectures", [self.table.architecture])
+        if SCORE in self.table.parameters:
+            settings = self._classifying(settings, tokenizer_source)
         replace_text(
             self.directory / "config.json",
             json.dumps({**_typed(settings, self.dtype), "dtype": self.dtype}, indent=2) + "\n",
@@ -81,6 +85,28 @@ class HfDirectory:
             if (Path(model_path) / name).exists():
                 shutil.copyfile(Path(model_path) / name, self.directory / name)
         save_tokenizer(tokenizer_source, self.directory)
+        if SCORE in self.table.parameters:
+            self._name_padding(tokenizer_source)
+
+    def _classifying(
+        self, settings: Mapping[str, object], tokenizer_source: str
+    ) -> dict[str, object]:
+        """The settings of a sequence classifier with one label."""
+        labels = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+        padding = padding_of(load_tokenizer(tokenizer_source))
+        number = None if padding is None else padding.number
+        architectures = [self.table.architecture]
+        return {**settings, **labels, "architectures": architectures, "pad_token_id": number}
+
+    def _name_padding(self, tokenizer_source: str) -> None:
+        """Write the padding token of config.json to the tokenizer's settings, which may name EOS or
+        none."""
+        padding = padding_of(load_tokenizer(tokenizer_source))
+        path = self.directory / TOKENIZER_SETTINGS
+        if padding is None or not path.exists():
+            return
+        tokenizer = json.loads(path.read_text())
+        replace_text(path, json.dumps({**tokenizer, "pad_token": padding.token}, indent=2) + "\n")
 
 
 def _typed(settings: Mapping[str, object], dtype: str) -> dict[str, object]:

@@ -15,7 +15,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from asyncrl.algorithms.objective_spec import PreferenceSpec
+from asyncrl.algorithms.objective_spec import PreferenceSpec, RewardModelSpec
 from asyncrl.contracts.messages import HeldOutLoss, Manifest, StepResult
 from asyncrl.contracts.offline_rows import TokenRow
 from asyncrl.contracts.rows import table_from_ipc
@@ -27,6 +27,7 @@ from asyncrl.learning.online_preference import online_preference_step
 from asyncrl.learning.passes import forward_rows
 from asyncrl.learning.policy_step import policy_step
 from asyncrl.learning.preference_step import heldout_preferences, preference_step
+from asyncrl.learning.reward_step import heldout_scores, reward_step
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.learning.state import LearnerState, Meeting, join_ranks, load_state
 from asyncrl.learning.supervised_step import supervised_step
@@ -68,6 +69,14 @@ class LearnerRank:
     def supervised_step(self, rows: Rows, scheduled: bool = False) -> dict[str, float]:
         """See `asyncrl.learning.supervised_step.supervised_step`."""
         return supervised_step(self.state, _table(rows), scheduled)
+
+    def reward_step(self, rows: Rows) -> dict[str, float]:
+        """See `asyncrl.learning.reward_step.reward_step`."""
+        return reward_step(self.state, _table(rows), self._reward_model())
+
+    def heldout_scores(self, rows: Rows) -> dict[str, float]:
+        """See `asyncrl.learning.reward_step.heldout_scores`."""
+        return heldout_scores(self.state, _table(rows), self._reward_model())
 
     def preference_step(self, rows: Rows) -> dict[str, float]:
         """See `asyncrl.learning.preference_step.preference_step`."""
@@ -125,7 +134,8 @@ class LearnerRank:
     def export_hf(self, directory: Path, tokenizer_source: str) -> dict[str, int]:
         """Write a Hugging Face directory. Rank 0 gathers it bucket by bucket and returns its files:
         name → bytes. The other ranks return nothing. An adapter is merged into the weights, and
-        written to the folder `adapter` too."""
+        written to the folder `adapter` too, unless it belongs to a reward model: the folder would
+        lack the score."""
         state, spec = self.state, self.state.spec
         target = HfDirectory(directory, state.table, spec.model_dtype, spec.bucket_bytes)
         if state.rank == 0:
@@ -143,7 +153,7 @@ class LearnerRank:
         )
         if state.rank != 0:
             return {}
-        if spec.lora is not None:
+        if spec.lora is not None and spec.reward_model is None:
             write_adapter(target.directory / DIRECTORY, spec.lora, matrices, spec.model_path)
         target.finish(spec.model_path, tokenizer_source)
         sync_directory(target.directory)
@@ -198,6 +208,12 @@ class LearnerRank:
         spec = self.state.spec.preference
         if spec is None:
             raise ValueError("this run has no preference objective; use objective: dpo")
+        return spec
+
+    def _reward_model(self) -> RewardModelSpec:
+        spec = self.state.spec.reward_model
+        if spec is None:
+            raise ValueError("this run trains no reward model; use objective: reward_model")
         return spec
 
     def shards(self) -> dict[str, tuple[int, int]]:

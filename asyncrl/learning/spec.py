@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.algorithms.objective_spec import ObjectiveSpec, PreferenceSpec
+from asyncrl.algorithms.objective_spec import ObjectiveSpec, PreferenceSpec, RewardModelSpec
 from asyncrl.algorithms.pairs import PairSpec
 from asyncrl.config import AlgorithmConfig, LearnerConfig, LoraConfig
 from asyncrl.packing.packing import Strategy
@@ -46,6 +46,8 @@ class LearnerSpec:
     """The setting that makes trajectories shorter, for messages."""
     preference: PreferenceSpec | None = None
     """The loss of preference steps; None = the run takes none."""
+    reward_model: RewardModelSpec | None = None
+    """The loss of a reward model, whose policy gets a score head; None = the run trains none."""
     pairs: PairSpec | None = None
     """The pairs of scored groups, for online DPO; None = a step on scored groups is a policy
     step."""

@@ -22,6 +22,7 @@ from asyncrl.models.adapters import base_name, published_name
 from asyncrl.models.supported import Packing as Packed
 from asyncrl.models.ulysses import SequenceGroup
 from asyncrl.runtime.shared import Written
+from asyncrl.weights.classifier import SCORE, classifier_table
 from asyncrl.weights.gather import ShardedParameter
 from asyncrl.weights.published import VersionTable, version_table
 
@@ -58,9 +59,10 @@ class LearnerState:
     """transformers shards every model that it loads while this object exists. It must exist as long
     as the engine."""
     table: VersionTable
+    """The tensors that are published and exported."""
     parameters: dict[str, ShardedParameter]
-    """Every parameter of the checkpoint once, by its name in transformers. A tied weight is under
-    its first name."""
+    """Every parameter of the checkpoint once, by its name in transformers, and a reward model's
+    score. A tied weight is under its first name."""
     adapter: dict[str, ShardedParameter]
     """The adapter's matrices by their published names; empty without an adapter."""
     packing: Packed
@@ -166,16 +168,18 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
     torch.manual_seed(spec.seed * 1_000_003 + rank)
     # Make the table before the engine exists: afterwards, transformers shards every model.
     table = version_table(spec.model_path)
+    scoring = None if spec.reward_model is None else classifier_table(spec.model_path, table)
     metrics = own_metrics(algorithm.loss)
     engine, sharded = zero3.start_engine(
         spec.model_path,
         learner,
         spec.temperature,
         algorithm.entropy_coef > 0,
-        algorithm.advantage == "gae",
+        algorithm.advantage == "gae" or spec.reward_model is not None,
         SequenceGroup.join(learner.sequence_parallel_size),
         spec.lora,
         spec.seed,
+        value_bias=spec.reward_model is None,
     )
     policy = zero3.policy_of(engine)
     # DeepSpeed adds the attributes of `ShardedParameter` to each parameter.
@@ -188,12 +192,15 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
             f" without weights, first {sorted(different)[0]!r}; use a checkpoint that it loads the"
             " same way every time"
         )
+    if scoring is not None:
+        assert policy.value_head is not None
+        parameters[SCORE] = cast("ShardedParameter", policy.value_head.weight)
     return LearnerState(
         rank=rank,
         spec=spec,
         engine=engine,
         sharded=sharded,
-        table=table,
+        table=table if scoring is None else scoring,
         parameters=parameters,
         adapter=adapter,
         packing=policy.packing,

@@ -152,6 +152,7 @@ def start_engine(
     sequence_group: SequenceGroup | None = None,
     lora: LoraConfig | None = None,
     seed: int = 0,
+    value_bias: bool = True,
 ) -> tuple[DeepSpeedEngine, HfDeepSpeedConfig]:
     """Load the policy at `path` and build its engine (a collective). Keep the second value as long
     as the engine: while it exists, transformers loads models sharded.
@@ -159,6 +160,7 @@ def start_engine(
     Args:
         lora: the adapter to train instead of the model's own weights.
         seed: of the adapter's first values.
+        value_bias: see `load_policy`.
 
     Raises:
         ValueError: the model cannot isolate packed trajectories from each other, or cannot have
@@ -176,6 +178,7 @@ def start_engine(
         sequence_group,
         config.packing,
         head_settings(config),
+        value_bias,
     )
     if lora is not None:
         add_adapter(policy.model, lora, seed)

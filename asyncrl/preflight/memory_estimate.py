@@ -18,7 +18,7 @@ from asyncrl.models.supported import squares_scores
 from asyncrl.preflight.adapter import trained_elements
 from asyncrl.preflight.served import text_config
 from asyncrl.weights.layout import ITEM_BYTES
-from asyncrl.weights.published import outline
+from asyncrl.weights.outline import outline
 
 __all__ = ["Needs", "estimate", "memory_text", "parameter_counts"]
 

@@ -26,7 +26,7 @@ from asyncrl.preflight.plan import check_heads, check_sinks, version_outline
 from asyncrl.preflight.specs import offline_data_spec
 from asyncrl.runtime.files import make_directory, replace_text
 from asyncrl.text.tokenizer import load_tokenizer
-from asyncrl.weights.published import Outline
+from asyncrl.weights.outline import Outline
 
 __all__ = ["ORDER_FILE", "OfflinePlan", "make_offline_plan"]
 
@@ -120,7 +120,7 @@ class OfflinePlan:
     @property
     def unit(self) -> str:
         """What a step counts."""
-        return "rows" if self.config.objective == "sft" else "pairs"
+        return "pairs" if self.config.has_pairs else "rows"
 
     def objective_text(self) -> str:
         """The loss and its settings."""
@@ -130,6 +130,10 @@ class OfflinePlan:
                 "# loss\n  next-token prediction, mean over the step's target tokens; packing"
                 f" {config.sft.packing_strategy}"
             )
+        if config.trains_reward_model:
+            center = config.reward_model.center_coef
+            around = f", squared sum of both scores {center:g}" if center else ""
+            return f"# loss\n  Bradley-Terry on the scores of both sides{around}"
         extras = {
             "label smoothing": dpo.label_smoothing,
             "next-token loss on chosen sides": dpo.ce_coef,

@@ -21,7 +21,7 @@ from asyncrl.preflight.specs import data_spec
 from asyncrl.preflight.teacher import check_teacher
 from asyncrl.text.stops import Stops, load_stops
 from asyncrl.text.tokenizer import load_tokenizer, refuse_lossy
-from asyncrl.weights.published import Outline, outline
+from asyncrl.weights.outline import Outline, outline
 
 if TYPE_CHECKING:
     from asyncrl.data.length_limits import LengthReport
@@ -175,7 +175,7 @@ def _check_evaluation(config: Config, context: int) -> dict[str, LengthReport]:
 def version_outline(config: RunSettings) -> Outline:
     """The tensors of a published version. This is the last of many small checks, because it imports
     the transformers model, or waits for a process that does."""
-    version = outline(config.model.path)
+    version = outline(config.model.path, config.trains_reward_model)
     if version.refusal is not None:
         raise ConfigError(f"model.path = {config.model.path!r}: {version.refusal}")
     return version

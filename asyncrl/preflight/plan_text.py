@@ -25,7 +25,7 @@ from asyncrl.preflight.plan_sections import (
 )
 from asyncrl.preflight.resources import Part, placement_text
 from asyncrl.text.stops import Stops
-from asyncrl.weights.published import Outline
+from asyncrl.weights.outline import Outline
 
 if TYPE_CHECKING:
     from asyncrl.data.length_limits import LengthReport

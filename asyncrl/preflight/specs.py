@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from asyncrl.algorithms.objective_spec import (
     CorrectionSpec,
     ObjectiveSpec,
     PreferenceSpec,
+    RewardModelSpec,
     VespoSpec,
 )
 from asyncrl.algorithms.pairs import PairSpec
@@ -15,7 +17,7 @@ from asyncrl.config import AlgorithmConfig, Config, OfflineConfig
 from asyncrl.contracts.protocols import Generate
 from asyncrl.data.offline_spec import OfflineDataSpec
 from asyncrl.data.spec import DataSpec
-from asyncrl.frozen.spec import ReferenceSpec
+from asyncrl.frozen.spec import ReferenceSpec, RefreshSpec
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.observe.spec import ObserveSpec
@@ -218,6 +220,9 @@ def offline_learner_spec(config: OfflineConfig, steps: int) -> LearnerSpec:
         run_directory=config.run_directory,
         length_setting="data.max_length",
         preference=preference_spec(config) if config.objective == "dpo" else None,
+        reward_model=(
+            RewardModelSpec(config.reward_model.center_coef) if config.trains_reward_model else None
+        ),
         lora=config.lora,
     )
 
@@ -245,13 +250,30 @@ def offline_reference_spec(config: OfflineConfig) -> ReferenceSpec:
     )
 
 
-def reference_spec(config: Config) -> ReferenceSpec:
-    """The spec of the reference policy."""
+def reference_spec(config: Config, place: Path | None = None) -> ReferenceSpec:
+    """The spec of the reference policy.
+
+    Args:
+        place: folder of its version, if it is refreshed (`asyncrl.frozen.kept`).
+    """
+    distillation = config.algorithm.distillation
+    top_k = distillation.top_k if distillation is not None and distillation.uses_top_k else 0
+    refresh = None
+    if config.reference_interval is not None and place is not None:
+        refresh = RefreshSpec(
+            model_path=config.model.path,
+            model_dtype=config.model.dtype,
+            place=place,
+            timeout_s=config.push_timeout_s,
+        )
     return ReferenceSpec(
         learner=config.learner,
         path=config.reference_path,
         temperature=config.rollout.temperature,
         num_cpus=config.algorithm.ref_num_cpus,
+        top_k=top_k,
+        vocabulary=model_vocabulary(config) if top_k else None,
+        refresh=refresh,
     )
 
 

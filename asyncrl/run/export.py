@@ -20,6 +20,7 @@ from asyncrl.models.adapters import low_rank, merged, published_name
 from asyncrl.rundir.checkpoint import CheckpointStore
 from asyncrl.rundir.resume import frozen_hashes
 from asyncrl.runtime.redact import print_shown
+from asyncrl.weights.classifier import SCORE, classifier_table
 from asyncrl.weights.gather import fill_buckets
 from asyncrl.weights.pieces import Piece
 from asyncrl.weights.published import PublishedTensor, version_table
@@ -28,6 +29,8 @@ __all__ = ["export_checkpoint", "find_checkpoint"]
 
 PREFIX = "model."
 """Prefix of the model's parameters in the learner's module, which may also have a value head."""
+HEAD = "value_head.weight"
+"""The score of a reward model in the learner's module."""
 
 
 def find_checkpoint(checkpoints: Path, step: int | None) -> Path:
@@ -67,6 +70,8 @@ def export_checkpoint(path: Path, target: Path) -> None:
     config = load_any(path / "config.yaml")
     try:
         table = version_table(config.model.path)
+        if config.trains_reward_model:
+            table = classifier_table(config.model.path, table)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
@@ -102,7 +107,7 @@ def export_checkpoint(path: Path, target: Path) -> None:
 
     fill_buckets(table, directory.entries, directory.sizes, parts_of, directory.write)
     directory.finish(config.model.path, config.model.path)
-    if lora is not None:
+    if lora is not None and not config.trains_reward_model:
         write_adapter(temporary / DIRECTORY, lora, matrices, config.model.path)
     os.replace(temporary, target)
 
@@ -126,14 +131,15 @@ def _trained(
         for name, tensor in trained.items()
         if name.startswith(PREFIX)
     }
+    score = {SCORE: trained[HEAD].contiguous()} if config.trains_reward_model else {}
     if config.lora is None:
-        return weights, {}
+        return weights | score, {}
     matrices = {
         published: tensor.to(getattr(torch, config.model.dtype))
         for name, tensor in weights.items()
         if (published := published_name(name))
     }
-    return _own_weights(config.model.path), matrices
+    return _own_weights(config.model.path) | score, matrices
 
 
 def _refuse_another_base(path: Path, config: RunSettings) -> None:

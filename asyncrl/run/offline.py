@@ -1,4 +1,4 @@
-"""A run on a dataset, without generators: SFT and DPO.
+"""A run on a dataset, without generators: SFT, DPO and reward models.
 
 preflight → run directory → Ray → learner → [reference pass] → steps → hf/ → summary
 """
@@ -223,9 +223,13 @@ class OfflineAttempt:
         return applied
 
     async def _take_step(self, learner: LearnerGroup, table: pa.Table) -> dict[str, float]:
-        if self.config.objective == "dpo":
-            return await learner.preference_step(table)
-        return await learner.supervised_step(table, scheduled=True)
+        match self.config.objective:
+            case "sft":
+                return await learner.supervised_step(table, scheduled=True)
+            case "dpo":
+                return await learner.preference_step(table)
+            case "reward_model":
+                return await learner.reward_step(table)
 
     def _note_bad(self, metrics: Mapping[str, float]) -> None:
         """Show a skipped step or a spike of the gradient norm, whose rows the learner kept."""
@@ -244,8 +248,11 @@ class OfflineAttempt:
         self.live.phase("evaluating")
         started = time.monotonic()
         table = held_out.take(range(held_out.rows))
-        if self.config.objective == "dpo":
-            found = await learner.heldout_preferences(table)
+        if self.config.has_pairs:
+            scores = self.config.trains_reward_model
+            found = await (
+                learner.heldout_scores(table) if scores else learner.heldout_preferences(table)
+            )
             metrics = {f"eval/{PAIRS.get(name, name)}": value for name, value in found.items()}
         else:
             loss = await learner.heldout_loss(table)

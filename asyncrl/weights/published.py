@@ -5,27 +5,20 @@ Only this module uses transformers' internal conversions (`core_model_loading`).
 loads a checkpoint, it renames parameters and merges several into one, such as a mixture's experts.
 `revert_weight_conversion` is the inverse, on whole tensors. Here it gets `Selection`s, which have
 no data.
-
-`python -m asyncrl.weights.published DIRECTORY` prints the result of `outline` as JSON, for a
-process that must not import torch.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.pieces import NotExpressibleError, Piece, Selection
-from asyncrl.weights.stored import CheckpointFilesError, StoredTensor, stored_tensors
+from asyncrl.weights.stored import StoredTensor, stored_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -33,20 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CannotPublishError",
-    "Outline",
     "PublishedTensor",
     "VersionTable",
-    "outline",
     "version_table",
     "whole_table",
 ]
 
-TABLE_TIMEOUT_S = 300.0
 TRAINED_TYPES = ("float32", "float16", "bfloat16", "float64")
 """Dtypes of a checkpoint's tensors that can be trained."""
-
-FileState = tuple[str, int, int]
-"""Name, time of the last change (ns) and bytes of a file."""
 
 
 class CannotPublishError(ValueError):
@@ -86,25 +73,6 @@ class VersionTable:
     listed once, under the first name."""
     architecture: str
     """Name of the model's class in transformers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """The sizes of a version's table, or the reason why it cannot be made."""
-
-    trained: int
-    """Elements of tensors that come from the learner's parameters."""
-    largest: int
-    """Elements of the largest of these tensors."""
-    as_stored: Mapping[str, int]
-    """Bytes of each tensor that is published as stored in the file."""
-    left_out: tuple[str, ...]
-    parameters: Mapping[str, tuple[int, ...]]
-    refusal: str | None = None
-
-    def nbytes(self, dtype: str) -> int:
-        """Bytes of a version whose parameters are published as `dtype`."""
-        return self.trained * ITEM_BYTES[dtype] + sum(self.as_stored.values())
 
 
 def version_table(model_path: str | Path) -> VersionTable:
@@ -174,46 +142,6 @@ def whole_table(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> VersionTab
         piece = Piece(name, (count,), 0, (1,), 0, (1,))
         tensors.append(PublishedTensor(name, StoredTensor(Path(), shape, dtype), (piece,)))
     return VersionTable(tuple(tensors), (), dict(shapes), "")
-
-
-def outline(model_path: str | Path) -> Outline:
-    """The outline of a checkpoint's table. Another process makes it if this one has not imported
-    torch. The result is cached until the checkpoint's files change."""
-    return _outline(str(model_path), _file_states(Path(model_path)))
-
-
-@lru_cache(maxsize=32)
-def _outline(model_path: str, files: tuple[FileState, ...]) -> Outline:
-    if "torch" in sys.modules:
-        return _outline_here(model_path)
-    command = [sys.executable, "-m", "asyncrl.weights.published", model_path]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TABLE_TIMEOUT_S, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
-    return Outline(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def _outline_here(model_path: str) -> Outline:
-    try:
-        table = version_table(model_path)
-    except (CannotPublishError, CheckpointFilesError) as error:
-        return Outline(0, 0, {}, (), {}, str(error))
-    trained = [tensor.stored.elements for tensor in table.tensors if tensor.pieces]
-    as_stored = {
-        tensor.name: tensor.stored.elements * ITEM_BYTES[tensor.stored.dtype]
-        for tensor in table.tensors
-        if not tensor.pieces
-    }
-    return Outline(sum(trained), max(trained), as_stored, table.left_out, table.parameters)
-
-
-def _file_states(directory: Path) -> tuple[FileState, ...]:
-    files = [*sorted(directory.glob("*.safetensors*")), directory / "config.json"]
-    return tuple(
-        (file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists()
-    )
 
 
 def _empty_model(
@@ -431,7 +359,3 @@ def _not_loaded(name: str, model: PreTrainedModel) -> bool:
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Sort key of a name that puts layer 2 before layer 10."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
-
-
-if __name__ == "__main__":
-    print(json.dumps(asdict(_outline_here(sys.argv[1]))))

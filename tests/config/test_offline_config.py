@@ -25,6 +25,7 @@ SFT = {
     "data": {"train": "rows.parquet"},
 }
 DPO = {**SFT, "objective": "dpo"}
+REWARD_MODEL = {**SFT, "objective": "reward_model"}
 
 
 @pytest.fixture
@@ -98,8 +99,9 @@ def test_a_config_on_a_dataset_is_refused_where_generators_are_needed(write):
         load_any(write({**SFT, "objective": "rlhf"}))
 
 
-def test_only_sft_has_another_default_learning_rate(write):
+def test_objectives_have_their_default_learning_rates(write):
     assert load_offline(write(SFT)).learner.learning_rate == 2e-5
+    assert load_offline(write(REWARD_MODEL)).learner.learning_rate == 1e-5
     assert load_offline(write(DPO)).learner.learning_rate == 1e-6
     given = load_offline(write(SFT, learner={"learning_rate": 0.0, "bf16": True}))
     assert given.learner.learning_rate == 0.0 and given.learner.bf16
@@ -179,13 +181,23 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
         ),
         (
             {**SFT, "learner": {"value_learning_rate": 1e-4}},
-            "learner.value_learning_rate = 0.0001 has no effect without a value head",
+            "learner.value_learning_rate = 0.0001 has no effect on objective: sft",
         ),
         (
             {**SFT, "observe": {"completions_every": 3}},
             "observe.completions_every = 3 has no effect",
         ),
         ({**SFT, "name": "../x"}, "name = '../x'"),
+        ({**SFT, "reward_model": {"center_coef": 0.1}}, "section reward_model has no effect"),
+        ({**REWARD_MODEL, "dpo": {"beta": 0.2}}, "section dpo has no effect"),
+        (
+            {**REWARD_MODEL, "data": {"train": "x", "max_length": 4096}},
+            "a reward model needs one token more",
+        ),
+        (
+            {**REWARD_MODEL, "data": {"train": "x", "length_policy": "split"}},
+            "length_policy: split needs objective: sft",
+        ),
     ],
 )
 def test_contradictions_are_refused(write, tree, message):
@@ -227,6 +239,7 @@ def test_a_reference_is_read_only_by_losses_that_have_one(write):
         ("assistant_only_loss", "asyncrl calls it data.loss_on: assistant"),
         ("lr", "asyncrl calls it learner.learning_rate"),
         ("num_generations", "see asyncrl sft --help"),
+        ("center_rewards_coefficient", "asyncrl calls it reward_model.center_coef"),
         ("batchsize", "did you mean batch_size?"),
         ("lora_r", "asyncrl calls it lora.r"),
     ],
@@ -253,7 +266,7 @@ def test_every_setting_may_change_on_a_resume_or_is_fixed() -> None:
         *("placement_timeout_s", "max_steps", "num_epochs", "batch_size"),
         # The content of these is compared by its hash.
         *("model.path", "model.revision", "data.train", "data.prompt_column"),
-        *("model.dtype", "eval", "sft", "checkpoint", "observe", "learner"),
+        *("model.dtype", "eval", "sft", "reward_model", "checkpoint", "observe", "learner"),
         *("dpo.loss", "dpo.beta", "dpo.label_smoothing", "dpo.length_normalized"),
         *("dpo.simpo_margin", "dpo.ce_coef", "dpo.ref_num_cpus", "dpo.reference_batch"),
     }

@@ -8,7 +8,7 @@ from asyncrl.config import ConfigError, LoraConfig, load_config
 from asyncrl.preflight.adapter import adapter_text, published_bytes, trained_elements
 from asyncrl.preflight.disk import checkpoint_bytes
 from asyncrl.preflight.memory_estimate import estimate
-from asyncrl.weights.published import outline
+from asyncrl.weights.outline import outline
 
 
 def test_an_adapters_size_is_that_of_the_matrices(tiny_model):

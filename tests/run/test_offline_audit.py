@@ -29,6 +29,7 @@ FILES, PLACES = "token rows are as they were written", "records have their place
 STEPS, ROWS = "steps and versions are contiguous", "every step took its rows"
 TOKENS, METRICS = "tokens match the rows of each step", "metrics are finite"
 EVALUATIONS, COUNTERS = "evaluations are complete", "the learner's counters match the steps"
+OBJECTIVES = ("sft", "dpo", "reward_model")
 Records = list[dict[str, Any]]
 Change = Callable[[Records], Any]
 
@@ -48,11 +49,16 @@ class CountingLearner:
         parts = {"pref/loss": 1.5, "ce/loss": 1.0}
         return self._step(table, ["chosen_mask", "rejected_mask"], parts)
 
-    def _step(self, table: pa.Table, masks: list[str], parts: dict[str, float]) -> dict[str, float]:
+    async def reward_step(self, table: pa.Table) -> dict[str, float]:
+        return self._step(table, [], {"pref/loss": 2.0}, tokens=2 * table.num_rows)
+
+    def _step(
+        self, table: pa.Table, masks: list[str], parts: dict[str, float], tokens: int = 0
+    ) -> dict[str, float]:
         self.attempted += 1
         if self.attempted in self.skips:
             return {"applied": 0.0, "loss": float("nan")}
-        tokens = sum(pc.sum(pc.list_flatten(table[name])).as_py() for name in masks)
+        tokens += sum(pc.sum(pc.list_flatten(table[name])).as_py() for name in masks)
         self.applied, self.tokens = self.applied + 1, self.tokens + tokens
         return {"applied": 1.0, "loss": 2.0, "grad_norm": 1.0, "tokens": float(tokens), **parts}
 
@@ -61,6 +67,9 @@ class CountingLearner:
         return SimpleNamespace(loss=2.0, exact=0.5, tokens=tokens)
 
     async def heldout_preferences(self, table: pa.Table) -> dict[str, float]:
+        return {"pref/loss": 0.7, "pairs": float(table.num_rows)}
+
+    async def heldout_scores(self, table: pa.Table) -> dict[str, float]:
         return {"pref/loss": 0.7, "pairs": float(table.num_rows)}
 
     async def save(self, directory: Path) -> dict[str, tuple[int, int]]:
@@ -132,8 +141,8 @@ def rewrite(directory: Path, change: Change) -> None:
 def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Objective → a run of six applied steps and a skipped one, which the audit passes."""
     folder = tmp_path_factory.mktemp("whole")
-    found = {name: attempt(folder, tiny_model, name, skips=[3]) for name in ("sft", "dpo")}
-    assert [failed(directory) for directory in found.values()] == [set(), set()]
+    found = {name: attempt(folder, tiny_model, name, skips=[3]) for name in OBJECTIVES}
+    assert [failed(directory) for directory in found.values()] == [set()] * 3
     return found
 
 
@@ -142,7 +151,7 @@ def damaged(whole: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
     return {name: Path(shutil.copytree(path, tmp_path / name)) for name, path in whole.items()}
 
 
-@pytest.mark.parametrize("objective", ["sft", "dpo"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_resume_may_change_the_rows_of_a_step(
     tiny_model: Path, tmp_path: Path, objective: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Runs on a dataset with a real learner: SFT and DPO, resumed and audited."""
+"""Runs on a dataset with a real learner: SFT, DPO and reward models, resumed and audited."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from asyncrl.observe.metric_catalog import known_names
 from asyncrl.observe.progress import ProgressView
 from asyncrl.preflight.offline_plan import make_offline_plan
 from asyncrl.run.audit import audit, audit_text
+from asyncrl.run.export import export_checkpoint, find_checkpoint
 from asyncrl.run.offline import OfflineJob, TooManySkippedStepsError
 from asyncrl.run.reference_pass import scored_before
 from asyncrl.run.supervise import open_writer
@@ -72,8 +73,12 @@ def run(settings: dict[str, Any]) -> Run:
 
 
 def weights(found: Run) -> dict[str, np.ndarray]:
+    return load_all(found.directory / "hf")
+
+
+def load_all(directory: Path) -> dict[str, np.ndarray]:
     tensors: dict[str, np.ndarray] = {}
-    for path in (found.directory / "hf").glob("*.safetensors"):
+    for path in directory.glob("*.safetensors"):
         tensors |= load_file(path)
     return tensors
 
@@ -106,6 +111,33 @@ def test_a_resumed_sft_run_equals_one_without_a_stop(
     assert whole.status().max_steps == 6
     for found in (whole, parts):
         check_audit(found)
+
+
+@pytest.mark.slow
+def test_a_resumed_reward_model_equals_one_without_a_stop(
+    ray_cluster: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Its checkpoint exports the same sequence classifier as the run."""
+    whole = run(tree(tmp_path, tiny_model, "reward_model", name="whole"))
+    run(tree(tmp_path, tiny_model, "reward_model", name="parts", max_steps=3))
+    parts = run(tree(tmp_path, tiny_model, "reward_model", name="parts", resume="must"))
+    losses = [[step["loss"] for step in found.records("step")] for found in (whole, parts)]
+    assert len(losses[0]) == 6 and losses[0] == losses[1]
+    evaluations = [record["eval/pair_accuracy"] for record in whole.records("evaluation")]
+    assert evaluations[0] == 0.0 and evaluations[-1] > 0.5
+    for found in (whole, parts):
+        check_audit(found)
+    checkpoint = find_checkpoint(parts.checkpoints_directory, None)
+    export_checkpoint(checkpoint, parts.directory / "exported")
+    first, second = weights(whole), weights(parts)
+    third = load_all(parts.directory / "exported")
+    assert "score.weight" in first and not any("lm_head" in name for name in first)
+    assert first.keys() == second.keys() == third.keys()
+    for name, values in first.items():
+        assert np.array_equal(values, second[name]) and np.array_equal(values, third[name])
+    for name in ("config.json", "tokenizer_config.json"):
+        texts = [path / name for path in (whole.directory / "hf", parts.directory / "exported")]
+        assert texts[0].read_text() == texts[1].read_text()
 
 
 def test_a_changed_metric_or_missing_rows_fail_the_audit(
