@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from asyncrl.config import load_offline
 from asyncrl.rundir import open_run
+from jobs.runs import finished
 from jobs.sft.__main__ import CONFIG as SFT
 from jobs.sft.__main__ import inputs
 
@@ -43,33 +44,25 @@ def main() -> int:
         data = ["--seed", str(seed), "--data.train", str(folder / "train.parquet")]
         held_out = ["--eval.data", str(folder / "held_out.parquet")]
         model = ["--model.path", str(folder / "model"), "--max_steps", str(START_STEPS)]
-        code = _asyncrl("sft", SFT, start, [*data, *held_out, *model])
+        code = finished("sft", SFT, start, [*data, *held_out, *model])
         sampling = [*data, *held_out, "--model.path", str(start / "hf")]
-        code = code or _asyncrl("train", SAMPLES, samples, sampling)
+        code = code or finished("train", SAMPLES, samples, sampling)
         if code:
             return code
         for kind in ("rewards", *CONTROLS):
             run = runs / f"dpo-{kind}-{seed}"
             arguments = ["--seed", str(seed), "--model.path", str(start / "hf")]
-            arguments += ["--data.train", _groups(samples, kind, seed)]
+            arguments += ["--data.train", groups_for(samples, kind, seed)]
             # Shuffled rewards and equal lengths may choose two equal completions.
             arguments += ["--data.malformed", "drop", *overrides]
-            if code := _asyncrl("dpo", DPO, run, arguments):
+            if code := finished("dpo", DPO, run, arguments):
                 return code
             lines.append(_line(run, samples, sampling))
     print("\n" + "\n".join(lines))
     return 0
 
 
-def _asyncrl(command: str, config: Path, run: Path, arguments: list[str]) -> int:
-    """Run an asyncrl command, unless its run is finished. Returns the exit code."""
-    if (run / "hf").exists():
-        return 0
-    line = [sys.executable, "-m", "asyncrl.cli", command, str(config), "--name", run.name]
-    return subprocess.run([*line, "--resume", "auto", *arguments]).returncode
-
-
-def _groups(samples: Path, kind: str, seed: int) -> str:
+def groups_for(samples: Path, kind: str, seed: int) -> str:
     """The recorded groups, with other rewards for a control."""
     if kind == "rewards":
         return str(samples / "groups" / "*.parquet")

@@ -8,7 +8,6 @@ step, and prefer shorter completions. Finished runs are read, not repeated.
 """
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +15,7 @@ from statistics import fmean
 from asyncrl.config import load_config
 from asyncrl.rundir import Run, open_run
 from jobs.dpo.__main__ import START_STEPS
+from jobs.runs import finished
 from jobs.sft.__main__ import CONFIG as SFT
 from jobs.sft.__main__ import inputs
 
@@ -29,6 +29,8 @@ KINDS: dict[str, list[str]] = {
         *(EXACT, "0"),
         *("--reward.functions.short.function", "jobs.online_dpo.rewards:shorter"),
         *("--reward.functions.short.weight", "1"),
+        # After about 30 steps all completions have the same length, and no pair is left.
+        *("--max_steps", "20"),
     ],
 }
 
@@ -45,24 +47,16 @@ def main() -> int:
         data = ["--seed", str(seed), "--data.train", str(folder / "train.parquet")]
         data += ["--eval.data", str(folder / "held_out.parquet")]
         sft = [*data, "--model.path", str(folder / "model"), "--max_steps", str(START_STEPS)]
-        if code := _asyncrl("sft", SFT, start, sft):
+        if code := finished("sft", SFT, start, sft):
             return code
         for kind, options in KINDS.items():
             run = runs / f"online-dpo-{kind}-{seed}"
             online = [*data, "--model.path", str(start / "hf"), *options, *overrides]
-            if code := _asyncrl("train", CONFIG, run, online):
+            if code := finished("train", CONFIG, run, online):
                 return code
             lines.append(_line(open_run(run)))
     print("\n" + "\n".join(lines))
     return 0
-
-
-def _asyncrl(command: str, config: Path, run: Path, arguments: list[str]) -> int:
-    """Run an asyncrl command, unless its run is finished. Returns the exit code."""
-    if (run / "hf").exists():
-        return 0
-    line = [sys.executable, "-m", "asyncrl.cli", command, str(config), "--name", run.name]
-    return subprocess.run([*line, "--resume", "auto", *arguments]).returncode
 
 
 def _line(run: Run) -> str:
