@@ -104,6 +104,8 @@ def rows_text(config: Config) -> str:
     )
 
 
+DEFAULT_PREFERENCE = OnlinePreferenceConfig()
+"""The pairs of the runs in docs/evidence.md, with any beta."""
 EXPERIMENTAL = (
     "\n  experimental: no complete run has shown that this combination learns (docs/evidence.md"
     " lists those that have)"
@@ -155,11 +157,13 @@ def _online_preference_text(config: Config, preference: OnlinePreferenceConfig) 
         "none (uncorrected)" if preference.weight_cap is None else f"<= {preference.weight_cap:g}"
     )
     ce = f" + {preference.ce_coef:g} x next-token loss" if preference.ce_coef else ""
+    plain = preference.model_copy(update={"beta": DEFAULT_PREFERENCE.beta}) == DEFAULT_PREFERENCE
+    frozen = config.algorithm.ref_update_interval is None
     return (
         f"online DPO: loss {preference.loss}{ce}, beta {preference.beta:g} against"
         f" {config.reference_path}; of each group's {samples} completions {pairs}, with rewards at"
         f" least {preference.min_margin:g} apart{penalty}; off-policy weight of a pair: {weight}"
-        f"{EXPERIMENTAL}"
+        f"{'' if plain and frozen else EXPERIMENTAL}"
     )
 
 
@@ -188,7 +192,12 @@ def _policy_gradient_text(config: Config) -> str:
         algorithm.loss == "cispo" and algorithm.eps_clip is None,
     )
     plain = (algorithm.advantage, algorithm.loss_aggregation) == SHOWN_WITH and not any(extras)
-    note = "" if shown in SHOWN and plain else EXPERIMENTAL
+    distilled = (
+        algorithm.distillation is not None
+        and algorithm.distillation.uses_top_k
+        and not algorithm.distillation.reward_weight
+    )
+    note = "" if distilled or (shown in SHOWN and plain) else EXPERIMENTAL
     kind = "corrected" if algorithm.corrected else "uncorrected"
     correction_text = ", ".join(correction) or ("only the ratio" if algorithm.corrected else "none")
     places = {"the reward": algorithm.kl_coef, "the loss": algorithm.kl_loss_coef}

@@ -294,8 +294,7 @@ def test_online_dpo_is_named_with_its_pairs_and_reference(write, tiny_model):
     assert algorithm_text(load_config(write({"algorithm.preference.beta": 0.3}))) == (
         f"# algorithm\n  online DPO: loss sigmoid, beta 0.3 against {tiny_model}; of each group's 8"
         " completions the best against the worst, with rewards at least 1e-06 apart; off-policy"
-        " weight of a pair: <= 2\n  experimental: no complete run has shown that this combination"
-        " learns (docs/evidence.md lists those that have)"
+        " weight of a pair: <= 2"
     )
     preference = {
         "loss": "ipo",

@@ -43,6 +43,7 @@ def test_the_plan_shows_the_teacher_its_memory_and_the_rule(write: Any, tiny_mod
 def test_the_plan_names_the_tokens_of_top_k(write: Any, tiny_model: Any) -> None:
     use = {"algorithm.distillation.use": "top_k", "algorithm.distillation.top_k": 8}
     text = make_plan(load_config(write({TEACHER: str(tiny_model), **use}))).text()
+    assert "experimental" not in text
     assert (
         "loss 1 x KL(π ‖ π_teacher) over the sampled token, the teacher's 8 most probable others,"
         " and the rest as one (64 bytes per completion token in the rows); rewards only measured"
