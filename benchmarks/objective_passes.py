@@ -93,7 +93,7 @@ async def serve_learner(task: Task, answer: Callable[[str], object]) -> None:
     from asyncrl.frozen import start_reference
     from asyncrl.learning import LearnerGroup
     from asyncrl.preflight import offline_learner_spec, offline_reference_spec, start_local_ray
-    from asyncrl.run import score_pairs
+    from asyncrl.run import score_rows
 
     start_local_ray(4, configure_logging=False)
     config, file = offline_config(task), open_token_file(task.rows)
@@ -107,7 +107,9 @@ async def serve_learner(task: Task, answer: Callable[[str], object]) -> None:
 
     async def forward() -> dict[str, float]:
         began = time.perf_counter()
-        await score_pairs(reference, file, scored, config.dpo.reference_batch)
+        await score_rows(
+            reference, file, scored, config.dpo.reference_batch, config.data.max_length
+        )
         return {"seconds": time.perf_counter() - began}
 
     if task.objective == "dpo":

@@ -270,7 +270,7 @@ SURFACE = {
     "rewards": "GroupCall RewardError call_reward",
     "run": (
         "AcrossAttempts RunFailedError Summary command_name concurrency_of launch_stations "
-        "run_training score_pairs"
+        "run_training score_rows"
     ),
     "rundir": "Run RunDirectory RunNotFoundError open_run",
     "sandbox": (

@@ -90,9 +90,10 @@ class SftConfig(Section):
 
 
 class DpoConfig(Section):
-    loss: Literal["sigmoid", "ipo", "hinge", "simpo"] = "sigmoid"
+    loss: Literal["sigmoid", "ipo", "hinge", "simpo", "kto"] = "sigmoid"
     """Loss of a pair. `sigmoid`: DPO (arXiv:2305.18290). `ipo`: arXiv:2310.12036. `hinge`: SLiC
-    (arXiv:2305.10425). `simpo`: mean log-probs without a reference (arXiv:2405.14734)."""
+    (arXiv:2305.10425). `simpo`: mean log-probs without a reference (arXiv:2405.14734). `kto`: of
+    single completions with a label (arXiv:2402.01306)."""
     beta: float = Field(default=0.1, gt=0)
     """Strength of the reference: a small beta lets the policy move further from it. SimPO has no
     reference, and its paper uses 2 to 10."""
@@ -102,6 +103,11 @@ class DpoConfig(Section):
     """Use the mean instead of the sum of a side's log-probs (loss: sigmoid or hinge)."""
     simpo_margin: float = Field(default=0.5, ge=0)
     """SimPO's target margin gamma, in units of the logit."""
+    desirable_weight: float = Field(default=1.0, gt=0)
+    """Weight of completions with label true (loss: kto). Weights times counts of both labels should
+    have a ratio of 1 to 4/3, after the paper."""
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """Weight of completions with label false (loss: kto)."""
     ce_coef: float = Field(default=0.0, ge=0)
     """Weight of the next-token loss on the chosen sides, a mean over all their tokens of the step
     (as in RPO, arXiv:2404.19733, which divides by each side's length)."""
@@ -111,7 +117,7 @@ class DpoConfig(Section):
     ref_num_cpus: float = Field(default=0.2, ge=0)
     """Logical CPUs that the reference policy's process declares to Ray."""
     reference_batch: int = Field(default=256, gt=0)
-    """Pairs that the reference policy scores in one call."""
+    """Pairs (kto: rows) that the reference policy scores in one call."""
 
     @property
     def has_reference(self) -> bool:
@@ -139,8 +145,8 @@ class OfflineConfig(RunSettings):
     num_epochs: float = Field(default=1.0, gt=0)
     """Passes over the data, where max_steps is not set."""
     batch_size: int = Field(default=32, gt=0)
-    """Rows (SFT) or pairs (DPO, reward model) of one optimizer step, over all ranks. At most those
-    of an epoch."""
+    """Rows (SFT, KTO) or pairs (DPO, reward model) of one optimizer step, over all ranks. At most
+    those of an epoch."""
     data: OfflineDataConfig
     eval: HeldOutConfig = HeldOutConfig()
     sft: SftConfig = SftConfig()
@@ -222,6 +228,13 @@ class OfflineConfig(RunSettings):
             (
                 dpo,
                 "dpo",
+                ("desirable_weight", "undesirable_weight"),
+                dpo.loss == "kto",
+                "dpo.loss: kto",
+            ),
+            (
+                dpo,
+                "dpo",
                 ("reference_batch", "ref_num_cpus", "ref_load"),
                 dpo.has_reference,
                 "a dpo.loss with a reference",
@@ -262,6 +275,11 @@ class OfflineConfig(RunSettings):
                 f"dpo.length_normalized has no effect with dpo.loss: {dpo.loss}, which always uses"
                 " means; leave it out"
             )
+        if dpo.loss == "kto" and self.batch_size < 2:
+            raise ValueError(
+                "batch_size = 1 gives KTO's baseline a single completion; raise it, to 8 or more if"
+                " you can"
+            )
 
     @property
     def trains_reward_model(self) -> bool:
@@ -271,7 +289,12 @@ class OfflineConfig(RunSettings):
     @property
     def has_pairs(self) -> bool:
         """Whether the rows are pairs."""
-        return self.objective != "sft"
+        return self.objective != "sft" and not self.is_kto
+
+    @property
+    def is_kto(self) -> bool:
+        """Whether the rows are single completions with a label."""
+        return self.objective == "dpo" and self.dpo.loss == "kto"
 
     @property
     def training_sources(self) -> tuple[Source, ...]:
@@ -280,13 +303,15 @@ class OfflineConfig(RunSettings):
 
     @property
     def longest_trajectory(self) -> int:
-        """Longest sequence that one forward pass takes, in tokens."""
-        return min(self.data.max_length, self.learner.max_tokens_per_row)
+        """Longest sequence that one forward pass takes, in tokens. A reward model adds a token."""
+        longest = self.data.max_length + self.trains_reward_model
+        return min(longest, self.learner.max_tokens_per_row)
 
     @property
     def longest_text(self) -> str:
         """The setting that makes `longest_trajectory`, with its value, for messages."""
-        return f"data.max_length = {self.data.max_length}"
+        added = ", with the token that a reward model adds," if self.trains_reward_model else ""
+        return f"data.max_length = {self.data.max_length}{added}"
 
     @property
     def limits(self) -> Limits:

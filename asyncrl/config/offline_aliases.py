@@ -15,6 +15,8 @@ OFFLINE_RENAMED = {
     "sft_loss_coef": "dpo.ce_coef",
     "simpo_gamma": "dpo.simpo_margin",
     "center_rewards_coefficient": "reward_model.center_coef",
+    "desirable_weight": "dpo.desirable_weight",
+    "undesirable_weight": "dpo.undesirable_weight",
     "ref_model": "dpo.ref_load",
     "ref_pretrain": "dpo.ref_load",
     "ref_load": "dpo.ref_load",

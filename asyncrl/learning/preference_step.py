@@ -139,15 +139,18 @@ def train_preferences(
 def heldout_preferences(
     state: LearnerState, table: pa.Table, spec: PreferenceSpec, temperature: float = 1.0
 ) -> dict[str, float]:
-    """The metrics of a preference step on these pairs, without a step and without off-policy
+    """The metrics of a preference step on these rows, without a step and without off-policy
     weights (a collective).
 
     Returns:
-        Means per pair, under the names of a step's metrics, and `pairs`.
+        Means per pair, under the names of a step's metrics, and `pairs`. For KTO, means per
+        completion, and `completions`.
 
     Raises:
-        ValueError: as in `pairs_of`, or there is no pair.
+        ValueError: as in `preference_step`.
     """
+    if spec.loss == "kto":
+        return _heldout_unpaired(state, table, spec, temperature)
     spec = replace(spec, weight_cap=None)
     pairs = pairs_of(table, spec.has_reference, behavior=False)
     if not pairs:
@@ -346,6 +349,25 @@ def _unpaired(
     return _Prepared(rows.completions, component, added=added)
 
 
+def _heldout_unpaired(
+    state: LearnerState, table: pa.Table, spec: PreferenceSpec, temperature: float
+) -> dict[str, float]:
+    """The metrics of KTO on held-out completions (a collective)."""
+    if not table.num_rows:
+        raise ValueError("there are no held-out completions to evaluate; give at least one")
+    step = _unpaired(state, table, spec, temperature)
+    completions = Completions(
+        side_sums(state, step.examples, temperature),
+        torch.tensor([example.loss_tokens for example in step.examples]),
+        _sums(step.examples, "reference_logprobs"),
+    )
+    desirable = torch.tensor([bool(example.chosen) for example in step.examples])
+    counts = int(desirable.sum()), int((~desirable).sum())
+    preferred = kto_loss(completions, desirable, step.added["pref/kl"], spec)
+    parts = _kto_parts(completions, desirable, preferred, step.added["pref/kl"], counts, spec)
+    return {name: float(value) for name, value in parts.items()} | dict(step.added)
+
+
 def _kto_component(
     spec: PreferenceSpec,
     baseline: float,
@@ -363,8 +385,21 @@ def _kto_component(
     completions = _completions(logprobs, batch, spec)
     desirable = torch.tensor(batch.chosen, device=logprobs.device).bool()
     preferred = kto_loss(completions, desirable, baseline, spec)
+    loss = loss + preferred.loss.sum() / sum(counts)
+    parts = _kto_parts(completions, desirable, preferred, baseline, counts, spec)
+    return loss, supervised_sums(loss, logprobs, parts)
+
+
+def _kto_parts(
+    completions: Completions,
+    desirable: Tensor,
+    preferred: Preferred,
+    baseline: float,
+    counts: tuple[int, int],
+    spec: PreferenceSpec,
+) -> dict[str, Tensor]:
+    """The shares of the step's metrics of some of its completions."""
     weight = 1 / sum(counts)
-    loss = loss + weight * preferred.loss.sum()
     (reward,) = preferred.rewards
     right = torch.where(desirable, reward > spec.beta * baseline, reward < spec.beta * baseline)
     parts = {
@@ -376,4 +411,4 @@ def _kto_component(
         parts[f"pref/{side}_reward"] = (share * reward).sum()
         parts[f"pref/{side}_logprob"] = (share * completions.logprobs.detach()).sum()
     parts["pref/margin"] = parts["pref/chosen_reward"] - parts["pref/rejected_reward"]
-    return loss, supervised_sums(loss, logprobs, parts)
+    return parts

@@ -448,10 +448,10 @@ HELD_OUT = (
     ),
     Metric(
         "eval/pair_accuracy, eval/margin, eval/chosen_reward, eval/rejected_reward,"
-        " eval/chosen_logprob, eval/rejected_logprob",
-        "as `pref/…` of a step, on held-out pairs",
+        " eval/chosen_logprob, eval/rejected_logprob, eval/kl",
+        "as `pref/…` of a step, on held-out pairs or completions",
     ),
-    Metric("eval/tokens, eval/pairs", "target tokens; pairs"),
+    Metric("eval/tokens, eval/pairs, eval/completions", "target tokens; pairs; completions"),
     Metric("eval/evaluation_s", "seconds of the evaluation"),
 )
 

@@ -41,7 +41,7 @@ OFF_POLICY = frozenset(
 )
 """Metrics of a step that compare two policies. A dataset has no policy to compare with."""
 HELD_OUT_LOSS = "eval/loss"
-NOT_COMPARED = ("eval/tokens", "eval/pairs", "eval/evaluation_s")
+NOT_COMPARED = ("eval/tokens", "eval/pairs", "eval/completions", "eval/evaluation_s")
 """Figures of an evaluation that training does not change."""
 MOST_STEPS = 10
 """Steps at each end of a run over which its summary averages, at most a quarter of them."""

@@ -16,6 +16,7 @@ from asyncrl.data.mixture import Order
 from asyncrl.data.offline import check_offline_rows, write_offline_rows
 from asyncrl.data.offline_checks import refuse_idle
 from asyncrl.data.offline_report import OfflineReport
+from asyncrl.data.offline_spec import RowsFor
 from asyncrl.data.rendering import Data
 from asyncrl.data.token_file import TokenFile, open_token_file
 from asyncrl.models.supported import chosen_packing
@@ -89,7 +90,7 @@ class OfflinePlan:
     def _written(self, path: Path, data: Data, field: str) -> TokenFile:
         spec = offline_data_spec(self.config)
         most = self.config.eval.max_rows if field == "eval.data" else None
-        write_offline_rows(path, spec, data, field, self.config.objective, most)
+        write_offline_rows(path, spec, data, field, rows_for(self.config), most)
         file = open_token_file(path)
         assert file is not None
         return file
@@ -137,6 +138,8 @@ class OfflinePlan:
         extras = {
             "label smoothing": dpo.label_smoothing,
             "next-token loss on chosen sides": dpo.ce_coef,
+            "desirable weight": dpo.desirable_weight if config.is_kto else 0,
+            "undesirable weight": dpo.undesirable_weight if config.is_kto else 0,
         }
         more = "".join(f", {name} {value:g}" for name, value in extras.items() if value)
         margin = f", margin {dpo.simpo_margin:g}" if dpo.loss == "simpo" else ""
@@ -254,10 +257,10 @@ def make_offline_plan(config: OfflineConfig) -> OfflinePlan:
     check_sinks(config)
     _check_reference(config)
     spec = offline_data_spec(config)
-    train = check_offline_rows(spec, config.data.train, "data.train", config.objective)
+    train = check_offline_rows(spec, config.data.train, "data.train", rows_for(config))
     held_out = (
         check_offline_rows(
-            spec, config.eval.data, "eval.data", config.objective, config.eval.max_rows
+            spec, config.eval.data, "eval.data", rows_for(config), config.eval.max_rows
         )
         if config.eval.data is not None
         else None
@@ -275,6 +278,11 @@ def make_offline_plan(config: OfflineConfig) -> OfflinePlan:
     found = disks(config, version.nbytes(config.model.dtype))
     refuse_full(config, found)
     return OfflinePlan(config, context, train, held_out, version, found)
+
+
+def rows_for(config: OfflineConfig) -> RowsFor:
+    """What the token rows are for."""
+    return "kto" if config.is_kto else config.objective
 
 
 def _order(config: OfflineConfig, train: OfflineReport) -> Order:

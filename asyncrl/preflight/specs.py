@@ -236,6 +236,8 @@ def preference_spec(config: OfflineConfig) -> PreferenceSpec:
         label_smoothing=dpo.label_smoothing,
         length_normalized=dpo.length_normalized,
         simpo_margin=dpo.simpo_margin,
+        desirable_weight=dpo.desirable_weight,
+        undesirable_weight=dpo.undesirable_weight,
         ce_coef=dpo.ce_coef,
     )
 

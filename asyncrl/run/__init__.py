@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from asyncrl.run.attempts import AcrossAttempts as AcrossAttempts
     from asyncrl.run.embedded import RunFailedError as RunFailedError
     from asyncrl.run.launch import launch_stations as launch_stations
-    from asyncrl.run.reference_pass import score_pairs as score_pairs
+    from asyncrl.run.reference_pass import score_rows as score_rows
     from asyncrl.run.supervise import Summary as Summary
     from asyncrl.run.supervise import command_name as command_name
     from asyncrl.run.train import run_training as run_training
 
 __getattr__ = lazy_exports(
     __name__,
-    score_pairs="reference_pass",
+    score_rows="reference_pass",
     AcrossAttempts="attempts",
     RunFailedError="embedded",
     Summary="supervise",

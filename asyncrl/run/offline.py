@@ -48,8 +48,9 @@ PAIRS = {
     "pref/rejected_reward": "rejected_reward",
     "pref/chosen_logprob": "chosen_logprob",
     "pref/rejected_logprob": "rejected_logprob",
+    "pref/kl": "kl",
 }
-"""Metric of a preference step → its name on held-out pairs."""
+"""Metric of a preference step → its name on held-out rows."""
 
 
 class TooManySkippedStepsError(RuntimeError):
@@ -248,7 +249,7 @@ class OfflineAttempt:
         self.live.phase("evaluating")
         started = time.monotonic()
         table = held_out.take(range(held_out.rows))
-        if self.config.has_pairs:
+        if self.config.objective != "sft":
             scores = self.config.trains_reward_model
             found = await (
                 learner.heldout_scores(table) if scores else learner.heldout_preferences(table)

@@ -1,5 +1,5 @@
-"""Scores the pairs of a dataset with the frozen reference policy, once, into an Arrow file that
-every epoch and every later attempt reads."""
+"""Scores the pairs of a dataset, or its single completions with a label, with the frozen reference
+policy. It does so once, into an Arrow file that every epoch and every later attempt reads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ import ray
 
 from asyncrl.config import OfflineConfig
 from asyncrl.contracts.offline_rows import (
+    MISMATCHED_COLUMNS,
     REFERENCE,
     REFERENCE_COLUMNS,
+    SFT_SCHEMA,
     SIDES,
+    UNPAIRED_REFERENCE_COLUMN,
     TokenRow,
     list_arrays,
+    mismatched_rows,
 )
 from asyncrl.data.token_file import TokenFile, open_token_file
 from asyncrl.frozen.reference import start_reference
@@ -29,9 +33,18 @@ from asyncrl.runtime.arrow_files import batch_writer
 from asyncrl.runtime.files import read_text, replace_text
 from asyncrl.runtime.ray_objects import Actor
 
-__all__ = ["score_pairs", "with_reference"]
+__all__ = ["score_rows", "with_reference"]
 
 Note = Callable[[str], None]
+PAIRED_FIELDS = tuple(pa.field(name, REFERENCE) for name in REFERENCE_COLUMNS)
+UNPAIRED_FIELDS = (
+    pa.field(UNPAIRED_REFERENCE_COLUMN, REFERENCE),
+    *(
+        pa.field(name, kind)
+        for name, kind in zip(MISMATCHED_COLUMNS, (*SFT_SCHEMA.types, REFERENCE), strict=True)
+    ),
+)
+"""The columns that the reference policy adds to pairs, and to single completions."""
 
 
 async def with_reference(
@@ -41,7 +54,7 @@ async def with_reference(
     held_out: TokenFile | None,
     note: Note,
 ) -> tuple[TokenFile, TokenFile | None]:
-    """The pairs with the columns REFERENCE_COLUMNS. Reads the files of an earlier attempt if they
+    """The rows with the reference policy's columns. Reads the files of an earlier attempt if they
     are of the same rows and reference, and else scores every row once.
 
     The process of the reference policy ends before training, so it uses memory only here.
@@ -57,8 +70,9 @@ async def with_reference(
                 if reference is None:
                     reference = start_reference(offline_reference_spec(config))
                     await reference.ready.remote()
-                note(f"the reference policy scores {file.rows:,} pairs of {file.path.stem}")
-                known = await score_pairs(reference, file, path, config.dpo.reference_batch)
+                note(f"the reference policy scores {file.rows:,} {plan.unit} of {file.path.stem}")
+                longest = config.data.max_length
+                known = await score_rows(reference, file, path, config.dpo.reference_batch, longest)
                 replace_text(_seal(path), json.dumps({"key": key, "sha256": known.content_hash}))
             done.append(known)
     finally:
@@ -84,27 +98,64 @@ def _seal(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-async def score_pairs(reference: Actor, file: TokenFile, path: Path, batch: int) -> TokenFile:
-    """Score the pairs batch by batch. The file appears when it is complete."""
+async def score_rows(
+    reference: Actor, file: TokenFile, path: Path, batch: int, longest: int
+) -> TokenFile:
+    """Score the rows batch by batch. The file appears when it is complete.
+
+    Unpaired rows also get each prompt with the completion of the row before, for KTO's baseline.
+
+    Args:
+        batch: rows in one call of the reference policy.
+        longest: tokens at which such a mismatched row is cut.
+    """
+    paired = "label" not in file.schema.names
     schema = file.schema
-    for name in REFERENCE_COLUMNS:
-        schema = schema.append(pa.field(name, REFERENCE))
+    for field in PAIRED_FIELDS if paired else UNPAIRED_FIELDS:
+        schema = schema.append(field)
     with batch_writer(path, schema) as writer:
         for start in range(0, file.rows, batch):
             table = file.take(range(start, min(start + batch, file.rows)))
-            for side, name in zip(SIDES, REFERENCE_COLUMNS, strict=True):
-                masks = list_arrays(table[f"{side}_mask"])
-                rows = list(_rows(list_arrays(table[f"{side}_ids"]), masks))
-                found: list[np.ndarray] = await reference.logprobs.remote(rows)
-                values = [
-                    logprobs[mask[len(prompt) :]]
-                    for logprobs, mask, (prompt, _) in zip(found, masks, rows, strict=True)
-                ]
-                table = table.append_column(name, pa.array(values, REFERENCE))
+            if paired:
+                for side, name in zip(SIDES, REFERENCE_COLUMNS, strict=True):
+                    values = await _scored(reference, table[f"{side}_ids"], table[f"{side}_mask"])
+                    table = table.append_column(name, values)
+            else:
+                before = file.take([(start - 1) % file.rows])
+                table = await _with_mismatched(reference, table, before, longest)
             writer.write_table(table)
     scored = open_token_file(path)
     assert scored is not None
     return scored
+
+
+async def _with_mismatched(
+    reference: Actor, table: pa.Table, before: pa.Table, longest: int
+) -> pa.Table:
+    """Unpaired rows with the reference policy's columns. `before` is the row before the first."""
+    other = mismatched_rows(pa.concat_tables([before, table]))[1:]
+    cut = {
+        name: pa.array([values[:longest] for values in list_arrays(other[name])], field.type)
+        for name, field in zip(other.column_names, SFT_SCHEMA, strict=True)
+    }
+    own = await _scored(reference, table["input_ids"], table["loss_mask"])
+    found = await _scored(reference, *(pa.chunked_array([values]) for values in cut.values()))
+    columns = (own, *cut.values(), found)
+    for field, values in zip(UNPAIRED_FIELDS, columns, strict=True):
+        table = table.append_column(field, values)
+    return table
+
+
+async def _scored(reference: Actor, ids: pa.ChunkedArray, mask: pa.ChunkedArray) -> pa.Array:
+    """The reference policy's log-probs of the targets of each sequence."""
+    masks = list_arrays(mask)
+    rows = list(_rows(list_arrays(ids), masks))
+    found: list[np.ndarray] = await reference.logprobs.remote(rows)
+    values = [
+        logprobs[targets[len(prompt) :]]
+        for logprobs, targets, (prompt, _) in zip(found, masks, rows, strict=True)
+    ]
+    return pa.array(values, REFERENCE)
 
 
 def reference_key(config: OfflineConfig, file: TokenFile) -> str:

@@ -188,6 +188,15 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
             "observe.completions_every = 3 has no effect",
         ),
         ({**SFT, "name": "../x"}, "name = '../x'"),
+        (
+            {**DPO, "dpo": {"desirable_weight": 2.0}},
+            "dpo.desirable_weight = 2.0 only has an effect with dpo.loss: kto",
+        ),
+        ({**DPO, "dpo": {"loss": "kto"}, "batch_size": 1}, "batch_size = 1 gives KTO's baseline"),
+        (
+            {**DPO, "dpo": {"loss": "kto", "label_smoothing": 0.1}},
+            "dpo.label_smoothing = 0.1 only has an effect with dpo.loss: sigmoid",
+        ),
         ({**SFT, "reward_model": {"center_coef": 0.1}}, "section reward_model has no effect"),
         ({**REWARD_MODEL, "dpo": {"beta": 0.2}}, "section dpo has no effect"),
         (
@@ -220,6 +229,14 @@ def test_what_the_run_reads_from_the_settings(write):
     assert (config.limits, config.last_step) == ((0, 1, 200), 9)
     config = load_offline(write(SFT, learner={"num_cpus": 0.5}))
     assert (config.num_cpus, config.placement_wait_s, config.last_step) == (0.5, 60.0, 1)
+
+
+def test_a_reward_model_adds_a_token_to_the_longest_sequence(write):
+    """A model with learned positions has none for it at the end of its context."""
+    data = {"train": "x", "max_length": 512}
+    config = load_offline(write(REWARD_MODEL, data=data))
+    assert config.longest_trajectory == 513 and "adds" in config.longest_text
+    assert load_offline(write(DPO, data=data)).longest_trajectory == 512
 
 
 def test_a_reference_is_read_only_by_losses_that_have_one(write):
@@ -268,6 +285,7 @@ def test_every_setting_may_change_on_a_resume_or_is_fixed() -> None:
         *("model.path", "model.revision", "data.train", "data.prompt_column"),
         *("model.dtype", "eval", "sft", "reward_model", "checkpoint", "observe", "learner"),
         *("dpo.loss", "dpo.beta", "dpo.label_smoothing", "dpo.length_normalized"),
+        *("dpo.desirable_weight", "dpo.undesirable_weight"),
         *("dpo.simpo_margin", "dpo.ce_coef", "dpo.ref_num_cpus", "dpo.reference_batch"),
     }
     names = [

@@ -319,6 +319,17 @@ def test_evaluation_has_the_metrics_of_a_step(
             assert value == pytest.approx(step[name], rel=1e-5, abs=1e-6), name
 
 
+def test_held_out_completions_have_the_metrics_of_a_kto_step(
+    one_rank: SimpleNamespace, ranks: list[SimpleNamespace]
+) -> None:
+    step = one_rank.steps["kto", "together"].metrics
+    for found in (one_rank, *ranks):
+        assert found.heldout_unpaired["completions"] == ROWS
+        assert {"pref/kl", "pref/margin", "pref/accuracy"} <= set(found.heldout_unpaired)
+        for name, value in found.heldout_unpaired.items():
+            assert value == pytest.approx(step[name], rel=1e-5, abs=1e-6), name
+
+
 def test_held_out_rows_have_the_loss_of_a_plain_loop(
     one_rank: SimpleNamespace, ranks: list[SimpleNamespace], plain_model: PreTrainedModel
 ) -> None:
@@ -435,6 +446,8 @@ def evaluate(learner: Any, tables: Tables, found: SimpleNamespace, size: int) ->
     use(learner, 40 // size, "rows")
     learner.state.spec = replace(learner.state.spec, preference=SPECS["ipo"])
     found.heldout_preferences = learner.heldout_preferences(tables["ipo"])
+    learner.state.spec = replace(learner.state.spec, preference=SPECS["kto"])
+    found.heldout_unpaired = learner.heldout_preferences(tables["kto"])
     found.heldout = learner.heldout_loss(tables["sft"])
     found.target_logprobs = learner.target_logprobs(tables["sft"])
     found.greedy = learner.heldout_loss(tables["greedy"])

@@ -114,6 +114,31 @@ def test_a_resumed_sft_run_equals_one_without_a_stop(
 
 
 @pytest.mark.slow
+def test_kto_scores_labels_once_and_learns_them(
+    ray_cluster: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    """From pairs, each of which gives a completion of both labels. 72 rows are scored 10 at a
+    time, so the last call has two."""
+    settings = tree(tmp_path, tiny_model, "dpo", name="kto", batch_size=12)
+    settings["dpo"] = {"loss": "kto", "beta": 0.5, "reference_batch": 10, "desirable_weight": 1.2}
+    found = run(settings)
+    steps, evaluations = found.records("step"), found.records("evaluation")
+    assert [step["completions"] for step in steps] == [12.0] * 6
+    assert steps[0]["pref/loss"] == pytest.approx(0.5 * 1.1, abs=0.05), "rewards begin at 0"
+    assert evaluations[-1]["eval/margin"] > evaluations[0]["eval/margin"]
+    assert [one["eval/completions"] for one in evaluations] == [20.0] * 3
+    scored = open_token_file(found.directory / "rows" / "train_reference.arrow")
+    assert scored is not None and scored.rows == 72
+    rows = scored.take(range(72)).to_pylist()
+    for row, before in zip(rows, [rows[-1], *rows[:-1]], strict=True):
+        prompt = row["loss_mask"].index(True)
+        following = before["input_ids"][before["loss_mask"].index(True) :]
+        assert row["mismatched_ids"] == [*row["input_ids"][:prompt], *following][:12]
+        assert len(row["mismatched_reference"]) == sum(row["mismatched_mask"]) > 0
+    check_audit(found)
+
+
+@pytest.mark.slow
 def test_a_resumed_reward_model_equals_one_without_a_stop(
     ray_cluster: Any, tiny_model: Path, tmp_path: Path
 ) -> None:

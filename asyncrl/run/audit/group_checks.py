@@ -134,9 +134,12 @@ def check_versions_exist(books: Books) -> Check:
 
 
 def check_reference(books: Books) -> Check:
-    """The reference policy that scored each group had the right version: 0 if it is frozen, else
-    one that it takes, at least the last of those when the group's oldest token was sampled, and at
-    most the version that trained the group."""
+    """The reference policy that scored each group had the right version.
+
+    It is 0 for a frozen reference. A refreshed one has a version that it takes. That is at least
+    the newest of those when the group's oldest token was sampled. It is at most the version that
+    trained the group.
+    """
     name = "groups were scored by the right reference policy"
     try:
         algorithm = books.run.config.algorithm

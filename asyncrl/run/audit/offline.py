@@ -168,7 +168,7 @@ def _check_metrics(books: Books) -> Check:
 def _parts(step: Record, config: OfflineConfig) -> float | None:
     """The loss of an applied step as the sum of its parts; None if one is missing."""
     weights = {"pref/loss": 1.0, "ce/loss": config.dpo.ce_coef}
-    if not config.has_pairs:
+    if config.objective == "sft":
         weights = {"ce/loss": 1.0}
     found = [(weight, _number(step, name)) for name, weight in weights.items() if weight]
     known = [weight * value for weight, value in found if value is not None]
@@ -204,6 +204,8 @@ def _check_evaluations(books: Books) -> Check:
     if books.config.eval.data is not None:
         wrong += [f"version {version} has none" for version in sorted(without)]
     size = "eval/pairs" if books.config.has_pairs else "eval/tokens"
+    if books.config.is_kto:
+        size = "eval/completions"
     wrong += [
         f"version {record['version']}: {size} {record.get(size)}, not {books.held_out}"
         for record in evaluations

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from asyncrl.config import OfflineConfig
 from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointError
+from asyncrl.contracts.offline_rows import SFT_SCHEMA
 from asyncrl.contracts.state import State
 from asyncrl.data.mixture import Order
 from asyncrl.data.token_file import TokenFile, open_token_file
@@ -47,7 +48,7 @@ class Books:
     changed: Mapping[str, str]
     """Files of `rows/` that are missing or differ from their recorded checksum → which of both."""
     held_out: int | None
-    """Held-out pairs, or target tokens of SFT rows; None without a whole file."""
+    """Held-out target tokens of SFT rows, else rows; None without a whole file."""
 
     @property
     def steps(self) -> Iterator[Record]:
@@ -146,8 +147,8 @@ def _changed_files(directory: Path, config: OfflineConfig) -> dict[str, str]:
 
 
 def _size(file: TokenFile) -> int:
-    """Pairs, or target tokens of SFT rows."""
-    return targets(file.table) if "loss_mask" in file.table.column_names else file.rows
+    """Target tokens of SFT rows; else rows."""
+    return targets(file.table) if file.table.column_names == SFT_SCHEMA.names else file.rows
 
 
 def _newest(directory: Path) -> tuple[tuple[Path, State] | None, str]:
