@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncrl.config.schema import AlgorithmConfig, DistillationConfig
 from asyncrl.config.settings import Settings
+from asyncrl.runtime.urls import sends_in_the_clear
 
 __all__ = ["check_distillation"]
 
@@ -132,10 +133,8 @@ def _check_url(config: Settings, distillation: DistillationConfig) -> None:
             f"algorithm.ref_num_cpus = {config.algorithm.ref_num_cpus:g} has no effect with a"
             " teacher at a URL; leave it out"
         )
-    if distillation.key_env is not None and not distillation.teacher.startswith("https://"):
-        host = distillation.teacher.split("//", 1)[1].split("/")[0]
-        if host.rsplit(":", 1)[0] not in ("localhost", "127.0.0.1", "[::1]"):
-            raise ValueError(
-                f"algorithm.distillation.teacher = {distillation.teacher!r} would send the key of"
-                f" {distillation.key_env} in the clear; use https, or leave key_env out"
-            )
+    if distillation.key_env is not None and sends_in_the_clear(distillation.teacher):
+        raise ValueError(
+            f"algorithm.distillation.teacher = {distillation.teacher!r} would send the key of"
+            f" {distillation.key_env} in the clear; use https, or leave key_env out"
+        )

@@ -8,9 +8,10 @@ import os
 import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import httpx2
+
+from asyncrl.runtime.urls import sends_in_the_clear
 
 __all__ = ["BusyError", "Endpoint", "first_answer", "refuse_key_in_the_clear"]
 
@@ -18,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 RETRIED = (408, 409, 425, 429)
 """Statuses below 500 after which the same request may succeed."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
@@ -43,8 +43,7 @@ be read."""
 
 def refuse_key_in_the_clear(url: str, key_env: str | None) -> None:
     """Raise ValueError if requests to the URL would send a key unencrypted."""
-    parts = urlsplit(url)
-    if key_env is not None and parts.scheme == "http" and parts.hostname not in LOOPBACK:
+    if key_env is not None and sends_in_the_clear(url):
         raise ValueError(
             f"url = {url!r} would send the key of {key_env} in the clear; use https, or leave"
             " key_env out"

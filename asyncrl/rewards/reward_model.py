@@ -4,6 +4,7 @@ name of its Serve application on the same Ray cluster."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -162,4 +163,17 @@ def _scores(values: object, request: Mapping[str, object]) -> list[float | None]
     assert isinstance(wanted, list)
     if not isinstance(values, list) or len(values) != len(wanted):
         raise ValueError(f"the answer has no list of {len(wanted)} scores")
-    return [None if value is None else float(value) for value in values]
+    return [_finite(value) for value in values]
+
+
+def _finite(value: object) -> float | None:
+    """The score; None if it is null, NaN or infinite. Raises ValueError if it is no number."""
+    if value is None:
+        return None
+    if not isinstance(value, int | float):
+        raise ValueError(f"the answer has a score of type {type(value).__name__}")
+    try:
+        score = float(value)
+    except OverflowError:
+        return None
+    return score if math.isfinite(score) else None

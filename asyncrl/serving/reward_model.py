@@ -61,7 +61,12 @@ class RewardModel:
             )
         self._rows = ScoreRows(settings.model, self._classifier.vocabulary, most)
         self._encoding = asyncio.Lock()
-        self._batches = RowBatches(self._scores, settings.max_batch_size, settings.batch_wait_s)
+        self._batches = RowBatches(
+            self._scores,
+            settings.max_batch_size,
+            settings.max_batch_tokens,
+            settings.batch_wait_s,
+        )
         self._broken: str | None = None
         self.model_entry: dict[str, object] = {
             "id": settings.model_name,

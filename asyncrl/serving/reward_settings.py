@@ -33,6 +33,8 @@ class RewardModelApp(Section):
     """Threads with which torch computes on the CPU. Default: num_cpus, rounded up."""
     max_batch_size: int = Field(default=32, gt=0)
     """Most sequences of one forward pass."""
+    max_batch_tokens: int = Field(default=65_536, gt=0)
+    """Most tokens of one forward pass, with padding. A single longer sequence is computed alone."""
     batch_wait_s: float = Field(default=0.005, ge=0)
     """Seconds that an idle replica waits for more sequences before it computes."""
     max_tokens: Annotated[int | None, Unset] = Field(default=None, gt=0)

@@ -17,22 +17,24 @@ MOST_PADDING = 0.25
 FREE_PADDING = 512
 """Tokens of padding that cost less than another forward pass."""
 WINDOW = 8
-"""Batches' worth of waiting rows that are sorted together. A row waits for at most this many
-batches after it is taken."""
+"""Full batches' worth of waiting rows that are sorted together. Later rows wait for these."""
 
 
-def batches_of(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """The numbers of rows with these lengths, in batches of at most `most`, shortest rows first.
-    Rows are padded to the longest of their batch."""
+def batches_of(lengths: Sequence[int], most: int, most_tokens: int) -> list[list[int]]:
+    """The numbers of rows with these lengths, in batches of at most `most` rows, shortest rows
+    first. Rows are padded to the longest of their batch, which has at most `most_tokens` tokens
+    with its padding, or a single row."""
     batches: list[list[int]] = []
     tokens = 0
     for number in sorted(range(len(lengths)), key=lengths.__getitem__):
         length = lengths[number]
         tokens += length
-        padding = (len(batches[-1]) + 1) * length - tokens if batches else 0
+        padded = (len(batches[-1]) + 1) * length if batches else length
+        padding = padded - tokens
         if (
             not batches
             or len(batches[-1]) == most
+            or padded > most_tokens
             or padding > max(FREE_PADDING, MOST_PADDING * tokens)
         ):
             batches.append([])
@@ -46,14 +48,20 @@ class RowBatches:
     loop."""
 
     def __init__(
-        self, compute: Callable[[Sequence[Row]], list[float]], most: int, wait_s: float
+        self,
+        compute: Callable[[Sequence[Row]], list[float]],
+        most: int,
+        most_tokens: int,
+        wait_s: float,
     ) -> None:
         """
         Args:
             compute: returns the scores of at most `most` rows.
+            most_tokens: see `batches_of`.
             wait_s: seconds that the first row waits for others.
         """
         self._compute, self._most, self._wait_s = compute, most, wait_s
+        self._most_tokens = most_tokens
         self._waiting: deque[tuple[Row, asyncio.Future[float]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scores")
         self._work: asyncio.Task[None] | None = None
@@ -75,7 +83,8 @@ class RowBatches:
         while self._waiting:
             count = min(len(self._waiting), WINDOW * self._most)
             taken = [self._waiting.popleft() for _ in range(count)]
-            for batch in batches_of([len(row) for row, _ in taken], self._most):
+            lengths = [len(row) for row, _ in taken]
+            for batch in batches_of(lengths, self._most, self._most_tokens):
                 await self._some([taken[number] for number in batch])
 
     async def _some(self, batch: Sequence[tuple[Row, asyncio.Future[float]]]) -> None:

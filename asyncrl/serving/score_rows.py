@@ -55,7 +55,7 @@ class ScoreRows:
 
         Args:
             prompts: texts, with the special tokens that the model saw.
-            completions: texts, one for each prompt.
+            completions: texts, one for each prompt. A special token in them is ordinary text.
             complete: whether each completion ended by itself. The end of turn of the chat template
                 follows it if the prompt has one, else EOS. None = all did.
             token_ids: whole sequences, instead of the other three.
@@ -71,6 +71,11 @@ class ScoreRows:
         for number, row in enumerate(rows):
             if not row:
                 raise InvalidRequestError(f"sequence {number} has no token; leave it out")
+            if max(row) >= self._vocabulary:
+                raise InvalidRequestError(
+                    f"sequence {number} has the token id {max(row)}, and the model's ids are below"
+                    f" {self._vocabulary}; leave out that special token"
+                )
             if len(row) > self._most_tokens:
                 raise InvalidRequestError(
                     f"sequence {number} has {len(row):,} tokens, above max_tokens ="
@@ -96,7 +101,10 @@ class ScoreRows:
         starts, _ = encode_prompts(self._tokenizer, prompts)
         if not starts:  # a tokenizer refuses an empty list
             return []
-        rests = self._tokenizer(completions, add_special_tokens=False)["input_ids"]
+        # The policy wrote the completions, and may spell a special token in ordinary ones.
+        rests = self._tokenizer(completions, add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ]
         return [
             [*start, *(self._ended(start, rest) if whole else rest)]
             for start, rest, whole in zip(starts, rests, ended, strict=True)

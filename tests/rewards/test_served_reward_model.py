@@ -20,6 +20,7 @@ from asyncrl.config import RewardConfig
 from asyncrl.rewards.builtin import check_builtin
 from asyncrl.rewards.contract import GroupCall, RewardError, call_reward
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.reward_model import _scores
 
 FUNCTION = "asyncrl.rewards.builtin:reward_model"
 
@@ -94,6 +95,15 @@ def test_a_request_that_the_server_refuses_is_an_error(server: Any) -> None:
         RewardError, match=r"the reward model at .*/score refuses requests with status 400"
     ):
         asked(server)
+
+
+def test_scores_that_are_no_finite_numbers_are_unscored() -> None:
+    request = {"complete": [True] * 5}
+    values = json.loads("[1, NaN, 1e999, null, 1" + "0" * 400 + "]")
+    assert _scores(values, request) == [1.0, None, None, None, None]
+    for wrong in ([1.0], ["1"] * 5, None):
+        with pytest.raises(ValueError, match="the answer has"):
+            _scores(wrong, request)
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,12 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], text: str
 
 
 def test_batches_are_full_or_have_little_padding() -> None:
-    assert batches_of([], 4) == []
-    assert batches_of([3, 1, 2, 5, 4], 2) == [[1, 2], [0, 4], [3]]
+    assert batches_of([], 4, 10_000) == []
+    assert batches_of([3, 1, 2, 5, 4], 2, 10_000) == [[1, 2], [0, 4], [3]]
     lengths = [1000, 10, 990, 2000, 12, 1010]
-    assert batches_of(lengths, 8) == [[1, 4], [2, 0, 5], [3]]
+    assert batches_of(lengths, 8, 10_000) == [[1, 4], [2, 0, 5], [3]]
+    # Two rows of 1000 fit into 2000 tokens, and 2000 alone.
+    assert batches_of(lengths, 8, 2000) == [[1, 4], [2, 0], [5], [3]]
 
 
 def test_rows_of_concurrent_requests_share_batches_and_return_in_order() -> None:
@@ -92,7 +94,7 @@ def test_rows_of_concurrent_requests_share_batches_and_return_in_order() -> None
         return [float(row[0]) for row in rows]
 
     async def scenario() -> None:
-        waiting = RowBatches(compute, most=4, wait_s=0.0)
+        waiting = RowBatches(compute, most=4, most_tokens=10_000, wait_s=0.0)
         answers = await asyncio.gather(
             waiting.scores([[1] * 9, [2] * 3]),
             waiting.scores([[3] * 8, [4] * 2]),
@@ -118,7 +120,7 @@ def test_a_failing_batch_fails_its_rows_alone_and_canceled_rows_are_dropped() ->
         return [1.0] * len(rows)
 
     async def scenario() -> None:
-        waiting = RowBatches(compute, most=1, wait_s=0.0)
+        waiting = RowBatches(compute, most=1, most_tokens=10_000, wait_s=0.0)
         first = asyncio.create_task(waiting.scores([[0]]))
         await asyncio.to_thread(entered.wait, 30)
         second, third = (asyncio.create_task(waiting.scores([[number]])) for number in (2, 3))
@@ -145,7 +147,9 @@ def test_texts_become_what_the_model_was_trained_on(checkpoint: Path) -> None:
     ids = [4, 14, 5]  # "0", "+", "1"
     assert encoded("0+", "1") == [*ids, EOS]
     assert encoded("0+", "1", [False]) == ids
-    assert encoded("<bos>0+", "1<eos>") == [BOS, *ids, EOS]
+    assert encoded("<bos>0+", "1") == [BOS, *ids, EOS]
+    spelled = encoded("0+", "1<eos>", [False])
+    assert spelled[:3] == ids and EOS not in spelled, "the policy's text has no special token"
     assert encoded("0+1", "") == [*ids, EOS]
     assert rows.rows(None, None, None, [[5, 6], [7]]) == [[5, 6], [7]]
     assert rows.rows([], [], [], None) == []
