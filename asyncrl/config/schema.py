@@ -704,9 +704,9 @@ class DistillationConfig(Section):
     replaced."""
     use: Literal["advantage", "top_k", "ref_kl"] = "advantage"
     """`advantage`: each token gets the advantage coef * (log π_teacher - log π_behavior), whose
-    expectation is the negative reverse KL divergence. `top_k`: coef * the reverse KL divergence
-    itself is a part of the loss, over the sampled token, the teacher's top_k most probable other
-    tokens, and all the rest as one. `ref_kl`: the teacher is the reference policy of
+    expectation is the negative reverse KL divergence. `top_k`: coef * the reverse KL divergence is
+    a part of the loss. It is over the sampled token, the teacher's top_k most probable others, and
+    the rest as one. `ref_kl`: the teacher is the reference policy of
     algorithm.kl_loss_coef or kl_coef."""
     top_k: int = Field(default=32, gt=0, le=128)
     """Tokens of the teacher at each place, besides the sampled one (use: top_k). Each adds 8 bytes
@@ -861,13 +861,13 @@ class AlgorithmConfig(Section):
     allow_uncorrected: bool = False
     """Allow an uncorrected loss on stale tokens."""
     preference: OnlinePreferenceConfig | None = None
-    """Online DPO instead of a policy gradient (experimental): pairs of a group's completions
+    """Online DPO instead of a policy gradient: pairs of a group's completions
     replace advantages. `preference: {}` takes the defaults. Of the other settings of `algorithm`,
     only ref_load, ref_update_interval, ref_num_cpus, filter_zero_variance, group_filter and
     allow_uncorrected then have an effect. None = policy gradient."""
     distillation: DistillationConfig | None = None
-    """On-policy distillation from a teacher (experimental), alone or in addition to rewards. None =
-    no teacher."""
+    """On-policy distillation from a teacher, alone or in addition to rewards. Experimental, except
+    with `use: top_k`. None = no teacher."""
 
     @property
     def clip_low(self) -> float:

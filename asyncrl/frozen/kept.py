@@ -198,12 +198,19 @@ def wait_for(place: Path, version: int, within_s: float = SEEN_WITHIN_S) -> None
         ReferenceLostError: it does not see the version in time.
     """
     ends = time.monotonic() + within_s
-    while (seen := read_place(place).version) != version:
+    while True:
+        try:
+            kept = read_place(place)
+            if kept.version == version and all((place / name).exists() for name in kept.files):
+                return
+            seen = f"names version {kept.version}"
+        except ReferenceLostError:  # storage of a network may show the new file late
+            seen = "cannot be read"
         if time.monotonic() > ends:
             raise _lost(
                 place,
-                f"another node has written version {version}, and here {CURRENT} names version"
-                f" {seen}, so runs_root is not on storage that every node shares",
+                f"another node has written version {version}, and here {CURRENT} {seen}, so"
+                " runs_root is not on storage that every node shares",
             )
         time.sleep(LOOK_AGAIN_S)
 

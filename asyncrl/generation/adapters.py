@@ -2,11 +2,11 @@
 request keeps the one that it started with. So versions are never mixed in a completion, and no
 update pauses the engine.
 
-At most `places` adapters have requests at a time, which is vLLM's `max_loras`. A run's rollouts
+At most `slots` adapters have requests at a time, which is vLLM's `max_loras`. A run's rollouts
 never need more: at learner version v, its running groups began at versions v - S … v, with
 S = staleness.max_staleness. Older ones have been trained or dropped before the learner reached v
 (`asyncrl.control.staleness`; tests/control/test_coordinator_properties.py checks it). That makes
-S + 1, and a run has S + 2 places. Other requests may need more, such as those of an evaluation with
+S + 1, and a run has S + 2 slots. Other requests may need more, such as those of an evaluation with
 eval.in_flight, or of HTTP clients. Then requests with a further adapter wait here until all
 requests of an older one have ended. vLLM would let them wait too, but it asserts that running
 requests have at most `max_loras` adapters, and does not count those that pause for a step.
@@ -65,17 +65,17 @@ class Adapter:
 class Adapters:
     """Loads adapters into an engine, and removes those without requests."""
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, slots: int) -> None:
         """
         Args:
-            places: adapters that may have requests at a time.
+            slots: adapters that may have requests at a time.
         """
-        self.places = places
+        self.slots = slots
         self.current: Adapter | None = None
         """The newest adapter; None = the base model answers."""
         self.live: list[Adapter] = []
         """Adapters whose directories exist: the current one, and those with requests. They are at
-        most `places` + 1, for which vLLM has memory. Loading never waits, so a replica takes a
+        most `slots` + 1, for which vLLM has memory. Loading never waits, so a replica takes a
         version at once."""
         self._freed = asyncio.Event()
         """Set, and replaced, when the last request of an adapter has ended."""
@@ -128,11 +128,11 @@ class Adapters:
             self._remove_unused(llm, former)
         return sum(older.users for older in self.live)
 
-    async def place(self) -> None:
+    async def wait_for_slot(self) -> None:
         """Wait until a request with the current adapter may begin. Call `using` before the next
         await."""
         while (adapter := self.current) is not None and not adapter.users:
-            if sum(older.users > 0 for older in self.live) < self.places:
+            if sum(older.users > 0 for older in self.live) < self.slots:
                 return
             await self._freed.wait()
 

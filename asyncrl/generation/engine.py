@@ -262,7 +262,7 @@ class Engine:
         try:
             async with asyncio.timeout(request.deadline_s):
                 await self._open.wait()
-                await self._adapters.place()
+                await self._adapters.wait_for_slot()
                 with self._adapters.using(self._running()) as adapter:
                     outputs = await self._run(request, adapter)
         except (ValueError, VLLMClientError) as error:  # vLLM's own checks of a request
@@ -287,7 +287,7 @@ class Engine:
         deadline = time.monotonic() + request.deadline_s
         try:
             async with asyncio.timeout(request.deadline_s):
-                await self._adapters.place()
+                await self._adapters.wait_for_slot()
         except TimeoutError:
             raise _late(request) from None
         with self._adapters.using(self._running()) as adapter:
@@ -482,7 +482,7 @@ class Engine:
     async def _score(self, prompt: list[int], completion: list[int]) -> tuple[float, ...]:
         """One pass over both, as a prompt. vLLM generates one more token, so the context must have
         room for it."""
-        await self._adapters.place()
+        await self._adapters.wait_for_slot()
         with self._adapters.using(self._running()) as adapter:
             output = await self._last_output(
                 prompt + completion, scoring_params(), f"update {self._updates}", adapter

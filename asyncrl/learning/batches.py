@@ -79,6 +79,19 @@ def shuffle_rewards(
     return shuffled
 
 
+def _of_teacher(
+    table: pa.Table, row: int, index: int, length: int
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The teacher's token ids and their log-probs [length, K] of a trajectory, if it gave any."""
+    if TEACHER_IDS_COLUMN not in table.column_names:
+        return None, None
+    ids, logprobs = (
+        table[name][row].values[index].values.to_numpy(zero_copy_only=False).reshape(length, -1)
+        for name in (TEACHER_IDS_COLUMN, TEACHER_LOGPROBS_COLUMN)
+    )
+    return ids, logprobs
+
+
 def _row_examples(table: pa.Table, row: int) -> list[Example]:
     prompt = table["prompt_ids"][row].values.to_numpy(zero_copy_only=False)
     statuses, advantages = table["status"][row].as_py(), table["advantage"][row].as_py()
@@ -87,11 +100,6 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
     reference = (
         table[REFERENCE_COLUMN][row].values if REFERENCE_COLUMN in table.column_names else None
     )
-    teacher = [
-        table[name][row].values
-        for name in (TEACHER_IDS_COLUMN, TEACHER_LOGPROBS_COLUMN)
-        if name in table.column_names
-    ]
     per_token = (
         table[TOKEN_REWARDS_COLUMN][row].as_py()
         if TOKEN_REWARDS_COLUMN in table.column_names
@@ -117,10 +125,7 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
             if reference is not None
             else None
         )
-        others = [
-            values[index].values.to_numpy(zero_copy_only=False).reshape(len(ids), -1)
-            for values in teacher
-        ]
+        teacher_ids, teacher_logprobs = _of_teacher(table, row, index, len(ids))
         token_rewards = (
             np.asarray(per_token[index], dtype=np.float32) if per_token is not None else None
         )
@@ -133,8 +138,8 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
                 advantage=float(advantages[index]),
                 versions=versions,
                 reference_logprobs=referred,
-                teacher_ids=others[0] if others else None,
-                teacher_logprobs=others[1] if others else None,
+                teacher_ids=teacher_ids,
+                teacher_logprobs=teacher_logprobs,
                 token_rewards=token_rewards,
                 truncated=reasons[index] in TRUNCATED,
                 group=ordinal,

@@ -133,9 +133,9 @@ def forward_batches(
     """Run this rank's micro-batches through the engine, without gradient. Yields (micro-batch,
     (log-probs, entropies, values)). With `greedy`, matches of the argmax replace the log-probs."""
     plan = plan_micro_batches(state, examples)
+    plain = [replace(example, teacher_ids=None, teacher_logprobs=None) for example in examples]
     for indices in plan.micro_batches[state.data_rank]:
-        batch = micro_batch(examples, indices, state.device, version=state.applied)
-        batch = replace(batch, teacher_ids=None)
+        batch = micro_batch(plain, indices, state.device, version=state.applied)
         with torch.no_grad(), explained(batch, state.spec):
             outputs = state.engine(batch, temperature, greedy)
         yield batch, outputs

@@ -195,7 +195,8 @@ def _policy_gradient_text(config: Config) -> str:
     distilled = (
         algorithm.distillation is not None
         and algorithm.distillation.uses_top_k
-        and not algorithm.distillation.reward_weight
+        and not any((algorithm.distillation.reward_weight, algorithm.entropy_coef))
+        and not algorithm.ce_coef
     )
     note = "" if distilled or (shown in SHOWN and plain) else EXPERIMENTAL
     kind = "corrected" if algorithm.corrected else "uncorrected"

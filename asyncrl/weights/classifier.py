@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from asyncrl.text.tokenizer import special_tokens
 from asyncrl.weights.published import CannotPublishError, PublishedTensor, VersionTable, whole_table
 
 if TYPE_CHECKING:
@@ -91,8 +92,8 @@ def _classifier(model_path: str | Path) -> tuple[str, dict[str, tuple[int, ...]]
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> Padding | None:
-    """The token to pad with: the tokenizer's own if it is not EOS, else UNK or BOS. None = there is
-    none.
+    """The token to pad with: the tokenizer's own if it is not EOS, else UNK, BOS, or any other
+    special token. None = EOS is the only special token.
 
     A sequence classifier scores the last token that is not padding. If EOS were padding, it would
     score the token before EOS.
@@ -102,6 +103,7 @@ def padding_of(tokenizer: PreTrainedTokenizerBase) -> Padding | None:
         (tokenizer.pad_token, tokenizer.pad_token_id),
         (tokenizer.unk_token, tokenizer.unk_token_id),
         (tokenizer.bos_token, tokenizer.bos_token_id),
+        *sorted(special_tokens(tokenizer).items(), key=lambda item: item[1]),
     )
     return next(
         (

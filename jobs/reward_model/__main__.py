@@ -83,8 +83,9 @@ def scores(model: Path, groups: Run) -> list[list[float]]:
         part = sequences[start : start + ROWS]
         longest, padding = max(map(len, part)), scorer.config.pad_token_id
         ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in part])
+        mask = torch.arange(longest) < torch.tensor([[len(row)] for row in part])
         with torch.no_grad():
-            found += scorer(ids, attention_mask=(ids != padding).long()).logits[:, 0].tolist()
+            found += scorer(ids, attention_mask=mask.long()).logits[:, 0].tolist()
     values = iter(found)
     return [[next(values) for _ in group] for group in table["completion_ids"].to_pylist()]
 

@@ -402,7 +402,7 @@ def test_at_most_as_many_adapters_as_places_have_requests(tmp_path: Path) -> Non
         adapters, ends = Adapters(SLOTS), [asyncio.Event() for _ in range(5)]
 
         async def request(number: int) -> int:
-            await adapters.place()
+            await adapters.wait_for_slot()
             with adapters.using(llm) as adapter:
                 assert adapter is not None
                 busy.append(len({one.id for one in adapters.live if one.users}))

@@ -74,10 +74,18 @@ def test_padding_is_never_eos() -> None:
     assert padding_of(byte_tokenizer()) == Padding("<pad>", 0)
     names = ("eos", "pad", "unk", "bos")
 
-    def tokenizer(**ids: int | None) -> Any:
+    def tokenizer(special: dict[str, int] | None = None, **ids: int | None) -> Any:
         found = {f"{name}_token_id": ids.get(name) for name in names}
-        return SimpleNamespace(**found, **{f"{name}_token": f"<{name}>" for name in names})
+        all_special = {"<eos>": 2, **(special or {})}
+        return SimpleNamespace(
+            **found,
+            **{f"{name}_token": f"<{name}>" for name in names},
+            added_tokens_decoder={},
+            all_special_tokens=list(all_special),
+            all_special_ids=list(all_special.values()),
+        )
 
     assert padding_of(tokenizer(eos=2, pad=2, unk=3, bos=1)) == Padding("<unk>", 3)
     assert padding_of(tokenizer(eos=2, bos=0)) == Padding("<bos>", 0)
+    assert padding_of(tokenizer({"<turn>": 9, "<tool>": 7}, eos=2, pad=2)) == Padding("<tool>", 7)
     assert padding_of(tokenizer(eos=2, pad=2)) is None
