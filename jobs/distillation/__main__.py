@@ -1,6 +1,7 @@
 """On-policy distillation, end to end, with controls.
 
-    python -m jobs.distillation [--seeds 0,1,2] [--teacher DIRECTORY] [--section.field value …]
+    python -m jobs.distillation [--seeds 0,1,2] [--runs teacher,own-weights]
+        [--teacher DIRECTORY] [--section.field value …]
 
 The teacher is the model of `python -m jobs.quickstart`, which is run first if it is missing. For
 each seed, SFT makes a student that solves about half of the prompts. The student then learns from
@@ -9,48 +10,39 @@ must stay where it is. The first accuracy of a line is that of the untrained stu
 are read, not repeated.
 """
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.config import load_offline
+from asyncrl.config import load_config
 from asyncrl.rundir import open_run
-from jobs.runs import finished, module
-from jobs.sft.__main__ import CONFIG as SFT
-from jobs.sft.__main__ import inputs
+from jobs.dpo.__main__ import data_of, start_of
+from jobs.runs import finish, job_parser, module
 
 CONFIG = Path(__file__).parent / "distillation.yaml"
-START_STEPS = 190
-"""SFT steps of the student, after which it solves about half of the prompts."""
+KINDS = ("teacher", "own-weights")
 
 
 def main() -> int:
     """Run what is missing, print a table, and return the exit code."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seeds", default="0")
+    parser = job_parser(main.__doc__, KINDS)
     parser.add_argument("--teacher", type=Path, default=None)
     known, overrides = parser.parse_known_args()
-    runs = load_offline(SFT).run_directory.parent
+    runs = load_config(CONFIG).run_directory.parent
     teacher = known.teacher or runs / "quickstart" / "hf"
-    if not teacher.exists() and (code := module("jobs.quickstart")):
-        return code
+    if not teacher.exists():
+        module("jobs.quickstart")
     lines = [f"{'run':<28}{'sampled accuracy':>20}{'greedy accuracy':>20}{'of the teacher':>17}"]
-    for seed in map(int, known.seeds.split(",")):
-        folder, student = inputs(seed), runs / f"distillation-student-{seed}"
-        data = ["--seed", str(seed), "--data.train", str(folder / "train.parquet")]
-        data += ["--eval.data", str(folder / "held_out.parquet")]
-        model = ["--model.path", str(folder / "model"), "--max_steps", str(START_STEPS)]
-        if code := finished("sft", SFT, student, [*data, *model]):
-            return code
+    for seed in known.seeds:
+        data, student = data_of(seed), start_of(seed)
         best = _teacher_accuracy(teacher, runs / f"distillation-teacher-{seed}.txt", data)
         lines.append(f"{'teacher':<28}{'':>20}{best:>20.1%}")
-        for kind, scores in (("teacher", teacher), ("own-weights", student / "hf")):
+        for kind in known.runs:
             run = runs / f"distillation-{kind}-{seed}"
-            arguments = [*data, "--model.path", str(student / "hf")]
+            scores = teacher if kind == "teacher" else student
+            arguments = [*data, "--model.path", str(student)]
             arguments += ["--algorithm.distillation.teacher", str(scores), *overrides]
-            if code := finished("train", CONFIG, run, arguments):
-                return code
+            finish("train", CONFIG, run, arguments)
             lines.append(_line(run, best))
     print("\n" + "\n".join(lines))
     return 0

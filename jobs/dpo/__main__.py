@@ -1,14 +1,14 @@
 """DPO on a model's own completions, end to end, with controls.
 
-    python -m jobs.dpo [--seeds 0,1,2] [--section.field value …]
+    python -m jobs.dpo [--seeds 0,1,2] [--runs rewards,shuffled,…] [--section.field value …]
 
 For each seed: SFT makes a model that solves about half of the prompts. A run with learning rate 0
 samples and scores eight completions of each prompt. DPO then trains the best against the worst of
-each group. The controls train the same groups with rewards shuffled within each group, and with
-the shorter completion as the better one. Finished runs are read, not repeated.
+each group, and KTO the same completions as single rows with labels. The controls train the same
+groups with rewards shuffled within each group, and with the shorter completion as the better one.
+Finished runs are read, not repeated.
 """
 
-import argparse
 import random
 import subprocess
 import sys
@@ -20,46 +20,60 @@ import pyarrow.parquet as pq
 
 from asyncrl.config import load_offline
 from asyncrl.rundir import open_run
-from jobs.runs import finished
+from jobs.runs import finish, job_parser
 from jobs.sft.__main__ import CONFIG as SFT
 from jobs.sft.__main__ import inputs
+from jobs.start import start_model
 
 HERE = Path(__file__).parent
 DPO, SAMPLES = HERE / "dpo.yaml", HERE / "samples.yaml"
 START_STEPS = 190
-"""SFT steps after which the start model solves about half of the prompts."""
+"""SFT steps of the first try of a start model."""
 CONTROLS = ("shuffled", "length_only")
+KINDS = ("rewards", "kto", *CONTROLS)
+KTO = ["--dpo.loss", "kto", "--batch_size", "128"]  # two rows are one pair of the others
 Rewards = Callable[[list[float], list[int], random.Random], list[float]]
 
 
 def main() -> int:
     """Run what is missing, print a table, and return the exit code."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seeds", default="0")
+    parser = job_parser(main.__doc__, KINDS)
     known, overrides = parser.parse_known_args()
     lines = [f"{'run':<24}{'sampled accuracy':>22}{'greedy accuracy':>22}"]
-    for seed in map(int, known.seeds.split(",")):
-        folder, runs = inputs(seed), load_offline(DPO).run_directory.parent
-        start, samples = runs / f"dpo-start-{seed}", runs / f"dpo-samples-{seed}"
-        data = ["--seed", str(seed), "--data.train", str(folder / "train.parquet")]
-        held_out = ["--eval.data", str(folder / "held_out.parquet")]
-        model = ["--model.path", str(folder / "model"), "--max_steps", str(START_STEPS)]
-        code = finished("sft", SFT, start, [*data, *held_out, *model])
-        sampling = [*data, *held_out, "--model.path", str(start / "hf")]
-        code = code or finished("train", SAMPLES, samples, sampling)
-        if code:
-            return code
-        for kind in ("rewards", *CONTROLS):
-            run = runs / f"dpo-{kind}-{seed}"
-            arguments = ["--seed", str(seed), "--model.path", str(start / "hf")]
-            arguments += ["--data.train", groups_for(samples, kind, seed)]
+    for seed in known.seeds:
+        start, samples = start_of(seed), samples_of(seed)
+        for kind in known.runs:
+            run = samples.parent / f"dpo-{kind}-{seed}"
+            arguments = ["--seed", str(seed), "--model.path", str(start)]
+            if kind == "kto":
+                arguments += [*KTO, "--data.train", labeled(samples, seed)]
+            else:
+                arguments += ["--data.train", groups_for(samples, kind, seed)]
             # Shuffled rewards and equal lengths may choose two equal completions.
             arguments += ["--data.malformed", "drop", *overrides]
-            if code := finished("dpo", DPO, run, arguments):
-                return code
-            lines.append(_line(run, samples, sampling))
+            finish("dpo", DPO, run, arguments)
+            lines.append(_line(run, samples, seed))
     print("\n" + "\n".join(lines))
     return 0
+
+
+def start_of(seed: int) -> Path:
+    """The seed's start model on sums, which is made if it is missing."""
+    task = inputs(seed)
+    return start_model("start", SFT, task / "model", task, seed=seed, steps=START_STEPS)
+
+
+def samples_of(seed: int) -> Path:
+    """The run that sampled and scored completions of the start model. Makes what is missing."""
+    samples = load_offline(DPO).run_directory.parent / f"dpo-samples-{seed}"
+    finish("train", SAMPLES, samples, ["--model.path", str(start_of(seed)), *data_of(seed)])
+    return samples
+
+
+def data_of(seed: int) -> list[str]:
+    """Arguments of a run on the seed's prompts."""
+    data = ["--seed", str(seed), "--data.train", str(inputs(seed) / "train.parquet")]
+    return [*data, "--eval.data", str(inputs(seed) / "held_out.parquet")]
 
 
 def groups_for(samples: Path, kind: str, seed: int) -> str:
@@ -80,6 +94,25 @@ def groups_for(samples: Path, kind: str, seed: int) -> str:
     return str(target)
 
 
+def labeled(samples: Path, seed: int) -> str:
+    """The best and the worst completion of each group, as shuffled rows with a label."""
+    target = samples / "labeled.parquet"
+    if not target.exists():
+        rows = []
+        for group in open_run(samples).groups().to_pylist():
+            ranked = sorted(zip(group["reward"], group["completion_text"], strict=True))
+            (lowest, worst), *_, (highest, best) = ranked
+            if lowest < highest:
+                prompt = group["prompt_text"]
+                rows += [
+                    {"prompt": prompt, "completion": best, "label": True},
+                    {"prompt": prompt, "completion": worst, "label": False},
+                ]
+        random.Random(seed).shuffle(rows)
+        pq.write_table(pa.Table.from_pylist(rows), target)
+    return str(target)
+
+
 def _shuffled(rewards: list[float], lengths: list[int], drawn: random.Random) -> list[float]:
     return drawn.sample(rewards, len(rewards))
 
@@ -93,23 +126,21 @@ def _shorter_is_better(
 CHANGED: dict[str, Rewards] = {"shuffled": _shuffled, "length_only": _shorter_is_better}
 
 
-def _line(run: Path, samples: Path, sampling: list[str]) -> str:
+def _line(run: Path, samples: Path, seed: int) -> str:
     before = open_run(samples).records("evaluation")[0]
     found = []
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-        after = _accuracy(run, temperature, sampling)
+        after = _accuracy(run, temperature, seed)
         found.append(f"{before[f'eval/{name}_accuracy']:.1%} → {after:.1%}")
     return f"{run.name:<24}{found[0]:>22}{found[1]:>22}"
 
 
-def _accuracy(run: Path, temperature: float, sampling: list[str]) -> float:
+def _accuracy(run: Path, temperature: float, seed: int) -> float:
     """Accuracy of the run's model on the held-out prompts, in a fresh engine."""
     known = run / f"accuracy_{temperature:g}.txt"
     if not known.exists():
-        model = sampling.index("--model.path")
-        others = [*sampling[:model], *sampling[model + 2 :]]
         command = [sys.executable, "-m", "jobs.accuracy", str(SAMPLES), str(run / "hf")]
-        command += ["--temperature", str(temperature), *others]
+        command += ["--temperature", str(temperature), *data_of(seed)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         known.write_text(done.stdout)
     return float(known.read_text())

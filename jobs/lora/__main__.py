@@ -1,6 +1,6 @@
 """LoRA beside full training, in SFT and RL, on a second task.
 
-    python -m jobs.lora [--seeds 0,1,2]
+    python -m jobs.lora [--seeds 0,1,2] [--runs sft,rl]
 
 For each seed: SFT on sums makes the model that both start from. SFT then trains differences, with
 all weights and with an adapter. RL starts from a model that solves about half of the differences,
@@ -8,91 +8,56 @@ and trains them the same two ways. The last column is the adapter's gain as a sh
 training's. Finished runs are read, not repeated.
 """
 
-import argparse
-import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import load_offline
 from asyncrl.rundir import open_run
+from jobs.dpo.__main__ import data_of
 from jobs.quickstart.task import make_data
+from jobs.runs import finish, job_parser
 from jobs.sft.__main__ import CONFIG as SUMS
 from jobs.sft.__main__ import inputs
+from jobs.start import start_model
 
 HERE = Path(__file__).parent
 SFT, RL = HERE / "sft.yaml", HERE / "rl.yaml"
-START_STEPS = 60
-"""SFT steps on differences after which the start model of RL solves about half of them."""
+START_STEPS = 100
+"""SFT steps on differences of the first try of RL's start model."""
+KINDS = ("sft", "rl")
 ADAPTER = ("--lora.r", "16", "--lora.alpha", "32")
 SFT_RATE, RL_RATE = "5e-3", "4e-3"
 """Learning rates of the adapters. Full training has those of the YAML files."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """One run of the job."""
-
-    command: str
-    config: Path
-    name: str
-    model: Path
-    task: Path
-    """Directory with train.parquet and held_out.parquet."""
-    options: Sequence[str] = ()
-
-
 def main() -> int:
     """Run what is missing, print a table, and return the exit code."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seeds", default="0")
+    known = job_parser(main.__doc__, KINDS).parse_args()
     lines = [f"{'run':<24}{'held-out accuracy':>22}{'share of the gain':>20}"]
     runs = load_offline(SFT).run_directory.parent
-    for seed in map(int, parser.parse_args().seeds.split(",")):
-        for step in _steps(runs, seed):
-            if code := _run(step, runs, seed):
-                return code
-        for kind, metric in (("sft", "eval/exact_match"), ("rl", "eval/sampled_accuracy")):
+    for seed in known.seeds:
+        task, first = runs / f"differences-inputs-{seed}", runs / f"sft-answers-{seed}"
+        if not (task / "held_out.parquet").exists():
+            make_data(task, seed, operator="-")
+        finish("sft", SUMS, first, ["--model.path", str(inputs(seed) / "model"), *data_of(seed)])
+        data = ["--seed", str(seed), "--data.train", str(task / "train.parquet")]
+        data += ["--eval.data", str(task / "held_out.parquet")]
+        for kind in known.runs:
             full, adapter = (runs / f"lora-{kind}-{of}-{seed}" for of in ("full", "adapter"))
+            if kind == "sft":
+                command, config, model, rate = "sft", SFT, first / "hf", SFT_RATE
+            else:
+                command, config, rate = "train", RL, RL_RATE
+                model = start_model(
+                    "differences-start", SFT, first / "hf", task, seed=seed, steps=START_STEPS
+                )
+            common = [*data, "--model.path", str(model)]
+            finish(command, config, full, common)
+            finish(command, config, adapter, [*common, *ADAPTER, "--learner.learning_rate", rate])
+            metric = "eval/exact_match" if kind == "sft" else "eval/sampled_accuracy"
             lines += _lines(full, adapter, metric)
     print("\n" + "\n".join(lines))
     return 0
-
-
-def _steps(runs: Path, seed: int) -> list[Step]:
-    """The runs of a seed, in order. Makes the inputs that are missing."""
-    sums, differences = inputs(seed), runs / f"differences-inputs-{seed}"
-    if not (differences / "held_out.parquet").exists():
-        make_data(differences, seed, operator="-")
-    first, start = f"sft-answers-{seed}", f"lora-start-{seed}"
-    steps = [
-        Step("sft", SUMS, first, sums / "model", sums),
-        Step(
-            *("sft", SFT, start, runs / first / "hf", differences),
-            ("--max_steps", str(START_STEPS)),
-        ),
-    ]
-    for kind, command, config, model, rate in (
-        ("sft", "sft", SFT, first, SFT_RATE),
-        ("rl", "train", RL, start, RL_RATE),
-    ):
-        adapter = (*ADAPTER, "--learner.learning_rate", rate)
-        for of, options in (("full", ()), ("adapter", adapter)):
-            name = f"lora-{kind}-{of}-{seed}"
-            steps.append(Step(command, config, name, runs / model / "hf", differences, options))
-    return steps
-
-
-def _run(step: Step, runs: Path, seed: int) -> int:
-    """Run a step, unless its run is finished. Returns the exit code."""
-    if (runs / step.name / "hf").exists():
-        return 0
-    line = [sys.executable, "-m", "asyncrl.cli", step.command, str(step.config)]
-    line += ["--name", step.name, "--seed", str(seed), "--model.path", str(step.model)]
-    line += ["--data.train", str(step.task / "train.parquet"), "--resume", "auto"]
-    line += ["--eval.data", str(step.task / "held_out.parquet"), *step.options]
-    return subprocess.run(line).returncode
 
 
 def _lines(full: Path, adapter: Path, metric: str) -> list[str]:

@@ -1,23 +1,20 @@
 """Asynchronous online DPO, end to end, with controls.
 
-    python -m jobs.online_dpo [--seeds 0,1,2] [--section.field value …]
+    python -m jobs.online_dpo [--seeds 0,1,2] [--runs stale,synchronous,…] [--section.field value …]
 
-For each seed: SFT makes the start model, as in jobs.dpo. Online DPO then trains each group's best
-completion against its worst, with `max_staleness` 2 and 0. The controls shuffle the rewards of each
-step, and prefer shorter completions. Finished runs are read, not repeated.
+For each seed: SFT makes the start model, as in jobs.dpo. Online DPO then trains right completions
+of each group against wrong ones, with `max_staleness` 2 and 0. The controls shuffle the rewards of
+each step, and prefer shorter completions. Finished runs are read, not repeated.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from statistics import fmean
 
 from asyncrl.config import load_config
 from asyncrl.rundir import Run, open_run
-from jobs.dpo.__main__ import START_STEPS
-from jobs.runs import finished
-from jobs.sft.__main__ import CONFIG as SFT
-from jobs.sft.__main__ import inputs
+from jobs.dpo.__main__ import data_of, start_of
+from jobs.runs import finish, job_parser
 
 CONFIG = Path(__file__).parent / "online_dpo.yaml"
 EXACT = "--reward.functions.exact_match.weight"
@@ -37,23 +34,15 @@ KINDS: dict[str, list[str]] = {
 
 def main() -> int:
     """Run what is missing, print a table, and return the exit code."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seeds", default="0")
+    parser = job_parser(main.__doc__, tuple(KINDS))
     known, overrides = parser.parse_known_args()
     lines = [f"{'run':<24}{'sampled':>18}{'greedy':>18}{'mean staleness':>16}"]
     runs = load_config(CONFIG).run_directory.parent
-    for seed in map(int, known.seeds.split(",")):
-        folder, start = inputs(seed), runs / f"dpo-start-{seed}"
-        data = ["--seed", str(seed), "--data.train", str(folder / "train.parquet")]
-        data += ["--eval.data", str(folder / "held_out.parquet")]
-        sft = [*data, "--model.path", str(folder / "model"), "--max_steps", str(START_STEPS)]
-        if code := finished("sft", SFT, start, sft):
-            return code
-        for kind, options in KINDS.items():
+    for seed in known.seeds:
+        start = ["--model.path", str(start_of(seed)), *data_of(seed)]
+        for kind in known.runs:
             run = runs / f"online-dpo-{kind}-{seed}"
-            online = [*data, "--model.path", str(start / "hf"), *options, *overrides]
-            if code := finished("train", CONFIG, run, online):
-                return code
+            finish("train", CONFIG, run, [*start, *KINDS[kind], *overrides])
             lines.append(_line(open_run(run)))
     print("\n" + "\n".join(lines))
     return 0

@@ -1,6 +1,6 @@
 """A reward model that chooses among a model's own completions, end to end, with controls.
 
-    python -m jobs.reward_model [--seeds 0,1,2] [--section.field value …]
+    python -m jobs.reward_model [--seeds 0,1,2] [--runs rewards,…] [--section.field value …]
 
 The start model and its scored groups are those of jobs.dpo. For each seed, the reward model learns
 the best against the worst of each group. It then chooses one of eight completions of each held-out
@@ -11,21 +11,19 @@ gives every completion the same score, so its choice is the random one. Finished
 repeated.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from asyncrl.config import load_offline
 from asyncrl.rundir import Run, open_run
-from jobs.dpo.__main__ import CONTROLS, SAMPLES, START_STEPS, groups_for
-from jobs.runs import finished
-from jobs.sft.__main__ import CONFIG as SFT
+from jobs.dpo.__main__ import CONTROLS, SAMPLES, data_of, groups_for, samples_of, start_of
+from jobs.runs import finish, job_parser
 from jobs.sft.__main__ import inputs
 
 CONFIG = Path(__file__).parent / "reward_model.yaml"
+KINDS = ("rewards", *CONTROLS)
 CANDIDATES = ["--rollout.rollout_batch_size", "64", "--max_steps", "16"]
 """A run of this length samples each of the 1,024 held-out prompts once."""
 ROWS = 512
@@ -34,34 +32,24 @@ ROWS = 512
 
 def main() -> int:
     """Run what is missing, print a table, and return the exit code."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seeds", default="0")
+    parser = job_parser(main.__doc__, KINDS)
     known, overrides = parser.parse_known_args()
     lines = [f"{'choice of one in eight':<30}{'accuracy':>12}{'ties':>10}"]
-    for seed in map(int, known.seeds.split(",")):
-        folder, runs = inputs(seed), load_offline(CONFIG).run_directory.parent
-        start, samples = runs / f"dpo-start-{seed}", runs / f"dpo-samples-{seed}"
-        candidates = runs / f"reward-model-candidates-{seed}"
-        held_out, train = folder / "held_out.parquet", folder / "train.parquet"
-        common = ["--seed", str(seed), "--eval.data", str(held_out)]
-        model = ["--model.path", str(folder / "model"), "--max_steps", str(START_STEPS)]
-        sampling = [*common, "--model.path", str(start / "hf")]
-        code = finished("sft", SFT, start, [*common, "--data.train", str(train), *model])
-        code = code or finished("train", SAMPLES, samples, [*sampling, "--data.train", str(train)])
-        sampling += ["--data.train", str(held_out), *CANDIDATES]
-        code = code or finished("train", SAMPLES, candidates, sampling)
-        if code:
-            return code
+    for seed in known.seeds:
+        start, samples = start_of(seed), samples_of(seed)
+        candidates = samples.parent / f"reward-model-candidates-{seed}"
+        held_out = ["--data.train", str(inputs(seed) / "held_out.parquet"), *CANDIDATES]
+        sampling = ["--model.path", str(start), *data_of(seed), *held_out]
+        finish("train", SAMPLES, candidates, sampling)
         groups = open_run(candidates)
         lines += _without_model(groups, seed)
-        for kind in ("rewards", *CONTROLS):
-            run = runs / f"reward-model-{kind}-{seed}"
-            arguments = ["--seed", str(seed), "--model.path", str(start / "hf")]
+        for kind in known.runs:
+            run = samples.parent / f"reward-model-{kind}-{seed}"
+            arguments = ["--seed", str(seed), "--model.path", str(start)]
             arguments += ["--data.train", groups_for(samples, kind, seed)]
             # Shuffled rewards and equal lengths may choose two equal completions.
             arguments += ["--data.malformed", "drop", *overrides]
-            if code := finished("reward_model", CONFIG, run, arguments):
-                return code
+            finish("reward_model", CONFIG, run, arguments)
             lines.append(_line(run.name, groups, scores(run / "hf", groups)))
     print("\n" + "\n".join(lines))
     return 0

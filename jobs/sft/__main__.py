@@ -1,15 +1,13 @@
 """SFT, end to end: makes a tiny model and its task, trains on the answers, and compares the model
 with three controls.
 
-    python -m jobs.sft [--seeds 0,1,2] [--section.field value …]
+    python -m jobs.sft [--seeds 0,1,2] [--runs answers,…] [--section.field value …]
 
 The controls are the untrained model, answers shuffled between the prompts, and random digits of the
 same length. Finished runs are read, not repeated.
 """
 
-import argparse
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,23 +17,22 @@ import pyarrow.parquet as pq
 from asyncrl.config import OfflineConfig, load_config, load_offline
 from asyncrl.rundir import open_run
 from jobs.quickstart.task import make_inputs
+from jobs.runs import finish, job_parser
 
 CONFIG = Path(__file__).parent / "sft.yaml"
 TASK = Path(__file__).parents[1] / "quickstart" / "quickstart.yaml"
-CONTROLS = ("shuffled", "length_only")
+KINDS = ("answers", "shuffled", "length_only")
 
 
 def main() -> int:
     """Run what is missing, print a table, and return the exit code."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seeds", default="0")
+    parser = job_parser(main.__doc__, KINDS)
     known, overrides = parser.parse_known_args()
     rows = [f"{'run':<24}{'held-out loss':>20}{'exact match':>20}"]
-    for seed in map(int, known.seeds.split(",")):
-        for kind in ("answers", *CONTROLS):
+    for seed in known.seeds:
+        for kind in known.runs:
             config = load_offline(CONFIG, [*_arguments(seed, kind), *overrides])
-            if code := _run(config, kind, overrides, seed):
-                return code
+            finish("sft", CONFIG, config.run_directory, [*_arguments(seed, kind), *overrides])
             rows.append(_row(config))
     print("\n" + "\n".join(rows))
     return 0
@@ -75,14 +72,6 @@ def _make_control(source: Path, target: Path, kind: str, seed: int) -> None:
         answers = ["".join(drawn.choices("0123456789", k=len(answer))) for answer in answers]
     place = table.schema.get_field_index("answer")
     pq.write_table(table.set_column(place, "answer", pa.array(answers)), target)
-
-
-def _run(config: OfflineConfig, kind: str, overrides: list[str], seed: int) -> int:
-    if (config.run_directory / "hf").exists():
-        return 0
-    command = [sys.executable, "-m", "asyncrl.cli", "sft", str(CONFIG)]
-    command += [*_arguments(seed, kind), "--resume", "auto", *overrides]
-    return subprocess.run(command).returncode
 
 
 def _row(config: OfflineConfig) -> str:
