@@ -1,9 +1,7 @@
 """One preference step: trains on pairs of completions, or on single completions with a label.
 
 A pair is one packing unit, so its loss is computed in one micro-batch. A pair that is too long for
-a micro-batch is computed in two passes. A forward pass without gradient gives the sums of both
-sides, and with them the derivative of the loss for each. Each side is then trained alone, with its
-summed log-prob times that derivative. The gradient is the same.
+a micro-batch is computed in two passes (`long_pairs`), by the summed log-probs of its sides.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.algorithms.corrections import sequence_sum
@@ -33,8 +30,9 @@ from asyncrl.algorithms.preference import (
 from asyncrl.contracts.offline_rows import OLDEST_VERSION_COLUMN, SIDES
 from asyncrl.learning.blame import keep_if_bad, name_culprit
 from asyncrl.learning.components import CE, Component, ce_loss, weighted_sum, with_token_mean
+from asyncrl.learning.long_pairs import gradient_alone, sides_alone, split_pairs, values_of
 from asyncrl.learning.offline_examples import Pair, pairs_of, unpaired_of
-from asyncrl.learning.passes import Loss, forward_batches, train
+from asyncrl.learning.passes import Loss, train
 from asyncrl.learning.state import LearnerState
 from asyncrl.models.micro_batches import Example, MicroBatch
 
@@ -174,11 +172,7 @@ def _paired(
     """Prepare a step on pairs. A pair whose sides do not fit into one micro-batch is computed
     ahead."""
     pairs = pairs_of(table, spec.has_reference, spec.weight_cap is not None)
-    limit = 0 if state.packing == "none" else state.spec.learner.max_tokens_per_row
-    short, long = list[Pair](), list[Pair]()
-    for pair in pairs:
-        (short if sum(len(side.tokens) for side in pair) <= limit else long).append(pair)
-    examples = [replace(side, unit=unit) for unit, pair in enumerate(short) for side in pair]
+    examples, long = split_pairs(state, pairs)
     weight = 1 / len(pairs)
     by_age = OLDEST_VERSION_COLUMN in table.column_names
     ahead: dict[str, float] = {}
@@ -213,13 +207,8 @@ def _computed_ahead(
     for side in sides:
         side.logprobs.requires_grad_()
     preferred = pair_loss(*sides, spec)
-    loss = weight * preferred.loss.sum()
-    slopes = torch.autograd.grad(loss, [side.logprobs for side in sides])
-    examples = [
-        replace(side, slope=float(slope[number]))
-        for number, pair in enumerate(pairs)
-        for side, slope in zip(pair, slopes, strict=True)
-    ]
+    sums = sides[0].logprobs, sides[1].logprobs
+    examples = sides_alone(pairs, weight * preferred.loss.sum(), sums)
     ages = _ages(state, pairs) if by_age else None
     return examples, _reported(sides, preferred, spec, ages)
 
@@ -243,12 +232,9 @@ def _scored(
 def side_sums(state: LearnerState, examples: Sequence[Example], temperature: float) -> Tensor:
     """The summed log-prob of each example's loss tokens, [number of examples] float64 on the CPU,
     without gradient (a collective). The same on every rank."""
-    sums = torch.zeros(len(examples), dtype=torch.float64, device=state.device)
-    for batch, (logprobs, *_) in forward_batches(state, examples, temperature):
-        if batch.order and state.sequence_rank == 0:  # ranks that share a row have the same sums
-            sums[list(batch.order)] = _of_segments(logprobs, batch)
-    dist.all_reduce(sums)
-    return sums.cpu()
+    return values_of(
+        state, examples, temperature, lambda logprobs, _, batch: _of_segments(logprobs, batch)
+    )
 
 
 def _sums(examples: Sequence[Example], name: str) -> Tensor:
@@ -287,7 +273,7 @@ def _pair_component(
 ) -> tuple[Tensor, LossSums]:
     """The component `pref` of a micro-batch of pairs, each with this weight. The sides of long
     pairs have no loss here, only a gradient."""
-    loss = 0.0 * logprobs.sum(dtype=torch.float64)
+    loss = gradient_alone(logprobs, batch)
     parts: dict[str, Tensor] = {}
     if batch.pairs:
         chosen, rejected = torch.tensor(batch.pairs, device=logprobs.device).T
@@ -298,9 +284,6 @@ def _pair_component(
         ages = _of_segments(batch.ages, batch) / completions.tokens if by_age else None
         found = _reported(sides, preferred, spec, None if ages is None else ages[chosen])
         parts = {name: weight * values.sum() for name, values in found.items()}
-    if batch.slopes is not None:
-        change = logprobs - logprobs.detach()  # 0, with the gradient of the log-probs
-        loss = loss + (batch.slopes * change).sum()
     return loss, supervised_sums(loss, logprobs, parts)
 
 

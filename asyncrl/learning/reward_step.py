@@ -5,7 +5,8 @@ transformers' sequence classifiers, which take the last token. A micro-batch kee
 predict a loss token. So each side gets one more token, which is its only loss token and is never
 read.
 
-As in `preference_step`, a pair that is too long for a micro-batch is computed in two passes.
+As in `preference_step`, a pair that is too long for a micro-batch is computed in two passes
+(`long_pairs`), by the scores of its sides.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.algorithms.loss_metrics import LossSums, supervised_sums
 from asyncrl.algorithms.objective_spec import RewardModelSpec
 from asyncrl.algorithms.reward_model import bradley_terry
 from asyncrl.learning.blame import keep_if_bad, name_culprit
+from asyncrl.learning.long_pairs import gradient_alone, sides_alone, split_pairs, values_of
 from asyncrl.learning.offline_examples import Pair, pairs_of
-from asyncrl.learning.passes import forward_batches, train
+from asyncrl.learning.passes import train
 from asyncrl.learning.state import LearnerState
 from asyncrl.models.micro_batches import Example, MicroBatch, plain_example
 
@@ -56,10 +57,8 @@ def reward_step(state: LearnerState, table: pa.Table, spec: RewardModelSpec) -> 
         ValueError: there is no pair, or a side is longer than a micro-batch.
     """
     pairs = _pairs(table)
-    weight, limit = 1 / len(pairs), _longest_pair(state)
-    short = [pair for pair in pairs if sum(len(side.tokens) for side in pair) <= limit]
-    long = [pair for pair in pairs if sum(len(side.tokens) for side in pair) > limit]
-    examples = [replace(side, unit=unit) for unit, pair in enumerate(short) for side in pair]
+    weight = 1 / len(pairs)
+    examples, long = split_pairs(state, pairs)
     ahead: dict[str, float] = {}
     if long:
         alone, ahead = _computed_ahead(state, long, weight, spec)
@@ -124,22 +123,12 @@ def _scored(side: Example) -> Example:
     return replace(whole, chosen=side.chosen)
 
 
-def _longest_pair(state: LearnerState) -> int:
-    """Tokens of the longest pair that is computed in one micro-batch."""
-    return 0 if state.packing == "none" else state.spec.learner.max_tokens_per_row
-
-
 def _sides(state: LearnerState, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
     """The scores [number of pairs] float64 of both sides on the CPU, without gradient (a
     collective). The same on every rank."""
     examples = [side for pair in pairs for side in pair]
-    scores = torch.zeros(len(examples), dtype=torch.float64, device=state.device)
-    for batch, (_, _, values) in forward_batches(state, examples, 1.0):
-        if batch.order and state.sequence_rank == 0:  # ranks that share a row have the same scores
-            scores[list(batch.order)] = values.double()
-    dist.all_reduce(scores)
-    sides = scores.cpu()
-    return sides[0::2], sides[1::2]
+    scores = values_of(state, examples, 1.0, lambda _, values, batch: values)
+    return scores[0::2], scores[1::2]
 
 
 def _computed_ahead(
@@ -147,15 +136,10 @@ def _computed_ahead(
 ) -> tuple[list[Example], dict[str, float]]:
     """The first pass of long pairs (a collective). Returns their sides with the derivative of the
     step's loss for each score, and their shares of the metrics."""
-    sides = [side.requires_grad_() for side in _sides(state, pairs)]
-    losses = bradley_terry(sides[0], sides[1], spec)
-    slopes = torch.autograd.grad(weight * losses.sum(), sides)
-    examples = [
-        replace(side, slope=float(slope[number]))
-        for number, pair in enumerate(pairs)
-        for side, slope in zip(pair, slopes, strict=True)
-    ]
-    found = _reported(sides[0].detach(), sides[1].detach(), losses.detach())
+    chosen, rejected = (side.requires_grad_() for side in _sides(state, pairs))
+    losses = bradley_terry(chosen, rejected, spec)
+    examples = sides_alone(pairs, weight * losses.sum(), (chosen, rejected))
+    found = _reported(chosen.detach(), rejected.detach(), losses.detach())
     shares = {name: weight * float(values.sum()) for name, values in found.items()}
     return examples, {**shares, "loss": shares["pref/loss"]}
 
@@ -170,7 +154,7 @@ def _component(
 ) -> tuple[Tensor, LossSums]:
     """The loss of a micro-batch of pairs, each with this weight. The sides of long pairs have no
     loss here, only a gradient."""
-    loss = 0.0 * logprobs.sum(dtype=torch.float64)
+    loss = 0.0 * logprobs.sum(dtype=torch.float64) + gradient_alone(scores, batch)
     parts: dict[str, Tensor] = {}
     if batch.pairs:
         chosen, rejected = (scores[list(side)] for side in zip(*batch.pairs, strict=True))
@@ -178,9 +162,6 @@ def _component(
         loss = loss + weight * losses.sum()
         found = _reported(chosen.detach(), rejected.detach(), losses.detach())
         parts = {name: weight * values.sum() for name, values in found.items()}
-    if batch.slopes is not None:
-        change = scores - scores.detach()  # 0, with the gradient of the scores
-        loss = loss + (batch.slopes * change).sum()
     return loss, supervised_sums(loss, logprobs, parts)
 
 
