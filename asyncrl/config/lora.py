@@ -15,8 +15,8 @@ __all__ = ["LoraConfig"]
 class LoraConfig(Section):
     """Train a low-rank adapter (LoRA, arXiv:2106.09685) and keep the model's own weights."""
 
-    r: int = Field(default=16, gt=0)
-    """Rank of the adapter's matrices."""
+    r: int = Field(default=16, gt=0, le=16384)
+    """Rank of the adapter's matrices. vLLM serves ranks up to 512."""
     alpha: int = Field(default=32, gt=0)
     """Scale: the adapter's product is multiplied by alpha / r (alpha / sqrt(r) with use_rslora)."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
@@ -24,6 +24,9 @@ class LoraConfig(Section):
     `all-linear`: every linear layer except the output head."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) (arXiv:2312.03732)."""
+    use_dora: bool = False
+    """Also train the length of each row of a layer's weight (DoRA, arXiv:2402.09353). Not in runs
+    with generators: vLLM takes no such adapters."""
 
     @property
     def scale(self) -> float:

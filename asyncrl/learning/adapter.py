@@ -4,6 +4,8 @@ gather are collectives."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +16,12 @@ from torch import Tensor
 from asyncrl.config import LoraConfig
 from asyncrl.contracts.messages import TensorEntry
 from asyncrl.learning.state import LearnerState
-from asyncrl.models.adapters import adapter_settings
+from asyncrl.models.adapters import LowRank, adapter_settings, add_squares, layer_of
 from asyncrl.runtime.files import make_directory, replace_text
 from asyncrl.weights.gather import TORCH_DTYPES, gather_buckets, weight_layout
 from asyncrl.weights.published import VersionTable, whole_table
 
-__all__ = ["DIRECTORY", "adapter_table", "gather_matrices", "write_adapter"]
+__all__ = ["DIRECTORY", "adapter_table", "gather_matrices", "row_squares", "write_adapter"]
 
 DIRECTORY = "adapter"
 """Folder of the adapter in an exported model's directory."""
@@ -48,6 +50,31 @@ def gather_matrices(state: LearnerState) -> dict[str, Tensor]:
         lambda number, content: buckets.append(content.copy()),
     )
     return {entry.name: _matrix(entry, buckets) for entry in entries} if buckets else {}
+
+
+def row_squares(state: LearnerState, adapters: Mapping[str, LowRank]) -> dict[str, Tensor]:
+    """Base weight → the squared lengths [out] of its rows with the adapter's product added, on rank
+    0 (a collective).
+
+    Args:
+        adapters: of the base weights, on rank 0; empty on the others.
+    """
+    names = {f"{layer_of(name)}.weight" for name in state.adapter}
+    shapes = {name: tuple(state.parameters[name].ds_shape) for name in sorted(names)}
+    # Each element once: a published tensor may consist of interleaved parts of its parameters.
+    table, dtype = whole_table(shapes, state.spec.model_dtype), state.spec.model_dtype
+    entries, sizes = weight_layout(table, dtype, state.spec.bucket_bytes)
+    squares: dict[str, Tensor] = {}
+    gather_buckets(
+        state.parameters,
+        table,
+        entries,
+        sizes,
+        state.rank,
+        lambda number, content: None,
+        partial(add_squares, adapters, squares),
+    )
+    return squares
 
 
 def write_adapter(

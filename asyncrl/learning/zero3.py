@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from asyncrl.config import LearnerConfig, LoraConfig
 from asyncrl.learning.optimizer import make_optimizer
-from asyncrl.models.adapters import add_adapter
+from asyncrl.models.adapters import add_adapter, share_weights_with_dora
 from asyncrl.models.isolation import check_isolation
 from asyncrl.models.policy import Policy, checkpoint_activations, head_settings, load_policy
 from asyncrl.models.ulysses import SequenceGroup
@@ -182,6 +182,7 @@ def start_engine(
     )
     if lora is not None:
         add_adapter(policy.model, lora, seed)
+        share_weights_with_dora(policy.model, deepspeed.zero.register_external_parameter)
     if config.gradient_checkpointing:
         checkpoint_activations(policy)
     head = policy.model.get_output_embeddings()

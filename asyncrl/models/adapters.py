@@ -2,18 +2,21 @@
 
 PEFT replaces a linear layer by one that adds the adapter's product. The frozen weight is then named
 `<layer>.base_layer.weight`, and the adapter's matrices `<layer>.lora_A.default.weight` [r, in] and
-`<layer>.lora_B.default.weight` [out, r].
+`<layer>.lora_B.default.weight` [out, r]. DoRA adds `<layer>.lora_magnitude_vector.default.weight`
+[out].
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,26 +27,40 @@ __all__ = [
     "LowRank",
     "adapter_settings",
     "add_adapter",
+    "add_squares",
     "base_name",
+    "layer_of",
     "low_rank",
     "merged",
     "published_name",
+    "share_weights_with_dora",
+    "with_factors",
 ]
 
 ADAPTER = "default"
 """PEFT's name for the only adapter."""
-MATRIX = re.compile(rf"(?P<layer>.+)\.lora_(?P<side>[AB])\.{ADAPTER}\.weight")
+MATRIX = re.compile(rf"(?P<layer>.+)\.lora_(?P<side>A|B|magnitude_vector)\.{ADAPTER}\.weight")
+MAGNITUDE = "magnitude_vector"
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The adapter of one layer, whose product is added to the layer's weight [out, in]."""
+    """The adapter of one layer, whose product is added to the layer's weight [out, in]. With DoRA,
+    each row of the sum is then given a length of its own."""
 
     down: Tensor
     """PEFT's lora_A [r, in]."""
     up: Tensor
     """PEFT's lora_B [out, r]."""
     scale: float
+    magnitude: Tensor | None = None
+    """DoRA's lengths of the rows [out]."""
+    factor: Tensor | None = None
+    """DoRA's factors of the rows [out]: `magnitude` over the rows' own lengths (`with_factors`)."""
+
+    def rows(self, start: int, count: int) -> Tensor:
+        """The row of each of `count` flat elements from `start` on."""
+        return torch.arange(start, start + count) // self.down.shape[1]
 
     def slice(self, start: int, count: int) -> Tensor:
         """`count` flat elements of scale · up @ down from `start` on."""
@@ -71,6 +88,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         lora_alpha=lora.alpha,
         target_modules=layers,
         use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):
@@ -127,7 +145,15 @@ def base_name(name: str) -> str | None:
 def published_name(name: str) -> str | None:
     """The name of an adapter's matrix in PEFT's files; None for another parameter."""
     found = _matrix(name)
-    return found and f"{PREFIX}{found['layer']}.lora_{found['side']}.weight"
+    if found is None:
+        return None
+    name = f"{PREFIX}{found['layer']}.lora_{found['side']}"
+    return name if found["side"] == MAGNITUDE else f"{name}.weight"
+
+
+def layer_of(published: str) -> str:
+    """The layer of an adapter's matrix, from its published name."""
+    return published.removeprefix(PREFIX).rpartition(".lora_")[0]
 
 
 def adapter_settings(lora: LoraConfig, names: Iterable[str], model_path: str) -> dict[str, object]:
@@ -136,7 +162,7 @@ def adapter_settings(lora: LoraConfig, names: Iterable[str], model_path: str) ->
     Args:
         names: published names of the adapter's matrices.
     """
-    layers = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names}
+    layers = {layer_of(name) for name in names}
     targets = lora.target_modules
     if isinstance(targets, str) or not any("." in target for target in targets):
         layers = {layer.rpartition(".")[2] for layer in layers}
@@ -148,7 +174,7 @@ def adapter_settings(lora: LoraConfig, names: Iterable[str], model_path: str) ->
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "use_rslora": lora.use_rslora,
-        "use_dora": False,
+        "use_dora": lora.use_dora,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -158,15 +184,47 @@ def adapter_settings(lora: LoraConfig, names: Iterable[str], model_path: str) ->
 
 def low_rank(lora: LoraConfig, matrices: Mapping[str, Tensor]) -> dict[str, LowRank]:
     """Name of a base weight → its adapter in float32, from the matrices by published name."""
-    layers = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in matrices}
+    layers = {layer_of(name) for name in matrices}
     return {
         f"{layer}.weight": LowRank(
             matrices[f"{PREFIX}{layer}.lora_A.weight"].float(),
             matrices[f"{PREFIX}{layer}.lora_B.weight"].float(),
             lora.scale,
+            matrices[f"{PREFIX}{layer}.lora_{MAGNITUDE}"] if lora.use_dora else None,
         )
         for layer in layers
     }
+
+
+def add_squares(
+    adapters: Mapping[str, LowRank],
+    squares: dict[str, Tensor],
+    parameter: str,
+    start: int,
+    values: Tensor,
+) -> Tensor:
+    """Add to `squares` the squared lengths [out] of DoRA's rows, from flat elements of a base
+    weight from `start` on. Returns these elements. Pass each element exactly once."""
+    found = adapters.get(parameter)
+    if found is not None and found.magnitude is not None:
+        total = squares.setdefault(parameter, torch.zeros(found.up.shape[0]))
+        count = values.numel()
+        sums = values.float().cpu() + found.slice(start, count)
+        total.index_add_(0, found.rows(start, count), sums.square())
+    return values
+
+
+def with_factors(
+    adapters: Mapping[str, LowRank], squares: Mapping[str, Tensor]
+) -> dict[str, LowRank]:
+    """The adapters with DoRA's factors, from the squared lengths of the rows (`add_squares`). PEFT
+    rounds these lengths as it rounds the trained ones."""
+    found = dict(adapters)
+    for name, adapter in adapters.items():
+        if adapter.magnitude is not None:
+            lengths = squares[name].sqrt().to(adapter.magnitude.dtype).float()
+            found[name] = replace(adapter, factor=adapter.magnitude.float() / lengths)
+    return found
 
 
 def merged(adapters: Mapping[str, LowRank], parameter: str, start: int, values: Tensor) -> Tensor:
@@ -174,5 +232,20 @@ def merged(adapters: Mapping[str, LowRank], parameter: str, start: int, values: 
     found = adapters.get(parameter)
     if found is None:
         return values
-    change = found.slice(start, values.numel()).to(values.device)
-    return (values.float() + change).to(values.dtype)
+    count = values.numel()
+    total = values.float() + found.slice(start, count).to(values.device)
+    if found.factor is not None:
+        total *= found.factor[found.rows(start, count)].to(values.device)
+    return total.to(values.dtype)
+
+
+def share_weights_with_dora(
+    model: nn.Module, share: Callable[[nn.Module, nn.Parameter], None]
+) -> None:
+    """Call `share(module, parameter)` for each parameter that DoRA's modules read although it is
+    another module's."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and ADAPTER in module.lora_magnitude_vector:
+            reader = module.lora_magnitude_vector[ADAPTER]
+            for owner in (module.get_base_layer(), module.lora_A[ADAPTER], module.lora_B[ADAPTER]):
+                share(reader, cast("nn.Parameter", owner.weight))

@@ -9,12 +9,18 @@ from asyncrl.contracts.adapters import may_be_linear
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.outline import Outline, outline
 
-__all__ = ["adapter_text", "published_bytes", "trained_bytes", "trained_elements"]
+__all__ = [
+    "adapter_text",
+    "check_targets",
+    "published_bytes",
+    "trained_bytes",
+    "trained_elements",
+]
 
 
 def trained_elements(lora: LoraConfig, parameters: Mapping[str, tuple[int, ...]]) -> int:
-    """Elements of the adapter's matrices: r · (in + out) of each layer. An estimate, because the
-    names of the parameters decide which of them are linear layers.
+    """Elements of the adapter's matrices: r · (in + out) of each layer, and out with DoRA. An
+    estimate, because the names of the parameters decide which of them are linear layers.
 
     Args:
         parameters: name → shape.
@@ -31,7 +37,28 @@ def trained_elements(lora: LoraConfig, parameters: Mapping[str, tuple[int, ...]]
         if isinstance(targets, str)
         or any(layer == target or layer.endswith(f".{target}") for target in targets)
     ]
-    return lora.r * sum(rows + columns for rows, columns in chosen)
+    lengths = sum(rows for rows, _ in chosen) if lora.use_dora else 0
+    return lora.r * sum(rows + columns for rows, columns in chosen) + lengths
+
+
+def check_targets(config: RunSettings, version: Outline) -> None:
+    """Raise ConfigError for one of lora.target_modules that is no linear layer of the model."""
+    lora = config.lora
+    if lora is None:
+        return
+    targets = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
+    for target in targets:
+        alone = lora if isinstance(lora.target_modules, str) else _only(lora, target)
+        if not trained_elements(alone, version.parameters):
+            raise ConfigError(
+                f"lora.target_modules = {lora.target_modules!r}: {target} names no linear layer of"
+                f" model.path = {config.model.path!r}; use all-linear, or the last parts of its"
+                " layers' names"
+            )
+
+
+def _only(lora: LoraConfig, target: str) -> LoraConfig:
+    return lora.model_copy(update={"target_modules": [target]})
 
 
 def trained_bytes(config: RunSettings, version_bytes: int, of_element: int) -> int:
@@ -58,12 +85,8 @@ def adapter_text(config: RunSettings, version: Outline) -> str:
     lora = config.lora
     if lora is None:
         return ""
+    check_targets(config, version)
     trained, whole = trained_elements(lora, version.parameters), version.trained
-    if not trained:
-        raise ConfigError(
-            f"lora.target_modules = {lora.target_modules!r} names no linear layer of model.path ="
-            f" {config.model.path!r}; use all-linear, or the last parts of its layers' names"
-        )
     where = (
         lora.target_modules
         if isinstance(lora.target_modules, str)

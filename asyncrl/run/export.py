@@ -16,7 +16,13 @@ from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointErro
 from asyncrl.learning.adapter import DIRECTORY, write_adapter
 from asyncrl.learning.checkpoint import TAG
 from asyncrl.learning.hf_directory import HfDirectory
-from asyncrl.models.adapters import low_rank, merged, published_name
+from asyncrl.models.adapters import (
+    add_squares,
+    low_rank,
+    merged,
+    published_name,
+    with_factors,
+)
 from asyncrl.rundir.checkpoint import CheckpointStore
 from asyncrl.rundir.resume import frozen_hashes
 from asyncrl.runtime.redact import print_shown
@@ -95,6 +101,10 @@ def export_checkpoint(path: Path, target: Path) -> None:
             f"{path} does not fit model.path = {config.model.path!r}: {unmatched} is missing or has"
             " another size; restore the model that the run began from"
         )
+    squares: dict[str, torch.Tensor] = {}
+    for name, values in parameters.items():
+        add_squares(adapters, squares, name, 0, values)
+    adapters = with_factors(adapters, squares)
     temporary = target.with_name(f".{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()

@@ -14,7 +14,14 @@ from recorded import VOCABULARY, learner_config
 
 from asyncrl.config import Config, LoraConfig
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.models.adapters import add_adapter, published_name
+from asyncrl.models.adapters import (
+    add_adapter,
+    add_squares,
+    low_rank,
+    merged,
+    published_name,
+    with_factors,
+)
 from asyncrl.preflight import learner_spec
 from asyncrl.testing.families import family
 
@@ -75,7 +82,11 @@ def plain_loop(model_path: Path, lora: LoraConfig, seed: int) -> tuple[list[floa
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     add_adapter(model, lora, seed)
     trained = [part for part in model.parameters() if part.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    groups = [
+        {"params": [part for part in trained if part.ndim > 1], "weight_decay": 0.1},
+        {"params": [part for part in trained if part.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
     losses = []
     for step in range(STEPS):
         rows = rows_of(step)
@@ -98,19 +109,23 @@ def plain_loop(model_path: Path, lora: LoraConfig, seed: int) -> tuple[list[floa
     return losses, (model, matrices)
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world_size", "dora"),
+    [(1, False), (1, True), *(pytest.param(2, dora, marks=pytest.mark.slow) for dora in (0, 1))],
+    ids=["lora", "dora", "lora-two", "dora-two"],
+)
 def test_steps_checkpoints_and_exports_are_those_of_a_plain_loop(
-    world_size: int, model_path: Path, tmp_path: Path
+    world_size: int, dora: bool, model_path: Path, tmp_path: Path
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    config = config_of(model_path, world_size)
+    config = config_of(model_path, world_size, use_dora=bool(dora))
     assert config.lora is not None
     (losses, matrices, sizes, trained), *_ = on_ranks(world_size, train_and_save, config, tmp_path)
     expected, (model, plain) = plain_loop(model_path, config.lora, config.seed)
     assert losses[:STEPS] == pytest.approx(expected, rel=1e-5)
-    assert losses[0] > losses[9] and len(trained) == 2 * 2 * 7
+    assert losses[0] > losses[9] and len(trained) == 2 * 7 * (3 if dora else 2)
     assert set(matrices) == set(plain)
     for name, matrix in matrices.items():
         np.testing.assert_allclose(matrix, plain[name], atol=2e-5, err_msg=name)
@@ -133,6 +148,33 @@ def test_steps_checkpoints_and_exports_are_those_of_a_plain_loop(
     assert (adapted - wanted).abs().max() < 1e-4
     settings = json.loads((exported / "adapter" / "adapter_config.json").read_text())
     assert settings["r"] == 4 and settings["base_model_name_or_path"] == str(model_path)
+    assert settings["use_dora"] == bool(dora)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_new_dora_adapter_is_merged_without_a_change(dtype: torch.dtype, tmp_path: Path) -> None:
+    """PEFT's own output is then exactly that of the base model, also in bfloat16."""
+    from transformers import AutoModelForCausalLM
+
+    lora = LoraConfig(r=2, use_dora=True)
+    model = AutoModelForCausalLM.from_pretrained(family("llama").save(tmp_path), dtype=dtype)
+    before = {name: part.detach().clone() for name, part in model.named_parameters()}
+    add_adapter(model, lora, seed=0)
+    matrices = {
+        published: part.detach()
+        for name, part in model.named_parameters()
+        if (published := published_name(name))
+    }
+    adapters, squares = low_rank(lora, matrices), dict[str, torch.Tensor]()
+    for name in adapters:
+        flat = before[name].reshape(-1)
+        for start in range(0, flat.numel(), 100):
+            add_squares(adapters, squares, name, start, flat[start : start + 100])
+    adapters = with_factors(adapters, squares)
+    assert adapters
+    for name in adapters:
+        flat = before[name].reshape(-1)
+        assert torch.allclose(merged(adapters, name, 0, flat), flat, rtol=1e-6, atol=0), name
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_moe", "mixtral"])

@@ -20,6 +20,7 @@ def test_an_adapters_size_is_that_of_the_matrices(tiny_model):
     for lora in (
         LoraConfig(r=3),
         LoraConfig(r=8, target_modules=["self_attn.q_proj", "down_proj"]),
+        LoraConfig(r=2, use_dora=True),
     ):
         model = AutoModelForCausalLM.from_pretrained(tiny_model)
         add_adapter(model, lora, seed=0)
