@@ -6,8 +6,8 @@ export PYTHONUNBUFFERED := 1
 setup:
 	@.ci/setup
 
-demo: setup  ## the main job, end to end
-	@$(PYTHON) -m jobs.quickstart
+demo: setup  ## the main job, end to end; ARGS="--placement colocate" changes settings
+	@$(PYTHON) -m jobs.quickstart $(ARGS)
 
 test: setup  ## the default tests, real vLLM and DeepSpeed included
 	@$(PYTHON) -m pytest -q

@@ -29,11 +29,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from asyncrl.testing.families import FAMILIES, VOCABULARY, Family, family
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "models.md"
@@ -119,7 +122,7 @@ def learner_row(made: Family, folder: Path) -> Row:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from asyncrl.models import check_isolation, load_policy, micro_batch, support, token_example
+    from asyncrl.models import check_isolation, load_policy, support
 
     found = support(json.loads((folder / "config.json").read_text()))
     row = Row(
@@ -137,39 +140,20 @@ def learner_row(made: Family, folder: Path) -> Row:
         return replace(row, note=str(error))
     draw = np.random.default_rng(0)
     ids = [draw.integers(4, 260, length).tolist() for length in LENGTHS]
-    examples = [token_example((tokens[:1], tokens[1:])) for tokens in ids]
-    together = (
-        [list(range(len(ids)))]
-        if policy.packing == "rows"
-        else [[index] for index in range(len(ids))]
-    )
-
-    def of_policy() -> list[torch.Tensor]:
-        logprobs: dict[int, torch.Tensor] = {}
-        for indices in together:
-            batch = micro_batch(examples, indices, "cpu")
-            logprobs |= dict(
-                zip(batch.order, policy(batch)[0].split(list(batch.counts)), strict=True)
-            )
-        return [logprobs[index] for index in range(len(ids))]
-
     plain = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+    return _with_names(_compared(row, policy, plain, ids), folder, policy.model)
 
-    def of_plain() -> list[torch.Tensor]:
-        rows = [torch.tensor([tokens]) for tokens in ids]
-        return [
-            plain(input_ids=row, use_cache=False)
-            .logits[0, :-1]
-            .log_softmax(-1)
-            .gather(1, row[0, 1:, None])[:, 0]
-            for row in rows
-        ]
 
-    ours, theirs = of_policy(), of_plain()
+def _compared(row: Row, policy: Any, plain: Any, ids: Sequence[list[int]]) -> Row:
+    """The row with the differences between the policy's log-probs and gradients, and those of
+    transformers' model. Both get gradients."""
+    import torch
+
+    ours, theirs = _of_policy(policy, ids), _of_plain(plain, ids)
     for logprobs in (ours, theirs):
-        torch.cat(logprobs).sum().backward()
+        logprobs.sum().backward()
     gradients = dict(plain.named_parameters())
     largest = max(
         float(parameter.grad.abs().max())
@@ -182,15 +166,46 @@ def learner_row(made: Family, folder: Path) -> Row:
         if gradients[name].grad is not None
     ]
     with torch.no_grad():
-        in_train_mode = torch.cat(of_policy()) if policy.train() else None
-        in_eval_mode = torch.cat(of_policy()) if policy.eval() else None
-    row = replace(
+        in_train_mode = _of_policy(policy, ids) if policy.train() else None
+        in_eval_mode = _of_policy(policy, ids) if policy.eval() else None
+    return replace(
         row,
-        plain=_furthest(torch.cat(ours), torch.cat(theirs)),
+        plain=_furthest(ours, theirs),
         gradient=max(off) / largest,
         train=_furthest(in_train_mode, in_eval_mode),
     )
-    return _with_names(row, folder, policy.model)
+
+
+def _of_policy(policy: Any, ids: Sequence[list[int]]) -> torch.Tensor:
+    """The policy's log-probs of all tokens but the first ones, in the order of the sequences."""
+    import torch
+
+    from asyncrl.models import micro_batch, token_example
+
+    examples = [token_example((tokens[:1], tokens[1:])) for tokens in ids]
+    every = list(range(len(ids)))
+    together = [every] if policy.packing == "rows" else [[index] for index in every]
+    logprobs: dict[int, torch.Tensor] = {}
+    for indices in together:
+        batch = micro_batch(examples, indices, "cpu")
+        logprobs |= dict(zip(batch.order, policy(batch)[0].split(list(batch.counts)), strict=True))
+    return torch.cat([logprobs[index] for index in every])
+
+
+def _of_plain(plain: Any, ids: Sequence[list[int]]) -> torch.Tensor:
+    """The same log-probs by transformers' model, one sequence at a time."""
+    import torch
+
+    rows = [torch.tensor([tokens]) for tokens in ids]
+    return torch.cat(
+        [
+            plain(input_ids=row, use_cache=False)
+            .logits[0, :-1]
+            .log_softmax(-1)
+            .gather(1, row[0, 1:, None])[:, 0]
+            for row in rows
+        ]
+    )
 
 
 def _furthest(one: Any, other: Any) -> float:

@@ -52,7 +52,7 @@ def overlap(config: Config) -> int:
         )
         return 2
     make_inputs(config)
-    config = _free_name(config)
+    config = free_name(config)
     plan = make_plan(config)
     with RunDirectory(config) as directory:
         return asyncio.run(_overlap(config, directory, plan))
@@ -162,27 +162,8 @@ async def _train_alone(config, stations, recorded) -> float:
 
 async def _together(config, stations, state, frontier: int) -> tuple[float, list, dict[str, float]]:
     """Seconds per step of the shipped coordinator, its step records, and CPU seconds by process."""
-
-    class Recorder(FakeRecorder):
-        def __init__(self) -> None:
-            super().__init__()
-            self.times: list[float] = []
-
-        def record(self, event, step, version, metrics) -> None:
-            super().record(event, step, version, metrics)
-            if event == "step":
-                self.times.append(time.monotonic())
-
-    recorder = Recorder()
-    parts = Parts(
-        stations.prompts,
-        stations.rollouts,
-        stations.scores,
-        stations.learner,
-        stations.weights,
-        recorder,
-    )
-    parts.concurrency = concurrency_of(config, stations.kv_cache_tokens)
+    parts = timed_parts(config, stations)
+    recorder = parts.recorder
     schedule = Schedule(
         WARM_UP_STEPS + STEPS, Staleness(config.staleness.max_staleness, config.groups_per_step)
     )
@@ -201,6 +182,32 @@ async def _together(config, stations, state, frontier: int) -> tuple[float, list
     return (recorder.times[-1] - recorder.times[WARM_UP_STEPS - 1]) / STEPS, records, cpu
 
 
+class TimedRecorder(FakeRecorder):
+    """Also keeps the time of every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def record(self, event, step, version, metrics) -> None:
+        super().record(event, step, version, metrics)
+        if event == "step":
+            self.times.append(time.monotonic())
+
+
+def timed_parts(config, stations) -> Parts:
+    """The parts of a coordinator that only trains, with a TimedRecorder."""
+    return Parts(
+        stations.prompts,
+        stations.rollouts,
+        stations.scores,
+        stations.learner,
+        stations.weights,
+        TimedRecorder(),
+        concurrency=concurrency_of(config, stations.kv_cache_tokens),
+    )
+
+
 def cpu_seconds() -> dict[str, float]:
     """User and system seconds of this process and its descendants, by name."""
     found: dict[str, float] = defaultdict(float)
@@ -213,7 +220,7 @@ def cpu_seconds() -> dict[str, float]:
     return found
 
 
-def _free_name(config: Config) -> Config:
+def free_name(config: Config) -> Config:
     number = 1
     while config.run_directory.exists():
         number += 1

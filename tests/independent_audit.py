@@ -63,7 +63,8 @@ def wrong(directory: Path) -> list[str]:
         if row is None:
             found.append(f"{ordinal}: trained without a row")
             continue
-        versions = [span["version"] for spans in row["versions"] for span in spans]
+        greedy = row.get("baseline_versions") or []
+        versions = [span["version"] for spans in [*row["versions"], greedy] for span in spans]
         staleness = ended["trained_at_version"] - min(versions, default=ended["trained_at_version"])
         if (
             staleness != ended["staleness"]
@@ -106,4 +107,21 @@ def wrong_in_row(row: dict) -> list[str]:
             place, newest = span["end"], span["version"]
         if place != len(ids):
             found.append("spans")
+    if row.get("baseline_ids") is not None:
+        found += wrong_in_baseline(row)
+    return found
+
+
+def wrong_in_baseline(row: dict) -> list[str]:
+    ids, spans = row["baseline_ids"], row["baseline_versions"]
+    covered = [place for span in spans for place in range(span["start"], span["end"])]
+    found = ["spans of the baseline"] if covered != list(range(len(ids))) else []
+    if len(row["baseline_logprobs"]) != len(ids):
+        found.append("lengths of the baseline")
+    for reward, advantage in zip(row["reward"], row["advantage"], strict=True):
+        baseline = row["baseline_reward"]
+        if advantage is not None and (
+            baseline is None or abs(reward - baseline - advantage) > 1e-4
+        ):
+            found.append("advantage")
     return found

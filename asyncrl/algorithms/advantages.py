@@ -36,6 +36,7 @@ Advantage = Literal[
     "gdpo",
     "dr_grpo",
     "rloo",
+    "remax",
     "opo",
     "maxrl",
     "pass_at_k",
@@ -57,6 +58,8 @@ class GroupInputs:
     """Trajectories that are drawn together (pass_at_k)."""
     pass_threshold: float = 1.0
     """A trajectory passes if its reward is at least this (pass_at_k)."""
+    baseline: float | None = None
+    """Reward of the greedy completion of the same prompt (remax)."""
 
     def of(self, usable: Sequence[bool]) -> GroupInputs:
         """Return the inputs of the usable trajectories.
@@ -91,6 +94,9 @@ def group_advantages(
       advantages.
     - dr_grpo: r - mean (arXiv:2503.20783, section 3.2).
     - rloo: r - mean of the others = n / (n - 1) · (r - mean) (arXiv:2402.14740, section 3.2).
+    - remax: r - r of the greedy completion of the same prompt, by the same policy
+      (arXiv:2310.10505, algorithm 2). The baseline does not depend on what was sampled,
+      so a group may have a single trajectory.
     - opo: r - Σ l·r / Σ l, with l the loss tokens of each trajectory (arXiv:2505.23585, the optimal
       baseline where the squared gradient of a trajectory grows with its length).
     - maxrl: (r - mean) / (mean + 1e-6), for rewards of 0 and above (arXiv:2602.02710, section 3).
@@ -111,7 +117,7 @@ def group_advantages(
 
     Raises:
         ValueError: the lengths differ, the method is unknown, the reward of a usable trajectory is
-            not finite, it is negative under maxrl, or opo gets no lengths.
+            not finite, it is negative under maxrl, opo gets no lengths, or remax no baseline.
     """
     if len(rewards) != len(usable):
         raise ValueError(
@@ -153,6 +159,13 @@ def _advantages(rewards: np.ndarray, method: str, inputs: GroupInputs) -> np.nda
             return _of_parts(inputs.parts, len(rewards))
         case "opo":
             return rewards - _length_weighted_mean(rewards, inputs.lengths)
+        case "remax":
+            if inputs.baseline is None or not math.isfinite(inputs.baseline):
+                raise ValueError(
+                    f"algorithm.advantage: remax got the baseline {inputs.baseline}; give the"
+                    " reward of the greedy completion, a finite number"
+                )
+            return np.asarray(rewards - inputs.baseline)
         case "pass_at_k":
             return _of_subsets(rewards >= inputs.pass_threshold, inputs.k)
         case "rloo":

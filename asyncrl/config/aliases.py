@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from asyncrl.config.offline_aliases import OFFLINE_RENAMED
+from asyncrl.config.offline_aliases import OFFLINE_NOT_IMPLEMENTED, OFFLINE_RENAMED
 
 __all__ = ["explain_unknown"]
 
@@ -41,6 +41,8 @@ RENAMED = {
     "sglang_mem_fraction_static": "generator.gpu_memory_utilization",
     "vllm_gpu_memory_utilization": "generator.gpu_memory_utilization",
     "rollout_num_gpus": "generator.num_replicas",
+    "rollout_num_gpus_per_engine": "generator.tensor_parallel_size",
+    "vllm_tensor_parallel_size": "generator.tensor_parallel_size",
     "actor_num_gpus_per_node": "learner.world_size",
     "context_parallel_size": "learner.sequence_parallel_size",
     "cp_size": "learner.sequence_parallel_size",
@@ -72,6 +74,9 @@ RENAMED = {
     "sandbox_fusion_url": "reward.sandbox.service",
     "e2b_router_url": "reward.sandbox.service",
     "code_provider": "reward.sandbox.level",
+    "colocate": "placement: colocate",
+    "colocate_all": "placement: colocate",
+    "colocate_all_models": "placement: colocate",
     "memory_limit_mb": "reward.sandbox.memory_bytes",
     "lr": "learner.learning_rate",
     "lr_decay_style": "learner.lr_scheduler_type",
@@ -220,7 +225,7 @@ RENAMED = {
     "partial_rollout_enable": (
         "generator.in_flight: keep (generations always continue across a weight update)"
     ),
-    "vllm_mode": "generator.attach for a standing server; without it a run starts its own",
+    "vllm_mode": "placement: colocate or decoupled; generator.attach for a standing server",
     "use_vllm": "nothing: vLLM always generates",
     "sglang_server_concurrency": "rollout.max_concurrency",
     "rollout_health_check_interval": "generator.stall_timeout_s",
@@ -421,6 +426,11 @@ dotted name; the longest match is used."""
 NOT_NEEDED = "nothing: "
 """Start of a value of RENAMED whose setting has no counterpart here, before the reason."""
 
+TURNS = (
+    "generators do not free a GPU's memory yet; remove it (placement: colocate takes turns on the"
+    " CPU)"
+)
+
 NOT_IMPLEMENTED = {
     "activation_offloading": (
         "activations stay on the model's device; remove it, and use learner.gradient_checkpointing"
@@ -429,55 +439,34 @@ NOT_IMPLEMENTED = {
         "the chat template comes from model.path's tokenizer; save yours there as"
         " chat_template.jinja, and remove this"
     ),
-    "colocate": "generators and learner are always separate processes; remove it",
-    "colocate_all": "generators and learner are always separate processes; remove it",
-    "colocate_all_models": "generators and learner are always separate processes; remove it",
-    "offload_rollout": "generators and learner are always separate processes; remove it",
-    "offload_train": "generators and learner are always separate processes; remove it",
-    "vllm_enable_sleep": "generators and learner are always separate processes; remove it",
-    "vllm_enable_sleep_mode": ("generators and learner are always separate processes; remove it"),
-    "enable_sleep": "generators and learner are always separate processes; remove it",
-    "free_cache_engine": "generators and learner are always separate processes; remove it",
-    "tensor_parallel_size": (
-        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
-        " and use more replicas"
-    ),
+    "offload_rollout": TURNS,
+    "offload_train": TURNS,
+    "vllm_enable_sleep": TURNS,
+    "vllm_enable_sleep_mode": TURNS,
+    "enable_sleep": TURNS,
+    "free_cache_engine": TURNS,
     "tensor_model_parallel_size": (
-        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
-        " and use more replicas"
-    ),
-    "vllm_tensor_parallel_size": (
-        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
-        " and use more replicas"
-    ),
-    "rollout_num_gpus_per_engine": (
-        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
-        " and use more replicas"
+        "a learner rank computes whole layers; remove it, or set generator.tensor_parallel_size for"
+        " the generators"
     ),
     "pipeline_model_parallel_size": (
-        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
-        " and use more replicas"
+        "only generators split a model, by generator.tensor_parallel_size; remove it"
     ),
     "pipeline_parallel_size": (
-        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
-        " and use more replicas"
+        "only generators split a model, by generator.tensor_parallel_size; remove it"
     ),
     "expert_model_parallel_size": (
-        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
-        " and use more replicas"
+        "only generators split a model, by generator.tensor_parallel_size; remove it"
     ),
     "expert_parallel_size": (
-        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
-        " and use more replicas"
+        "only generators split a model, by generator.tensor_parallel_size; remove it"
     ),
     "data_parallel_size": (
-        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
-        " and use more replicas"
+        "it follows from generator.num_replicas and learner.world_size; remove it, and set those"
     ),
     "lora_dropout": "the learner uses no dropout; remove it",
     "lora_modules_to_save": "an adapter has low-rank matrices only; remove it",
     "modules_to_save": "an adapter has low-rank matrices only; remove it",
-    "use_dora": "vLLM takes no DoRA adapters; remove it",
     "freeze_params_name_list": "all weights are trained; remove it",
     "load_in_4bit": "weights are loaded in model.dtype; remove it",
     "load_in_8bit": "weights are loaded in model.dtype; remove it",
@@ -521,7 +510,7 @@ NOT_IMPLEMENTED = {
     "ref_num_nodes": "the reference policy has one process; remove it",
     "ref_num_gpus_per_node": "the reference policy has one process; remove it",
     "sequence_parallel": (
-        "there is no tensor parallelism; remove it, or split long rows with"
+        "a learner rank computes whole layers; remove it, or split long rows with"
         " learner.sequence_parallel_size"
     ),
     "cliprange_value": VALUE_CLIP,
@@ -541,8 +530,11 @@ def explain_unknown(name: str, known: Sequence[str]) -> str:
     for ending in _endings(name):
         if offline and (here := OFFLINE_RENAMED.get(ending)) is not None:
             return _renamed(name, here)
-        if ending in NOT_IMPLEMENTED:
-            return f"{name} is not implemented: {NOT_IMPLEMENTED[ending]}"
+        why = (OFFLINE_NOT_IMPLEMENTED.get(ending) if offline else None) or NOT_IMPLEMENTED.get(
+            ending
+        )
+        if why is not None:
+            return f"{name} is not implemented: {why}"
         here = RENAMED.get(ending)
         if here is not None and (not offline or _exists(here, known)):
             return _renamed(name, here)

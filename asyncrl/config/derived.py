@@ -73,7 +73,7 @@ def sequences(settings: Settings) -> Derived:
         )
     share = math.ceil(_completions_at_once(settings) / generator.num_replicas)
     reason = (
-        f"{settings.groups_at_once} groups x {settings.rollout.n_samples_per_prompt} completions /"
+        f"{settings.groups_at_once} groups x {settings.completions_per_group} completions /"
         f" {generator.num_replicas} replica(s) = {share}, at least {FEWEST_SEQUENCES} and on"
         f" {generator.device} at most {most}"
     )
@@ -245,7 +245,7 @@ def derived_settings(settings: Settings) -> list[Derived]:
 
 
 def _completions_at_once(settings: Settings) -> int:
-    return settings.groups_at_once * settings.rollout.n_samples_per_prompt
+    return settings.groups_at_once * settings.completions_per_group
 
 
 def _seconds(shortest: float, needed: float) -> float:

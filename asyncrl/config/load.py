@@ -327,18 +327,25 @@ def _overrides_with_null(overrides: list[str]) -> tuple[list[str], list[str]]:
     parser would take null as an item of a setting that may be a list.
 
     Returns:
-        The name of each, and the remaining arguments.
+        The name of each, and the remaining arguments. The last value of a name counts.
     """
-    found: list[str] = []
-    remaining: list[str] = []
+    options: list[list[str]] = []
     for word in overrides:
-        if word.startswith("--") and word.endswith("=null"):
-            found.append(word.removeprefix("--").removesuffix("=null"))
-        elif word == "null" and remaining and remaining[-1].startswith("--"):
-            found.append(remaining.pop().removeprefix("--"))
+        if word.startswith("--") or not options:
+            options.append([word])
         else:
-            remaining.append(word)
-    return found, remaining
+            options[-1].append(word)
+    unset: set[str] = set()
+    remaining: list[tuple[str, list[str]]] = []
+    for words in options:
+        name = words[0].removeprefix("--").partition("=")[0]
+        unset.discard(name)
+        if words in ([f"--{name}", "null"], [f"--{name}=null"]):
+            unset.add(name)
+            remaining = [option for option in remaining if option[0] != name]
+        else:
+            remaining.append((name, words))
+    return sorted(unset), [word for _, words in remaining for word in words]
 
 
 def _with_value(tree: object, name: str, value: object, above: str = "") -> dict[str, object]:

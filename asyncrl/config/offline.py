@@ -94,7 +94,7 @@ class DpoConfig(Section):
     """Loss of a pair. `sigmoid`: DPO (arXiv:2305.18290). `ipo`: arXiv:2310.12036. `hinge`: SLiC
     (arXiv:2305.10425). `simpo`: mean log-probs without a reference (arXiv:2405.14734). `kto`: of
     single completions with a label (arXiv:2402.01306)."""
-    beta: float = Field(default=0.1, gt=0)
+    beta: float = Field(default=0.1, gt=0, le=1000)
     """Strength of the reference: a small beta lets the policy move further from it. SimPO has no
     reference, and its paper uses 2 to 10."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
@@ -142,7 +142,7 @@ class OfflineConfig(RunSettings):
     `reward_model`: a score of each sequence, from the same preferences."""
     max_steps: Annotated[int | None, Field(gt=0)] = None
     """Optimizer steps after which the run ends. Default: num_epochs over the data."""
-    num_epochs: float = Field(default=1.0, gt=0)
+    num_epochs: float = Field(default=1.0, gt=0, le=1e6)
     """Passes over the data, where max_steps is not set."""
     batch_size: int = Field(default=32, gt=0)
     """Rows (SFT, KTO) or pairs (DPO, reward model) of one optimizer step, over all ranks. At most

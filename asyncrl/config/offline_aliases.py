@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["OFFLINE_RENAMED"]
+__all__ = ["OFFLINE_NOT_IMPLEMENTED", "OFFLINE_RENAMED"]
 
+ONE_LENGTH = "data.max_length, of the prompt and the completion together"
+ONE_LOSS = "a run has one loss (dpo.loss), and dpo.ce_coef for the next-token loss; remove it"
+REVERSE_KL = "the losses use the reverse KL divergence; remove it"
 SCORED_ONCE = "nothing: the reference scores a dataset's pairs once, before training"
 
 OFFLINE_RENAMED = {
@@ -68,7 +71,44 @@ OFFLINE_RENAMED = {
     "logging_steps": "nothing: every step is recorded",
     "report_to": "observe.sinks",
     "run_name": "name",
+    "max_prompt_length": ONE_LENGTH,
+    "max_completion_length": ONE_LENGTH,
+    "reference_free": "dpo.loss: simpo, which has no reference",
+    "generate_during_eval": "nothing: a run on a dataset samples no completions",
+    "remove_unused_columns": "nothing: other columns of a row are not used",
+    "dataset_num_proc": "nothing: rows become tokens in one pass, before training",
+    "eval_packing": "nothing: rows are always packed (learner.packing chooses how)",
+    "sample_packing": "nothing: rows are always packed (learner.packing chooses how)",
+    "num_labels": "nothing: a reward model has one score",
+    "use_logits_to_keep": "nothing: logits are only computed where they are needed",
+    "average_tokens_across_devices": "nothing: a loss is a mean over the whole step",
+    "deepspeed": "nothing: the learner always uses DeepSpeed ZeRO-3",
+    "fsdp": "nothing: the learner always uses DeepSpeed ZeRO-3",
+    "optim": "learner.optimizer",
+    "base_model": "model.path",
+    "val_set_size": "eval.data, with a file of its own",
     "use_liger_kernel": "nothing: the cross-entropy is always computed in chunks",
     "liger_kernel": "nothing: the cross-entropy is always computed in chunks",
 }
 """Settings of other systems → the name here, as in `RENAMED` of `asyncrl.config.aliases`."""
+
+OFFLINE_NOT_IMPLEMENTED = {
+    "loss_weights": ONE_LOSS,
+    "cpo_alpha": ONE_LOSS,
+    "f_divergence_type": REVERSE_KL,
+    "f_alpha_divergence_coef": REVERSE_KL,
+    "use_weighting": "pairs of a dataset have equal weights; remove it",
+    "discopop_tau": "the loss discopop is not there; remove it",
+    "ld_alpha": "all tokens of a completion have weight 1; remove it",
+    "neftune_noise_alpha": "embeddings get no noise; remove it",
+    "formatting_func": "rows have the columns of a known form; write them so, and remove it",
+    "eos_token": "the tokenizer of model.path has its own EOS; change that, and remove it",
+    "pad_token": "rows are never padded; remove it",
+    "model_init_kwargs": "a model is loaded from its files (model.path, model.dtype); remove it",
+    "load_best_model_at_end": "hf/ has the last step; remove it, and use asyncrl export --step",
+    "metric_for_best_model": "hf/ has the last step; remove it, and use asyncrl export --step",
+    "trust_remote_code": "code in a checkpoint is never run; remove it",
+    "early_stopping_patience": "a run ends after max_steps; remove it",
+}
+"""Settings of other systems that a run on a dataset does not implement → the reason and the
+fix."""

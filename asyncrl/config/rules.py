@@ -143,9 +143,11 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
         )
         for name in (
             "num_replicas",
+            "tensor_parallel_size",
             "min_replicas",
             "device",
             "num_cpus",
+            "num_threads",
             "max_num_seqs",
             "kv_cache_memory_bytes",
             "gpu_memory_utilization",
@@ -156,8 +158,10 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("generator.in_flight", "lora", (None,), "lora: null, since a completion keeps its adapter"),
     ("generator.gpu_memory_utilization", "generator.device", ("cuda",), "generator.device: cuda"),
     ("generator.kv_cache_memory_bytes", "generator.device", ("cpu",), "generator.device: cpu"),
+    ("generator.num_threads", "generator.device", ("cpu",), "generator.device: cpu"),
     ("eval.max_prompts", "eval.evaluates", (True,), "eval.data or eval.sets"),
     ("eval.in_flight", "eval.evaluates", (True,), "eval.data or eval.sets"),
+    ("eval.in_flight", "placement", ("decoupled",), "placement: decoupled"),
     ("eval.pass_threshold", "eval.draws_several", (True,), "a set of eval.sets with n above 1"),
     ("model.revision", "model.on_hub", (True,), "the name of a model on the hub in model.path"),
     ("observe.project", "observe.has_sinks", (True,), "observe.sinks"),
@@ -224,6 +228,7 @@ def check_rules(config: Settings) -> None:
         | {f"eval.sets.{name}.data": chosen.data for name, chosen in config.eval.sets.items()}
     )
     check_preference(config)
+    _check_placement(config)
     _check_lora(config)
     check_distillation(config)
     _check_batches(config)
@@ -279,6 +284,35 @@ def check_sources(settings: Mapping[str, str | tuple[Source, ...] | None]) -> No
             )
 
 
+def _check_placement(config: Settings) -> None:
+    if config.placement != "colocate":
+        return
+    devices = {"learner": config.learner.device, "generator": config.generator.device}
+    for section, device in devices.items():
+        if device != "cpu":
+            raise ValueError(
+                f"placement: colocate needs {section}.device: cpu, not {device}: generators do not"
+                " free a GPU's memory for the learner yet; use placement: decoupled"
+            )
+    if not config.generator.own:
+        raise ValueError(
+            f"placement: colocate does not work with generator.attach ="
+            f" {config.generator.attach!r}: generators would rest while others use them; remove"
+            " attach, or use placement: decoupled"
+        )
+    if config.staleness.max_staleness:
+        raise ValueError(
+            f"placement: colocate needs staleness.max_staleness: 0, not"
+            f" {config.staleness.max_staleness}: nothing is generated during a step, so a larger"
+            " bound gains nothing; set 0, or use placement: decoupled"
+        )
+    if config.generator.in_flight == "drain":
+        raise ValueError(
+            "placement: colocate does not work with generator.in_flight = 'drain': generators rest"
+            " at once, with unfinished completions; use recompute or keep"
+        )
+
+
 def _check_batches(config: Settings) -> None:
     rollout, staleness, generator = config.rollout, config.staleness, config.generator
     if generator.least_replicas > generator.num_replicas:
@@ -313,7 +347,7 @@ def _check_batches(config: Settings) -> None:
         raise ValueError(
             "rollout.n_samples_per_prompt = 1 is too low for algorithm.advantage:"
             f" {config.algorithm.advantage}, which compares the trajectories of a group; set 2 or"
-            " more, or algorithm.advantage: reinforce_plus_plus or gae"
+            " more, or algorithm.advantage: remax, reinforce_plus_plus or gae"
         )
 
 
@@ -640,6 +674,17 @@ def _check_advantage(config: Settings) -> None:
             "reward.shuffle permutes rewards between trajectories, but per_token rewards belong to"
             " specific tokens; leave one of them out, or use an advantage other than gae"
         )
+    compares = [
+        name
+        for name, function in config.reward.functions.items()
+        if function.weight and function.compares_completions
+    ]
+    if algorithm.needs_baseline and compares:
+        raise ValueError(
+            f"reward.functions: {compares[0]} compares the completions of a group, so the baseline"
+            " of algorithm.advantage: remax would depend on the sampled ones; use a reward of"
+            " single completions, or advantage: rloo"
+        )
     negative = [name for name, function in config.reward.functions.items() if function.weight < 0]
     if algorithm.advantage == "maxrl" and (
         negative or config.reward.overlong_buffer or algorithm.kl_coef
@@ -680,6 +725,11 @@ def _check_lora(config: Settings) -> None:
             f"algorithm.ref_update_interval = {interval} does not work with lora, whose versions"
             " are adapters and not whole weights; leave one of them out"
         )
+    if config.lora is not None and config.lora.use_dora:
+        raise ValueError(
+            "lora.use_dora: true does not work with generators, since vLLM takes no DoRA adapters;"
+            " leave it out, or use it in asyncrl sft, dpo or reward_model"
+        )
     if config.lora is not None and config.lora.r > HIGHEST_RANK:
         raise ValueError(
             f"lora.r = {config.lora.r} is above {HIGHEST_RANK}, the highest rank that vLLM takes;"
@@ -708,6 +758,12 @@ def _check_kl(config: Settings) -> None:
             f"algorithm.kl_coef = {algorithm.kl_coef:g} subtracts one sum from the trajectory's"
             f" reward, and advantage: {algorithm.advantage} needs one KL value per token; use"
             " kl_loss_coef instead"
+        )
+    if algorithm.kl_coef and algorithm.needs_baseline:
+        raise ValueError(
+            f"algorithm.kl_coef = {algorithm.kl_coef:g} lowers the reward of each trajectory, and"
+            " the baseline of advantage: remax has no log-probs of the reference policy to lower"
+            " its own; use kl_loss_coef instead"
         )
     if algorithm.kl_coef and algorithm.filter_zero_variance:
         raise ValueError(

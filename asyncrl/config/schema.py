@@ -228,8 +228,8 @@ class RolloutConfig(Section):
     rollout_batch_size: int = Field(default=16, gt=0)
     """Groups per round."""
     n_samples_per_prompt: int = Field(default=8, gt=0)
-    """Trajectories per group. 1 is only possible with advantage: reinforce_plus_plus or gae, which
-    do not compare the trajectories of a group."""
+    """Trajectories per group. 1 is only possible with advantage: remax, reinforce_plus_plus or gae,
+    which do not compare the trajectories of a group."""
     num_steps_per_rollout: int = Field(default=1, gt=0)
     """Optimizer steps per round. Must divide rollout_batch_size."""
     global_batch_size: int | None = Field(default=None, gt=0)
@@ -315,6 +315,14 @@ class RewardFunction(Section):
     arguments: dict[str, Any] = {}
     """Keyword arguments for every call, in addition to those that asyncrl passes. They are saved
     and shown with the config, so do not put secrets here."""
+
+    @property
+    def compares_completions(self) -> bool:
+        """Whether this is the built-in reward that compares a group's completions."""
+        return self.function in (
+            "asyncrl.rewards.builtin:pairwise_judge",
+            "asyncrl.rewards.pairwise:pairwise_judge",
+        )
 
     @property
     def runs_code(self) -> bool:
@@ -421,6 +429,9 @@ class GeneratorConfig(Section):
     exclusively until it ends. None = the run starts its own."""
     num_replicas: int = Field(default=1, gt=0)
     """Serve replicas, each with one vLLM engine."""
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """Devices of one engine, which split every layer between them. On CPU these are worker
+    processes. Must divide the model's attention heads."""
     min_replicas: int | None = Field(default=None, gt=0)
     """Smallest number of replicas that an attempt may start with, if no more fit after
     `placement_timeout_s`. The batch stays the same, so fewer replicas only take longer. None = all
@@ -429,12 +440,15 @@ class GeneratorConfig(Section):
     """Device that the engines run on."""
     num_cpus: float = Field(default=0.4, ge=0)
     """Logical CPUs that one replica declares to Ray."""
+    num_threads: int = Field(default=1, gt=0)
+    """Torch threads of each worker process of an engine on CPU. Small models gain nothing from
+    more."""
     max_num_seqs: Annotated[int | None, Unset] = Field(default=None, gt=0)
     """Sequences that one engine runs at once. Default: derived from the run's concurrent
     completions, the replicas and the device. For standing generators, the most that suits the
     device."""
     kv_cache_memory_bytes: int = Field(default=256 << 20, gt=0)
-    """KV cache of one engine on CPU, in bytes."""
+    """KV cache of one engine on CPU, in bytes, over all its worker processes."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Fraction of the GPU memory that one engine uses (device: cuda)."""
     in_flight: Literal["keep", "recompute", "drain"] = "recompute"
@@ -635,6 +649,7 @@ ADVANTAGES = (
     "gdpo",
     "dr_grpo",
     "rloo",
+    "remax",
     "opo",
     "maxrl",
     "pass_at_k",
@@ -673,7 +688,7 @@ class OnlinePreferenceConfig(Section):
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """Loss of a pair. `sigmoid`: DPO (arXiv:2305.18290). `ipo`: arXiv:2310.12036, with mean
     log-probs."""
-    beta: float = Field(default=0.1, gt=0)
+    beta: float = Field(default=0.1, gt=0, le=1000)
     """Strength of the reference: a small beta lets the policy move further from it."""
     pairs: Literal["best_worst", "margin"] = "best_worst"
     """Pairs of a group. `best_worst`: the completion with the highest reward against the one with
@@ -749,11 +764,12 @@ class AlgorithmConfig(Section):
     """`grpo`: (r - mean) / std of the group, with the population std (verl and TRL use the sample
     std). `grpo_batch_std`: (r - mean) / std of the step's rewards (Lite PPO). `gdpo`: `grpo` of
     each reward function, then their weighted sum, normalized over the step's trajectories.
-    `dr_grpo`: r - mean. `rloo`: r - mean of the other trajectories. `opo`: r - mean weighted by
-    length. `maxrl`: (r - mean) / mean. `pass_at_k`: `grpo` of subsets of pass_k trajectories; a
-    subset passes if one of them does. `reinforce_plus_plus`: r, normalized over the step.
-    `reinforce_plus_plus_baseline`: r - mean, normalized over the step. `gae`: per token, from a
-    value head on the learner, normalized over the step. Or your own function, as
+    `dr_grpo`: r - mean. `rloo`: r - mean of the other trajectories. `remax`: r - r of the prompt's
+    greedy completion, which the generators make for each group and the learner never trains. `opo`:
+    r - mean weighted by length. `maxrl`: (r - mean) / mean. `pass_at_k`: `grpo` of subsets of
+    pass_k trajectories; a subset passes if one of them does. `reinforce_plus_plus`: r, normalized
+    over the step. `reinforce_plus_plus_baseline`: r - mean, normalized over the step. `gae`: per
+    token, from a value head on the learner, normalized over the step. Or your own function, as
     `package.module:function` (docs/how_to/own_algorithm.md)."""
     loss: Annotated[str, _built_in_or_own(LOSSES)] = "ppo"
     """`ppo`: clipped ratio per token. `clip_cov`: `ppo` without some tokens of high covariance.
@@ -774,7 +790,7 @@ class AlgorithmConfig(Section):
     `fixed`: token sums divided by max_completion_length (Dr. GRPO)."""
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal, and admit new groups instead (DAPO's dynamic
-    sampling)."""
+    sampling). With advantage: remax, the baseline's reward is one of them."""
     group_filter: str | None = Field(default=None, pattern=FUNCTION)
     """Your own function, as `package.module:function`, that decides whether a scored group is
     trained. New groups are admitted for those left out."""
@@ -884,7 +900,12 @@ class AlgorithmConfig(Section):
         """Whether a trajectory's advantage depends on the other trajectories of its group."""
         if self.distillation is not None and not self.distillation.reward_weight:
             return False
-        return self.advantage not in ("reinforce_plus_plus", "gae")
+        return self.advantage not in ("reinforce_plus_plus", "gae", "remax")
+
+    @property
+    def needs_baseline(self) -> bool:
+        """Whether each group needs the prompt's greedy completion."""
+        return self.advantage == "remax"
 
     @property
     def clips(self) -> bool:

@@ -45,6 +45,10 @@ class Settings(RunSettings):
     max_steps: int = Field(gt=0)
     """Optimizer steps after which the run ends. The count starts at version 0 and includes earlier
     attempts and the steps of `checkpoint.load`."""
+    placement: Literal["decoupled", "colocate"] = "decoupled"
+    """`decoupled`: generators and learner have devices of their own and work at the same time.
+    `colocate`: they use the same devices and take turns, so the staleness is 0. Generators rest
+    while the learner steps. On the CPU only; not on GPUs yet."""
     data: DataConfig
     rollout: RolloutConfig
     reward: RewardConfig
@@ -54,6 +58,17 @@ class Settings(RunSettings):
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def turns_have_no_staleness(cls, tree: object) -> object:
+        """With `placement: colocate`, staleness.max_staleness is 0 unless it is given."""
+        if not isinstance(tree, dict) or tree.get("placement") != "colocate":
+            return tree
+        staleness = tree.get("staleness", {})
+        if not isinstance(staleness, dict):
+            return tree
+        return {**tree, "staleness": {"max_staleness": 0, **staleness}}
 
     @model_validator(mode="before")
     @classmethod
@@ -132,6 +147,12 @@ class Settings(RunSettings):
     def global_batch_size(self) -> int:
         """Trajectories in the batch of one step."""
         return self.groups_per_step * self.rollout.n_samples_per_prompt
+
+    @property
+    def completions_per_group(self) -> int:
+        """Completions that the generators make for a group: its trajectories, and the baseline of
+        advantage: remax."""
+        return self.rollout.n_samples_per_prompt + self.algorithm.needs_baseline
 
     @property
     def longest_trajectory(self) -> int:

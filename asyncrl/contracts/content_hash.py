@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from asyncrl.contracts.rows import (
+    BASELINE_COLUMNS,
     COLUMNS,
     REFERENCE_COLUMN,
     SCORED_COLUMNS,
@@ -35,10 +36,13 @@ PER_TOKEN = frozenset(
         REFERENCE_COLUMN,
         TOKEN_REWARDS_COLUMN,
         *TEACHER_TOKENS,
+        "baseline_ids",
+        "baseline_logprobs",
+        "baseline_versions",
     }
 )
 """Columns that grow with the tokens. Their Arrow bytes are hashed directly."""
-TYPED = frozenset({*COLUMNS, *SCORED_COLUMNS})
+TYPED = frozenset({*COLUMNS, *SCORED_COLUMNS, *BASELINE_COLUMNS})
 """Columns whose Arrow type never changes. Merging files may change the type of `reward_parts` or a
 dataset column, so those are hashed as plain values."""
 

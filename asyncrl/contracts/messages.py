@@ -27,6 +27,7 @@ __all__ = [
     "ReplicaStatus",
     "RowRef",
     "Scored",
+    "ScoredBaseline",
     "ServedWeights",
     "StepResult",
     "StreamPiece",
@@ -69,6 +70,8 @@ class ReplicaStatus:
     """The current weights; None = those of the checkpoint."""
     held: bool
     """Whether an evaluation has reserved the replica at these weights."""
+    rests: bool
+    """Whether the replica generates nothing because the learner uses its device."""
     pid: int
     package: str
     """Folder of the asyncrl package that the replica runs."""
@@ -110,9 +113,11 @@ class Finished:
     oldest_version: int
     """Oldest token version among its trajectories."""
     tokens: int
-    """Completion tokens generated."""
+    """Completion tokens of its trajectories."""
     load: EngineLoad | None = None
     """Load of the engine that generated the group, if known."""
+    baseline_tokens: int = 0
+    """Tokens of its baseline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,17 @@ class TrajectoryText:
     reward_parts: Mapping[str, float | None]
     version: int
     """Oldest policy version among the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredBaseline:
+    """Summary of a scored group's baseline for control."""
+
+    reward: float | None
+    """None: no reward function could score it, or it has no tokens. The group is then dropped."""
+    tokens: int
+    truncated: bool
+    """Whether it was cut off, as `Scored.truncated`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +188,15 @@ class Scored:
     """Name of the prompt's source; None if data.train has one source."""
     reference_version: int | None = None
     """The version of the reference policy that scored the group; None without one."""
+    baseline: ScoredBaseline | None = None
+    """None in a run without baselines."""
     example: TrajectoryText | None = None
+
+    @property
+    def equal_rewards(self) -> bool:
+        """Whether all rewards of the group are equal, that of its baseline included."""
+        of_baseline = () if self.baseline is None else (self.baseline.reward,)
+        return bool(self.rewards) and len({*self.rewards, *of_baseline}) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +317,9 @@ class GenerateRequest:
     """Sample from this many most probable tokens. 0 = from all."""
     min_p: float = 0.0
     """Sample from tokens with at least this fraction of the highest probability. 0 = from all."""
+    baseline: bool = False
+    """Whether to generate the prompt's greedy completion too, in addition to the n. It samples from
+    all tokens at temperature 0, and the request's other limits apply to it."""
     replica: str | None = None
     """Id of the replica that an evaluation reserved. Only it may answer, with exactly
     `min_weights`. None = any replica."""
@@ -310,6 +337,8 @@ class Generated:
     process's `steady_time`."""
     load: EngineLoad | None = None
     """Load of the engine at the end."""
+    baseline: Completion | None = None
+    """The greedy completion, if it was requested."""
 
 
 @dataclass(frozen=True, slots=True)

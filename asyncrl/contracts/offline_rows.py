@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 __all__ = [
     "BEHAVIOR_COLUMNS",
     "MISMATCHED_COLUMNS",
+    "MISMATCHED_WITHIN",
     "OLDEST_VERSION_COLUMN",
     "PREFERENCE_SCHEMA",
     "REFERENCE",
@@ -77,6 +78,9 @@ MISMATCHED_COLUMNS: Final = ("mismatched_ids", "mismatched_mask", "mismatched_re
 """Columns of unpaired rows for KTO's baseline: each prompt with the completion of another row, and
 the reference policy's log-probs of that completion."""
 
+MISMATCHED_WITHIN: Final = 16
+"""Rows before an unpaired row among which `mismatched_rows` looks for another prompt."""
+
 LISTS: Final = (("input_ids", "loss_mask"), *((f"{side}_ids", f"{side}_mask") for side in SIDES))
 """(Token ids, mask) of each sequence that a row may have."""
 
@@ -113,8 +117,11 @@ def token_table(rows: Sequence[TokenRow]) -> pa.Table:
 
 
 def mismatched_rows(table: pa.Table) -> pa.Table:
-    """The SFT rows of unpaired rows in which each prompt has the completion of the row before, and
-    the first prompt that of the last row, as in TRL. A completion begins at the first target.
+    """The SFT rows of unpaired rows in which each prompt has the completion of another prompt: of
+    the nearest row before, up to MISMATCHED_WITHIN rows away, and of the row before if all of these
+    have its own prompt. The last row is before the first. A completion begins at the first target.
+
+    TRL takes the row before. Its rows of a pair are far apart, and ours follow one another.
 
     Raises:
         ValueError: a row has no target.
@@ -124,16 +131,23 @@ def mismatched_rows(table: pa.Table) -> pa.Table:
         raise ValueError(f"row {empty[0]} has no target; leave it out")
     ids, masks = (list_arrays(table[name]) for name in ("input_ids", "loss_mask"))
     prompts = [int(mask.argmax()) for mask in masks]
+    starts = [tokens[:prompt].tobytes() for tokens, prompt in zip(ids, prompts, strict=True)]
     parts = [
         (ids[row][:prompt], ids[other][prompts[other] :], masks[other][prompts[other] :])
         for row, prompt in enumerate(prompts)
-        for other in [(row - 1) % len(prompts)]
+        for other in [_other_prompt(starts, row)]
     ]
     return _sft_table(
         np.array([len(prompt) + len(following) for prompt, following, _ in parts], dtype=np.int64),
         np.concatenate([part for prompt, following, _ in parts for part in (prompt, following)]),
         np.concatenate([part for prompt, _, mask in parts for part in (prompt < 0, mask)]),
     )
+
+
+def _other_prompt(prompts: Sequence[bytes], row: int) -> int:
+    """The nearest row before this one, cyclically, with another prompt."""
+    before = [(row - steps) % len(prompts) for steps in range(1, MISMATCHED_WITHIN + 1)]
+    return next((other for other in before if prompts[other] != prompts[row]), before[0])
 
 
 def _sft_table(lengths: np.ndarray, ids: np.ndarray, targets: np.ndarray) -> pa.Table:

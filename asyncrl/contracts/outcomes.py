@@ -8,6 +8,7 @@ __all__ = [
     "FILTERED",
     "NOTHING_TO_LEARN",
     "NOT_FINITE",
+    "NO_BASELINE",
     "NO_PAIR",
     "OUTCOMES",
     "UNFORESEEN",
@@ -19,6 +20,8 @@ UNFORESEEN = "not foreseen: "
 """Prefix of a group's failure after an unexpected exception."""
 FILTERED = "filtered: "
 """Prefix of a group's failure if the user's filter rejected the group."""
+NO_BASELINE = "no baseline: "
+"""Prefix of a group's failure if its baseline has no reward."""
 NOT_FINITE = "NaN or Inf in loss or gradient"
 NOTHING_TO_LEARN = "no trajectory of the batch has a token to learn from"
 NO_PAIR = "no group of the batch gives a pair"

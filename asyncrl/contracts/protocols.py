@@ -103,6 +103,14 @@ class Learner(Protocol):
         """
         ...
 
+    async def watch(self) -> None:
+        """Run until canceled.
+
+        Raises:
+            PartDiedError: a rank has died, even if no call needed it.
+        """
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -132,6 +140,23 @@ class WeightSync(Protocol):
     async def release(self, replica: str) -> None:
         """End the reservation: the replica takes the newest version and counts again. Does nothing
         if the replica has died."""
+        ...
+
+    async def rest(self) -> None:
+        """Make every replica rest: it generates nothing, keeps its requests, and applies versions.
+        Replicas that start later rest from their start.
+
+        Raises:
+            RuntimeError: a replica still generates.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """End the rest: requests continue where they stopped.
+
+        Raises:
+            RuntimeError: a replica still rests.
+        """
         ...
 
 

@@ -1,4 +1,4 @@
-"""The rows that travel between stations, and their Arrow form: one row = one group.
+"""The rows that travel between stations, and their Arrow columns: one row = one group.
 
 `data.prompts` makes each `Prompt`, `generation` each `Completion`, and `rollout` each `Group`.
 `rewards` adds rewards, advantages and statuses, and the learner reads the same row. Dataset columns
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, NotRequired, TypedDict, cast
+from typing import Final, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.contracts.columns import encode_column, row_values
-
 __all__ = [
     "ADDED_COLUMNS",
     "ANSWER_COLUMNS",
+    "BASELINE_COLUMNS",
+    "BASELINE_PARTS_COLUMN",
     "COLUMNS",
     "NO_TEACHER",
     "REFERENCE_COLUMN",
@@ -37,6 +37,7 @@ __all__ = [
     "TOKEN_REWARDS_COLUMN",
     "TRAJECTORY_COLUMNS",
     "TRUNCATED",
+    "Baseline",
     "Completion",
     "Group",
     "Prompt",
@@ -44,10 +45,6 @@ __all__ = [
     "TopLogprobs",
     "Trajectory",
     "VersionSpan",
-    "groups_from_table",
-    "groups_to_table",
-    "table_from_ipc",
-    "table_to_ipc",
 ]
 
 SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
@@ -139,6 +136,19 @@ TEACHER_TOKENS: dict[str, pa.DataType] = {
 completion's that the teacher finds most probable. Each trajectory has K for its first token, then K
 for its second, and so on. Empty where the teacher failed."""
 
+BASELINE_COLUMNS: dict[str, pa.DataType] = {
+    "baseline_text": pa.string(),
+    "baseline_ids": pa.list_(pa.int32()),
+    "baseline_logprobs": pa.list_(pa.float32()),
+    "baseline_versions": pa.list_(SPAN),
+    "baseline_finish_reason": pa.string(),
+    "baseline_reward": pa.float32(),
+}
+"""Columns of runs with `algorithm.advantage: remax`: the group's greedy completion, which is scored
+and never trained. Scoring adds its reward, null if there is none, and BASELINE_PARTS_COLUMN."""
+BASELINE_PARTS_COLUMN: Final = "baseline_reward_parts"
+"""The baseline's rewards by function: a struct<NAME: float32, …>."""
+
 NO_TEACHER: Final = "no_teacher"
 """Status of a trajectory that the teacher could not score."""
 STATUSES = ("ok", "unscored", "bad_logprob", "over_long", "no_token", NO_TEACHER)
@@ -150,6 +160,8 @@ ADDED_COLUMNS = {
     *SCORED_COLUMNS,
     *TEACHER_COLUMNS,
     *TEACHER_TOKENS,
+    *BASELINE_COLUMNS,
+    BASELINE_PARTS_COLUMN,
     "reward_parts",
     REFERENCE_COLUMN,
     REFERENCE_VERSION_COLUMN,
@@ -199,6 +211,14 @@ class GroupRow(TypedDict):
     reference_logprobs: NotRequired[Sequence[Sequence[float]] | None]
     reference_version: NotRequired[int | None]
     token_rewards: NotRequired[Sequence[Sequence[float] | None] | None]
+    baseline_text: NotRequired[str | None]
+    """Null, as are the following columns, in a group without a baseline."""
+    baseline_ids: NotRequired[Sequence[int]]
+    baseline_logprobs: NotRequired[Sequence[float]]
+    baseline_versions: NotRequired[Sequence[SpanRow]]
+    baseline_finish_reason: NotRequired[str]
+    baseline_reward: NotRequired[float | None]
+    baseline_reward_parts: NotRequired[Mapping[str, float | None] | None]
 
 
 class ReferenceLogprobs(NamedTuple):
@@ -307,6 +327,17 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True)
+class Baseline:
+    """The greedy completion of a group's prompt. It is scored like the trajectories, and is none of
+    them: it has no loss, no advantage and no status. Its versions count in the group's
+    staleness."""
+
+    completion: Completion
+    reward: float | None = None
+    reward_parts: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """The sibling trajectories of one prompt. `failure` says why scoring dropped the group; None if
     it did not."""
@@ -322,6 +353,8 @@ class Group:
     reference_version: int | None = None
     """The version of the reference policy that scored the group. None: there is none, or it
     failed."""
+    baseline: Baseline | None = None
+    """None in a run without baselines."""
 
     @property
     def ordinal(self) -> int:
@@ -329,11 +362,10 @@ class Group:
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest token version among the trajectories; None if no trajectory has a token."""
-        return min(
-            (t.oldest_version for t in self.trajectories if t.oldest_version is not None),
-            default=None,
-        )
+        """Oldest token version among the trajectories and the baseline; None without a token."""
+        made = [trajectory.completion for trajectory in self.trajectories]
+        made += [self.baseline.completion] if self.baseline is not None else []
+        return min((span.version for one in made for span in one.versions), default=None)
 
 
 def check_spans(spans: Sequence[VersionSpan], tokens: int) -> None:
@@ -350,28 +382,6 @@ def check_spans(spans: Sequence[VersionSpan], tokens: int) -> None:
         raise ValueError(f"version spans cover {at} of {tokens} tokens")
 
 
-def groups_to_table(groups: Sequence[Group]) -> pa.Table:
-    """An Arrow table with one row per group. It has the scored columns if the groups are scored;
-    either all groups are, or none."""
-    if not groups:
-        raise ValueError("a table needs at least one group")
-    scored = groups[0].scored_at is not None
-    columns: dict[str, list[object]] = {name: [] for name in COLUMNS}
-    for group in groups:
-        for name, value in _row(group).items():
-            columns[name].append(value)
-    arrays = {name: pa.array(values, COLUMNS[name]) for name, values in columns.items()}
-    if scored:
-        arrays |= _scored_arrays(groups)
-    fields = [pa.field(name, array.type) for name, array in arrays.items()]
-    schema = groups[0].prompt.schema
-    for name in groups[0].prompt.columns:
-        known = schema.field(name) if schema is not None else None
-        arrays[name] = encode_column([group.prompt.columns[name] for group in groups], known)
-        fields.append(known or pa.field(name, arrays[name].type))
-    return pa.Table.from_arrays(list(arrays.values()), schema=pa.schema(fields))
-
-
 TRAJECTORY_COLUMNS = (
     "index",
     "completion",
@@ -386,132 +396,3 @@ TRAJECTORY_COLUMNS = (
     "completion_tokens",
 )
 """Columns that `asyncrl.open_run(…).trajectories()` adds."""
-
-
-def table_to_ipc(table: pa.Table) -> pa.Buffer:
-    """The table as an Arrow IPC stream. Ray's own pickling takes milliseconds for columns nested
-    this deeply, even for a few rows."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue()
-
-
-def table_from_ipc(stream: pa.Buffer) -> pa.Table:
-    """The inverse of `table_to_ipc`, without a copy: the table uses the stream's memory."""
-    return pa.ipc.open_stream(stream).read_all()
-
-
-def groups_from_table(table: pa.Table) -> list[Group]:
-    """The inverse of `groups_to_table`: exactly the same groups."""
-    names = [name for name in table.column_names if name not in ADDED_COLUMNS]
-    schema = table.select(names).schema
-    return [
-        _group(cast("GroupRow", row), {name: row[name] for name in names}, schema)
-        for row in row_values(table)
-    ]
-
-
-def _row(group: Group) -> GroupRow:
-    completions = [trajectory.completion for trajectory in group.trajectories]
-    return {
-        "attempt": group.attempt,
-        "ordinal": group.ordinal,
-        "epoch": group.prompt.epoch,
-        "prompt_text": group.prompt.text,
-        "prompt_ids": group.prompt.token_ids,
-        "completion_text": [c.text for c in completions],
-        "completion_ids": [c.token_ids for c in completions],
-        "loss_mask": [t.loss_mask for t in group.trajectories],
-        "logprobs": [c.logprobs for c in completions],
-        "versions": [
-            [{"version": s.version, "start": s.start, "end": s.end} for s in c.versions]
-            for c in completions
-        ],
-        "finish_reason": [c.finish_reason for c in completions],
-        "replica": group.replica,
-        "started_at": group.started_at,
-        "finished_at": group.finished_at,
-    }
-
-
-def _scored_arrays(groups: Sequence[Group]) -> dict[str, pa.Array]:
-    columns = {
-        "reward": [[t.reward for t in group.trajectories] for group in groups],
-        "advantage": [[t.advantage for t in group.trajectories] for group in groups],
-        "status": [[t.status for t in group.trajectories] for group in groups],
-        "failure": [group.failure for group in groups],
-        "scored_at": [group.scored_at for group in groups],
-    }
-    arrays = {name: pa.array(values, SCORED_COLUMNS[name]) for name, values in columns.items()}
-    names = list(groups[0].trajectories[0].reward_parts)
-    parts = [[dict(t.reward_parts) for t in group.trajectories] for group in groups]
-    if groups[0].trajectories[0].reference_logprobs is not None:
-        arrays[REFERENCE_COLUMN] = pa.array(
-            [[t.reference_logprobs for t in group.trajectories] for group in groups],
-            REFERENCE_LOGPROBS,
-        )
-    if any(group.reference_version is not None for group in groups):
-        arrays[REFERENCE_VERSION_COLUMN] = pa.array(
-            [group.reference_version for group in groups], REFERENCE_VERSION
-        )
-    if any(t.token_rewards is not None for group in groups for t in group.trajectories):
-        arrays[TOKEN_REWARDS_COLUMN] = pa.array(
-            [[t.token_rewards for t in group.trajectories] for group in groups], TOKEN_REWARDS
-        )
-    if names:
-        arrays["reward_parts"] = pa.array(parts, reward_parts_type(names))
-    return arrays
-
-
-def reward_parts_type(names: Sequence[str]) -> pa.DataType:
-    """The Arrow type of `reward_parts` for these reward functions."""
-    return pa.list_(pa.struct([(name, pa.float32()) for name in names]))
-
-
-def _group(row: GroupRow, columns: Mapping[str, object], schema: pa.Schema) -> Group:
-    prompt = Prompt(
-        row["ordinal"], row["epoch"], row["prompt_text"], tuple(row["prompt_ids"]), columns, schema
-    )
-    return Group(
-        attempt=row["attempt"],
-        prompt=prompt,
-        trajectories=tuple(_trajectory(row, index) for index in range(len(row["completion_ids"]))),
-        replica=row["replica"],
-        started_at=row["started_at"],
-        finished_at=row["finished_at"],
-        scored_at=row.get("scored_at"),
-        failure=row.get("failure"),
-        reference_version=row.get(REFERENCE_VERSION_COLUMN),
-    )
-
-
-def _trajectory(row: GroupRow, index: int) -> Trajectory:
-    completion = Completion(
-        token_ids=tuple(row["completion_ids"][index]),
-        logprobs=tuple(row["logprobs"][index]),
-        versions=tuple(VersionSpan(**span) for span in row["versions"][index]),
-        finish_reason=row["finish_reason"][index],
-        text=row["completion_text"][index],
-    )
-    parts, references, tokens = (
-        row.get("reward_parts"),
-        row.get(REFERENCE_COLUMN),
-        row.get(TOKEN_REWARDS_COLUMN),
-    )
-    if "status" not in row:
-        return Trajectory(completion, tuple(row["loss_mask"][index]))
-    return Trajectory(
-        completion,
-        tuple(row["loss_mask"][index]),
-        reward=row["reward"][index],
-        reward_parts=dict(parts[index]) if parts else {},
-        advantage=row["advantage"][index],
-        status=row["status"][index],
-        reference_logprobs=tuple(references[index]) if references else None,
-        token_rewards=_tuple(tokens[index]) if tokens else None,
-    )
-
-
-def _tuple(values: Sequence[float] | None) -> tuple[float, ...] | None:
-    return None if values is None else tuple(values)

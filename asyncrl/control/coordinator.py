@@ -13,6 +13,12 @@ With several replicas, an evaluation reserves one. That replica keeps its versio
 continues to the others. With a single replica, publishing waits for the evaluation. With
 `evaluate_in_flight`, publishing never waits, and versions may change during an evaluation.
 
+With `colocate`, generators and learner use the same devices and take turns. In the learner's turn
+the generators rest: no group is admitted, no evaluation runs, and unfinished completions stay as
+they are. The learner steps, saves and gathers. Then publishing applies the version to the resting
+generators, wakes them, and so gives them the turn. The learner's next turn waits for a batch and
+for the evaluations that are due.
+
 If a loop that should never end does end, the run fails. Everything runs on one event loop. Nothing
 here imports Ray, vLLM or DeepSpeed, so a whole run on fakes takes milliseconds.
 """
@@ -21,10 +27,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from asyncrl.contracts.errors import EvaluationLostError, RolloutFailedError
 from asyncrl.contracts.messages import Manifest, PushReport, Scored, StepResult
@@ -46,7 +52,13 @@ from asyncrl.control.concurrency import Concurrency
 from asyncrl.control.staleness import Staleness
 from asyncrl.runtime.failures import unforeseen
 
-__all__ = ["Coordinator", "LogprobCheck", "Parts", "Schedule"]
+__all__ = ["Coordinator", "LearnerTurn", "LogprobCheck", "Parts", "Schedule"]
+
+Turn: TypeAlias = Literal["generators", "going to rest", "learner", "publishing"]
+"""Whose turn it is with `colocate`. "going to rest": the learner's, once all replicas rest."""
+
+LearnerTurn: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
+"""A context in which the learner may compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +89,8 @@ class Schedule:
     evaluate_in_flight: bool = False
     """Evaluate while versions change: an evaluation reserves no replica and does not block
     publishing."""
+    colocate: bool = False
+    """Generators and learner use the same devices and take turns. Needs a staleness bound of 0."""
 
 
 class LogprobCheck(Protocol):
@@ -86,8 +100,9 @@ class LogprobCheck(Protocol):
         """Compute the learner's log-probs. Called between two steps."""
         ...
 
-    async def after_commit(self, version: int) -> Mapping[str, float]:
-        """Compute the generators' log-probs and return metrics of the difference.
+    async def after_commit(self, version: int, learner_turn: LearnerTurn) -> Mapping[str, float]:
+        """Compute the generators' log-probs and return metrics of the difference. The learner
+        computes only within `learner_turn`.
 
         Raises:
             RuntimeError: the difference exceeds the tolerance.
@@ -158,10 +173,13 @@ class Coordinator:
         self.evaluation: UnderEvaluation | None = None
         self.evaluation_lost = False
         """Whether the last evaluation lost its replica."""
+        self.turn: Turn = "generators"
         self.learning_done = False
         self.publishing_done = False
         self.evaluations_due = {0} if state.version == 0 else set(state.evaluations_due)
         self._condition = asyncio.Condition()
+        self._turn_times: dict[str, float] = {}
+        """Seconds in which the turn changed hands since the last step."""
         self._given_up: list[int] = []
         """Groups dropped while they waited to be scored. Their rollout worker may forget them."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -170,7 +188,11 @@ class Coordinator:
     async def run(self) -> RunProgress:
         """Train to the last version, then commit and evaluate it. An exception that ends a loop
         early is raised."""
-        endless = {"rollouts": self._rollouts, "scoring": self._scoring}
+        endless = {
+            "rollouts": self._rollouts,
+            "scoring": self._scoring,
+            "watching": self.parts.learner.watch,
+        }
         finite = {
             "learning": self._learning,
             "publishing": self._publishing,
@@ -223,6 +245,8 @@ class Coordinator:
         ) * staleness.groups_per_step + staleness.over_sampling
         if progress.committed < self.first_version or len(self.buffer) >= needed:
             return False
+        if self.turn != "generators":
+            return False
         limit = self.parts.concurrency
         if limit is not None and not limit.may_run(self.buffer.running):
             return False
@@ -248,7 +272,7 @@ class Coordinator:
                 and not self._shared(finished.load.replica)
             ):
                 self.parts.concurrency.observe(finished.load, self.buffer.running)
-            self.progress.generated_tokens += finished.tokens
+            self.progress.generated_tokens += finished.tokens + finished.baseline_tokens
             self.buffer.finished(prompt.ordinal, finished.oldest_version, finished.tokens)
             self.books.running(self.buffer.running)
 
@@ -305,7 +329,7 @@ class Coordinator:
                 f"usable trajectories: {scored.usable}, fewer than {self.schedule.least_usable};"
                 f" masked: {masked or 'none'}",
             )
-        elif self.schedule.filter_zero_variance and len(set(scored.rewards)) == 1:
+        elif self.schedule.filter_zero_variance and scored.equal_rewards:
             self._end(scored.ordinal, "filtered", "zero variance")
         else:
             self.buffer.add_scored(scored)
@@ -323,7 +347,9 @@ class Coordinator:
                     "stale: it waited in the checkpoint, and max_staleness or the batch is smaller"
                     " now",
                 )
+        await self._take_turn()
         await self._gather()
+        await self._end_turn()
         async with self._when(lambda: self.progress.committed >= self.first_version):
             # The first check needs the learner at this version, but restored groups could start a
             # step at once.
@@ -332,8 +358,10 @@ class Coordinator:
             self.progress.phase = "training"
             clock = asyncio.get_running_loop().time
             started = clock()
-            batch, gathering = await self._next_batch()
-            waited, began = clock() - started - gathering, clock()
+            batch, occupied = await self._next_batch()
+            await self._take_turn()
+            occupied += self._turn_times.get("time/rest_s", 0.0)
+            waited, began = clock() - started - occupied, clock()
             self.progress.learner_waited_s += waited
             result = await self.parts.learner.step(batch)
             trained_at = self.progress.version
@@ -360,6 +388,7 @@ class Coordinator:
                 await self._save_if_due()
             if self._gather_due():
                 await self._gather()
+            await self._end_turn()
         while self.gathered < self.progress.version:
             async with self._when(self._gather_due):
                 pass
@@ -423,7 +452,8 @@ class Coordinator:
         if result.applied:
             progress.version += 1
             self._drop_stale()
-        return {**metrics, **times, **self._slots(), **self.books.since_last_step()}
+        turn_times, self._turn_times = self._turn_times, {}
+        return {**metrics, **times, **turn_times, **self._slots(), **self.books.since_last_step()}
 
     def _slots(self) -> dict[str, object]:
         """Metrics of the groups in each state, and of the concurrency limit."""
@@ -516,18 +546,16 @@ class Coordinator:
 
     async def _publishing(self) -> None:
         while True:
-            async with self._when(
-                lambda: (
-                    not self.publishing_blocked
-                    and (self.in_publication is not None or self.learning_done)
-                )
-            ):
+            async with self._when(self._may_publish):
                 manifest = self.in_publication
             if manifest is None:
                 break
             report = await self._push(manifest)
+            await self._wake_generators()
             if self.parts.check is not None and self._check_due(manifest.version):
-                metrics = await self.parts.check.after_commit(manifest.version)
+                metrics = await self.parts.check.after_commit(
+                    manifest.version, self._generators_rest
+                )
                 self.books.record("logprob_check", manifest.version, metrics)
             async with self._changing():
                 self.progress.committed = report.version
@@ -537,6 +565,13 @@ class Coordinator:
             self.books.push(report)
         async with self._changing():
             self.publishing_done = True
+
+    def _may_publish(self) -> bool:
+        if self.in_publication is None:
+            return self.learning_done
+        if self.schedule.colocate:
+            return self.turn == "publishing"
+        return not self.publishing_blocked
 
     async def _push(self, manifest: Manifest) -> PushReport:
         """Push a version, with one retry. A second failure ends the run."""
@@ -611,7 +646,7 @@ class Coordinator:
         in_flight, last = self.schedule.evaluate_in_flight, version >= self.schedule.max_steps
         replica = (
             None
-            if in_flight or last or self.evaluation_lost
+            if in_flight or last or self.evaluation_lost or self.schedule.colocate
             else await self.parts.weights.hold(version)
         )
         try:
@@ -631,6 +666,62 @@ class Coordinator:
 
     def _evaluation_due(self) -> bool:
         return any(due <= self.progress.committed for due in self.evaluations_due)
+
+    # turns of `colocate`: generators → learner → publishing → generators. Without it, the turn
+    # stays with the generators, and nothing rests.
+
+    async def _take_turn(self) -> None:
+        """Begin the learner's turn, once the generators' last version has been checked and every
+        evaluation that is due has ended."""
+        if not self.schedule.colocate:
+            return
+        async with self._when(
+            lambda: (
+                self.in_publication is None
+                and self.evaluation is None
+                and not self._evaluation_due()
+            )
+        ):
+            self.turn = "going to rest"
+        await self._rest_generators()
+        async with self._changing():
+            self.turn = "learner"
+
+    async def _end_turn(self) -> None:
+        """End the learner's turn: with the publication of what it gathered, or, after a skipped
+        step, with the generators' turn."""
+        if not self.schedule.colocate:
+            return
+        if self.in_publication is None:
+            await self._wake_generators()
+        else:
+            async with self._changing():
+                self.turn = "publishing"
+
+    async def _rest_generators(self) -> None:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        await self.parts.weights.rest()
+        self._turn_times["time/rest_s"] = clock() - started
+
+    async def _wake_generators(self) -> None:
+        if not self.schedule.colocate:
+            return
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        await self.parts.weights.wake()
+        self._turn_times["time/wake_s"] = clock() - started
+        async with self._changing():
+            self.turn = "generators"
+
+    @asynccontextmanager
+    async def _generators_rest(self) -> AsyncIterator[None]:
+        """Let the learner compute in the middle of the generators' turn. Nothing else generates
+        then, because a version is in publication."""
+        if self.schedule.colocate:
+            await self._rest_generators()
+        yield
+        await self._wake_generators()
 
     # shared by the loops
 

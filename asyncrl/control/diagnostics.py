@@ -39,7 +39,20 @@ def batch_metrics(
     for name in dict.fromkeys(name for scored in batch for name in scored.reward_parts):
         known = [scored.reward_parts[name] for scored in batch if name in scored.reward_parts]
         metrics[f"reward/{name}"] = sum(known) / len(known)
-    return metrics | _by_source(batch) | _reference_age(batch, version)
+    return metrics | _by_source(batch) | _reference_age(batch, version) | _baselines(batch)
+
+
+def _baselines(batch: Sequence[Scored]) -> dict[str, float | list[int]]:
+    """Means over the groups' baselines. Empty without baselines."""
+    known = [scored.baseline for scored in batch if scored.baseline is not None]
+    rewards = [baseline.reward for baseline in known if baseline.reward is not None]
+    if not rewards:
+        return {}
+    return {
+        "baseline/reward": sum(rewards) / len(rewards),
+        "baseline/tokens": sum(baseline.tokens for baseline in known) / len(known),
+        "baseline/truncated_ratio": sum(baseline.truncated for baseline in known) / len(known),
+    }
 
 
 def _reference_age(batch: Sequence[Scored], version: int) -> dict[str, float | list[int]]:
@@ -63,7 +76,7 @@ def scoring_metrics(arrived: Sequence[Scored]) -> dict[str, float]:
     """Metrics of all groups that were scored since the previous step, including those that were
     filtered or dropped. NaN if there are none."""
     trajectories = _trajectories(arrived)
-    zero_variance = sum(len(set(scored.rewards)) == 1 for scored in arrived)
+    zero_variance = sum(scored.equal_rewards for scored in arrived)
     counts = {status: sum(scored.masked.get(status, 0) for scored in arrived) for status in MASKED}
     shares = {
         f"rollout/{status}_ratio": count / trajectories if trajectories else math.nan
@@ -81,6 +94,10 @@ def scoring_metrics(arrived: Sequence[Scored]) -> dict[str, float]:
     shares |= {f"reward/{name}/unscored_ratio": share for name, share in unscored.items()}
     if unscored:
         shares["reward/unscored_ratio"] = max(unscored.values())
+    baselines = [scored.baseline for scored in arrived if scored.baseline is not None]
+    if baselines:
+        missing = sum(baseline.reward is None for baseline in baselines)
+        shares["baseline/missing_ratio"] = missing / len(baselines)
     return (
         shares
         | {"reward/zero_variance_ratio": zero_variance / len(arrived) if arrived else math.nan}

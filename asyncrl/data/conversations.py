@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from asyncrl.data.form_rows import Chat, MalformedError, Text
 from asyncrl.text.stops import chat_end_token
 from asyncrl.text.template import MessagesError, marked_messages, marks_turns, render_messages
-from asyncrl.text.tokenizer import decode_prompt, encode_prompts
+from asyncrl.text.tokenizer import decode, decode_prompt, encode_continuations, encode_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,7 +113,7 @@ class Encoder:
 
     def _apart(self, completion: str) -> list[int]:
         """A completion as if it had been generated, token by token, after its prompt."""
-        return self._with_end(self.tokenizer(completion, add_special_tokens=False)["input_ids"])
+        return self._with_end(encode_continuations(self.tokenizer, [completion])[0])
 
     def _with_end(self, ids: list[int]) -> list[int]:
         """The tokens with exactly one EOS at the end."""
@@ -276,15 +276,31 @@ class Encoder:
         mask[added] = True
         self._count("end_added", bool(added))
 
+    def until_end(self, tokens: Tokens) -> Tokens:
+        """A chat without targets after the end of its last turn. A policy's own completions lack
+        the line end or EOS that some templates write there."""
+        if self._turn_end is None:
+            return tokens
+        ends = np.flatnonzero((tokens.ids == self._turn_end) & tokens.mask)
+        after = int(ends[-1]) + 1 if len(ends) else len(tokens.ids)
+        if decode(self.tokenizer, tokens.ids[after:].tolist()).strip():
+            return tokens  # the template writes no end of the last turn
+        return replace(tokens, mask=tokens.mask & (np.arange(len(tokens.ids)) < after))
+
     @functools.cached_property
     def _ends(self) -> set[int | None]:
         """Tokens that end a turn."""
-        return {self.tokenizer.eos_token_id, chat_end_token(self.tokenizer)}
+        return {self.tokenizer.eos_token_id, self._turn_end}
+
+    @functools.cached_property
+    def _turn_end(self) -> int | None:
+        return chat_end_token(self.tokenizer)
 
     def _without_last_end(self, part: list[int], whole: Sequence[int]) -> list[int]:
         """A beginning of a chat without the EOS with which some templates end every chat."""
-        ends = part[-1:] == [self.tokenizer.eos_token_id] and whole[len(part) - 1] != part[-1]
-        return part[:-1] if ends and len(part) <= len(whole) else part
+        if len(part) > len(whole) or part[-1:] != [self.tokenizer.eos_token_id]:
+            return part
+        return part if whole[len(part) - 1] == part[-1] else part[:-1]
 
     def _prove(self, part: Sequence[int], whole: Sequence[int], reason: str, what: str) -> None:
         """Raise MalformedError unless the tokens of a part are the first tokens of the whole."""

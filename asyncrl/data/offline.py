@@ -21,7 +21,13 @@ from asyncrl.data.form_rows import REASONS, Chat, MalformedError, ParsedRow, Sid
 from asyncrl.data.forms import Form, form_of, wanted_columns
 from asyncrl.data.length_limits import Cuts
 from asyncrl.data.offline_checks import check_settings, idle_settings, target_of, template_notes
-from asyncrl.data.offline_report import OfflineReport, Tally, count_notes, marked_text
+from asyncrl.data.offline_report import (
+    OfflineReport,
+    Tally,
+    count_notes,
+    label_note,
+    marked_text,
+)
 from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
 from asyncrl.data.prompts import ROWS_PER_CHECK
 from asyncrl.data.recorded import RecordedGroups
@@ -198,7 +204,9 @@ class OfflineRows:
                 raise found
             if isinstance(side, Text) and side.prompt is not None and not found.prompt:
                 raise MalformedError("no_prompt")
-            good.append(found)
+            scored = isinstance(side, Chat) and self._objective == "reward_model"
+            self._check_vocabulary(found)
+            good.append(self._encoder.until_end(found) if scored else found)
         if len(good) == 2:
             first = row.sides[0]
             implicit = isinstance(first, Text) and first.prompt is None
@@ -209,6 +217,16 @@ class OfflineRows:
                 yield EncodedRow(number, (tokens,), label)
         else:
             yield example
+
+    def _check_vocabulary(self, tokens: Tokens) -> None:
+        """Raise MalformedError for a token that the model has no embedding of."""
+        size, highest = self._spec.vocabulary, int(tokens.ids.max(initial=0))
+        if size is not None and highest >= size:
+            raise MalformedError(
+                "vocabulary",
+                f"{decode_prompt(self._encoder.tokenizer, [highest])!r} has the id {highest}, and"
+                f" the model has ids from 0 to {size - 1}",
+            )
 
     def _recorded(self, block: Block) -> Iterator[EncodedRow]:
         if self._spec.loss_on not in ("auto", "completion"):
@@ -344,6 +362,7 @@ class OfflineRows:
             for place, source in enumerate(self._sources)
         ]
         notes = [*(self._notes or ()), *count_notes(self._encoder.counts)]
+        notes += label_note(tally.labels)
         forms = []
         for place, (form, source) in enumerate(zip(self._forms, sources, strict=False)):
             kinds = {"text": "strings", "chat": "chats"}

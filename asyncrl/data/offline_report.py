@@ -14,7 +14,7 @@ from asyncrl.data.form_rows import REASONS, MalformedError
 from asyncrl.data.length_limits import Cuts
 from asyncrl.data.sources import SourceRows
 
-__all__ = ["LeftOut", "OfflineReport", "Tally", "count_notes", "marked_text"]
+__all__ = ["LeftOut", "OfflineReport", "Tally", "count_notes", "label_note", "marked_text"]
 
 MARKS = ("⟦", "⟧")
 """Put around the trained tokens where a row is shown."""
@@ -123,6 +123,8 @@ class Tally:
     targets: int = 0
     longest: int = 0
     rows_of_source: dict[int, int] = field(default_factory=dict)
+    labels: dict[bool, int] = field(default_factory=dict)
+    """Label → rows with it (KTO)."""
     first: tuple[str, ...] = ()
     _hash: hashlib._Hash = field(default_factory=hashlib.sha256)
 
@@ -136,6 +138,8 @@ class Tally:
         for row in rows:
             self.longest = max(self.longest, row.length)
             self._hash.update(repr(row.label).encode())
+            if row.label is not None:
+                self.labels[row.label] = self.labels.get(row.label, 0) + 1
             for side in row.sides:
                 self.tokens += len(side.ids)
                 self.targets += int(side.mask.sum())
@@ -176,6 +180,14 @@ class Tally:
             first=self.first,
             digest=self.digest,
         )
+
+
+def label_note(labels: Mapping[bool, int]) -> list[str]:
+    """The counts of KTO's labels in words."""
+    if not labels:
+        return []
+    text = f"labels: {labels.get(True, 0)} true, {labels.get(False, 0)} false"
+    return [text if len(labels) == 2 else f"{text}; with one label, nothing is compared"]
 
 
 def marked_text(tokens: Tokens, decode: Callable[[Sequence[int]], str]) -> str:

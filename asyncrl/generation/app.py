@@ -79,10 +79,10 @@ def build_app(args: GeneratorApp, replica: type[Generator] | None = None) -> ser
     generator = args.generator
     options: dict[str, object] = {
         "num_cpus": generator.num_cpus,
-        "runtime_env": {"env_vars": engine_environment(generator.device)},
+        "runtime_env": {"env_vars": engine_environment(generator.device, generator.num_threads)},
     }
     if generator.device == "cuda":
-        options["num_gpus"] = 1
+        options["num_gpus"] = generator.tensor_parallel_size
     routing: dict[str, Any] = {
         "request_router_class": VersionRouter,
         "request_routing_stats_period_s": ROUTING_S,

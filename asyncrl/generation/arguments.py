@@ -32,8 +32,11 @@ __all__ = [
 ]
 
 
-def engine_environment(device: str) -> dict[str, str]:
+def engine_environment(device: str, num_threads: int = 1) -> dict[str, str]:
     """Environment variables of a process that runs an engine; its child processes inherit them.
+
+    Args:
+        num_threads: torch threads of each worker process on CPU.
 
     The user's variables for torch, vLLM and similar libraries pass through
     (`asyncrl.runtime.environment`), unless asyncrl needs another value.
@@ -48,12 +51,13 @@ def engine_environment(device: str) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device == "cpu":
-        # One thread per engine: two replicas share two cores with the learner, and vLLM would pin
-        # its threads to cores. Without TORCH_COMPILE_DISABLE, the first generation runs a C++
-        # compiler for one small kernel of the sampler, for about 15 s.
+        # vLLM would pin its threads to cores, and idle threads would spin; replicas and learner
+        # share the cores. Without TORCH_COMPILE_DISABLE, the first generation runs a C++ compiler
+        # for one small kernel of the sampler, for about 15 s.
         defaults = {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": str(num_threads),
+            "OMP_WAIT_POLICY": "passive",
             "TORCH_COMPILE_DISABLE": "1",
         }
         return defaults | passed_on(os.environ) | required
@@ -93,11 +97,16 @@ def engine_config(app: GeneratorApp) -> tuple[VllmConfig, type[Executor]]:
         # A version is loaded before its first request. Without this room it would push one out of
         # memory that running requests use.
         arguments.max_cpu_loras = app.max_loras + 1
+    workers = generator.tensor_parallel_size
+    arguments.tensor_parallel_size = workers
+    if workers > 1:
+        # By default vLLM would use Ray here, because a replica is in a placement group.
+        arguments.distributed_executor_backend = "mp"
     if generator.device != "cpu":
         arguments.gpu_memory_utilization = generator.gpu_memory_utilization
         config = arguments.create_engine_config()
         return config, Executor.get_class(config)
-    arguments.kv_cache_memory_bytes = generator.kv_cache_memory_bytes
+    arguments.kv_cache_memory_bytes = generator.kv_cache_memory_bytes // workers
     arguments.enforce_eager = True
     # A chunked prefill of a seeded request, as in a recompute of many requests, makes vLLM rewind a
     # random generator. A CPU generator of torch cannot be rewound, so the engine would die.
@@ -106,6 +115,8 @@ def engine_config(app: GeneratorApp) -> tuple[VllmConfig, type[Executor]]:
         # vLLM caches the state of a prefix only with chunked prefill.
         arguments.enable_prefix_caching = False
     config = arguments.create_engine_config()
+    if workers > 1:
+        return config, Executor.get_class(config)
     # By default vLLM runs a CPU worker in a separate process, to bind its threads. These threads
     # are not bound. One process saves an import of vLLM, and the core that polling between the two
     # processes takes.
@@ -162,6 +173,13 @@ def stream_params(request: GenerateRequest, stops: Stops, details: Details) -> S
     params.prompt_logprobs = details.top if details.prompt else None
     params.output_kind = RequestOutputKind.FINAL_ONLY if details.whole else RequestOutputKind.DELTA
     return params
+
+
+def greedy(request: GenerateRequest) -> GenerateRequest:
+    """The request for the prompt's greedy completion, with the limits and stops of this one."""
+    return replace(
+        request, n=1, temperature=0.0, seed=None, top_p=1.0, top_k=0, min_p=0.0, baseline=False
+    )
 
 
 def sibling_params(params: SamplingParams, index: int) -> SamplingParams:

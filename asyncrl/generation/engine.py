@@ -13,7 +13,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from asyncrl.generation.adapters import Adapter, Adapters
 from asyncrl.generation.ahead import AheadProcess, fatal_error, handed_to_vllm, import_engine
 from asyncrl.generation.arguments import (
     engine_config,
+    greedy,
     sampling_params,
     scoring_params,
     sibling_params,
@@ -48,7 +49,8 @@ from asyncrl.text.stops import Stops, load_stops, special_token
 from asyncrl.text.streaming import TextStream
 from asyncrl.text.tokenizer import load_tokenizer, refuse_lossy, tokenizer_hash
 from asyncrl.weights.engine import STACKS
-from asyncrl.weights.staging import Staged
+from asyncrl.weights.fingerprint import joined_fingerprints
+from asyncrl.weights.staging import Staged, sweep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,7 +128,10 @@ class Engine:
         self._llm: AsyncLLM | None = None
         self._ids = itertools.count()
         self._open = asyncio.Event()
-        """Set while the engine takes requests: after the start, and between updates."""
+        """Set while the engine takes requests: after the start, between updates, and not while it
+        rests."""
+        self._rests = False
+        """Whether the engine rests (see `rest`)."""
         self._processes: list[psutil.Process] = []
         self._temporary: TemporaryPlace | None = None
         """Temporary files and sockets of vLLM and this process. The engine's processes also write
@@ -248,7 +253,8 @@ class Engine:
         return max(map(len, self._running().get_tokenizer().get_vocab()))
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        """Return n completions of one prompt.
+        """Return n completions of one prompt, and then the greedy one if the request has a
+        baseline.
 
         Raises:
             GenerationTimeoutError: not done within `deadline_s` seconds; aborted.
@@ -287,6 +293,7 @@ class Engine:
         deadline = time.monotonic() + request.deadline_s
         try:
             async with asyncio.timeout(request.deadline_s):
+                await self._open.wait()
                 await self._adapters.wait_for_slot()
         except TimeoutError:
             raise _late(request) from None
@@ -326,7 +333,7 @@ class Engine:
         Generation pauses while they are computed."""
         llm, held = self._running(), dict[str, Sequence[float]]()
         with self._adapters.using(llm) as adapter:
-            held |= (await llm.collective_rpc("held_fingerprints"))[0]
+            held |= joined_fingerprints(await llm.collective_rpc("held_shards"))
             if adapter is not None:
                 of = (adapter.id, adapter.scale)
                 held |= (await llm.collective_rpc("held_adapter", args=of))[0]
@@ -384,6 +391,39 @@ class Engine:
         self.version = version
         return {"pause_s": 0.0, "apply_s": time.monotonic() - began, "in_flight": float(older)}
 
+    @property
+    def rests(self) -> bool:
+        """Whether the engine rests."""
+        return self._rests
+
+    async def rest(self) -> None:
+        """Generate nothing until `wake`, so that other processes can use the device. Requests in
+        progress stay as they are (with `in_flight: drain` they end first), and new ones wait.
+        Versions are applied meanwhile.
+
+        Raises:
+            RuntimeError: vLLM did not pause. The engine is unusable and must be replaced.
+        """
+        if self._rests:
+            return
+        self._open.clear()
+        with self._unusable_after("a rest failed"):
+            await self._pause()
+            self._rests = True
+
+    async def wake(self) -> None:
+        """End the rest. Does nothing if the engine does not rest.
+
+        Raises:
+            RuntimeError: vLLM did not resume. The engine is unusable and must be replaced.
+        """
+        if not self._rests:
+            return
+        with self._unusable_after("the end of a rest failed"):
+            await self._running().resume_generation()
+        self._rests = False
+        self._open.set()
+
     async def pause_empty(self) -> dict[str, float]:
         """Pause and resume without an update, to measure the least that an update costs."""
 
@@ -401,6 +441,7 @@ class Engine:
             await asyncio.to_thread(llm.shutdown, STOP_TIMEOUT_S)
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, STOP_TIMEOUT_S)
         self._kill(alive)
+        await asyncio.to_thread(sweep)  # killed workers leave their queues
         self._processes = []
         if self._temporary is not None:
             self._temporary.close()
@@ -455,29 +496,44 @@ class Engine:
         # New requests wait: they would be salted and counted under the old version.
         self._open.clear()
         started = time.monotonic()
-        try:
-            llm = self._running()
-            await llm.pause_generation(**PAUSE[self.app.generator.in_flight])
-            lengths = [tokens_so_far(s) for s in llm.output_processor.request_states.values()]
-            self.stats.count_pause(lengths, self.app.generator.in_flight == "recompute")
+        with self._unusable_after(failure):
+            in_flight = await self._pause()
             paused = time.monotonic()
             await work()
             applied = time.monotonic()
-            await llm.resume_generation()
-        except BaseException as error:
-            # The weights may be half old and half new, and vLLM cannot undo an update. So the
-            # engine must not generate from them, even after a cancellation.
-            self.broken = f"{failure}: {type(error).__name__}: {error}"
-            if not isinstance(error, Exception):
-                raise
-            raise RuntimeError(self.broken) from error
-        finally:
+            if not self._rests:
+                await self._running().resume_generation()
+        if not self._rests:
             self._open.set()
         return {
             "pause_s": time.monotonic() - started,
             "apply_s": applied - paused,
-            "in_flight": float(len(lengths)),
+            "in_flight": float(in_flight),
         }
+
+    async def _pause(self) -> int:
+        """Pause vLLM unless the engine rests. Returns the number of unfinished completions."""
+        llm, in_flight = self._running(), self.app.generator.in_flight
+        if not self._rests:
+            await llm.pause_generation(**PAUSE[in_flight])
+        lengths = [tokens_so_far(s) for s in llm.output_processor.request_states.values()]
+        self.stats.count_pause(lengths, in_flight == "recompute")
+        return len(lengths)
+
+    @contextlib.contextmanager
+    def _unusable_after(self, failure: str) -> Iterator[None]:
+        """If the body fails, record that the engine is unusable, and let waiting requests learn it.
+
+        After an update, the weights may be half old and half new, and vLLM cannot undo it. So the
+        engine must not generate, even after a cancellation."""
+        try:
+            yield
+        except BaseException as error:
+            self.broken = f"{failure}: {type(error).__name__}: {error}"
+            self._open.set()
+            if not isinstance(error, Exception):
+                raise
+            raise RuntimeError(self.broken) from error
 
     async def _score(self, prompt: list[int], completion: list[int]) -> tuple[float, ...]:
         """One pass over both, as a prompt. vLLM generates one more token, so the context must have
@@ -516,26 +572,36 @@ class Engine:
     async def _run(
         self, request: GenerateRequest, adapter: Adapter | None
     ) -> Sequence[CompletionOutput]:
-        prompt, params = list(request.prompt_ids), sampling_params(request, self._stops(request))
-        if not self._splits:
-            output = await self._last_output(prompt, params, self._salt(), adapter)
-            return sorted(output.outputs, key=lambda output: output.index)
-        siblings = [
-            asyncio.ensure_future(
-                self._last_output(prompt, sibling_params(params, index), self._salt(), adapter)
-            )
-            for index in range(request.n)
+        prompt, stops = list(request.prompt_ids), self._stops(request)
+        params = sampling_params(request, stops)
+        wanted = (
+            [sibling_params(params, index) for index in range(request.n)]
+            if self._splits
+            else [params]
+        )
+        if request.baseline:
+            wanted.append(sampling_params(greedy(request), stops))
+        parts = [
+            asyncio.ensure_future(self._last_output(prompt, part, self._salt(), adapter))
+            for part in wanted
         ]
         try:
-            return [output.outputs[0] for output in await asyncio.gather(*siblings)]
+            answers = await asyncio.gather(*parts)
         except asyncio.CancelledError:
             ended = [
-                sibling.result()
-                for sibling in siblings
-                if sibling.done() and not sibling.cancelled() and sibling.exception() is None
+                part.result()
+                for part in parts
+                if part.done() and not part.cancelled() and part.exception() is None
             ]
-            self.stats.count_aborted([len(output.outputs[0].token_ids) for output in ended])
+            self.stats.count_aborted(
+                [len(output.token_ids) for answer in ended for output in answer.outputs]
+            )
             raise
+        return [
+            output
+            for answer in answers
+            for output in sorted(answer.outputs, key=lambda output: output.index)
+        ]
 
     async def _last_output(
         self, prompt_ids: list[int], params: SamplingParams, salt: str, adapter: Adapter | None

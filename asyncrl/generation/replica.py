@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ray import serve
 
@@ -75,7 +75,7 @@ class Generator:
         """Since when the version registry has had newer weights while `_behind_at` has not
         changed."""
         self._lock = asyncio.Lock()
-        self._changes: set[asyncio.Future[None]] = set()
+        self._changes: set[asyncio.Future[Any]] = set()
         self._pending: dict[asyncio.Task[object], WeightsId] = {}
         """Runs' requests in progress, and the weights that each needs."""
         sweep()
@@ -88,6 +88,7 @@ class Generator:
             logger.warning(
                 "replica %s starts with the checkpoint's weights: %s", self.replica, error
             )
+        await self.follow_turn()
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Answer with weights at least as new as the request needs.
@@ -104,7 +105,14 @@ class Generator:
         started_at = steady_time()
         completions = await self._under_way(self.engine.generate(request), request.min_weights)
         load = self.engine.stats.load(self.replica)
-        return Generated(completions, self.replica, started_at, steady_time(), load)
+        return Generated(
+            completions[: request.n],
+            self.replica,
+            started_at,
+            steady_time(),
+            load,
+            baseline=completions[request.n] if request.baseline else None,
+        )
 
     async def stream(
         self, request: GenerateRequest, details: Details
@@ -169,8 +177,23 @@ class Generator:
         }
 
     async def abandon(self, run_id: str, attempt: int) -> None:
-        """Drop an attempt's requests, whose caller has ended."""
+        """Drop an attempt's requests, whose caller has ended, and end its rest."""
         self._give_up(lambda weights: (weights.run_id, weights.attempt) == (run_id, attempt))
+        if self.engine.rests:
+            await self.follow_turn()
+
+    async def follow_turn(self) -> bool:
+        """Rest if the version registry says that it is the learner's turn, and wake if it says
+        that it is not. Returns whether the engine rests."""
+
+        async def follow() -> bool:
+            async with self._lock:
+                turn = await self._ask_registry("learner_turn")
+                if turn is not None:
+                    await (self.engine.rest() if turn else self.engine.wake())
+                return self.engine.rests
+
+        return await self._to_the_end(follow())
 
     async def status(self) -> ReplicaStatus:
         """The state of this replica, its weights and its engine."""
@@ -179,6 +202,7 @@ class Generator:
             replica=self.replica,
             weights=self.weights,
             held=self.held,
+            rests=engine.rests,
             pid=os.getpid(),
             package=os.path.dirname(asyncrl.__file__),
             broken=engine.broken,
@@ -219,6 +243,7 @@ class Generator:
         """Called by Serve, which replaces the replica if this raises."""
         await self.engine.check()
         await self._refuse_to_stay_behind()
+        await self._follow_missed_turn()
         if self.held and await asyncio.to_thread(find_registry, self._registry_name) is None:
             self.held = False  # the job that held it has ended without `release`
 
@@ -238,16 +263,32 @@ class Generator:
                 f" although {newest} is published; Serve will replace it"
             )
 
+    async def _follow_missed_turn(self) -> None:
+        """Follow a turn whose announcement this replica missed, because Serve did not list it yet.
+        Does not wait for the engine."""
+        turn = await self._ask_registry("learner_turn")
+        if turn not in (None, self.engine.rests) and not self._lock.locked():
+            following = asyncio.ensure_future(self.follow_turn())
+            self._changes.add(following)
+            following.add_done_callback(self._followed)
+
+    def _followed(self, following: asyncio.Future[bool]) -> None:
+        self._changes.discard(following)
+        if not following.cancelled() and (error := following.exception()) is not None:
+            logger.warning("replica %s did not follow the turn: %s", self.replica, error)
+
     async def _newest_published(self) -> WeightsId | None:
         """The version registry's newest weights; None if it has none or does not answer."""
+        newest = await self._ask_registry("newest")
+        return None if newest is None else WeightsId(*newest)
+
+    async def _ask_registry(self, method: str) -> Any:
+        """The version registry's answer; None if there is none within REGISTRY_S."""
         registry = await asyncio.to_thread(find_registry, self._registry_name)
+        if registry is None:
+            return None
         with contextlib.suppress(*DEATHS, TimeoutError):
-            newest = (
-                None
-                if registry is None
-                else await asyncio.wait_for(registry.newest.remote(), REGISTRY_S)
-            )
-            return None if newest is None else WeightsId(*newest)
+            return await asyncio.wait_for(getattr(registry, method).remote(), REGISTRY_S)
         return None
 
     async def __del__(self) -> None:
@@ -297,10 +338,14 @@ class Generator:
             task.cancel()
 
     async def _take(self, manifest: Manifest) -> None:
-        change = asyncio.ensure_future(self._change(manifest))
+        await self._to_the_end(self._change(manifest))
+
+    async def _to_the_end(self, work: Coroutine[object, None, Answer]) -> Answer:
+        """The result of work on the engine that a cancellation must not stop halfway."""
+        change = asyncio.ensure_future(work)
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
-        await asyncio.shield(change)
+        return await asyncio.shield(change)
 
     async def _change(self, manifest: Manifest) -> None:
         async with self._lock:

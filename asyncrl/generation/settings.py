@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from asyncrl.config import GeneratorConfig, Section
 from asyncrl.config.derived import MOST_SEQUENCES, fetch_timeout, stall, start
 
-__all__ = ["GeneratorApp", "registry_name"]
+__all__ = ["GeneratorApp", "check_served_name", "registry_name"]
 
 
 class GeneratorApp(Section):
@@ -68,11 +68,7 @@ class GeneratorApp(Section):
                 f"generator.min_replicas = {self.generator.min_replicas} is a training job's"
                 " setting; leave it out, and set num_replicas"
             )
-        if self.served_name is not None and not self.http:
-            raise ValueError(
-                f"served_name = {self.served_name!r} needs http: true; set that, or leave"
-                " served_name out"
-            )
+        check_served_name(self.served_name, self.http)
         return self
 
     @property
@@ -109,3 +105,15 @@ class GeneratorApp(Section):
 def registry_name(app_name: str) -> str:
     """Name of a Serve application's version registry."""
     return f"{app_name}-versions"
+
+
+def check_served_name(served_name: str | None, http: bool) -> None:
+    """Refuse a name of the model in HTTP responses where there are none.
+
+    Raises:
+        ValueError: it has no effect.
+    """
+    if served_name is not None and not http:
+        raise ValueError(
+            f"served_name = {served_name!r} needs http: true; set that, or leave served_name out"
+        )

@@ -51,7 +51,7 @@ def shuffle_rewards(
     inputs: GroupInputs | None = None,
 ) -> list[pa.Table]:
     """The scored groups with the rewards of all usable trajectories permuted, and with new
-    advantages. Lengths stay with their trajectories."""
+    advantages. Lengths stay with their trajectories, and baselines with their groups."""
     rewards = [table["reward"][row].as_py() for table in tables for row in range(table.num_rows)]
     usable = [
         [status == "ok" for status in table["status"][row].as_py()]
@@ -64,10 +64,15 @@ def shuffle_rewards(
         for table in tables
         for row in range(table.num_rows)
     ]
+    baselines: list[float | None] = [
+        table["baseline_reward"][row].as_py() if "baseline_reward" in table.column_names else None
+        for table in tables
+        for row in range(table.num_rows)
+    ]
     given = inputs or GroupInputs()
     advantages = [
-        group_advantages(group, flags, advantage, replace(given, lengths=length))
-        for group, flags, length in zip(rewards, usable, lengths, strict=True)
+        group_advantages(group, flags, advantage, replace(given, lengths=length, baseline=baseline))
+        for group, flags, length, baseline in zip(rewards, usable, lengths, baselines, strict=True)
     ]
     shuffled, start = [], 0
     for table in tables:

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +19,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.contracts.errors import PartDiedError, PlacementLostError
+from asyncrl.contracts.group_table import table_to_ipc
 from asyncrl.contracts.messages import HeldOutLoss, Manifest, Scored, StepResult
-from asyncrl.contracts.rows import table_to_ipc
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.runtime.environment import claim_caches, passed_on
 from asyncrl.runtime.files import make_directory
@@ -46,6 +46,8 @@ STARTING = ("node_address", "listen", "start")
 SNAPSHOT = ".snapshot_"
 DEATH_KNOWN_S = 5.0
 """Seconds that Ray needs to report the death of an actor."""
+WATCH_EVERY_S = 5.0
+"""Seconds between two looks at the ranks while no call needs them."""
 LESS_MEMORY = (
     "lower learner.max_tokens_per_gpu, or set learner.gradient_checkpointing: true (`asyncrl plan`"
     " shows the estimate per rank)"
@@ -320,6 +322,21 @@ class LearnerGroup:
         """Set the learning rate of the following steps. The optimizer's state stays."""
         await self._all("set_learning_rate", learning_rate)
 
+    async def watch(self) -> None:
+        """Raise LearnerDiedError soon after a rank has died, also between two calls. Otherwise run
+        until canceled.
+
+        Without this, a death is found only by the next call. The driver could first wait minutes
+        for groups, or for generators that cannot fetch the dead rank's weights.
+        """
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            async with self._turn:
+                self._refuse_if_ended("watch")
+                await self._answers(
+                    "a look between two calls", [rank.node_address.remote() for rank in self.ranks]
+                )
+
     async def close(self) -> None:
         """End all ranks and free their resources. May be called twice."""
         self._end()
@@ -334,17 +351,36 @@ class LearnerGroup:
         """Call a method on every rank and wait for all of them. The first failure ends all
         ranks."""
         async with self._turn:
-            if not self.ranks:
-                failed = self._failed or LearnerError(
-                    f"the learner is closed, so {method} cannot run; make a new one"
-                )
-                raise type(failed)(*failed.args)
+            self._refuse_if_ended(method)
             # Ray does not resolve references inside a list: each rank fetches the rows itself.
             return await self._results(
                 method, [rank.call.remote(method, *arguments) for rank in self.ranks]
             )
 
+    def _refuse_if_ended(self, method: str) -> None:
+        if not self.ranks:
+            failed = self._failed or LearnerError(
+                f"the learner is closed, so {method} cannot run; make a new one"
+            )
+            raise type(failed)(*failed.args)
+
     async def _results(self, method: str, calls: Sequence[Awaitable[T]]) -> list[T]:
+        """The results of a call on several ranks. A cancellation ends all ranks."""
+        try:
+            results = await self._answers(method, calls)
+        except asyncio.CancelledError:
+            # Ranks inside a collective cannot be interrupted one by one.
+            self._failed = LearnerError(
+                f"the learner was ended in {method}: its caller was canceled"
+            )
+            self._end()
+            raise
+        self.answered += 1
+        return results
+
+    async def _answers(self, method: str, calls: Sequence[Awaitable[T]]) -> list[T]:
+        """The answer of each rank. A rank that fails, dies or does not answer in time ends all
+        ranks."""
         waiting = [asyncio.ensure_future(_result(call)) for call in calls]
         try:
             _, silent = await asyncio.wait(
@@ -356,26 +392,20 @@ class LearnerGroup:
                 await self._give_up(
                     [rank for rank, task in enumerate(waiting) if task in silent], method
                 )
-            results = [await task for task in waiting]
-            self.answered += 1
-            return results
+            return [await task for task in waiting]
         except RayError:
-            failed, error = await _first_failure(waiting)
-            kind = LearnerDiedError if isinstance(error, DEATHS) else LearnerError
-            self._failed = kind(
-                f"learner rank {failed} failed in {method}: {_cause(error, method)}"
-            )
-            self._end()
-            raise self._failed from error
-        except asyncio.CancelledError:
-            # Ranks inside a collective cannot be interrupted one by one.
-            self._failed = LearnerError(
-                f"the learner was ended in {method}: its caller was canceled"
-            )
-            self._end()
-            raise
+            self._fail(*await _first_failure(waiting), method)
         finally:
+            for task in waiting:
+                task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _fail(self, rank: int, error: BaseException, method: str) -> NoReturn:
+        """End all ranks because one failed. Raises an error that names it."""
+        kind = LearnerDiedError if isinstance(error, DEATHS) else LearnerError
+        self._failed = kind(f"learner rank {rank} failed in {method}: {_cause(error, method)}")
+        self._end()
+        raise self._failed from error
 
     async def _give_up(self, silent: list[int], method: str) -> None:
         """End all ranks because some did not answer in time. Raises LearnerDiedError with the stack
@@ -504,6 +534,8 @@ def rank_environment(spec: LearnerSpec) -> dict[str, str]:
         # its activations in again.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+        # On the CPU, idle threads must not take a core from the generators.
+        **({"OMP_WAIT_POLICY": "passive"} if spec.learner.device == "cpu" else {}),
     }
 
 

@@ -95,12 +95,24 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
         state.trained_tokens += int(metrics["tokens"])
         metrics["grad_norm_ratio"] = state.norms.ratio(metrics["grad_norm"])
     reason = "" if applied else NOT_FINITE if examples else NOTHING_TO_LEARN
-    # The search uses examples without statistics of the step, which spread a NaN to all of them.
-    find_culprit = partial(name_culprit, state, scored, weights, _loss(state, 1.0))
+    find_culprit = partial(_culprit, state, scored, weights, tables)
     note = keep_if_bad(
         state, metrics, f"version_{version:06d}", tables, find_culprit if examples else None
     )
     return StepResult(applied, metrics, note, reason)
+
+
+def _culprit(
+    state: LearnerState,
+    scored: list[Example],
+    weights: list[float],
+    tables: Sequence[pa.Table],
+) -> str:
+    """See `name_culprit` (a collective). The search uses examples without statistics of the step,
+    which spread a NaN to all of them."""
+    examples, further, _ = _components(state.spec.algorithm, scored, tables)
+    loss = weighted_sum([Component(1.0, _loss(state, 1.0)), *further])
+    return name_culprit(state, examples, weights, loss)
 
 
 def _components(

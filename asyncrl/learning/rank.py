@@ -16,11 +16,17 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.algorithms.objective_spec import PreferenceSpec, RewardModelSpec
+from asyncrl.contracts.group_table import table_from_ipc
 from asyncrl.contracts.messages import HeldOutLoss, Manifest, StepResult
 from asyncrl.contracts.offline_rows import TokenRow
-from asyncrl.contracts.rows import table_from_ipc
 from asyncrl.learning import zero3
-from asyncrl.learning.adapter import DIRECTORY, adapter_table, gather_matrices, write_adapter
+from asyncrl.learning.adapter import (
+    DIRECTORY,
+    adapter_table,
+    gather_matrices,
+    row_squares,
+    write_adapter,
+)
 from asyncrl.learning.heldout import heldout_loss, target_logprobs
 from asyncrl.learning.hf_directory import HfDirectory
 from asyncrl.learning.online_preference import online_preference_step
@@ -31,7 +37,12 @@ from asyncrl.learning.reward_step import heldout_scores, reward_step
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.learning.state import LearnerState, Meeting, join_ranks, load_state
 from asyncrl.learning.supervised_step import supervised_step
-from asyncrl.models.adapters import adapter_settings, low_rank, merged
+from asyncrl.models.adapters import (
+    adapter_settings,
+    low_rank,
+    merged,
+    with_factors,
+)
 from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.ray_objects import groups_at
 from asyncrl.runtime.shared import Written, answer_probe, sync_directory
@@ -142,6 +153,8 @@ class LearnerRank:
             make_directory(target.directory)
         matrices = gather_matrices(state)
         adapters = {} if spec.lora is None else low_rank(spec.lora, matrices)
+        if spec.lora is not None and spec.lora.use_dora:
+            adapters = with_factors(adapters, row_squares(state, adapters))
         gather_buckets(
             state.parameters,
             state.table,

@@ -250,6 +250,19 @@ BATCH = (
         " score, because it returned None or failed; the largest of these shares",
     ),
     Metric(
+        "baseline/reward, baseline/tokens, baseline/truncated_ratio",
+        "with `algorithm.advantage: remax`: mean reward and mean number of tokens of the greedy"
+        " completions of the step's groups; share of them that were cut off",
+        "`reward` near `reward/mean`, often above it",
+    ),
+    Metric(
+        "baseline/missing_ratio",
+        "share of the groups scored since the previous step that were dropped because their greedy"
+        " completion has no reward",
+        "0",
+        "a reward function that returns None for it",
+    ),
+    Metric(
         "source/<name>_share, source/<name>_reward",
         "with several sources in `data.train`: each source's share of the step's groups, and its"
         " mean reward",
@@ -258,7 +271,7 @@ BATCH = (
     Metric(
         "reward/zero_variance_ratio",
         "share of the groups scored since the previous step, filtered ones included, whose rewards"
-        " are all equal: they carry no gradient",
+        " are all equal, those of greedy completions included: they carry no gradient",
     ),
     Metric("rollout/completion_tokens", "mean number of tokens in a completion"),
     Metric(
@@ -304,6 +317,12 @@ WAITING = (
         "more learner ranks, or a larger `staleness.max_staleness`",
     ),
     Metric("time/step_s", "seconds of the learner's step, measured in the driver"),
+    Metric(
+        "time/rest_s, time/wake_s",
+        "under `placement: colocate`: seconds until the generators rested before this step, and"
+        " until they were awake again after the step before",
+        "well below `time/step_s`",
+    ),
     Metric("time/event_loop_lag_s", "largest delay of the driver's event loop, in seconds"),
     Metric(
         "rollout/generated_tokens_per_s",

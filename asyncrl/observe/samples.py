@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -37,6 +37,8 @@ class SampleRow(TypedDict):
     reward: float | None
     prompt_text: str | None
     completion: str | None
+    baseline_reward: NotRequired[float | None]
+    """Reward of the prompt's greedy completion, in runs that have one."""
 
 
 def choose_samples(
@@ -87,6 +89,8 @@ def _sample_text(row: SampleRow) -> str:
         if parts
         else ""
     )
+    if row.get("baseline_reward") is not None:
+        reward += f", greedy completion {_known(row['baseline_reward'])}"
     return "\n".join(
         [
             f"── {', '.join(facts)}",

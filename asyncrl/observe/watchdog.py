@@ -58,7 +58,10 @@ def current_stage(coordinator: Coordinator) -> Stage:
     progress, buffer = coordinator.progress, coordinator.buffer
     training = sum(group.training for group in buffer.groups.values())
     unscored = len(buffer) - buffer.running - buffer.ready - training
-    if training:
+    if coordinator.turn == "going to rest":
+        return Stage("generation", "the replicas to rest, so that the learner has its turn")
+    waits_for_turn = coordinator.schedule.colocate and coordinator.turn == "generators"
+    if training and not waits_for_turn:
         return Stage("learning", f"a step on {training} groups at version {progress.version}")
     evaluation = coordinator.evaluation
     if evaluation is not None and (evaluation.blocks_publishing or coordinator.publishing_done):

@@ -15,7 +15,8 @@ __all__ = ["check_kv_cache", "kv_bytes_per_token", "kv_tokens", "model_context",
 KV_BLOCK = 128
 """Tokens in one block of vLLM's KV cache on CPU."""
 UNBOUNDED_CONTEXT = 1 << 30
-"""Context of a model whose config.json has no max_position_embeddings, in tokens."""
+"""Context of a model whose config.json has neither max_position_embeddings nor n_positions, in
+tokens."""
 
 
 def model_context(config: RunSettings, at: str | None = None, field: str = "model.path") -> int:
@@ -49,7 +50,8 @@ def model_context(config: RunSettings, at: str | None = None, field: str = "mode
             f"{field} = {str(path)!r}:"
             f" {NO_SHARES.format(size=config.learner.sequence_parallel_size)}"
         )
-    positions = text_config(tree).get("max_position_embeddings")
+    text = text_config(tree)
+    positions = text.get("max_position_embeddings", text.get("n_positions"))  # GPT-2's name
     context = positions if isinstance(positions, int) else UNBOUNDED_CONTEXT
     if config.longest_trajectory > context:
         raise ConfigError(
@@ -102,8 +104,9 @@ def _read_config_json(path: Path, field: str) -> dict[str, object]:
 
 
 def kv_bytes_per_token(config: Config) -> int | None:
-    """Bytes of one token's keys and values in all layers, in the published type. None if the sizes
-    are missing or the model caches something else, such as latent attention."""
+    """Bytes of one token's keys and values in all layers and all of an engine's workers, in the
+    published type. None if the sizes are missing or the model caches something else, such as latent
+    attention."""
     tree = json.loads((Path(config.model.path) / "config.json").read_text())
     tree = tree.get("text_config", tree)
     heads, layers, hidden = (
@@ -120,7 +123,8 @@ def kv_bytes_per_token(config: Config) -> int | None:
     return (
         2
         * int(layers)
-        * int(tree.get("num_key_value_heads") or heads)
+        # A worker has at least one head.
+        * max(int(tree.get("num_key_value_heads") or heads), config.generator.tensor_parallel_size)
         * int(width)
         * (4 if config.model.dtype == "float32" else 2)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ from asyncrl.data.offline_spec import RowsFor
 from asyncrl.data.rendering import Data
 from asyncrl.data.token_file import TokenFile, open_token_file
 from asyncrl.models.supported import chosen_packing
-from asyncrl.preflight.adapter import adapter_text, trained_elements
+from asyncrl.preflight.adapter import adapter_text, check_targets, trained_elements
 from asyncrl.preflight.disk import Disk, disks, refuse_full
 from asyncrl.preflight.model_limits import model_context
 from asyncrl.preflight.plan import check_heads, check_sinks, version_outline
@@ -267,6 +268,7 @@ def make_offline_plan(config: OfflineConfig) -> OfflinePlan:
     )
     reports = {"data.train": train} | ({"eval.data": held_out} if held_out is not None else {})
     refuse_idle(spec, reports)
+    _refuse_single_completions(config, reports)
     epoch = _order(config, train).epoch
     if config.batch_size > epoch:
         raise ConfigError(
@@ -275,9 +277,20 @@ def make_offline_plan(config: OfflineConfig) -> OfflinePlan:
         )
     config = config.model_copy(update={"max_steps": config.steps(epoch)})
     version = version_outline(config)
+    check_targets(config, version)
     found = disks(config, version.nbytes(config.model.dtype))
     refuse_full(config, found)
     return OfflinePlan(config, context, train, held_out, version, found)
+
+
+def _refuse_single_completions(config: OfflineConfig, reports: Mapping[str, OfflineReport]) -> None:
+    """Refuse a file with one completion for KTO, whose baseline would pair it with itself."""
+    for field, report in reports.items():
+        if config.is_kto and report.rows == 1:
+            raise ConfigError(
+                f"{field} gives 1 completion, and KTO's baseline pairs each prompt with the"
+                " completion of another row; give at least 2"
+            )
 
 
 def rows_for(config: OfflineConfig) -> RowsFor:

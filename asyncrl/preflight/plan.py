@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from asyncrl.config import Config, ConfigError, RunSettings, explain
 from asyncrl.observe.sinks import missing_packages, wandb_asks_for_a_key
+from asyncrl.preflight.adapter import check_targets
 from asyncrl.preflight.disk import disks, refuse_full
 from asyncrl.preflight.model_limits import check_kv_cache, model_context
 from asyncrl.preflight.plan_text import Plan
@@ -63,6 +64,7 @@ def make_plan(config: Config) -> Plan:
     check_sinks(config)
     stops = _checked_stops(config)
     outline = version_outline(config)
+    check_targets(config, outline)
     found = disks(config, outline.nbytes(config.model.dtype))
     plan = Plan(
         config,
@@ -182,19 +184,20 @@ def version_outline(config: RunSettings) -> Outline:
 
 
 def check_heads(config: RunSettings) -> None:
-    """Check that ranks that share rows can split the attention heads evenly. The learner itself
-    checks models whose config uses another name for their number."""
+    """Check that ranks that share rows, and an engine's workers, can split the attention heads
+    evenly. Learner and engine check models whose config uses another name for their number."""
     tree = json.loads((Path(config.model.path) / "config.json").read_text())
-    heads, size = (
-        tree.get("text_config", tree).get("num_attention_heads"),
-        config.learner.sequence_parallel_size,
-    )
-    if heads and heads % size:
-        fitting = ", ".join(str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0)
-        raise ConfigError(
-            f"learner.sequence_parallel_size = {size} does not divide the {heads} attention heads"
-            f" of model.path = {config.model.path!r}; use one of {fitting}"
-        )
+    heads = tree.get("text_config", tree).get("num_attention_heads")
+    sizes = {"learner.sequence_parallel_size": config.learner.sequence_parallel_size}
+    if isinstance(config, Config):
+        sizes["generator.tensor_parallel_size"] = config.generator.tensor_parallel_size
+    for setting, size in sizes.items():
+        if heads and heads % size:
+            fitting = [str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0]
+            raise ConfigError(
+                f"{setting} = {size} does not divide the {heads} attention heads of model.path ="
+                f" {config.model.path!r}; use one of {', '.join(fitting)}"
+            )
 
 
 def _check_reference(config: Config) -> None:

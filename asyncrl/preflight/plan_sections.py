@@ -223,12 +223,18 @@ def _policy_gradient_text(config: Config) -> str:
 def _advantage_text(algorithm: AlgorithmConfig) -> str:
     """Where the advantages come from. The plan's line about the teacher has the formula."""
     distillation = algorithm.distillation
+    baseline = (
+        " against one greedy completion per group, which is generated and scored too, and not"
+        " trained"
+        if algorithm.needs_baseline
+        else ""
+    )
     if distillation is None:
-        return f"advantage {algorithm.advantage}"
+        return f"advantage {algorithm.advantage}{baseline}"
     sources = ["from the teacher's log-probs"] if distillation.adds_advantage else []
     term = "the teacher's divergence" if distillation.uses_top_k else "the KL term"
     if distillation.reward_weight:
-        sources.append(f"{distillation.reward_weight:g} x {algorithm.advantage}")
+        sources.append(f"{distillation.reward_weight:g} x {algorithm.advantage}{baseline}")
     return f"on-policy distillation: advantage {' + '.join(sources) or f'none, only {term}'}"
 
 

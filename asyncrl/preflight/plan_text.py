@@ -270,9 +270,11 @@ def _cut(text: str) -> str:
 
 def _generators(config: Config) -> str:
     generator = config.generator
+    workers = generator.tensor_parallel_size
+    devices = generator.device if workers == 1 else f"{workers} x {generator.device} each"
     return (
         generator.attach
-        or f"{generator.replicas_text} on {generator.device},"
+        or f"{generator.replicas_text} on {devices},"
         f" {config.max_num_seqs} concurrent sequences each"
     )
 

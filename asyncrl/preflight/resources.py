@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.config import Config
-from asyncrl.config.aliases import NOT_IMPLEMENTED
 from asyncrl.preflight.adapter import published_bytes, trained_bytes
 from asyncrl.preflight.teacher import reference_parameters
 from asyncrl.runtime.ray_defaults import TASK_CPUS
@@ -128,7 +127,8 @@ def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
     for part in logical_cpus(config):
         amounts = {"CPU": part.cpus}
         if cuda.get(part.name) == "cuda":
-            amounts["GPU"] = 1.0
+            engine = part.name == "generator replicas"
+            amounts["GPU"] = float(generator.tensor_parallel_size if engine else 1)
         if part.name in ("scoring stream", "evaluation's rewards") and config.reward.num_gpus:
             amounts["GPU"] = config.reward.num_gpus
         if version_bytes:
@@ -226,20 +226,24 @@ def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
     known."""
     learner, generator = config.learner, config.generator
     actors = learner.world_size * (learner.device == "cuda")
-    rollouts = generator.num_replicas * (generator.device == "cuda")
+    workers = generator.tensor_parallel_size
+    rollouts = generator.num_replicas * workers * (generator.device == "cuda")
+    engine = f" * tensor_parallel_size {workers}" if workers > 1 else ""
     reference = int(config.algorithm.loads_reference and learner.device == "cuda")
     rewards = config.reward.num_gpus * (config.reward.tasks + config.scores_evaluation_apart)
     extra = (f" + {_frozen(config).split()[0]} {reference}" if reference else "") + (
         f" + rewards {rewards:g}" if rewards else ""
     )
+    total = actors + rollouts + reference + rewards
     return (
         f"# placement, in slime's terms\n  actor_num_nodes * actor_num_gpus_per_node = {actors}"
         f" GPUs (learner.world_size {learner.world_size} on {learner.device})\n  rollout_num_gpus  "
         f"                        = {rollouts} GPUs (generator.num_replicas"
-        f" {generator.num_replicas} on {generator.device})\n  decoupled needs total >= {actors} +"
-        f" {rollouts}{extra} = {actors + rollouts + reference + rewards:g}{_gpus(nodes)}\n "
-        f" colocate  needs total >= {actors}{extra}; it is not implemented:"
-        f" {NOT_IMPLEMENTED['colocate'].partition(';')[0]}{_range(config)}"
+        f" {generator.num_replicas}{engine} on {generator.device})\n  decoupled needs total"
+        f" >= {actors} + {rollouts}{extra} = {total:g}{_gpus(nodes)}"
+        f"\n  colocate  needs total >= {actors}{extra}; on GPUs it is not implemented:"
+        " generators do not free a GPU's memory for the learner"
+        f"\n  this run: placement: {config.placement}{_range(config)}"
     )
 
 

@@ -71,6 +71,7 @@ def worker_spec(
         run_id=run_id,
         attempt=attempt,
         generate=generate,
+        baseline=config.algorithm.needs_baseline,
     )
 
 

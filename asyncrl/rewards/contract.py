@@ -3,7 +3,8 @@ nothing heavy.
 
     def reward(prompts, completions, completion_ids, finish_reason, truncated, **columns)
 
-is called once per group. Every argument is a list of n items, one per trajectory:
+is called once per group. Every argument is a list of n items, one per trajectory. With
+`algorithm.advantage: remax`, the last item is the group's greedy completion:
 
 prompts          the prompt as the model saw it, n times
 completions      the texts

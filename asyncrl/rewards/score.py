@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NotRequired, Protocol, TypeAlias, TypedDict
 
 import numpy as np
@@ -17,8 +17,11 @@ from asyncrl.algorithms.kl import reward_kl
 from asyncrl.algorithms.own import own_verdict
 from asyncrl.config import AlgorithmConfig, RewardConfig
 from asyncrl.contracts.columns import column_values
-from asyncrl.contracts.outcomes import FILTERED
+from asyncrl.contracts.group_table import reward_parts_type
+from asyncrl.contracts.outcomes import FILTERED, NO_BASELINE
 from asyncrl.contracts.rows import (
+    BASELINE_COLUMNS,
+    BASELINE_PARTS_COLUMN,
     COLUMNS,
     NO_TEACHER,
     REFERENCE_COLUMN,
@@ -37,7 +40,6 @@ from asyncrl.contracts.rows import (
     GroupRow,
     Prompt,
     TopLogprobs,
-    reward_parts_type,
 )
 from asyncrl.rewards.contract import GroupCall
 from asyncrl.rewards.pool import GroupRewards, total_rewards
@@ -51,6 +53,7 @@ __all__ = [
     "attach_reference_version",
     "attach_rewards",
     "attach_teacher",
+    "completions_scored",
     "group_call",
     "group_rows",
     "score_completions",
@@ -62,6 +65,8 @@ Logprobs: TypeAlias = "NDArray[np.float32] | NDArray[np.float64]"
 
 COMPLETIONS = ["prompt_text", "completion_text", "completion_ids", "finish_reason"]
 """Columns that reward functions get."""
+BASELINE = ["baseline_text", "baseline_ids", "baseline_finish_reason"]
+"""The same columns of a baseline, except the prompt."""
 
 
 class _RewardedRow(TypedDict):
@@ -75,21 +80,35 @@ class _RewardedRow(TypedDict):
     reward_parts: list[dict[str, float | None]]
     failure: str | None
     reference_logprobs: NotRequired[list[list[float]]]
+    baseline_ids: NotRequired[list[int]]
+    baseline_finish_reason: NotRequired[str]
+    baseline_reward_parts: NotRequired[dict[str, float | None]]
+
+
+def completions_scored(group: pa.Table) -> int:
+    """Number of completions of one group's one-row table that reward functions get: those of its
+    trajectories, and the baseline if it has one."""
+    return len(group["completion_ids"][0]) + ("baseline_ids" in group.column_names)
 
 
 def group_call(group: pa.Table) -> GroupCall:
-    """What reward functions get for one group's one-row table, dataset columns included."""
-    row: GroupRow = group.select(COMPLETIONS).to_pylist()[0]
+    """What reward functions get for one group's one-row table, dataset columns included. A baseline
+    is the last completion, so one call scores all of them alike."""
+    has_baseline = "baseline_ids" in group.column_names
+    row: GroupRow = group.select([*COMPLETIONS, *(BASELINE if has_baseline else [])]).to_pylist()[0]
     dataset = {
         field.name: column_values(group[field.name], field)[0]
         for field in group.schema
-        if field.name not in COLUMNS
+        if field.name not in COLUMNS and field.name not in BASELINE_COLUMNS
     }
-    n, reasons = len(row["completion_ids"]), row["finish_reason"]
+    texts, ids, reasons = row["completion_text"], row["completion_ids"], row["finish_reason"]
+    if has_baseline:
+        texts, ids = [*texts, row["baseline_text"] or ""], [*ids, row["baseline_ids"]]
+        reasons = [*reasons, row["baseline_finish_reason"]]
     return GroupCall(
-        [row["prompt_text"]] * n,
-        row["completion_text"],
-        row["completion_ids"],
+        [row["prompt_text"]] * len(ids),
+        texts,
+        ids,
         dataset,
         reasons,
         [reason in TRUNCATED for reason in reasons],
@@ -97,16 +116,20 @@ def group_call(group: pa.Table) -> GroupCall:
 
 
 def attach_rewards(group: pa.Table, rewards: GroupRewards) -> pa.Table:
-    """Add raw rewards to one group's one-row table: columns reward_parts and failure, and
-    token_rewards if there are any."""
-    names = list(rewards.parts)
+    """Add raw rewards to one group's one-row table: columns reward_parts and failure, token_rewards
+    if there are any, and those of its baseline if it has one."""
+    names, n = list(rewards.parts), len(group["completion_ids"][0])
     parts = [
         dict(zip(names, values, strict=True))
         for values in zip(*rewards.parts.values(), strict=True)
     ]
-    group = group.append_column("reward_parts", pa.array([parts], reward_parts_type(names)))
+    kind = reward_parts_type(names)
+    group = group.append_column("reward_parts", pa.array([parts[:n]], kind))
+    if completions_scored(group) > n:
+        group = group.append_column(BASELINE_PARTS_COLUMN, pa.array(parts[n:], kind.value_type))
     if rewards.tokens is not None:
-        group = group.append_column(TOKEN_REWARDS_COLUMN, pa.array([rewards.tokens], TOKEN_REWARDS))
+        tokens = pa.array([rewards.tokens[:n]], TOKEN_REWARDS)
+        group = group.append_column(TOKEN_REWARDS_COLUMN, tokens)
     return group.append_column("failure", pa.array([rewards.failure], SCORED_COLUMNS["failure"]))
 
 
@@ -212,22 +235,23 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         "reward_parts",
         "failure",
         *([REFERENCE_COLUMN] if spec.algorithm.has_reference else []),
+        *([*BASELINE[1:], BASELINE_PARTS_COLUMN] if spec.algorithm.needs_baseline else []),
     ]
+    baselines: list[float | None] = []
     rows: list[_RewardedRow] = table.select(columns).to_pylist()
     for row in rows:
         parts = {name: [part[name] for part in row["reward_parts"]] for name in weights}
         longest = spec.completion_room(len(row["prompt_ids"]))
-        lengths = [
-            longest if reason == "repetition" else len(ids)
-            for reason, ids in zip(row["finish_reason"], row["completion_ids"], strict=True)
-        ]
+        lengths = _lengths(row["finish_reason"], row["completion_ids"], longest)
         rewards = _less_overlong(total_rewards(parts, weights), lengths, longest, spec.reward)
         if spec.algorithm.kl_coef:
             rewards = _less_kl(rewards, row["logprobs"], row[REFERENCE_COLUMN], spec.algorithm)
         statuses = _statuses(row, rewards, spec)
         scored["reward"].append(rewards)
         scored["status"].append(statuses)
+        baselines.append(_baseline_reward(row, weights, spec))
         inputs = GroupInputs(
+            baseline=baselines[-1],
             lengths=[sum(mask) for mask in row["loss_mask"]],
             parts=[(weights[name], values) for name, values in parts.items()],
             k=spec.algorithm.pass_k,
@@ -241,6 +265,9 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         scored["scored_at"].append(time.time())
     for name, values in scored.items():
         table = table.append_column(name, pa.array(values, SCORED_COLUMNS[name]))
+    if spec.algorithm.needs_baseline:
+        kind = BASELINE_COLUMNS["baseline_reward"]
+        table = table.append_column("baseline_reward", pa.array(baselines, kind))
     return table.set_column(
         table.column_names.index("failure"),
         "failure",
@@ -270,6 +297,29 @@ def _statuses(row: _RewardedRow, rewards: Sequence[float | None], spec: ScoringS
     return statuses
 
 
+def _baseline_reward(
+    row: _RewardedRow, weights: Mapping[str, float], spec: ScoringSpec
+) -> float | None:
+    """The reward of a group's baseline, less the overlong penalty, as that of its trajectories.
+    None: the group has no baseline, the baseline has no token, or a function did not score it."""
+    if not spec.algorithm.needs_baseline or not row["baseline_ids"]:
+        return None
+    parts = {name: [row["baseline_reward_parts"][name]] for name in weights}
+    longest = spec.completion_room(len(row["prompt_ids"]))
+    lengths = _lengths([row["baseline_finish_reason"]], [row["baseline_ids"]], longest)
+    return _less_overlong(total_rewards(parts, weights), lengths, longest, spec.reward)[0]
+
+
+def _lengths(
+    reasons: Sequence[str], completions: Sequence[Sequence[int]], longest: int
+) -> list[int]:
+    """The completions' lengths in tokens. One that was ended in a loop counts as the longest."""
+    return [
+        longest if reason == "repetition" else len(ids)
+        for reason, ids in zip(reasons, completions, strict=True)
+    ]
+
+
 def _advantages(
     row: _RewardedRow,
     rewards: Sequence[float | None],
@@ -277,9 +327,12 @@ def _advantages(
     inputs: GroupInputs,
     algorithm: AlgorithmConfig,
 ) -> tuple[list[float | None], str | None]:
-    """The advantages of a group, and the reason if it is not trained: the user's filter rejected
-    it, or a function of the user failed."""
+    """The advantages of a group, and the reason if it is not trained: it has no baseline where one
+    is needed, the user's filter rejected it, or a function of the user failed."""
     ok = [status == "ok" for status in statuses]
+    if algorithm.needs_baseline and inputs.baseline is None:
+        why = "could not be scored" if row["baseline_ids"] else "has no token"
+        return [None] * len(ok), f"{NO_BASELINE}the greedy completion {why}"
     try:
         advantages = group_advantages(rewards, ok, algorithm.advantage, inputs)
         kept = [index for index, use in enumerate(ok) if use]

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import pyarrow as pa
 import ray
@@ -30,15 +30,16 @@ from asyncrl.config import DistillationConfig
 from asyncrl.contracts.columns import SOURCE_COLUMN
 from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.contracts.errors import RolloutFailedError, TeacherError
-from asyncrl.contracts.messages import RowRef, Scored, TrajectoryText
-from asyncrl.contracts.outcomes import FILTERED, UNFORESEEN
+from asyncrl.contracts.group_table import table_to_ipc
+from asyncrl.contracts.messages import RowRef, Scored, ScoredBaseline, TrajectoryText
+from asyncrl.contracts.outcomes import FILTERED, NO_BASELINE, UNFORESEEN
 from asyncrl.contracts.protocols import Rollouts
 from asyncrl.contracts.rows import (
+    BASELINE_COLUMNS,
     REFERENCE_VERSION_COLUMN,
     TEACHER_FAILURE_COLUMN,
     TRUNCATED,
     SpanRow,
-    table_to_ipc,
 )
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact, write_groups
@@ -90,6 +91,10 @@ class _ScoredRow(TypedDict):
     reward: list[float | None]
     reward_parts: list[dict[str, float | None]]
     failure: str | None
+    baseline_ids: NotRequired[list[int]]
+    baseline_versions: NotRequired[list[SpanRow]]
+    baseline_finish_reason: NotRequired[str]
+    baseline_reward: NotRequired[float | None]
 
 
 FLUSH_LINGER_S = 0.1
@@ -286,7 +291,7 @@ class RayScores:
         if self._spec.reward.policy == "fail":
             for row, ordinal in zip(rows, ordinals, strict=True):
                 if (failure := row["failure"][0].as_py()) and not failure.startswith(
-                    (UNFORESEEN, FILTERED)
+                    (UNFORESEEN, FILTERED, NO_BASELINE)
                 ):
                     raise RewardError(f"group {ordinal}: {failure}")
         self._unscored_by_teacher = _unscored_in_a_row(
@@ -363,8 +368,10 @@ def _waiting_tables(
 
 def scored_summary(row: pa.Table, reference: RowRef, content: str = "") -> Scored:
     """What control needs to know of a scored group, from its one-row table."""
-    group: _ScoredRow = row.select(list(SUMMARIZED)).to_pylist()[0]
-    versions = [span["version"] for spans in group["versions"] for span in spans] or [0]
+    columns = [*SUMMARIZED, *(name for name in BASELINE_COLUMNS if name in row.column_names)]
+    group: _ScoredRow = row.select(columns).to_pylist()[0]
+    spanned = [*group["versions"], group.get("baseline_versions", [])]
+    versions = [span["version"] for spans in spanned for span in spans] or [0]
     usable = [index for index, status in enumerate(group["status"]) if status == "ok"]
     return Scored(
         ordinal=group["ordinal"],
@@ -396,6 +403,7 @@ def scored_summary(row: pa.Table, reference: RowRef, content: str = "") -> Score
             if REFERENCE_VERSION_COLUMN in row.column_names
             else None
         ),
+        baseline=_baseline(group),
         example=TrajectoryText(
             prompt=_shortened(group["prompt_text"]),
             completion=_shortened(group["completion_text"][0]),
@@ -403,6 +411,16 @@ def scored_summary(row: pa.Table, reference: RowRef, content: str = "") -> Score
             reward_parts=group["reward_parts"][0] or {},
             version=min((span["version"] for span in group["versions"][0]), default=0),
         ),
+    )
+
+
+def _baseline(group: _ScoredRow) -> ScoredBaseline | None:
+    if "baseline_ids" not in group:
+        return None
+    return ScoredBaseline(
+        reward=group.get("baseline_reward"),
+        tokens=len(group["baseline_ids"]),
+        truncated=group["baseline_finish_reason"] in TRUNCATED,
     )
 
 

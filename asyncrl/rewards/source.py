@@ -21,12 +21,8 @@ import ray.exceptions
 
 from asyncrl.config import DistillationConfig, RewardConfig
 from asyncrl.contracts.errors import OutboxClosedError, TeacherError
-from asyncrl.contracts.rows import (
-    SCORED_COLUMNS,
-    ReferenceLogprobs,
-    TopLogprobs,
-    table_from_ipc,
-)
+from asyncrl.contracts.group_table import table_from_ipc
+from asyncrl.contracts.rows import SCORED_COLUMNS, ReferenceLogprobs, TopLogprobs
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import RewardError, with_notes
 from asyncrl.rewards.pool import GroupRewards, RewardPool, no_rewards
@@ -36,6 +32,7 @@ from asyncrl.rewards.score import (
     attach_reference_version,
     attach_rewards,
     attach_teacher,
+    completions_scored,
     group_call,
     group_rows,
 )
@@ -188,7 +185,7 @@ def _referred(
 
 
 def _result(config: RewardConfig, group: pa.Table, rewards: Future[GroupRewards]) -> GroupRewards:
-    n = len(group["completion_ids"][0])
+    n = completions_scored(group)
     try:
         return rewards.result()
     except RewardError as error:

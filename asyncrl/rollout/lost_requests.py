@@ -53,6 +53,7 @@ class LostRequests:
             "top_p": request.top_p,
             "top_k": request.top_k,
             "min_p": request.min_p,
+            "baseline": request.baseline,
             "min_version": None if request.min_weights is None else request.min_weights.version,
         }
         try:

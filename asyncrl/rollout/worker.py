@@ -13,9 +13,10 @@ import pyarrow as pa
 
 from asyncrl.config import RolloutConfig, completion_room
 from asyncrl.contracts.errors import GenerationTimeoutError, RolloutFailedError, StaleReplicaError
+from asyncrl.contracts.group_table import groups_to_table, table_to_ipc
 from asyncrl.contracts.messages import Finished, Generated, GenerateRequest, WeightsId
 from asyncrl.contracts.protocols import Generate
-from asyncrl.contracts.rows import Group, Prompt, Trajectory, groups_to_table, table_to_ipc
+from asyncrl.contracts.rows import Baseline, Group, Prompt, Trajectory
 from asyncrl.rollout.outbox import Outbox
 from asyncrl.runtime.failures import unforeseen
 from asyncrl.runtime.ray_objects import DEATHS
@@ -49,6 +50,8 @@ class WorkerSpec:
     attempt: int
     generate: Callable[[], Generate]
     """Makes the generator's client; called in the worker."""
+    baseline: bool = False
+    """Whether each group has a greedy completion, in addition to its trajectories."""
 
 
 class RolloutWorker:
@@ -95,11 +98,13 @@ class RolloutWorker:
             self._under_way -= 1
         await self._outbox.put(prompt.ordinal, groups_to_table([group]))
         tokens = sum(len(t.completion.token_ids) for t in group.trajectories)
+        baseline = group.baseline
         return Finished(
             prompt.ordinal,
             committed if group.oldest_version is None else group.oldest_version,
             tokens,
             generated.load,
+            baseline_tokens=0 if baseline is None else len(baseline.completion.token_ids),
         )
 
     async def take(self, reader: str, most: int, wait_s: float) -> pa.Buffer | None:
@@ -164,6 +169,7 @@ class RolloutWorker:
             min_weights=WeightsId(self._run_id, self._attempt, self._committed),
             ignore_eos=rollout.ignore_eos,
             repetition=rollout.repetition,
+            baseline=self._spec.baseline,
             **rollout.kept_tokens,
         )
 
@@ -173,6 +179,11 @@ class RolloutWorker:
             raise RuntimeError(
                 f"replica {generated.replica} returned {len(generated.completions)} completions for"
                 f" group {prompt.ordinal}, not {wanted}"
+            )
+        if self._spec.baseline and generated.baseline is None:
+            raise RuntimeError(
+                f"replica {generated.replica} returned no greedy completion for group"
+                f" {prompt.ordinal}, which algorithm.advantage: remax needs"
             )
         trajectories = tuple(
             Trajectory(completion, (1,) * len(completion.token_ids))
@@ -185,6 +196,7 @@ class RolloutWorker:
             generated.replica,
             generated.started_at,
             generated.finished_at,
+            baseline=None if generated.baseline is None else Baseline(generated.baseline),
         )
 
 

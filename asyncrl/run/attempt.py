@@ -239,6 +239,7 @@ def make_coordinator(
         evaluate_every=config.eval.every_steps,
         evaluate_in_flight=config.eval.in_flight,
         refresh_every=config.algorithm.ref_update_interval or 0,
+        colocate=config.placement == "colocate",
     )
     return Coordinator(parts, schedule, state, restored)
 
@@ -279,7 +280,7 @@ def concurrency_of(config: Config, kv_cache_tokens: int, found: float | None = N
         found: the limit that an earlier attempt had reached.
     """
     rollout, generator = config.rollout, config.generator
-    samples, replicas = rollout.n_samples_per_prompt, generator.num_replicas
+    samples, replicas = config.completions_per_group, generator.num_replicas
     first = first_limit(
         replicas * kv_cache_tokens,
         replicas * config.max_num_seqs,

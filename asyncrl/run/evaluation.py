@@ -18,16 +18,10 @@ from asyncrl.algorithms.pass_at_k import pass_at_k
 from asyncrl.config import Config, EvalSet
 from asyncrl.config.schema import Source
 from asyncrl.contracts.errors import EvaluationLostError, GenerationTimeoutError, StaleReplicaError
+from asyncrl.contracts.group_table import reward_parts_type
 from asyncrl.contracts.messages import GenerateRequest, WeightsId
 from asyncrl.contracts.protocols import Generate
-from asyncrl.contracts.rows import (
-    ANSWER_COLUMNS,
-    TRUNCATED,
-    Completion,
-    Prompt,
-    VersionSpan,
-    reward_parts_type,
-)
+from asyncrl.contracts.rows import ANSWER_COLUMNS, TRUNCATED, Completion, Prompt, VersionSpan
 from asyncrl.rewards.contract import RewardError
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory

@@ -14,6 +14,7 @@ import ray
 from asyncrl.config import OfflineConfig
 from asyncrl.contracts.offline_rows import (
     MISMATCHED_COLUMNS,
+    MISMATCHED_WITHIN,
     REFERENCE,
     REFERENCE_COLUMNS,
     SFT_SCHEMA,
@@ -103,7 +104,7 @@ async def score_rows(
 ) -> TokenFile:
     """Score the rows batch by batch. The file appears when it is complete.
 
-    Unpaired rows also get each prompt with the completion of the row before, for KTO's baseline.
+    Unpaired rows also get each prompt with the completion of another one, for KTO's baseline.
 
     Args:
         batch: rows in one call of the reference policy.
@@ -121,7 +122,8 @@ async def score_rows(
                     values = await _scored(reference, table[f"{side}_ids"], table[f"{side}_mask"])
                     table = table.append_column(name, values)
             else:
-                before = file.take([(start - 1) % file.rows])
+                near = range(start - MISMATCHED_WITHIN, start)
+                before = file.take([row % file.rows for row in near])
                 table = await _with_mismatched(reference, table, before, longest)
             writer.write_table(table)
     scored = open_token_file(path)
@@ -132,8 +134,8 @@ async def score_rows(
 async def _with_mismatched(
     reference: Actor, table: pa.Table, before: pa.Table, longest: int
 ) -> pa.Table:
-    """Unpaired rows with the reference policy's columns. `before` is the row before the first."""
-    other = mismatched_rows(pa.concat_tables([before, table]))[1:]
+    """Unpaired rows with the reference policy's columns. `before` are the rows before the first."""
+    other = mismatched_rows(pa.concat_tables([before, table]))[before.num_rows :]
     cut = {
         name: pa.array([values[:longest] for values in list_arrays(other[name])], field.type)
         for name, field in zip(other.column_names, SFT_SCHEMA, strict=True)
@@ -159,13 +161,15 @@ async def _scored(reference: Actor, ids: pa.ChunkedArray, mask: pa.ChunkedArray)
 
 
 def reference_key(config: OfflineConfig, file: TokenFile) -> str:
-    """What the log-probs of a file depend on: the rows, the reference's weights, its precision."""
+    """What the log-probs of a file depend on: the rows, the reference's weights, its precision, and
+    for unpaired rows the length at which a mismatched row is cut."""
     snapshot = read_snapshot(Path(config.reference_path))
     parts = (
         file.content_hash,
         snapshot.hash,
         sorted(snapshot.weights.items()),
         config.learner.bf16,
+        *((config.data.max_length,) if "label" in file.schema.names else ()),
     )
     return hash_of(repr(parts))
 

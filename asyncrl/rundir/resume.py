@@ -303,6 +303,11 @@ def _refuse_falsifying(
                 f"{name} = {new}, but {path} was made with {old}, and only one of them has a value"
                 f" head; {fix}"
             )
+        if name == "dpo.loss" and "kto" in (old, new):
+            raise ConfigError(
+                f"{name} = {new}, but {path} was made with {old}, and only one of them counts"
+                f" single completions as rows; {fix}"
+            )
     if state.seed != config.seed:
         raise ConfigError(
             f"seed = {config.seed}, but {path} was made with {state.seed}, and {FIXED['seed']};"

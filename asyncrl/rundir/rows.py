@@ -21,6 +21,7 @@ from asyncrl.contracts.rows import (
     TRUNCATED,
     GroupRow,
 )
+from asyncrl.rundir.baselines import impossible_baselines, odd_advantages
 from asyncrl.runtime import parquet
 
 __all__ = ["FAULTS", "Row", "read_rows"]
@@ -61,9 +62,9 @@ class Row:
     candidates: Candidates
     """The trajectories as online DPO chooses pairs from them."""
     oldest: int | None
-    """Oldest token version; None without tokens."""
+    """Oldest token version, that of a baseline included; None without tokens."""
     newest: int | None
-    """Newest token version; None without tokens."""
+    """Newest token version, that of a baseline included; None without tokens."""
     whole: bool
     """Whether every trajectory has a loss mask, log-probs and versions for each of its tokens."""
     content: str
@@ -152,14 +153,15 @@ def _rows(table: pa.Table) -> Iterator[Row]:
         lengths == _token_counts(table, "logprobs")
     )
     bad = {name: find(table, lengths) for name, find in FAULTS.items()}
-    read = [*READ, *({REFERENCE_VERSION_COLUMN} & set(table.column_names))]
+    read = [*READ, *({REFERENCE_VERSION_COLUMN, "baseline_versions"} & set(table.column_names))]
     groups: list[GroupRow] = table.select(read).to_pylist()
     hashes = zip(content_hashes(table), content_hashes(table.select(list(GENERATION))), strict=True)
     for number, (group, (content, generation)) in enumerate(zip(groups, hashes, strict=True)):
         mine = slice(bounds[number], bounds[number + 1])
         tokens, versions, status = lengths[mine].tolist(), group["versions"], group["status"]
         spanned = [sum(span["end"] - span["start"] for span in spans) for spans in versions]
-        seen = [span["version"] for spans in versions for span in spans]
+        made = [*versions, group.get("baseline_versions") or []]
+        seen = [span["version"] for spans in made for span in spans]
         yield Row(
             attempt=group["attempt"],
             ordinal=group["ordinal"],
@@ -327,6 +329,8 @@ FAULTS: Mapping[str, Callable[[pa.Table, np.ndarray], np.ndarray]] = {
     "rewards or advantages that are not numbers": _impossible_rewards,
     "an unknown status or finish reason": _unknown_words,
     "negative or missing token ids": _negative_tokens,
+    "an impossible baseline": impossible_baselines,
+    "advantages other than the reward less the baseline's": odd_advantages,
 }
 """Faults that a row written by asyncrl cannot have: name → check. A check takes the table and the
 completion tokens of each trajectory, and returns whether each trajectory has the fault."""

@@ -10,8 +10,8 @@ import ray
 import ray.exceptions
 
 from asyncrl.contracts.errors import PartDiedError
+from asyncrl.contracts.group_table import table_from_ipc
 from asyncrl.contracts.messages import RowRef
-from asyncrl.contracts.rows import table_from_ipc
 
 __all__ = ["DEATHS", "Actor", "broken_stream", "groups_at"]
 

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from asyncrl.config import Section
 from asyncrl.config.schema import Unset
+from asyncrl.generation.settings import check_served_name
 
 __all__ = ["RewardModelApp"]
 
@@ -53,11 +54,7 @@ class RewardModelApp(Section):
                 f"num_threads = {self.num_threads} only has an effect with device: cpu; leave it"
                 " out"
             )
-        if self.served_name is not None and not self.http:
-            raise ValueError(
-                f"served_name = {self.served_name!r} needs http: true; set that, or leave"
-                " served_name out"
-            )
+        check_served_name(self.served_name, self.http)
         return self
 
     @property

@@ -9,7 +9,12 @@ from typing import TypeGuard
 
 from asyncrl.contracts.errors import InvalidRequestError
 from asyncrl.text.stops import chat_end_token
-from asyncrl.text.tokenizer import encode_prompts, load_tokenizer, tokenizer_hash
+from asyncrl.text.tokenizer import (
+    encode_prompts,
+    load_tokenizer,
+    special_tokens,
+    tokenizer_hash,
+)
 
 __all__ = ["FIELDS", "MOST_ROWS", "ScoreRows"]
 
@@ -41,6 +46,7 @@ class ScoreRows:
             )
         self._end: int = self._tokenizer.eos_token_id
         self._chat_end = chat_end_token(self._tokenizer)
+        self._special = tuple(special_tokens(self._tokenizer))
         self._longest_token = max(map(len, self._tokenizer.get_vocab()))
 
     @cached_property
@@ -98,9 +104,9 @@ class ScoreRows:
             )
         _refuse_many(len(prompts))
         self._refuse_long(prompts, completions)
-        starts, _ = encode_prompts(self._tokenizer, prompts)
-        if not starts:  # a tokenizer refuses an empty list
+        if not prompts:  # a tokenizer refuses an empty list
             return []
+        starts = [self._prompt_ids(prompt) for prompt in prompts]
         # The policy wrote the completions, and may spell a special token in ordinary ones.
         rests = self._tokenizer(completions, add_special_tokens=False, split_special_tokens=True)[
             "input_ids"
@@ -109,6 +115,12 @@ class ScoreRows:
             [*start, *(self._ended(start, rest) if whole else rest)]
             for start, rest, whole in zip(starts, rests, ended, strict=True)
         ]
+
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        """The tokens of a prompt. One that a chat template has rendered begins with a special
+        token, and gets no BOS: the policy saw none before it."""
+        (ids,), _ = encode_prompts(self._tokenizer, [prompt], prompt.startswith(self._special))
+        return ids
 
     def _ended(self, prompt: Sequence[int], completion: list[int]) -> list[int]:
         """A completion with exactly one end. A chat's prompt contains the ends of earlier turns."""

@@ -15,6 +15,7 @@ from asyncrl.contracts.messages import (
     Manifest,
     PushReport,
     Scored,
+    ScoredBaseline,
     StepResult,
     TrajectoryText,
 )
@@ -22,6 +23,7 @@ from asyncrl.contracts.outcomes import NOT_FINITE, Outcome
 from asyncrl.contracts.protocols import Learner, Scores, TableRow
 from asyncrl.contracts.rows import Prompt
 from asyncrl.contracts.state import State
+from asyncrl.control.coordinator import LearnerTurn
 from asyncrl.runtime.shared import Written, size_and_checksum
 
 __all__ = [
@@ -256,6 +258,7 @@ class FakeScores:
                     **row,
                     "rewards": tuple(row["rewards"]),
                     "example": row["example"] and TrajectoryText(**row["example"]),
+                    "baseline": row["baseline"] and ScoredBaseline(**row["baseline"]),
                 }
             )
             for row in rows
@@ -319,6 +322,12 @@ class FakeLearner:
         self.batches: list[list[Scored]] = []
         self.gathered: list[int] = []
         self.busy = False
+        self.death: asyncio.Future[None] | None = None
+        """Set by `watch`. A test gives it the exception of a rank that died."""
+
+    async def watch(self) -> None:
+        self.death = asyncio.get_running_loop().create_future()
+        await self.death
 
     async def step(self, batch: Sequence[Scored]) -> StepResult:
         if len(batch) != self.groups_per_step or len({scored.ordinal for scored in batch}) != len(
@@ -391,6 +400,17 @@ class FakeWeightSync:
         self.replicas = replicas or FakeReplicas()
         self.applied: list[int] = []
         self.attempts: dict[int, int] = {}
+        self.awake = asyncio.Event()
+        """Not set while the replicas rest."""
+        self.awake.set()
+
+    async def rest(self) -> None:
+        await asyncio.sleep(0)
+        self.awake.clear()
+
+    async def wake(self) -> None:
+        await asyncio.sleep(0)
+        self.awake.set()
 
     async def push(self, manifest: Manifest) -> PushReport:
         version, replicas = manifest.version, self.replicas
@@ -532,11 +552,14 @@ class FakeLogprobCheck:
     async def at_gather(self, version: int) -> None:
         self.learner_side.append(version)
 
-    async def after_commit(self, version: int) -> Mapping[str, float]:
+    async def after_commit(self, version: int, learner_turn: LearnerTurn) -> Mapping[str, float]:
         if version != self.learner_side[-1]:
             raise AssertionError(
                 f"generators were checked at {version}, the learner at {self.learner_side[-1]}"
             )
+        if not self.generator_side:
+            async with learner_turn():
+                await asyncio.sleep(0)
         self.generator_side.append(version)
         if version == self.fails_at:
             raise RuntimeError(f"log-probs differ at version {version}")

@@ -36,7 +36,7 @@ __all__ = ["FakeGenerate", "FakeServed", "FakeWords", "SeededGenerator"]
 
 class FakeGenerate:
     """Seeded random completions over token ids 3 … vocabulary - 1. `version` may be changed between
-    calls."""
+    calls. The baseline depends on the prompt only."""
 
     def __init__(self, vocabulary: int = 40, version: int = 0, latency: float = 0.0) -> None:
         self.vocabulary, self.version, self.latency = vocabulary, version, latency
@@ -54,6 +54,9 @@ class FakeGenerate:
             "fake",
             started_at,
             time.time(),
+            baseline=(
+                self._completion(replace(request, seed=None), 0) if request.baseline else None
+            ),
         )
 
     async def logprobs(
@@ -201,6 +204,7 @@ def fake_status(replica: str) -> ReplicaStatus:
         replica=replica,
         weights=None,
         held=False,
+        rests=False,
         pid=0,
         package="",
         broken=None,
@@ -243,6 +247,7 @@ class SeededGenerator:
             "seeded",
             started_at,
             time.time(),
+            baseline=self._sample(request, 0, greedy=True) if request.baseline else None,
         )
 
     async def logprobs(
@@ -286,7 +291,7 @@ class SeededGenerator:
         self.version = manifest.version
         return PushReport(manifest.version, {"seeded": {"pause_s": 0.0}})
 
-    def _sample(self, request: GenerateRequest, index: int) -> Completion:
+    def _sample(self, request: GenerateRequest, index: int, greedy: bool = False) -> Completion:
         import torch
 
         generator = torch.Generator().manual_seed((request.seed or 0) * 1_000 + index)
@@ -298,7 +303,11 @@ class SeededGenerator:
             ):
                 logits = self.model(torch.tensor([[*request.prompt_ids, *ids]])).logits[0, -1]
                 distribution = (logits / request.temperature).log_softmax(-1)
-                ids.append(int(torch.multinomial(distribution.exp(), 1, generator=generator)))
+                ids.append(
+                    int(distribution.argmax())
+                    if greedy
+                    else int(torch.multinomial(distribution.exp(), 1, generator=generator))
+                )
                 logprobs.append(float(distribution[ids[-1]]))
         reason = "stop" if ids[-1] == self.eos_token_id else "length"
         return Completion(

@@ -26,6 +26,7 @@ __all__ = [
     "chat_text",
     "decode",
     "decode_prompt",
+    "encode_continuations",
     "encode_prompts",
     "load_tokenizer",
     "refuse_another_tokenizer",
@@ -49,6 +50,9 @@ FILES = (
 )
 """Files of a fast tokenizer that a checkpoint directory may contain."""
 MORE_TEMPLATES = "additional_chat_templates"
+
+LINE_END = "\n"
+"""Put before a text to encode it as a continuation. It does not merge with what follows."""
 
 ROUND_TRIP_TEXTS = (
     "3 + 40 =",
@@ -173,6 +177,25 @@ def encode_prompts(
         ):
             del ids[row][-1]
     return ids, len(doubled)
+
+
+def encode_continuations(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> list[list[int]]:
+    """Encode texts that continue another text, without special tokens. A tokenizer that puts a
+    space before every text would otherwise put one between the two texts."""
+    plain, marked, mark = (
+        [list(row) for row in tokenizer(given, add_special_tokens=False)["input_ids"]]
+        for given in (list(texts), [LINE_END + text for text in texts], [LINE_END])
+    )
+    letter = tokenizer.encode("x", add_special_tokens=False)
+    if decode_prompt(tokenizer, mark[0] + letter) == f"{LINE_END}x":
+        return plain
+    start = len(mark[0])
+    return [
+        whole[start:] if whole[:start] == mark[0] else alone
+        for whole, alone in zip(marked, plain, strict=True)
+    ]
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -77,8 +78,12 @@ class ProbeCheck:
         if self.probes:
             self._learner_side = await self.learner.logprobs(self.probes)
 
-    async def after_commit(self, version: int) -> Mapping[str, float]:
+    async def after_commit(
+        self, version: int, learner_turn: Callable[[], AbstractAsyncContextManager[None]]
+    ) -> Mapping[str, float]:
         """Score the probes with the generators and compare. Returns the metrics of `compare`.
+
+        At the first version the learner scores the probes here, within `learner_turn`.
 
         Raises:
             RuntimeError: a replica differs by more than the tolerance.
@@ -90,7 +95,8 @@ class ProbeCheck:
             )
         else:
             generators_side = [await self._sample(weights)]
-            self._learner_side = await self.learner.logprobs(self.probes, self.temperature)
+            async with learner_turn():
+                self._learner_side = await self.learner.logprobs(self.probes, self.temperature)
         metrics = compare(self._learner_side, generators_side)
         difference = metrics[f"check/logprob_{self.statistic}_diff"]
         if not difference <= self.tolerance:

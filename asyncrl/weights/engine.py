@@ -39,6 +39,7 @@ def register() -> None:
     if os.environ.get(OWNED):
         _end_with_parent()
         _bars_without_semaphore()
+        _named_shared_memory()
     if folder := os.environ.get(STACKS):
         _register_stacks(folder)
 
@@ -64,6 +65,20 @@ def _bars_without_semaphore() -> None:
     import tqdm
 
     tqdm.tqdm.set_lock(threading.RLock())
+
+
+def _named_shared_memory() -> None:
+    """Give shared memory of this process a name with its process id. vLLM's queues between
+    the workers of an engine remain when it is killed, and `asyncrl.weights.staging.sweep` deletes
+    those of ended processes."""
+    import os
+    import secrets
+    from multiprocessing import shared_memory
+
+    def name() -> str:
+        return f"/asyncrl-{secrets.token_hex(4)}-{os.getpid()}.queue"
+
+    shared_memory._make_filename = name  # type: ignore[attr-defined]
 
 
 def _end_with_parent() -> None:

@@ -5,12 +5,15 @@ The rows of a matrix are multiplied by a fixed vector of ones and minus ones, in
 one product for each row. The fingerprint is the sum of the products, again with such signs, and the
 sum of their absolute values. An engine can compute these products even where a kernel has only a
 packed form of the matrix. The products of a fused matrix (q, k and v) are those of its parts, one
-after the other.
+after the other. A matrix that an engine splits between its workers has the same products: those of
+its rows one after the other, or the sum of those of its columns.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -18,8 +21,10 @@ from asyncrl.contracts.messages import Manifest, TensorEntry
 
 __all__ = [
     "Fingerprint",
+    "Shard",
     "difference_text",
     "fingerprint",
+    "joined_fingerprints",
     "published_fingerprints",
     "row_products",
     "signs",
@@ -34,19 +39,62 @@ CHUNK_ELEMENTS = 1 << 22
 """Elements converted to float64 at a time."""
 
 
-def signs(count: int) -> np.ndarray:
-    """A fixed vector of `count` ones and minus ones. Shorter vectors are prefixes of longer
-    ones."""
-    return 1.0 - 2.0 * ((np.arange(count, dtype=np.int64) * 2654435761 >> 16) & 1)
+class Shard(NamedTuple):
+    """The products of what one worker of an engine holds of a tensor."""
+
+    products: bytes
+    """Float64, one for each row."""
+    split: Literal["none", "rows", "columns"] = "none"
+    """How the tensor is split between the workers."""
+    copies: int = 1
+    """Consecutive workers that hold the same rows (split: rows)."""
 
 
-def row_products(tensor: np.ndarray) -> np.ndarray:
-    """Products [R] float64 of each row of a tensor [R, …] with `signs`. A vector is unchanged."""
+def joined_fingerprints(workers: Sequence[Mapping[str, Shard]]) -> dict[str, Fingerprint]:
+    """Name → fingerprint of every tensor of an engine, without those that cannot be joined.
+
+    Args:
+        workers: the shards of each worker (`asyncrl.weights.held`), in the order of their ranks.
+    """
+    shards: defaultdict[str, list[Shard]] = defaultdict(list)
+    for worker in workers:
+        for name, shard in worker.items():
+            shards[name].append(Shard(*shard))  # vLLM's transport turns it into a list
+    products = {name: _joined(found) for name, found in shards.items()}
+    return {name: fingerprint(whole) for name, whole in products.items() if whole is not None}
+
+
+def _joined(shards: Sequence[Shard]) -> np.ndarray | None:
+    """Products [R] of the whole tensor from those of all workers, in the order of their ranks. None
+    if the workers hold different values of a tensor that is not known to be split."""
+    products = [np.frombuffer(shard.products) for shard in shards]
+    first = shards[0]
+    if first.split == "rows":
+        return np.concatenate(products[:: first.copies])
+    if first.split == "columns":
+        whole: np.ndarray = np.sum(products, axis=0)
+        return whole
+    same = all(np.array_equal(other, products[0], equal_nan=True) for other in products)
+    return products[0] if same else None
+
+
+def signs(count: int, start: int = 0) -> np.ndarray:
+    """`count` ones and minus ones of a fixed sequence, from its place `start` on."""
+    places = np.arange(start, start + count, dtype=np.int64)
+    return 1.0 - 2.0 * ((places * 2654435761 >> 16) & 1)
+
+
+def row_products(tensor: np.ndarray, start: int = 0) -> np.ndarray:
+    """Products [R] float64 of each row of a tensor [R, …] with `signs`. A vector is unchanged.
+
+    Args:
+        start: the column of the whole tensor at which this one begins.
+    """
     if tensor.ndim < 2:
         return tensor.reshape(-1).astype(np.float64)
     matrix = tensor.reshape(tensor.shape[0], -1)
     step = max(1, CHUNK_ELEMENTS // max(1, matrix.shape[1]))
-    by = signs(matrix.shape[1])
+    by = signs(matrix.shape[1], start)
     return np.concatenate(
         [
             matrix[start : start + step].astype(np.float64) @ by

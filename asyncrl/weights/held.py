@@ -3,21 +3,25 @@ engine's worker process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import torch
 
 from asyncrl.contracts.adapters import PREFIX
-from asyncrl.weights.fingerprint import Fingerprint, fingerprint, row_products, signs
+from asyncrl.weights.fingerprint import Fingerprint, Shard, fingerprint, row_products, signs
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-__all__ = ["HeldWeights", "adapter_fingerprints", "held_fingerprints"]
+__all__ = ["HeldWeights", "adapter_fingerprints", "held_shards"]
+
+KEY_VALUE = ("k_proj", "v_proj")
+"""Parts of a fused layer that several workers have in common, where the model has fewer key and
+value heads than the engine has workers."""
 
 
 class HeldWeights:
@@ -26,11 +30,11 @@ class HeldWeights:
     model_runner: GPUModelRunner
     """An attribute of the worker that this class extends."""
 
-    def held_fingerprints(self) -> dict[str, Fingerprint]:
-        """Published name → fingerprint."""
+    def held_shards(self) -> dict[str, Shard]:
+        """Published name → products of this worker's shard."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-        return held_fingerprints(self.model_runner.model, ParallelLMHead)
+        return held_shards(self.model_runner.model, ParallelLMHead)
 
     def held_adapter(self, number: int, scale: float) -> dict[str, Fingerprint]:
         """Published name → fingerprint of the matrices of vLLM's adapter `number`; empty if it is
@@ -45,22 +49,25 @@ class HeldWeights:
 
 
 @torch.no_grad()
-def held_fingerprints(model: torch.nn.Module, head: type) -> dict[str, Fingerprint]:
-    """Name → fingerprint of every parameter of a vLLM model, computed from the weights that its
-    kernels use. The names are the checkpoint's; fused layers are split into their parts.
+def held_shards(model: torch.nn.Module, head: type) -> dict[str, Shard]:
+    """Name → this worker's shard of every parameter of a vLLM model, computed from the weights that
+    its kernels use. The names are the checkpoint's; fused layers are split into their parts.
 
     Args:
         head: class of output heads.
     """
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    found: dict[str, Fingerprint] = {}
+    found: dict[str, Shard] = {}
     for path, module in model.named_modules():
         # vLLM wraps a layer that may have an adapter.
         parent, _, leaf = path.removesuffix(".base_layer").rpartition(".")
         for name, products in _products(module, head):
-            for part, rows in _split(leaf, module, products, packed):
+            split = _split_of(module, name)
+            for part, rows in _parts(leaf, module, products, packed):
+                copies = getattr(module, "num_kv_head_replicas", 1) if part in KEY_VALUE else 1
                 engine_name = ".".join(filter(None, (parent, part, name)))
-                found |= dict.fromkeys(_names(model, engine_name), fingerprint(rows))
+                shard = Shard(rows.tobytes(), split, copies)
+                found |= dict.fromkeys(_names(model, engine_name), shard)
     return found
 
 
@@ -99,6 +106,25 @@ def _names(model: torch.nn.Module, engine_name: str) -> Iterator[str]:
             yield theirs + engine_name.removeprefix(ours)
 
 
+def _split_of(module: torch.nn.Module, name: str) -> Literal["none", "rows", "columns"]:
+    """How the module's parameter is split between the engine's workers."""
+    if getattr(module, "tp_size", 1) == 1:
+        return "none"
+    if _first_column(module, name) is not None:
+        return "columns"
+    held = getattr(module, "output_size_per_partition", None)
+    whole = getattr(module, "output_size", None) or getattr(module, "num_embeddings_padded", None)
+    return "none" if held is None or held == whole else "rows"
+
+
+def _first_column(module: torch.nn.Module, name: str) -> int | None:
+    """The column at which this worker's part of a weight begins; None if it has all columns."""
+    held = getattr(module, "input_size_per_partition", None)
+    if name != "weight" or held is None or held == module.input_size:
+        return None
+    return cast("int", module.tp_rank) * int(held)
+
+
 def _products(module: torch.nn.Module, head: type) -> Iterator[tuple[str, np.ndarray]]:
     """Name and rows' products of each of the module's own parameters.
 
@@ -106,34 +132,36 @@ def _products(module: torch.nn.Module, head: type) -> Iterator[tuple[str, np.nda
     with a packed copy of its weight. Their kernels compute the products.
     """
     for name, parameter in module.named_parameters(recurse=False):
+        start = _first_column(module, name) or 0
         if (
             name == "weight"
             and hasattr(module, "cpu_linear")
             and (not parameter.numel() or isinstance(module, head))
         ):
-            yield name, _through_kernel(module, parameter)
+            yield name, _through_kernel(module, parameter, start)
         elif parameter.numel():
-            yield name, row_products(parameter.detach().float().cpu().numpy())
+            yield name, row_products(parameter.detach().float().cpu().numpy(), start)
 
 
-def _through_kernel(module: torch.nn.Module, weight: torch.Tensor) -> np.ndarray:
+def _through_kernel(module: torch.nn.Module, weight: torch.Tensor, start: int) -> np.ndarray:
     columns = (
         getattr(module, "input_size_per_partition", None)
         or getattr(module, "input_size", None)
         or cast("int", module.embedding_dim)
     )
     method = cast("QuantizeMethodBase", module.quant_method)
-    by = torch.from_numpy(signs(columns)).to(weight.dtype).to(weight.device)
+    by = torch.from_numpy(signs(columns, start)).to(weight.dtype).to(weight.device)
     return method.apply(module, by[None])[0].double().cpu().numpy()
 
 
-def _split(
+def _parts(
     leaf: str, module: torch.nn.Module, products: np.ndarray, packed: dict[str, list[str]]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Split the products of a fused layer into those of the checkpoint's layers."""
-    sizes: Sequence[int] | None = getattr(module, "output_sizes", None)
+    workers = getattr(module, "tp_size", 1)
+    sizes = [size // workers for size in getattr(module, "output_sizes", None) or ()]
     parts = packed.get(leaf, [leaf])
-    if sizes is None or len(parts) == 1 or len(parts) != len(sizes) or sum(sizes) != len(products):
+    if len(parts) == 1 or len(parts) != len(sizes) or sum(sizes) != len(products):
         yield leaf, products
         return
     yield from zip(parts, np.split(products, np.cumsum(sizes)[:-1]), strict=True)

@@ -93,6 +93,7 @@ class ServeWeightSync:
         self._registry = registry
         self._timeout_s, self._grace_s, self._drains = push_timeout_s, commit_grace_s, drains
         self._last: Manifest | None = None
+        self._learner_turn: bool | None = None
         self._behind: Counter[str] = Counter()
         """Replicas that did not apply the last push in time, `SILENT` for each that did not answer.
         The next push does not wait for them."""
@@ -182,6 +183,53 @@ class ServeWeightSync:
         with contextlib.suppress(*NO_ANSWER):
             await ask_all(self._handle, "release", replica, timeout_s=STATUS_S)
 
+    async def rest(self) -> None:
+        """Make every live replica rest. One that starts before `wake` rests within seconds.
+
+        Raises:
+            RuntimeError: a replica did not rest within weights.push_timeout_s.
+        """
+        await self._change_turn(True)
+
+    async def wake(self) -> None:
+        """End the replicas' rest.
+
+        Raises:
+            RuntimeError: a replica did not wake within weights.push_timeout_s.
+        """
+        await self._change_turn(False)
+
+    async def _change_turn(self, learner: bool) -> None:
+        """Make every live replica follow the version registry's turn. At a wake, half of them are
+        enough: the others wake by themselves. A replica that has died counts no longer once Serve
+        has noticed. Its successor asks the version registry."""
+        self._learner_turn = learner
+        deadline, reason = time.monotonic() + self._timeout_s, "no replica answered"
+        while (remaining := deadline - time.monotonic()) > 0:
+            try:
+                await asyncio.wait_for(self._tell_turn(), remaining)
+                answers = await ask_all(
+                    self._handle, "follow_turn", timeout_s=min(ROUND_S, remaining)
+                )
+            except NO_ANSWER as error:
+                answers = [error]
+            errors = [answer for answer in answers if isinstance(answer, BaseException)]
+            followed = sum(rests is learner for rests in answers)
+            needed = len(answers) if learner else (len(answers) + 1) // 2
+            if followed >= max(1, needed):
+                return
+            if errors:
+                reason = f"{type(errors[0]).__name__}: {errors[0]}".splitlines()[0]
+            await asyncio.sleep(BETWEEN_ROUNDS_S)
+        verb = "rest" if learner else "wake"
+        raise RuntimeError(
+            f"the generators did not all {verb} within weights.push_timeout_s ="
+            f" {self._timeout_s:g}: {reason}"
+        )
+
+    async def _tell_turn(self) -> None:
+        await self._registry.set_learner_turn.remote(self._learner_turn)
+
     async def keep_announced(self) -> None:
         """Announce the newest version to the version registry repeatedly, until canceled.
 
@@ -190,9 +238,11 @@ class ServeWeightSync:
         """
         while True:
             await asyncio.sleep(ANNOUNCE_EVERY_S)
-            if self._last is not None:
-                # The version registry may be starting, or have a newer version by now.
-                with contextlib.suppress(ray.exceptions.RayError):
+            # The version registry may be starting, or have a newer version by now.
+            with contextlib.suppress(ray.exceptions.RayError):
+                if self._learner_turn is not None:
+                    await self._tell_turn()
+                if self._last is not None:
                     await self._registry.announce.remote(self._last)
 
     async def _announce(self, manifest: Manifest) -> None:

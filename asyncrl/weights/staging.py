@@ -25,7 +25,8 @@ __all__ = ["Staged", "StagingError", "fetch_bucket", "fetch_version", "sweep"]
 
 SHARED_MEMORY = Path("/dev/shm")
 NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
-STAGING_NAME = re.compile(r"asyncrl-.+-(?P<pid>\d+)\.weights")
+OWN_NAME = re.compile(r"asyncrl-.+-(?P<pid>\d+)\.(weights|queue)")
+"""Staging files, and the queues between an engine's workers (`asyncrl.weights.engine`)."""
 
 
 class StagingError(RuntimeError):
@@ -110,11 +111,11 @@ def _new_file(name: str, flags: int) -> int:
 
 
 def sweep(directory: Path = SHARED_MEMORY) -> list[Path]:
-    """Delete the staging files of processes that have ended, for example after a kill. Returns
-    them."""
+    """Delete the staging files and queues of processes that have ended, for example after a kill.
+    Returns them."""
     removed = []
-    for path in directory.glob("asyncrl-*.weights"):
-        match = STAGING_NAME.fullmatch(path.name)
+    for path in sorted(directory.glob("asyncrl-*")):
+        match = OWN_NAME.fullmatch(path.name)
         if match is not None and not psutil.pid_exists(int(match["pid"])):
             # The file may belong to another user, or another replica may delete it first.
             with suppress(PermissionError, FileNotFoundError):

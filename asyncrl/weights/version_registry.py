@@ -52,6 +52,7 @@ class VersionRegistry:
         """`holder` describes this job to other jobs that want the application."""
         self._holder = holder
         self._manifest: Manifest | None = None
+        self._learner_turn: bool | None = None
 
     def announce(self, manifest: Manifest) -> None:
         """Make this the current version.
@@ -72,9 +73,18 @@ class VersionRegistry:
         self._manifest = manifest
 
     def withdraw(self) -> None:
-        """Forget the current version until the next is announced. Called when the learner that
-        published it has ended: its buckets are lost."""
+        """Forget the current version until the next is announced, and end the learner's turn.
+        Called when the learner that published it has ended: its buckets are lost."""
         self._manifest = None
+        self._learner_turn = False
+
+    def set_learner_turn(self, turn: bool) -> None:
+        """Say whether the learner uses the devices now, so that the replicas must rest."""
+        self._learner_turn = turn
+
+    def learner_turn(self) -> bool | None:
+        """Whether the replicas must rest. None if nobody has said so since this process started."""
+        return self._learner_turn
 
     def current(self) -> Manifest | None:
         """The newest manifest. None before the first one and after `withdraw`."""

@@ -37,6 +37,34 @@ def test_rloo_compares_with_the_mean_of_the_others() -> None:
     )
 
 
+def test_remax_compares_with_the_greedy_completion() -> None:
+    # Rewards 1, 0 and 0.25, and 0.75 of the greedy completion. The masked one does not count.
+    greedy = GroupInputs(baseline=0.75)
+    found = group_advantages([1.0, 0.0, 9.0, 0.25], [True, True, False, True], "remax", greedy)
+    assert found == [0.25, -0.75, None, -0.5]
+    assert group_advantages([1.0], [True], "remax", greedy) == [0.25], "one sample is enough"
+    assert group_advantages([0.75, 0.75], [True] * 2, "remax", greedy) == [0.0, 0.0]
+    equal = group_advantages([0.0, 0.0], [True] * 2, "remax", greedy)
+    assert equal == [-0.75, -0.75], "equal rewards teach where the greedy completion differs"
+    for baseline in (None, math.nan):
+        with pytest.raises(ValueError, match=r"remax got the baseline (None|nan); give the reward"):
+            group_advantages([1.0], [True], "remax", GroupInputs(baseline=baseline))
+
+
+def test_remaxs_baseline_leaves_the_gradients_expectation_alone() -> None:
+    """E[A · ∇ log π] over all actions of a softmax is that without a baseline, because the greedy
+    action's reward does not depend on the sampled one."""
+    probabilities, rewards = np.array([0.5, 0.3, 0.2]), [1.0, 4.0, 0.0]
+    scores = np.eye(3) - probabilities  # ∇ log π of each action with respect to the logits
+    greedy = rewards[int(probabilities.argmax())]
+    of_remax = [
+        group_advantages([reward], [True], "remax", GroupInputs(baseline=greedy))[0]
+        for reward in rewards
+    ]
+    with_baseline = probabilities * np.array(of_remax, float) @ scores
+    np.testing.assert_allclose(with_baseline, probabilities * rewards @ scores, atol=1e-12)
+
+
 def test_maxrl_divides_by_the_mean() -> None:
     assert group_advantages([1.0, 0.0, 0.0, 0.0], [True] * 4, "maxrl") == pytest.approx(
         [3.0, -1.0, -1.0, -1.0], rel=1e-5

@@ -350,6 +350,7 @@ def test_advantages_with_masked_members(method: Advantage, seed: int) -> None:
         "grpo": lambda x: (x - kept.mean()) / (kept.std() + 1e-6),
         "dr_grpo": lambda x: x - kept.mean(),
         "rloo": lambda x: x - (kept.sum() - x) / (len(kept) - 1),
+        "remax": lambda x: x - 0.375,
         "maxrl": lambda x: (x - kept.mean()) / (kept.mean() + 1e-6),
         "reinforce_plus_plus": lambda x: x,
         "reinforce_plus_plus_baseline": lambda x: x - kept.mean(),
@@ -363,6 +364,7 @@ def test_advantages_with_masked_members(method: Advantage, seed: int) -> None:
         [(2.0, parts[0].tolist()), (-0.5, parts[1].tolist())],
         k=3,
         pass_threshold=0.6,
+        baseline=0.375,
     )
     found = group_advantages(all_rewards, usable.tolist(), method, inputs)
     assert [value is None for value in found] == [not use for use in usable]

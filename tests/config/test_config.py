@@ -298,6 +298,15 @@ def test_length_policy_applies_to_prompts_that_fill_max_length_and_to_supervised
             r"only has an effect with algorithm\.correction\.truncation or kl_loss_coef",
         ),
         ({"advantage": "gae", "kl_coef": 0.1}, "use kl_loss_coef instead"),
+        (
+            {"advantage": "remax", "kl_coef": 0.1, "kl_estimator": "k1"},
+            r"kl_coef = 0.1 lowers .* advantage: remax has no log-probs .*; use kl_loss_coef",
+        ),
+        (
+            {"advantage": "remax", "distillation": {"teacher": "m"}},
+            r"algorithm.advantage has no effect with .*reward_weight = 0",
+        ),
+        ({"advantage": "remax", "preference": {}}, "algorithm.advantage"),
         ({"advantage": "reinforce_plus_plus", "kl_coef": 0.1}, "use kl_loss_coef instead"),
         ({"dual_clip": 1.1}, "dual_clip = 1.1 is not above the upper clip"),
         ({"allow_uncorrected": True}, "only has an effect with an uncorrected loss"),
@@ -399,12 +408,14 @@ def test_contradictory_algorithms_are_refused(tmp_path, algorithm, message):
         {"advantage": "grpo_batch_std", "filter_zero_variance": True},
         {"advantage": "gdpo"},
         {"advantage": "gae", "bootstrap_truncated": True},
+        {"advantage": "remax", "kl_loss_coef": 0.1, "filter_zero_variance": True},
         {"old_policy": "learner", "correction": {"truncation": "geometric", "floor": 0.5}},
     ],
 )
 def test_formulas_that_go_together_are_allowed(tmp_path, algorithm):
     found = load(tmp_path, {"algorithm": algorithm}).algorithm
-    assert found.corrected and found.compares_siblings == (found.advantage != "gae")
+    alone = found.advantage in ("gae", "remax")
+    assert found.corrected and found.compares_siblings == (not alone)
 
 
 def test_rewards_that_a_formula_cannot_use_are_refused(tmp_path):
@@ -416,6 +427,22 @@ def test_rewards_that_a_formula_cannot_use_are_refused(tmp_path):
             load(tmp_path, {"reward.overlong_buffer": 4, "algorithm.advantage": advantage})
     with pytest.raises(ConfigError, match=r"reward\.shuffle: true permutes total rewards"):
         load(tmp_path, {"reward.shuffle": True, "algorithm.advantage": "gdpo"})
+    pairwise = {"duel": {"function": "asyncrl.rewards.builtin:pairwise_judge"}}
+    with pytest.raises(ConfigError, match=r"duel compares the completions .* remax would depend"):
+        load(tmp_path, {"reward.functions": pairwise, "algorithm.advantage": "remax"})
+
+
+def test_a_greedy_completion_is_one_more_for_each_group(tmp_path):
+    """Also of groups of one, which remax allows. The most sequences of a generator on a GPU follow
+    from it."""
+    changes = {"rollout.n_samples_per_prompt": 1, "generator.device": "cuda"}
+    alone = {**changes, "algorithm.advantage": "reinforce_plus_plus"}
+    for given, completions in ((alone, 1), ({**changes, "algorithm.advantage": "remax"}, 2)):
+        found = load(tmp_path, {**given, "rollout.rollout_batch_size": 256})
+        assert found.completions_per_group == completions
+        assert found.max_num_seqs == min(found.groups_at_once * completions, 1024)
+    with pytest.raises(ConfigError, match=r"or algorithm\.advantage: remax, reinforce_plus_plus"):
+        load(tmp_path, changes)
 
 
 def test_the_value_after_a_cut_answer_needs_room_for_one_more_token(tmp_path):
@@ -449,6 +476,14 @@ def test_push_timeout_is_longer_than_stall_timeout(tmp_path):
     ):
         load(tmp_path, {"weights.push_timeout_s": 60})
     load(tmp_path, {"weights.push_timeout_s": 60, "generator.stall_timeout_s": 20})
+
+
+def test_turns_have_no_staleness_unless_it_is_given(tmp_path):
+    assert load(tmp_path, {}).staleness.max_staleness == 2
+    turns = load(tmp_path, {"placement": "colocate", "staleness.on_stale": "drop"})
+    assert (turns.staleness.max_staleness, turns.staleness.on_stale) == (0, "drop")
+    path = tmp_path / "config.yaml"
+    assert load_config(path, ["--placement", "decoupled"]).staleness.max_staleness == 2
 
 
 def test_over_sampling_needs_drop(tmp_path):
@@ -570,7 +605,37 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
         ),
         ({"use_dynamic_batch_size": True}, "dynamic batching is always on"),
         ({"learner.temperature": 1}, "did you mean rollout.temperature"),
-        ({"colocate": True}, "colocate is not implemented"),
+        ({"colocate": True}, "asyncrl calls it placement: colocate"),
+        ({"offload_rollout": True}, "offload_rollout is not implemented: generators do not free"),
+        (
+            {"placement": "colocate", "staleness.max_staleness": 1},
+            "placement: colocate needs staleness.max_staleness: 0, not 1: nothing is generated",
+        ),
+        (
+            {"placement": "colocate", "generator.device": "cuda"},
+            "placement: colocate needs generator.device: cpu, not cuda: generators do not free",
+        ),
+        (
+            {"placement": "colocate", "generator.in_flight": "drain"},
+            "placement: colocate does not work with generator.in_flight = 'drain': generators rest",
+        ),
+        (
+            {"placement": "colocate", "generator.attach": "standing"},
+            "placement: colocate does not work with generator.attach = 'standing'",
+        ),
+        (
+            {"placement": "colocate", "rollout.num_steps_per_rollout": 2},
+            "max_staleness = 0 is too low for rollout.num_steps_per_rollout = 2",
+        ),
+        (
+            {"placement": "colocate", "eval.in_flight": True, "eval.data": "held_out.parquet"},
+            "eval.in_flight = True only has an effect with placement: decoupled",
+        ),
+        ({"placement": "together"}, "placement = 'together': .*'decoupled' or 'colocate'"),
+        (
+            {"generator.num_threads": 2, "generator.device": "cuda"},
+            "generator.num_threads = 2 only has an effect with generator.device: cpu",
+        ),
         (
             {"rollout.temperature": 0},
             r"rollout.temperature = 0: input should be greater than or equal to 0.01",
@@ -740,7 +805,7 @@ def test_ranks_that_share_rows_allow_longer_trajectories(tmp_path):
     [
         (["--rollout.temprature", "1"], "did you mean rollout.temperature"),
         (["--lr", "1"], "asyncrl calls it learner.learning_rate"),
-        (["--colocate", "true"], "not implemented"),
+        (["--colocate", "true"], "asyncrl calls it placement: colocate"),
         (
             ["--learner.ds3_gather_for_generation", "true"],
             (
@@ -849,6 +914,19 @@ def test_entries_of_mappings_can_be_overridden(tmp_path):
 def test_bad_overrides_inside_a_mapping(tmp_path, overrides, message):
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, (), overrides)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--data.max_length", "7", "--data.max_length", "null"], None),
+        (["--data.max_length=7", "--data.max_length=null"], None),
+        (["--data.max_length", "null", "--data.max_length", "7"], 7),
+        (["--data.max_length=null", "--seed", "3", "--data.max_length=7"], 7),
+    ],
+)
+def test_the_last_value_of_an_override_counts_where_one_is_null(tmp_path, words, expected):
+    assert load(tmp_path, {"data.max_length": 100}, words).data.max_length == expected
 
 
 def test_null_resets_a_setting_and_a_whole_mapping_is_replaced(tmp_path):
@@ -1042,7 +1120,10 @@ def test_every_setting_of_a_verl_config_is_explained(tmp_path):
         ("async-queue-size", "asyncrl calls it staleness.max_staleness"),
         ("ds.lora.rank", "asyncrl calls it lora.r"),
         ("lora_rank", "asyncrl calls it lora.r"),
-        ("tensor_parallel_size", "is not implemented: "),
+        ("use_dora", "did you mean lora.use_dora"),
+        ("tensor_parallel_size", "did you mean generator.tensor_parallel_size?"),
+        ("rollout_num_gpus_per_engine", "asyncrl calls it generator.tensor_parallel_size"),
+        ("tensor_model_parallel_size", r"a learner rank computes whole layers; remove it, or set"),
         ("modle.path", "did you mean model.path?"),
         ("learner.learning-rate", "did you mean learner.learning_rate?"),
         ("train.lerning_rate", "did you mean learner.learning_rate?"),
@@ -1056,7 +1137,7 @@ def test_every_setting_of_a_verl_config_is_explained(tmp_path):
         ("custom_reward_function.name", "asyncrl calls it reward.functions"),
         ("reward_model.model.path", "asyncrl calls it reward.functions"),
         ("actor_rollout_ref.rollout.name", "is unknown and not needed: vLLM always generates"),
-        ("sequence_parallel", "is not implemented: there is no tensor parallelism"),
+        ("sequence_parallel", "is not implemented: a learner rank computes whole layers"),
         ("warmup_ratio", "asyncrl calls it learner.warmup_steps, in steps"),
         ("lora_dropout", "is not implemented: the learner uses no dropout"),
         ("scale_rewards", "grpo_batch_std for batch"),
@@ -1156,6 +1237,10 @@ def test_a_kl_term_after_a_warm_start_needs_ref_load(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"lora": {"use_dora": True}},
+            r"lora\.use_dora: true does not work with generators, since vLLM takes no DoRA",
+        ),
         ({"lora": {"r": 513}}, r"lora\.r = 513 is above 512, the highest rank that vLLM takes"),
         (
             {"lora": {"r": 8}, "generator": {"in_flight": "keep"}},

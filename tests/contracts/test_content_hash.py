@@ -1,17 +1,13 @@
 """A group's hash survives every way in which its row is stored, and changes with every value."""
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pytest
 
 from asyncrl.contracts.content_hash import content_hashes
-from asyncrl.contracts.rows import (
-    Completion,
-    Group,
-    Prompt,
-    Trajectory,
-    VersionSpan,
-    groups_to_table,
-)
+from asyncrl.contracts.group_table import groups_to_table
+from asyncrl.contracts.rows import Baseline, Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.rewards.files import FlushFiles, compact
 from asyncrl.runtime import parquet
 
@@ -187,3 +183,21 @@ def test_adjacent_values_are_kept_apart():
         for texts in (["ab", "c"], ["a", "bc"])
     }
     assert len(made) == 4
+
+
+def test_a_baseline_is_part_of_the_row(tmp_path):
+    greedy = Completion((8, 2), (-0.1, -2.0), (VersionSpan(3, 0, 2),), "stop", "é")
+    given = [
+        Baseline(greedy, 0.5, {"exact": 0.5, "judge": None}),
+        Baseline(greedy, None, {"exact": None, "judge": None}),
+        Baseline(replace(greedy, versions=(VersionSpan(2, 0, 2),)), 0.5, {"exact": 0.5}),
+        Baseline(replace(greedy, token_ids=(8, 3)), 0.5, {"exact": 0.5}),
+        Baseline(replace(greedy, text="e"), 0.5, {"exact": 0.5}),
+    ]
+    tables = [groups_to_table([replace(GROUPS[0], baseline=baseline)]) for baseline in given]
+    hashes = [content_hashes(table)[0] for table in tables]
+    assert len({*hashes, HASHES[0]}) == 6
+    whole = pa.concat_tables(tables, promote_options="permissive")
+    assert content_hashes(whole) == hashes, "the columns of one row do not change another's hash"
+    parquet.write_table(whole, tmp_path / "groups.parquet")
+    assert content_hashes(parquet.read_table(tmp_path / "groups.parquet")) == hashes

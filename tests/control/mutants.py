@@ -63,6 +63,42 @@ MUTANTS = [
         'self._end(scored.ordinal, "skipped", result.reason)',
         "pass",
     ),
+    Mutant(
+        "the learner's turn begins during an evaluation",
+        COORDINATOR,
+        "and self.evaluation is None\n                and not self._evaluation_due()\n",
+        "",
+    ),
+    Mutant(
+        "the learner's turn begins before the generators rest",
+        COORDINATOR,
+        '            self.turn = "going to rest"\n        await self._rest_generators()\n',
+        '            self.turn = "going to rest"\n',
+    ),
+    Mutant(
+        "a group is admitted in the learner's turn",
+        COORDINATOR,
+        'if self.turn != "generators":',
+        "if False:",
+    ),
+    Mutant(
+        "publishing does not wait for the end of the learner's turn",
+        COORDINATOR,
+        'return self.turn == "publishing"',
+        "return True",
+    ),
+    Mutant(
+        "generators rest on after a skipped step",
+        COORDINATOR,
+        "if self.in_publication is None:\n            await self._wake_generators()\n        else:",
+        "if True:",
+    ),
+    Mutant(
+        "the first log-prob check does not rest the generators",
+        COORDINATOR,
+        "if self.schedule.colocate:\n            await self._rest_generators()\n        yield",
+        "yield",
+    ),
     Mutant("slot lost on failure", COORDINATOR, "self._fail(ordinal, reason)", "pass"),
     Mutant(
         "slot lost on drop",
@@ -153,8 +189,8 @@ MUTANTS = [
     Mutant(
         "publishes during an evaluation",
         COORDINATOR,
-        "not self.publishing_blocked\n                    and (self.in_publication",
-        "(self.in_publication",
+        "return not self.publishing_blocked",
+        "return True",
     ),
     Mutant(
         "an evaluation reserves no replica",

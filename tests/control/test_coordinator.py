@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.contracts.errors import EvaluationLostError, RolloutFailedError
-from asyncrl.contracts.messages import Scored
+from asyncrl.contracts.errors import EvaluationLostError, PartDiedError, RolloutFailedError
+from asyncrl.contracts.messages import Scored, ScoredBaseline
 from asyncrl.contracts.outcomes import WAYS_OUT
 from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
@@ -261,6 +261,55 @@ def test_a_group_that_the_users_filter_rejects_is_filtered_and_replaced():
         for ended in coordinator.parts.recorder.all_outcomes
         if ended.outcome == "filtered"
     } == {"m:f returned False"}
+
+
+def test_groups_of_one_with_baselines_have_one_outcome_each():
+    """The baseline's tokens count as generated, and not as trained or lost. A group without its
+    reward is dropped with the reason. Only an equal reward of the baseline makes a group
+    useless."""
+
+    class WithBaselines(FakeRollouts):
+        async def _generate(self, ordinal):
+            return replace(await super()._generate(ordinal), baseline_tokens=3)
+
+    class Greedy(FakeScores):
+        async def next(self):
+            return [
+                replace(one, baseline=ScoredBaseline(of_greedy(one.ordinal), 3, False))
+                for one in await super().next()
+            ]
+
+    def of_greedy(ordinal):
+        return None if ordinal % 5 == 0 else 1.0 if ordinal % 5 == 1 else 0.0
+
+    coordinator = make(
+        steps=10,
+        rollouts=WithBaselines(),
+        scores=lambda rollouts: Greedy(
+            rollouts,
+            score=lambda ordinal: (1.0,),
+            fails=lambda ordinal: "no baseline: it failed" if ordinal % 5 == 0 else None,
+        ),
+        least_usable=1,
+        filter_zero_variance=True,
+    )
+    progress = on_virtual_time(coordinator)
+    ended = coordinator.parts.recorder.all_outcomes
+    known = {0: "dropped", 1: "filtered"}
+    assert {(one.ordinal % 5, one.outcome) for one in ended if one.outcome != "waiting"} == {
+        (rest, known.get(rest, "trained")) for rest in range(5)
+    }
+    assert (
+        len({one.ordinal for one in ended})
+        == len(ended)
+        == len(coordinator.parts.rollouts.admitted)
+    )
+    assert progress.trained_tokens == 4 * 40
+    generated = sum(one.completion_tokens is not None for one in ended)
+    assert progress.generated_tokens == 7 * generated
+    assert progress.wasted_tokens == 4 * (progress.ended["dropped"] + progress.ended["filtered"])
+    reasons = {one.reason for one in ended if one.outcome == "dropped"}
+    assert reasons == {"no baseline: it failed"}
 
 
 def test_wait_loses_no_slow_group():
@@ -592,6 +641,20 @@ def test_an_error_in_a_rollout_ends_the_run_with_its_cause():
         run(make(rollouts=Broken()))
 
 
+def test_a_rank_that_dies_while_the_learner_waits_ends_the_run():
+    """Without its watch, the run would wait for groups and for a push that never ends."""
+    learner = FakeLearner(4)
+
+    class Never(FakeWeightSync):
+        async def push(self, manifest):
+            learner.death.set_exception(PartDiedError("learner rank 0 died"))
+            await asyncio.Event().wait()
+
+    coordinator = make(learner=learner, weights=Never())
+    with pytest.raises(PartDiedError, match="learner rank 0 died"):
+        on_virtual_time(coordinator)
+
+
 def test_a_resume_continues_from_the_frontier(tmp_path):
     first = make(steps=4, checkpoints=CheckpointStore(tmp_path, keep=2), checkpoint_every=2)
     run(first)
@@ -636,10 +699,10 @@ def test_restored_groups_are_trained_first_and_keep_their_attempt():
 
 def test_restored_groups_are_trained_after_the_first_log_prob_check():
     class RecordsBatches(FakeLogprobCheck):
-        async def after_commit(self, version):
+        async def after_commit(self, version, learner_turn):
             await asyncio.sleep(0.01)
             checked.append((version, len(coordinator.parts.learner.batches)))
-            return await super().after_commit(version)
+            return await super().after_commit(version, learner_turn)
 
     checked = []
     state = State("run", 1, 5, 5, 20, (), waiting=((0, 20), (0, 21)))

@@ -69,6 +69,7 @@ class World:
     evaluation_s: list[float]
     evaluate_in_flight: bool
     check_every: int
+    colocate: bool
     copies: list[bool]
     """Whether a scored group arrives a second time."""
     interrupted_after: list[float] = field(default_factory=list)
@@ -123,6 +124,7 @@ def worlds(draw):
         evaluation_s=draw(cycle(st.sampled_from(LATENCIES))),
         evaluate_in_flight=draw(st.booleans()),
         check_every=draw(st.integers(0, 3)),
+        colocate=draw(st.booleans()),
         copies=draw(cycle(st.booleans())),
         kv_use=draw(cycle(st.sampled_from((0.3, 0.87, 0.99)))),
         interrupted_after=draw(st.lists(st.sampled_from((0.0, 0.5, 5.0, 50.0)), max_size=2)),
@@ -134,6 +136,7 @@ class Rollouts(FakeRollouts):
 
     coordinator: Coordinator
     recorder: FakeRecorder
+    weights: FakeWeightSync
 
     def __init__(self, *arguments, **settings):
         super().__init__(*arguments, **settings)
@@ -154,12 +157,15 @@ class Rollouts(FakeRollouts):
 
     async def _generate(self, ordinal):
         try:
-            return await super()._generate(ordinal)
+            finished = await super()._generate(ordinal)
+            await self.weights.awake.wait()  # a replica at rest ends nothing
+            return finished
         finally:
             self.generating.pop(ordinal, None)
 
     async def rollout(self, prompt, committed):
         staleness, progress = self.coordinator.schedule.staleness, self.coordinator.progress
+        assert self.weights.awake.is_set(), "a group was admitted in the learner's turn"
         outstanding = len(self.admitted) + 1 - sum(progress.ended.values())
         lag = progress.version - committed
         if staleness.on_stale == "drop":
@@ -212,12 +218,21 @@ class Weights(FakeWeightSync):
     coordinator: Coordinator
     alone = False
     """Whether an evaluation is running that needs every replica to keep its version."""
+    evaluating = False
 
     async def push(self, manifest):
-        assert not self.alone
+        assert not self.alone and self.awake.is_set() != self.coordinator.schedule.colocate
         report = await super().push(manifest)
-        assert not self.alone
+        assert not self.alone and self.awake.is_set() != self.coordinator.schedule.colocate
         return report
+
+    async def rest(self):
+        assert self.coordinator.schedule.colocate and self.awake.is_set() and not self.evaluating
+        await super().rest()
+
+    async def wake(self):
+        assert not self.awake.is_set()
+        await super().wake()
 
     def evaluation(self, seconds):
         async def evaluate(version, replica):
@@ -228,6 +243,7 @@ class Weights(FakeWeightSync):
             able = sum(current == version for current in replicas.versions)
             spared = (
                 able > 1
+                and not schedule.colocate
                 and version < schedule.max_steps
                 and not schedule.evaluate_in_flight
                 and not self.coordinator.evaluation_lost
@@ -236,14 +252,30 @@ class Weights(FakeWeightSync):
                 "a replica was held although it was needed, or not held although it was free"
             )
             self.alone = held is None and not schedule.evaluate_in_flight
+            self.evaluating = True
+            assert self.awake.is_set()
             await asyncio.sleep(seconds(version))
-            self.alone = False
+            assert self.awake.is_set()
+            self.alone = self.evaluating = False
             if held is not None and replicas.held is None:
                 raise EvaluationLostError("it died")
             assert held is None or replicas.versions[held] == version
             return {"eval/accuracy": 0.5}
 
         return evaluate
+
+
+class Learner(FakeLearner):
+    """Also checks that it computes only while the replicas of the same devices rest."""
+
+    def __init__(self, weights, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.weights = weights
+
+    async def _work(self):
+        assert self.weights is None or not self.weights.awake.is_set()
+        await super()._work()
+        assert self.weights is None or not self.weights.awake.is_set()
 
 
 def rewards(outcome):
@@ -289,7 +321,8 @@ def attempt(world, state, restored=()):
         ),
         rollouts=rollouts,
         scores=scores,
-        learner=FakeLearner(
+        learner=Learner(
+            weights if world.colocate else None,
             world.groups,
             latency=world.learner_latency,
             skips=lambda step: world.skipped[step % len(world.skipped)],
@@ -315,7 +348,9 @@ def attempt(world, state, restored=()):
         check_every=world.check_every,
         evaluate_every=world.evaluate_every,
         evaluate_in_flight=world.evaluate_in_flight,
+        colocate=world.colocate,
     )
+    rollouts.weights = weights
     rollouts.coordinator, rollouts.recorder = (
         Coordinator(parts, schedule, state, restored),
         parts.recorder,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from asyncrl.contracts.messages import Scored
+from asyncrl.contracts.messages import Scored, ScoredBaseline
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
 
 
@@ -115,3 +115,28 @@ def test_scoring_metrics_count_every_scored_group():
     assert all(value != value for value in scoring_metrics([]).values()), (
         "without scored groups every metric is NaN, so that no alarm goes off"
     )
+
+
+def test_baselines_have_their_own_metrics_and_none_of_the_trajectories():
+    def group(rewards, baseline):
+        return Scored(0, 3, None, 8, rewards, {}, len(rewards), 0, baseline=baseline)
+
+    batch = [
+        group((1.0, 0.0), ScoredBaseline(1.0, 6, False)),
+        group((1.0, 1.0), ScoredBaseline(0.0, 4, True)),
+    ]
+    metrics = batch_metrics(batch, version=5, max_staleness=2)
+    assert (metrics["baseline/reward"], metrics["baseline/tokens"]) == (0.5, 5.0)
+    assert metrics["baseline/truncated_ratio"] == 0.5
+    assert metrics["reward/mean"] == 0.75 and metrics["rollout/truncated_ratio"] == 0.0
+    assert metrics["rollout/completion_tokens"] == 4.0
+    arrived = [
+        *batch,
+        group((1.0, 1.0), ScoredBaseline(1.0, 6, False)),
+        group((1.0, 1.0), ScoredBaseline(None, 0, False)),
+    ]
+    shares = scoring_metrics(arrived)
+    assert shares["baseline/missing_ratio"] == 0.25
+    assert shares["reward/zero_variance_ratio"] == 0.25, "only where the baseline is equal too"
+    assert not group((), ScoredBaseline(1.0, 6, False)).equal_rewards
+    assert not any(name.startswith("baseline/") for name in scoring_metrics([group((1.0,), None)]))

@@ -181,6 +181,14 @@ def test_a_template_that_strips_thinking_is_fine_where_nothing_is_stripped(encod
     assert shown == ["<think>three</think>4<|im_end|>\n", "6<|im_end|>\n"]
 
 
+def test_an_earlier_turn_may_be_longer_alone_than_the_whole_chat(encode):
+    """With its thinking, and an EOS that the template writes last."""
+    template = STRIPS_THINKING + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    long = [user("3"), assistant("<think>" + "three " * 40 + "</think>4"), *THINKING[2:]]
+    (error,), _ = encode(template, [Chat(long, 0)])
+    assert isinstance(error, MalformedError) and error.reason == "rewritten"
+
+
 def test_tags_may_begin_with_the_assistant(encode):
     (tokens,), encoder = encode(CHATML_TAGS, [Chat([assistant("3"), *THINKING], 0)])
     assert encoder.tokenizer.decode(tokens.ids[tokens.mask]).startswith("3<|im_end|>")

@@ -11,12 +11,15 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chat_families import CHATML, NO_SYSTEM, STRIPS_THINKING
-from tokenizers import processors
+from chat_families import CHATML, CHATML_TAGS, FINAL_EOS, HEADERS, NO_SYSTEM, STRIPS_THINKING
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config import ConfigError, Source
 from asyncrl.contracts.offline_rows import SFT_SCHEMA
 from asyncrl.data import offline as offline_module
+from asyncrl.data.conversations import Encoder
+from asyncrl.data.form_rows import Text
 from asyncrl.data.length_limits import Cuts
 from asyncrl.data.offline import (
     OfflineRows,
@@ -110,6 +113,32 @@ def test_a_prompt_keeps_its_own_tokens(offline, ids):
     assert any(note.startswith("1 completions were encoded apart") for note in report.notes)
 
 
+def test_a_tokenizer_that_puts_a_space_before_texts_puts_none_before_a_completion(tmp_path):
+    """As those of Llama 2 and Mistral do."""
+    bpe = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    bpe.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    bpe.train_from_iterator(["abc ab abc: c abc: 7"] * 9, trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    encoder = Encoder(tokenizer)
+    for prompt, completion in (("ab", "c"), ("abc: ", "7"), ("ab", "c abc"), ("abc:", " 7")):
+        [tokens] = encoder.texts([Text(prompt, completion)], "completion")
+        assert tokenizer.decode(tokens.ids[:-1]) == prompt + completion
+    assert encoder.counts["apart"] == 3
+
+
 def test_a_prompt_without_tokens_is_malformed(chat_model, tmp_path):
     """With BOS, an empty prompt has a token."""
     tokenizer = type(load_tokenizer(chat_model(None))).from_pretrained(chat_model(None))
@@ -199,6 +228,22 @@ def test_pairs_of_chats_train_the_assistants_turns(offline):
     assert first == sorted(first), "with completion, all tokens after the prompt are trained"
 
 
+@pytest.mark.parametrize("template", [CHATML, FINAL_EOS, CHATML_TAGS, HEADERS])
+def test_a_reward_model_scores_a_chat_at_the_end_of_its_turn(offline, template):
+    """The served model reads a completion up to there, and no line end or EOS after it."""
+    rows = [{"prompt": [ASK], "chosen": [assistant("7")], "rejected": [assistant("8")]}]
+    end = "<|eot|>" if template == HEADERS else "<|im_end|>"
+    for loss_on in ("auto", "completion"):
+        _, report = offline(rows, "reward_model", template, loss_on=loss_on)
+        assert [shown.partition("⟦")[2].partition("⟧")[0] for shown in report.first] == [
+            f"{answer}{end}" for answer in "78"
+        ]
+    last = "('' if loop.last and m.role == 'assistant' else '<|im_end|>\\n')"
+    without_end = CHATML.replace("'<|im_end|>\\n'", last)
+    _, report = offline(rows, "reward_model", without_end)
+    assert report.first[0].endswith("⟦7⟧")
+
+
 def test_unpaired_rows_have_labels_and_pairs_give_two(offline, ids):
     rows = [
         {"prompt": "3+4", "completion": "=7", "label": True},
@@ -209,6 +254,9 @@ def test_unpaired_rows_have_labels_and_pairs_give_two(offline, ids):
     assert table == from_pairs and table["label"].to_pylist() == [True, False]
     assert sft_rows(table.drop_columns("label"))[0][1] == [*ids("=7"), EOS]
     assert (report.read, report.rows) == (1, 2)
+    assert report.notes == ("labels: 1 true, 1 false",)
+    _, report = offline(rows[:1], "kto")
+    assert report.notes == ("labels: 1 true, 0 false; with one label, nothing is compared",)
 
 
 LONG = [

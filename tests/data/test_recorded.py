@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 
 from asyncrl.config import ConfigError
+from asyncrl.contracts.group_table import groups_to_table as table_of
 from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
-from asyncrl.contracts.rows import groups_to_table as table_of
 from asyncrl.data.offline import write_offline_rows
 from asyncrl.data.offline_checks import refuse_idle
 from asyncrl.data.offline_spec import OfflineDataSpec

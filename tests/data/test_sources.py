@@ -14,17 +14,13 @@ import pytest
 from asyncrl.config import ConfigError, Source
 from asyncrl.contracts.columns import row_values
 from asyncrl.contracts.content_hash import content_hashes
-from asyncrl.contracts.rows import (
-    Completion,
-    Group,
-    Prompt,
-    Trajectory,
-    VersionSpan,
+from asyncrl.contracts.group_table import (
     groups_from_table,
     groups_to_table,
     table_from_ipc,
     table_to_ipc,
 )
+from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.data import jsonl, sources
 from asyncrl.data.prompts import check_prompts, read_prompts
 from asyncrl.data.sources import RowsByNumber, read_sources, stream_sources

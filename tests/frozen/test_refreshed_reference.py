@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import Config
 from asyncrl.contracts.errors import ReferenceLostError
 from asyncrl.contracts.messages import Manifest
+from asyncrl.contracts.rows import ReferenceLogprobs
 from asyncrl.frozen.kept import (
     CURRENT,
     KeptReference,
@@ -81,8 +82,7 @@ def logprobs_of_transformers(
     return found
 
 
-def assert_scores(actor: Any, version: int, expected: list[np.ndarray]) -> None:
-    answer = ray.get(actor.versioned_logprobs.remote(ROWS))
+def assert_scores(answer: ReferenceLogprobs, version: int, expected: list[np.ndarray]) -> None:
     assert answer.version == version
     for found, wanted in zip(answer.logprobs, expected, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
@@ -116,30 +116,61 @@ def kept(tmp_path: Path, tiny_model: Path, put: Publish) -> KeptReference:
     return keep_version(place, manifest, tiny_model, expected_tensors(tiny_model, "float32"), 30.0)
 
 
-@pytest.mark.timeout(400)
-def test_a_restarted_reference_scores_with_the_version_that_it_took(
-    ray_cluster: Any, tiny_model: Path, publish: Publish, tmp_path: Path
+@pytest.fixture(scope="module")
+def expected(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The log-probs of the model, and of the changed one."""
+    folder = tmp_path_factory.mktemp("plain")
+    before, after = (
+        logprobs_of_transformers(tiny_model, weights(tiny_model, seed), folder / str(seed))
+        for seed in (0, 1)
+    )
+    assert max(np.abs(a - b).max() for a, b in zip(before, after, strict=True) if len(a)) > 0.01
+    return before, after
+
+
+def test_a_reference_that_starts_again_scores_with_the_version_that_it_took(
+    tiny_model: Path, put: Publish, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("asyncrl.frozen.reference.claim_caches", lambda name: None)
+    before, after = expected
+    begin_place(tmp_path / "place", None)
+    spec = reference_spec(config(tiny_model), tmp_path / "place")
+    first = Reference(spec)
+    assert_scores(first.versioned_logprobs(ROWS), 0, before)
+    manifest = put(weights(tiny_model, 1), version=4)
+    first.refresh(manifest)
+    assert_scores(first.versioned_logprobs(ROWS), 4, after)
+    second = Reference(spec)
+    assert_scores(second.versioned_logprobs(ROWS), 4, after)
+    second.refresh(manifest)  # again, as Ray repeats a call after a death
+    assert_scores(second.versioned_logprobs(ROWS), 4, after)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_restarted_process_scores_with_the_version_that_it_took(
+    ray_cluster: Any, tiny_model: Path, publish: Publish, expected: Any, tmp_path: Path
+) -> None:
+    before, after = expected
     place = tmp_path / "attempt_0"
     begin_place(place, None)
     spec = reference_spec(config(tiny_model), place)
     assert spec.refresh is not None
-    first, second = weights(tiny_model, 0), weights(tiny_model, 1)
-    before = logprobs_of_transformers(tiny_model, first, tmp_path / "before")
-    after = logprobs_of_transformers(tiny_model, second, tmp_path / "after")
-    assert max(np.abs(a - b).max() for a, b in zip(before, after, strict=True) if len(a)) > 0.01
-
     actor = start_reference(spec)
+
+    def scores() -> Any:
+        return ray.get(actor.versioned_logprobs.remote(ROWS))
+
     try:
-        assert_scores(actor, 0, before)
-        manifest = publish(second, version=4)
+        assert_scores(scores(), 0, before)
+        manifest = publish(weights(tiny_model, 1), version=4)
         metrics = asyncio.run(RayReference(actor, spec.refresh).refresh(manifest))
         assert metrics["reference/refresh_s"] > 0
-        assert_scores(actor, 4, after)
+        assert_scores(scores(), 4, after)
         ray.kill(actor, no_restart=False)
-        assert_scores(actor, 4, after)
-        ray.get(actor.refresh.remote(manifest))  # again, as Ray repeats a call after a death
-        assert_scores(actor, 4, after)
+        assert_scores(scores(), 4, after)
     finally:
         ray.kill(actor)
 

@@ -4,14 +4,23 @@ millisecond."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.contracts.rows import Completion, VersionSpan
+from asyncrl.generation import app as app_module
 from asyncrl.generation import replica
+from asyncrl.generation.app import start_generators, stop_generators
 from asyncrl.generation.engine_stats import EngineStats
+from asyncrl.generation.settings import GeneratorApp, registry_name
 from asyncrl.text.stops import Stops
+from asyncrl.weights.version_registry import open_registry
 
 TOKEN_S = 0.001
 
@@ -23,6 +32,7 @@ class StubEngine:
         self.broken = self.load = None
         self.kv_cache_tokens = self.max_model_len = 0
         self.stops, self.tokenizer_hash = Stops({}), ""
+        self.rests = False
 
     async def start(self) -> None: ...
 
@@ -30,7 +40,15 @@ class StubEngine:
 
     async def stop(self) -> None: ...
 
+    async def rest(self) -> None:
+        self.rests = True
+
+    async def wake(self) -> None:
+        self.rests = False
+
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        while self.rests:  # noqa: ASYNC110
+            await asyncio.sleep(TOKEN_S)
         versions = [self.version]
         self.stats.tokens_generated += request.n
         for _ in range(request.max_tokens - 1):
@@ -51,6 +69,19 @@ class StubEngine:
     async def apply(self, update: Any, version: int) -> dict[str, float]:
         self.version = version
         return {"pause_s": 0.0}
+
+
+@contextlib.contextmanager
+def stub_application(ray: Any, name: str, replicas: int) -> Iterator[SimpleNamespace]:
+    """An application of stub replicas: its `handle` and its version `registry`."""
+    registry = open_registry(registry_name(name))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app_module, "Generator", StubGenerator)
+        generator = GeneratorConfig(num_replicas=replicas, num_cpus=0.1)
+        handle = start_generators(GeneratorApp(model="m", generator=generator), name)
+    yield SimpleNamespace(handle=handle, registry=registry)
+    stop_generators(name)
+    ray.kill(registry)
 
 
 class StubGenerator(replica.Generator):

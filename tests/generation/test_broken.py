@@ -56,6 +56,30 @@ def test_a_cancelled_update_breaks_the_engine_too():
         asyncio.run(broken.check())
 
 
+@pytest.mark.parametrize("moment", ["rest", "wake"])
+def test_a_rest_that_fails_breaks_the_engine(moment):
+    """A failed pause must not count as a rest: the engine may still generate."""
+
+    async def fails(**arguments):
+        raise OSError("lost")
+
+    async def scenario():
+        broken = engine(nothing)
+        if moment == "wake":
+            await broken.rest()
+            assert broken.rests
+            broken._llm.resume_generation = fails
+        else:
+            broken._llm.pause_generation = fails
+        with pytest.raises(RuntimeError, match="rest failed: OSError: lost"):
+            await getattr(broken, moment)()
+        assert broken.rests == (moment == "wake") and broken._open.is_set()
+        with pytest.raises(RuntimeError, match="rest failed: OSError: lost"):
+            await broken.check()
+
+    asyncio.run(scenario())
+
+
 def test_a_stopped_engine_refuses_requests():
     async def asked():
         stopped = Engine(GeneratorApp(model="unused"))

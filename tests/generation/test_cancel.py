@@ -22,7 +22,7 @@ def test_a_cancelled_request_is_aborted_in_the_engine(generators):
         before, aborted_before = await tokens(), await aborted()
         request = asyncio.create_task(
             ServeGenerate(generators.handle).generate(
-                GenerateRequest((5, 6, 14), n, length, 1.0, seed=1, ignore_eos=True)
+                GenerateRequest((5, 6, 14), n, length, 1.0, seed=1, ignore_eos=True, baseline=True)
             )
         )
         async with asyncio.timeout(120):
@@ -35,5 +35,5 @@ def test_a_cancelled_request_is_aborted_in_the_engine(generators):
         return request.cancelled(), await tokens() - before, await aborted() - aborted_before
 
     cancelled, generated, counted = asyncio.run(scenario())
-    assert cancelled and 0 < generated < n * length
-    assert counted == n, "every completion of the request is counted, by its length"
+    assert cancelled and 0 < generated < (n + 1) * length
+    assert counted == n + 1, "every completion is counted, by its length; the baseline is one"

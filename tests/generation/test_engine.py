@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,29 @@ def test_a_loop_ends_a_completion(holder: Any, ray_cluster: Any) -> None:
         assert stopped.finish_reason == ("length" if end in (None, 200) else "repetition")
         ended += stopped.finish_reason == "repetition"
     assert ended, "no completion looped, so nothing was tested"
+
+
+def test_a_baseline_is_the_greedy_completion_beside_the_samples(
+    holder: Any, ray_cluster: Any, untied_model: Path, load_reference: Any
+) -> None:
+    """Of the same request, whose sampled completions it does not change, in both ways in which a
+    request for several completions runs."""
+    model, prompt, length = load_reference(untied_model), (5, 6, 14), 24
+    expected: list[int] = []
+    with torch.no_grad():
+        while len(expected) < length:
+            logits = model(torch.tensor([[*prompt, *expected]])).logits[0, -1]
+            expected.append(int(logits.argmax()))
+    for mode in ("recompute", "keep"):
+        ray_cluster.get(holder.in_flight.remote(mode))
+        request = GenerateRequest(prompt, 3, length, 0.7, seed=5, ignore_eos=True, top_p=0.9)
+        alone, three = ray_cluster.get(
+            [holder.generate.remote(one) for one in (request, replace(request, baseline=True))],
+            timeout=120,
+        )
+        assert [one.token_ids for one in three[:3]] == [one.token_ids for one in alone]
+        assert len(three) == 4 and list(three[3].token_ids) == expected
+        assert len(three[3].logprobs) == length and three[3].versions == three[0].versions
 
 
 def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_cache(

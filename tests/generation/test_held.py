@@ -11,23 +11,16 @@ from typing import Any
 
 import pytest
 from small_config import SMALL
-from stub_replicas import StubGenerator
+from stub_replicas import stub_application
 
-from asyncrl.config import Config, GeneratorConfig
+from asyncrl.config import Config
 from asyncrl.contracts.errors import StaleReplicaError
-from asyncrl.contracts.messages import Finished, Generated, GenerateRequest, Manifest, WeightsId
+from asyncrl.contracts.messages import GenerateRequest, Manifest, WeightsId
 from asyncrl.contracts.rows import Completion, Prompt
-from asyncrl.contracts.state import State
-from asyncrl.control.coordinator import Coordinator, Parts, Schedule
-from asyncrl.control.staleness import Staleness
-from asyncrl.generation import app as app_module
-from asyncrl.generation.app import ServeGenerate, start_generators, stop_generators
-from asyncrl.generation.settings import GeneratorApp, registry_name
+from asyncrl.generation.app import ServeGenerate
 from asyncrl.run.evaluation import Evaluator
 from asyncrl.rundir.reader import open_run
-from asyncrl.testing import FakeLearner, FakePrompts, FakeRecorder, FakeRollouts, FakeScores
 from asyncrl.weights.push import ServeWeightSync
-from asyncrl.weights.version_registry import open_registry
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -35,16 +28,8 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def two(ray_cluster: Any) -> Iterator[SimpleNamespace]:
     """Two replicas: their `handle` and their version `registry`."""
-    name = "two-stubs"
-    registry = open_registry(registry_name(name))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app_module, "Generator", StubGenerator)
-        handle = start_generators(
-            GeneratorApp(model="m", generator=GeneratorConfig(num_replicas=2, num_cpus=0.1)), name
-        )
-    yield SimpleNamespace(handle=handle, registry=registry)
-    stop_generators(name)
-    ray_cluster.kill(registry)
+    with stub_application(ray_cluster, "two-stubs", replicas=2) as application:
+        yield application
 
 
 def manifest(run: str, version: int) -> Manifest:
@@ -110,98 +95,6 @@ def test_only_requests_that_name_the_held_replica_go_to_it(
         assert set((await sync.push(manifest("a", 3))).replicas) == {held, other}
 
     asyncio.run(asyncio.wait_for(scenario(), 200))
-
-
-class Rollouts(FakeRollouts):
-    """Rollouts whose groups the replicas make."""
-
-    def __init__(self, generate: ServeGenerate, run: str) -> None:
-        super().__init__()
-        self.generate, self.run = generate, run
-        self.made: list[tuple[str, int]] = []
-
-    async def _generate(self, ordinal: int) -> Finished:
-        answer: Generated = await self.generate.generate(request(self.run, self.newest_committed))
-        oldest = answer.completions[0].versions[0].version
-        self.made.append((answer.replica, oldest))
-        return Finished(ordinal, oldest, 2)
-
-
-class Learner(FakeLearner):
-    async def gather(self, version: int) -> Manifest:
-        await super().gather(version)
-        return manifest("b", version)
-
-
-@pytest.mark.slow
-def test_training_continues_during_an_evaluation(two: SimpleNamespace, tmp_path: Any) -> None:
-    """The learner's step is the slowest part, so the learner would wait only for the evaluation."""
-    generate = ServeGenerate(two.handle)
-    sets = {"long": {"data": "d", "n": 8, "max_completion_length": 400}}
-    config = Config.model_validate(
-        {
-            **SMALL,
-            "eval": {"sets": sets, "every_steps": 8},
-            "generator": {"num_replicas": 2, "max_num_seqs": 4},
-        }
-    )
-
-    async def score(
-        prompt: Prompt, completions: Sequence[Completion]
-    ) -> dict[str, list[float | None]]:
-        return {"f": [1.0] * len(completions)}
-
-    data = config.evaluation_sets["long"].data
-    assert data is not None
-    prompts = {data: [Prompt(ordinal, 0, "p", (1,)) for ordinal in range(3)]}
-    evaluator = Evaluator(config, generate, score, prompts, "b", 0, tmp_path / "evaluations")
-    learner, rollouts = Learner(4, latency=0.5), Rollouts(generate, "b")
-    evaluations: list[tuple[int, str | None, float, float, int]] = []
-
-    async def evaluate(version: int, replica: str | None) -> dict[str, float]:
-        waited = coordinator.progress.learner_waited_s
-        metrics = await evaluator(version, replica)
-        evaluations.append(
-            (
-                version,
-                replica,
-                metrics["eval/seconds"],
-                coordinator.progress.learner_waited_s - waited,
-                coordinator.progress.committed,
-            )
-        )
-        return metrics
-
-    sync, recorder = ServeWeightSync(two.handle, two.registry, push_timeout_s=60), FakeRecorder()
-    parts = Parts(
-        FakePrompts(), rollouts, FakeScores(rollouts), learner, sync, recorder, evaluate=evaluate
-    )
-    schedule = Schedule(24, Staleness(2, 4), evaluate_every=8)
-    coordinator = Coordinator(parts, schedule, State("b", 0, 0, 0, 0, ()))
-    asyncio.run(asyncio.wait_for(coordinator.run(), 200))
-
-    held = [evaluation for evaluation in evaluations if evaluation[1] is not None]
-    assert len(held) >= 2
-    assert evaluations[-1][:2] == (24, None)
-    # The first evaluation begins before there are groups to train.
-    for version, replica, seconds, waited, committed in held[1:]:
-        print(
-            f"version {version} on {replica}: {seconds:.1f} s, of which the learner waited"
-            f" {waited:.3f} s; {committed} was committed at the end"
-        )
-        assert committed >= version + 2
-        assert waited <= 0.05 * seconds
-        assert not any(
-            name == replica and version + 1 < oldest < committed for name, oldest in rollouts.made
-        )
-    (tmp_path / "config.yaml").write_text("")
-    rows = open_run(tmp_path).evaluations().to_pylist()
-    assert {row["status"] for row in rows} == {"ok"}
-    for version, replica, *_ in evaluations:
-        mine = [row for row in rows if row["version"] == version]
-        assert len(mine) == 24
-        assert replica is None or {row["replica"] for row in mine} == {replica}
-        assert all({span["version"] for span in row["versions"]} == {version} for row in mine)
 
 
 def test_an_evaluation_in_flight_keeps_the_spans_of_changing_versions(

@@ -46,6 +46,7 @@ async def started(
         apply=apply,
         generate=generate,
         check=nothing,
+        rests=False,
         stats=EngineStats(),
     )
     context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="a"))
@@ -184,7 +185,10 @@ def test_a_replica_that_stays_behind_too_long_is_replaced(
         async def in_registry() -> tuple[str, int, int]:
             return newest
 
-        registry = SimpleNamespace(newest=SimpleNamespace(remote=lambda: in_registry()))
+        registry = SimpleNamespace(
+            newest=SimpleNamespace(remote=lambda: in_registry()),
+            learner_turn=SimpleNamespace(remote=lambda: nothing()),
+        )
         monkeypatch.setattr(replica, "find_registry", lambda name: registry)
         for later in range(0, 1000, 100):
             now = float(later)
@@ -271,5 +275,27 @@ def test_a_replica_gives_up_the_requests_of_an_ended_attempt(
         cancelled.cancel()
         (error,) = await asyncio.gather(cancelled, return_exceptions=True)
         assert isinstance(error, asyncio.CancelledError) and not made._pending
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_baseline_is_apart_from_the_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def apply(update: Any, version: int) -> dict[str, float]:
+        return {}
+
+    def completion(token: int) -> Completion:
+        return Completion((token,), (0.0,), (VersionSpan(0, 0, 1),), "stop")
+
+    async def scenario() -> None:
+        made = await started(monkeypatch, apply, [])
+
+        async def generate(asked: GenerateRequest) -> tuple[Completion, ...]:
+            return tuple(map(completion, range(asked.n + asked.baseline)))
+
+        monkeypatch.setattr(made.engine, "generate", generate)
+        for baseline in (False, True):
+            given = await made.generate(GenerateRequest((1,), 2, 4, 1.0, baseline=baseline))
+            assert given.completions == (completion(0), completion(1))
+            assert given.baseline == (completion(2) if baseline else None)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

@@ -254,6 +254,37 @@ def test_update_in_flight(
     asyncio.run(run())
 
 
+def test_a_rest_keeps_completions_and_takes_a_version(
+    generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any
+) -> None:
+    async def generated() -> int:
+        return int((await generators.handle.status.remote()).tokens_generated)
+
+    async def run() -> None:
+        model = load_reference(tiny_model)
+        first, second = generators.next_version(), generators.next_version()
+        await sync.push(publish(disturb(model, seed=3), version=first))
+        generate, before = ServeGenerate(generators.handle), await generated()
+        long = asyncio.create_task(generate.generate(request(n=64, max_tokens=200)))
+        while await generated() < before + 128 and not long.done():
+            pass
+        await sync.rest()
+        at_rest = await generated()
+        new = asyncio.create_task(generate.generate(request(max_tokens=4)))
+        report = await sync.push(publish(disturb(model, seed=4), version=second))
+        (timings,) = report.replicas.values()
+        assert timings["in_flight"] == 64 and await generated() == at_rest
+        assert not long.done() and not new.done()
+        await sync.wake()
+        for completion in (await long).completions:
+            assert [span.version for span in completion.versions] == [first, second]
+            assert len(completion.token_ids) == 200
+        (completion,) = (await new).completions
+        assert [span.version for span in completion.versions] == [second]
+
+    asyncio.run(run())
+
+
 def test_a_replica_that_missed_the_broadcast_takes_the_version_from_the_registry(
     generators: Any, publish: Any, load_reference: Any, tiny_model: Any
 ) -> None:

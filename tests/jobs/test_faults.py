@@ -150,11 +150,14 @@ def stop_in_its_moment(fault, run, directory):
 
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
-def test_a_run_survives_what_it_should(start_run, shared_memory, tmp_path, capsys):
+@pytest.mark.parametrize("placement", ["decoupled", "colocate"])
+def test_a_run_survives_what_it_should(placement, start_run, shared_memory, tmp_path, capsys):
     before, directory = shared_memory(), tmp_path / "runs" / "run"
     run = start_run(
         {
             "max_steps": 100_000,
+            "placement": placement,
+            "staleness.max_staleness": 0 if placement == "colocate" else 2,
             "checkpoint.every_steps": 5,
             "eval": {},
             "generator.stall_timeout_s": 15,

@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from free_ports import free_port
 from openai import BadRequestError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -50,12 +50,6 @@ ray.get(lease.holder.remote())
 print("held", flush=True)
 sys.stdin.read()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 class Cluster:

@@ -10,16 +10,9 @@ import ray
 import torch
 
 from asyncrl.config import Config
+from asyncrl.contracts.group_table import groups_to_table, table_to_ipc
 from asyncrl.contracts.messages import Scored
-from asyncrl.contracts.rows import (
-    Completion,
-    Group,
-    Prompt,
-    Trajectory,
-    VersionSpan,
-    groups_to_table,
-    table_to_ipc,
-)
+from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.preflight.specs import learner_spec
 
 VOCABULARY = 50

@@ -7,14 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.contracts.rows import (
-    Completion,
-    Group,
-    Prompt,
-    Trajectory,
-    VersionSpan,
-    groups_to_table,
-)
+from asyncrl.contracts.group_table import groups_to_table
+from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.learning.batches import examples_of, shuffle_rewards, with_values
 from asyncrl.models.micro_batches import micro_batch
 

@@ -4,6 +4,7 @@ attempt."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,3 +41,92 @@ def test_a_call_that_waited_while_a_rank_died_raises_the_death_too(
         errors[1], PartDiedError
     )
     assert str(errors[0]) == str(errors[1])
+
+
+@pytest.mark.timeout(20)
+def test_a_rank_that_dies_between_two_calls_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver may wait for generators that can never fetch the dead rank's weights."""
+    ended: list[Any] = []
+    monkeypatch.setattr(ray, "kill", lambda rank, no_restart: ended.append(rank))
+    monkeypatch.setattr(group_module, "remove_placement_group", lambda placement: None)
+    monkeypatch.setattr(group_module, "WATCH_EVERY_S", 0.01)
+
+    class Rank:
+        def __init__(self, answers: int) -> None:
+            self.left, self.node_address = answers, SimpleNamespace(remote=self.answer)
+
+        async def answer(self) -> str:
+            if not self.left:
+                raise RayActorError
+            self.left -= 1
+            return "127.0.0.1"
+
+    ranks: list[Any] = [Rank(9), Rank(3)]
+
+    async def watched() -> LearnerGroup:
+        learner = LearnerGroup(learner_spec(small_config()), None, ranks)  # type: ignore[arg-type]
+        with pytest.raises(LearnerDiedError, match="rank 1 failed in a look between two calls"):
+            await learner.watch()
+        with pytest.raises(LearnerDiedError, match="rank 1 failed"):
+            await learner.step([])
+        return learner
+
+    learner = asyncio.run(watched())
+    assert ended == [*ranks] and learner.answered == 0, "a look is not progress"
+    assert ranks[0].left == 5
+
+
+@pytest.mark.timeout(20)
+def test_a_rank_that_hangs_between_two_calls_ends_the_calls_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "kill", lambda rank, no_restart: None)
+    monkeypatch.setattr(group_module, "remove_placement_group", lambda placement: None)
+    monkeypatch.setattr(group_module, "WATCH_EVERY_S", 0.01)
+    asked = asyncio.Event()
+
+    async def hangs(*call: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    rank: Any = SimpleNamespace(node_address=SimpleNamespace(remote=hangs))
+    spec = learner_spec(small_config())
+    spec = replace(spec, learner=spec.learner.model_copy(update={"call_timeout_s": 0.3}))
+
+    async def both() -> list[Any]:
+        learner = LearnerGroup(spec, None, [rank])  # type: ignore[arg-type]
+        watching = asyncio.create_task(learner.watch())
+        await asked.wait()
+        return await asyncio.gather(watching, learner.step([]), return_exceptions=True)
+
+    errors = asyncio.run(both())
+    assert [type(error) for error in errors] == [LearnerDiedError, LearnerDiedError]
+    assert str(errors[0]) == str(errors[1])
+    assert "rank 0 did not answer a look between two calls within" in str(errors[0])
+
+
+@pytest.mark.timeout(20)
+def test_the_end_of_a_watch_leaves_the_ranks_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends its watch, then exports the last version."""
+    asked = asyncio.Event()
+    monkeypatch.setattr(group_module, "WATCH_EVERY_S", 0.01)
+
+    async def hangs() -> str:
+        asked.set()
+        await asyncio.Event().wait()
+        return ""
+
+    rank: Any = SimpleNamespace(
+        node_address=SimpleNamespace(remote=hangs),
+        call=SimpleNamespace(remote=lambda *call: asyncio.sleep(0, {"learning_rate": 1.0})),
+    )
+
+    async def canceled() -> dict[str, float]:
+        learner = LearnerGroup(learner_spec(small_config()), None, [rank])  # type: ignore[arg-type]
+        watching = asyncio.create_task(learner.watch())
+        await asked.wait()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        return (await learner._all("state"))[0]
+
+    assert asyncio.run(canceled()) == {"learning_rate": 1.0}

@@ -19,8 +19,8 @@ from plain_ranks import on_ranks
 from recorded import learner_config, recorded_group
 
 from asyncrl.config import Config, LoraConfig, WarmStartConfig
+from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.contracts.rows import groups_to_table
 from asyncrl.learning.online_preference import pairs_table
 from asyncrl.preflight import learner_spec
 

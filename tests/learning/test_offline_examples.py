@@ -117,6 +117,16 @@ def test_mismatched_rows_have_the_completion_of_the_next_row() -> None:
         mismatched_rows(pa.table({"input_ids": [[1]], "loss_mask": [[False]]}, schema=SFT_SCHEMA))
 
 
+def test_mismatched_rows_have_the_completion_of_another_prompt() -> None:
+    """Both completions of a pair follow one another, and are of the same prompt."""
+    ids = [[1, 10], [1, 11], [2, 12], [2, 13]]
+    table = pa.table({"input_ids": ids, "loss_mask": [[False, True]] * 4}, schema=SFT_SCHEMA)
+    found = mismatched_rows(table)
+    assert found["input_ids"].to_pylist() == [[1, 13], [1, 13], [2, 11], [2, 11]]
+    alike = mismatched_rows(table.slice(0, 2))
+    assert alike["input_ids"].to_pylist() == [[1, 11], [1, 10]], "there is no other prompt"
+
+
 def kto_rows(labels: list[bool]) -> pa.Table:
     table = UNPAIRED.set_column(2, UNPAIRED_SCHEMA.field(2), pa.array(labels))
     other = mismatched_rows(UNPAIRED)

@@ -33,16 +33,10 @@ from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
 from asyncrl.config import Config
+from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.contracts.outcomes import NO_PAIR
-from asyncrl.contracts.rows import (
-    Completion,
-    Group,
-    Prompt,
-    Trajectory,
-    VersionSpan,
-    groups_to_table,
-)
+from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness

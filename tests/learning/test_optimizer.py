@@ -13,8 +13,8 @@ from plain_ranks import on_ranks
 from recorded import learner_config, recorded_group
 
 from asyncrl.config import Config, LearnerConfig
+from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.contracts.rows import groups_to_table
 from asyncrl.learning import zero3
 from asyncrl.learning.optimizer import decays, make_optimizer, set_learning_rates
 from asyncrl.preflight.specs import learner_spec

@@ -240,7 +240,7 @@ def one_rank(model_path: Path, tables: Tables) -> SimpleNamespace:
 @pytest.fixture(
     scope="module",
     params=[
-        (2, 1, CASES),
+        (2, 1, ("sigmoid", "weighted", "kto", "sft")),
         (2, 2, ("smoothed, with ce", "kto", "sft")),
         pytest.param((4, 2, CASES), marks=pytest.mark.slow),
     ],

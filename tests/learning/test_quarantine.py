@@ -13,8 +13,8 @@ import pyarrow.parquet
 import pytest
 from recorded import learner_config, recorded_group, state_without_model
 
+from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.outcomes import NOTHING_TO_LEARN
-from asyncrl.contracts.rows import groups_to_table
 from asyncrl.learning.policy_step import policy_step
 from asyncrl.learning.quarantine import KEPT, NormWatch, culprit, keep_batch
 

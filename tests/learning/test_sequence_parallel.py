@@ -16,7 +16,7 @@ from plain_ranks import on_ranks
 from recorded import VOCABULARY, learner_config, recorded_group
 
 from asyncrl.config import Config
-from asyncrl.contracts.rows import groups_to_table
+from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.models.ulysses import SequenceGroup
 from asyncrl.preflight.specs import learner_spec
 

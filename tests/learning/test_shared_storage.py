@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from free_ports import free_port
 from recorded import learner_config
 
 BIN = Path(sys.executable).parent
@@ -49,12 +49,6 @@ async def main(config):
 ray.init(address=sys.argv[1], log_to_driver=False)
 asyncio.run(main(Config.model_validate(json.loads(sys.argv[2]))))
 """
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from recorded import learner_config, state_without_model
@@ -16,14 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from asyncrl.algorithms.covariance import covariances, drawn_between, largest
-from asyncrl.contracts.rows import (
-    Completion,
-    Group,
-    Prompt,
-    Trajectory,
-    VersionSpan,
-    groups_to_table,
-)
+from asyncrl.contracts.group_table import groups_to_table
+from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.learning import policy_step
 from asyncrl.learning.batches import examples_of, shuffle_rewards, with_next_token
 from asyncrl.models.micro_batches import Example, MicroBatch, micro_batch
@@ -206,6 +201,20 @@ def test_shuffled_rewards_meet_the_lengths_of_their_new_trajectories() -> None:
     assert shuffled["advantage"][0].as_py() == pytest.approx(
         [*(reward - baseline for reward in rewards[:3]), None]
     )
+
+
+def test_shuffled_rewards_meet_the_baseline_of_their_new_group() -> None:
+    tables = scored_tables([[0.0, 1.0], [2.0, 3.0]], [[9.0, 9.0]] * 2)
+    tables = [
+        table.append_column("baseline_reward", pa.array([baseline], pa.float32()))
+        for table, baseline in zip(tables, (0.5, 2.0), strict=True)
+    ]
+    shuffled = shuffle_rewards(tables, "remax", (0, 1))
+    rewards = [table["reward"][0].as_py()[:2] for table in shuffled]
+    assert rewards != [[0.0, 1.0], [2.0, 3.0]], "the test needs another order"
+    for table, of_group, baseline in zip(shuffled, rewards, (0.5, 2.0), strict=True):
+        expected = [*(reward - baseline for reward in of_group), None]
+        assert table["advantage"][0].as_py() == expected
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])

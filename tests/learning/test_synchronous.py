@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.algorithms.objective import PolicyTokens, policy_loss, token_weights
 from asyncrl.config import Config
+from asyncrl.contracts.group_table import table_from_ipc
 from asyncrl.contracts.messages import (
     Finished,
     Generated,
@@ -27,7 +28,7 @@ from asyncrl.contracts.messages import (
     WeightsId,
 )
 from asyncrl.contracts.protocols import Generate, WeightSync
-from asyncrl.contracts.rows import Completion, Prompt, table_from_ipc
+from asyncrl.contracts.rows import Completion, Prompt
 from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
@@ -38,7 +39,13 @@ from asyncrl.generation.engine import Engine
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.preflight.specs import learner_spec, objective_spec, scoring_spec, worker_spec
 from asyncrl.rewards.pool import GroupRewards
-from asyncrl.rewards.score import attach_reference, attach_rewards, group_rows, score_table
+from asyncrl.rewards.score import (
+    attach_reference,
+    attach_rewards,
+    group_call,
+    group_rows,
+    score_table,
+)
 from asyncrl.rewards.scoring import scored_summary
 from asyncrl.rollout.worker import RolloutWorker, rollout_seed
 from asyncrl.testing import FakeRecorder, SeededGenerator
@@ -106,7 +113,10 @@ class InProcess:
         table = table_from_ipc(stream)
         ids = [tuple(row) for row in table["completion_ids"][0].as_py()]
         self.tokens[table["ordinal"][0].as_py()] = ids
-        rewarded = attach_rewards(table, GroupRewards({"even": [reward(row) for row in ids]}, None))
+        call = group_call(table)
+        assert [tuple(row) for row in call.completion_ids][: len(ids)] == ids
+        rewards = [reward(tuple(row)) for row in call.completion_ids]
+        rewarded = attach_rewards(table, GroupRewards({"even": rewards}, None))
         if self.reference is not None:
             logprobs = self.reference.logprobs(group_rows(rewarded))
             rewarded = attach_reference(rewarded, logprobs)
@@ -126,7 +136,9 @@ class OneVersionOff(SeededGenerator):
         return PushReport(manifest.version, {"seeded": {}})
 
 
-def config_for(model_path: Any, optimizer: str, steps: int = STEPS) -> Config:
+def config_for(
+    model_path: Any, optimizer: str, steps: int = STEPS, advantage: str = "grpo"
+) -> Config:
     rates = {"sgd": 0.5, "adamw": 1e-3}
     only_adam = {"adam_eps": 1e-6} if optimizer == "adamw" else {}
     base = learner_config(
@@ -138,6 +150,7 @@ def config_for(model_path: Any, optimizer: str, steps: int = STEPS) -> Config:
     )
     tree = base.model_dump()
     tree["max_steps"] = steps
+    tree["algorithm"]["advantage"] = advantage
     tree["rollout"] |= {
         "rollout_batch_size": GROUPS,
         "n_samples_per_prompt": N,
@@ -150,6 +163,15 @@ def config_for(model_path: Any, optimizer: str, steps: int = STEPS) -> Config:
 
 def load(path: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def greedy(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """The most probable token after each, until the end."""
+    ids: list[int] = []
+    while len(ids) < LENGTH and EOS not in ids:
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([[*prompt, *ids]])).logits[0, -1].argmax()))
+    return tuple(ids)
 
 
 def plain_loop(
@@ -183,9 +205,12 @@ def plain_loop(
             )
             completions = sample(request, step)
             tokens[ordinal] = [completion.token_ids for completion in completions]
-            advantages = group_advantages(
-                [reward(ids) for ids in tokens[ordinal]], [True] * N, "grpo"
-            )
+            rewards = [reward(ids) for ids in tokens[ordinal]]
+            if config.algorithm.advantage == "remax":
+                baseline = reward(greedy(model, prompt_ids(ordinal)))
+                advantages: list[float | None] = [given - baseline for given in rewards]
+            else:
+                advantages = group_advantages(rewards, [True] * N, "grpo")
             trajectories += [
                 (prompt_ids(ordinal), completion, advantage)
                 for completion, advantage in zip(completions, advantages, strict=True)
@@ -259,11 +284,25 @@ def seeded(config: Config) -> tuple[Any, Sample]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 1e-4), ("adamw", 1e-3)])
+@pytest.mark.parametrize(
+    ("optimizer", "bound", "steps", "advantage"),
+    [
+        ("sgd", 1e-4, STEPS, "grpo"),
+        ("adamw", 1e-3, STEPS, "grpo"),
+        pytest.param("sgd", 1e-4, 6, "remax", marks=pytest.mark.slow),
+    ],
+)
 def test_twenty_steps_equal_a_plain_synchronous_loop(
-    ray_cluster: Any, run: Any, model_path: Any, optimizer: str, bound: float
+    ray_cluster: Any,
+    run: Any,
+    model_path: Any,
+    optimizer: str,
+    bound: float,
+    steps: int,
+    advantage: str,
 ) -> None:
-    config = config_for(model_path, optimizer)
+    """Six steps with remax, whose greedy completions are made by a loop of their own."""
+    config = config_for(model_path, optimizer, steps, advantage)
     generator = SeededGenerator(load(model_path), EOS)
     ours, our_tokens = run(with_asyncrl(config, "run", generator, generator))
     theirs, their_tokens = plain_loop(config, *seeded(config))

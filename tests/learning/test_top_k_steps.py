@@ -16,7 +16,7 @@ from recorded import VOCABULARY, learner_config, recorded_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import Config
-from asyncrl.contracts.rows import groups_to_table
+from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.frozen.reference import Reference
 from asyncrl.learning.batches import examples_of, with_next_token
 from asyncrl.models.micro_batches import Example, micro_batch

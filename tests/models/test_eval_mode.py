@@ -24,8 +24,9 @@ from transformers import (
     SeedOssForCausalLM,
 )
 
+from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.contracts.rows import Group, groups_to_table
+from asyncrl.contracts.rows import Group
 from asyncrl.learning import zero3
 from asyncrl.learning.rank import LearnerRank
 from asyncrl.learning.state import load_state

@@ -8,15 +8,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import yaml
 
+from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.outcomes import Outcome
-from asyncrl.contracts.rows import (
-    Completion,
-    Group,
-    Prompt,
-    Trajectory,
-    VersionSpan,
-    groups_to_table,
-)
+from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.rundir.metrics import MetricsWriter
 from asyncrl.rundir.outcomes import OutcomesWriter
 

@@ -5,18 +5,22 @@ import io
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from small_run import write_small_run
 
 from asyncrl.cli import main
+from asyncrl.contracts.group_table import groups_from_table, groups_to_table
 from asyncrl.contracts.messages import TrajectoryText
+from asyncrl.contracts.rows import Baseline, Completion, VersionSpan
 from asyncrl.observe.live import Live
 from asyncrl.observe.progress import Progress, ProgressView, table
 from asyncrl.observe.samples import samples_text
 from asyncrl.observe.shared_text import SharedText
 from asyncrl.preflight.specs import observe_spec
 from asyncrl.rundir.reader import open_run
+from asyncrl.runtime.parquet import read_table, write_table
 
 ADVICE = (
     "step 7: kl_k3 = 3.2 is outside 0 to 0.1: lower staleness.max_staleness or"
@@ -184,6 +188,22 @@ def test_model_output_cannot_look_like_lines_of_asyncrl(tmp_path):
         ]
     )
     assert "\n  │ ── prompt 1�]0;t���" in text and not set(text) & set("\x1b\x07\r\u202e")
+
+
+def test_a_sample_shows_the_reward_of_the_greedy_completion(tmp_path):
+    """Of each trajectory of a group with a baseline, whose own columns stay out of the way."""
+    greedy = Completion((8, 2), (-0.1, -0.2), (VersionSpan(0, 0, 2),), "stop", "5")
+    path, rows = write_small_run(tmp_path / "run") / "groups", []
+    for file in sorted(path.glob("*.parquet")):
+        rows += groups_from_table(read_table(file))
+        file.unlink()
+    baseline = Baseline(greedy, 0.25, {"exact": 0.25, "scorer": 0.0})
+    table = groups_to_table([replace(row, baseline=baseline) for row in rows])
+    write_table(table, path / "attempt_0000-00000000.parquet")
+    shown = open_run(tmp_path / "run").trajectories()
+    assert len(shown) == 2 * len(rows) and set(shown["baseline_reward"].to_pylist()) == {0.25}
+    text = samples_text(shown.slice(0, 1).to_pylist())
+    assert "── reward 1 (exact 1, scorer 1), greedy completion 0.25\n" in text
 
 
 def test_a_damaged_file_is_named_in_one_line(tmp_path, capsys):

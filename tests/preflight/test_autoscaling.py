@@ -5,7 +5,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from free_ports import free_port
 from small_config import SMALL
 
 BIN = Path(sys.executable).parent
@@ -57,9 +57,7 @@ def growing(tmp_path):
     Ray's `AutoscalingCluster` first stops every Ray on this machine, and its base config is not in
     Ray's wheel.
     """
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+    port = free_port()
     address = f"127.0.0.1:{port}"
     types = {
         "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},

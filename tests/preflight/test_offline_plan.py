@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.config import ConfigError, OfflineConfig
-from asyncrl.contracts.rows import (
-    Completion,
-    Group,
-    Prompt,
-    Trajectory,
-    VersionSpan,
-    groups_to_table,
-)
+from asyncrl.contracts.group_table import groups_to_table
+from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.preflight.offline_plan import OfflinePlan, make_offline_plan
 from asyncrl.rewards.files import write_groups
+from asyncrl.testing.families import family
 from asyncrl.text.tokenizer import decode, load_tokenizer
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(5) for b in range(4)]
@@ -47,7 +43,7 @@ def plan(tiny_model: Path, tmp_path: Path) -> Any:
     return make
 
 
-def written(path: Path, rows: list[dict[str, str]]) -> str:
+def written(path: Path, rows: Sequence[Mapping[str, object]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -114,3 +110,48 @@ def test_a_step_may_not_be_longer_than_an_epoch(plan: Any, tmp_path: Path) -> No
     assert plan(train, batch_size=20).steps == 1
     with pytest.raises(ConfigError, match="batch_size = 21 is above the 20 rows of an epoch"):
         plan(train, batch_size=21)
+
+
+def test_an_adapter_needs_layers_that_exist(plan: Any, tmp_path: Path) -> None:
+    """Before anything is allocated, and not only in the plan's text."""
+    train = written(tmp_path / "a.jsonl", ROWS)
+    assert plan(train, lora={"target_modules": ["q_proj"]}).steps == 5
+    with pytest.raises(
+        ConfigError, match=r"lora\.target_modules = .*: q_prj names no linear layer"
+    ):
+        plan(train, lora={"target_modules": ["q_proj", "q_prj"]})
+
+
+def test_tokens_without_an_embedding_are_refused(
+    plan: Any, save_qwen3: Any, tmp_path: Path
+) -> None:
+    """A tokenizer may have tokens that were added without a row of the embedding."""
+    model = save_qwen3(tmp_path / "few", tied=True, vocab_size=20)
+    train = written(tmp_path / "a.jsonl", [{"prompt": "1+1=", "completion": "x"}])
+    changes = {"model": {"path": str(model)}, "batch_size": 1}
+    with pytest.raises(ConfigError, match=r"row 0: .* .'x' has the id \d+, .* ids from 0 to 19"):
+        plan(train, **changes)
+
+
+def test_the_context_of_learned_positions_is_known(plan: Any, tmp_path: Path) -> None:
+    """GPT-2 calls it n_positions."""
+    model = family("gpt2").save(tmp_path / "gpt2", max_position_embeddings=10)
+    assert json.loads((model / "config.json").read_text())["n_positions"] == 10
+    train = written(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(ConfigError, match="above the model's context of 10"):
+        plan(train, model={"path": str(model)})
+
+
+def test_kto_refuses_a_single_completion(plan: Any, tmp_path: Path) -> None:
+    """Its baseline would pair the completion with itself."""
+    rows = [{**row, "label": number % 2 == 0} for number, row in enumerate(ROWS)]
+    train = written(tmp_path / "train.jsonl", rows)
+    alone = written(tmp_path / "alone.jsonl", rows[:1])
+    kto = {"objective": "dpo", "dpo": {"loss": "kto"}}
+    two = plan(train, eval={"data": train, "max_rows": 2}, **kto)
+    assert two.held_out is not None and two.held_out.rows == 2
+    for data in ({"data": alone}, {"data": train, "max_rows": 1}):
+        with pytest.raises(ConfigError, match=r"^eval\.data gives 1 completion, and KTO"):
+            plan(train, eval=data, **kto)
+    with pytest.raises(ConfigError, match=r"^data\.train gives 1 completion, and KTO"):
+        plan(alone, **kto)

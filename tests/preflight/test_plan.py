@@ -141,6 +141,11 @@ def test_two_ranks_and_two_replicas_fit_two_cpus(write):
             "size = 3 does not divide the 4 attention heads of .*; use one of 1, 2, 4",
         ),
         (
+            {"generator.tensor_parallel_size": 3},
+            None,
+            "tensor_parallel_size = 3 does not divide the 4 attention heads of .*; use one of 1, 2",
+        ),
+        (
             {
                 "learner.world_size": 2,
                 "learner.sequence_parallel_size": 2,

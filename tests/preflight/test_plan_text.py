@@ -272,6 +272,11 @@ def test_a_loss_without_a_run_in_the_evidence_is_experimental(write):
         ),
         ({"advantage": "gae", "bootstrap_truncated": True}, "advantage gae, loss ppo"),
         (
+            {"advantage": "remax"},
+            "advantage remax against one greedy completion per group, which is generated and"
+            " scored too, and not trained, loss ppo",
+        ),
+        (
             {"ce_coef": 0.1, "ce_min_reward": 0.5},
             "; 0.1 x next-token loss on completions with a reward of at least 0.5",
         ),

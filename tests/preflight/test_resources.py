@@ -167,14 +167,20 @@ def test_slimes_arithmetic_for_both_placements():
     text = placement_text(config(**GPUS), [node("a", 8, 4, free={"GPU": 1}), node("b", 8, 4)])
     assert "decoupled needs total >= 3 + 1 = 4: 8 registered, 5 free" in text
     assert text.endswith(
-        "  colocate  needs total >= 3; it is not implemented: generators and learner are"
-        " always separate processes"
+        "  colocate  needs total >= 3; on GPUs it is not implemented: generators do not free a"
+        " GPU's memory for the learner\n  this run: placement: decoupled"
     )
     reference = placement_text(config(**GPUS, algorithm={"kl_loss_coef": 0.1}))
     assert (
         "decoupled needs total >= 3 + 1 + reference 1 = 5\n" in reference
         and "colocate  needs total >= 3 + reference 1;" in reference
     )
+    split = config(**{**GPUS, "generator": {**GPUS["generator"], "tensor_parallel_size": 2}})
+    text = placement_text(split)
+    assert "= 2 GPUs (generator.num_replicas 1 * tensor_parallel_size 2 on cuda)" in text
+    assert "decoupled needs total >= 3 + 2 = 5" in text
+    (engine,) = [need for need in run_needs(split) if need.part == "generator replicas"]
+    assert (engine.count, engine.amounts["GPU"], engine.amounts["CPU"]) == (1, 2, 4)
     assert "= 0 GPUs (learner.world_size 1 on cpu)" in placement_text(
         config()
     ) and "= 0 GPUs (generator.num_replicas 1 on cpu)" in placement_text(config())

@@ -23,6 +23,10 @@ def some_none(completions, **_):
     return [None if index == 0 else float(index) for index, _ in enumerate(completions)]
 
 
+def last_none(completions, skip, **_):
+    return [*by_length(completions[:-1]), None if skip[0] else 2.0]
+
+
 def all_columns(prompts, completions, completion_ids, answer, **columns):
     assert len(prompts) == len(completions) == len(completion_ids) == len(answer)
     return [

@@ -1,31 +1,30 @@
 import asyncio
 import math
+from concurrent.futures import Future
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.contracts.rows import (
-    Completion,
-    Group,
-    Prompt,
-    Trajectory,
-    VersionSpan,
-    groups_from_table,
-    groups_to_table,
-)
+from asyncrl.contracts.group_table import groups_from_table, groups_to_table
+from asyncrl.contracts.messages import ScoredBaseline
+from asyncrl.contracts.outcomes import NO_BASELINE
+from asyncrl.contracts.rows import Baseline, Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.learning.batches import examples_of
 from asyncrl.preflight.specs import scoring_spec
+from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.pool import GroupRewards, RewardPool
 from asyncrl.rewards.score import (
     attach_reference,
     attach_reference_version,
     attach_rewards,
+    group_call,
     score_completions,
     score_table,
 )
 from asyncrl.rewards.scoring import scored_summary
+from asyncrl.rewards.source import _result
 
 
 @pytest.fixture
@@ -532,3 +531,93 @@ def test_preferences_have_rewards_and_no_advantages(config):
     assert row["reward"][0].as_py() == [1.0, 0.0, None], "the penalty belongs to the pairs"
     assert row["status"][0].as_py() == ["ok", "ok", "unscored"]
     assert row["reference_logprobs"][0].as_py() == [[0.0, 0.0]] * 3
+
+
+def remax_row(config, baseline, rewards, **reward):
+    """The scored one-row table of a group of two, with a baseline, and what its rewards got."""
+    tree = config.model_dump()
+    tree["algorithm"] |= {"advantage": "remax"}
+    tree["reward"] |= reward
+    tree["reward"]["functions"]["b"]["weight"] = 0.5
+    members = (trajectory(1, text="x"), trajectory(2, text="y"))
+    prompt = Prompt(3, 0, "p", (1, 2), {"answer": "z"})
+    group = Group(1, prompt, members, "replica", 1.0, 2.0, baseline=Baseline(baseline))
+    table = groups_to_table([group])
+    scored = score_table(attach_rewards(table, rewards), scoring_spec(Config.model_validate(tree)))
+    return scored, group_call(table)
+
+
+def test_remax_compares_with_the_greedy_completion_under_the_same_rewards(config):
+    """Totals are a + b / 2 less the overlong penalty: 1.0 and 2.0, and 0.5 + 1.0 - 0.25 of the
+    greedy completion."""
+    greedy = trajectory(3, version=1, text="g").completion
+    rewards = GroupRewards({"a": [0.0, 1.0, 0.5], "b": [2.0, 2.0, 2.0], "b/part": [1.0, 2.0, 3.0]})
+    table, call = remax_row(config, greedy, rewards, overlong_buffer=2, overlong_penalty=0.5)
+    assert call.completions == ["x", "y", "g"] and call.prompts == ["p"] * 3
+    assert [len(ids) for ids in call.completion_ids] == [1, 2, 3]
+    assert (call.finish_reasons, call.columns) == (["stop"] * 3, {"answer": "z"})
+    [group] = groups_from_table(table)
+    assert [t.reward for t in group.trajectories] == [1.0, 2.0] and group.baseline.reward == 1.25
+    assert [t.advantage for t in group.trajectories] == [-0.25, 0.75]
+    assert dict(group.baseline.reward_parts) == {"a": 0.5, "b": 2.0, "b/part": 3.0}
+    assert dict(group.trajectories[1].reward_parts) == {"a": 1.0, "b": 2.0, "b/part": 2.0}
+    assert groups_from_table(groups_to_table([group])) == [group]
+    examples = examples_of(table)
+    assert [example.advantage for example in examples] == [-0.25, 0.75], "it is not trained"
+    summary = scored_summary(table, "reference")
+    assert (summary.usable, summary.rewards, summary.tokens) == (2, (1.0, 2.0), 3)
+    assert (summary.oldest_version, summary.newest) == (1, 2), "its version is one of the group"
+    assert summary.baseline == ScoredBaseline(1.25, 3, truncated=False)
+    assert summary.failure is None and not summary.masked and not summary.unscored["a"]
+
+
+@pytest.mark.parametrize(
+    ("completion", "of_baseline", "reason"),
+    [
+        (trajectory(3).completion, None, "the greedy completion could not be scored"),
+        (EMPTY.completion, 1.0, "the greedy completion has no token"),
+    ],
+)
+def test_a_group_whose_baseline_has_no_reward_is_dropped(config, completion, of_baseline, reason):
+    rewards = GroupRewards({"a": [0.0, 1.0, of_baseline], "b": [0.0] * 3})
+    table, _ = remax_row(config, completion, rewards)
+    summary = scored_summary(table, "reference")
+    assert summary.failure == NO_BASELINE + reason
+    assert summary.usable == 2 and summary.baseline.reward is None
+    assert table["advantage"][0].as_py() == [None, None], "never a baseline of zero"
+
+
+def test_a_greedy_completion_that_was_cut_off_is_a_baseline_like_its_siblings(config):
+    """One that was ended in a loop counts as the longest, 4 tokens, for the overlong penalty."""
+    looped = trajectory(2, reason="repetition").completion
+    rewards = GroupRewards({"a": [0.0, 1.0, 0.0], "b": [0.0] * 3})
+    table, call = remax_row(config, looped, rewards, overlong_buffer=2, overlong_penalty=0.5)
+    assert call.truncated == [False, False, True]
+    summary = scored_summary(table, "reference")
+    assert summary.baseline == ScoredBaseline(-0.5, 2, truncated=True) and summary.truncated == 0
+    assert table["advantage"][0].as_py() == [0.5, 1.5]
+
+
+def test_token_rewards_of_a_baseline_are_not_those_of_a_trajectory(config):
+    rewards = GroupRewards(
+        {"a": [1.0, 3.0, 1.0], "b": [0.0] * 3}, tokens=[[1.0], [1.0, 2.0], [1.0, 0.0, 0.0]]
+    )
+    table, _ = remax_row(config, trajectory(3).completion, rewards)
+    assert table["token_rewards"][0].as_py() == [[1.0], [1.0, 2.0]]
+    assert table["advantage"][0].as_py() == [0.0, 2.0]
+
+
+def test_rewards_that_failed_are_missing_for_the_baseline_too(config):
+    raised = Future()
+    raised.set_exception(RewardError("it raised"))
+    baseline = Baseline(trajectory(3).completion)
+    members = (trajectory(1), trajectory(2))
+    group = Group(1, Prompt(3, 0, "p", (1, 2)), members, "replica", 1.0, 2.0, baseline=baseline)
+    table = groups_to_table([group])
+    table = attach_rewards(table, _result(config.reward, table, raised))
+    remax = config.model_copy(
+        update={"algorithm": config.algorithm.model_copy(update={"advantage": "remax"})}
+    )
+    summary = scored_summary(score_table(table, scoring_spec(remax)), "reference")
+    assert summary.failure == "it raised" and summary.baseline.reward is None
+    assert summary.usable == 0 and summary.unscored == {"a": 2, "b": 2}

@@ -16,13 +16,8 @@ from ray.data._internal.execution.streaming_executor import StreamingExecutor
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
-from asyncrl.contracts.rows import (
-    Prompt,
-    ReferenceLogprobs,
-    TopLogprobs,
-    groups_from_table,
-    table_from_ipc,
-)
+from asyncrl.contracts.group_table import groups_from_table, table_from_ipc
+from asyncrl.contracts.rows import Prompt, ReferenceLogprobs, TopLogprobs
 from asyncrl.frozen.reference import start_reference
 from asyncrl.learning.batches import examples_of
 from asyncrl.preflight.specs import reference_spec, scoring_spec, worker_spec
@@ -35,10 +30,11 @@ from asyncrl.testing import FakeGenerate
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def make_config(reward, **settings):
+def make_config(reward, algorithm=None, **settings):
     return Config.model_validate(
         {
             "name": "scoring",
+            "algorithm": algorithm or {},
             "max_steps": 1,
             "model": {"path": "unused"},
             "data": {"train": "unused"},
@@ -175,6 +171,29 @@ def test_policies_drop_group_and_fail(ray_cluster, tmp_path):
         asyncio.run(scenario("fail"))
 
 
+def test_a_baseline_without_a_reward_costs_its_group_under_policy_fail_too(ray_cluster, tmp_path):
+    async def scenario():
+        config = make_config("last_none", algorithm={"advantage": "remax"})
+        async with Station(config, tmp_path) as station:
+            await station.rollouts.rollout(prompt(0, skip=True), 0)
+            await station.rollouts.rollout(prompt(1, skip=False), 0)
+            scored = {group.ordinal: group for group in await station.take(2)}
+            await station.scores.save(scored.values(), tmp_path / "buffer.parquet")
+            again = await station.scores.load(tmp_path / "buffer.parquet")
+            return scored, {group.ordinal: group for group in again}
+
+    scored, again = asyncio.run(scenario())
+    assert scored[0].failure == "no baseline: the greedy completion could not be scored"
+    assert scored[1].failure is None and scored[1].baseline.reward == 2.0
+    assert [scored[ordinal].usable for ordinal in (0, 1)] == [4, 4]
+    for ordinal, group in again.items():
+        assert replace(group, ref=None) == replace(scored[ordinal], ref=None), "as after a resume"
+    (tmp_path / "buffer.parquet").unlink()
+    for row in pyarrow.parquet.read_table(tmp_path).to_pylist():
+        expected = [None] * 4 if row["ordinal"] == 0 else [r - 2.0 for r in row["reward"]]
+        assert row["advantage"] == expected and len(row["completion_ids"]) == 4
+
+
 def test_when_the_read_task_dies_its_groups_are_scored_by_the_next_one(ray_cluster, tmp_path):
     marker = tmp_path / "reader"
 
@@ -263,6 +282,23 @@ def test_what_has_ended_is_forgotten_and_a_late_copy_is_dropped(ray_cluster, tmp
     assert sorted(pyarrow.parquet.read_table(tmp_path)["ordinal"].to_pylist()) == [0, 1, 2, 3]
 
 
+def two_groups(config, directory, policy):
+    """Two scored groups by ordinal, with an actor of this class as the reference policy or teacher.
+    The second group's prompt has two tokens."""
+    actor = ray.remote(policy).options(num_cpus=0).remote()
+
+    async def scenario():
+        async with Station(config, directory, actor) as station:
+            await station.rollouts.rollout(prompt(0), 0)
+            await station.rollouts.rollout(replace(prompt(1), token_ids=(4, 5)), 0)
+            return {one.ordinal: one for one in await station.take(2)}
+
+    try:
+        return asyncio.run(scenario())
+    finally:
+        ray.kill(actor)
+
+
 class OddReference:
     """Fails at one group, like a model that runs out of memory on a long one."""
 
@@ -280,18 +316,7 @@ def test_a_reference_that_fails_at_one_group_costs_that_group_under_every_policy
         config.model_dump()
         | {"algorithm": {"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k1"}}
     )
-    reference = ray.remote(OddReference).options(num_cpus=0).remote()
-
-    async def scenario():
-        async with Station(config, tmp_path / "groups", reference) as station:
-            await station.rollouts.rollout(prompt(0), 0)
-            await station.rollouts.rollout(replace(prompt(1), token_ids=(4, 5)), 0)
-            return {one.ordinal: one for one in await station.take(2)}
-
-    try:
-        scored = asyncio.run(scenario())
-    finally:
-        ray.kill(reference)
+    scored = two_groups(config, tmp_path / "groups", OddReference)
     assert scored[0].failure is None and scored[0].usable > 0
     assert (scored[0].reference_version, scored[1].reference_version) == (0, None)
     first, _, stack = scored[1].failure.partition("\n")
@@ -323,18 +348,7 @@ def test_the_tokens_of_a_teacher_reach_the_learner_and_the_files(ray_cluster, tm
     config = Config.model_validate(
         make_config("by_length").model_dump() | {"algorithm": {"distillation": distillation}}
     )
-    teacher = ray.remote(OddTeacher).options(num_cpus=0).remote()
-
-    async def scenario():
-        async with Station(config, tmp_path / "groups", teacher) as station:
-            await station.rollouts.rollout(prompt(0), 0)
-            await station.rollouts.rollout(replace(prompt(1), token_ids=(4, 5)), 0)
-            return {one.ordinal: one for one in await station.take(2)}
-
-    try:
-        scored = asyncio.run(scenario())
-    finally:
-        ray.kill(teacher)
+    scored = two_groups(config, tmp_path / "groups", OddTeacher)
     assert scored[0].usable > 0 and scored[1].usable == 0
     [stream, place] = scored[0].ref
     examples = examples_of(table_from_ipc(ray.get(stream)).slice(place, 1))

@@ -82,7 +82,10 @@ def test_a_group_is_one_request_and_only_a_stop_is_an_end(server: Any) -> None:
     assert body == {"prompts": ["p"] * 2, "completions": ["a", "b"], "complete": [True, False]}
 
 
-def test_a_busy_server_is_asked_again_and_then_scores_nothing(server: Any) -> None:
+def test_a_busy_server_is_asked_again_and_then_scores_nothing(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.rewards.endpoint.FIRST_PAUSE_S", 0.01)
     server.replies = [503, {"scores": [1.0]}, {"scores": [1, 2]}, 500, 429, []]
     assert asked(server) == [1.0, 2.0]
     assert asked(server) == [None, None]

@@ -13,17 +13,8 @@ import pytest
 from asyncrl.config import Config
 from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.contracts.errors import TeacherError
-from asyncrl.contracts.rows import (
-    Completion,
-    Group,
-    Prompt,
-    TopLogprobs,
-    Trajectory,
-    VersionSpan,
-    groups_to_table,
-    table_from_ipc,
-    table_to_ipc,
-)
+from asyncrl.contracts.group_table import groups_to_table, table_from_ipc, table_to_ipc
+from asyncrl.contracts.rows import Completion, Group, Prompt, TopLogprobs, Trajectory, VersionSpan
 from asyncrl.control.diagnostics import scoring_metrics
 from asyncrl.learning.batches import examples_of
 from asyncrl.learning.distillation import distillation_metrics, with_teacher_advantages

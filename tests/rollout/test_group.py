@@ -11,8 +11,9 @@ from ray.exceptions import ActorDiedError, RpcError
 
 from asyncrl.config import Config
 from asyncrl.contracts.errors import RolloutFailedError, StaleReplicaError
+from asyncrl.contracts.group_table import table_from_ipc
 from asyncrl.contracts.messages import Finished
-from asyncrl.contracts.rows import Prompt, table_from_ipc
+from asyncrl.contracts.rows import Prompt
 from asyncrl.preflight.specs import worker_spec
 from asyncrl.rollout import group as group_module
 from asyncrl.rollout.group import RayRollouts, start_rollouts

@@ -7,7 +7,8 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.contracts.errors import GenerationTimeoutError, RolloutFailedError, StaleReplicaError
-from asyncrl.contracts.rows import Prompt, groups_from_table, table_from_ipc
+from asyncrl.contracts.group_table import groups_from_table, table_from_ipc
+from asyncrl.contracts.rows import Prompt, VersionSpan
 from asyncrl.preflight.specs import worker_spec
 from asyncrl.rollout.worker import RolloutWorker, rollout_seed
 from asyncrl.testing import FakeGenerate
@@ -180,3 +181,49 @@ def test_requests_contain_the_limits_of_repetition():
         generate = Recording()
         asyncio.run(make_worker(generate, **settings).rollout(PROMPT, 0))
         assert generate.requests[0].repetition == wanted
+
+
+REMAX = {"advantage": "remax"}
+
+
+def test_a_group_has_a_baseline_only_where_the_advantage_needs_it():
+    """It is made in the group's own request, counts as generated, and is none of its
+    trajectories."""
+
+    class Old(Recording):
+        """The baseline is of an older version than the trajectories."""
+
+        async def generate(self, request):
+            generated = await super().generate(request)
+            if generated.baseline is None:
+                return generated
+            ids = generated.baseline.token_ids
+            older = replace(generated.baseline, versions=(VersionSpan(1, 0, len(ids)),))
+            return replace(generated, baseline=older)
+
+    async def scenario(algorithm):
+        generate = Old(StaleReplicaError("behind"))
+        generate.version = 2
+        worker = make_worker(generate, algorithm=algorithm)
+        finished = await worker.rollout(PROMPT, 1)
+        [group] = groups_from_table(table_from_ipc(await worker.take("reader", 8, 1.0)))
+        return generate.requests, finished, group
+
+    requests, finished, group = asyncio.run(scenario(REMAX))
+    assert [(request.n, request.baseline) for request in requests] == [(4, True)] * 2
+    assert len(group.trajectories) == 4 and group.baseline.reward is None
+    assert finished.baseline_tokens == len(group.baseline.completion.token_ids) > 0
+    assert finished.tokens == sum(len(t.completion.token_ids) for t in group.trajectories)
+    assert finished.oldest_version == group.oldest_version == 1, "its version is one of the group"
+    requests, finished, group = asyncio.run(scenario({}))
+    assert not any(request.baseline for request in requests) and group.baseline is None
+    assert (finished.baseline_tokens, finished.oldest_version) == (0, 2)
+
+
+def test_a_group_whose_baseline_did_not_come_fails():
+    class Without(FakeGenerate):
+        async def generate(self, request):
+            return replace(await super().generate(request), baseline=None)
+
+    with pytest.raises(RolloutFailedError, match="returned no greedy completion for group 5"):
+        asyncio.run(make_worker(Without(), algorithm=REMAX).rollout(PROMPT, 0))

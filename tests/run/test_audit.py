@@ -19,14 +19,15 @@ import asyncrl
 from asyncrl.cli import main
 from asyncrl.config import Config
 from asyncrl.contracts.content_hash import content_hashes
+from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.rows import (
     ANSWER_COLUMNS,
+    Baseline,
     Completion,
     Group,
     Prompt,
     Trajectory,
     VersionSpan,
-    groups_to_table,
 )
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
@@ -76,8 +77,9 @@ def tokens(ordinal):
 class Files(FakeScores):
     """Writes the row of each scored group, as the scoring stage does."""
 
-    def __init__(self, rollouts, directory, attempt, prompt_ids=lambda ordinal: (1,)):
+    def __init__(self, rollouts, directory, attempt, prompt_ids=lambda ordinal: (1,), greedy=False):
         super().__init__(rollouts)
+        self.greedy = greedy
         self.directory, self.attempt, self.prompt_ids = directory, attempt, prompt_ids
         directory.mkdir(exist_ok=True)
 
@@ -104,6 +106,7 @@ class Files(FakeScores):
                 now - 5,
                 now,
                 scored_at=now,
+                baseline=Baseline(completion, 0.5, {"exact": 0.5}) if self.greedy else None,
             )
             table = groups_to_table([group])
             arrived.append(replace(scored, content=content_hashes(table)[0]))
@@ -165,7 +168,8 @@ def attempt(root, steps, after, graceful=True, prompt_ids=lambda ordinal: (1,), 
             fails=lambda ordinal: "broken" if ordinal % 11 == 3 else None,
             tokens=lambda o: SAMPLES * tokens(o),
         )
-        scores = Files(rollouts, directory.path / "groups", state.attempt, prompt_ids)
+        greedy = changes.get("algorithm", {}).get("advantage") == "remax"
+        scores = Files(rollouts, directory.path / "groups", state.attempt, prompt_ids, greedy)
         learner = Learner(
             GROUPS, latency=0.3, version=state.version, skips=lambda step: step % 5 == 4
         )
@@ -613,6 +617,49 @@ def test_what_asyncrl_did_not_write_is_named(run, folder, name):
         path.write_bytes(sorted((run / "groups").glob("*.parquet"))[0].read_bytes())
     check = checks_of(run)["every file can be read"]
     assert not check.passed and str(path) in check.summary
+
+
+REMAX = {"algorithm": {"advantage": "remax"}}
+BASELINE, ODD = "an impossible baseline", "advantages other than the reward less the baseline's"
+
+
+def test_a_run_with_baselines_passes_until_they_are_falsified(tmp_path, no_threads):
+    """Baselines are no trajectories: every group has its two, and their tokens are those of its
+    outcome. But the version of a baseline counts in the staleness of its group."""
+    assert attempt(tmp_path, 8, 3.0, False, **REMAX) < 8 == attempt(tmp_path, 8, None, **REMAX)
+    run = tmp_path / "run"
+    checks = checks_of(run)
+    assert all(check.passed for check in checks.values()), audit_text(list(checks.values()))
+    assert wrong(run) == []
+    falsified = [
+        ("baseline_ids", BASELINE, lambda ids: [*ids, 7]),
+        ("baseline_text", BASELINE, lambda text: None),
+        ("baseline_logprobs", BASELINE, lambda logprobs: logprobs[1:]),
+        ("baseline_versions", BASELINE, lambda spans: [{**spans[0], "start": 1}]),
+        ("baseline_finish_reason", BASELINE, lambda reason: "fine"),
+        ("baseline_reward", ODD, lambda reward: None),
+        ("advantage", ODD, lambda values: [0.75, *values[1:]]),
+    ]
+    *changed, old = surviving_trained(run)[-len(falsified) - 1 :]
+    for ended, (name, _, new) in zip(changed, falsified, strict=True):
+        change(run, "groups", in_row(ended["ordinal"], **{name: new}))
+    older = old["trained_at_version"] - old["staleness"] - 1
+    version = in_row(
+        old["ordinal"], baseline_versions=lambda spans: [{**spans[0], "version": older}]
+    )
+    change(run, "groups", version)
+    checks = checks_of(run)
+    for fault in (BASELINE, ODD):
+        ordinals = [
+            ended["ordinal"]
+            for ended, (_, named, _) in zip(changed, falsified, strict=True)
+            if named == fault
+        ]
+        found = checks[POSSIBLE].summary.split(f"{fault}: ")[1].split("; ")[0]
+        assert {int(ordinal) for ordinal in re.findall(r", (\d+)\)", found)} == set(ordinals)
+    bound = checks["staleness stays within the bound"]
+    assert not bound.passed and str(old["ordinal"]) in bound.summary
+    assert any(f"{old['ordinal']}: staleness" in line for line in wrong(run))
 
 
 @pytest.mark.parametrize(

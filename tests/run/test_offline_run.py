@@ -1,4 +1,8 @@
-"""Runs on a dataset with a real learner: SFT, DPO and reward models, resumed and audited."""
+"""Runs on a dataset with a real learner: SFT, DPO and reward models, resumed and audited.
+
+The learner of SFT and of reward models is the process of the run, so an attempt needs no start of
+Ray's processes. That of DPO, and its reference policy, are actors.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,32 @@ import asyncio
 import io
 import json
 import re
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from plain_ranks import on_ranks
 from safetensors.numpy import load_file
 
 from asyncrl.config import ConfigError, OfflineConfig
+from asyncrl.contracts.offline_rows import PREFERENCE_SCHEMA, UNPAIRED_SCHEMA
 from asyncrl.data.token_file import open_token_file
+from asyncrl.learning.group import LearnerGroup
+from asyncrl.learning.spec import LearnerSpec
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.observe.progress import ProgressView
 from asyncrl.preflight.offline_plan import make_offline_plan
 from asyncrl.run.audit import audit, audit_text
 from asyncrl.run.export import export_checkpoint, find_checkpoint
 from asyncrl.run.offline import OfflineJob, TooManySkippedStepsError
-from asyncrl.run.reference_pass import scored_before
+from asyncrl.run.reference_pass import reference_key, scored_before
 from asyncrl.run.supervise import open_writer
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import RESERVED
@@ -72,6 +83,60 @@ def run(settings: dict[str, Any]) -> Run:
     return open_run(plan.config.run_directory)
 
 
+class InProcess(LearnerGroup):
+    """A learner whose only rank is this process, which has joined a process group."""
+
+    rank: Any
+
+    @classmethod
+    async def create(cls, spec: LearnerSpec, run_id: str, attempt: int) -> InProcess:
+        from asyncrl.learning.rank import LearnerRank
+        from asyncrl.learning.state import load_state
+
+        nowhere: Any = None
+        group = cls(spec, nowhere, [], attempt)
+        group.rank = LearnerRank(load_state(0, spec), run_id, attempt)
+        return group
+
+    async def _all(self, method: str, *arguments: object) -> list[Any]:
+        self.answered += 1
+        return [getattr(self.rank, method)(*arguments)]
+
+    async def close(self) -> None:
+        self.rank.state.engine.destroy()
+
+
+def take_attempts(rank: int, world_size: int, settings: Sequence[dict[str, Any]]) -> None:
+    """One attempt after the other in this process."""
+
+    async def one_node(config: OfflineConfig) -> None:
+        """There is no other node whose models could differ."""
+
+    with (
+        patch("asyncrl.run.offline.LearnerGroup", InProcess),
+        patch("asyncrl.run.offline.check_models", one_node),
+        patch("asyncrl.learning.group._stored", lambda table: table),
+    ):
+        for one in settings:
+            run(one)
+
+
+def whole_and_parts(folder: Path, model: Path, objective: str) -> tuple[Run, Run]:
+    """A run without a stop, and one that is resumed after half of its steps."""
+    halves: tuple[dict[str, Any], ...] = ({"max_steps": 3}, {"resume": "must"})
+    whole = tree(folder, model, objective, name="whole")
+    parts = [tree(folder, model, objective, name="parts", **changes) for changes in halves]
+    on_ranks(1, take_attempts, [whole, *parts])
+    runs = folder / "runs"
+    return open_run(runs / "whole"), open_run(runs / "parts")
+
+
+@pytest.fixture(scope="module")
+def sft_runs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """SFT without a stop, and resumed."""
+    return whole_and_parts(tmp_path_factory.mktemp("sft"), tiny_model, "sft")
+
+
 def weights(found: Run) -> dict[str, np.ndarray]:
     return load_all(found.directory / "hf")
 
@@ -92,14 +157,10 @@ def check_audit(found: Run) -> None:
     assert plain <= known_names()
 
 
-def test_a_resumed_sft_run_equals_one_without_a_stop(
-    ray_cluster: Any, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_sft_run_equals_one_without_a_stop(sft_runs: tuple[Run, Run]) -> None:
     """36 rows in batches of 10: the fourth step continues into the second epoch, after the
     resume."""
-    whole = run(tree(tmp_path, tiny_model, "sft", name="whole"))
-    run(tree(tmp_path, tiny_model, "sft", name="parts", max_steps=3))
-    parts = run(tree(tmp_path, tiny_model, "sft", name="parts", resume="must"))
+    whole, parts = sft_runs
     losses = [[step["loss"] for step in found.records("step")] for found in (whole, parts)]
     assert len(losses[0]) == 6 and losses[0] == losses[1]
     first, second = weights(whole), weights(parts)
@@ -130,7 +191,9 @@ def test_kto_scores_labels_once_and_learns_them(
     scored = open_token_file(found.directory / "rows" / "train_reference.arrow")
     assert scored is not None and scored.rows == 72
     rows = scored.take(range(72)).to_pylist()
-    for row, before in zip(rows, [rows[-1], *rows[:-1]], strict=True):
+    # Each pair gives two rows. Their prompt gets the second completion of the pair before.
+    others = [rows[(place - place % 2 - 1) % 72] for place in range(72)]
+    for row, before in zip(rows, others, strict=True):
         prompt = row["loss_mask"].index(True)
         following = before["input_ids"][before["loss_mask"].index(True) :]
         assert row["mismatched_ids"] == [*row["input_ids"][:prompt], *following][:12]
@@ -139,13 +202,9 @@ def test_kto_scores_labels_once_and_learns_them(
 
 
 @pytest.mark.slow
-def test_a_resumed_reward_model_equals_one_without_a_stop(
-    ray_cluster: Any, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_reward_model_equals_one_without_a_stop(tiny_model: Path, tmp_path: Path) -> None:
     """Its checkpoint exports the same sequence classifier as the run."""
-    whole = run(tree(tmp_path, tiny_model, "reward_model", name="whole"))
-    run(tree(tmp_path, tiny_model, "reward_model", name="parts", max_steps=3))
-    parts = run(tree(tmp_path, tiny_model, "reward_model", name="parts", resume="must"))
+    whole, parts = whole_and_parts(tmp_path, tiny_model, "reward_model")
     losses = [[step["loss"] for step in found.records("step")] for found in (whole, parts)]
     assert len(losses[0]) == 6 and losses[0] == losses[1]
     evaluations = [record["eval/pair_accuracy"] for record in whole.records("evaluation")]
@@ -166,9 +225,9 @@ def test_a_resumed_reward_model_equals_one_without_a_stop(
 
 
 def test_a_changed_metric_or_missing_rows_fail_the_audit(
-    ray_cluster: Any, tiny_model: Path, tmp_path: Path
+    sft_runs: tuple[Run, Run], tmp_path: Path
 ) -> None:
-    found = run(tree(tmp_path, tiny_model, "sft", max_steps=2, eval={}))
+    found = open_run(shutil.copytree(sft_runs[0].directory, tmp_path / "whole"))
     metrics = found.directory / "metrics.jsonl"
     lines = metrics.read_text().splitlines()
     place = next(at for at, line in enumerate(lines) if '"event": "step"' in line)
@@ -219,7 +278,9 @@ def test_dpo_scores_the_pairs_once_and_learns_them(
     scored = open_token_file(path)
     assert scored is not None and scored.rows == len(SUMS)
     made = path.stat().st_mtime_ns
-    again = run({**settings, "max_steps": 7, "batch_size": 12, "resume": "must"})
+    # Without Ray, no reference policy can start.
+    on_ranks(1, take_attempts, [{**settings, "max_steps": 7, "batch_size": 12, "resume": "must"}])
+    again = open_run(found.directory)
     assert path.stat().st_mtime_ns == made and len(again.records("step")) == 7
     check_audit(again)
     trained = found.directory / "hf"  # the same config and tokenizer with other weights
@@ -240,6 +301,28 @@ def test_scored_pairs_are_used_again_only_as_they_were_written(tmp_path: Path) -
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         assert scored_before(path, "key") is None
+
+
+def test_scored_completions_depend_on_the_length_of_mismatched_rows(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """A longer max_length may leave the rows as they are, and cut fewer mismatched ones."""
+
+    def keys(schema: pa.Schema) -> list[str]:
+        path = tmp_path / "rows.arrow"
+        write_batches(path, schema, [pa.RecordBatch.from_pylist([], schema)])
+        file = open_token_file(path)
+        assert file is not None
+        settings = tree(tmp_path, tiny_model, "dpo")
+        made = [
+            OfflineConfig.model_validate({**settings, "data": {**settings["data"], **changes}})
+            for changes in ({}, {"max_length": 13}, {"max_length": 12})
+        ]
+        return [reference_key(config, file) for config in made]
+
+    first, longer, again = keys(UNPAIRED_SCHEMA)
+    assert first == again != longer
+    assert len(set(keys(PREFERENCE_SCHEMA))) == 1, "pairs have no mismatched rows"
 
 
 def test_a_run_whose_steps_are_skipped_again_and_again_ends(

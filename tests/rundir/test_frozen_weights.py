@@ -105,3 +105,12 @@ def test_where_a_teacher_answers_may_change_within_a_run() -> None:
 
     names = {f"algorithm.distillation.{name}" for name in DistillationConfig.model_fields}
     assert names - set(MAY_CHANGE) == {f"algorithm.distillation.{name}" for name in kept}
+
+
+def test_kto_and_pairs_do_not_continue_one_another(models: Path) -> None:
+    """An ordinal counts single completions with KTO, and pairs with the other losses."""
+    begin(config(models, "one", {"objective": "dpo"}))
+    begin(config(models, "one", {"objective": "dpo", "dpo": {"loss": "ipo"}}, resume="must"))
+    with pytest.raises(ConfigError, match=r"^dpo\.loss = kto, but .* was made with ipo"):
+        kto = {"objective": "dpo", "dpo": {"loss": "kto"}}
+        RunDirectory(config(models, "one", kto, resume="must"))

@@ -11,8 +11,8 @@ from small_run import small_group, write_small_run
 
 import asyncrl
 from asyncrl.contracts.errors import ConfigError
+from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.outcomes import Outcome
-from asyncrl.contracts.rows import groups_to_table
 from asyncrl.rundir.outcomes import OutcomesWriter
 from asyncrl.rundir.reader import RunNotFoundError
 

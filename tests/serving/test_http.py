@@ -648,6 +648,7 @@ def test_a_replica_serves_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SimpleNamespace(
         start=nothing,
         check=nothing,
+        rests=False,
         stream=made.stream,
         max_model_len=64,
         vocabulary=200,

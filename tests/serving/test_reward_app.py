@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from asgi import call
+from chat_families import CHATML, save_chat_model
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 from reward_checkpoint import save_reward_model, score_of
@@ -153,6 +154,16 @@ def test_texts_become_what_the_model_was_trained_on(checkpoint: Path) -> None:
     assert encoded("0+1", "") == [*ids, EOS]
     assert rows.rows(None, None, None, [[5, 6], [7]]) == [[5, 6], [7]]
     assert rows.rows([], [], [], None) == []
+
+
+def test_a_rendered_prompt_gets_no_second_beginning(tmp_path: Path) -> None:
+    """This tokenizer puts BOS before plain texts, and its chat template writes none."""
+    rows = ScoreRows(save_chat_model(tmp_path / "chat", CHATML), vocabulary=999, most_tokens=64)
+    asked = "<|im_start|>user\n3+4<|im_end|>\n<|im_start|>assistant\n"
+    chat, plain = rows.rows([asked, "3+4"], ["7", "7"], None, None)
+    assert BOS not in chat and plain.count(BOS) == 1 and plain[0] == BOS
+    [again] = rows.rows(["<s>3+4"], ["7"], None, None)
+    assert again == plain
 
 
 def test_a_chat_ends_with_the_end_of_its_turns(tiny_model: Path, tmp_path: Path) -> None:

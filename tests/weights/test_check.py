@@ -1,6 +1,7 @@
 """The log-prob check, with a learner and a generator that agree, differ slightly, or return NaN."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -49,7 +50,7 @@ async def versions(probe_check, *versions):
     for version in versions:
         probe_check.generate.version = version
         await probe_check.at_gather(version)
-        results.append(await probe_check.after_commit(version))
+        results.append(await probe_check.after_commit(version, contextlib.nullcontext))
     return results
 
 

@@ -11,11 +11,12 @@ from asyncrl.contracts.messages import Manifest
 from asyncrl.weights.fingerprint import (
     difference_text,
     fingerprint,
+    joined_fingerprints,
     published_fingerprints,
     row_products,
     signs,
 )
-from asyncrl.weights.held import held_fingerprints
+from asyncrl.weights.held import held_shards
 from asyncrl.weights.layout import plan_buckets
 
 
@@ -63,6 +64,10 @@ class Linear(torch.nn.Module):
 class Head(Linear):
     def __init__(self, weight):
         super().__init__(weight, keep=True)
+
+
+def held_fingerprints(*workers):
+    return joined_fingerprints([held_shards(model, Head) for model in workers])
 
 
 @pytest.fixture
@@ -120,7 +125,7 @@ def publish(tensors, dtype="float32"):
 
 
 def test_equal_weights_have_equal_fingerprints(published):
-    held = held_fingerprints(engine_of(published), Head)
+    held = held_fingerprints(engine_of(published))
     assert set(held) == {*published, "lm_head.weight"}
     text = difference_text(publish(published), {"a": held}, "float32")
     assert (
@@ -141,8 +146,8 @@ def test_equal_weights_have_equal_fingerprints(published):
 def test_the_tensor_that_differs_is_named(published, name):
     wrong = {**published, name: published[name].flip(0)}
     held = {
-        "right": held_fingerprints(engine_of(published), Head),
-        "wrong": held_fingerprints(engine_of(wrong), Head),
+        "right": held_fingerprints(engine_of(published)),
+        "wrong": held_fingerprints(engine_of(wrong)),
     }
     text = difference_text(publish(published), held, "float32")
     assert f"most of all '{name}' on replica wrong: published sum " in text or (
@@ -154,7 +159,7 @@ def test_a_tied_head_with_a_stale_packed_copy_is_named(published):
     model = engine_of(published)
     stale = torch.randn(16, 8)
     model.lm_head.cpu_linear = lambda x: x @ stale.T
-    text = difference_text(publish(published), {"a": held_fingerprints(model, Head)}, "float32")
+    text = difference_text(publish(published), {"a": held_fingerprints(model)}, "float32")
     assert text.startswith(
         "of 7 tensors compared 1 differ, most of all 'lm_head.weight' on replica a: published sum "
     )
@@ -162,9 +167,7 @@ def test_a_tied_head_with_a_stale_packed_copy_is_named(published):
 
 def test_bfloat16_rounding_is_tolerated_and_nan_is_not(published):
     rounded = {name: tensor.bfloat16() for name, tensor in published.items()}
-    held = held_fingerprints(
-        engine_of({name: tensor.float() for name, tensor in rounded.items()}), Head
-    )
+    held = held_fingerprints(engine_of({name: tensor.float() for name, tensor in rounded.items()}))
     ours = publish(published, "bfloat16")
     assert difference_text(ours, {"a": held}, "bfloat16").startswith("all 7")
     held["model.norm.weight"] = (float("nan"), float("nan"))
@@ -194,7 +197,7 @@ def test_a_model_with_vision_is_compared_under_the_checkpoints_names(published, 
         name.replace("model.", "model.language_model."): tensor
         for name, tensor in published.items()
     }
-    held = {"a": held_fingerprints(model, Head)}
+    held = {"a": held_fingerprints(model)}
     assert difference_text(publish(theirs), held, "float32").startswith(
         "all 8 tensors that could be compared by name are the same"
     )
@@ -202,3 +205,60 @@ def test_a_model_with_vision_is_compared_under_the_checkpoints_names(published, 
     assert (
         f"most of all '{wrong}' on replica a: published sum " in text or "lm_head.weight'" in text
     )
+
+
+def workers_of(tensors, count):
+    """`count` workers that hold the shards of `engine_of(tensors)`, as vLLM splits them."""
+    workers = []
+    for rank in range(count):
+        model = engine_of(tensors)
+        attention, inner = model.model.attn, model.model
+        query, key, value = (tensors[f"model.attn.{name}_proj.weight"] for name in "qkv")
+        heads = min(count, 2)  # k and v have two heads, of two rows each
+        of_head = rank * heads // count
+        parts = [query.chunk(count)[rank], *(t.chunk(heads)[of_head] for t in (key, value))]
+        sizes = [len(part) * count for part in parts]
+        attention.qkv_proj = Linear(torch.cat(parts), sizes)
+        attention.qkv_proj.output_size_per_partition = sum(sizes) // count
+        attention.qkv_proj.output_size = sum(sizes)
+        attention.qkv_proj.num_kv_head_replicas = count // heads
+        attention.o_proj = Linear(tensors["model.attn.o_proj.weight"].chunk(count, dim=1)[rank])
+        attention.o_proj.input_size_per_partition = 8 // count
+        attention.o_proj.input_size = 8
+        embedding = inner.embed_tokens.weight.detach().chunk(count)[rank]
+        inner.embed_tokens.weight = torch.nn.Parameter(embedding)
+        model.lm_head = Head(embedding)
+        for table in (inner.embed_tokens, model.lm_head):
+            table.num_embeddings_padded, table.output_size_per_partition = 16, 16 // count
+        for module in (attention.qkv_proj, attention.o_proj, inner.embed_tokens, model.lm_head):
+            module.tp_size, module.tp_rank = count, rank
+        workers.append(model)
+    return workers
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_workers_that_hold_shards_have_the_fingerprints_of_the_whole(published, count):
+    whole, split = (
+        held_fingerprints(engine_of(published)),
+        held_fingerprints(*workers_of(published, count)),
+    )
+    assert set(split) == set(whole)
+    for name, expected in whole.items():
+        assert split[name] == pytest.approx(expected, rel=1e-5, abs=1e-5), name
+    for name in published:
+        wrong = {**published, name: published[name].flip(0)}
+        text = difference_text(
+            publish(published), {"a": held_fingerprints(*workers_of(wrong, count))}, "float32"
+        )
+        assert f"most of all '{name}'" in text or "'lm_head.weight'" in text
+    # Only one worker has the old weights.
+    old = {name: tensor.flip(-1) for name, tensor in published.items()}
+    mixed = [workers_of(old, count)[0], *workers_of(published, count)[1:]]
+    text = difference_text(publish(published), {"a": held_fingerprints(*mixed)}, "float32")
+    assert " differ, most of all " in text
+
+
+def test_a_tensor_that_workers_hold_differently_in_an_unknown_way_is_not_compared(published):
+    first, second = workers_of(published, 2)
+    second.model.norm.weight = torch.nn.Parameter(published["model.norm.weight"] + 1)
+    assert "model.norm.weight" not in held_fingerprints(first, second)

@@ -155,8 +155,9 @@ def test_sweep_deletes_the_files_of_dead_processes(tmp_path: Path) -> None:
         tmp_path / f"asyncrl-r-1-3-{os.getpid()}.weights",
     )
     other = tmp_path / "asyncrl-notes.weights"
-    for path in (dead, alive, other):
+    queue = tmp_path / f"asyncrl-0a1b2c3d-{ended.pid}.queue"
+    for path in (dead, alive, other, queue):
         path.touch()
-    assert sweep(tmp_path) == [dead]
+    assert sweep(tmp_path) == [queue, dead]
     assert alive.exists()
     assert other.exists()

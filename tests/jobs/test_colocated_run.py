@@ -1,0 +1,134 @@
+"""Runs whose generators and learner take turns on the same devices."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from independent_audit import wrong
+from safetensors.numpy import load_file
+
+import asyncrl
+from asyncrl.run.audit import audit, audit_text
+
+STEPS = 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_turns_train_what_separate_sides_train(
+    start_run: Callable[..., Any], shared_memory: Callable[[], set[str]], tmp_path: Path
+) -> None:
+    """At staleness 0 both placements generate the same ids and end with the same weights."""
+    before = shared_memory()
+    changes = {
+        "max_steps": STEPS,
+        "staleness.max_staleness": 0,
+        "weights.check_every_versions": 5,
+        "eval.every_steps": 10,
+        "checkpoint.every_steps": 8,
+    }
+    directories = {}
+    for placement in ("colocate", "decoupled"):
+        started = start_run({**changes, "placement": placement}, name=placement)
+        assert started.wait() == 0, started.output
+        assert started.gone() == []
+        directories[placement] = tmp_path / "runs" / placement
+    assert shared_memory() <= before
+
+    runs = {name: asyncrl.open_run(path) for name, path in directories.items()}
+    for name, run in runs.items():
+        checks = audit(run)
+        assert all(check.passed for check in checks), audit_text(checks)
+        assert wrong(directories[name]) == []
+        steps = run.records("step")
+        assert len(steps) == STEPS and all(step["staleness/mean"] == 0 for step in steps)
+        turns = [step for step in steps if {"time/rest_s", "time/wake_s"} <= step.keys()]
+        assert len(turns) == (STEPS if name == "colocate" else 0)
+        differences = [record["check/logprob_max_diff"] for record in run.records("logprob_check")]
+        assert len(differences) == 5 and max(differences) <= 1e-4
+        assert [record["version"] for record in run.records("evaluation")] == [0, 10, 20]
+
+    def ids(run: asyncrl.Run) -> dict[int, list[list[int]]]:
+        return {row["ordinal"]: row["completion_ids"] for row in run.groups().to_pylist()}
+
+    turned, separate = ids(runs["colocate"]), ids(runs["decoupled"])
+    assert turned == separate
+    weights = {
+        name: {
+            key: value
+            for file in (path / "hf").glob("*.safetensors")
+            for key, value in load_file(file).items()
+        }
+        for name, path in directories.items()
+    }
+    assert weights["colocate"] and weights["colocate"].keys() == weights["decoupled"].keys()
+    for name, tensor in weights["colocate"].items():
+        np.testing.assert_allclose(tensor, weights["decoupled"][name], atol=1e-6, err_msg=name)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_faults_in_the_learners_turn(
+    start_run: Callable[..., Any], shared_memory: Callable[[], set[str]], tmp_path: Path
+) -> None:
+    """While the learner steps and the generators rest: an engine dies, a rank dies, and the run is
+    interrupted. It then resumes with the other placement."""
+    before, directory = shared_memory(), tmp_path / "runs" / "run"
+    changes = {
+        "max_steps": 200,
+        "staleness.max_staleness": 0,
+        "checkpoint.every_steps": 2,
+        "observe.stall_s": 4.0,
+        "eval": {},
+    }
+
+    def records(event: str) -> list[dict[str, Any]]:
+        there = (directory / "metrics.jsonl").exists()
+        return asyncrl.open_run(directory).records(event) if there else []
+
+    def commits(attempt: int) -> list[int]:
+        return [record["version"] for record in records("commit") if record["attempt"] == attempt]
+
+    def in_the_learners_turn(run: Any) -> Any:
+        """Stop the rank, and return its process once a step waits for it."""
+        (rank,) = run.having("ray::RankProcess")
+        known = len(records("stall"))
+        rank.suspend()
+        run.until(lambda: any("a step on" in s["waits_for"] for s in records("stall")[known:]))
+        return rank
+
+    run = start_run({**changes, "placement": "colocate"})
+    run.until(lambda: len(commits(0)) > 3)
+
+    rank = in_the_learners_turn(run)
+    (engine,) = run.having("VLLM::EngineCore")
+    engine.kill()
+    rank.resume()
+    newest = commits(0)[-1]
+    run.until(lambda: commits(0)[-1] >= newest + 3)
+    (successor,) = run.having("VLLM::EngineCore")
+    assert successor != engine
+
+    in_the_learners_turn(run).kill()
+    run.until(lambda: len(commits(1)) > 3)
+    assert run.having("VLLM::EngineCore") == [successor], "the engine that rested serves on"
+
+    in_the_learners_turn(run)
+    run.stop(signal.SIGTERM)
+    assert run.wait() == 130, run.output
+    assert run.gone() == []
+
+    last = commits(1)[-1] + 3
+    resumed = start_run({**changes, "max_steps": last, "placement": "decoupled", "resume": "must"})
+    assert resumed.wait() == 0, resumed.output
+    assert resumed.gone() == [] and shared_memory() <= before
+    checks = audit(asyncrl.open_run(directory))
+    assert all(check.passed for check in checks), audit_text(checks)
+    assert wrong(directory) == []
+    steps = [record["step"] for record in records("step") if record["attempt"] == 2]
+    assert steps and steps[-1] == last
