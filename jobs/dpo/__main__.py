@@ -4,9 +4,9 @@
 
 For each seed: SFT makes a model that solves about half of the prompts. A run with learning rate 0
 samples and scores eight completions of each prompt. DPO then trains the best against the worst of
-each group, and KTO the same completions as single rows with labels. The controls train the same
-groups with rewards shuffled within each group, and with the shorter completion as the better one.
-Finished runs are read, not repeated.
+each group, and KTO the same completions as single rows with labels. The controls of both train the
+same groups with rewards shuffled within each group, and with the shorter completion as the better
+one. Finished runs are read, not repeated.
 """
 
 import random
@@ -30,7 +30,7 @@ DPO, SAMPLES = HERE / "dpo.yaml", HERE / "samples.yaml"
 START_STEPS = 190
 """SFT steps of the first try of a start model."""
 CONTROLS = ("shuffled", "length_only")
-KINDS = ("rewards", "kto", *CONTROLS)
+KINDS = ("rewards", *CONTROLS, "kto", *(f"kto-{control}" for control in CONTROLS))
 KTO = ["--dpo.loss", "kto", "--batch_size", "128"]  # two rows are one pair of the others
 Rewards = Callable[[list[float], list[int], random.Random], list[float]]
 
@@ -45,8 +45,9 @@ def main() -> int:
         for kind in known.runs:
             run = samples.parent / f"dpo-{kind}-{seed}"
             arguments = ["--seed", str(seed), "--model.path", str(start)]
-            if kind == "kto":
-                arguments += [*KTO, "--data.train", labeled(samples, seed)]
+            if kind.startswith("kto"):
+                rewards = kind.removeprefix("kto").removeprefix("-") or "rewards"
+                arguments += [*KTO, "--data.train", labeled(samples, rewards, seed)]
             else:
                 arguments += ["--data.train", groups_for(samples, kind, seed)]
             # Shuffled rewards and equal lengths may choose two equal completions.
@@ -82,24 +83,16 @@ def groups_for(samples: Path, kind: str, seed: int) -> str:
         return str(samples / "groups" / "*.parquet")
     target = samples / f"groups-{kind}.parquet"
     if not target.exists():
-        drawn = random.Random(seed)
-        table = open_run(samples).groups()
-        rewards = [
-            CHANGED[kind](group["reward"], list(map(len, group["completion_ids"])), drawn)
-            for group in table.select(["reward", "completion_ids"]).to_pylist()
-        ]
-        place = table.schema.get_field_index("reward")
-        column = pa.array(rewards, table.schema.field("reward").type)
-        pq.write_table(table.set_column(place, table.schema.field("reward"), column), target)
+        pq.write_table(_groups(samples, kind, seed), target)
     return str(target)
 
 
-def labeled(samples: Path, seed: int) -> str:
+def labeled(samples: Path, kind: str, seed: int) -> str:
     """The best and the worst completion of each group, as shuffled rows with a label."""
-    target = samples / "labeled.parquet"
+    target = samples / f"labeled-{kind}.parquet"
     if not target.exists():
         rows = []
-        for group in open_run(samples).groups().to_pylist():
+        for group in _groups(samples, kind, seed).to_pylist():
             ranked = sorted(zip(group["reward"], group["completion_text"], strict=True))
             (lowest, worst), *_, (highest, best) = ranked
             if lowest < highest:
@@ -111,6 +104,21 @@ def labeled(samples: Path, seed: int) -> str:
         random.Random(seed).shuffle(rows)
         pq.write_table(pa.Table.from_pylist(rows), target)
     return str(target)
+
+
+def _groups(samples: Path, kind: str, seed: int) -> pa.Table:
+    """The recorded groups. Those of a control have other rewards."""
+    table = open_run(samples).groups()
+    if kind == "rewards":
+        return table
+    drawn = random.Random(seed)
+    rewards = [
+        CHANGED[kind](group["reward"], list(map(len, group["completion_ids"])), drawn)
+        for group in table.select(["reward", "completion_ids"]).to_pylist()
+    ]
+    field = table.schema.field("reward")
+    column = pa.array(rewards, field.type)
+    return table.set_column(table.schema.get_field_index("reward"), field, column)
 
 
 def _shuffled(rewards: list[float], lengths: list[int], drawn: random.Random) -> list[float]:
