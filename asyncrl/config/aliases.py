@@ -225,7 +225,7 @@ RENAMED = {
     "partial_rollout_enable": (
         "generator.in_flight: keep (generations always continue across a weight update)"
     ),
-    "vllm_mode": "placement: colocate or decoupled; generator.attach for a standing server",
+    "vllm_mode": "placement: share or colocate; generator.attach for a standing server",
     "use_vllm": "nothing: vLLM always generates",
     "sglang_server_concurrency": "rollout.max_concurrency",
     "rollout_health_check_interval": "generator.stall_timeout_s",

@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from asyncrl.config.derived import push_timeout_s, stall_timeout_s
 from asyncrl.config.distillation_rules import check_distillation
+from asyncrl.config.placement_rules import check_placement
 from asyncrl.config.preference_rules import check_preference
 from asyncrl.config.schema import Source
 from asyncrl.config.settings import Settings
@@ -157,11 +158,24 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ),
     ("generator.in_flight", "lora", (None,), "lora: null, since a completion keeps its adapter"),
     ("generator.gpu_memory_utilization", "generator.device", ("cuda",), "generator.device: cuda"),
+    ("learner.gpu_memory_utilization", "learner.device", ("cuda",), "learner.device: cuda"),
+    (
+        "algorithm.ref_gpu_memory_utilization",
+        "shares_gpus",
+        (True,),
+        "placement: share and learner.device: cuda",
+    ),
+    (
+        "algorithm.ref_gpu_memory_utilization",
+        "algorithm.loads_reference",
+        (True,),
+        "a reference policy or teacher on the cluster",
+    ),
     ("generator.kv_cache_memory_bytes", "generator.device", ("cpu",), "generator.device: cpu"),
     ("generator.num_threads", "generator.device", ("cpu",), "generator.device: cpu"),
     ("eval.max_prompts", "eval.evaluates", (True,), "eval.data or eval.sets"),
     ("eval.in_flight", "eval.evaluates", (True,), "eval.data or eval.sets"),
-    ("eval.in_flight", "placement", ("decoupled",), "placement: decoupled"),
+    ("eval.in_flight", "placement", ("decoupled", "share"), "placement: decoupled or share"),
     ("eval.pass_threshold", "eval.draws_several", (True,), "a set of eval.sets with n above 1"),
     ("model.revision", "model.on_hub", (True,), "the name of a model on the hub in model.path"),
     ("observe.project", "observe.has_sinks", (True,), "observe.sinks"),
@@ -228,7 +242,7 @@ def check_rules(config: Settings) -> None:
         | {f"eval.sets.{name}.data": chosen.data for name, chosen in config.eval.sets.items()}
     )
     check_preference(config)
-    _check_placement(config)
+    check_placement(config)
     _check_lora(config)
     check_distillation(config)
     _check_batches(config)
@@ -282,35 +296,6 @@ def check_sources(settings: Mapping[str, str | tuple[Source, ...] | None]) -> No
             raise ValueError(
                 f"{setting}: several sources have the name {twice[0]!r}; give each its own name"
             )
-
-
-def _check_placement(config: Settings) -> None:
-    if config.placement != "colocate":
-        return
-    devices = {"learner": config.learner.device, "generator": config.generator.device}
-    for section, device in devices.items():
-        if device != "cpu":
-            raise ValueError(
-                f"placement: colocate needs {section}.device: cpu, not {device}: generators do not"
-                " free a GPU's memory for the learner yet; use placement: decoupled"
-            )
-    if not config.generator.own:
-        raise ValueError(
-            f"placement: colocate does not work with generator.attach ="
-            f" {config.generator.attach!r}: generators would rest while others use them; remove"
-            " attach, or use placement: decoupled"
-        )
-    if config.staleness.max_staleness:
-        raise ValueError(
-            f"placement: colocate needs staleness.max_staleness: 0, not"
-            f" {config.staleness.max_staleness}: nothing is generated during a step, so a larger"
-            " bound gains nothing; set 0, or use placement: decoupled"
-        )
-    if config.generator.in_flight == "drain":
-        raise ValueError(
-            "placement: colocate does not work with generator.in_flight = 'drain': generators rest"
-            " at once, with unfinished completions; use recompute or keep"
-        )
 
 
 def _check_batches(config: Settings) -> None:

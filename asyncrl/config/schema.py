@@ -450,7 +450,8 @@ class GeneratorConfig(Section):
     kv_cache_memory_bytes: int = Field(default=256 << 20, gt=0)
     """KV cache of one engine on CPU, in bytes, over all its worker processes."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Fraction of the GPU memory that one engine uses (device: cuda)."""
+    """Fraction of the GPU memory that one engine uses (device: cuda). Default with `placement:
+    share`: 0.4."""
     in_flight: Literal["keep", "recompute", "drain"] = "recompute"
     """How generations in flight at a weight update continue. `keep`: with the old KV cache.
     `recompute`: after recomputing the KV cache. `drain`: they finish before the update."""
@@ -495,6 +496,9 @@ class LearnerConfig(Section):
     may then be this many times as long. Must divide world_size and the model's attention heads."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the ranks, with gloo on cpu and nccl on cuda."""
+    gpu_memory_utilization: float = Field(default=1.0, gt=0, le=1)
+    """Largest fraction of a GPU's memory that PyTorch may allocate in one rank (device: cuda).
+    Default with `placement: share`: 0.5."""
     num_cpus: float = Field(default=0.4, ge=0)
     """Logical CPUs that one rank declares to Ray."""
     num_threads: int = Field(default=1, gt=0)
@@ -873,6 +877,9 @@ class AlgorithmConfig(Section):
     stays frozen."""
     ref_num_cpus: float = Field(default=0.2, ge=0)
     """Logical CPUs that the reference policy's process declares to Ray."""
+    ref_gpu_memory_utilization: float = Field(default=0.1, gt=0, le=1)
+    """Largest fraction of a GPU's memory that PyTorch may allocate in the reference policy or the
+    teacher, with `placement: share`. In other placements it has a GPU of its own."""
     correction: CorrectionConfig = CorrectionConfig()
     allow_uncorrected: bool = False
     """Allow an uncorrected loss on stale tokens."""

@@ -28,6 +28,10 @@ from asyncrl.config.schema import (
 __all__ = ["Settings", "completion_room"]
 
 
+SHARES = {"learner": 0.5, "generator": 0.4}
+"""Section → gpu_memory_utilization with `placement: share`. The rest is for CUDA itself."""
+
+
 class Settings(RunSettings):
     """One training run with generators."""
 
@@ -45,10 +49,11 @@ class Settings(RunSettings):
     max_steps: int = Field(gt=0)
     """Optimizer steps after which the run ends. The count starts at version 0 and includes earlier
     attempts and the steps of `checkpoint.load`."""
-    placement: Literal["decoupled", "colocate"] = "decoupled"
+    placement: Literal["decoupled", "colocate", "share"] = "decoupled"
     """`decoupled`: generators and learner have devices of their own and work at the same time.
-    `colocate`: they use the same devices and take turns, so the staleness is 0. Generators rest
-    while the learner steps. On the CPU only; not on GPUs yet."""
+    `share`: they work at the same time on the same devices, and each has a fraction of a GPU's
+    memory. `colocate`: they use the same devices and take turns, so the staleness is 0. Generators
+    rest while the learner steps. On the CPU only; not on GPUs yet."""
     data: DataConfig
     rollout: RolloutConfig
     reward: RewardConfig
@@ -69,6 +74,20 @@ class Settings(RunSettings):
         if not isinstance(staleness, dict):
             return tree
         return {**tree, "staleness": {"max_staleness": 0, **staleness}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def shared_gpus_have_room_for_both(cls, tree: object) -> object:
+        """With `placement: share` on GPUs, each side has a fraction of the memory unless it is
+        given."""
+        if not isinstance(tree, dict) or tree.get("placement") != "share":
+            return tree
+        found = dict(tree)
+        for section, fraction in SHARES.items():
+            side = tree.get(section, {})
+            if isinstance(side, dict) and side.get("device") == "cuda":
+                found[section] = {"gpu_memory_utilization": fraction, **side}
+        return found
 
     @model_validator(mode="before")
     @classmethod
@@ -115,6 +134,33 @@ class Settings(RunSettings):
         return (
             self.learner.world_size * self.learner.num_cpus + generators * self.generator.num_cpus
         )
+
+    @property
+    def rank_gpus(self) -> float:
+        """GPUs that one learner rank declares to Ray."""
+        return self._gpus(self.learner.device, self.learner.gpu_memory_utilization)
+
+    @property
+    def replica_gpus(self) -> float:
+        """GPUs that one replica of the run's own generators declares to Ray."""
+        generator = self.generator
+        devices = float(generator.tensor_parallel_size)
+        return self._gpus(generator.device, generator.gpu_memory_utilization, devices)
+
+    @property
+    def reference_gpus(self) -> float:
+        """GPUs that the process of a reference policy or teacher declares to Ray."""
+        return self._gpus(self.learner.device, self.algorithm.ref_gpu_memory_utilization)
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether generators and learner have fractions of the same GPUs."""
+        return self.placement == "share" and self.learner.device == "cuda"
+
+    def _gpus(self, device: str, fraction: float, alone: float = 1.0) -> float:
+        if device != "cuda":
+            return 0.0
+        return fraction if self.placement == "share" else alone
 
     @property
     def keeps_snapshot(self) -> bool:

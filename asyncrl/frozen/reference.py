@@ -22,6 +22,7 @@ from asyncrl.contracts.rows import ReferenceLogprobs, TopLogprobs
 from asyncrl.frozen.kept import KeptReference, keep_version, read_place, wait_for
 from asyncrl.frozen.spec import ReferenceSpec, RefreshSpec
 from asyncrl.runtime.environment import claim_caches, passed_on
+from asyncrl.runtime.gpu_memory import limit_gpu_memory
 from asyncrl.runtime.ray_objects import DEATHS, Actor
 from asyncrl.weights.manifest import expected_tensors
 from asyncrl.weights.staging import StagingError
@@ -56,6 +57,7 @@ class Reference:
         torch.set_num_threads(spec.learner.num_threads)
         self.spec = spec
         self.device = torch.device("cuda" if spec.learner.device == "cuda" else "cpu")
+        limit_gpu_memory(self.device.type, spec.gpu_memory_utilization)
         self.version = 0
         self._policy: Policy | None = None
         if spec.refresh is None:
@@ -214,14 +216,13 @@ def _refresh_of(spec: ReferenceSpec) -> RefreshSpec:
 
 def start_reference(spec: ReferenceSpec) -> Actor:
     """Start a Ray actor of `Reference`. If it dies, Ray restarts it and repeats the calls."""
-    gpus = 1.0 if spec.learner.device == "cuda" else 0.0
     environment = passed_on(os.environ) | {
         "OMP_NUM_THREADS": str(spec.learner.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
     }
     options = {
         "num_cpus": spec.num_cpus,
-        "num_gpus": gpus,
+        "num_gpus": spec.gpus,
         "max_restarts": -1,
         "max_task_retries": -1,
     }

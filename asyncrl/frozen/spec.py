@@ -36,6 +36,10 @@ class ReferenceSpec:
     """The rollouts' temperature: log-probs are those of the distribution that was sampled from."""
     num_cpus: float
     """Logical CPUs that the process declares to Ray."""
+    gpus: float
+    """GPUs that the process declares to Ray, a fraction where it shares one; 0 on the CPU."""
+    gpu_memory_utilization: float = 1.0
+    """Largest fraction of a GPU's memory that PyTorch may allocate."""
     refresh: RefreshSpec | None = None
     """None = the weights stay frozen."""
     top_k: int = 0

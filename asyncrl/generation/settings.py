@@ -40,6 +40,10 @@ class GeneratorApp(Section):
     http: bool = False
     """Also serve HTTP: `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and
     `/metrics`, under the application's route_prefix. A job's own generators do not serve HTTP."""
+    num_gpus: float | None = Field(default=None, gt=0)
+    """GPUs that a replica declares to Ray (device: cuda), where it shares one: a fraction of at
+    least generator.gpu_memory_utilization. Default: generator.tensor_parallel_size. A job sets it
+    with `placement: share`."""
     served_name: str | None = Field(default=None, min_length=1)
     """Name of the model in HTTP requests and responses. Default: the last part of `model`."""
     fetch_timeout_s: float | None = Field(default=None, gt=0)
@@ -69,7 +73,28 @@ class GeneratorApp(Section):
                 " setting; leave it out, and set num_replicas"
             )
         check_served_name(self.served_name, self.http)
+        self._check_num_gpus()
         return self
+
+    def _check_num_gpus(self) -> None:
+        if self.num_gpus is None:
+            return
+        generator = self.generator
+        if generator.device != "cuda":
+            raise ValueError(
+                f"num_gpus = {self.num_gpus:g} needs generator.device: cuda; set that, or leave"
+                " num_gpus out"
+            )
+        if generator.tensor_parallel_size > 1 or self.num_gpus > 1:
+            raise ValueError(
+                f"num_gpus = {self.num_gpus:g} is for engines on a fraction of one GPU; leave it"
+                " out, and a replica gets generator.tensor_parallel_size GPUs"
+            )
+        if self.num_gpus < generator.gpu_memory_utilization:
+            raise ValueError(
+                f"num_gpus = {self.num_gpus:g} is below generator.gpu_memory_utilization ="
+                f" {generator.gpu_memory_utilization:g}; raise it, or lower the other"
+            )
 
     @property
     def max_num_seqs(self) -> int:

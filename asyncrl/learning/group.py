@@ -488,8 +488,8 @@ def stacks_path(spec: LearnerSpec, attempt: int, rank: int) -> Path:
 def _bundle(spec: LearnerSpec) -> dict[str, float]:
     """Resources of one rank."""
     bundle = {"CPU": float(spec.learner.num_cpus)} if spec.learner.num_cpus else {}
-    if spec.learner.device == "cuda":
-        bundle["GPU"] = 1.0
+    if spec.gpus:
+        bundle["GPU"] = spec.gpus
     return bundle
 
 

@@ -55,6 +55,8 @@ class LearnerSpec:
     """The adapter that is trained; None = all weights are."""
     max_staleness: int = 0
     """Largest staleness of a pair, in versions (online DPO)."""
+    gpus: float = 0.0
+    """GPUs that one rank declares to Ray, a fraction where it shares one; 0 on the CPU."""
 
     @property
     def has_reference(self) -> bool:

@@ -21,6 +21,7 @@ from asyncrl.learning.spec import LearnerSpec
 from asyncrl.models.adapters import base_name, published_name
 from asyncrl.models.supported import Packing as Packed
 from asyncrl.models.ulysses import SequenceGroup
+from asyncrl.runtime.gpu_memory import limit_gpu_memory
 from asyncrl.runtime.shared import Written
 from asyncrl.weights.classifier import SCORE, classifier_table
 from asyncrl.weights.gather import ShardedParameter
@@ -165,6 +166,7 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
     """
     learner, algorithm = spec.learner, spec.algorithm
     torch.set_num_threads(learner.num_threads)
+    limit_gpu_memory(learner.device, learner.gpu_memory_utilization)
     torch.manual_seed(spec.seed * 1_000_003 + rank)
     # Make the table before the engine exists: afterwards, transformers shards every model.
     table = version_table(spec.model_path)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.config import Config
+from asyncrl.config.placement_rules import shares_of_a_gpu
 from asyncrl.preflight.adapter import published_bytes, trained_bytes
 from asyncrl.preflight.teacher import reference_parameters
 from asyncrl.runtime.ray_defaults import TASK_CPUS
@@ -116,19 +117,17 @@ def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
             counts the minimum: weights, gradients, optimizer states and KV cache, without
             activations, libraries and Ray.
     """
-    learner, generator = config.learner, config.generator
-    cuda = {
-        "learner ranks": learner.device,
-        "reference policy": learner.device,
-        "teacher": learner.device,
-        "generator replicas": generator.device,
+    gpus = {
+        "learner ranks": config.rank_gpus,
+        "reference policy": config.reference_gpus,
+        "teacher": config.reference_gpus,
+        "generator replicas": config.replica_gpus,
     }
     needs = []
     for part in logical_cpus(config):
         amounts = {"CPU": part.cpus}
-        if cuda.get(part.name) == "cuda":
-            engine = part.name == "generator replicas"
-            amounts["GPU"] = float(generator.tensor_parallel_size if engine else 1)
+        if gpus.get(part.name):
+            amounts["GPU"] = gpus[part.name]
         if part.name in ("scoring stream", "evaluation's rewards") and config.reward.num_gpus:
             amounts["GPU"] = config.reward.num_gpus
         if version_bytes:
@@ -243,8 +242,18 @@ def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
         f" >= {actors} + {rollouts}{extra} = {total:g}{_gpus(nodes)}"
         f"\n  colocate  needs total >= {actors}{extra}; on GPUs it is not implemented:"
         " generators do not free a GPU's memory for the learner"
+        f"\n  share     needs total >= {actors}: {_shares(config)}"
         f"\n  this run: placement: {config.placement}{_range(config)}"
     )
+
+
+def _shares(config: Config) -> str:
+    """What the fullest GPU is shared between."""
+    if not config.shares_gpus:
+        return "ranks and replicas on the same GPUs, each with a fraction of the memory"
+    parts = shares_of_a_gpu(config)
+    added = " + ".join(f"{name} {fraction:g}" for name, fraction in parts)
+    return f"{added} = {sum(fraction for _, fraction in parts):g} of a GPU's memory, at most 1"
 
 
 def _range(config: Config) -> str:

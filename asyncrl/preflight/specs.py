@@ -145,6 +145,7 @@ def learner_spec(config: Config) -> LearnerSpec:
         pairs=pair_spec(config.algorithm),
         max_staleness=config.staleness.max_staleness,
         lora=config.lora,
+        gpus=config.rank_gpus,
     )
 
 
@@ -225,6 +226,7 @@ def offline_learner_spec(config: OfflineConfig, steps: int) -> LearnerSpec:
             RewardModelSpec(config.reward_model.center_coef) if config.trains_reward_model else None
         ),
         lora=config.lora,
+        gpus=float(config.learner.device == "cuda"),
     )
 
 
@@ -250,6 +252,7 @@ def offline_reference_spec(config: OfflineConfig) -> ReferenceSpec:
         path=config.reference_path,
         temperature=1.0,
         num_cpus=config.dpo.ref_num_cpus,
+        gpus=float(config.learner.device == "cuda"),
     )
 
 
@@ -274,6 +277,8 @@ def reference_spec(config: Config, place: Path | None = None) -> ReferenceSpec:
         path=config.reference_path,
         temperature=config.rollout.temperature,
         num_cpus=config.algorithm.ref_num_cpus,
+        gpus=config.reference_gpus,
+        gpu_memory_utilization=config.reference_gpus if config.shares_gpus else 1.0,
         top_k=top_k,
         vocabulary=model_vocabulary(config) if top_k else None,
         refresh=refresh,
@@ -297,6 +302,7 @@ def generator_app(config: Config) -> GeneratorApp:
         rollout_stop_token_ids=config.rollout.rollout_stop_token_ids,
         fetch_timeout_s=config.push_timeout_s,
         replace_after_s=config.push_timeout_s,
+        num_gpus=config.replica_gpus if config.shares_gpus else None,
         **adapters,
     )
 

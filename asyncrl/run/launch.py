@@ -218,10 +218,15 @@ async def launch_stations(
         # The learner's placement group comes first, then the generators, whose start takes longest.
         learner_start = asyncio.create_task(_start_learner(config, state, stack, prepare))
         stack.add("start of the learner", functools.partial(cancel, learner_start))
+        reference = _start_reference(config, directory.reference, stack)
+        if config.shares_gpus:
+            # An engine measures the free memory of its GPU while it starts. The others must not
+            # allocate theirs meanwhile.
+            await _together(learner_start, _ready(reference))
         handle, watcher = await _generator_handle(config, app_name, across)
         kept = directory.path / "kept"
         generate = functools.partial(_keeping_generate, handle, kept, state.attempt)
-        streams = _start_streams(config, directory, report, generate, stack)
+        streams = _start_streams(config, directory, report, generate, reference, stack)
         started = await _wait_until_started(
             config, app_name, handle, watcher, learner_start, streams, stack
         )
@@ -266,12 +271,12 @@ def _start_streams(
     directory: RunDirectory,
     report: PromptReport,
     generate: Callable[[], ServeGenerate],
+    reference: Actor | None,
     stack: Closing,
 ) -> _Streams:
     state, stacks = directory.state, directory.logs / "stacks"
     rollouts = start_rollouts(worker_spec(config, state.run_id, state.attempt, generate))
     stack.add("rollout workers", rollouts.close)
-    reference = _start_reference(config, directory.reference, stack)
     scores = RayScores(
         scoring_spec(config),
         state.attempt,

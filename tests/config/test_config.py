@@ -131,6 +131,11 @@ def test_evaluation_sets_default_to_the_rollout_and_eval_settings(tmp_path, monk
     assert given.eval.sets["long"].n == 4
 
 
+ON_ONE_GPU = {
+    "placement": "share",
+    "learner.device": "cuda",
+    "generator.device": "cuda",
+}
 REINFORCE = {
     "algorithm.loss": "reinforce",
     "algorithm.old_policy": "learner",
@@ -629,9 +634,66 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
         ),
         (
             {"placement": "colocate", "eval.in_flight": True, "eval.data": "held_out.parquet"},
-            "eval.in_flight = True only has an effect with placement: decoupled",
+            "eval.in_flight = True only has an effect with placement: decoupled or share",
         ),
-        ({"placement": "together"}, "placement = 'together': .*'decoupled' or 'colocate'"),
+        ({"placement": "together"}, "placement = 'together': .*'decoupled', 'colocate' or 'share'"),
+        (
+            {"placement": "share", "generator.attach": "standing"},
+            "placement: share does not work with generator.attach = 'standing'",
+        ),
+        (
+            {"placement": "share", "generator.device": "cuda"},
+            "learner.device = cpu and generator.device = cuda; use placement: decoupled",
+        ),
+        (
+            {**ON_ONE_GPU, "generator.tensor_parallel_size": 2},
+            "share does not work with generator.tensor_parallel_size = 2 on GPUs: Ray gives",
+        ),
+        (
+            {**ON_ONE_GPU, "learner.world_size": 2},
+            "needs learner.gpu_memory_utilization above 0.5 with several ranks, not 0.5: Ray would",
+        ),
+        (
+            {
+                **ON_ONE_GPU,
+                "learner.world_size": 2,
+                "learner.gpu_memory_utilization": 0.6,
+                "generator.num_replicas": 2,
+                "algorithm.kl_loss_coef": 0.1,
+            },
+            r"learner.gpu_memory_utilization 0.6 \+ generator.gpu_memory_utilization 0.4 \+"
+            r" algorithm.ref_gpu_memory_utilization 0.1 = 1.1 of its memory, more than 1",
+        ),
+        (
+            {
+                **ON_ONE_GPU,
+                "learner.world_size": 2,
+                "learner.gpu_memory_utilization": 0.6,
+                "generator.num_replicas": 2,
+                "generator.gpu_memory_utilization": 0.2,
+            },
+            "gpu_memory_utilization above 0.2 with several replicas, not 0.2: Ray would put two",
+        ),
+        (
+            {**ON_ONE_GPU, "generator.num_replicas": 2},
+            "generator.num_replicas = 2 is above learner.world_size = 1; lower it",
+        ),
+        (
+            {**ON_ONE_GPU, "reward.num_gpus": 0.2},
+            r"gpu_memory_utilization 0.4 \+ reward.num_gpus x 1 0.2 = 1.1 of its memory",
+        ),
+        (
+            {"learner.gpu_memory_utilization": 0.5},
+            "learner.gpu_memory_utilization = 0.5 only has an effect with learner.device: cuda",
+        ),
+        (
+            {"algorithm.kl_loss_coef": 0.1, "algorithm.ref_gpu_memory_utilization": 0.2},
+            "only has an effect with placement: share and learner.device: cuda",
+        ),
+        (
+            {**ON_ONE_GPU, "algorithm.ref_gpu_memory_utilization": 0.2},
+            "utilization = 0.2 only has an effect with a reference policy or teacher",
+        ),
         (
             {"generator.num_threads": 2, "generator.device": "cuda"},
             "generator.num_threads = 2 only has an effect with generator.device: cpu",

@@ -12,6 +12,7 @@ from asyncrl.preflight.resources import (
     run_needs,
     shortages,
 )
+from asyncrl.preflight.specs import generator_app, learner_spec, reference_spec
 
 GIB = 1 << 30
 
@@ -55,6 +56,53 @@ def test_needs_hand_computed():
         )
     }
     assert offloaded["learner ranks"]["memory"] == (30 << 20) * 16 / 3
+
+
+def test_shared_gpus_are_declared_as_fractions():
+    cuda = {"device": "cuda"}
+    shared = config(placement="share", learner=cuda, generator=cuda)
+    assert {need.part: need.amounts.get("GPU", 0) for need in run_needs(shared)} == {
+        "learner ranks": 0.5,
+        "generator replicas": 0.4,
+        "rollout workers": 0,
+        "prompt stream": 0,
+        "scoring stream": 0,
+    }
+    assert shortages(run_needs(shared), [node("a", 8, 1)], "registered") == []
+    assert (
+        "share     needs total >= 1: learner.gpu_memory_utilization 0.5 +"
+        " generator.gpu_memory_utilization 0.4 = 0.9 of a GPU's memory, at most 1"
+        "\n  this run: placement: share"
+    ) in placement_text(shared)
+    two = config(
+        placement="share",
+        learner={**cuda, "world_size": 2, "gpu_memory_utilization": 0.55},
+        generator={**cuda, "num_replicas": 2, "gpu_memory_utilization": 0.4},
+        algorithm={"kl_loss_coef": 0.1, "ref_gpu_memory_utilization": 0.05},
+    )
+    needs = {need.part: (need.count, need.amounts.get("GPU")) for need in run_needs(two)}
+    assert needs["learner ranks"] == (2, 0.55) and needs["generator replicas"] == (2, 0.4)
+    assert needs["reference policy"] == (1, 0.05)
+    assert shortages(run_needs(two), [node("a", 8, 2)], "registered") == []
+    assert "+ algorithm.ref_gpu_memory_utilization 0.05 = 1 of a GPU's memory" in placement_text(
+        two
+    )
+    assert not config(placement="share").shares_gpus and config(placement="share").rank_gpus == 0
+
+
+def test_the_specs_carry_the_fractions():
+    cuda = {"device": "cuda"}
+    algorithm = {"kl_loss_coef": 0.1}
+    shared = config(placement="share", learner=cuda, generator=cuda, algorithm=algorithm)
+    assert learner_spec(shared).gpus == learner_spec(shared).learner.gpu_memory_utilization == 0.5
+    reference, app = reference_spec(shared), generator_app(shared)
+    assert (reference.gpus, reference.gpu_memory_utilization) == (0.1, 0.1)
+    assert (app.num_gpus, app.generator.gpu_memory_utilization) == (0.4, 0.4)
+    apart = config(learner=cuda, generator=cuda, algorithm=algorithm)
+    assert learner_spec(apart).gpus == learner_spec(apart).learner.gpu_memory_utilization == 1
+    reference, app = reference_spec(apart), generator_app(apart)
+    assert (reference.gpus, reference.gpu_memory_utilization) == (1, 1)
+    assert (app.num_gpus, app.generator.gpu_memory_utilization) == (None, 0.9)
 
 
 def test_rewards_on_gpus_are_placed_with_their_gpus():
@@ -168,7 +216,8 @@ def test_slimes_arithmetic_for_both_placements():
     assert "decoupled needs total >= 3 + 1 = 4: 8 registered, 5 free" in text
     assert text.endswith(
         "  colocate  needs total >= 3; on GPUs it is not implemented: generators do not free a"
-        " GPU's memory for the learner\n  this run: placement: decoupled"
+        " GPU's memory for the learner\n  share     needs total >= 3: ranks and replicas on the"
+        " same GPUs, each with a fraction of the memory\n  this run: placement: decoupled"
     )
     reference = placement_text(config(**GPUS, algorithm={"kl_loss_coef": 0.1}))
     assert (

@@ -1,0 +1,114 @@
+"""Rules of `placement`: what each way to place generators and learner cannot be combined with."""
+
+from __future__ import annotations
+
+from asyncrl.config.settings import Settings
+
+__all__ = ["check_placement", "shares_of_a_gpu"]
+
+ROUNDING = 1e-6
+HALF = 0.5 + ROUNDING
+
+
+def check_placement(config: Settings) -> None:
+    """Raise ValueError for the first rule of `placement` that does not hold."""
+    match config.placement:
+        case "colocate":
+            _check_turns(config)
+        case "share":
+            _check_shares(config)
+
+
+def _check_turns(config: Settings) -> None:
+    devices = {"learner": config.learner.device, "generator": config.generator.device}
+    for section, device in devices.items():
+        if device != "cpu":
+            raise ValueError(
+                f"placement: colocate needs {section}.device: cpu, not {device}: generators do not"
+                " free a GPU's memory for the learner yet; use placement: decoupled"
+            )
+    if not config.generator.own:
+        raise ValueError(
+            f"placement: colocate does not work with generator.attach ="
+            f" {config.generator.attach!r}: generators would rest while others use them; remove"
+            " attach, or use placement: decoupled"
+        )
+    if config.staleness.max_staleness:
+        raise ValueError(
+            f"placement: colocate needs staleness.max_staleness: 0, not"
+            f" {config.staleness.max_staleness}: nothing is generated during a step, so a larger"
+            " bound gains nothing; set 0, or use placement: decoupled"
+        )
+    if config.generator.in_flight == "drain":
+        raise ValueError(
+            "placement: colocate does not work with generator.in_flight = 'drain': generators rest"
+            " at once, with unfinished completions; use recompute or keep"
+        )
+
+
+def _check_shares(config: Settings) -> None:
+    learner, generator = config.learner, config.generator
+    if not generator.own:
+        raise ValueError(
+            f"placement: share does not work with generator.attach = {generator.attach!r}, whose"
+            " generators have devices of their own; remove attach, or use placement: decoupled"
+        )
+    if learner.device != generator.device:
+        raise ValueError(
+            f"placement: share needs one device for both sides, but learner.device ="
+            f" {learner.device} and generator.device = {generator.device}; use placement: decoupled"
+        )
+    if config.shares_gpus:
+        _check_gpus(config)
+
+
+def _check_gpus(config: Settings) -> None:
+    """A GPU has at most one rank and one replica. Ray puts processes on one GPU as long as their
+    fractions fit, and two ranks or two starting engines there would disturb each other."""
+    learner, generator = config.learner, config.generator
+    if generator.tensor_parallel_size > 1:
+        raise ValueError(
+            "placement: share does not work with generator.tensor_parallel_size ="
+            f" {generator.tensor_parallel_size} on GPUs: Ray gives a process fractions of one GPU"
+            " only; use 1, or placement: decoupled"
+        )
+    if generator.num_replicas > learner.world_size:
+        raise ValueError(
+            "placement: share puts one rank and at most one replica on a GPU, but"
+            f" generator.num_replicas = {generator.num_replicas} is above learner.world_size ="
+            f" {learner.world_size}; lower it, or use placement: decoupled"
+        )
+    rank, replica = config.rank_gpus, config.replica_gpus
+    if learner.world_size > 1 and rank <= HALF:
+        raise ValueError(
+            "placement: share needs learner.gpu_memory_utilization above 0.5 with several ranks,"
+            f" not {rank:g}: Ray would put two ranks on one GPU; raise it"
+        )
+    if generator.num_replicas > 1 and rank + 2 * replica <= 1 + ROUNDING:
+        raise ValueError(
+            "placement: share needs generator.gpu_memory_utilization above"
+            f" {(1 - rank) / 2:g} with several replicas, not {replica:g}: Ray would put two"
+            " replicas on one GPU; raise it"
+        )
+    parts = shares_of_a_gpu(config)
+    total = sum(fraction for _, fraction in parts)
+    if total > 1 + ROUNDING:
+        added = " + ".join(f"{name} {fraction:g}" for name, fraction in parts)
+        raise ValueError(
+            f"placement: share: the parts on one GPU take {added} = {total:g} of its memory, more"
+            " than 1; lower them"
+        )
+
+
+def shares_of_a_gpu(config: Settings) -> list[tuple[str, float]]:
+    """Part → its fraction of the fullest GPU under `placement: share`."""
+    scoring = config.reward.tasks + config.scores_evaluation_apart
+    parts = [
+        ("learner.gpu_memory_utilization", config.rank_gpus),
+        ("generator.gpu_memory_utilization", config.replica_gpus),
+    ]
+    if config.algorithm.loads_reference:
+        parts.append(("algorithm.ref_gpu_memory_utilization", config.reference_gpus))
+    if config.reward.num_gpus:
+        parts.append((f"reward.num_gpus x {scoring}", scoring * config.reward.num_gpus))
+    return parts

@@ -1,0 +1,62 @@
+"""`placement: share`: where Ray puts the processes of a run on a node that declares two GPUs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from small_config import SMALL
+
+SCRIPT = """
+import asyncio, json, sys
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from asyncrl.config import Config
+from asyncrl.learning.group import _place
+from asyncrl.preflight.specs import generator_app, learner_spec, reference_spec
+
+@ray.remote(num_cpus=0)
+class Process:
+    def gpus(self):
+        return [int(gpu) for gpu in ray.get_gpu_ids()]
+
+config = Config.model_validate_json(sys.argv[1])
+ray.init(address="local", num_cpus=8, num_gpus=2, log_to_driver=False, include_dashboard=False)
+group = asyncio.run(_place(learner_spec(config)))
+ranks = [
+    Process.options(
+        num_gpus=config.rank_gpus,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+    ).remote()
+    for bundle in range(config.learner.world_size)
+]
+reference = [Process.options(num_gpus=reference_spec(config).gpus).remote()]
+ray.get(reference[0].gpus.remote())
+replicas = [
+    Process.options(num_gpus=generator_app(config).num_gpus).remote()
+    for _ in range(config.generator.num_replicas)
+]
+print(json.dumps([ray.get([each.gpus.remote() for each in part])
+                  for part in (ranks, reference, replicas)]))
+"""
+
+
+@pytest.mark.slow
+def test_each_gpu_gets_one_rank_and_one_replica():
+    cuda = {"device": "cuda"}
+    config = SMALL | {
+        "placement": "share",
+        "learner": {**cuda, "world_size": 2, "gpu_memory_utilization": 0.55},
+        "generator": {**cuda, "num_replicas": 2, "gpu_memory_utilization": 0.35},
+        "algorithm": {"kl_loss_coef": 0.1, "ref_gpu_memory_utilization": 0.1},
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(config)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    ranks, reference, replicas = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(ranks) == sorted(replicas) == [[0], [1]]
+    assert reference in ([[0]], [[1]])
