@@ -56,7 +56,7 @@ WANTED: Final[Mapping[RowsFor, str]] = {
     ),
     "dpo": PAIRS,
     "reward_model": PAIRS,
-    "kto": "prompt, completion and label; or chosen and rejected, with or without prompt",
+    "kto": f"prompt, completion and label; or {PAIRS}",
 }
 """What the rows are for → the columns that it takes, for messages."""
 
@@ -104,7 +104,7 @@ def form_of(
             f"data.target_column = {spec.target_column!r} has no effect on {objective}; leave it"
             " out"
         )
-    if objective != "kto" and there.issuperset(RECORDED):
+    if there.issuperset(RECORDED):
         if source.prompt_column is not None:
             raise ConfigError(
                 f"prompt_column of the source = {source.prompt_column!r} has no effect on the"

@@ -211,10 +211,14 @@ class OfflineRows:
             first = row.sides[0]
             implicit = isinstance(first, Text) and first.prompt is None
             good = [*paired(good[0], good[1], implicit)]
-        example = checked(EncodedRow(number, tuple(good), row.label))
-        if self._objective == "kto" and len(good) == 2:
+        yield from self._rows(EncodedRow(number, tuple(good), row.label))
+
+    def _rows(self, example: EncodedRow) -> Iterator[EncodedRow]:
+        """The example once it is checked, or its two sides where KTO takes a pair."""
+        example = checked(example)
+        if self._objective == "kto" and len(example.sides) == 2:
             for tokens, label in zip(example.sides, (True, False), strict=True):
-                yield EncodedRow(number, (tokens,), label)
+                yield EncodedRow(example.row, (tokens,), label)
         else:
             yield example
 
@@ -243,7 +247,7 @@ class OfflineRows:
                 if isinstance(found, MalformedError):
                     raise found
                 for sides in found or []:
-                    yield checked(EncodedRow(number, sides))
+                    yield from self._rows(EncodedRow(number, sides))
             except MalformedError as error:
                 self._refuse(error, number)
 

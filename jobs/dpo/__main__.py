@@ -45,11 +45,9 @@ def main() -> int:
         for kind in known.runs:
             run = samples.parent / f"dpo-{kind}-{seed}"
             arguments = ["--seed", str(seed), "--model.path", str(start)]
-            if kind.startswith("kto"):
-                rewards = kind.removeprefix("kto").removeprefix("-") or "rewards"
-                arguments += [*KTO, "--data.train", labeled(samples, rewards, seed)]
-            else:
-                arguments += ["--data.train", groups_for(samples, kind, seed)]
+            rewards = kind.removeprefix("kto").removeprefix("-") or "rewards"
+            arguments += ["--data.train", groups_for(samples, rewards, seed)]
+            arguments += KTO if kind.startswith("kto") else []
             # Shuffled rewards and equal lengths may choose two equal completions.
             arguments += ["--data.malformed", "drop", *overrides]
             finish("dpo", DPO, run, arguments)
@@ -83,42 +81,16 @@ def groups_for(samples: Path, kind: str, seed: int) -> str:
         return str(samples / "groups" / "*.parquet")
     target = samples / f"groups-{kind}.parquet"
     if not target.exists():
-        pq.write_table(_groups(samples, kind, seed), target)
+        drawn = random.Random(seed)
+        table = open_run(samples).groups()
+        rewards = [
+            CHANGED[kind](group["reward"], list(map(len, group["completion_ids"])), drawn)
+            for group in table.select(["reward", "completion_ids"]).to_pylist()
+        ]
+        place = table.schema.get_field_index("reward")
+        column = pa.array(rewards, table.schema.field("reward").type)
+        pq.write_table(table.set_column(place, table.schema.field("reward"), column), target)
     return str(target)
-
-
-def labeled(samples: Path, kind: str, seed: int) -> str:
-    """The best and the worst completion of each group, as shuffled rows with a label."""
-    target = samples / f"labeled-{kind}.parquet"
-    if not target.exists():
-        rows = []
-        for group in _groups(samples, kind, seed).to_pylist():
-            ranked = sorted(zip(group["reward"], group["completion_text"], strict=True))
-            (lowest, worst), *_, (highest, best) = ranked
-            if lowest < highest:
-                prompt = group["prompt_text"]
-                rows += [
-                    {"prompt": prompt, "completion": best, "label": True},
-                    {"prompt": prompt, "completion": worst, "label": False},
-                ]
-        random.Random(seed).shuffle(rows)
-        pq.write_table(pa.Table.from_pylist(rows), target)
-    return str(target)
-
-
-def _groups(samples: Path, kind: str, seed: int) -> pa.Table:
-    """The recorded groups. Those of a control have other rewards."""
-    table = open_run(samples).groups()
-    if kind == "rewards":
-        return table
-    drawn = random.Random(seed)
-    rewards = [
-        CHANGED[kind](group["reward"], list(map(len, group["completion_ids"])), drawn)
-        for group in table.select(["reward", "completion_ids"]).to_pylist()
-    ]
-    field = table.schema.field("reward")
-    column = pa.array(rewards, field.type)
-    return table.set_column(table.schema.get_field_index("reward"), field, column)
 
 
 def _shuffled(rewards: list[float], lengths: list[int], drawn: random.Random) -> list[float]:

@@ -47,6 +47,7 @@ def first(objective="sft", spec=SPEC, **row):
             ["prompt", "completion"],
         ),
         (["prompt", "completion", *RECORDED], "sft", "recorded groups", [*RECORDED]),
+        (["label", *RECORDED], "kto", "recorded groups", [*RECORDED]),
         (["chosen", "rejected"], "dpo", "preference", ["chosen", "rejected", "prompt"]),
         (["prompt", "chosen", "rejected"], "kto", "preference", ["chosen", "rejected", "prompt"]),
         (

@@ -99,6 +99,13 @@ def test_the_best_is_preferred_to_the_worst_where_rewards_differ(recorded):
     assert len(rows) == 1 and report.unsuitable == 2
 
 
+def test_kto_labels_the_best_and_the_worst(recorded):
+    rows, report, prompt = recorded(GROUPS, objective="kto")
+    found = [(row["input_ids"][len(prompt) :], row["label"]) for row in rows]
+    assert found == [([25, 26, 27], True), ([21, 23], False), ([45], True), ([43], False)]
+    assert report.unsuitable == 1 and "labels: 2 true, 2 false" in report.notes
+
+
 def test_a_group_that_was_merged_and_not_yet_deleted_counts_once(recorded):
     rows, report, _ = recorded(GROUPS[:1], GROUPS)
     assert len(rows) == 3 and report.read == 4
@@ -190,7 +197,6 @@ def test_damaged_groups_are_refused_or_left_out(recorded, columns, reason, messa
         ({"apply_chat_template": True}, "data.apply_chat_template = True has no effect"),
         ({"system_prompt": "Hi"}, "data.system_prompt = 'Hi' has no effect"),
         ({"least_reward": 9.0}, "no row is left .*3 groups left out"),
-        ({"objective": "kto"}, "no form for kto"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(recorded, fields, message):
