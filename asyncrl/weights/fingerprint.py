@@ -6,7 +6,7 @@ one product for each row. The fingerprint is the sum of the products, again with
 sum of their absolute values. An engine can compute these products even where a kernel has only a
 packed form of the matrix. The products of a fused matrix (q, k and v) are those of its parts, one
 after the other. A matrix that an engine splits between its workers has the same products: those of
-its rows one after the other, or the sum of those of its columns.
+its rows one after the other, part by part, or the sum of those of its columns.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from asyncrl.contracts.messages import Manifest, TensorEntry
 
 __all__ = [
+    "Block",
     "Fingerprint",
     "Shard",
     "difference_text",
@@ -39,6 +40,14 @@ CHUNK_ELEMENTS = 1 << 22
 """Elements converted to float64 at a time."""
 
 
+class Block(NamedTuple):
+    """Rows of a worker's shard that belong to one part of a fused matrix."""
+
+    rows: int
+    copies: int = 1
+    """Consecutive workers that hold the same rows."""
+
+
 class Shard(NamedTuple):
     """The products of what one worker of an engine holds of a tensor."""
 
@@ -46,8 +55,8 @@ class Shard(NamedTuple):
     """Float64, one for each row."""
     split: Literal["none", "rows", "columns"] = "none"
     """How the tensor is split between the workers."""
-    copies: int = 1
-    """Consecutive workers that hold the same rows (split: rows)."""
+    blocks: Sequence[Block] = ()
+    """The parts of the shard's rows, in order (split: rows)."""
 
 
 def joined_fingerprints(workers: Sequence[Mapping[str, Shard]]) -> dict[str, Fingerprint]:
@@ -70,7 +79,17 @@ def _joined(shards: Sequence[Shard]) -> np.ndarray | None:
     products = [np.frombuffer(shard.products) for shard in shards]
     first = shards[0]
     if first.split == "rows":
-        return np.concatenate(products[:: first.copies])
+        blocks = [Block(*block) for block in first.blocks]
+        ends = np.cumsum([block.rows for block in blocks])[:-1]
+        parts = zip(*(np.split(worker, ends) for worker in products), strict=True)
+        rows: np.ndarray = np.concatenate(
+            [
+                own
+                for block, of_workers in zip(blocks, parts, strict=True)
+                for own in of_workers[:: block.copies]
+            ]
+        )
+        return rows
     if first.split == "columns":
         whole: np.ndarray = np.sum(products, axis=0)
         return whole

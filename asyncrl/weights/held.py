@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from asyncrl.contracts.adapters import PREFIX
-from asyncrl.weights.fingerprint import Fingerprint, Shard, fingerprint, row_products, signs
+from asyncrl.weights.fingerprint import Block, Fingerprint, Shard, fingerprint, row_products, signs
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 __all__ = ["HeldWeights", "adapter_fingerprints", "held_shards"]
-
-KEY_VALUE = ("k_proj", "v_proj")
-"""Parts of a fused layer that several workers have in common, where the model has fewer key and
-value heads than the engine has workers."""
 
 
 class HeldWeights:
@@ -63,10 +59,9 @@ def held_shards(model: torch.nn.Module, head: type) -> dict[str, Shard]:
         parent, _, leaf = path.removesuffix(".base_layer").rpartition(".")
         for name, products in _products(module, head):
             split = _split_of(module, name)
-            for part, rows in _parts(leaf, module, products, packed):
-                copies = getattr(module, "num_kv_head_replicas", 1) if part in KEY_VALUE else 1
+            for part, rows, blocks in _parts(leaf, module, products, packed):
                 engine_name = ".".join(filter(None, (parent, part, name)))
-                shard = Shard(rows.tobytes(), split, copies)
+                shard = Shard(rows.tobytes(), split, blocks)
                 found |= dict.fromkeys(_names(model, engine_name), shard)
     return found
 
@@ -156,12 +151,25 @@ def _through_kernel(module: torch.nn.Module, weight: torch.Tensor, start: int) -
 
 def _parts(
     leaf: str, module: torch.nn.Module, products: np.ndarray, packed: dict[str, list[str]]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Split the products of a fused layer into those of the checkpoint's layers."""
+) -> Iterator[tuple[str, np.ndarray, tuple[Block, ...]]]:
+    """Split the products of a fused layer into those of the checkpoint's layers. A layer that the
+    checkpoint fuses too stays whole, and has several blocks."""
+    blocks, parts = _blocks(module, len(products)), packed.get(leaf, [leaf])
+    if len(parts) != len(blocks):
+        yield leaf, products, blocks
+        return
+    ends = np.cumsum([block.rows for block in blocks])[:-1]
+    for part, rows, block in zip(parts, np.split(products, ends), blocks, strict=True):
+        yield part, rows, (block,)
+
+
+def _blocks(module: torch.nn.Module, rows: int) -> tuple[Block, ...]:
+    """The blocks of this worker's rows. Several workers have the keys and values in common, where
+    the model has fewer of their heads than the engine has workers."""
     workers = getattr(module, "tp_size", 1)
     sizes = [size // workers for size in getattr(module, "output_sizes", None) or ()]
-    parts = packed.get(leaf, [leaf])
-    if len(parts) == 1 or len(parts) != len(sizes) or sum(sizes) != len(products):
-        yield leaf, products
-        return
-    yield from zip(parts, np.split(products, np.cumsum(sizes)[:-1]), strict=True)
+    if sum(sizes) != rows:
+        return (Block(rows),)
+    first, *others = sizes
+    copies = getattr(module, "num_kv_head_replicas", 1)
+    return (Block(first), *(Block(size, copies) for size in others))

@@ -258,6 +258,21 @@ def test_workers_that_hold_shards_have_the_fingerprints_of_the_whole(published, 
     assert " differ, most of all " in text
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_tensor_that_the_checkpoint_fuses_is_joined_part_by_part(published, count):
+    parts = [f"model.attn.{name}_proj.weight" for name in "qkv"]
+    fused = {name: tensor for name, tensor in published.items() if name not in parts}
+    fused["model.attn.qkv_proj.weight"] = torch.cat([published[name] for name in parts])
+    workers = workers_of(published, count)
+    for model in workers:
+        model.packed_modules_mapping = {"qkv_proj": ["qkv_proj"]}
+    held = {"a": held_fingerprints(*workers)}
+    assert difference_text(publish(fused), held, "float32").startswith("all 5 tensors that")
+    wrong = {**fused, "model.attn.qkv_proj.weight": fused["model.attn.qkv_proj.weight"].flip(0)}
+    text = difference_text(publish(wrong), held, "float32")
+    assert text.startswith("of 5 tensors compared 1 differ, most of all 'model.attn.qkv_proj.w")
+
+
 def test_a_tensor_that_workers_hold_differently_in_an_unknown_way_is_not_compared(published):
     first, second = workers_of(published, 2)
     second.model.norm.weight = torch.nn.Parameter(published["model.norm.weight"] + 1)
