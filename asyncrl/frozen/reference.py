@@ -219,6 +219,8 @@ def start_reference(spec: ReferenceSpec) -> Actor:
     environment = passed_on(os.environ) | {
         "OMP_NUM_THREADS": str(spec.learner.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
+        # On the CPU, idle threads must not take a core from generators and learner.
+        **({"OMP_WAIT_POLICY": "passive"} if spec.learner.device == "cpu" else {}),
     }
     options = {
         "num_cpus": spec.num_cpus,

@@ -44,7 +44,9 @@ def engine_environment(device: str, num_threads: int = 1) -> dict[str, str]:
     required = {
         OWNED: "1",
         "VLLM_PLUGINS": "asyncrl_weights",
+        # The processes of an engine are on one node, and listen there only.
         "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_COLOR": "0",
         "HF_HUB_OFFLINE": "1",

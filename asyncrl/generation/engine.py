@@ -410,6 +410,7 @@ class Engine:
         with self._unusable_after("a rest failed"):
             await self._pause()
             self._rests = True
+        self.stats.count_rest()
 
     async def wake(self) -> None:
         """End the rest. Does nothing if the engine does not rest.

@@ -69,6 +69,10 @@ class EngineStats:
         longest, self._longest_gap_s = self._longest_gap_s, 0.0
         return longest
 
+    def count_rest(self) -> None:
+        """Note that the engine rests. The time until it wakes is no gap between tokens."""
+        self._last_tokens_at = None
+
     def count_aborted(self, lengths: Sequence[int]) -> None:
         """Count the completions of an aborted request, given their lengths in tokens."""
         self.aborted_tokens += sum(lengths)

@@ -187,6 +187,10 @@ class Generator:
         that it is not. Returns whether the engine rests."""
 
         async def follow() -> bool:
+            # A replica that still fetches a version must not hold up the learner's turn.
+            busy = self._lock.locked()
+            if busy and self.engine.rests and await self._ask_registry("learner_turn"):
+                return True
             async with self._lock:
                 turn = await self._ask_registry("learner_turn")
                 if turn is not None:

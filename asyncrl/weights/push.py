@@ -37,7 +37,8 @@ FINGERPRINTS_S = 120.0
 """Seconds to wait for the fingerprints of the replicas' weights."""
 
 ANSWER_S = 1.0
-"""Seconds to wait for a replica's status when the push does not depend on it."""
+"""Seconds to wait for the status of a replica that a push does not depend on, and for one that need
+not wake with the others."""
 
 BETWEEN_ROUNDS_S = 0.2
 """Seconds between two rounds."""
@@ -209,7 +210,10 @@ class ServeWeightSync:
             try:
                 await asyncio.wait_for(self._tell_turn(), remaining)
                 answers = await ask_all(
-                    self._handle, "follow_turn", timeout_s=min(ROUND_S, remaining)
+                    self._handle,
+                    "follow_turn",
+                    timeout_s=min(ROUND_S, remaining),
+                    grace_s=None if learner else ANSWER_S,
                 )
             except NO_ANSWER as error:
                 answers = [error]

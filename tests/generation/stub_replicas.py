@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncrl.config import GeneratorConfig
-from asyncrl.contracts.messages import GenerateRequest
+from asyncrl.contracts.messages import GenerateRequest, Manifest
 from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.generation import app as app_module
 from asyncrl.generation import replica
@@ -23,6 +26,9 @@ from asyncrl.text.stops import Stops
 from asyncrl.weights.version_registry import open_registry
 
 TOKEN_S = 0.001
+SLOW = "slow"
+"""A file in the folder that a run is named after. The first replica that finds it renames it, and
+then fetches no version until it is gone."""
 
 
 class StubEngine:
@@ -91,7 +97,14 @@ class StubGenerator(replica.Generator):
     async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]
         module: Any = replica
         module.Engine, module.expected_tensors = StubEngine, lambda model, dtype: {}
-        module.fetch_version = lambda manifest, *arguments: SimpleNamespace(
-            update_info=dict, remove=lambda: None, fetch_s=0.0
-        )
+        module.fetch_version = _fetch_version
         await super().__init__(app)
+
+
+def _fetch_version(manifest: Manifest, *arguments: Any) -> SimpleNamespace:
+    mine = Path(manifest.run_id) / f"slow-{os.getpid()}"
+    with contextlib.suppress(FileNotFoundError):
+        mine.with_name(SLOW).rename(mine)
+    while mine.exists():
+        time.sleep(TOKEN_S)
+    return SimpleNamespace(update_info=dict, remove=lambda: None, fetch_s=0.0)

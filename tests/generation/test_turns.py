@@ -8,12 +8,13 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.serve.exceptions import DeploymentUnavailableError
-from stub_replicas import stub_application
+from stub_replicas import SLOW, stub_application
 
 from asyncrl.contracts.messages import GenerateRequest, Manifest, WeightsId
 from asyncrl.generation.app import ServeGenerate
@@ -23,9 +24,9 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-def one(ray_cluster: Any) -> Iterator[SimpleNamespace]:
-    """One replica: its `handle` and its version `registry`."""
-    with stub_application(ray_cluster, "stub-that-rests", replicas=1) as application:
+def two(ray_cluster: Any) -> Iterator[SimpleNamespace]:
+    """Two replicas: their `handle` and their version `registry`."""
+    with stub_application(ray_cluster, "stubs-that-rest", replicas=2) as application:
         yield application
 
 
@@ -33,8 +34,12 @@ def request(version: int) -> GenerateRequest:
     return GenerateRequest((1,), 1, 2, 1.0, min_weights=WeightsId("r", 0, version), deadline_s=60)
 
 
-def manifest(version: int) -> Manifest:
-    return Manifest("r", 0, version, (), (), (), ())
+def manifest(version: int, run: str = "r") -> Manifest:
+    return Manifest(run, 0, version, (), (), (), ())
+
+
+async def rests(generate: ServeGenerate) -> list[bool]:
+    return sorted(status.rests for status in await generate.statuses())
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -42,8 +47,8 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.1)
 
 
-def test_a_replica_rests_takes_a_version_and_wakes(one: SimpleNamespace) -> None:
-    sync, generate = ServeWeightSync(one.handle, one.registry, 60), ServeGenerate(one.handle)
+def test_replicas_rest_take_a_version_and_wake(two: SimpleNamespace) -> None:
+    sync, generate = ServeWeightSync(two.handle, two.registry, 60), ServeGenerate(two.handle)
 
     async def scenario() -> None:
         await sync.push(manifest(1))
@@ -52,7 +57,7 @@ def test_a_replica_rests_takes_a_version_and_wakes(one: SimpleNamespace) -> None
             await sync.rest()
             waiting = asyncio.create_task(generate.generate(request(version - 1)))
             report = await sync.push(manifest(version))
-            assert len(report.replicas) == 1 and not waiting.done()
+            assert len(report.replicas) == 2 and not waiting.done()
             await sync.wake()
             answer = await waiting
             assert [span.version for span in answer.completions[0].versions] == [version]
@@ -61,49 +66,105 @@ def test_a_replica_rests_takes_a_version_and_wakes(one: SimpleNamespace) -> None
     asyncio.run(scenario())
 
 
-def test_a_replica_that_starts_in_the_learners_turn_rests(one: SimpleNamespace) -> None:
-    sync, generate = ServeWeightSync(one.handle, one.registry, 60), ServeGenerate(one.handle)
+def test_a_replica_that_starts_in_the_learners_turn_rests(two: SimpleNamespace) -> None:
+    sync, generate = ServeWeightSync(two.handle, two.registry, 60), ServeGenerate(two.handle)
 
     async def scenario() -> None:
-        (before,) = await generate.statuses()
+        before = await generate.statuses()
         await sync.rest()
-        os.kill(before.pid, signal.SIGKILL)
+        os.kill(before[0].pid, signal.SIGKILL)
 
         async def replaced() -> bool:
             with contextlib.suppress(DeploymentUnavailableError):  # before the successor is up
                 names = {status.replica for status in await generate.statuses()}
-                return bool(names - {before.replica})
+                return len(names) == 2 and bool(names - {status.replica for status in before})
             return False
 
         await until(replaced)
-        (rests,) = [status.rests for status in await generate.statuses()]
-        assert rests
+        assert await rests(generate) == [True, True]
         await sync.wake()
-        (rests,) = [status.rests for status in await generate.statuses()]
-        assert not rests
+        assert await rests(generate) == [False, False]
 
     asyncio.run(scenario())
 
 
-def test_a_replica_that_missed_the_end_of_the_turn_wakes_by_itself(one: SimpleNamespace) -> None:
-    sync, generate = ServeWeightSync(one.handle, one.registry, 60), ServeGenerate(one.handle)
+def test_a_replica_that_missed_the_end_of_the_turn_wakes_by_itself(two: SimpleNamespace) -> None:
+    sync, generate = ServeWeightSync(two.handle, two.registry, 60), ServeGenerate(two.handle)
 
     async def scenario() -> None:
         await sync.rest()
-        await one.registry.set_learner_turn.remote(False)
+        await two.registry.set_learner_turn.remote(False)
 
         async def awake() -> bool:
-            return not any(status.rests for status in await generate.statuses())
+            return await rests(generate) == [False, False]
 
         await until(awake)
 
     asyncio.run(scenario())
 
 
-def test_generators_that_do_not_rest_end_the_run(
-    one: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+def test_a_replica_that_fetches_a_version_does_not_hold_up_the_turns(
+    two: SimpleNamespace, tmp_path: Path
 ) -> None:
-    sync = ServeWeightSync(one.handle, one.registry, 0.5)
+    """Half of the replicas commit a version and wake. The other one still rests, so the learner
+    need not wait for it."""
+    sync = ServeWeightSync(two.handle, two.registry, 20, commit_grace_s=0.1)
+    generate, run = ServeGenerate(two.handle), str(tmp_path)
+
+    async def scenario() -> None:
+        await sync.push(manifest(1, run))
+        await sync.rest()
+        (tmp_path / SLOW).write_text("")
+        report = await sync.push(manifest(2, run))
+        assert len(report.replicas) == len(report.unroutable) == 1
+        await sync.wake()
+        assert await rests(generate) == [False, True]
+        await sync.rest()
+        assert await rests(generate) == [True, True]
+        for file in tmp_path.iterdir():
+            file.unlink()
+        await sync.wake()
+
+        async def both() -> bool:
+            statuses = await generate.statuses()
+            return {status.weights for status in statuses} == {WeightsId(run, 0, 2)}
+
+        await until(both)
+
+        async def awake() -> bool:
+            return await rests(generate) == [False, False]
+
+        await until(awake)
+
+    asyncio.run(scenario())
+
+
+def test_all_replicas_must_rest_and_half_of_them_must_wake(
+    two: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, answers = ServeWeightSync(two.handle, two.registry, 0.5), list[Any]()
+
+    async def answer(handle: Any, method: str, *arguments: Any, **settings: Any) -> list[Any]:
+        assert method == "follow_turn"
+        return answers
+
+    monkeypatch.setattr("asyncrl.weights.push.ask_all", answer)
+    for answers in ([True, False], [True, TimeoutError()], [True, None]):  # noqa: B007
+        with pytest.raises(RuntimeError, match="did not all rest"):
+            asyncio.run(sync.rest())
+    for answers in ([True, True, False], [TimeoutError(), TimeoutError(), False], []):  # noqa: B007
+        with pytest.raises(RuntimeError, match="did not all wake"):
+            asyncio.run(sync.wake())
+    answers = [True, True]
+    asyncio.run(sync.rest())
+    answers = [False, TimeoutError()]
+    asyncio.run(sync.wake())
+
+
+def test_generators_that_do_not_rest_end_the_run(
+    two: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = ServeWeightSync(two.handle, two.registry, 0.5)
 
     async def refuses(handle: Any, method: str, *arguments: Any, **settings: Any) -> list[Any]:
         return [RuntimeError("the engine hangs")]
