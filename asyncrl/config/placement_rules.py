@@ -39,6 +39,12 @@ def _check_turns(config: Settings) -> None:
             f" {config.staleness.max_staleness}: nothing is generated during a step, so a larger"
             " bound gains nothing; set 0, or use placement: decoupled"
         )
+    if config.rollout.num_steps_per_rollout > 1:
+        raise ValueError(
+            "placement: colocate needs rollout.num_steps_per_rollout: 1, not"
+            f" {config.rollout.num_steps_per_rollout}: the later steps of a round would train stale"
+            " groups; set 1, or use placement: decoupled"
+        )
     if config.generator.in_flight == "drain":
         raise ValueError(
             "placement: colocate does not work with generator.in_flight = 'drain': generators rest"

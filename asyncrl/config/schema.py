@@ -431,7 +431,8 @@ class GeneratorConfig(Section):
     """Serve replicas, each with one vLLM engine."""
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Devices of one engine, which split every layer between them. On CPU these are worker
-    processes. Must divide the model's attention heads."""
+    processes. Must divide the model's attention heads and intermediate size, and divide or be a
+    multiple of its key-value heads."""
     min_replicas: int | None = Field(default=None, gt=0)
     """Smallest number of replicas that an attempt may start with, if no more fit after
     `placement_timeout_s`. The batch stays the same, so fewer replicas only take longer. None = all

@@ -54,8 +54,9 @@ from asyncrl.runtime.failures import unforeseen
 
 __all__ = ["Coordinator", "LearnerTurn", "LogprobCheck", "Parts", "Schedule"]
 
-Turn: TypeAlias = Literal["generators", "going to rest", "learner", "publishing"]
-"""Whose turn it is with `colocate`. "going to rest": the learner's, once all replicas rest."""
+Turn: TypeAlias = Literal["generators", "going to rest", "learner", "publishing", "waking"]
+"""Whose turn it is with `colocate`. "going to rest": the learner's, once all replicas rest.
+"waking": the generators', once they are awake."""
 
 LearnerTurn: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
 """A context in which the learner may compute."""
@@ -707,6 +708,8 @@ class Coordinator:
     async def _wake_generators(self) -> None:
         if not self.schedule.colocate:
             return
+        async with self._changing():
+            self.turn = "waking"
         clock = asyncio.get_running_loop().time
         started = clock()
         await self.parts.weights.wake()

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from asyncrl.contracts.messages import Scored
+from asyncrl.contracts.outcomes import NO_BASELINE
 
 __all__ = ["batch_metrics", "scoring_metrics"]
 
@@ -94,10 +95,10 @@ def scoring_metrics(arrived: Sequence[Scored]) -> dict[str, float]:
     shares |= {f"reward/{name}/unscored_ratio": share for name, share in unscored.items()}
     if unscored:
         shares["reward/unscored_ratio"] = max(unscored.values())
-    baselines = [scored.baseline for scored in arrived if scored.baseline is not None]
-    if baselines:
-        missing = sum(baseline.reward is None for baseline in baselines)
-        shares["baseline/missing_ratio"] = missing / len(baselines)
+    compared = [scored for scored in arrived if scored.baseline is not None]
+    if compared:
+        missing = sum((scored.failure or "").startswith(NO_BASELINE) for scored in compared)
+        shares["baseline/missing_ratio"] = missing / len(compared)
     return (
         shares
         | {"reward/zero_variance_ratio": zero_variance / len(arrived) if arrived else math.nan}

@@ -312,8 +312,8 @@ WAITING = (
     ),
     Metric(
         "time/generators_waited_s",
-        "seconds in which no group was generated",
-        "near 0",
+        "seconds in which no group was generated; under `placement: colocate` the learner's turn",
+        "near 0 in other placements",
         "more learner ranks, or a larger `staleness.max_staleness`",
     ),
     Metric("time/step_s", "seconds of the learner's step, measured in the driver"),
@@ -366,7 +366,8 @@ WAITING = (
     ),
     Metric(
         "control/wasted_tokens",
-        "completion tokens so far of groups that were generated to their end and not trained",
+        "completion tokens so far of groups that were generated to their end and not trained,"
+        " without their baselines",
         "few against the trained tokens",
         "`staleness.on_stale: wait`, or less over-sampling",
     ),

@@ -60,6 +60,8 @@ def current_stage(coordinator: Coordinator) -> Stage:
     unscored = len(buffer) - buffer.running - buffer.ready - training
     if coordinator.turn == "going to rest":
         return Stage("generation", "the replicas to rest, so that the learner has its turn")
+    if coordinator.turn == "waking":
+        return Stage("generation", "the replicas to wake, so that groups are generated again")
     waits_for_turn = coordinator.schedule.colocate and coordinator.turn == "generators"
     if training and not waits_for_turn:
         return Stage("learning", f"a step on {training} groups at version {progress.version}")

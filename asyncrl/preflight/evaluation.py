@@ -75,6 +75,11 @@ def evaluation_text(config: Config, prompts: Mapping[str, int], weights_bytes: i
 
 def _effect(config: Config) -> str:
     replicas = config.generator.num_replicas
+    if config.placement == "colocate":
+        return (
+            "placement: colocate: an evaluation is part of the generators' turn, on all replicas,"
+            " and the learner waits for it"
+        )
     if config.eval.in_flight:
         return (
             "eval.in_flight: updates continue during an evaluation, and a completion may have"

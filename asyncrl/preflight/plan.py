@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -184,20 +186,34 @@ def version_outline(config: RunSettings) -> Outline:
 
 
 def check_heads(config: RunSettings) -> None:
-    """Check that ranks that share rows, and an engine's workers, can split the attention heads
-    evenly. Learner and engine check models whose config uses another name for their number."""
+    """Check that ranks that share rows, and an engine's workers, can split the model evenly.
+    Learner and engine check models whose config uses other names for its sizes."""
     tree = json.loads((Path(config.model.path) / "config.json").read_text())
-    heads = tree.get("text_config", tree).get("num_attention_heads")
-    sizes = {"learner.sequence_parallel_size": config.learner.sequence_parallel_size}
+    text = tree.get("text_config", tree)
+    # Some models have lists, with a size for each layer.
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    heads, keys, width = (size if isinstance(size := text.get(name), int) else 0 for name in names)
+    if not heads:
+        return
+    keys = keys or heads
+    divisors = [size for size in range(1, heads + 1) if heads % size == 0]
+    _check_split(config, "learner.sequence_parallel_size", divisors, f"{heads} attention heads")
     if isinstance(config, Config):
-        sizes["generator.tensor_parallel_size"] = config.generator.tensor_parallel_size
-    for setting, size in sizes.items():
-        if heads and heads % size:
-            fitting = [str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0]
-            raise ConfigError(
-                f"{setting} = {size} does not divide the {heads} attention heads of model.path ="
-                f" {config.model.path!r}; use one of {', '.join(fitting)}"
-            )
+        fitting = [
+            size for size in divisors if not (keys % size and size % keys) and not width % size
+        ]
+        sizes = f"{heads} attention heads, {keys} key-value heads and intermediate size {width}"
+        _check_split(config, "generator.tensor_parallel_size", fitting, sizes)
+
+
+def _check_split(config: RunSettings, setting: str, fitting: Sequence[int], sizes: str) -> None:
+    """Raise ConfigError unless the setting is one of these numbers."""
+    size: int = attrgetter(setting)(config)
+    if size not in fitting:
+        raise ConfigError(
+            f"{setting} = {size} does not fit the {sizes} of model.path = {config.model.path!r};"
+            f" use one of {', '.join(map(str, fitting))}"
+        )
 
 
 def _check_reference(config: Config) -> None:

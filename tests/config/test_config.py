@@ -630,7 +630,7 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
         ),
         (
             {"placement": "colocate", "rollout.num_steps_per_rollout": 2},
-            "max_staleness = 0 is too low for rollout.num_steps_per_rollout = 2",
+            "placement: colocate needs rollout.num_steps_per_rollout: 1, not 2: the later steps",
         ),
         (
             {"placement": "colocate", "eval.in_flight": True, "eval.data": "held_out.parquet"},

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from asyncrl.contracts.messages import Scored, ScoredBaseline
+from asyncrl.contracts.outcomes import NO_BASELINE
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
 
 
@@ -118,8 +119,10 @@ def test_scoring_metrics_count_every_scored_group():
 
 
 def test_baselines_have_their_own_metrics_and_none_of_the_trajectories():
-    def group(rewards, baseline):
-        return Scored(0, 3, None, 8, rewards, {}, len(rewards), 0, baseline=baseline)
+    def group(rewards, baseline, failure=None):
+        return Scored(
+            0, 3, None, 8, rewards, {}, len(rewards), 0, baseline=baseline, failure=failure
+        )
 
     batch = [
         group((1.0, 0.0), ScoredBaseline(1.0, 6, False)),
@@ -133,10 +136,11 @@ def test_baselines_have_their_own_metrics_and_none_of_the_trajectories():
     arrived = [
         *batch,
         group((1.0, 1.0), ScoredBaseline(1.0, 6, False)),
-        group((1.0, 1.0), ScoredBaseline(None, 0, False)),
+        group((1.0, 1.0), ScoredBaseline(None, 0, False), f"{NO_BASELINE}it has no tokens"),
+        group((), ScoredBaseline(None, 3, False), "the judge failed"),
     ]
     shares = scoring_metrics(arrived)
-    assert shares["baseline/missing_ratio"] == 0.25
-    assert shares["reward/zero_variance_ratio"] == 0.25, "only where the baseline is equal too"
+    assert shares["baseline/missing_ratio"] == 0.2, "a group that failed otherwise does not count"
+    assert shares["reward/zero_variance_ratio"] == 0.2, "only where the baseline is equal too"
     assert not group((), ScoredBaseline(1.0, 6, False)).equal_rewards
     assert not any(name.startswith("baseline/") for name in scoring_metrics([group((1.0,), None)]))

@@ -29,7 +29,41 @@ class NoPrompts(FakePrompts):
         await asyncio.sleep(FOREVER)
 
 
-def watched(stall_s=60.0, seconds=200.0, describe=None, prompts=None, evaluate=None, **parts):
+FREE = Schedule(10**6, Staleness(1, 4))
+TURNS = Schedule(10**6, Staleness(0, 4), colocate=True)
+
+
+class Turns(FakeWeightSync):
+    """Hangs at the rest or the wake of this number."""
+
+    def __init__(self, rest=None, wake=None):
+        super().__init__()
+        self.hangs = {"rest": rest, "wake": wake}
+        self.calls = {"rest": 0, "wake": 0}
+
+    async def _call(self, name):
+        self.calls[name] += 1
+        if self.calls[name] == self.hangs[name]:
+            await asyncio.sleep(FOREVER)
+
+    async def rest(self):
+        await self._call("rest")
+        await super().rest()
+
+    async def wake(self):
+        await self._call("wake")
+        await super().wake()
+
+
+def watched(
+    stall_s=60.0,
+    seconds=200.0,
+    describe=None,
+    prompts=None,
+    evaluate=None,
+    schedule=FREE,
+    **parts,
+):
     """The watchdog's reports in this many virtual seconds of a run."""
     reports = []
 
@@ -52,9 +86,7 @@ def watched(stall_s=60.0, seconds=200.0, describe=None, prompts=None, evaluate=N
             FakeRecorder(),
             evaluate=evaluate,
         )
-        coordinator = Coordinator(
-            all_parts, Schedule(10**6, Staleness(1, 4)), State("run", 0, 0, 0, 0, ())
-        )
+        coordinator = Coordinator(all_parts, schedule, State("run", 0, 0, 0, 0, ()))
         loop = asyncio.get_running_loop()
         progress, stage = partial(marks, coordinator), partial(current_stage, coordinator)
         watchdog = Watchdog(
@@ -106,6 +138,16 @@ async def evaluate_forever(version, replica):
             "evaluation",
             "held-out prompts at version 0",
             {"evaluate": evaluate_forever, "rollouts": FakeRollouts(latency=lambda _: FOREVER)},
+        ),
+        (
+            "generation",
+            "the replicas to rest",
+            {"weights": Turns(rest=1), "schedule": TURNS},
+        ),
+        (
+            "generation",
+            "the replicas to wake",
+            {"weights": Turns(wake=1), "schedule": TURNS},
         ),
     ],
 )

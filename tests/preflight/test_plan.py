@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_config import small_config
 
 from asyncrl import cli
 from asyncrl.config import ConfigError, load_config
-from asyncrl.preflight.plan import make_plan
+from asyncrl.preflight.plan import check_heads, make_plan
 from asyncrl.testing.families import family
 
 
@@ -138,12 +139,12 @@ def test_two_ranks_and_two_replicas_fit_two_cpus(write):
         (
             {"learner.world_size": 3, "learner.sequence_parallel_size": 3},
             None,
-            "size = 3 does not divide the 4 attention heads of .*; use one of 1, 2, 4",
+            "size = 3 does not fit the 4 attention heads of .*; use one of 1, 2, 4",
         ),
         (
             {"generator.tensor_parallel_size": 3},
             None,
-            "tensor_parallel_size = 3 does not divide the 4 attention heads of .*; use one of 1, 2",
+            "tensor_parallel_size = 3 does not fit the 4 attention heads, 2 key-value heads and",
         ),
         (
             {
@@ -529,3 +530,30 @@ def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"asyncrl {version('asyncrl')}\n"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_tensor_parallelism_must_fit_all_sizes_that_vllm_splits(tmp_path, nested):
+    """The sizes of Qwen2.5-0.5B. A size that only divides the heads would fail in the engine."""
+    sizes = {"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864}
+    tree = {"text_config": sizes} if nested else sizes
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+
+    def check(**generator):
+        check_heads(small_config(model={"path": str(tmp_path)}, generator=generator))
+
+    for fits in (1, 2):
+        check(tensor_parallel_size=fits)
+    for refused in (3, 4, 7, 14):
+        message = (
+            f"generator.tensor_parallel_size = {refused} does not fit the 14 attention heads, 2"
+            r" key-value heads and intermediate size 4864 of .*; use one of 1, 2$"
+        )
+        with pytest.raises(ConfigError, match=message):
+            check(tensor_parallel_size=refused)
+
+
+def test_sizes_of_each_layer_are_left_to_the_engine(tmp_path):
+    sizes = {"num_attention_heads": 4, "intermediate_size": [100, 200]}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    check_heads(small_config(model={"path": str(tmp_path)}, generator={"tensor_parallel_size": 4}))
