@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from asyncrl.learning.universal import load_converted
 from asyncrl.runtime.shared import Written, size_and_checksum, write_summed
 
 if TYPE_CHECKING:
@@ -80,24 +81,26 @@ def load_rank(
     directory: Path,
     rank: int,
     world_size: int,
+    place: Path,
     trained_only: bool = False,
 ) -> tuple[dict[str, int], list[float]]:
     """Restore the files of `save_rank` (a collective). Returns counters and gradient norms.
 
     The optimizer's state is restored. Its settings (weight decay, betas, epsilon) stay those of
-    this run. The shards are pickles: load only files that this project wrote.
+    this run. If another number of ranks wrote the files, each rank's random state begins anew. The
+    shards are pickles: load only files that this project wrote.
+
+    Args:
+        place: a folder that all ranks see, for shards of another number of ranks.
 
     Raises:
-        ValueError: the directory cannot be read, or a different number of ranks wrote it.
+        ValueError: the directory cannot be read, or another number of ranks wrote shards that
+            cannot be converted.
     """
     try:
         counters: dict[str, int] = json.loads((Path(directory) / COUNTERS).read_text())
-        if counters["world_size"] != world_size:
-            raise ValueError(
-                f"learner state {str(directory)!r} has the shards of {counters['world_size']}"
-                f" ranks; set learner.world_size to that, not {world_size}"
-            )
-        own = torch.load(_rank_file(directory, rank), weights_only=True)
+        same_ranks = counters["world_size"] == world_size
+        own = torch.load(_rank_file(directory, rank if same_ranks else 0), weights_only=True)
     except FileNotFoundError as error:
         raise ValueError(
             f"learner state {str(directory)!r} has no {Path(error.filename).name}; name a complete"
@@ -107,17 +110,23 @@ def load_rank(
         {name: value for name, value in group.items() if name != "params"}
         for group in engine.optimizer.param_groups
     ]
-    loaded, _ = engine.load_checkpoint(
-        str(directory), tag=TAG, load_module_strict=not trained_only, load_lr_scheduler_states=False
-    )
-    if loaded is None:
-        raise ValueError(
-            f"learner state {str(directory)!r} cannot be read; name a complete checkpoint"
+    if same_ranks:
+        loaded, _ = engine.load_checkpoint(
+            str(directory),
+            tag=TAG,
+            load_module_strict=not trained_only,
+            load_lr_scheduler_states=False,
         )
+        if loaded is None:
+            raise ValueError(
+                f"learner state {str(directory)!r} cannot be read; name a complete checkpoint"
+            )
+        torch.set_rng_state(own["rng"])
+    else:
+        load_converted(engine, directory / TAG, place, rank)
     # torch replaces the settings of the groups by those in the file.
     for group, ours in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(ours)
-    torch.set_rng_state(own["rng"])
     return counters, own["norms"]
 
 

@@ -130,10 +130,16 @@ class LearnerState:
         values, because a resume may change them.
 
         Raises:
-            ValueError: the directory cannot be read, or a different number of ranks wrote it.
+            ValueError: the directory cannot be read, or another number of ranks wrote shards that
+                cannot be converted.
         """
         counters, norms = checkpoint.load_rank(
-            self.engine, directory, self.rank, self.spec.learner.world_size, bool(self.adapter)
+            self.engine,
+            directory,
+            self.rank,
+            self.spec.learner.world_size,
+            self.spec.run_directory / "converted",
+            bool(self.adapter),
         )
         self.applied, self.trained_tokens = counters["applied"], counters["trained_tokens"]
         self.norms = NormWatch(norms)

@@ -62,7 +62,6 @@ FIXED = {
     "lora": "the checkpoint contains that adapter, or all weights",
     "learner.bf16": "the optimizer's state has that precision",
     "learner.optimizer": "the checkpoint contains the state of that optimizer",
-    "learner.world_size": "the checkpoint contains the shards of that many ranks",
 }
 """Settings that must not change on a resume → why."""
 
@@ -131,6 +130,12 @@ class Beginning:
             return 0
         counters = self.checkpoint / "learner" / "counters.json"
         return int(json.loads(counters.read_text())["trained_tokens"]) if counters.exists() else 0
+
+
+def _steps_of_optimizer(checkpoint: Path) -> int:
+    """Applied steps that the optimizer's states in a checkpoint have seen."""
+    counters = checkpoint / "learner" / "counters.json"
+    return int(json.loads(counters.read_text())["applied"]) if counters.exists() else 0
 
 
 def find_beginning(config: RunSettings, run_id: str | None, saved: bool = False) -> Beginning:
@@ -298,6 +303,8 @@ def _refuse_falsifying(
                 f"{name} = {_short(new)}, but {path} was made with {_short(old)}, and"
                 f" {unchangeable[fixed]}; {fix}"
             )
+        if name == "learner.world_size" and (why := _why_not_converted(path, config)):
+            raise ConfigError(f"{name} = {new}, but {path} was made with {old}, and {why}; {fix}")
         if name == "algorithm.advantage" and "gae" in (old, new):
             raise ConfigError(
                 f"{name} = {new}, but {path} was made with {old}, and only one of them has a value"
@@ -327,6 +334,18 @@ def _refuse_falsifying(
                 f"{field}: its content has changed since {path} was written, and {what};"
                 f" {fix.replace('set it back', 'restore it')}"
             )
+
+
+def _why_not_converted(path: Path, config: RunSettings) -> str | None:
+    """Why the shards of a checkpoint cannot be converted to another number of ranks; None if they
+    can."""
+    if config.lora is not None:
+        return "an adapter's shards cannot be converted to another number of ranks"
+    if config.learner.optimizer != "adamw":
+        return "only AdamW's states can be converted to another number of ranks"
+    if not _steps_of_optimizer(path):
+        return "shards from before the first step cannot be converted to another number of ranks"
+    return None
 
 
 def _refuse_other_weights(path: Path, state: State, config: RunSettings, own: bool) -> None:

@@ -336,7 +336,7 @@ def test_a_bad_reward_ends_the_run_with_its_name(start_run):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one(
+def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one_of_each(
     start_run, tmp_path, engine_starts
 ):
     run = start_run({"learner.world_size": 2, "generator.num_replicas": 2, "max_steps": 30})
@@ -364,7 +364,7 @@ def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one(
 
     resumed = start_run(
         {
-            "learner.world_size": 2,
+            "learner.world_size": 1,
             "generator.num_replicas": 1,
             "max_steps": 34,
             "checkpoint.keep": 3,
@@ -373,7 +373,8 @@ def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one(
         "must",
     )
     assert resumed.wait(800) == 0, resumed.output
-    assert "changed since: generator.num_replicas 2 → 1" in resumed.output
+    for changed in ("generator.num_replicas 2 → 1", "learner.world_size 2 → 1"):
+        assert f"changed since: {changed}" in resumed.output
     assert (
         len(
             {

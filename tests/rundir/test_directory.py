@@ -34,10 +34,22 @@ class Learner(FakeLearner):
         return {"weights": size_and_checksum(directory / "weights")}
 
 
-def write(directory, state=None, waiting=()):
+class Trained(Learner):
+    """Has taken a step before it is saved."""
+
+    async def save(self, directory):
+        written = await super().save(directory)
+        counters = directory / "counters.json"
+        counters.write_text('{"applied": 1, "trained_tokens": 5}')
+        return {**written, counters.name: size_and_checksum(counters)}
+
+
+def write(directory, state=None, waiting=(), learner=None):
     scores = FakeScores(FakeRollouts())
     return asyncio.run(
-        directory.checkpoints.write(state or directory.state, waiting, Learner(1), scores)
+        directory.checkpoints.write(
+            state or directory.state, waiting, learner or Learner(1), scores
+        )
     )
 
 
@@ -153,7 +165,7 @@ def test_a_requested_step_is_resumed_and_stays_the_newest(tmp_path):
         ),
         (
             {"learner": {"world_size": 2}},
-            "learner.world_size = 2, but .* contains the shards of that many ranks",
+            "learner.world_size = 2, but .* was made with 1, and shards from before the first step",
         ),
         ({"algorithm": {"advantage": "gae"}}, "only one of them has a value head"),
         (
@@ -190,6 +202,31 @@ def test_changes_that_would_falsify_the_run_are_refused(tmp_path, changes, messa
         write(directory)
     with pytest.raises(ConfigError, match=f"{message}.*; set it back, or start a new run"):
         RunDirectory(config(tmp_path, resume="must", **changes))
+
+
+def test_another_number_of_ranks_needs_states_that_can_be_converted(tmp_path):
+    def began(number, **more):
+        with RunDirectory(config(tmp_path / number, **more)) as directory:
+            write(directory, learner=Trained(1))
+
+    def resumed(number, **more):
+        settings = {**more, "learner": {**more.get("learner", {}), "world_size": 2}}
+        return RunDirectory(config(tmp_path / number, resume="must", **settings))
+
+    began("adamw")
+    with resumed("adamw") as directory:
+        assert "changed since: learner.world_size 1 → 2" in directory.notes
+    for number, more, why in (
+        (
+            "sgd",
+            {"learner": {"optimizer": "sgd"}},
+            "only AdamW's states can be converted to another",
+        ),
+        ("lora", {"lora": {}}, "an adapter's shards cannot be converted to"),
+    ):
+        began(number, **more)
+        with pytest.raises(ConfigError, match=f"was made with 1, and {why}.*; set it back"):
+            resumed(number, **more)
 
 
 def test_other_changes_are_shown(tmp_path):

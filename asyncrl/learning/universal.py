@@ -1,0 +1,69 @@
+"""Learner states for another number of ranks, by DeepSpeed's universal checkpoints
+(arXiv:2406.18820): one file for each parameter and each of AdamW's moments."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+__all__ = ["load_converted"]
+
+CONVERTER = "deepspeed.checkpoint.ds_to_universal"
+LINES = 3
+"""Last lines of the converter's errors in a message."""
+
+
+def load_converted(engine: DeepSpeedEngine, source: Path, place: Path, rank: int) -> None:
+    """Load weights and optimizer states that another number of ranks wrote (a collective).
+
+    Rank 0 converts the shards first. The shards are pickles: load only files that this project
+    wrote.
+
+    Args:
+        source: folder of DeepSpeed's shards.
+        place: a folder for the converted states, which all ranks see. It is deleted afterwards.
+
+    Raises:
+        ValueError: the shards cannot be converted.
+    """
+    failure: list[str | None] = [_convert(source, place) if rank == 0 else None]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise ValueError(f"learner state {str(source)!r} cannot be converted: {failure[0]}")
+    engine._config.load_universal_checkpoint = True
+    try:
+        engine.load_checkpoint(str(place.parent), tag=place.name, load_lr_scheduler_states=False)
+    finally:
+        engine._config.load_universal_checkpoint = False
+    # DeepSpeed gives all parameters one tensor as their step count, which each of them would raise.
+    for state in engine.optimizer.optimizer.state.values():
+        state["step"] = state["step"].clone()
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(place)
+
+
+def _convert(source: Path, place: Path) -> str | None:
+    """Why the conversion failed; None if it did not. A process of its own, because the converter
+    forks others."""
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    folders = ["--input_folder", str(source), "--output_folder", str(place)]
+    done = subprocess.run(
+        [sys.executable, "-m", CONVERTER, *folders, *workers], capture_output=True, text=True
+    )
+    # The converter names its output in a file beside it.
+    place.with_name("latest_universal").unlink(missing_ok=True)
+    if done.returncode == 0:
+        return None
+    shutil.rmtree(place, ignore_errors=True)
+    return " / ".join(done.stderr.strip().splitlines()[-LINES:]) or f"exit code {done.returncode}"
