@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     Tag,
     field_validator,
+    model_validator,
 )
 
 from asyncrl.runtime.functions import FUNCTION
@@ -495,6 +496,10 @@ class LearnerConfig(Section):
     sequence_parallel_size: int = Field(default=1, gt=0)
     """Neighboring ranks that split the tokens of each packed row (DeepSpeed Ulysses). A trajectory
     may then be this many times as long. Must divide world_size and the model's attention heads."""
+    zero_hpz_partition_size: int = Field(default=1, gt=0)
+    """Neighboring ranks, often those of a node, that keep a second copy of the weights between
+    them. The backward pass then gathers layers from these ranks only (ZeRO++ hpZ,
+    arXiv:2306.10209). Must divide world_size and be below it. 1 = no second copy."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the ranks, with gloo on cpu and nccl on cuda."""
     gpu_memory_utilization: float = Field(default=1.0, gt=0, le=1)
@@ -576,6 +581,16 @@ class LearnerConfig(Section):
                 " the whole model; set it to false, or leave it out"
             )
         return gather
+
+    @model_validator(mode="after")
+    def second_copies_are_sharded(self) -> LearnerConfig:
+        ranks, size = self.world_size, self.zero_hpz_partition_size
+        if size > 1 and (ranks % size or size == ranks):
+            raise ValueError(
+                f"zero_hpz_partition_size = {size} must divide world_size = {ranks} and be below"
+                " it; use 1 to keep no second copy"
+            )
+        return self
 
     @property
     def data_parallel_size(self) -> int:

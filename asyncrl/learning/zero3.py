@@ -138,6 +138,7 @@ def settings(config: LearnerConfig) -> dict[str, object]:
             "reduce_bucket_size": 50_000_000,
             "stage3_prefetch_bucket_size": 50_000_000 if config.device == "cuda" else 0,
             "stage3_param_persistence_threshold": 4_096 if released else EVERYTHING,
+            "zero_hpz_partition_size": config.zero_hpz_partition_size,
             **offload,
         },
     }

@@ -682,6 +682,13 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
             {**ON_ONE_GPU, "reward.num_gpus": 0.2},
             r"gpu_memory_utilization 0.4 \+ reward.num_gpus x 1 0.2 = 1.1 of its memory",
         ),
+        *(
+            (
+                {"learner.world_size": ranks, "learner.zero_hpz_partition_size": size},
+                f"zero_hpz_partition_size = {size} must divide world_size = {ranks} and be below it",
+            )
+            for ranks, size in ((1, 2), (2, 2), (4, 3))
+        ),
         (
             {"learner.gpu_memory_utilization": 0.5},
             "learner.gpu_memory_utilization = 0.5 only has an effect with learner.device: cuda",
