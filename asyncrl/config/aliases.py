@@ -43,6 +43,17 @@ RENAMED = {
     "rollout_num_gpus": "generator.num_replicas",
     "rollout_num_gpus_per_engine": "generator.tensor_parallel_size",
     "vllm_tensor_parallel_size": "generator.tensor_parallel_size",
+    "pipeline_model_parallel_size": (
+        "generator.pipeline_parallel_size (a learner rank computes all layers)"
+    ),
+    "expert_model_parallel_size": (
+        "generator.expert_parallel: true (a learner rank has a part of every expert)"
+    ),
+    "expert_parallel_size": (
+        "generator.expert_parallel: true (a learner rank has a part of every expert)"
+    ),
+    "vllm_enable_expert_parallel": "generator.expert_parallel",
+    "enable_expert_parallel": "generator.expert_parallel",
     "actor_num_gpus_per_node": "learner.world_size",
     "context_parallel_size": "learner.sequence_parallel_size",
     "cp_size": "learner.sequence_parallel_size",
@@ -448,18 +459,6 @@ NOT_IMPLEMENTED = {
     "tensor_model_parallel_size": (
         "a learner rank computes whole layers; remove it, or set generator.tensor_parallel_size for"
         " the generators"
-    ),
-    "pipeline_model_parallel_size": (
-        "only generators split a model, by generator.tensor_parallel_size; remove it"
-    ),
-    "pipeline_parallel_size": (
-        "only generators split a model, by generator.tensor_parallel_size; remove it"
-    ),
-    "expert_model_parallel_size": (
-        "only generators split a model, by generator.tensor_parallel_size; remove it"
-    ),
-    "expert_parallel_size": (
-        "only generators split a model, by generator.tensor_parallel_size; remove it"
     ),
     "data_parallel_size": (
         "it follows from generator.num_replicas and learner.world_size; remove it, and set those"

@@ -72,11 +72,11 @@ def _check_gpus(config: Settings) -> None:
     """A GPU has at most one rank and one replica. Ray puts processes on one GPU as long as their
     fractions fit, and two ranks or two starting engines there would disturb each other."""
     learner, generator = config.learner, config.generator
-    if generator.tensor_parallel_size > 1:
+    if generator.workers > 1:
         raise ValueError(
-            "placement: share does not work with generator.tensor_parallel_size ="
-            f" {generator.tensor_parallel_size} on GPUs: Ray gives a process fractions of one GPU"
-            " only; use 1, or placement: decoupled"
+            "placement: share does not work with generator.tensor_parallel_size *"
+            f" pipeline_parallel_size = {generator.workers} on GPUs: Ray gives a process fractions"
+            " of one GPU only; use 1, or placement: decoupled"
         )
     if generator.num_replicas > learner.world_size:
         raise ValueError(

@@ -145,6 +145,8 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
         for name in (
             "num_replicas",
             "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "expert_parallel",
             "min_replicas",
             "device",
             "num_cpus",
@@ -173,6 +175,12 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ),
     ("generator.kv_cache_memory_bytes", "generator.device", ("cpu",), "generator.device: cpu"),
     ("generator.num_threads", "generator.device", ("cpu",), "generator.device: cpu"),
+    (
+        "generator.expert_parallel",
+        "generator.splits_layers",
+        (True,),
+        "generator.tensor_parallel_size above 1",
+    ),
     ("eval.max_prompts", "eval.evaluates", (True,), "eval.data or eval.sets"),
     ("eval.in_flight", "eval.evaluates", (True,), "eval.data or eval.sets"),
     ("eval.in_flight", "placement", ("decoupled", "share"), "placement: decoupled or share"),

@@ -434,6 +434,12 @@ class GeneratorConfig(Section):
     """Devices of one engine, which split every layer between them. On CPU these are worker
     processes. Must divide the model's attention heads and intermediate size, and divide or be a
     multiple of its key-value heads."""
+    pipeline_parallel_size: int = Field(default=1, gt=0)
+    """Parts of an engine's layers, each on devices of its own. An engine has
+    tensor_parallel_size * pipeline_parallel_size devices, all on one node."""
+    expert_parallel: bool = False
+    """Give each device of an engine whole experts of a mixture, instead of a part of every
+    expert."""
     min_replicas: int | None = Field(default=None, gt=0)
     """Smallest number of replicas that an attempt may start with, if no more fit after
     `placement_timeout_s`. The batch stays the same, so fewer replicas only take longer. None = all
@@ -469,6 +475,16 @@ class GeneratorConfig(Section):
     def own(self) -> bool:
         """Whether the run starts its own generators."""
         return self.attach is None
+
+    @property
+    def splits_layers(self) -> bool:
+        """Whether several devices share each layer."""
+        return self.tensor_parallel_size > 1
+
+    @property
+    def workers(self) -> int:
+        """Devices of one engine, each with a worker process."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def least_replicas(self) -> int:

@@ -144,8 +144,9 @@ class Settings(RunSettings):
     def replica_gpus(self) -> float:
         """GPUs that one replica of the run's own generators declares to Ray."""
         generator = self.generator
-        devices = float(generator.tensor_parallel_size)
-        return self._gpus(generator.device, generator.gpu_memory_utilization, devices)
+        return self._gpus(
+            generator.device, generator.gpu_memory_utilization, float(generator.workers)
+        )
 
     @property
     def reference_gpus(self) -> float:

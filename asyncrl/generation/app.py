@@ -82,7 +82,7 @@ def build_app(args: GeneratorApp, replica: type[Generator] | None = None) -> ser
         "runtime_env": {"env_vars": engine_environment(generator.device, generator.num_threads)},
     }
     if generator.device == "cuda":
-        options["num_gpus"] = args.num_gpus or generator.tensor_parallel_size
+        options["num_gpus"] = args.num_gpus or generator.workers
     routing: dict[str, Any] = {
         "request_router_class": VersionRouter,
         "request_routing_stats_period_s": ROUTING_S,

@@ -99,8 +99,10 @@ def engine_config(app: GeneratorApp) -> tuple[VllmConfig, type[Executor]]:
         # A version is loaded before its first request. Without this room it would push one out of
         # memory that running requests use.
         arguments.max_cpu_loras = app.max_loras + 1
-    workers = generator.tensor_parallel_size
-    arguments.tensor_parallel_size = workers
+    workers = generator.workers
+    arguments.tensor_parallel_size = generator.tensor_parallel_size
+    arguments.pipeline_parallel_size = generator.pipeline_parallel_size
+    arguments.enable_expert_parallel = generator.expert_parallel
     if workers > 1:
         # By default vLLM would use Ray here, because a replica is in a placement group.
         arguments.distributed_executor_backend = "mp"

@@ -206,6 +206,10 @@ class Engine:
         cache = llm.vllm_config.cache_config
         self.kv_cache_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        if self.app.generator.pipeline_parallel_size > 1 and self.app.generator.device == "cpu":
+            # Only a dummy run makes the buffers of what the parts of a pipeline pass on, and
+            # without compilation vLLM does none on CPU.
+            await llm.collective_rpc("execute_dummy_batch")
         # vLLM's type is wider, but `EngineTokenizer` makes its tokenizer.
         theirs = cast("PreTrainedTokenizerBase", llm.get_tokenizer())
         refuse_lossy(self._tokenizer, self.app.model, theirs)
@@ -333,7 +337,9 @@ class Engine:
         Generation pauses while they are computed."""
         llm, held = self._running(), dict[str, Sequence[float]]()
         with self._adapters.using(llm) as adapter:
-            held |= joined_fingerprints(await llm.collective_rpc("held_shards"))
+            held |= joined_fingerprints(
+                await llm.collective_rpc("held_shards"), self.app.generator.tensor_parallel_size
+            )
             if adapter is not None:
                 of = (adapter.id, adapter.scale)
                 held |= (await llm.collective_rpc("held_adapter", args=of))[0]

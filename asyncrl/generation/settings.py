@@ -42,8 +42,8 @@ class GeneratorApp(Section):
     `/metrics`, under the application's route_prefix. A job's own generators do not serve HTTP."""
     num_gpus: float | None = Field(default=None, gt=0)
     """GPUs that a replica declares to Ray (device: cuda), where it shares one: a fraction of at
-    least generator.gpu_memory_utilization. Default: generator.tensor_parallel_size. A job sets it
-    with `placement: share`."""
+    least generator.gpu_memory_utilization. Default: the engine's devices. A job sets it with
+    `placement: share`."""
     served_name: str | None = Field(default=None, min_length=1)
     """Name of the model in HTTP requests and responses. Default: the last part of `model`."""
     fetch_timeout_s: float | None = Field(default=None, gt=0)
@@ -85,10 +85,10 @@ class GeneratorApp(Section):
                 f"num_gpus = {self.num_gpus:g} needs generator.device: cuda; set that, or leave"
                 " num_gpus out"
             )
-        if generator.tensor_parallel_size > 1 or self.num_gpus > 1:
+        if generator.workers > 1 or self.num_gpus > 1:
             raise ValueError(
                 f"num_gpus = {self.num_gpus:g} is for engines on a fraction of one GPU; leave it"
-                " out, and a replica gets generator.tensor_parallel_size GPUs"
+                " out, and a replica gets all GPUs of its engine"
             )
         if self.num_gpus < generator.gpu_memory_utilization:
             raise ValueError(

@@ -270,7 +270,7 @@ def _cut(text: str) -> str:
 
 def _generators(config: Config) -> str:
     generator = config.generator
-    workers = generator.tensor_parallel_size
+    workers = generator.workers
     devices = generator.device if workers == 1 else f"{workers} x {generator.device} each"
     return (
         generator.attach

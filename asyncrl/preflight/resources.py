@@ -225,9 +225,13 @@ def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
     known."""
     learner, generator = config.learner, config.generator
     actors = learner.world_size * (learner.device == "cuda")
-    workers = generator.tensor_parallel_size
+    workers = generator.workers
     rollouts = generator.num_replicas * workers * (generator.device == "cuda")
-    engine = f" * tensor_parallel_size {workers}" if workers > 1 else ""
+    engine = "".join(
+        f" * {name} {size}"
+        for name in ("tensor_parallel_size", "pipeline_parallel_size")
+        if (size := getattr(generator, name)) > 1
+    )
     reference = int(config.algorithm.loads_reference and learner.device == "cuda")
     rewards = config.reward.num_gpus * (config.reward.tasks + config.scores_evaluation_apart)
     extra = (f" + {_frozen(config).split()[0]} {reference}" if reference else "") + (

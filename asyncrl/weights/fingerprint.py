@@ -11,6 +11,7 @@ its rows one after the other, part by part, or the sum of those of its columns.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -59,12 +60,26 @@ class Shard(NamedTuple):
     """The parts of the shard's rows, in order (split: rows)."""
 
 
-def joined_fingerprints(workers: Sequence[Mapping[str, Shard]]) -> dict[str, Fingerprint]:
-    """Name → fingerprint of every tensor of an engine, without those that cannot be joined.
+def joined_fingerprints(
+    workers: Sequence[Mapping[str, Shard]], tensor_parallel_size: int
+) -> dict[str, Fingerprint]:
+    """Name → fingerprint of every tensor of an engine, without those that cannot be joined. NaN for
+    a tensor of which parts of the engine's layers hold different values.
 
     Args:
         workers: the shards of each worker (`asyncrl.weights.held`), in the order of their ranks.
+        tensor_parallel_size: consecutive workers that share each layer.
     """
+    found: dict[str, Fingerprint] = {}
+    for start in range(0, len(workers), tensor_parallel_size):
+        part = _of_layers(workers[start : start + tensor_parallel_size])
+        differing = [name for name in part if found.get(name, part[name]) != part[name]]
+        found |= part | dict.fromkeys(differing, (math.nan, math.nan))
+    return found
+
+
+def _of_layers(workers: Sequence[Mapping[str, Shard]]) -> dict[str, Fingerprint]:
+    """`joined_fingerprints` of the workers that share the same layers."""
     shards: defaultdict[str, list[Shard]] = defaultdict(list)
     for worker in workers:
         for name, shard in worker.items():

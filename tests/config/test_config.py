@@ -647,7 +647,11 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
         ),
         (
             {**ON_ONE_GPU, "generator.tensor_parallel_size": 2},
-            "share does not work with generator.tensor_parallel_size = 2 on GPUs: Ray gives",
+            r"generator.tensor_parallel_size \* pipeline_parallel_size = 2 on GPUs: Ray gives",
+        ),
+        (
+            {"generator.pipeline_parallel_size": 2, "generator.expert_parallel": True},
+            "expert_parallel = True only has an effect with generator.tensor_parallel_size above 1",
         ),
         (
             {**ON_ONE_GPU, "learner.world_size": 2},
@@ -685,7 +689,7 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
         *(
             (
                 {"learner.world_size": ranks, "learner.zero_hpz_partition_size": size},
-                f"zero_hpz_partition_size = {size} must divide world_size = {ranks} and be below it",
+                f"hpz_partition_size = {size} must divide world_size = {ranks} and be below it",
             )
             for ranks, size in ((1, 2), (2, 2), (4, 3))
         ),

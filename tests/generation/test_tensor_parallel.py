@@ -1,4 +1,5 @@
-"""An engine with two workers that split every layer (tensor parallelism)."""
+"""An engine with two workers. They split every layer (tensor parallelism), or each has half of the
+layers (pipeline parallelism)."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROMPTS = [(5 + i, 6, 14 + i % 7) for i in range(8)]
 
 
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize("model", ["tiny_model", "untied_model"])
 def test_two_workers_take_an_update_of_every_parameter_and_die_together(
     ray_cluster: Any,
@@ -36,6 +38,7 @@ def test_two_workers_take_an_update_of_every_parameter_and_die_together(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     model: str,
+    split: str,
 ) -> None:
     class EngineActor(Engine):
         """An engine in an actor. Defined here so that it is pickled by value."""
@@ -44,11 +47,10 @@ def test_two_workers_take_an_update_of_every_parameter_and_die_together(
             return [process.pid for process in self._processes if process.is_running()]
 
     path = request.getfixturevalue(model)
-    settings = GeneratorConfig(
-        tensor_parallel_size=2, max_num_seqs=16, kv_cache_memory_bytes=8 << 20
-    )
+    sizes = {split: 2, "max_num_seqs": 16, "kv_cache_memory_bytes": 8 << 20}
+    settings = GeneratorConfig.model_validate(sizes)
     app = GeneratorApp(model=str(path), max_model_len=128, generator=settings)
-    engine_starts.append(f"two workers of {model}")
+    engine_starts.append(f"{split} 2 of {model}")
     actor = (
         ray_cluster.remote(EngineActor)
         .options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})

@@ -230,6 +230,13 @@ def test_slimes_arithmetic_for_both_placements():
     assert "decoupled needs total >= 3 + 2 = 5" in text
     (engine,) = [need for need in run_needs(split) if need.part == "generator replicas"]
     assert (engine.count, engine.amounts["GPU"], engine.amounts["CPU"]) == (1, 2, 4)
+    parts = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}
+    split = config(**{**GPUS, "generator": {**GPUS["generator"], **parts}})
+    (engine,) = [need for need in run_needs(split) if need.part == "generator replicas"]
+    assert engine.amounts["GPU"] == 6
+    assert (
+        "= 6 GPUs (generator.num_replicas 1 * tensor_parallel_size 2 * pipeline_parallel_size 3 on"
+    ) in placement_text(split)
     assert "= 0 GPUs (learner.world_size 1 on cpu)" in placement_text(
         config()
     ) and "= 0 GPUs (generator.num_replicas 1 on cpu)" in placement_text(config())

@@ -67,7 +67,7 @@ class Head(Linear):
 
 
 def held_fingerprints(*workers):
-    return joined_fingerprints([held_shards(model, Head) for model in workers])
+    return joined_fingerprints([held_shards(model, Head) for model in workers], len(workers))
 
 
 @pytest.fixture
@@ -277,3 +277,27 @@ def test_a_tensor_that_workers_hold_differently_in_an_unknown_way_is_not_compare
     first, second = workers_of(published, 2)
     second.model.norm.weight = torch.nn.Parameter(published["model.norm.weight"] + 1)
     assert "model.norm.weight" not in held_fingerprints(first, second)
+
+
+def test_parts_of_the_layers_are_put_together(published):
+    """Two parts of a pipeline, with two workers each. Both have the tied embedding."""
+    whole = held_fingerprints(engine_of(published))
+    first, last = ([held_shards(model, Head) for model in workers_of(published, 2)] for _ in "12")
+    for shards in first:
+        del shards["model.norm.weight"], shards["lm_head.weight"]
+    for shards in last:
+        for name in [name for name in shards if ".attn." in name]:
+            del shards[name]
+    joined = joined_fingerprints([*first, *last], 2)
+    assert set(joined) == set(whole)
+    for name, expected in whole.items():
+        assert joined[name] == pytest.approx(expected, rel=1e-5, abs=1e-5), name
+    stale = [held_shards(model, Head) for model in workers_of(changed(published), 2)]
+    held = {"a": joined_fingerprints([*first, *stale], 2)}
+    text = difference_text(publish(published), held, "float32")
+    assert "'model.embed_tokens.weight' on replica a" in text and "nan" in text
+
+
+def changed(tensors):
+    name = "model.embed_tokens.weight"
+    return {**tensors, name: tensors[name].flip(0)}
