@@ -14,7 +14,7 @@ from asyncrl.contracts.messages import Details, GenerateRequest
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.environment import passed_on
 from asyncrl.text.stops import Stops
-from asyncrl.weights.engine import BACKEND, OWNED, TOKENIZER_MODE
+from asyncrl.weights.engine import BACKEND, OWNED, SPIN_S, TOKENIZER_MODE
 from asyncrl.weights.stored import stored_tensors
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def engine_environment(device: str, num_threads: int = 1) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(num_threads),
             "OMP_WAIT_POLICY": "passive",
+            SPIN_S: "0.002",
             "TORCH_COMPILE_DISABLE": "1",
         }
         return defaults | passed_on(os.environ) | required

@@ -18,6 +18,10 @@ STACKS = "ASYNCRL_STACKS"
 """Environment variable: the folder for stack dumps. On SIGUSR2, an engine's process writes its
 stacks to `<process id>.txt` there."""
 
+SPIN_S = "ASYNCRL_SPIN_S"
+"""Environment variable: seconds for which a worker of an engine polls shared memory for its next
+message before it waits for a signal."""
+
 
 def register() -> None:
     """Register the weight backend and the tokenizer. A second call has no effect."""
@@ -40,6 +44,8 @@ def register() -> None:
         _end_with_parent()
         _bars_without_semaphore()
         _named_shared_memory()
+    if seconds := os.environ.get(SPIN_S):
+        _spin_for(float(seconds))
     if folder := os.environ.get(STACKS):
         _register_stacks(folder)
 
@@ -79,6 +85,14 @@ def _named_shared_memory() -> None:
         return f"/asyncrl-{secrets.token_hex(4)}-{os.getpid()}.queue"
 
     shared_memory._make_filename = name  # type: ignore[attr-defined]
+
+
+def _spin_for(seconds: float) -> None:
+    """Set how long a worker polls for its next message. vLLM's second suits a GPU's process with a
+    core of its own. On shared cores, workers would take them from all others between messages."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    SpinCondition.__init__.__defaults__ = (seconds,)
 
 
 def _end_with_parent() -> None:
