@@ -27,8 +27,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROMPTS = [(5 + i, 6, 14 + i % 7) for i in range(8)]
 
 
-@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
-@pytest.mark.parametrize("model", ["tiny_model", "untied_model"])
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [
+        ("tiny_model", "tensor_parallel_size"),
+        ("untied_model", "tensor_parallel_size"),
+        ("tiny_model", "pipeline_parallel_size"),
+    ],
+)
 def test_two_workers_take_an_update_of_every_parameter_and_die_together(
     ray_cluster: Any,
     publish: Any,

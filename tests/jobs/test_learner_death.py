@@ -9,7 +9,7 @@ from asyncrl.run.audit import audit, audit_text
 from asyncrl.rundir.directory import read_record
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_engines_outlive_the_death_of_a_rank_and_restart_if_they_died_too(
     start_run, shared_memory, tmp_path, engine_starts

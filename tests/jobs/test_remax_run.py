@@ -1,4 +1,5 @@
-"""ReMax as a whole run: groups of one, with a greedy completion each, and an audit."""
+"""ReMax as a whole run of 20 steps, with an engine of two workers: groups of one, with a greedy
+completion each, and an audit."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ def test_a_remax_run_compares_each_completion_with_the_greedy_one(
 ) -> None:
     directory = tmp_path / "runs" / "run"
     changes = {
-        "max_steps": 6,
+        "max_steps": 20,
         "algorithm.advantage": "remax",
+        "generator.tensor_parallel_size": 2,
+        "weights.check_every_versions": 10,
         "staleness.max_staleness": 2,
         "rollout.rollout_batch_size": 8,
         "rollout.n_samples_per_prompt": 1,
@@ -38,7 +41,9 @@ def test_a_remax_run_compares_each_completion_with_the_greedy_one(
     assert all(check.passed for check in checks), audit_text(checks)
     assert wrong(directory) == []
     steps = [record for record in run.records("step") if record["applied"]]
-    assert len(steps) == 6
+    assert len(steps) == 20
+    differences = [record["check/logprob_max_diff"] for record in run.records("logprob_check")]
+    assert len(differences) == 3 and max(differences) <= 1e-4, differences
     # A step at which no new group has arrived has no share of missing baselines.
     missing = [step["baseline/missing_ratio"] for step in steps if "baseline/missing_ratio" in step]
     assert missing and not any(missing)
