@@ -15,7 +15,7 @@ def test_the_learner_does_not_wait_for_an_evaluation(start_run, tmp_path):
     long = {"n": 16, "temperature": 0.8, "max_completion_length": 300}
     run = start_run(
         {
-            "max_steps": 20,
+            "max_steps": 12,
             "rollout.rollout_batch_size": 8,
             "rollout.n_samples_per_prompt": 8,
             "learner.max_tokens_per_gpu": 18,
@@ -34,7 +34,7 @@ def test_the_learner_does_not_wait_for_an_evaluation(start_run, tmp_path):
         finished.evaluations().to_pylist(),
     )
     assert len(evaluations) >= 3
-    assert (evaluations[0]["version"], evaluations[-1]["version"]) == (0, 20)
+    assert (evaluations[0]["version"], evaluations[-1]["version"]) == (0, 12)
     for record in evaluations:
         mine = [row for row in rows if row["version"] == record["version"]]
         assert Counter(row["set"] for row in mine) == {"greedy": 16, "sampled": 16, "long": 256}

@@ -25,7 +25,7 @@ def sft(task, tmp_path):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_a_rank_that_dies_is_started_again_and_no_row_is_lost(
     sft, start_config, tmp_path, shared_memory

@@ -258,7 +258,7 @@ def test_a_submitted_job_trains_in_its_runs_folder(cluster, runs, engine_starts)
     )
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_a_run_whose_driver_is_gone_leaves_no_generators(cluster, runs, engine_starts):
     """The driver is killed with SIGKILL, and the resume command takes its room at once. Then `ray
