@@ -240,6 +240,13 @@ class OfflineConfig(RunSettings):
                 "a dpo.loss with a reference",
             ),
             (
+                self.learner,
+                "learner",
+                ("gpu_memory_utilization",),
+                self.learner.device == "cuda",
+                "learner.device: cuda",
+            ),
+            (
                 self.eval,
                 "eval",
                 ("every_steps", "max_rows"),

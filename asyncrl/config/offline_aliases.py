@@ -92,7 +92,20 @@ OFFLINE_RENAMED = {
 }
 """Settings of other systems → the name here, as in `RENAMED` of `asyncrl.config.aliases`."""
 
+WHOLE_LAYERS = "a learner rank computes whole layers; remove it, and use learner.world_size"
+
 OFFLINE_NOT_IMPLEMENTED = {
+    **dict.fromkeys(
+        (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "pipeline_model_parallel_size",
+            "expert_parallel_size",
+            "expert_model_parallel_size",
+            "enable_expert_parallel",
+        ),
+        WHOLE_LAYERS,
+    ),
     "loss_weights": ONE_LOSS,
     "cpo_alpha": ONE_LOSS,
     "f_divergence_type": REVERSE_KL,

@@ -102,12 +102,13 @@ def _check_gpus(config: Settings) -> None:
         added = " + ".join(f"{name} {fraction:g}" for name, fraction in parts)
         raise ValueError(
             f"placement: share: the parts on one GPU take {added} = {total:g} of its memory, more"
-            " than 1; lower them"
+            " than 1; lower them (rewards with reward.num_gpus of 1 or more have GPUs of their own)"
         )
 
 
 def shares_of_a_gpu(config: Settings) -> list[tuple[str, float]]:
-    """Part → its fraction of the fullest GPU under `placement: share`."""
+    """Part → its fraction of the fullest GPU under `placement: share`. Rewards with whole GPUs
+    have others."""
     scoring = config.reward.tasks + config.scores_evaluation_apart
     parts = [
         ("learner.gpu_memory_utilization", config.rank_gpus),
@@ -115,6 +116,6 @@ def shares_of_a_gpu(config: Settings) -> list[tuple[str, float]]:
     ]
     if config.algorithm.loads_reference:
         parts.append(("algorithm.ref_gpu_memory_utilization", config.reference_gpus))
-    if config.reward.num_gpus:
+    if 0 < config.reward.num_gpus < 1:
         parts.append((f"reward.num_gpus x {scoring}", scoring * config.reward.num_gpus))
     return parts

@@ -438,8 +438,8 @@ class GeneratorConfig(Section):
     """Parts of an engine's layers, each on devices of its own. An engine has
     tensor_parallel_size * pipeline_parallel_size devices, all on one node."""
     expert_parallel: bool = False
-    """Give each device of an engine whole experts of a mixture, instead of a part of every
-    expert."""
+    """Give each device of an engine whole experts of a mixture-of-experts model, instead of a part
+    of every expert."""
     min_replicas: int | None = Field(default=None, gt=0)
     """Smallest number of replicas that an attempt may start with, if no more fit after
     `placement_timeout_s`. The batch stays the same, so fewer replicas only take longer. None = all
@@ -459,7 +459,7 @@ class GeneratorConfig(Section):
     """KV cache of one engine on CPU, in bytes, over all its worker processes."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Fraction of the GPU memory that one engine uses (device: cuda). Default with `placement:
-    share`: 0.4."""
+    share`: 0.35."""
     in_flight: Literal["keep", "recompute", "drain"] = "recompute"
     """How generations in flight at a weight update continue. `keep`: with the old KV cache.
     `recompute`: after recomputing the KV cache. `drain`: they finish before the update."""

@@ -28,8 +28,9 @@ from asyncrl.config.schema import (
 __all__ = ["Settings", "completion_room"]
 
 
-SHARES = {"learner": 0.5, "generator": 0.4}
-"""Section → gpu_memory_utilization with `placement: share`. The rest is for CUDA itself."""
+SHARES = {"learner": 0.5, "generator": 0.35}
+"""Section → gpu_memory_utilization with `placement: share`. The rest is for a reference policy, and
+for CUDA itself."""
 
 
 class Settings(RunSettings):

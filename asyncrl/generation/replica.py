@@ -75,6 +75,8 @@ class Generator:
         """Since when the version registry has had newer weights while `_behind_at` has not
         changed."""
         self._lock = asyncio.Lock()
+        self._taking = False
+        """Whether a version is being fetched and applied in a rest."""
         self._changes: set[asyncio.Future[Any]] = set()
         self._pending: dict[asyncio.Task[object], WeightsId] = {}
         """Runs' requests in progress, and the weights that each needs."""
@@ -187,10 +189,9 @@ class Generator:
         that it is not. Returns whether the engine rests."""
 
         async def follow() -> bool:
-            # A replica that still fetches a version must not hold up the learner's turn.
-            busy = self._lock.locked()
-            if busy and self.engine.rests and await self._ask_registry("learner_turn"):
-                return True
+            # A replica that still takes a version must not hold up the learner's turn.
+            if self._taking and await self._ask_registry("learner_turn"):
+                return self.engine.rests
             async with self._lock:
                 turn = await self._ask_registry("learner_turn")
                 if turn is not None:
@@ -366,7 +367,11 @@ class Generator:
                 )
             )
             if not self._has(WeightsId(manifest.run_id, manifest.attempt, manifest.version)):
-                await self._apply(manifest)
+                self._taking = self.engine.rests
+                try:
+                    await self._apply(manifest)
+                finally:
+                    self._taking = False
 
     async def _apply(self, manifest: Manifest) -> None:
         tokens = self.engine.stats.tokens_generated

@@ -33,7 +33,7 @@ def explained(batch: MicroBatch, spec: LearnerSpec) -> Iterator[None]:
             f"out of memory on learner.device: {spec.learner.device} with a micro-batch of"
             f" {tokens} tokens, {len(lengths)} segments, the longest of {max(lengths)}, and"
             f" {len(batch.targets)} loss tokens;"
-            f" {advice(spec, tokens + len(lengths), len(lengths))} ({cause})"
+            f" {advice(spec, tokens + len(lengths), len(lengths))}{_limit(spec)} ({cause})"
         ) from error
 
 
@@ -61,6 +61,12 @@ def advice(spec: LearnerSpec, tokens: int, segments: int = 2) -> str:
         f"{bound}, so raise learner.sequence_parallel_size above {learner.sequence_parallel_size},"
         f" or lower {spec.length_setting}"
     )
+
+
+def _limit(spec: LearnerSpec) -> str:
+    """The other setting that helps a rank with a limit on its GPU's memory."""
+    fraction = spec.learner.gpu_memory_utilization
+    return f", or raise learner.gpu_memory_utilization = {fraction:g}" if fraction < 1 else ""
 
 
 def _ran_out(error: Exception) -> bool:

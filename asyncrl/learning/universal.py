@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -44,22 +45,28 @@ def load_converted(engine: DeepSpeedEngine, source: Path, place: Path, rank: int
     finally:
         engine._config.load_universal_checkpoint = False
     # DeepSpeed gives all parameters one tensor as their step count, which each of them would raise.
-    for state in engine.optimizer.optimizer.state.values():
-        state["step"] = state["step"].clone()
+    # It is on the CPU, where a fused AdamW on a GPU does not look for it.
+    for parameter, state in engine.optimizer.optimizer.state.items():
+        state["step"] = state["step"].to(parameter.device, copy=True)
     dist.barrier()
     if rank == 0:
         shutil.rmtree(place)
 
 
 def _convert(source: Path, place: Path) -> str | None:
-    """Why the conversion failed; None if it did not. A process of its own, because the converter
-    forks others."""
+    """Why the conversion failed; None if it did not. In a process of its own, because the converter
+    starts others. It makes patterns from the paths, so they are relative and have few special
+    characters."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    folders = ["--input_folder", str(source), "--output_folder", str(place)]
+    near = os.path.relpath(source, place.parent)
+    folders = ["--input_folder", near, "--output_folder", place.name]
     done = subprocess.run(
-        [sys.executable, "-m", CONVERTER, *folders, *workers], capture_output=True, text=True
+        [sys.executable, "-m", CONVERTER, *folders, *workers],
+        cwd=place.parent,
+        capture_output=True,
+        text=True,
     )
     # The converter names its output in a file beside it.
     place.with_name("latest_universal").unlink(missing_ok=True)

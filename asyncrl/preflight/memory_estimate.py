@@ -98,6 +98,8 @@ def estimate(config: RunSettings) -> Needs:
             host += frozen * learner.world_size
         else:
             device += frozen
+    if learner.zero_hpz_partition_size > 1:
+        device += total * (2 if learner.bf16 else 4) // learner.zero_hpz_partition_size
     bucket = max(config.bucket_bytes, version.largest * ITEM_BYTES[config.model.dtype])
     tree: dict[str, object] = json.loads((Path(config.model.path) / "config.json").read_text())
     text = text_config(tree)

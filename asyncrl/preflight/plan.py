@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -204,6 +204,27 @@ def check_heads(config: RunSettings) -> None:
         ]
         sizes = f"{heads} attention heads, {keys} key-value heads and intermediate size {width}"
         _check_split(config, "generator.tensor_parallel_size", fitting, sizes)
+        _check_parts(config, text)
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in models' configs."""
+
+
+def _check_parts(config: Config, text: Mapping[str, object]) -> None:
+    """Check that an engine's pipeline has no more parts than the model has layers, and that experts
+    are there to be distributed."""
+    generator, layers = config.generator, text.get("num_hidden_layers")
+    if isinstance(layers, int) and generator.pipeline_parallel_size > layers:
+        raise ConfigError(
+            f"generator.pipeline_parallel_size = {generator.pipeline_parallel_size} is above the"
+            f" {layers} layers of model.path = {config.model.path!r}; lower it"
+        )
+    if generator.expert_parallel and not any(text.get(name) for name in EXPERTS):
+        raise ConfigError(
+            f"generator.expert_parallel: true needs a model with experts, and the config of"
+            f" model.path = {config.model.path!r} names none; leave it out"
+        )
 
 
 def _check_split(config: RunSettings, setting: str, fitting: Sequence[int], sizes: str) -> None:

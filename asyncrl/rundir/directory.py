@@ -66,7 +66,7 @@ OURS = (
     ".replaced.hf",
 )
 """Folders that only asyncrl writes to. Links are refused in them at every depth."""
-LEFTOVERS = (".hf", ".replaced.hf", ".snapshot_*", ".probe_*")
+LEFTOVERS = (".hf", ".replaced.hf", ".snapshot_*", ".probe_*", "converted")
 """Folders that an attempt removes from the run directory, unless it is killed."""
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 RECORD = "run.json"

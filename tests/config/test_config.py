@@ -665,8 +665,8 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
                 "generator.num_replicas": 2,
                 "algorithm.kl_loss_coef": 0.1,
             },
-            r"learner.gpu_memory_utilization 0.6 \+ generator.gpu_memory_utilization 0.4 \+"
-            r" algorithm.ref_gpu_memory_utilization 0.1 = 1.1 of its memory, more than 1",
+            r"learner.gpu_memory_utilization 0.6 \+ generator.gpu_memory_utilization 0.35 \+"
+            r" algorithm.ref_gpu_memory_utilization 0.1 = 1.05 of its memory, more than 1",
         ),
         (
             {
@@ -684,7 +684,7 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
         ),
         (
             {**ON_ONE_GPU, "reward.num_gpus": 0.2},
-            r"gpu_memory_utilization 0.4 \+ reward.num_gpus x 1 0.2 = 1.1 of its memory",
+            r"gpu_memory_utilization 0.35 \+ reward.num_gpus x 1 0.2 = 1.05 of its memory",
         ),
         *(
             (

@@ -167,6 +167,10 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
             {**DPO, "dpo": {"loss": "simpo", "reference_batch": 8}},
             "dpo.reference_batch = 8 only has an effect with a dpo.loss with a reference",
         ),
+        (
+            {**SFT, "learner": {"gpu_memory_utilization": 0.5}},
+            "learner.gpu_memory_utilization = 0.5 only has an effect with learner.device: cuda",
+        ),
         ({**SFT, "eval": {"every_steps": 5}}, "only has an effect with eval.data"),
         ({**SFT, "eval": {"max_rows": 5}}, "eval.max_rows = 5 only has an effect with eval.data"),
         (
@@ -260,6 +264,8 @@ def test_a_reference_is_read_only_by_losses_that_have_one(write):
         ("num_generations", "see asyncrl sft --help"),
         ("max_prompt_length", "asyncrl calls it data.max_length"),
         ("f_divergence_type", "not implemented: the losses use the reverse KL"),
+        ("pipeline_model_parallel_size", "not implemented: a learner rank computes whole layers"),
+        ("expert_parallel_size", "not implemented: a learner rank computes whole layers"),
         ("remove_unused_columns", "not needed: other columns of a row are not used"),
         ("center_rewards_coefficient", "asyncrl calls it reward_model.center_coef"),
         ("batchsize", "did you mean batch_size?"),

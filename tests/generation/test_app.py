@@ -46,9 +46,31 @@ def test_a_jobs_own_generators_are_the_same_without_http() -> None:
     assert issubclass(standing.func_or_class, Generator) and standing.name == deployment.name
 
 
+def test_a_replica_declares_the_gpus_of_its_engine_or_a_fraction() -> None:
+    def gpus(generator: dict[str, Any], **settings: Any) -> float | None:
+        args = GeneratorApp.model_validate({"model": "m", "generator": generator, **settings})
+        options = build_app(args)._bound_deployment.ray_actor_options
+        declared: float | None = options.get("num_gpus")
+        return declared
+
+    cuda = {"device": "cuda", "gpu_memory_utilization": 0.35}
+    assert gpus(cuda, num_gpus=0.4) == 0.4 and gpus(cuda) == 1
+    assert gpus({**cuda, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}) == 4
+    assert not gpus({})
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
+        ({"num_gpus": 0.5}, "num_gpus = 0.5 needs generator.device: cuda"),
+        (
+            {"num_gpus": 0.5, "generator": {"device": "cuda"}},
+            "num_gpus = 0.5 is below generator.gpu_memory_utilization = 0.9; raise it",
+        ),
+        (
+            {"num_gpus": 1, "generator": {"device": "cuda", "tensor_parallel_size": 2}},
+            "num_gpus = 1 is for engines on a fraction of one GPU",
+        ),
         ({"generator": {"attach": "generator"}}, "is a training job's setting"),
         ({"served_name": "m"}, "needs http: true"),
         (

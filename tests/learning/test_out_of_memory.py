@@ -154,3 +154,14 @@ def test_the_driver_explains_a_killed_process() -> None:
     )
     assert "memory" not in _cause(ActorDiedError(), "save")
     assert "\n" not in _cause(OutOfMemoryError("long\ntext"), "step")
+
+
+def test_a_rank_with_a_limit_is_told_of_it(tmp_path: Path) -> None:
+    config = learner_config(tmp_path, device="cuda", gpu_memory_utilization=0.5)
+    with (
+        pytest.raises(
+            LearnerOutOfMemoryError, match=r"or raise learner\.gpu_memory_utiliz.* = 0\.5"
+        ),
+        explained(BATCH, learner_spec(config)),
+    ):
+        gpu()

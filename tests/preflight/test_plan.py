@@ -557,3 +557,20 @@ def test_sizes_of_each_layer_are_left_to_the_engine(tmp_path):
     sizes = {"num_attention_heads": 4, "intermediate_size": [100, 200]}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     check_heads(small_config(model={"path": str(tmp_path)}, generator={"tensor_parallel_size": 4}))
+
+
+def test_parts_of_an_engine_must_fit_the_model(tmp_path):
+    sizes = {"num_attention_heads": 4, "num_hidden_layers": 2}
+
+    def check(**generator):
+        (tmp_path / "config.json").write_text(json.dumps(sizes))
+        check_heads(small_config(model={"path": str(tmp_path)}, generator=generator))
+
+    check(pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size = 3 is above the 2 layers of"):
+        check(pipeline_parallel_size=3)
+    experts = {"tensor_parallel_size": 2, "expert_parallel": True}
+    with pytest.raises(ConfigError, match="expert_parallel: true needs a model with experts"):
+        check(**experts)
+    sizes["num_local_experts"] = 4
+    check(**experts)

@@ -63,7 +63,7 @@ def test_shared_gpus_are_declared_as_fractions():
     shared = config(placement="share", learner=cuda, generator=cuda)
     assert {need.part: need.amounts.get("GPU", 0) for need in run_needs(shared)} == {
         "learner ranks": 0.5,
-        "generator replicas": 0.4,
+        "generator replicas": 0.35,
         "rollout workers": 0,
         "prompt stream": 0,
         "scoring stream": 0,
@@ -71,7 +71,7 @@ def test_shared_gpus_are_declared_as_fractions():
     assert shortages(run_needs(shared), [node("a", 8, 1)], "registered") == []
     assert (
         "share     needs total >= 1: learner.gpu_memory_utilization 0.5 +"
-        " generator.gpu_memory_utilization 0.4 = 0.9 of a GPU's memory, at most 1"
+        " generator.gpu_memory_utilization 0.35 = 0.85 of a GPU's memory, at most 1"
         "\n  this run: placement: share"
     ) in placement_text(shared)
     two = config(
@@ -87,6 +87,9 @@ def test_shared_gpus_are_declared_as_fractions():
     assert "+ algorithm.ref_gpu_memory_utilization 0.05 = 1 of a GPU's memory" in placement_text(
         two
     )
+    judge = {"functions": {"judge": {"function": "m:f"}}, "num_gpus": 1}
+    apart = config(placement="share", learner=cuda, generator=cuda, reward=judge)
+    assert "0.35 = 0.85 of a GPU's memory" in placement_text(apart), "the judge has its own GPU"
     assert not config(placement="share").shares_gpus and config(placement="share").rank_gpus == 0
 
 
@@ -97,7 +100,7 @@ def test_the_specs_carry_the_fractions():
     assert learner_spec(shared).gpus == learner_spec(shared).learner.gpu_memory_utilization == 0.5
     reference, app = reference_spec(shared), generator_app(shared)
     assert (reference.gpus, reference.gpu_memory_utilization) == (0.1, 0.1)
-    assert (app.num_gpus, app.generator.gpu_memory_utilization) == (0.4, 0.4)
+    assert (app.num_gpus, app.generator.gpu_memory_utilization) == (0.35, 0.35)
     apart = config(learner=cuda, generator=cuda, algorithm=algorithm)
     assert learner_spec(apart).gpus == learner_spec(apart).learner.gpu_memory_utilization == 1
     reference, app = reference_spec(apart), generator_app(apart)
