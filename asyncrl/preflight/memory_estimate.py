@@ -20,7 +20,7 @@ from asyncrl.preflight.served import text_config
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.outline import outline
 
-__all__ = ["Needs", "estimate", "memory_text", "parameter_counts"]
+__all__ = ["Needs", "estimate", "limit_text", "memory_text", "parameter_counts"]
 
 HEAD_GRADIENTS = 2
 """Gradients of the head's weight that exist at the same time in the backward pass of the log-probs:
@@ -156,14 +156,12 @@ def memory_text(config: RunSettings) -> str:
     ]
     if needs.scores:
         rows.append(("scores of the longest trajectory, tokens squared", device, needs.scores))
-    for place in sorted({device, "host"}):
-        rows.append(
-            (
-                "total, without activations and libraries",
-                place,
-                sum(size for _, where, size in rows if where == place),
-            )
-        )
+    totals = {
+        place: sum(size for _, where, size in rows if where == place)
+        for place in sorted({device, "host"})
+    }
+    for place, total in totals.items():
+        rows.append(("total, without activations and libraries", place, total))
     note = (
         "\n  offloading saves nothing with learner.device: cpu, where both places are host memory"
         if on_cpu and learner.offload_optimizer == "cpu"
@@ -186,25 +184,49 @@ def memory_text(config: RunSettings) -> str:
                 if learner.gradient_checkpointing
                 else "and gradient_checkpointing would make them small"
             )
-            + note,
+            + note
+            + (
+                "" if on_cpu else limit_text(learner.gpu_memory_utilization, totals["GPU"], _gpus())
+            ),
             f"  this machine: {_machine()}",
         ]
     )
 
 
-def _machine() -> str:
+def limit_text(fraction: float, needed: int, gpus: Mapping[str, int]) -> str:
+    """What learner.gpu_memory_utilization leaves a rank; empty without a limit.
+
+    Args:
+        needed: estimated bytes of a rank.
+        gpus: name and bytes of this machine's GPUs.
+    """
+    if fraction == 1:
+        return ""
+    text = f"\n  a rank may allocate {fraction:g} of its GPU (learner.gpu_memory_utilization)"
+    if not gpus:
+        return text
+    most = fraction * min(gpus.values())
+    enough = "" if needed <= most else ", less than this total: raise it, or learner.world_size"
+    return f"{text}, {_size(most).strip()} here{enough}"
+
+
+def _gpus() -> dict[str, int]:
+    """Name and bytes of each GPU of this machine."""
     import torch
 
+    if not torch.cuda.is_available():
+        return {}
+    found = [
+        torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())
+    ]
+    return {f"{number}: {gpu.name}": gpu.total_memory for number, gpu in enumerate(found)}
+
+
+def _machine() -> str:
     memory = psutil.virtual_memory()
     host = f"{_size(memory.total).strip()} of memory, {_size(memory.available).strip()} of it free"
-    gpus = (
-        [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-        if torch.cuda.is_available()
-        else []
-    )
-    return f"{host}; " + (
-        ", ".join(f"{gpu.name} with {_size(gpu.total_memory).strip()}" for gpu in gpus) or "no GPU"
-    )
+    gpus = [f"GPU {name} with {_size(size).strip()}" for name, size in _gpus().items()]
+    return f"{host}; " + (", ".join(gpus) or "no GPU")
 
 
 def _size(size: float) -> str:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import Config
 from asyncrl.models.micro_batches import micro_batch, token_example
 from asyncrl.models.policy import checkpoint_activations, load_policy
-from asyncrl.preflight.memory_estimate import estimate, memory_text, parameter_counts
+from asyncrl.preflight.memory_estimate import estimate, limit_text, memory_text, parameter_counts
 from asyncrl.testing.families import VOCABULARY, family
 
 
@@ -150,3 +150,21 @@ def test_older_names_of_sizes_are_read(tmp_path: Path, name: str) -> None:
     """GPT-2 has n_embd, and a Mamba has no attention heads."""
     needs = estimate(learner_config(family(name).save(tmp_path / name)))
     assert needs.logits > 4 * 2 * VOCABULARY * 64
+
+
+def test_a_limit_on_gpu_memory_is_compared_with_the_estimate() -> None:
+    gpus = {"0: large": 80 << 30, "1: small": 40 << 30}
+    assert limit_text(1.0, 1, gpus) == ""
+    assert limit_text(0.5, 1, {}).endswith(
+        "may allocate 0.5 of its GPU (learner.gpu_memory_utilization)"
+    )
+    assert limit_text(0.5, 20 << 30, gpus).endswith(", 20.00 GiB here")
+    assert "20.00 GiB here, less than this total: raise it" in limit_text(0.5, 21 << 30, gpus)
+
+
+def test_second_copies_of_the_weights_are_counted(tiny_model: Path) -> None:
+    plain, second = (
+        estimate(learner_config(tiny_model, world_size=4, zero_hpz_partition_size=size))
+        for size in (1, 2)
+    )
+    assert second.on_device == plain.on_device + plain.parameters * 4 // 2
