@@ -175,6 +175,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ),
     ("generator.kv_cache_memory_bytes", "generator.device", ("cpu",), "generator.device: cpu"),
     ("generator.num_threads", "generator.device", ("cpu",), "generator.device: cpu"),
+    ("generator.expert_parallel", "generator.device", ("cuda",), "generator.device: cuda"),
     (
         "generator.expert_parallel",
         "generator.splits_layers",

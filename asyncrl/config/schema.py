@@ -439,7 +439,7 @@ class GeneratorConfig(Section):
     tensor_parallel_size * pipeline_parallel_size devices, all on one node."""
     expert_parallel: bool = False
     """Give each device of an engine whole experts of a mixture-of-experts model, instead of a part
-    of every expert."""
+    of every expert. On GPUs only: vLLM's kernels for CPUs end the worker."""
     min_replicas: int | None = Field(default=None, gt=0)
     """Smallest number of replicas that an attempt may start with, if no more fit after
     `placement_timeout_s`. The batch stays the same, so fewer replicas only take longer. None = all

@@ -650,7 +650,15 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
             r"generator.tensor_parallel_size \* pipeline_parallel_size = 2 on GPUs: Ray gives",
         ),
         (
-            {"generator.pipeline_parallel_size": 2, "generator.expert_parallel": True},
+            {"generator.expert_parallel": True, "generator.tensor_parallel_size": 2},
+            "generator.expert_parallel = True only has an effect with generator.device: cuda",
+        ),
+        (
+            {
+                "generator.device": "cuda",
+                "generator.pipeline_parallel_size": 2,
+                "generator.expert_parallel": True,
+            },
             "expert_parallel = True only has an effect with generator.tensor_parallel_size above 1",
         ),
         (

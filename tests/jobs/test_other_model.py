@@ -89,8 +89,8 @@ def test_a_mixture_trains_with_own_functions_and_exports_under_its_names(
     start_run: Callable[..., Any], tmp_path: Path
 ) -> None:
     """The experts are one parameter in the learner, three tensors each in the checkpoint, and one
-    parameter in vLLM. Each of two ranks has half of it, and each of two workers of the engine has
-    half of the experts. The loss, the advantage and the group filter are a user's."""
+    parameter in vLLM. Each of two ranks has half of it, and so has each of the engine's two
+    workers. The loss, the advantage and the group filter are a user's."""
     import torch
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
@@ -103,7 +103,6 @@ def test_a_mixture_trains_with_own_functions_and_exports_under_its_names(
         "max_steps": 2,
         "learner.world_size": 2,
         "generator.tensor_parallel_size": 2,
-        "generator.expert_parallel": True,
         "data.max_prompt_length": 40,
         "weights.bucket_bytes": 65536,
         "weights.check_every_versions": 1,

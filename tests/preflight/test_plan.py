@@ -569,7 +569,7 @@ def test_parts_of_an_engine_must_fit_the_model(tmp_path):
     check(pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match="pipeline_parallel_size = 3 is above the 2 layers of"):
         check(pipeline_parallel_size=3)
-    experts = {"tensor_parallel_size": 2, "expert_parallel": True}
+    experts = {"device": "cuda", "tensor_parallel_size": 2, "expert_parallel": True}
     with pytest.raises(ConfigError, match="expert_parallel: true needs a model with experts"):
         check(**experts)
     sizes["num_local_experts"] = 4
