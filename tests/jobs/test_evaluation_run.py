@@ -7,7 +7,7 @@ import pytest
 import asyncrl
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_the_learner_does_not_wait_for_an_evaluation(start_run, tmp_path):
     """Micro-batches of one or two trajectories make the learner the slow part, so it could only
