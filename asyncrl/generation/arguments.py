@@ -60,7 +60,7 @@ def engine_environment(device: str, num_threads: int = 1) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(num_threads),
             "OMP_WAIT_POLICY": "passive",
-            SPIN_S: "0.002",
+            SPIN_S: "0.05",
             "TORCH_COMPILE_DISABLE": "1",
         }
         return defaults | passed_on(os.environ) | required
