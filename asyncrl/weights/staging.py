@@ -27,6 +27,10 @@ SHARED_MEMORY = Path("/dev/shm")
 NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 OWN_NAME = re.compile(r"asyncrl-.+-(?P<pid>\d+)\.(weights|queue)")
 """Staging files, and the queues between an engine's workers (`asyncrl.weights.engine`)."""
+WORKERS_MEMORY = "vllm_dist_*cpushm_*"
+"""Name pattern of the memory in which vLLM's workers on CPU exchange tensors."""
+UNMAPPED_S = 60.0
+"""Age in seconds from which such memory that nobody maps belongs to an engine that was killed."""
 
 
 class StagingError(RuntimeError):
@@ -111,17 +115,43 @@ def _new_file(name: str, flags: int) -> int:
 
 
 def sweep(directory: Path = SHARED_MEMORY) -> list[Path]:
-    """Delete the staging files and queues of processes that have ended, for example after a kill.
-    Returns them."""
+    """Delete the staging files, queues and shared memory of engines that have ended, for example
+    after a kill. Returns them."""
     removed = []
+    for path in [*_of_ended_processes(directory), *_unmapped(directory)]:
+        # The file may belong to another user, or another replica may delete it first.
+        with suppress(PermissionError, FileNotFoundError):
+            path.unlink()
+            removed.append(path)
+    return removed
+
+
+def _of_ended_processes(directory: Path) -> list[Path]:
+    """Files whose name has the id of a process that has ended."""
+    found = []
     for path in sorted(directory.glob("asyncrl-*")):
         match = OWN_NAME.fullmatch(path.name)
         if match is not None and not psutil.pid_exists(int(match["pid"])):
-            # The file may belong to another user, or another replica may delete it first.
-            with suppress(PermissionError, FileNotFoundError):
-                path.unlink()
-                removed.append(path)
-    return removed
+            found.append(path)
+    return found
+
+
+def _unmapped(directory: Path) -> list[Path]:
+    """Shared memory of vLLM's workers on CPU that no process maps. Its names have no process id.
+    New files are left out, since a worker may be about to map them."""
+    old = []
+    for path in sorted(directory.glob(WORKERS_MEMORY)):
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > UNMAPPED_S:
+                old.append(path)
+    if not old:
+        return []
+    mapped = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is another user's
+            mapped.append(maps.read_bytes())
+    return [path for path in old if not any(os.fsencode(path) in text for text in mapped)]
 
 
 def _bucket_starts(sizes: tuple[int, ...]) -> tuple[list[int], int]:

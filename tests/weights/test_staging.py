@@ -3,6 +3,7 @@ failure."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 from dataclasses import replace
@@ -161,3 +162,15 @@ def test_sweep_deletes_the_files_of_dead_processes(tmp_path: Path) -> None:
     assert sweep(tmp_path) == [queue, dead]
     assert alive.exists()
     assert other.exists()
+
+
+def test_sweep_deletes_memory_of_killed_workers_that_nobody_maps(tmp_path: Path) -> None:
+    new, old, mapped = (tmp_path / f"vllm_dist_{name}-tp:0-[0-1]-cpushm_0" for name in "abc")
+    for path in (new, old, mapped):
+        path.write_bytes(bytes(mmap.PAGESIZE))
+    with mapped.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        for path in (old, mapped):
+            os.utime(path, (0, 0))
+        assert sweep(tmp_path) == [old]
+    assert new.exists() and mapped.exists()
+    assert sweep(tmp_path) == [mapped]
