@@ -392,8 +392,9 @@ async def wait_for_placement(
         if waiting and asyncio.get_running_loop().time() > deadline and _unmet_demand(config):
             raise PlacementLostError(
                 f"{', '.join(sorted(waiting))} not placed within placement_timeout_s = {limit:g} s;"
-                " free or add resources, or lower generator.num_replicas or"
-                f" generator.num_cpus\n{resource_table(needed(config))}"
+                " free or add resources, or lower generator.num_replicas,"
+                " generator.tensor_parallel_size or generator.num_cpus"
+                f"\n{resource_table(needed(config))}"
             )
         await asyncio.sleep(LOOK_EVERY_S)
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check_heads", "check_sinks", "make_plan", "version_outline"]
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in models' configs."""
+
 
 def make_plan(config: Config) -> Plan:
     """Check everything that can be checked without allocating resources.
@@ -205,10 +208,6 @@ def check_heads(config: RunSettings) -> None:
         sizes = f"{heads} attention heads, {keys} key-value heads and intermediate size {width}"
         _check_split(config, "generator.tensor_parallel_size", fitting, sizes)
         _check_parts(config, text)
-
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts in models' configs."""
 
 
 def _check_parts(config: Config, text: Mapping[str, object]) -> None:

@@ -218,7 +218,7 @@ async def launch_stations(
         # The learner's placement group comes first, then the generators, whose start takes longest.
         learner_start = asyncio.create_task(_start_learner(config, state, stack, prepare))
         stack.add("start of the learner", functools.partial(cancel, learner_start))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the task asks for its group before another actor takes a place
         reference = _start_reference(config, directory.reference, stack)
         if config.shares_gpus:
             # An engine measures the free memory of its GPU while it starts. The others must not
