@@ -44,7 +44,7 @@ def test_the_loss_of_a_pass_is_a_mean_over_its_targets() -> None:
     assert weighted_mean([(1.0, 3.0), (5.0, 1.0)]) == 2.0
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_quick_measures_both_objectives(capsys: pytest.CaptureFixture[str]) -> None:
     assert objectives.main(["--quick"]) == 0  # exits if the losses of the contestants differ
     shown = capsys.readouterr().out

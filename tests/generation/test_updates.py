@@ -8,7 +8,9 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +19,11 @@ from disturbed import disturb
 
 from asyncrl.contracts.errors import GenerationTimeoutError, StaleReplicaError
 from asyncrl.contracts.messages import Details, GenerateRequest, Manifest, StreamPiece, WeightsId
-from asyncrl.generation.app import ServeGenerate
+from asyncrl.generation.app import ServeGenerate, start_generators, stop_generators
+from asyncrl.generation.settings import registry_name
 from asyncrl.weights import push
 from asyncrl.weights.push import ServeWeightSync
+from asyncrl.weights.version_registry import open_registry
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -439,36 +443,36 @@ def test_a_restarted_registry_gets_the_version_again(
     asyncio.run(asyncio.wait_for(run(), 120))
 
 
+@pytest.fixture
+def two_replicas(ray_cluster: Any, generators: Any, engine_starts: list[str]) -> Iterator[Any]:
+    """An application of its own with two replicas: `handle` and `registry`."""
+    name = "test-two-replicas"
+    registry = open_registry(registry_name(name))
+    settings = generators.app.generator.model_copy(update={"num_replicas": 2})
+    engine_starts.extend(["two replicas"] * 2)
+    try:
+        handle = start_generators(generators.app.model_copy(update={"generator": settings}), name)
+        yield SimpleNamespace(handle=handle, registry=registry)
+    finally:
+        stop_generators(name)
+        ray_cluster.kill(registry)
+
+
 @pytest.mark.slow
 def test_two_replicas_on_two_cores(
-    generators: Any,
-    sync: ServeWeightSync,
-    publish: Any,
-    load_reference: Any,
-    tiny_model: Any,
-    engine_starts: list[str],
+    two_replicas: Any, publish: Any, load_reference: Any, tiny_model: Any
 ) -> None:
-    from asyncrl.generation.app import start_generators
-
-    manifest = publish(
-        disturb(load_reference(tiny_model), seed=11), version=generators.next_version()
-    )
+    manifest = publish(disturb(load_reference(tiny_model), seed=11))
 
     async def run() -> None:
-        await generators.registry.announce.remote(manifest)
-        two = generators.app.model_copy(
-            update={"generator": generators.app.generator.model_copy(update={"num_replicas": 2})}
-        )
-        # Serve treats changed settings as a new deployment version, so both replicas are new.
-        engine_starts.extend(["two replicas"] * 2)
-        await asyncio.to_thread(start_generators, two, generators.name)
-        statuses = await generators.handle.broadcast("status").results_async()
-        assert [status.weights.version for status in statuses] == [manifest.version] * 2
+        sync = ServeWeightSync(two_replicas.handle, two_replicas.registry, push_timeout_s=60)
         report = await sync.push(manifest)
         assert len(report.replicas) == 2
         assert not report.unroutable
+        statuses = await two_replicas.handle.broadcast("status").results_async()
+        assert [status.weights.version for status in statuses] == [manifest.version] * 2
         wanted = WeightsId("test", 1, manifest.version)
-        generate = ServeGenerate(generators.handle)
+        generate = ServeGenerate(two_replicas.handle)
         answers = await asyncio.gather(
             *[generate.generate(request(p, min_weights=wanted)) for p in prompts(32)]
         )

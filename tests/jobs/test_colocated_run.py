@@ -18,7 +18,7 @@ from asyncrl.run.audit import audit, audit_text
 STEPS = 20
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_turns_train_what_separate_sides_train(
     start_run: Callable[..., Any], shared_memory: Callable[[], set[str]], tmp_path: Path

@@ -54,7 +54,7 @@ def test_a_rank_that_dies_is_started_again_and_no_row_is_lost(
     assert losses[-1] < losses[0] - 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_dpo_trains_the_groups_that_a_run_recorded(sft, start_run, start_config, tmp_path):
     """`asyncrl train` samples with learning rate 0, and `asyncrl dpo` trains its groups."""

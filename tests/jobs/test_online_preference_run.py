@@ -16,7 +16,7 @@ from asyncrl.observe.metric_catalog import known_names
 from asyncrl.run.audit import audit, audit_text
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_online_dpo_trains_stale_pairs_and_resumes(
     start_run: Callable[..., Any], tmp_path: Path

@@ -166,7 +166,7 @@ def test_a_mixture_trains_with_own_functions_and_exports_under_its_names(
     assert all(torch.equal(parameter, saved[name]) for name, parameter in after.items())
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_rewards_for_each_token_code_in_the_sandbox_and_stop_strings_in_one_run(
     start_run: Callable[..., Any], llama_model: Path, tmp_path: Path

@@ -17,7 +17,7 @@ from asyncrl.observe.metric_catalog import known_names
 from asyncrl.run.audit import audit, audit_text
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_a_remax_run_compares_each_completion_with_the_greedy_one(
     start_run: Callable[..., Any], tmp_path: Path, tiny_model: Path

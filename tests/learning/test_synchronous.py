@@ -349,10 +349,12 @@ def engine_alone(ray_cluster: Any, generators: Any, engine_starts: list[str]) ->
         .options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
         .remote(generators.app)
     )
-    ray_cluster.get(actor.start.remote(), timeout=500)
-    yield actor
-    ray_cluster.get(actor.stop.remote(), timeout=60)
-    ray_cluster.kill(actor)
+    try:
+        ray_cluster.get(actor.start.remote(), timeout=500)
+        yield actor
+        ray_cluster.get(actor.stop.remote(), timeout=60)
+    finally:
+        ray_cluster.kill(actor)
 
 
 @pytest.mark.parametrize("through", ["serve", pytest.param("engine", marks=pytest.mark.slow)])
