@@ -18,7 +18,7 @@ test-all: setup  ## what is too slow for `make test`
 demo-seeds: setup  ## the main job with three seeds, and once with shuffled rewards: about an hour
 	@$(PYTHON) -m jobs.quickstart.seeds
 
-faults: setup  ## the longest runs, most with killed or stopped parts, and broken control code; prints how long each part took to recover: about 75 minutes
+faults: setup  ## the longest runs, most with killed or stopped parts, and broken control code; prints how long each part took to recover: about 95 minutes
 	@$(PYTHON) -m pytest -q -m faults
 
 mutants: setup  ## break the control code on purpose; the tests must notice

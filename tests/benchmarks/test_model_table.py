@@ -108,7 +108,7 @@ def test_a_family_trains_and_publishes_what_transformers_has(name: str, tmp_path
     assert row.missed() == "" and row.names and row.plain is not None
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_vllm_agrees_after_an_update_of_every_parameter(
     engine_starts: list[str], tmp_path: Path

@@ -32,7 +32,7 @@ PROMPTS = [(5 + i, 6, 14 + i % 7) for i in range(8)]
     [
         pytest.param("tiny_model", "tensor_parallel_size", marks=pytest.mark.slow),
         pytest.param("untied_model", "tensor_parallel_size", marks=pytest.mark.faults),
-        pytest.param("tiny_model", "pipeline_parallel_size", marks=pytest.mark.slow),
+        pytest.param("tiny_model", "pipeline_parallel_size", marks=pytest.mark.faults),
     ],
 )
 def test_two_workers_take_an_update_of_every_parameter_and_die_together(

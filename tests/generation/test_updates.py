@@ -458,7 +458,7 @@ def two_replicas(ray_cluster: Any, generators: Any, engine_starts: list[str]) ->
         ray_cluster.kill(registry)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_two_replicas_on_two_cores(
     two_replicas: Any, publish: Any, load_reference: Any, tiny_model: Any
 ) -> None:

@@ -218,7 +218,7 @@ def test_rewards_for_each_token_code_in_the_sandbox_and_stop_strings_in_one_run(
     assert audited.returncode == 0, audited.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_a_hybrid_with_recurrent_layers_trains_one_trajectory_at_a_time_with_vllm(
     start_run: Callable[..., Any], tmp_path: Path

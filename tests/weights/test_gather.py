@@ -137,8 +137,13 @@ CASES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=pytest.mark.slow if number % 2 else pytest.mark.faults)
+        for number, name in enumerate(CASES)
+    ],
+)
 def test_private_memory_rises_by_at_most_two_buckets(
     ray_cluster: Any, tmp_path: Path, case: str
 ) -> None:
