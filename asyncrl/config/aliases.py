@@ -438,8 +438,8 @@ NOT_NEEDED = "nothing: "
 """Start of a value of RENAMED whose setting has no counterpart here, before the reason."""
 
 TURNS = (
-    "generators do not free a GPU's memory yet; remove it (placement: colocate takes turns on the"
-    " CPU)"
+    "placement: colocate decides it: on GPUs, the side that waits frees its memory; remove it, and"
+    " set that"
 )
 
 NOT_IMPLEMENTED = {

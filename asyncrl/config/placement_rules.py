@@ -20,13 +20,6 @@ def check_placement(config: Settings) -> None:
 
 
 def _check_turns(config: Settings) -> None:
-    devices = {"learner": config.learner.device, "generator": config.generator.device}
-    for section, device in devices.items():
-        if device != "cpu":
-            raise ValueError(
-                f"placement: colocate needs {section}.device: cpu, not {device}: generators do not"
-                " free a GPU's memory for the learner yet; use placement: decoupled"
-            )
     if not config.generator.own:
         raise ValueError(
             f"placement: colocate does not work with generator.attach ="
@@ -50,20 +43,54 @@ def _check_turns(config: Settings) -> None:
             "placement: colocate does not work with generator.in_flight = 'drain': generators rest"
             " at once, with unfinished completions; use recompute or keep"
         )
+    _check_one_device("colocate", config)
+    if config.takes_turns_on_gpus:
+        _check_turns_on_gpus(config)
+
+
+def _check_turns_on_gpus(config: Settings) -> None:
+    """The same GPUs hold one rank and at most one replica each."""
+    learner, generator = config.learner, config.generator
+    _check_whole_engines("colocate", config)
+    if generator.num_replicas > learner.world_size:
+        raise ValueError(
+            "placement: colocate needs no more rollout devices than ranks on GPUs, but"
+            f" generator.num_replicas = {generator.num_replicas} is above learner.world_size ="
+            f" {learner.world_size}; lower it, or use placement: decoupled"
+        )
+    if generator.in_flight == "keep":
+        raise ValueError(
+            "placement: colocate does not work with generator.in_flight = 'keep' on GPUs: a rest"
+            " frees the KV cache; use recompute"
+        )
+
+
+def _check_one_device(placement: str, config: Settings) -> None:
+    learner, generator = config.learner, config.generator
+    if learner.device != generator.device:
+        raise ValueError(
+            f"placement: {placement} needs one device for both sides, but learner.device ="
+            f" {learner.device} and generator.device = {generator.device}; use placement: decoupled"
+        )
+
+
+def _check_whole_engines(placement: str, config: Settings) -> None:
+    if config.generator.workers > 1:
+        raise ValueError(
+            f"placement: {placement} does not work with generator.tensor_parallel_size *"
+            f" pipeline_parallel_size = {config.generator.workers} on GPUs: Ray gives a process"
+            " fractions of one GPU only; use 1, or placement: decoupled"
+        )
 
 
 def _check_shares(config: Settings) -> None:
-    learner, generator = config.learner, config.generator
+    generator = config.generator
     if not generator.own:
         raise ValueError(
             f"placement: share does not work with generator.attach = {generator.attach!r}, whose"
             " generators have devices of their own; remove attach, or use placement: decoupled"
         )
-    if learner.device != generator.device:
-        raise ValueError(
-            f"placement: share needs one device for both sides, but learner.device ="
-            f" {learner.device} and generator.device = {generator.device}; use placement: decoupled"
-        )
+    _check_one_device("share", config)
     if config.shares_gpus:
         _check_gpus(config)
 
@@ -72,12 +99,7 @@ def _check_gpus(config: Settings) -> None:
     """A GPU has at most one rank and one replica. Ray puts processes on one GPU as long as their
     fractions fit, and two ranks or two starting engines there would disturb each other."""
     learner, generator = config.learner, config.generator
-    if generator.workers > 1:
-        raise ValueError(
-            "placement: share does not work with generator.tensor_parallel_size *"
-            f" pipeline_parallel_size = {generator.workers} on GPUs: Ray gives a process fractions"
-            " of one GPU only; use 1, or placement: decoupled"
-        )
+    _check_whole_engines("share", config)
     if generator.num_replicas > learner.world_size:
         raise ValueError(
             "placement: share puts one rank and at most one replica on a GPU, but"

@@ -459,7 +459,7 @@ class GeneratorConfig(Section):
     """KV cache of one engine on CPU, in bytes, over all its worker processes."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Fraction of the GPU memory that one engine uses (device: cuda). Default with `placement:
-    share`: 0.35."""
+    share`: 0.35; with `placement: colocate`, in the generators' turn: 0.85."""
     in_flight: Literal["keep", "recompute", "drain"] = "recompute"
     """How generations in flight at a weight update continue. `keep`: with the old KV cache.
     `recompute`: after recomputing the KV cache. `drain`: they finish before the update."""

@@ -28,9 +28,16 @@ from asyncrl.config.schema import (
 __all__ = ["Settings", "completion_room"]
 
 
-SHARES = {"learner": 0.5, "generator": 0.35}
-"""Section → gpu_memory_utilization with `placement: share`. The rest is for a reference policy, and
-for CUDA itself."""
+SHARES = {
+    "share": {"learner": 0.5, "generator": 0.35},
+    "colocate": {"generator": 0.85},
+}
+"""Placement → section → gpu_memory_utilization on GPUs. The rest is for CUDA itself, and with
+`share` for a reference policy. With `colocate` each side has the GPU in its turn."""
+
+RANK_IN_TURNS, REPLICA_IN_TURNS = 0.6, 0.4
+"""GPUs that a rank and a replica declare to Ray when they take turns. The numbers say nothing about
+memory: one rank and one replica fit on a GPU, and two ranks, or a rank and two replicas, do not."""
 
 
 class Settings(RunSettings):
@@ -54,7 +61,7 @@ class Settings(RunSettings):
     """`decoupled`: generators and learner have devices of their own and work at the same time.
     `share`: they work at the same time on the same devices, and each has a fraction of a GPU's
     memory. `colocate`: they use the same devices and take turns, so the staleness is 0. Generators
-    rest while the learner steps. On the CPU only; not on GPUs yet."""
+    rest while the learner steps. On a GPU, the side that waits frees its memory."""
     data: DataConfig
     rollout: RolloutConfig
     reward: RewardConfig
@@ -79,12 +86,12 @@ class Settings(RunSettings):
     @model_validator(mode="before")
     @classmethod
     def shared_gpus_have_room_for_both(cls, tree: object) -> object:
-        """With `placement: share` on GPUs, each side has a fraction of the memory unless it is
-        given."""
-        if not isinstance(tree, dict) or tree.get("placement") != "share":
+        """With `placement: share` or `colocate` on GPUs, each side has a fraction of the memory
+        unless it is given."""
+        if not isinstance(tree, dict) or tree.get("placement") not in ("share", "colocate"):
             return tree
         found = dict(tree)
-        for section, fraction in SHARES.items():
+        for section, fraction in SHARES[tree["placement"]].items():
             side = tree.get(section, {})
             if isinstance(side, dict) and side.get("device") == "cuda":
                 found[section] = {"gpu_memory_utilization": fraction, **side}
@@ -139,12 +146,16 @@ class Settings(RunSettings):
     @property
     def rank_gpus(self) -> float:
         """GPUs that one learner rank declares to Ray."""
+        if self.takes_turns_on_gpus:
+            return RANK_IN_TURNS
         return self._gpus(self.learner.device, self.learner.gpu_memory_utilization)
 
     @property
     def replica_gpus(self) -> float:
         """GPUs that one replica of the run's own generators declares to Ray."""
         generator = self.generator
+        if self.takes_turns_on_gpus:
+            return REPLICA_IN_TURNS
         return self._gpus(
             generator.device, generator.gpu_memory_utilization, float(generator.workers)
         )
@@ -158,6 +169,16 @@ class Settings(RunSettings):
     def shares_gpus(self) -> bool:
         """Whether generators and learner have fractions of the same GPUs."""
         return self.placement == "share" and self.learner.device == "cuda"
+
+    @property
+    def takes_turns_on_gpus(self) -> bool:
+        """Whether generators and learner take turns on the same GPUs."""
+        return self.placement == "colocate" and self.learner.device == "cuda"
+
+    @property
+    def replicas_share_gpus(self) -> bool:
+        """Whether a GPU of a replica is also a rank's, at the same time or in turns."""
+        return self.shares_gpus or self.takes_turns_on_gpus
 
     def _gpus(self, device: str, fraction: float, alone: float = 1.0) -> float:
         if device != "cuda":

@@ -8,6 +8,7 @@ __all__ = [
     "EscapesDirectoryError",
     "EvaluationLostError",
     "GenerationTimeoutError",
+    "GpuMemoryError",
     "InvalidRequestError",
     "NoCheckpointError",
     "OutboxClosedError",
@@ -51,6 +52,11 @@ class StaleReplicaError(Exception):
 
 class EngineDiedError(StaleReplicaError):
     """The engine died during the request. Serve will replace its replica."""
+
+
+class GpuMemoryError(RuntimeError):
+    """A side that takes its turn on a GPU finds too little free memory there. Nothing has changed.
+    The message is one line with both sides' bytes and the setting to change."""
 
 
 class InvalidRequestError(ValueError):

@@ -28,6 +28,7 @@ __all__ = [
     "ReferencePolicy",
     "Rollouts",
     "Scores",
+    "SharedDevice",
     "Sink",
     "TableRow",
     "WeightSync",
@@ -112,6 +113,27 @@ class Learner(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class SharedDevice(Protocol):
+    """The learner on GPUs that generators use in their turns. Between `leave_device` and
+    `take_device`, nothing else may call the learner."""
+
+    async def take_device(self) -> None:
+        """Load the learner's states again. Does nothing if they are on the device.
+
+        Raises:
+            RuntimeError: the generators have not left enough memory.
+        """
+        ...
+
+    async def leave_device(self) -> None:
+        """Free the device's memory. Does nothing if it is free.
+
+        Raises:
+            RuntimeError: what stays leaves too little for the generators.
+        """
+        ...
 
 
 class WeightSync(Protocol):

@@ -17,7 +17,8 @@ With `colocate`, generators and learner use the same devices and take turns. In 
 the generators rest: no group is admitted, no evaluation runs, and unfinished completions stay as
 they are. The learner steps, saves and gathers. Then publishing applies the version to the resting
 generators, wakes them, and so gives them the turn. The learner's next turn waits for a batch and
-for the evaluations that are due.
+for the evaluations that are due. On GPUs, the learner's states are on the device in its turn only:
+the generators leave it before, and take it after.
 
 If a loop that should never end does end, the run fails. Everything runs on one event loop. Nothing
 here imports Ray, vLLM or DeepSpeed, so a whole run on fakes takes milliseconds.
@@ -42,6 +43,7 @@ from asyncrl.contracts.protocols import (
     ReferencePolicy,
     Rollouts,
     Scores,
+    SharedDevice,
     WeightSync,
 )
 from asyncrl.contracts.rows import Prompt
@@ -130,8 +132,9 @@ class UnderEvaluation:
 @dataclass(slots=True)
 class Parts:
     """The stations, as the protocols that the coordinator needs. `checkpoints`, `evaluate`,
-    `check`, `concurrency` and `reference` are optional. Without `concurrency`, only the pace limits
-    running groups. `reference` is there if the reference policy is refreshed."""
+    `check`, `concurrency`, `reference` and `device` are optional. Without `concurrency`, only the
+    pace limits running groups. `reference` is there if the reference policy is refreshed, and
+    `device` if learner and generators take turns on GPUs."""
 
     prompts: PromptSource
     rollouts: Rollouts
@@ -144,6 +147,7 @@ class Parts:
     check: LogprobCheck | None = None
     concurrency: Concurrency | None = None
     reference: ReferencePolicy | None = None
+    device: SharedDevice | None = None
 
 
 class Coordinator:
@@ -693,6 +697,7 @@ class Coordinator:
         step, with the generators' turn."""
         if not self.schedule.colocate:
             return
+        await self._leave_device()
         if self.in_publication is None:
             await self._wake_generators()
         else:
@@ -703,7 +708,13 @@ class Coordinator:
         clock = asyncio.get_running_loop().time
         started = clock()
         await self.parts.weights.rest()
+        if self.parts.device is not None:
+            await self.parts.device.take_device()
         self._turn_times["time/rest_s"] = clock() - started
+
+    async def _leave_device(self) -> None:
+        if self.parts.device is not None:
+            await self.parts.device.leave_device()
 
     async def _wake_generators(self) -> None:
         if not self.schedule.colocate:
@@ -724,6 +735,7 @@ class Coordinator:
         if self.schedule.colocate:
             await self._rest_generators()
         yield
+        await self._leave_device()
         await self._wake_generators()
 
     # shared by the loops

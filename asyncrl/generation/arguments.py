@@ -109,6 +109,7 @@ def engine_config(app: GeneratorApp) -> tuple[VllmConfig, type[Executor]]:
         arguments.distributed_executor_backend = "mp"
     if generator.device != "cpu":
         arguments.gpu_memory_utilization = generator.gpu_memory_utilization
+        arguments.enable_sleep_mode = app.sleeps
         config = arguments.create_engine_config()
         return config, Executor.get_class(config)
     arguments.kv_cache_memory_bytes = generator.kv_cache_memory_bytes // workers

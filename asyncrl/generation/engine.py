@@ -42,6 +42,7 @@ from asyncrl.generation.arguments import (
 from asyncrl.generation.engine_stats import EngineStats, stat_logger
 from asyncrl.generation.outputs import scores, to_completion, to_piece, tokens_so_far
 from asyncrl.generation.settings import GeneratorApp
+from asyncrl.generation.sleep import Sleep
 from asyncrl.runtime.environment import Caches, claim_caches, preload_openmp
 from asyncrl.runtime.stacks import stack_here
 from asyncrl.runtime.temporary import TemporaryPlace
@@ -132,6 +133,8 @@ class Engine:
         rests."""
         self._rests = False
         """Whether the engine rests (see `rest`)."""
+        self._sleep = Sleep(app.generator.gpu_memory_utilization) if app.sleeps else None
+        """Frees the GPU in a rest; None: a rest keeps all memory."""
         self._processes: list[psutil.Process] = []
         self._temporary: TemporaryPlace | None = None
         """Temporary files and sockets of vLLM and this process. The engine's processes also write
@@ -334,7 +337,10 @@ class Engine:
 
     async def fingerprints(self) -> dict[str, Sequence[float]]:
         """Fingerprints of the engine's weights by published name (`asyncrl.weights.fingerprint`).
-        Generation pauses while they are computed."""
+        Generation pauses while they are computed. Raises RuntimeError while the weights are on the
+        host."""
+        if self.asleep:
+            raise RuntimeError("the engine rests, so its weights are not on the GPU")
         llm, held = self._running(), dict[str, Sequence[float]]()
         with self._adapters.using(llm) as adapter:
             held |= joined_fingerprints(
@@ -352,6 +358,7 @@ class Engine:
             pause_s and apply_s (seconds), and in_flight (completions).
 
         Raises:
+            GpuMemoryError: the weights do not fit beside the learner's. Nothing has changed.
             RuntimeError: the update failed halfway. The engine is unusable and must be replaced.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -364,7 +371,9 @@ class Engine:
             self.version = version
             self._updates += 1
 
-        return await self._paused(load, f"the update of version {version} failed")
+        failure = f"the update of version {version} failed"
+        await self._load_weights(failure)
+        return await self._paused(load, failure)
 
     async def apply_adapter(
         self, staged: Staged, settings: Mapping[str, object], version: int
@@ -383,10 +392,12 @@ class Engine:
             ManifestError: vLLM refuses the adapter. Nothing has changed.
             StagingError: the adapter's files cannot be written. Nothing has changed.
             EngineDiedError: the engine is dead.
+            GpuMemoryError: the weights do not fit beside the learner's. Nothing has changed.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         assert self._temporary is not None  # since `start`
+        await self._load_weights(f"the update of version {version} failed")
         began = time.monotonic()
         try:
             older = await self._adapters.load(
@@ -402,31 +413,52 @@ class Engine:
         """Whether the engine rests."""
         return self._rests
 
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine rests without its weights on the GPU."""
+        return self._sleep is not None and self._sleep.asleep
+
     async def rest(self) -> None:
         """Generate nothing until `wake`, so that other processes can use the device. Requests in
         progress stay as they are (with `in_flight: drain` they end first), and new ones wait.
-        Versions are applied meanwhile.
+        Versions are applied meanwhile. With `sleeps`, the weights and the KV cache leave the GPU.
 
         Raises:
             RuntimeError: vLLM did not pause. The engine is unusable and must be replaced.
         """
-        if self._rests:
+        if self._rests and (self._sleep is None or self.asleep):
             return
         self._open.clear()
         with self._unusable_after("a rest failed"):
-            await self._pause()
+            if self._sleep is None:
+                await self._pause()
+            else:
+                await self._sleep.begin(self._running())
+                self._count_pause(recomputes=True)
             self._rests = True
         self.stats.count_rest()
+
+    async def _load_weights(self, failure: str) -> None:
+        """Bring the weights of a resting engine back to the GPU, for an update."""
+        if self._sleep is not None and self._sleep.asleep:
+            await self._sleep.check_room(self._running())
+            with self._unusable_after(failure):
+                await self._sleep.load_weights(self._running())
 
     async def wake(self) -> None:
         """End the rest. Does nothing if the engine does not rest.
 
         Raises:
+            GpuMemoryError: the learner has not left the GPU. The engine still rests.
             RuntimeError: vLLM did not resume. The engine is unusable and must be replaced.
         """
         if not self._rests:
             return
+        if self._sleep is not None:
+            await self._sleep.check_room(self._running())
         with self._unusable_after("the end of a rest failed"):
+            if self._sleep is not None:
+                await self._sleep.end(self._running())
             await self._running().resume_generation()
         self._rests = False
         self._open.set()
@@ -520,11 +552,16 @@ class Engine:
 
     async def _pause(self) -> int:
         """Pause vLLM unless the engine rests. Returns the number of unfinished completions."""
-        llm, in_flight = self._running(), self.app.generator.in_flight
+        in_flight = self.app.generator.in_flight
         if not self._rests:
-            await llm.pause_generation(**PAUSE[in_flight])
-        lengths = [tokens_so_far(s) for s in llm.output_processor.request_states.values()]
-        self.stats.count_pause(lengths, in_flight == "recompute")
+            await self._running().pause_generation(**PAUSE[in_flight])
+        return self._count_pause(in_flight == "recompute")
+
+    def _count_pause(self, recomputes: bool) -> int:
+        """Count the unfinished completions of a pause."""
+        states = self._running().output_processor.request_states.values()
+        lengths = [tokens_so_far(state) for state in states]
+        self.stats.count_pause(lengths, recomputes)
         return len(lengths)
 
     @contextlib.contextmanager

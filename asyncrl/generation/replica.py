@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
+TURN_EVERY_S = 0.5
+"""Seconds between two questions whether the learner's turn has ended."""
+
 REGISTRY_S = 5.0
 """Seconds that the version registry gets to answer."""
 
@@ -81,6 +84,8 @@ class Generator:
         self._pending: dict[asyncio.Task[object], WeightsId] = {}
         """Runs' requests in progress, and the weights that each needs."""
         sweep()
+        if self.settings.sleeps:
+            await self._wait_for_generators_turn()
         self.engine = Engine(self.settings)
         await self.engine.start()
         try:
@@ -199,6 +204,11 @@ class Generator:
                 return self.engine.rests
 
         return await self._to_the_end(follow())
+
+    async def _wait_for_generators_turn(self) -> None:
+        """Wait for the end of the learner's turn: an engine that starts needs the GPU's memory."""
+        while await self._ask_registry("learner_turn"):  # noqa: ASYNC110
+            await asyncio.sleep(TURN_EVERY_S)
 
     async def status(self) -> ReplicaStatus:
         """The state of this replica, its weights and its engine."""
@@ -410,6 +420,11 @@ class Generator:
         if self.held:
             raise StaleReplicaError(
                 f"replica {self.replica} is held at {self.weights} for an evaluation, and the"
+                f" request needs {wanted}"
+            )
+        if self.engine.asleep:
+            raise StaleReplicaError(
+                f"replica {self.replica} rests at {self.weights}, and the learner uses its GPU; the"
                 f" request needs {wanted}"
             )
         try:

@@ -42,8 +42,11 @@ class GeneratorApp(Section):
     `/metrics`, under the application's route_prefix. A job's own generators do not serve HTTP."""
     num_gpus: float | None = Field(default=None, gt=0)
     """GPUs that a replica declares to Ray (device: cuda), where it shares one: a fraction of at
-    least generator.gpu_memory_utilization. Default: the engine's devices. A job sets it with
-    `placement: share`."""
+    least generator.gpu_memory_utilization, unless it `sleeps`. Default: the engine's devices. A job
+    sets it with `placement: share` and `colocate`."""
+    sleeps: bool = False
+    """Free the GPU's memory while the replica rests (device: cuda). A job sets it with `placement:
+    colocate`; nothing else makes a replica rest."""
     served_name: str | None = Field(default=None, min_length=1)
     """Name of the model in HTTP requests and responses. Default: the last part of `model`."""
     fetch_timeout_s: float | None = Field(default=None, gt=0)
@@ -74,6 +77,7 @@ class GeneratorApp(Section):
             )
         check_served_name(self.served_name, self.http)
         self._check_num_gpus()
+        self._check_sleeps()
         return self
 
     def _check_num_gpus(self) -> None:
@@ -90,10 +94,24 @@ class GeneratorApp(Section):
                 f"num_gpus = {self.num_gpus:g} is for engines on a fraction of one GPU; leave it"
                 " out, and a replica gets all GPUs of its engine"
             )
-        if self.num_gpus < generator.gpu_memory_utilization:
+        if self.num_gpus < generator.gpu_memory_utilization and not self.sleeps:
             raise ValueError(
                 f"num_gpus = {self.num_gpus:g} is below generator.gpu_memory_utilization ="
                 f" {generator.gpu_memory_utilization:g}; raise it, or lower the other"
+            )
+
+    def _check_sleeps(self) -> None:
+        if not self.sleeps:
+            return
+        if self.generator.device != "cuda":
+            raise ValueError(
+                "sleeps: true needs generator.device: cuda, since vLLM cannot free memory on the"
+                " CPU; set that, or leave sleeps out"
+            )
+        if self.generator.in_flight == "keep":
+            raise ValueError(
+                "sleeps: true does not work with generator.in_flight = 'keep', since a rest frees"
+                " the KV cache; use recompute"
             )
 
     @property

@@ -200,6 +200,16 @@ class LearnerGroup:
         manifest: Manifest = (await self._all("gather", version))[0]
         return manifest
 
+    async def take_device(self) -> None:
+        """Load the ranks' states onto their GPUs again. Raises LearnerError if the generators have
+        not left enough memory."""
+        await self._all("take_device")
+
+    async def leave_device(self) -> None:
+        """Free the ranks' GPUs, if generators use them in their turns. Until `take_device`, no
+        other call may follow. Raises LearnerError if too little is free."""
+        await self._all("leave_device")
+
     async def save(self, directory: Path) -> dict[str, Written]:
         """Write the learner's state under `directory`. Returns the files of all ranks: name
         relative to `directory` → size and checksum."""

@@ -37,6 +37,7 @@ from asyncrl.learning.reward_step import heldout_scores, reward_step
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.learning.state import LearnerState, Meeting, join_ranks, load_state
 from asyncrl.learning.supervised_step import supervised_step
+from asyncrl.learning.turns import device_turns
 from asyncrl.models.adapters import (
     adapter_settings,
     low_rank,
@@ -67,6 +68,18 @@ class LearnerRank:
         self.attempt = attempt
         self.versions: dict[int, list[ray.ObjectRef[np.ndarray]]] = {}
         """Version → references of its published buckets. Empty on all ranks except rank 0."""
+        self._turns = device_turns(state)
+        """Moves the states off the GPU and back; None: they stay on their device."""
+
+    def take_device(self) -> None:
+        """See `asyncrl.learning.turns.DeviceTurns.take`."""
+        if self._turns is not None:
+            self._turns.take()
+
+    def leave_device(self) -> None:
+        """See `asyncrl.learning.turns.DeviceTurns.leave`."""
+        if self._turns is not None:
+            self._turns.leave()
 
     def step(self, refs: Sequence[tuple[ray.ObjectRef[bytes], int] | pa.Table]) -> StepResult:
         """Take one step on a batch of scored groups: a policy step, or one of online DPO.

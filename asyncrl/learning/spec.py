@@ -57,6 +57,9 @@ class LearnerSpec:
     """Largest staleness of a pair, in versions (online DPO)."""
     gpus: float = 0.0
     """GPUs that one rank declares to Ray, a fraction where it shares one; 0 on the CPU."""
+    engine_memory: float | None = None
+    """generator.gpu_memory_utilization of the engines that use the ranks' GPUs in their turns;
+    None: none do."""
 
     @property
     def has_reference(self) -> bool:

@@ -148,9 +148,10 @@ def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
 def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]:
     learner, generator = config.learner, config.generator
     parameters = version_bytes / ITEM_BYTES[config.model.dtype]
-    if part == "learner ranks" and (learner.device == "cpu" or learner.offload_optimizer == "cpu"):
+    on_host = learner.device == "cpu" or learner.offload_optimizer == "cpu"
+    if part == "learner ranks" and (on_host or config.takes_turns_on_gpus):
         # Weights and gradients in float32, and AdamW's two moments. Frozen weights have only
-        # themselves.
+        # themselves. With turns on GPUs, they are in host memory in the generators' turn.
         trained = trained_bytes(config, version_bytes, 16 if learner.optimizer == "adamw" else 8)
         frozen = 0.0 if config.lora is None else parameters * 4
         return {"memory": (trained + frozen) / learner.world_size}
@@ -162,6 +163,9 @@ def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]
         held = (
             {"memory": float(version_bytes + generator.kv_cache_memory_bytes)}
             if generator.device == "cpu"
+            # The weights of an engine that rests.
+            else {"memory": float(version_bytes)}
+            if config.takes_turns_on_gpus
             else {}
         )
         return {**held, "shared memory": float(published_bytes(config, version_bytes))}
@@ -221,7 +225,7 @@ def with_fewer_replicas(
 
 
 def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
-    """slime's arithmetic for both placements, in GPUs, with the cluster's numbers if they are
+    """slime's arithmetic for all placements, in GPUs, with the cluster's numbers if they are
     known."""
     learner, generator = config.learner, config.generator
     actors = learner.world_size * (learner.device == "cuda")
@@ -244,8 +248,8 @@ def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
         f"                        = {rollouts} GPUs (generator.num_replicas"
         f" {generator.num_replicas}{engine} on {generator.device})\n  decoupled needs total"
         f" >= {actors} + {rollouts}{extra} = {total:g}{_gpus(nodes)}"
-        f"\n  colocate  needs total >= {actors}{extra}; on GPUs it is not implemented:"
-        " generators do not free a GPU's memory for the learner"
+        f"\n  colocate  needs total >= {actors}{extra} = {total - rollouts:g}: ranks and replicas"
+        " on the same GPUs, in turns. No more rollout devices than ranks"
         f"\n  share     needs total >= {actors}: {_shares(config)}"
         f"\n  this run: placement: {config.placement}{_range(config)}"
     )
@@ -336,6 +340,10 @@ def _places(need: Need, node: Node, which: Amounts) -> float:
     quotients = [
         _has(node, name, which) / amount for name, amount in need.amounts.items() if amount
     ]
+    fraction = need.amounts.get("GPU", 0.0)
+    if 0 < fraction < 1:  # a process is on one GPU, and cannot use what two have left
+        each = math.floor(1 / fraction + ROUNDING)
+        quotients.append(_has(node, "GPU", "registered") * each)
     fewest = min(quotients, default=math.inf)
     return math.floor(fewest + ROUNDING) if math.isfinite(fewest) else math.inf
 

@@ -146,6 +146,9 @@ def learner_spec(config: Config) -> LearnerSpec:
         max_staleness=config.staleness.max_staleness,
         lora=config.lora,
         gpus=config.rank_gpus,
+        engine_memory=(
+            config.generator.gpu_memory_utilization if config.takes_turns_on_gpus else None
+        ),
     )
 
 
@@ -302,7 +305,8 @@ def generator_app(config: Config) -> GeneratorApp:
         rollout_stop_token_ids=config.rollout.rollout_stop_token_ids,
         fetch_timeout_s=config.push_timeout_s,
         replace_after_s=config.push_timeout_s,
-        num_gpus=config.replica_gpus if config.shares_gpus else None,
+        num_gpus=config.replica_gpus if config.replicas_share_gpus else None,
+        sleeps=config.takes_turns_on_gpus,
         **adapters,
     )
 

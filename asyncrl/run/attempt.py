@@ -81,7 +81,7 @@ class Attempt:
                 self.across,
             ) as stations:
                 await self._train(stations)
-                await self._export(stations.learner)
+                await self._export(stations)
             self.recorder.close()
         finally:
             showing.cancel()
@@ -154,9 +154,12 @@ class Attempt:
         async with watchdog.watching():
             await stations.while_placed(coordinator.run())
 
-    async def _export(self, learner: LearnerGroup) -> None:
+    async def _export(self, stations: Stations) -> None:
         self.live.phase("saving")
-        path = self.directory.path
+        path, learner = self.directory.path, stations.learner
+        if self.config.takes_turns_on_gpus:
+            await stations.weights.rest()
+            await learner.take_device()
         async with self.watched(learner):
             await learner.export_hf(path / ".hf")
         replace_directory(path / ".hf", path / "hf")
@@ -221,6 +224,7 @@ def make_coordinator(
         check=_probe_check(config, state, stations),
         concurrency=concurrency_of(stations.config, stations.kv_cache_tokens, state.concurrency),
         reference=stations.reference,
+        device=stations.learner if config.takes_turns_on_gpus else None,
     )
     schedule = Schedule(
         max_steps=config.max_steps,

@@ -69,6 +69,8 @@ class AcrossAttempts:
                 keep
                 and not self.failed
                 and self.generators is not None
+                # Awake engines would hold the memory with which the next learner starts.
+                and not (self.placed is not None and self.placed.takes_turns_on_gpus)
                 and await self.generators.release(state.run_id, state.attempt)
             )
             if not keep:

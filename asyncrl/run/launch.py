@@ -220,9 +220,9 @@ async def launch_stations(
         stack.add("start of the learner", functools.partial(cancel, learner_start))
         await asyncio.sleep(0)  # the task asks for its group before another actor takes a place
         reference = _start_reference(config, directory.reference, stack)
-        if config.shares_gpus:
+        if config.replicas_share_gpus:
             # An engine measures the free memory of its GPU while it starts. The others must not
-            # allocate theirs meanwhile.
+            # allocate theirs meanwhile, and a learner that takes turns has left the GPU.
             await _together(learner_start, _ready(reference))
         handle, watcher = await _generator_handle(config, app_name, across)
         kept = directory.path / "kept"
@@ -472,6 +472,8 @@ async def _start_learner(
         make_directory(directory)
         await learner.check_shared(directory)
     await prepare(learner)
+    if config.takes_turns_on_gpus:
+        await learner.leave_device()
     return learner, seconds
 
 

@@ -1,8 +1,10 @@
-"""How much of a GPU's memory a process may use."""
+"""How much of a GPU's memory a process may use, and how much is free."""
 
 from __future__ import annotations
 
-__all__ = ["limit_gpu_memory"]
+from asyncrl.contracts.errors import GpuMemoryError
+
+__all__ = ["check_room", "gpu_memory", "limit_gpu_memory"]
 
 
 def limit_gpu_memory(device: str, fraction: float) -> None:
@@ -13,3 +15,36 @@ def limit_gpu_memory(device: str, fraction: float) -> None:
         import torch
 
         torch.cuda.set_per_process_memory_fraction(fraction)
+
+
+def gpu_memory() -> tuple[int, int]:
+    """Free and total bytes of this process's GPU, over all processes that use it."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return int(free), int(total)
+
+
+def check_room(needs: str, needed: int, memory: tuple[int, int], holders: str, fix: str) -> None:
+    """Check that a side of a GPU may begin its turn.
+
+    Args:
+        needs: who needs the bytes, for the message.
+        memory: free and total bytes of the GPU (`gpu_memory`).
+        holders: who may hold the rest.
+        fix: what to change.
+
+    Raises:
+        GpuMemoryError: fewer than `needed` bytes are free.
+    """
+    free, total = memory
+    if free < needed:
+        raise GpuMemoryError(
+            f"{needs} {gib(needed)} of GPU memory, but {gib(free)} of {gib(total)} are free:"
+            f" {holders} {gib(total - free)}; {fix}"
+        )
+
+
+def gib(size: int) -> str:
+    """A number of bytes in GiB, for messages."""
+    return f"{size / 2**30:.2f} GiB"

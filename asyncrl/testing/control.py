@@ -322,6 +322,8 @@ class FakeLearner:
         self.batches: list[list[Scored]] = []
         self.gathered: list[int] = []
         self.busy = False
+        self.on_device = True
+        """Whether it may compute (`SharedDevice`)."""
         self.death: asyncio.Future[None] | None = None
         """Set by `watch`. A test gives it the exception of a rank that died."""
 
@@ -352,6 +354,14 @@ class FakeLearner:
             applied, {"loss": 0.0}, *("", "") if applied else (self.reason, self.reason)
         )
 
+    async def take_device(self) -> None:
+        await asyncio.sleep(0)
+        self.on_device = True
+
+    async def leave_device(self) -> None:
+        await self._work()
+        self.on_device = False
+
     async def gather(self, version: int) -> Manifest:
         if version != self.version:
             raise AssertionError(
@@ -370,6 +380,8 @@ class FakeLearner:
         return None
 
     async def _work(self) -> None:
+        if not self.on_device:
+            raise AssertionError("the learner was called after it had left its device")
         if self.busy:
             raise AssertionError(
                 "the learner was called during another call; its calls are collectives"

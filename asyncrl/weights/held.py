@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from asyncrl.contracts.adapters import PREFIX
+from asyncrl.runtime.gpu_memory import gpu_memory
 from asyncrl.weights.fingerprint import Block, Fingerprint, Shard, fingerprint, row_products, signs
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ __all__ = ["HeldWeights", "adapter_fingerprints", "held_shards"]
 
 
 class HeldWeights:
-    """Extension of vLLM's worker (`worker_extension_cls`): adds a method for `collective_rpc`."""
+    """Extension of vLLM's worker (`worker_extension_cls`): adds methods for `collective_rpc`."""
 
     model_runner: GPUModelRunner
     """An attribute of the worker that this class extends."""
@@ -31,6 +32,10 @@ class HeldWeights:
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         return held_shards(self.model_runner.model, ParallelLMHead)
+
+    def gpu_memory(self) -> tuple[int, int]:
+        """See `asyncrl.runtime.gpu_memory.gpu_memory`."""
+        return gpu_memory()
 
     def held_adapter(self, number: int, scale: float) -> dict[str, Fingerprint]:
         """Published name → fingerprint of the matrices of vLLM's adapter `number`; empty if it is

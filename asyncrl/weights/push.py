@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import ray
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from asyncrl.contracts.errors import GpuMemoryError
 from asyncrl.contracts.messages import Manifest, PushReport, WeightsId
 from asyncrl.runtime.ray_objects import Actor
 from asyncrl.runtime.serve_calls import Handle, ask_all
@@ -126,11 +127,9 @@ class ServeWeightSync:
                 manifest, min(ROUND_S, remaining), max(grace_ends - time.monotonic(), 0.0)
             )
             for error in errors:
-                if isinstance(error, ManifestError):
-                    # Ray's error quotes the replica's stack; its cause is one line.
-                    cause = getattr(error, "cause", error)
+                if isinstance(error, (ManifestError, GpuMemoryError)):
                     raise RuntimeError(
-                        f"version {manifest.version} was refused: {cause}"
+                        f"version {manifest.version} was refused: {_cause(error)}"
                     ) from error
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
             survey = await self._survey(manifest, max(grace_ends - time.monotonic(), ANSWER_S))
@@ -218,6 +217,8 @@ class ServeWeightSync:
             except NO_ANSWER as error:
                 answers = [error]
             errors = [answer for answer in answers if isinstance(answer, BaseException)]
+            for full in [error for error in errors if isinstance(error, GpuMemoryError)]:
+                raise RuntimeError(_cause(full)) from full
             followed = sum(rests is learner for rests in answers)
             needed = len(answers) if learner else (len(answers) + 1) // 2
             if followed >= max(1, needed):
@@ -343,6 +344,11 @@ class ServeWeightSync:
             [*(answer.replica for answer in behind), *silent],
             sum(answer.tokens_generated for answer in behind),
         )
+
+
+def _cause(error: BaseException) -> str:
+    """The line of a replica's error, without the stack that Ray's adds."""
+    return str(getattr(error, "cause", error))
 
 
 def _has(weights: WeightsId | None, manifest: Manifest) -> bool:

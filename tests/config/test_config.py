@@ -136,6 +136,7 @@ ON_ONE_GPU = {
     "learner.device": "cuda",
     "generator.device": "cuda",
 }
+IN_TURNS = {**ON_ONE_GPU, "placement": "colocate"}
 REINFORCE = {
     "algorithm.loss": "reinforce",
     "algorithm.old_policy": "learner",
@@ -491,6 +492,21 @@ def test_turns_have_no_staleness_unless_it_is_given(tmp_path):
     assert load_config(path, ["--placement", "decoupled"]).staleness.max_staleness == 2
 
 
+def test_sides_that_take_turns_on_gpus_may_each_use_most_of_the_memory(tmp_path):
+    config = load(tmp_path, IN_TURNS)
+    sides = (config.learner, config.generator)
+    assert [side.gpu_memory_utilization for side in sides] == [1.0, 0.85]
+    assert config.takes_turns_on_gpus and config.replicas_share_gpus and not config.shares_gpus
+    rank, replica = config.rank_gpus, config.replica_gpus
+    assert 2 * rank > 1 >= rank + replica > 1 - replica, "one rank and one replica fit on a GPU"
+    given = {"learner.gpu_memory_utilization": 0.9, "generator.gpu_memory_utilization": 0.9}
+    both = load(tmp_path, IN_TURNS | given)
+    assert [side.gpu_memory_utilization for side in (both.learner, both.generator)] == [0.9, 0.9]
+    assert (both.rank_gpus, both.replica_gpus) == (rank, replica)
+    on_cpu = load(tmp_path, {"placement": "colocate", "generator.in_flight": "keep"})
+    assert not on_cpu.takes_turns_on_gpus and on_cpu.rank_gpus == on_cpu.replica_gpus == 0
+
+
 def test_over_sampling_needs_drop(tmp_path):
     with pytest.raises(ConfigError, match=r"over_sampling = 4 needs staleness.on_stale: drop"):
         load(tmp_path, {"staleness.over_sampling": 4})
@@ -611,14 +627,27 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
         ({"use_dynamic_batch_size": True}, "dynamic batching is always on"),
         ({"learner.temperature": 1}, "did you mean rollout.temperature"),
         ({"colocate": True}, "asyncrl calls it placement: colocate"),
-        ({"offload_rollout": True}, "offload_rollout is not implemented: generators do not free"),
+        ({"offload_rollout": True}, "offload_rollout is not implemented: placement: colocate"),
         (
             {"placement": "colocate", "staleness.max_staleness": 1},
             "placement: colocate needs staleness.max_staleness: 0, not 1: nothing is generated",
         ),
         (
             {"placement": "colocate", "generator.device": "cuda"},
-            "placement: colocate needs generator.device: cpu, not cuda: generators do not free",
+            "colocate needs one device for both sides, but learner.device = cpu and generator",
+        ),
+        (
+            {**IN_TURNS, "generator.tensor_parallel_size": 2},
+            r"colocate does not work with generator.tensor_parallel_size \* pipeline_parallel_size"
+            " = 2 on GPUs: Ray gives a process fractions of one GPU only",
+        ),
+        (
+            {**IN_TURNS, "generator.num_replicas": 3, "learner.world_size": 2},
+            "no more rollout devices than ranks on GPUs, but generator.num_replicas = 3 is above",
+        ),
+        (
+            {**IN_TURNS, "generator.in_flight": "keep"},
+            "does not work with generator.in_flight = 'keep' on GPUs: a rest frees the KV cache",
         ),
         (
             {"placement": "colocate", "generator.in_flight": "drain"},

@@ -70,6 +70,7 @@ class World:
     evaluate_in_flight: bool
     check_every: int
     colocate: bool
+    leaves_device: bool
     copies: list[bool]
     """Whether a scored group arrives a second time."""
     interrupted_after: list[float] = field(default_factory=list)
@@ -125,6 +126,7 @@ def worlds(draw):
         evaluate_in_flight=draw(st.booleans()),
         check_every=draw(st.integers(0, 3)),
         colocate=draw(st.booleans()),
+        leaves_device=draw(st.booleans()),
         copies=draw(cycle(st.booleans())),
         kv_use=draw(cycle(st.sampled_from((0.3, 0.87, 0.99)))),
         interrupted_after=draw(st.lists(st.sampled_from((0.0, 0.5, 5.0, 50.0)), max_size=2)),
@@ -221,6 +223,8 @@ class Weights(FakeWeightSync):
     evaluating = False
 
     async def push(self, manifest):
+        device = self.coordinator.parts.device
+        assert device is None or not device.on_device
         assert not self.alone and self.awake.is_set() != self.coordinator.schedule.colocate
         report = await super().push(manifest)
         assert not self.alone and self.awake.is_set() != self.coordinator.schedule.colocate
@@ -231,7 +235,8 @@ class Weights(FakeWeightSync):
         await super().rest()
 
     async def wake(self):
-        assert not self.awake.is_set()
+        device = self.coordinator.parts.device
+        assert not self.awake.is_set() and (device is None or not device.on_device)
         await super().wake()
 
     def evaluation(self, seconds):
@@ -271,6 +276,10 @@ class Learner(FakeLearner):
     def __init__(self, weights, *arguments, **settings):
         super().__init__(*arguments, **settings)
         self.weights = weights
+
+    async def take_device(self):
+        assert not self.on_device and not self.weights.awake.is_set()
+        await super().take_device()
 
     async def _work(self):
         assert self.weights is None or not self.weights.awake.is_set()
@@ -315,20 +324,22 @@ def attempt(world, state, restored=()):
         replicas=replicas,
         lags=lambda replica, version: world.lags[(replica + version) % len(world.lags)],
     )
+    learner = Learner(
+        weights if world.colocate else None,
+        world.groups,
+        latency=world.learner_latency,
+        skips=lambda step: world.skipped[step % len(world.skipped)],
+        version=state.version,
+        max_staleness=world.max_staleness,
+    )
+    learner.on_device = not (world.colocate and world.leaves_device)
     parts = Parts(
         prompts=FakePrompts(
             state.frontier, [*state.finished_above, *(scored.ordinal for scored in restored)]
         ),
         rollouts=rollouts,
         scores=scores,
-        learner=Learner(
-            weights if world.colocate else None,
-            world.groups,
-            latency=world.learner_latency,
-            skips=lambda step: world.skipped[step % len(world.skipped)],
-            version=state.version,
-            max_staleness=world.max_staleness,
-        ),
+        learner=learner,
         weights=weights,
         recorder=FakeRecorder(),
         checkpoints=FakeCheckpoints(),
@@ -337,6 +348,7 @@ def attempt(world, state, restored=()):
         ),
         check=FakeLogprobCheck(),
         concurrency=Concurrency(world.concurrency, MOST_RUNNING) if world.concurrency else None,
+        device=None if learner.on_device else learner,
     )
     staleness = Staleness(world.max_staleness, world.groups, world.on_stale, world.over_sampling)
     schedule = Schedule(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+Adapted = tuple[Any, dict[str, Any], dict[str, object]]
+"""PEFT's model, the adapter's matrices by name, and its settings."""
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +45,27 @@ def load_reference() -> Callable[[Path], Any]:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     return load
+
+
+@pytest.fixture(scope="session")
+def adapted(tiny_model: Path) -> Callable[..., Adapted]:
+    """`adapted(seed, r=4, use_rslora=False)`: a model with a random adapter, made by PEFT."""
+    import torch
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    def make(seed: int, r: int = 4, use_rslora: bool = False) -> Adapted:
+        base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        model = get_peft_model(
+            base, LoraConfig(r=r, lora_alpha=8, target_modules="all-linear", use_rslora=use_rslora)
+        ).eval()
+        drawn = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, part in model.named_parameters():
+                if "lora_" in name:
+                    part.copy_(torch.randn(part.shape, generator=drawn) * 0.2)
+        settings = model.peft_config["default"].to_dict()
+        plain = json.loads(json.dumps(settings, default=sorted))  # as in adapter_config.json
+        return model, get_peft_model_state_dict(model), plain
+
+    return make

@@ -8,7 +8,7 @@ import dataclasses
 import glob
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,32 +30,6 @@ from asyncrl.weights.version_registry import open_registry
 TOLERANCE = 2e-5
 RANK, SLOTS = 4, 2
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-
-Adapted = tuple[Any, dict[str, torch.Tensor], dict[str, object]]
-"""PEFT's model, the adapter's matrices by name, and its settings."""
-
-
-@pytest.fixture(scope="session")
-def adapted(tiny_model: Path) -> Callable[..., Adapted]:
-    """`adapted(seed, r=4, use_rslora=False)`: a model with a random adapter, made by PEFT."""
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-    from transformers import AutoModelForCausalLM
-
-    def make(seed: int, r: int = RANK, use_rslora: bool = False) -> Adapted:
-        base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        model = get_peft_model(
-            base, LoraConfig(r=r, lora_alpha=8, target_modules="all-linear", use_rslora=use_rslora)
-        ).eval()
-        drawn = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, part in model.named_parameters():
-                if "lora_" in name:
-                    part.copy_(torch.randn(part.shape, generator=drawn) * 0.2)
-        settings = model.peft_config["default"].to_dict()
-        plain = json.loads(json.dumps(settings, default=sorted))  # as in adapter_config.json
-        return model, get_peft_model_state_dict(model), plain
-
-    return make
 
 
 @pytest.fixture(scope="module")

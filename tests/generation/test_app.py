@@ -57,6 +57,7 @@ def test_a_replica_declares_the_gpus_of_its_engine_or_a_fraction() -> None:
     assert gpus(cuda, num_gpus=0.4) == 0.4 and gpus(cuda) == 1
     assert gpus({**cuda, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}) == 4
     assert not gpus({})
+    assert gpus({**cuda, "gpu_memory_utilization": 0.85}, num_gpus=0.4, sleeps=True) == 0.4
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,11 @@ def test_a_replica_declares_the_gpus_of_its_engine_or_a_fraction() -> None:
             "num_gpus = 1 is for engines on a fraction of one GPU",
         ),
         ({"generator": {"attach": "generator"}}, "is a training job's setting"),
+        ({"sleeps": True}, "sleeps: true needs generator.device: cuda"),
+        (
+            {"sleeps": True, "generator": {"device": "cuda", "in_flight": "keep"}},
+            "sleeps: true does not work with generator.in_flight = 'keep', since a rest frees",
+        ),
         ({"served_name": "m"}, "needs http: true"),
         (
             {"generator": {"min_replicas": 1}, "http": True},

@@ -3,6 +3,7 @@ layers (pipeline parallelism)."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -20,7 +21,7 @@ from asyncrl.generation.arguments import engine_environment
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.weights.fingerprint import difference_text, fingerprint, row_products
-from asyncrl.weights.manifest import expected_tensors
+from asyncrl.weights.manifest import expected_tensors, tensors_of
 from asyncrl.weights.staging import SHARED_MEMORY, fetch_version
 
 pytestmark = pytest.mark.timeout(600)
@@ -113,6 +114,68 @@ def test_two_workers_take_an_update_of_every_parameter_and_die_together(
         get(actor.stop.remote(), timeout=60)
         assert not any(map(psutil.pid_exists, processes))
         assert not any(path.exists() for path in queues)
+    finally:
+        ray_cluster.kill(actor)
+
+
+def test_two_workers_take_adapters(
+    ray_cluster: Any,
+    publish: Any,
+    adapted: Any,
+    reference: Any,
+    engine_starts: list[str],
+    tiny_model: Path,
+    tmp_path: Path,
+) -> None:
+    """Tensor parallelism splits the matrices of an adapter as it splits the layers."""
+
+    class EngineActor(Engine):
+        """An engine in an actor. Defined here so that it is pickled by value."""
+
+    sizes = {"tensor_parallel_size": 2, "max_num_seqs": 16, "kv_cache_memory_bytes": 8 << 20}
+    app = GeneratorApp(
+        model=str(tiny_model),
+        max_model_len=128,
+        generator=GeneratorConfig.model_validate(sizes),
+        max_lora_rank=4,
+        max_loras=2,
+    )
+    engine_starts.append("tensor_parallel_size 2 with adapters")
+    actor = (
+        ray_cluster.remote(EngineActor)
+        .options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
+        .remote(app)
+    )
+    get = ray_cluster.get
+    try:
+        get(actor.start.remote(), timeout=500)
+        base = expected_tensors(tiny_model, "float32")
+        for version, settings in ((1, {}), (2, {"use_rslora": True})):
+            model, matrices, adapter = adapted(version, **settings)
+            manifest = dataclasses.replace(publish(matrices, version=version), adapter=adapter)
+            staged = fetch_version(manifest, tensors_of(manifest, base, 4), 60, tmp_path)
+            get(actor.apply_adapter.remote(staged, adapter, version), timeout=120)
+            staged.remove()
+            held = get(actor.fingerprints.remote(), timeout=60)
+            published = {
+                name: fingerprint(row_products(matrix.numpy())) for name, matrix in matrices.items()
+            }
+            text = difference_text(published, {"two workers": held}, "float32")
+            assert text.startswith(f"all {len(published)} "), text
+            asked = [
+                actor.generate.remote(GenerateRequest(prompt, 2, 32, 1.0, seed=5, ignore_eos=True))
+                for prompt in PROMPTS
+            ]
+            worst = 0.0
+            for prompt, completions in zip(PROMPTS, get(asked, timeout=120), strict=True):
+                for completion in completions:
+                    assert [span.version for span in completion.versions] == [version]
+                    theirs = torch.tensor(completion.logprobs)
+                    ours = reference(model, prompt, completion.token_ids)
+                    worst = max(worst, (ours - theirs).abs().max().item())
+            print("largest difference in nats:", worst)
+            assert worst <= 1e-4
+        get(actor.stop.remote(), timeout=60)
     finally:
         ray_cluster.kill(actor)
 

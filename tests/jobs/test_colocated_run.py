@@ -20,13 +20,18 @@ STEPS = 20
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("lora", [None, {"r": 4, "alpha": 8.0}], ids=["whole", "lora"])
 def test_turns_train_what_separate_sides_train(
-    start_run: Callable[..., Any], shared_memory: Callable[[], set[str]], tmp_path: Path
+    start_run: Callable[..., Any],
+    shared_memory: Callable[[], set[str]],
+    tmp_path: Path,
+    lora: dict[str, float] | None,
 ) -> None:
     """At staleness 0 both placements generate the same ids and end with the same weights."""
     before = shared_memory()
     changes = {
         "max_steps": STEPS,
+        "lora": lora,
         "staleness.max_staleness": 0,
         "weights.check_every_versions": 5,
         "eval.every_steps": 10,

@@ -93,6 +93,49 @@ def test_shared_gpus_are_declared_as_fractions():
     assert not config(placement="share").shares_gpus and config(placement="share").rank_gpus == 0
 
 
+def test_turns_on_gpus_need_a_gpu_for_each_rank_and_for_models_that_only_score():
+    cuda = {"device": "cuda"}
+    turns = config(
+        placement="colocate",
+        learner={**cuda, "world_size": 2},
+        generator={**cuda, "num_replicas": 2},
+        algorithm={"kl_loss_coef": 0.1},
+        staleness={"max_staleness": 0},
+    )
+    assert (
+        "  colocate  needs total >= 2 + reference 1 = 3: ranks and replicas on the same GPUs, in"
+        " turns. No more rollout devices than ranks\n"
+    ) in placement_text(turns)
+    needs = {need.part: (need.count, need.amounts.get("GPU")) for need in run_needs(turns)}
+    assert needs["learner ranks"] == (2, 0.6) and needs["generator replicas"] == (2, 0.4)
+    assert needs["reference policy"] == (1, 1)
+    assert shortages(run_needs(turns), [node("a", 8, 3)], "registered") == []
+    assert shortages(run_needs(turns), [node("a", 8, 2)], "registered") == [
+        "GPU: 3 needed, 2 registered"
+    ]
+    held = {need.part: need.amounts.get("memory") for need in run_needs(turns, 30 << 20)}
+    assert held["learner ranks"] == (30 << 20) * 16 / 4 / 2, "states wait in host memory"
+    assert held["generator replicas"] == 30 << 20, "weights wait in host memory"
+    spec, app = learner_spec(turns), generator_app(turns)
+    assert (spec.gpus, spec.engine_memory) == (0.6, 0.85)
+    assert (app.num_gpus, app.sleeps, app.generator.gpu_memory_utilization) == (0.4, True, 0.85)
+
+
+def test_a_fraction_of_a_gpu_is_on_one_gpu():
+    """Ten ranks of 0.6 would fit into the sum of six GPUs, which have room for six."""
+    cuda = {"device": "cuda"}
+    turns = config(
+        placement="colocate",
+        learner={**cuda, "world_size": 8},
+        generator=cuda,
+        staleness={"max_staleness": 0},
+    )
+    assert shortages(run_needs(turns), [node("a", 16, 8)], "registered") == []
+    (line,) = shortages(run_needs(turns), [node("a", 16, 6)], "registered")
+    assert line.startswith("learner ranks: 8 x (CPU 0.4, GPU 0.6), each on one node"), line
+    assert line.endswith("resources fit 6 on a")
+
+
 def test_the_specs_carry_the_fractions():
     cuda = {"device": "cuda"}
     algorithm = {"kl_loss_coef": 0.1}
@@ -218,14 +261,14 @@ def test_slimes_arithmetic_for_both_placements():
     text = placement_text(config(**GPUS), [node("a", 8, 4, free={"GPU": 1}), node("b", 8, 4)])
     assert "decoupled needs total >= 3 + 1 = 4: 8 registered, 5 free" in text
     assert text.endswith(
-        "  colocate  needs total >= 3; on GPUs it is not implemented: generators do not free a"
-        " GPU's memory for the learner\n  share     needs total >= 3: ranks and replicas on the"
+        "  colocate  needs total >= 3 = 3: ranks and replicas on the same GPUs, in turns. No more"
+        " rollout devices than ranks\n  share     needs total >= 3: ranks and replicas on the"
         " same GPUs, each with a fraction of the memory\n  this run: placement: decoupled"
     )
     reference = placement_text(config(**GPUS, algorithm={"kl_loss_coef": 0.1}))
     assert (
         "decoupled needs total >= 3 + 1 + reference 1 = 5\n" in reference
-        and "colocate  needs total >= 3 + reference 1;" in reference
+        and "colocate  needs total >= 3 + reference 1 = 4:" in reference
     )
     split = config(**{**GPUS, "generator": {**GPUS["generator"], "tensor_parallel_size": 2}})
     text = placement_text(split)

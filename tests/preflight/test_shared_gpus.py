@@ -1,4 +1,4 @@
-"""`placement: share`: where Ray puts the processes of a run on a node that declares two GPUs."""
+"""`placement: share` and `colocate`: where Ray puts the processes of a run on a node with GPUs."""
 
 import json
 import subprocess
@@ -21,7 +21,8 @@ class Process:
         return [int(gpu) for gpu in ray.get_gpu_ids()]
 
 config = Config.model_validate_json(sys.argv[1])
-ray.init(address="local", num_cpus=8, num_gpus=2, log_to_driver=False, include_dashboard=False)
+gpus = int(sys.argv[2])
+ray.init(address="local", num_cpus=8, num_gpus=gpus, log_to_driver=False, include_dashboard=False)
 group = asyncio.run(_place(learner_spec(config)))
 ranks = [
     Process.options(
@@ -41,17 +42,29 @@ print(json.dumps([ray.get([each.gpus.remote() for each in part])
 """
 
 
+SHARE = {
+    "placement": "share",
+    "learner": {"device": "cuda", "world_size": 2, "gpu_memory_utilization": 0.55},
+    "generator": {"device": "cuda", "num_replicas": 2, "gpu_memory_utilization": 0.35},
+    "algorithm": {"kl_loss_coef": 0.1, "ref_gpu_memory_utilization": 0.1},
+}
+COLOCATE = {
+    "placement": "colocate",
+    "learner": {"device": "cuda", "world_size": 2},
+    "generator": {"device": "cuda", "num_replicas": 2},
+    "algorithm": {"kl_loss_coef": 0.1},
+    "staleness": {"max_staleness": 0},
+}
+
+
 @pytest.mark.slow
-def test_each_gpu_gets_one_rank_and_one_replica():
-    cuda = {"device": "cuda"}
-    config = SMALL | {
-        "placement": "share",
-        "learner": {**cuda, "world_size": 2, "gpu_memory_utilization": 0.55},
-        "generator": {**cuda, "num_replicas": 2, "gpu_memory_utilization": 0.35},
-        "algorithm": {"kl_loss_coef": 0.1, "ref_gpu_memory_utilization": 0.1},
-    }
+@pytest.mark.parametrize(
+    ("placement", "gpus", "scored_on"), [(SHARE, 2, ([0], [1])), (COLOCATE, 3, ([2],))]
+)
+def test_each_gpu_gets_one_rank_and_one_replica(placement, gpus, scored_on):
+    config = SMALL | placement
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(config)],
+        [sys.executable, "-c", SCRIPT, json.dumps(config), str(gpus)],
         stdout=subprocess.PIPE,
         text=True,
         timeout=120,
@@ -59,4 +72,4 @@ def test_each_gpu_gets_one_rank_and_one_replica():
     )
     ranks, reference, replicas = json.loads(done.stdout.splitlines()[-1])
     assert sorted(ranks) == sorted(replicas) == [[0], [1]]
-    assert reference in ([[0]], [[1]])
+    assert reference[0] in scored_on

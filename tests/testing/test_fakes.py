@@ -15,7 +15,7 @@ PROTOCOLS = {
     for name, kind in vars(protocols).items()
     if inspect.isclass(kind) and kind.__module__ == protocols.__name__
 }
-RENAMED = {"PromptSource": "FakePrompts"}
+RENAMED = {"PromptSource": "FakePrompts", "SharedDevice": "FakeLearner"}
 """Protocol → its fake, where the name is not `Fake` and the protocol's."""
 MOST_METHODS = 5
 

@@ -1,0 +1,269 @@
+"""Engines that free their GPU while they rest. vLLM is a stub that records calls; one test binds
+every recorded call to the signatures of the installed vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.config import GeneratorConfig
+from asyncrl.contracts.errors import GpuMemoryError, StaleReplicaError
+from asyncrl.contracts.messages import WeightsId
+from asyncrl.generation import replica as replica_module
+from asyncrl.generation.engine import Engine
+from asyncrl.generation.replica import Generator
+from asyncrl.generation.settings import GeneratorApp
+from asyncrl.weights.held import HeldWeights
+
+GIB = 2**30
+TOTAL, CONTEXT, WEIGHTS, CACHE = 80 * GIB, 2 * GIB, 16 * GIB, 40 * GIB
+UPDATE = ["start_weight_update", "update_weights", "finish_weight_update"]
+
+
+class StubLLM:
+    """Calls, and the memory of one GPU. As in vLLM, waking the last part resumes generation."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.output_processor = SimpleNamespace(request_states={})
+        self.on_device = {"weights", "kv_cache"}
+        self.others = 0
+        """Bytes of the learner."""
+        self.paused = False
+        self.errored = False
+        self.fails: str | None = None
+
+    async def collective_rpc(self, method: str) -> list[tuple[int, int]]:
+        assert method == "gpu_memory" and callable(getattr(HeldWeights, method))
+        sizes = {"weights": WEIGHTS, "kv_cache": CACHE}
+        own = CONTEXT + sum(sizes.get(part, 0) for part in self.on_device)
+        return [(TOTAL - own - self.others, TOTAL)]
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any, **named: Any) -> Any:
+            self.calls.append((name, arguments, named))
+            if self.fails == name:
+                raise OSError("lost")
+            effect = getattr(type(self), f"_{name}", nothing)
+            return await effect(self, *arguments, **named)
+
+        return call
+
+    async def _sleep(self, level: int, mode: str) -> None:
+        assert (level, mode) == (1, "keep"), "other levels and modes lose weights or requests"
+        self.on_device, self.paused = set(), True
+
+    async def _wake_up(self, tags: list[str]) -> bool:
+        assert self.paused and not self.on_device & {*tags}
+        self.on_device |= {*tags}
+        awake = self.on_device == {"weights", "kv_cache"}
+        self.paused = not awake
+        return awake
+
+    async def _pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self.paused = True
+
+    async def _resume_generation(self) -> None:
+        assert self.on_device == {"weights", "kv_cache"}
+        self.paused = False
+
+    async def _update_weights(self, request: Any) -> None:
+        assert "weights" in self.on_device and self.paused
+
+    @property
+    def names(self) -> list[str]:
+        return [" ".join([name, *named.get("tags", ())]) for name, _, named in self.calls]
+
+
+async def nothing(*arguments: Any, **named: Any) -> None:
+    return None
+
+
+def sleeping() -> tuple[Engine, Any]:
+    generator = GeneratorConfig(device="cuda", gpu_memory_utilization=0.85)
+    engine = Engine(GeneratorApp(model="unused", generator=generator, sleeps=True))
+    llm: Any = StubLLM()
+    engine._llm = llm
+    engine._open.set()
+    return engine, llm
+
+
+def test_weights_update_cache_and_requests_come_back_in_this_order() -> None:
+    async def scenario() -> None:
+        engine, llm = sleeping()
+        await engine.rest()
+        await engine.rest()
+        assert engine.rests and engine.asleep and not engine._open.is_set()
+        assert llm.names == ["sleep"] and not llm.on_device
+        await engine.apply({}, 3)
+        assert not engine.asleep and engine.version == 3 and llm.on_device == {"weights"}
+        assert llm.paused and engine.rests and not engine._open.is_set()
+        await engine.wake()
+        await engine.wake()
+        assert llm.names == [
+            "sleep",
+            "wake_up weights",
+            *UPDATE,
+            "wake_up kv_cache",
+            "resume_generation",
+        ]
+        assert engine._open.is_set() and not llm.paused and engine.broken is None
+
+    asyncio.run(scenario())
+
+
+def test_a_rest_without_an_update_ends_with_the_same_weights() -> None:
+    """After a skipped step, or a rest at the start: level 1 keeps the weights."""
+
+    async def scenario() -> None:
+        engine, llm = sleeping()
+        for _ in range(2):
+            await engine.rest()
+            await engine.wake()
+        turn = ["sleep", "wake_up weights", "wake_up kv_cache", "resume_generation"]
+        assert llm.names == 2 * turn and engine.version == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_awake_engine_takes_a_version_as_ever() -> None:
+    async def scenario() -> None:
+        engine, llm = sleeping()
+        await engine.apply({}, 1)
+        assert llm.names == ["pause_generation", *UPDATE, "resume_generation"]
+
+    asyncio.run(scenario())
+
+
+def test_weights_that_came_late_leave_again_in_the_learners_turn() -> None:
+    async def scenario() -> None:
+        engine, llm = sleeping()
+        await engine.rest()
+        await engine.apply({}, 1)
+        llm.others = 9 * GIB  # the learner's memory must not count as freed
+        await engine.rest()
+        assert llm.names[-1] == "sleep" and engine.asleep and not llm.on_device
+        llm.others = TOTAL - CONTEXT - WEIGHTS - CACHE
+        await engine.wake()
+        assert engine.broken is None and not engine.rests
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("moment", ["update", "wake"])
+def test_memory_that_the_learner_still_holds_is_named_and_nothing_changes(moment: str) -> None:
+    async def scenario() -> None:
+        engine, llm = sleeping()
+        await engine.rest()
+        llm.others = 30 * GIB
+        with pytest.raises(GpuMemoryError) as refused:
+            await (engine.wake() if moment == "wake" else engine.apply({}, 1))
+        assert str(refused.value) == (
+            "the generators' turn cannot begin: an engine needs back 56.00 GiB of GPU memory, but"
+            " 48.00 GiB of 80.00 GiB are free: the learner, and what stays of the engine, hold"
+            " 32.00 GiB; lower generator.gpu_memory_utilization = 0.85"
+        )
+        assert llm.names == ["sleep"] and engine.broken is None and engine.asleep
+        llm.others = 0
+        await engine.wake()
+        assert not engine.rests and engine.version == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fails", ["sleep", "wake_up", "update_weights", "resume_generation"])
+def test_a_failure_halfway_breaks_the_engine(fails: str) -> None:
+    async def scenario() -> None:
+        engine, llm = sleeping()
+        llm.fails = fails
+        with pytest.raises(RuntimeError, match="failed: OSError: lost"):
+            await engine.rest()
+            await engine.apply({}, 1)
+            await engine.wake()
+        assert engine.broken is not None and engine._open.is_set()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_does_not_wake_whole_is_broken() -> None:
+    async def scenario() -> None:
+        engine, llm = sleeping()
+        await engine.rest()
+        llm.on_device = {"another part"}
+        with pytest.raises(RuntimeError, match="vLLM still sleeps after its weights and its KV"):
+            await engine.wake()
+        assert engine.broken is not None
+
+    asyncio.run(scenario())
+
+
+def test_weights_on_the_host_are_not_read() -> None:
+    async def scenario() -> None:
+        engine, _ = sleeping()
+        await engine.rest()
+        with pytest.raises(RuntimeError, match="rests, so its weights are not on the GPU"):
+            await engine.fingerprints()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_does_not_load_a_version_in_the_learners_turn() -> None:
+    async def scenario() -> None:
+        engine, llm = sleeping()
+        await engine.rest()
+        late: Any = SimpleNamespace(
+            engine=engine, replica="a", held=False, weights=WeightsId("r", 0, 1)
+        )
+        with pytest.raises(StaleReplicaError, match=r"rests at .*, and the learner uses its GPU"):
+            await Generator._catch_up_for(late, WeightsId("r", 0, 2))
+        assert llm.names == ["sleep"]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_starts_after_the_learners_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "TURN_EVERY_S", 0.001)
+    answers, asked = [True, True, False], list[str]()
+
+    async def registry(method: str) -> Any:
+        asked.append(method)
+        return answers[len(asked) - 1]
+
+    starting: Any = SimpleNamespace(_ask_registry=registry)
+    asyncio.run(Generator._wait_for_generators_turn(starting))
+    assert asked == ["learner_turn"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_calls_fit_the_installed_vllm() -> None:
+    """What no CPU can run is at least what vLLM's classes take and return."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.abstract import SLEEP_TAGS
+
+    async def scenario() -> Any:
+        engine, llm = sleeping()
+        await engine.rest()
+        await engine.apply({}, 1)
+        await engine.wake()
+        await engine.apply({}, 2)
+        return llm
+
+    calls = asyncio.run(scenario()).calls
+    assert {name for name, _, _ in calls} >= {"sleep", "wake_up", *UPDATE}
+    for name, arguments, named in calls:
+        method = getattr(AsyncLLM, name)
+        assert inspect.iscoroutinefunction(method), name
+        inspect.signature(method).bind(None, *arguments, **named)
+    assert {"weights", "kv_cache"} == SLEEP_TAGS
+    assert inspect.signature(AsyncLLM.wake_up).return_annotation in (bool, "bool")
+    assert AsyncEngineArgs(model="m", enable_sleep_mode=True).enable_sleep_mode
+    # A wake of the last part resumes the scheduler, and a sleep clears the cache of prefixes.
+    assert "self.resume_scheduler()" in inspect.getsource(EngineCore.wake_up)
+    assert "clear_prefix_cache = level >= 1" in inspect.getsource(EngineCore.sleep)
