@@ -251,7 +251,7 @@ def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
         f"\n  colocate  needs total >= {actors}{extra} = {total - rollouts:g}: ranks and replicas"
         " on the same GPUs, in turns. No more rollout devices than ranks"
         f"\n  share     needs total >= {actors}: {_shares(config)}"
-        f"\n  this run: placement: {config.placement}{_range(config)}"
+        f"\n  this run: placement: {config.placement}{_untried(config)}{_range(config)}"
     )
 
 
@@ -262,6 +262,10 @@ def _shares(config: Config) -> str:
     parts = shares_of_a_gpu(config)
     added = " + ".join(f"{name} {fraction:g}" for name, fraction in parts)
     return f"{added} = {sum(fraction for _, fraction in parts):g} of a GPU's memory, at most 1"
+
+
+def _untried(config: Config) -> str:
+    return ", which has not run on a GPU" if config.replicas_share_gpus else ""
 
 
 def _range(config: Config) -> str:

@@ -99,6 +99,26 @@ MUTANTS = [
         "if self.schedule.colocate:\n            await self._rest_generators()\n        yield",
         "yield",
     ),
+    Mutant(
+        "the learner stays on the device in the generators' turn",
+        COORDINATOR,
+        "await self._leave_device()\n        if self.in_publication",
+        "if self.in_publication",
+    ),
+    Mutant(
+        "the learner stays on the device after the first log-prob check",
+        COORDINATOR,
+        "yield\n        await self._leave_device()",
+        "yield",
+    ),
+    Mutant(
+        "the learner takes the device before the generators rest",
+        COORDINATOR,
+        "await self.parts.weights.rest()\n        if self.parts.device is not None:\n"
+        "            await self.parts.device.take_device()",
+        "if self.parts.device is not None:\n            await self.parts.device.take_device()\n"
+        "        await self.parts.weights.rest()",
+    ),
     Mutant("slot lost on failure", COORDINATOR, "self._fail(ordinal, reason)", "pass"),
     Mutant(
         "slot lost on drop",

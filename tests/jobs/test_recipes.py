@@ -25,7 +25,15 @@ def data(tmp_path_factory) -> Path:
 
 def test_the_recipes_that_the_docs_name_exist() -> None:
     names = {path.stem for path in RECIPES}
-    assert names == {"math", "code", "long_answers", "two_gpus", "eight_gpus", "two_nodes"}
+    assert names == {
+        "math",
+        "code",
+        "long_answers",
+        "one_gpu",
+        "two_gpus",
+        "eight_gpus",
+        "two_nodes",
+    }
     page = (ROOT / "docs" / "recipes.md").read_text()
     assert all(f"`jobs/recipes/{name}.yaml`" in page for name in names)
 

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from plain_ranks import on_ranks
 from recorded import learner_config
 
 from asyncrl.config import LoraConfig
+from asyncrl.contracts.errors import GpuMemoryError
 from asyncrl.contracts.offline_rows import token_table
+from asyncrl.learning import turns
 from asyncrl.learning.rank import LearnerRank
 from asyncrl.learning.state import load_state
-from asyncrl.learning.turns import DeviceTurns
+from asyncrl.learning.turns import DeviceTurns, device_turns
 from asyncrl.preflight.specs import learner_spec
 
 ROWS = [((5, 6, 7 + row), (8, 9, 10 + row, 3)) for row in range(8)]
@@ -28,6 +29,75 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "weights on the host": {"offload_optimizer": "cpu", "offload_param": "cpu"},
     "adapter": {"bf16": True, "lora": {"r": 4, "alpha": 8}},
 }
+
+
+GIB = 2**30
+
+
+class Gpu:
+    """A GPU with as many free bytes as the test says, one after the other."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *free: int) -> None:
+        self.free, self.asked = [part * GIB for part in free], 0
+        patch.setattr(turns, "gpu_memory", self.memory)
+        patch.setattr(turns, "_empty_cache", lambda device: None)
+
+    def memory(self) -> tuple[int, int]:
+        self.asked += 1
+        return self.free[min(self.asked, len(self.free)) - 1], 80 * GIB
+
+
+def on_gpu() -> DeviceTurns:
+    """A rank without tensors."""
+    optimizer = SimpleNamespace(
+        fp16_partitioned_groups_flat=[],
+        fp32_partitioned_groups_flat=[],
+        ipg_buckets={},
+        averaged_gradients={},
+        optimizer=SimpleNamespace(state={}),
+    )
+    engine: Any = SimpleNamespace(module=torch.nn.Module(), optimizer=optimizer)
+    return DeviceTurns(engine, "cuda", 0.9, 0.85)
+
+
+def test_a_rank_that_leaves_too_little_for_the_first_engine_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Gpu(monkeypatch, 20, 60)
+    with pytest.raises(GpuMemoryError) as refused:
+        on_gpu().leave()
+    assert str(refused.value) == (
+        "the generators cannot start: an engine needs 68.00 GiB of GPU memory, but 60.00 GiB of"
+        " 80.00 GiB are free: what stays of the learner, and other processes, hold 20.00 GiB;"
+        " lower generator.gpu_memory_utilization = 0.85"
+    )
+
+
+def test_a_rank_waits_for_what_it_released_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "LOOK_EVERY_S", 0.0)
+    before, after, first_check, starting, rested = 20, 76, 76, 10, 56
+    gpu, rank = Gpu(monkeypatch, before, after, first_check, starting, starting, rested), on_gpu()
+    rank.leave()
+    rank.take()
+    assert gpu.asked == 6
+    monkeypatch.setattr(turns, "ROOM_S", 0.0)
+    Gpu(monkeypatch, before, after, 55)
+    rank.leave()
+    with pytest.raises(GpuMemoryError) as refused:
+        rank.take()
+    assert str(refused.value) == (
+        "the learner's turn cannot begin: a rank needs back 56.00 GiB of GPU memory, but 55.00 GiB"
+        " of 80.00 GiB are free: the engine, and what stays of the rank, hold 25.00 GiB; lower"
+        " learner.gpu_memory_utilization = 0.9, which limits what a rank keeps"
+    )
+
+
+def test_a_rank_with_devices_of_its_own_stays(model_path: Path) -> None:
+    state: Any = SimpleNamespace(spec=learner_spec(learner_config(model_path)), engine=None)
+    rank = LearnerRank(state, "run", 1)
+    rank.leave_device()
+    rank.take_device()
+    assert device_turns(state) is None
 
 
 @pytest.mark.slow
@@ -52,20 +122,34 @@ def all_variants(rank: int, world_size: int, path: Path, folder: Path) -> dict[s
 def one_variant(
     rank: int, world_size: int, path: Path, folder: Path, settings: dict[str, Any]
 ) -> SimpleNamespace:
-    found = SimpleNamespace()
-    for leaves in (False, True):
-        lora = settings.get("lora")
-        others = {key: value for key, value in settings.items() if key != "lora"}
-        config = learner_config(path, world_size, 64, learning_rate=1e-3, **others)
-        if lora is not None:
-            config = config.model_copy(update={"lora": LoraConfig.model_validate(lora)})
-        learner = LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
-        rests: list[tuple[int, bool]] = []
-        results = five_steps(learner, folder / str(leaves), rests if leaves else None)
-        setattr(found, "returned" if leaves else "stayed", results)
-        learner.state.engine.destroy()
-    found.left, found.emptied = min(count for count, _ in rests), all(empty for _, empty in rests)
-    return found
+    rests: list[tuple[int, bool]] = []
+    stayed = trained(rank, world_size, path, folder / "stayed", settings, None)
+    returned = trained(rank, world_size, path, folder / "returned", settings, rests)
+    return SimpleNamespace(
+        stayed=stayed,
+        returned=returned,
+        left=min(count for count, _ in rests),
+        emptied=all(empty for _, empty in rests),
+    )
+
+
+def trained(
+    rank: int,
+    world_size: int,
+    path: Path,
+    folder: Path,
+    settings: dict[str, Any],
+    rests: list[tuple[int, bool]] | None,
+) -> list[Any]:
+    others = {key: value for key, value in settings.items() if key != "lora"}
+    config = learner_config(path, world_size, 64, learning_rate=1e-3, **others)
+    if "lora" in settings:
+        lora = LoraConfig.model_validate(settings["lora"])
+        config = config.model_copy(update={"lora": lora})
+    learner = LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
+    results = five_steps(learner, folder, rests)
+    learner.state.engine.destroy()
+    return results
 
 
 def five_steps(
@@ -111,6 +195,8 @@ def test_deepspeeds_own_offload_does_not_serve(model_path: Path) -> None:
 
 
 def deepspeeds_offload(rank: int, world_size: int, path: Path) -> list[str]:
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
     config = learner_config(path, world_size, 64, bf16=True)
     config = config.model_copy(update={"lora": LoraConfig(r=4)})
     engine = load_state(rank, learner_spec(config)).engine

@@ -72,7 +72,7 @@ def test_shared_gpus_are_declared_as_fractions():
     assert (
         "share     needs total >= 1: learner.gpu_memory_utilization 0.5 +"
         " generator.gpu_memory_utilization 0.35 = 0.85 of a GPU's memory, at most 1"
-        "\n  this run: placement: share"
+        "\n  this run: placement: share, which has not run on a GPU"
     ) in placement_text(shared)
     two = config(
         placement="share",
@@ -106,6 +106,7 @@ def test_turns_on_gpus_need_a_gpu_for_each_rank_and_for_models_that_only_score()
         "  colocate  needs total >= 2 + reference 1 = 3: ranks and replicas on the same GPUs, in"
         " turns. No more rollout devices than ranks\n"
     ) in placement_text(turns)
+    assert placement_text(turns).endswith("placement: colocate, which has not run on a GPU")
     needs = {need.part: (need.count, need.amounts.get("GPU")) for need in run_needs(turns)}
     assert needs["learner ranks"] == (2, 0.6) and needs["generator replicas"] == (2, 0.4)
     assert needs["reference policy"] == (1, 1)

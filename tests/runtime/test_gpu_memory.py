@@ -1,14 +1,22 @@
-"""The free memory of a GPU is compared with what a side needs. The GPU is made up."""
-
-from __future__ import annotations
+"""The limit on a process's GPU memory, and what is free there, with torch's calls replaced."""
 
 import pytest
 import torch
 
 from asyncrl.contracts.errors import GpuMemoryError
-from asyncrl.runtime.gpu_memory import check_room, gpu_memory
+from asyncrl.runtime.gpu_memory import check_room, gpu_memory, limit_gpu_memory
 
 GIB = 2**30
+
+
+def test_only_a_fraction_of_a_gpu_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
+    limit_gpu_memory("cpu", 0.5)
+    limit_gpu_memory("cuda", 1.0)
+    assert limits == []
+    limit_gpu_memory("cuda", 0.5)
+    assert limits == [0.5]
 
 
 def test_too_little_room_is_one_line_with_both_sides_bytes_and_the_fix() -> None:
