@@ -144,10 +144,13 @@ def test_weights_that_came_late_leave_again_in_the_learners_turn() -> None:
         engine, llm = sleeping()
         await engine.rest()
         await engine.apply({}, 1)
-        llm.others = 9 * GIB  # the learner's memory must not count as freed
+        llm.others = 9 * GIB  # now the learner has the GPU, and only the weights leave
         await engine.rest()
         assert llm.names[-1] == "sleep" and engine.asleep and not llm.on_device
-        llm.others = TOTAL - CONTEXT - WEIGHTS - CACHE
+        llm.others = TOTAL - CONTEXT - WEIGHTS - CACHE + 1
+        with pytest.raises(GpuMemoryError, match=r"an engine needs back 56\.00 GiB"):
+            await engine.wake()
+        llm.others -= 1
         await engine.wake()
         assert engine.broken is None and not engine.rests
 
