@@ -109,7 +109,7 @@ def test_steps_after_a_return_are_those_of_a_rank_that_stayed(
     for ranks in on_ranks(world_size, all_variants, model_path, tmp_path):
         for name, found in ranks.items():
             assert found.stayed == found.returned, name
-            assert found.left > 10 and found.emptied, name
+            assert found.left >= 5 and found.emptied, name
 
 
 def all_variants(rank: int, world_size: int, path: Path, folder: Path) -> dict[str, Any]:
