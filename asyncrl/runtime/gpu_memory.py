@@ -25,13 +25,13 @@ def gpu_memory() -> tuple[int, int]:
     return int(free), int(total)
 
 
-def check_room(needs: str, needed: int, memory: tuple[int, int], holders: str, fix: str) -> None:
+def check_room(needs: str, needed: int, memory: tuple[int, int], others: str, fix: str) -> None:
     """Check that a side of a GPU may begin its turn.
 
     Args:
         needs: who needs the bytes, for the message.
         memory: free and total bytes of the GPU (`gpu_memory`).
-        holders: who may hold the rest.
+        others: who may hold the rest.
         fix: what to change.
 
     Raises:
@@ -41,7 +41,7 @@ def check_room(needs: str, needed: int, memory: tuple[int, int], holders: str, f
     if free < needed:
         raise GpuMemoryError(
             f"{needs} {gib(needed)} of GPU memory, but {gib(free)} of {gib(total)} are free:"
-            f" {holders} {gib(total - free)}; {fix}"
+            f" {others} {gib(total - free)}; {fix}"
         )
 
 
