@@ -223,7 +223,7 @@ RENAMED = {
     "n_gpus_per_node": "learner.world_size, over all nodes",
     "num_gpus_per_node": "learner.world_size, over all nodes",
     "actor_num_nodes": "learner.world_size, over all nodes",
-    "nnodes": "learner.world_size, over all nodes",
+    "nnodes": "learner.world_size, over all nodes; generator.nnodes is for one engine",
     "trainer_num_gpus": "learner.world_size",
     "log_probs_chunk_size": "learner.logprob_memory_bytes",
     "vllm_num_engines": "generator.num_replicas",

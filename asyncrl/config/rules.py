@@ -146,6 +146,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
             "num_replicas",
             "tensor_parallel_size",
             "pipeline_parallel_size",
+            "nnodes",
             "expert_parallel",
             "min_replicas",
             "device",
@@ -723,6 +724,11 @@ def _check_lora(config: Settings) -> None:
         raise ValueError(
             "lora.use_dora: true does not work with generators, since vLLM takes no DoRA adapters;"
             " leave it out, or use it in asyncrl sft, dpo or reward_model"
+        )
+    if config.lora is not None and config.generator.nnodes > 1:
+        raise ValueError(
+            f"lora does not work with generator.nnodes = {config.generator.nnodes}, since vLLM"
+            " reads an adapter's files on every node; use engines on one node"
         )
     if config.lora is not None and config.lora.r > HIGHEST_RANK:
         raise ValueError(

@@ -436,7 +436,10 @@ class GeneratorConfig(Section):
     multiple of its key-value heads."""
     pipeline_parallel_size: int = Field(default=1, gt=0)
     """Parts of an engine's layers, each on devices of its own. An engine has
-    tensor_parallel_size * pipeline_parallel_size devices, all on one node."""
+    tensor_parallel_size * pipeline_parallel_size devices."""
+    nnodes: int = Field(default=1, gt=0)
+    """Nodes that the devices of one engine are spread over, the same number on each. A replica then
+    has a process on every one of its nodes, and listens on their addresses."""
     expert_parallel: bool = False
     """Give each device of an engine whole experts of a mixture-of-experts model, instead of a part
     of every expert. On GPUs only: vLLM's kernels for CPUs end the worker."""
@@ -447,7 +450,7 @@ class GeneratorConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """Device that the engines run on."""
     num_cpus: float = Field(default=0.4, ge=0)
-    """Logical CPUs that one replica declares to Ray."""
+    """Logical CPUs that one replica declares to Ray, on each of its nodes."""
     num_threads: int = Field(default=1, gt=0)
     """Torch threads of each worker process of an engine on CPU. Small models gain nothing from
     more."""
@@ -471,6 +474,20 @@ class GeneratorConfig(Section):
     engine answers between its steps. So set more than its longest step, and more than a weight
     update. Default: derived from the size of the model files."""
 
+    @model_validator(mode="after")
+    def nodes_are_alike(self) -> GeneratorConfig:
+        if self.workers % self.nnodes:
+            raise ValueError(
+                f"nnodes = {self.nnodes} does not divide tensor_parallel_size *"
+                f" pipeline_parallel_size = {self.workers}, the devices of an engine; use a divisor"
+            )
+        if self.nnodes > 1 and not self.num_cpus:
+            raise ValueError(
+                f"num_cpus = 0 does not work with nnodes = {self.nnodes}, since Ray reserves CPUs"
+                " on each node of an engine; use 0.1 or more"
+            )
+        return self
+
     @property
     def own(self) -> bool:
         """Whether the run starts its own generators."""
@@ -485,6 +502,11 @@ class GeneratorConfig(Section):
     def workers(self) -> int:
         """Devices of one engine, each with a worker process."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def workers_per_node(self) -> int:
+        """Devices of one engine on each of its nodes."""
+        return self.workers // self.nnodes
 
     @property
     def least_replicas(self) -> int:

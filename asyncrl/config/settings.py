@@ -138,7 +138,7 @@ class Settings(RunSettings):
     @property
     def num_cpus(self) -> float:
         """Logical CPUs of the learner and the run's own generators. The plan counts every part."""
-        generators = self.generator.num_replicas * self.generator.own
+        generators = self.generator.num_replicas * self.generator.nnodes * self.generator.own
         return (
             self.learner.world_size * self.learner.num_cpus + generators * self.generator.num_cpus
         )
@@ -152,12 +152,13 @@ class Settings(RunSettings):
 
     @property
     def replica_gpus(self) -> float:
-        """GPUs that one replica of the run's own generators declares to Ray."""
+        """GPUs that one replica of the run's own generators declares to Ray, on each of its
+        nodes."""
         generator = self.generator
         if self.takes_turns_on_gpus:
             return REPLICA_IN_TURNS
         return self._gpus(
-            generator.device, generator.gpu_memory_utilization, float(generator.workers)
+            generator.device, generator.gpu_memory_utilization, float(generator.workers_per_node)
         )
 
     @property

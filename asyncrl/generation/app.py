@@ -21,6 +21,7 @@ from ray.serve.schema import ApplicationStatus
 from asyncrl.contracts.errors import EngineDiedError, GenerationTimeoutError, StaleReplicaError
 from asyncrl.contracts.messages import Generated, GenerateRequest, ReplicaStatus, WeightsId
 from asyncrl.generation.arguments import engine_environment
+from asyncrl.generation.followers import bundle
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.router import VersionRouter
 from asyncrl.generation.settings import GeneratorApp
@@ -77,12 +78,18 @@ def build_app(args: GeneratorApp, replica: type[Generator] | None = None) -> ser
     """The Serve application of replicas of this class (default: `Generator`). No HTTP route takes
     weights."""
     generator = args.generator
+    environment = engine_environment(generator.device, generator.num_threads, generator.nnodes)
     options: dict[str, object] = {
         "num_cpus": generator.num_cpus,
-        "runtime_env": {"env_vars": engine_environment(generator.device, generator.num_threads)},
+        "runtime_env": {"env_vars": environment},
     }
     if generator.device == "cuda":
-        options["num_gpus"] = args.num_gpus or generator.workers
+        options["num_gpus"] = args.num_gpus or generator.workers_per_node
+    nodes: dict[str, Any] = {}
+    if generator.nnodes > 1:
+        # Serve places a replica in the first bundle, and removes all of them with it.
+        nodes["placement_group_bundles"] = [bundle(generator)] * generator.nnodes
+        nodes["placement_group_strategy"] = "STRICT_SPREAD"
     routing: dict[str, Any] = {
         "request_router_class": VersionRouter,
         "request_routing_stats_period_s": ROUTING_S,
@@ -100,6 +107,7 @@ def build_app(args: GeneratorApp, replica: type[Generator] | None = None) -> ser
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=20,
         max_constructor_retry_count=2,
+        **nodes,
     )(replica or Generator)
     return deployment.bind(args.model_dump())
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.executor import Executor
 
+    from asyncrl.generation.rendezvous import NodePlace
+
 __all__ = [
     "engine_config",
     "engine_environment",
@@ -32,11 +34,13 @@ __all__ = [
 ]
 
 
-def engine_environment(device: str, num_threads: int = 1) -> dict[str, str]:
+def engine_environment(device: str, num_threads: int = 1, nnodes: int = 1) -> dict[str, str]:
     """Environment variables of a process that runs an engine; its child processes inherit them.
 
     Args:
         num_threads: torch threads of each worker process on CPU.
+        nnodes: nodes of the engine. With several, each process chooses its address itself
+            (`asyncrl.generation.rendezvous.use_own_address`).
 
     The user's variables for torch, vLLM and similar libraries pass through
     (`asyncrl.runtime.environment`), unless asyncrl needs another value.
@@ -44,14 +48,14 @@ def engine_environment(device: str, num_threads: int = 1) -> dict[str, str]:
     required = {
         OWNED: "1",
         "VLLM_PLUGINS": "asyncrl_weights",
-        # The processes of an engine are on one node, and listen there only.
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_COLOR": "0",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if nnodes == 1:
+        # The processes of an engine are on one node, and listen there only.
+        required |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     if device == "cpu":
         # vLLM would pin its threads to cores, and idle threads would spin; replicas and learner
         # share the cores. Without TORCH_COMPILE_DISABLE, the first generation runs a C++ compiler
@@ -67,8 +71,14 @@ def engine_environment(device: str, num_threads: int = 1) -> dict[str, str]:
     return passed_on(os.environ) | required
 
 
-def engine_config(app: GeneratorApp) -> tuple[VllmConfig, type[Executor]]:
-    """vLLM's config and executor class."""
+def engine_config(
+    app: GeneratorApp, place: NodePlace | None = None
+) -> tuple[VllmConfig, type[Executor]]:
+    """vLLM's config and executor class.
+
+    Args:
+        place: which node of the engine this is. None = its only one.
+    """
     from vllm.config import WeightTransferConfig
     from vllm.config.lora import MaxLoRARanks
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -107,6 +117,9 @@ def engine_config(app: GeneratorApp) -> tuple[VllmConfig, type[Executor]]:
     if workers > 1:
         # By default vLLM would use Ray here, because a replica is in a placement group.
         arguments.distributed_executor_backend = "mp"
+    if place is not None:
+        arguments.nnodes, arguments.node_rank = generator.nnodes, place.node_rank
+        arguments.master_addr, arguments.master_port = place.master_addr, place.master_port
     if generator.device != "cpu":
         arguments.gpu_memory_utilization = generator.gpu_memory_utilization
         arguments.enable_sleep_mode = app.sleeps

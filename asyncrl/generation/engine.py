@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, cast
 
 import psutil
 
@@ -62,7 +62,12 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
-__all__ = ["Engine"]
+    from asyncrl.generation.rendezvous import NodePlace
+
+__all__ = ["Engine", "Update"]
+
+Update: TypeAlias = Mapping[str, object] | Sequence[Mapping[str, object]]
+"""The staging file of all workers of an engine (`Staged.update_info`), or of each by its rank."""
 
 
 class Pause(TypedDict):
@@ -135,6 +140,8 @@ class Engine:
         """Whether the engine rests (see `rest`)."""
         self._sleep = Sleep(app.generator.gpu_memory_utilization) if app.sleeps else None
         """Frees the GPU in a rest; None: a rest keeps all memory."""
+        self._before: set[int] = set()
+        """This process's children before the start, which are not the engine's."""
         self._processes: list[psutil.Process] = []
         self._temporary: TemporaryPlace | None = None
         """Temporary files and sockets of vLLM and this process. The engine's processes also write
@@ -143,38 +150,38 @@ class Engine:
         """The latest liveness probe of the engine's loop, pending or done."""
         self._probed_at = 0.0
 
-    async def start(self) -> LoadTimes:
-        """Load the model and generate one token. The weights are the checkpoint's, version 0."""
+    async def start(self, place: NodePlace | None = None) -> LoadTimes:
+        """Load the model and generate one token. The weights are the checkpoint's, version 0.
+
+        Args:
+            place: of this node in an engine of several. The other nodes start at the same time.
+        """
         caches = claim_caches("generator")
         self._temporary = TemporaryPlace("engine")
         os.environ[STACKS] = str(self._temporary.path)
         try:
-            return await self._load(caches, self._temporary.path)
+            return await self._load(caches, self._temporary.path, place)
         except Exception:
             self._temporary.close()
             raise
         # A cancellation leaves the folder, since the thread that starts the engine continues and
         # still writes there. The folder is removed once this process has ended.
 
-    async def _load(self, caches: Caches, folder: Path) -> LoadTimes:
+    async def _load(self, caches: Caches, folder: Path, place: NodePlace | None) -> LoadTimes:
         started = time.monotonic()
         if self.app.generator.device == "cpu":
             os.environ["LD_PRELOAD"] = preload_openmp(os.environ.get("LD_PRELOAD", ""))
-        before = {process.pid for process in psutil.Process().children(recursive=True)}
+        self._before = {process.pid for process in psutil.Process().children(recursive=True)}
         with AheadProcess(functools.partial(import_engine, str(folder))) as process:
             import vllm.v1.engine.async_llm  # noqa: F401  # here, to measure it
 
             imported = time.monotonic()
-            config, executor = engine_config(self.app)
+            config, executor = engine_config(self.app, place)
             configured = time.monotonic()
             # The constructor blocks until the engine's process has loaded the model. In a thread it
             # starts no output loop, so the first request starts that on this event loop.
             self._llm = await asyncio.to_thread(self._make_llm, process, config, executor)
-        self._processes = [
-            child
-            for child in psutil.Process().children(recursive=True)
-            if child.pid not in before and not _is_resource_tracker(child)
-        ]
+        self._processes = self._children()
         await self._prepare(self._llm)
         loaded = time.monotonic()
         self._open.set()
@@ -201,6 +208,14 @@ class Engine:
                 log_requests=False,
                 stat_loggers=[stat_logger(self.stats, lambda: not self._open.is_set())],
             )
+
+    def _children(self) -> list[psutil.Process]:
+        """The engine's processes on this node."""
+        return [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if child.pid not in self._before and not _is_resource_tracker(child)
+        ]
 
     async def _prepare(self, llm: AsyncLLM) -> None:
         """Set up weight transfer, and learn the engine's cache size, tokenizer and stops."""
@@ -351,8 +366,11 @@ class Engine:
                 held |= (await llm.collective_rpc("held_adapter", args=of))[0]
         return held
 
-    async def apply(self, update: Mapping[str, object], version: int) -> dict[str, float]:
+    async def apply(self, update: Update, version: int) -> dict[str, float]:
         """Change to a staged version: pause, load, label, resume.
+
+        Args:
+            update: where the workers find the version.
 
         Returns:
             pause_s and apply_s (seconds), and in_flight (completions).
@@ -366,7 +384,8 @@ class Engine:
         async def load() -> None:
             llm = self._running()
             await llm.start_weight_update()
-            await llm.update_weights(WeightTransferUpdateRequest(update_info=dict(update)))
+            info = dict(update) if isinstance(update, Mapping) else [dict(one) for one in update]
+            await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
             await llm.finish_weight_update(weight_version=str(version))
             self.version = version
             self._updates += 1
@@ -524,6 +543,13 @@ class Engine:
             )
             self._kill(self._processes)
             raise RuntimeError(self.broken)
+
+    def lose(self, reason: str) -> None:
+        """End the engine's processes on this node, also during `start`, because another node of the
+        engine is gone. Requests in progress fail."""
+        self.broken = self.broken or reason
+        self._open.set()
+        self._kill(self._processes or self._children())
 
     @staticmethod
     def _kill(processes: Sequence[psutil.Process]) -> None:

@@ -25,7 +25,9 @@ from asyncrl.contracts.messages import (
     StreamPiece,
     WeightsId,
 )
-from asyncrl.generation.engine import Engine
+from asyncrl.generation.engine import Engine, Update
+from asyncrl.generation.followers import Followers
+from asyncrl.generation.rendezvous import Meeting, use_own_address
 from asyncrl.generation.router import HELD, WEIGHTS
 from asyncrl.generation.settings import GeneratorApp, registry_name
 from asyncrl.runtime.clock import steady_time
@@ -36,7 +38,7 @@ from asyncrl.weights.manifest import (
     layout_hash,
     tensors_of,
 )
-from asyncrl.weights.staging import StagingError, fetch_version, sweep
+from asyncrl.weights.staging import Staged, StagingError, fetch_version, sweep
 from asyncrl.weights.stored import weights_hash
 from asyncrl.weights.version_registry import find_registry, lease_holder
 
@@ -87,7 +89,10 @@ class Generator:
         if self.settings.sleeps:
             await self._wait_for_generators_turn()
         self.engine = Engine(self.settings)
-        await self.engine.start()
+        self._followers = Followers(self.settings)
+        self._watching: asyncio.Future[str] | None = None
+        """Ends when a follower is lost."""
+        await self._start_engine()
         try:
             await self._catch_up()
         except StagingError as error:
@@ -96,6 +101,37 @@ class Generator:
                 "replica %s starts with the checkpoint's weights: %s", self.replica, error
             )
         await self.follow_turn()
+
+    async def _start_engine(self) -> None:
+        """Start the engine on all its nodes.
+
+        Raises:
+            RuntimeError: it did not start, or another node was lost first.
+        """
+        if self.settings.generator.nnodes == 1:
+            await self.engine.start()
+            return
+        meeting = Meeting(use_own_address())
+        watching = asyncio.ensure_future(self._followers.run(meeting))
+        watching.add_done_callback(self._lose_engine)
+        self._watching = watching
+        try:
+            await self.engine.start(meeting.place(0))
+        except Exception as error:
+            lost = self.engine.broken
+            await self._stop_followers()
+            if lost is None:
+                raise
+            raise RuntimeError(lost) from error
+
+    def _lose_engine(self, watching: asyncio.Future[str]) -> None:
+        if not watching.cancelled():
+            self.engine.lose(watching.result())
+
+    async def _stop_followers(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        await self._followers.stop()
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Answer with weights at least as new as the request needs.
@@ -308,7 +344,7 @@ class Generator:
 
     async def __del__(self) -> None:
         # Serve awaits this once, before the replica's process ends.
-        await self.engine.stop()
+        await asyncio.gather(self.engine.stop(), self._stop_followers())
 
     def _has(self, wanted: WeightsId | None) -> bool:
         if wanted is None:
@@ -385,26 +421,44 @@ class Generator:
 
     async def _apply(self, manifest: Manifest) -> None:
         tokens = self.engine.stats.tokens_generated
-        expected = tensors_of(manifest, self._expected, self.settings.max_lora_rank)
-        staged = await asyncio.to_thread(
-            fetch_version, manifest, expected, self.settings.fetch_within_s
-        )
-        during = self.engine.stats.tokens_generated - tokens
-        try:
+        async with self._staged(manifest) as (staged, update, fetch_s):
+            during = self.engine.stats.tokens_generated - tokens
             timings = (
-                await self.engine.apply(staged.update_info(), manifest.version)
+                await self.engine.apply(update, manifest.version)
                 if manifest.adapter is None
                 else await self.engine.apply_adapter(staged, manifest.adapter, manifest.version)
             )
-        finally:
-            staged.remove()
         self.weights = WeightsId(manifest.run_id, manifest.attempt, manifest.version)
         self._applied = {
-            "fetch_s": staged.fetch_s,
+            "fetch_s": fetch_s,
             "tokens_during_fetch": float(during),
             "longest_gap_s": self.engine.stats.take_longest_gap(),
             **timings,
         }
+
+    @contextlib.asynccontextmanager
+    async def _staged(self, manifest: Manifest) -> AsyncIterator[tuple[Staged, Update, float]]:
+        """A version in the shared memory of every node of the engine, checked there: this node's
+        copy, what `Engine.apply` takes, and the seconds of the slowest node."""
+        expected = tensors_of(manifest, self._expected, self.settings.max_lora_rank)
+        staged, there = await asyncio.gather(
+            asyncio.to_thread(fetch_version, manifest, expected, self.settings.fetch_within_s),
+            self._followers.stage(manifest),
+            return_exceptions=True,
+        )
+        try:
+            if isinstance(staged, BaseException):
+                raise staged
+            if isinstance(there, BaseException):
+                raise there
+            nodes = [staged.update_info(), *(info for info, _ in there)]
+            workers = self.settings.generator.workers_per_node
+            update = nodes[0] if len(nodes) == 1 else [of for of in nodes for _ in range(workers)]
+            yield staged, update, max(staged.fetch_s, *(seconds for _, seconds in there), 0.0)
+        finally:
+            if not isinstance(staged, BaseException):
+                staged.remove()
+            await self._followers.unstage()
 
     async def _catch_up(self) -> None:
         """Apply the version registry's version, if it has one that is newer than this replica's."""

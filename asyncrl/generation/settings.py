@@ -70,6 +70,11 @@ class GeneratorApp(Section):
                 f"max_loras = {self.max_loras} only has an effect with max_lora_rank; leave it out,"
                 " or set that"
             )
+        if self.max_lora_rank is not None and self.generator.nnodes > 1:
+            raise ValueError(
+                f"max_lora_rank does not work with generator.nnodes = {self.generator.nnodes},"
+                " since vLLM reads an adapter's files on every node; use engines on one node"
+            )
         if self.http and self.generator.min_replicas is not None:
             raise ValueError(
                 f"generator.min_replicas = {self.generator.min_replicas} is a training job's"

@@ -460,14 +460,13 @@ def _survey(prefix: str) -> tuple[int, list[str]]:
 
 
 def _unmet_demand(config: Config) -> bool:
-    """Whether a task or actor with the CPUs of one of our parts waits for resources, instead of for
-    its process to start."""
+    """Whether a task, actor or engine of several nodes with the CPUs of one of our parts waits for
+    resources, instead of for its process to start."""
     ours = {round(part.cpus, 4) for part in logical_cpus(config)}
-    demands = get_cluster_status(
-        ray.get_runtime_context().gcs_address
-    ).resource_demands.ray_task_actor_demand
+    demands = get_cluster_status(ray.get_runtime_context().gcs_address).resource_demands
+    groups = demands.placement_group_demand if config.generator.nnodes > 1 else []
     return any(
         round(shape.bundle.get("CPU", 0), 4) in ours
-        for demand in demands
+        for demand in (*demands.ray_task_actor_demand, *groups)
         for shape in demand.bundles_by_count
     )

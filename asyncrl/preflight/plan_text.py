@@ -272,6 +272,8 @@ def _generators(config: Config) -> str:
     generator = config.generator
     workers = generator.workers
     devices = generator.device if workers == 1 else f"{workers} x {generator.device} each"
+    if generator.nnodes > 1:
+        devices += f", over {generator.nnodes} nodes"
     return (
         generator.attach
         or f"{generator.replicas_text} on {devices},"

@@ -56,6 +56,8 @@ class Need:
     part: str
     count: int
     amounts: Mapping[str, float]
+    apart: int = 1
+    """Of every so many consecutive processes, no two may share a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,13 @@ def logical_cpus(config: Config) -> tuple[Part, ...]:
     return (
         Part("learner ranks", config.learner.world_size, config.learner.num_cpus),
         *(
-            [Part("generator replicas", config.generator.num_replicas, config.generator.num_cpus)]
+            [
+                Part(
+                    "generator replicas",
+                    config.generator.num_replicas * config.generator.nnodes,
+                    config.generator.num_cpus,
+                )
+            ]
             if config.generator.own
             else []
         ),
@@ -132,7 +140,8 @@ def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
             amounts["GPU"] = config.reward.num_gpus
         if version_bytes:
             amounts |= _bytes_of(part.name, config, version_bytes)
-        needs.append(Need(part.name, part.count, amounts))
+        apart = config.generator.nnodes if part.name == "generator replicas" else 1
+        needs.append(Need(part.name, part.count, amounts, apart))
     if version_bytes:
         published = published_bytes(config, version_bytes)
         needs.append(
@@ -161,7 +170,7 @@ def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]
         return {"memory": parameters * (2 if learner.bf16 else 4)}
     if part == "generator replicas":
         held = (
-            {"memory": float(version_bytes + generator.kv_cache_memory_bytes)}
+            {"memory": (version_bytes + generator.kv_cache_memory_bytes) / generator.nnodes}
             if generator.device == "cpu"
             # The weights of an engine that rests.
             else {"memory": float(version_bytes)}
@@ -198,7 +207,8 @@ def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> l
                 if amount
             )
             lines.append(
-                f"{need.part}: {need.count} x ({each}), each on one node, but {which} resources"
+                f"{need.part}: {need.count} x ({each}), each on one node{_apart(need)}, but"
+                f" {which} resources"
                 " fit "
                 + (
                     ", ".join(f"{count:g} on {name}" for name, count in places if count)
@@ -235,7 +245,7 @@ def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
         f" * {name} {size}"
         for name in ("tensor_parallel_size", "pipeline_parallel_size")
         if (size := getattr(generator, name)) > 1
-    )
+    ) + (f", each on {generator.nnodes} nodes," if generator.nnodes > 1 else "")
     reference = int(config.algorithm.loads_reference and learner.device == "cuda")
     rewards = config.reward.num_gpus * (config.reward.tasks + config.scores_evaluation_apart)
     extra = (f" + {_frozen(config).split()[0]} {reference}" if reference else "") + (
@@ -348,8 +358,14 @@ def _places(need: Need, node: Node, which: Amounts) -> float:
     if 0 < fraction < 1:  # a process is on one GPU, and cannot use what two have left
         each = math.floor(1 / fraction + ROUNDING)
         quotients.append(_has(node, "GPU", "registered") * each)
+    if need.apart > 1:
+        quotients.append(need.count // need.apart)
     fewest = min(quotients, default=math.inf)
     return math.floor(fewest + ROUNDING) if math.isfinite(fewest) else math.inf
+
+
+def _apart(need: Need) -> str:
+    return f" and each {need.apart} of an engine on different ones" if need.apart > 1 else ""
 
 
 def _has(node: Node, resource: str, which: Amounts) -> float:

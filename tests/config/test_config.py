@@ -679,6 +679,14 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
             r"generator.tensor_parallel_size \* pipeline_parallel_size = 2 on GPUs: Ray gives",
         ),
         (
+            {"generator.tensor_parallel_size": 4, "generator.nnodes": 3},
+            r"nnodes = 3 does not divide tensor_parallel_size \* pipeline_parallel_size = 4, the",
+        ),
+        (
+            {"generator.tensor_parallel_size": 2, "generator.nnodes": 2, "generator.num_cpus": 0},
+            "num_cpus = 0 does not work with nnodes = 2, since Ray reserves CPUs on each node",
+        ),
+        (
             {"generator.expert_parallel": True, "generator.tensor_parallel_size": 2},
             "generator.expert_parallel = True only has an effect with generator.device: cuda",
         ),
@@ -1265,7 +1273,8 @@ def test_an_unknown_name_gets_a_correct_suggestion_or_none(name, answer):
 def test_the_tables_of_foreign_names_point_at_settings_that_exist():
     known = set(field_names())
     ours = {name.rsplit(".", 1)[-1] for name in known}
-    assert ours & {*RENAMED, *NOT_IMPLEMENTED} == {"beta"}, "beta is another setting in GRPO"
+    same = {"beta", "nnodes"}
+    assert ours & {*RENAMED, *NOT_IMPLEMENTED} == same, "GRPO's beta; verl's nnodes of the job"
     sections = {name.partition(".")[0] for name in known if "." in name}
     for foreign, here in RENAMED.items():
         named = re.findall(rf"\b(?:{'|'.join(sections)})\.[a-z0-9_.]+[a-z0-9_]", here)
@@ -1352,6 +1361,10 @@ def test_a_kl_term_after_a_warm_start_needs_ref_load(tmp_path):
             r"lora\.use_dora: true does not work with generators, since vLLM takes no DoRA",
         ),
         ({"lora": {"r": 513}}, r"lora\.r = 513 is above 512, the highest rank that vLLM takes"),
+        (
+            {"lora": {"r": 8}, "generator": {"tensor_parallel_size": 2, "nnodes": 2}},
+            r"lora does not work with generator\.nnodes = 2, since vLLM reads an adapter's files",
+        ),
         (
             {"lora": {"r": 8}, "generator": {"in_flight": "keep"}},
             r"generator\.in_flight = 'keep' only has an effect with lora: null",

@@ -60,9 +60,32 @@ def test_a_replica_declares_the_gpus_of_its_engine_or_a_fraction() -> None:
     assert gpus({**cuda, "gpu_memory_utilization": 0.85}, num_gpus=0.4, sleeps=True) == 0.4
 
 
+def test_an_engine_of_several_nodes_has_a_bundle_on_each() -> None:
+    def config(**generator: Any) -> Any:
+        args = GeneratorApp.model_validate({"model": "m", "generator": generator})
+        return build_app(args)._bound_deployment._replica_config
+
+    parts = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_cpus": 0.5}
+    spread = config(**parts, nnodes=2, device="cuda")
+    assert spread.placement_group_bundles == [{"CPU": 0.5, "GPU": 2.0}] * 2
+    assert spread.placement_group_strategy == "STRICT_SPREAD"
+    assert spread.ray_actor_options["num_gpus"] == 2
+    environment = spread.ray_actor_options["runtime_env"]["env_vars"]
+    assert environment.keys().isdisjoint({"VLLM_HOST_IP", "GLOO_SOCKET_IFNAME"})
+    assert config(**parts, nnodes=4).placement_group_bundles == [{"CPU": 0.5}] * 4
+
+    whole = config(**parts, device="cuda")
+    assert whole.placement_group_bundles is None and whole.placement_group_strategy is None
+    assert whole.ray_actor_options["runtime_env"]["env_vars"]["VLLM_HOST_IP"] == "127.0.0.1"
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
+        (
+            {"max_lora_rank": 8, "generator": {"tensor_parallel_size": 2, "nnodes": 2}},
+            "max_lora_rank does not work with generator.nnodes = 2",
+        ),
         ({"num_gpus": 0.5}, "num_gpus = 0.5 needs generator.device: cuda"),
         (
             {"num_gpus": 0.5, "generator": {"device": "cuda"}},

@@ -15,6 +15,8 @@ from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.generation import replica
 from asyncrl.generation.engine_stats import EngineStats
 from asyncrl.generation.replica import Generator
+from asyncrl.generation.settings import GeneratorApp
+from asyncrl.weights.staging import StagingError
 
 
 async def nothing(*arguments: Any) -> None:
@@ -299,3 +301,49 @@ def test_a_baseline_is_apart_from_the_completions(monkeypatch: pytest.MonkeyPatc
             assert given.baseline == (completion(2) if baseline else None)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+@pytest.mark.parametrize("failing", ["here", "there", "nowhere"])
+def test_a_version_is_applied_only_if_every_node_has_it(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    applied: list[Any] = []
+    removed: list[Any] = []
+
+    async def scenario() -> None:
+        async def apply(update: Any, version: int) -> dict[str, float]:
+            applied.append(update)
+            return {}
+
+        made = await started(monkeypatch, apply, [], removed)
+        engine = {"tensor_parallel_size": 4, "nnodes": 2}
+        made.settings = GeneratorApp.model_validate({"model": "m", "generator": engine})
+
+        async def stage(manifest: Manifest) -> list[tuple[dict[str, object], float]]:
+            if failing == "there":
+                raise StagingError("no room")
+            return [({"path": "there"}, 2.0)]
+
+        async def unstage() -> None:
+            removed.append("there")
+
+        made._followers = SimpleNamespace(stage=stage, unstage=unstage)  # type: ignore[assignment]
+        if failing == "here":
+            monkeypatch.setattr(replica, "fetch_version", refuse)
+        try:
+            await made.apply_version(Manifest("run", 0, 3, (), (), (), ()))
+        finally:
+            assert made.weights == (WeightsId("run", 0, 3) if applied else None)
+            assert not applied or made._applied["fetch_s"] == 2.0
+
+    def refuse(*arguments: Any) -> None:
+        raise StagingError("no room")
+
+    if failing == "nowhere":
+        asyncio.run(scenario())
+        assert applied == [[{}, {}, {"path": "there"}, {"path": "there"}]]
+    else:
+        with pytest.raises(StagingError):
+            asyncio.run(scenario())
+        assert not applied
+    assert removed == ["there"] if failing == "here" else removed == [3, "there"]
