@@ -44,8 +44,13 @@ STEPS = ("step", "supervised_step", "preference_step", "reward_step")
 STARTING = ("node_address", "listen", "start")
 """Methods that `RankProcess` runs itself, before its rank is ready."""
 SNAPSHOT = ".snapshot_"
+LOOPBACK = "127.0.0.1"
 DEATH_KNOWN_S = 5.0
 """Seconds that Ray needs to report the death of an actor."""
+NODE_DEATH_KNOWN_S = 60.0
+"""Seconds that Ray needs to report the death of a node."""
+PEER_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+"""Parts of the messages of gloo and NCCL about a lost connection to another rank."""
 WATCH_EVERY_S = 5.0
 """Seconds between two looks at the ranks while no call needs them."""
 LESS_MEMORY = (
@@ -106,14 +111,19 @@ class RankProcess:
         self.meeting = Meeting.at(address)
         return self.meeting.port
 
-    def start(self, address: str, port: int) -> dict[str, float]:
-        """Join the other ranks and load the model (a collective). Returns the seconds of each
-        part."""
+    def start(self, addresses: Sequence[str], port: int) -> dict[str, float]:
+        """Join the other ranks and load the model (a collective). Returns the seconds of each part.
+
+        Args:
+            addresses: of all ranks. They meet at the first one.
+        """
         from asyncrl.learning.rank import start_rank
         from asyncrl.learning.state import Meeting
 
-        meeting = self.meeting or Meeting(address, port)
-        self.rank, seconds = start_rank(self.number, self.spec, self.run_id, self.attempt, meeting)
+        meeting = self.meeting or Meeting(addresses[0], port)
+        self.rank, seconds = start_rank(
+            self.number, self.spec, self.run_id, self.attempt, meeting, addresses[self.number]
+        )
         self.meeting = None
         return seconds
 
@@ -163,9 +173,10 @@ class LearnerGroup:
             "register_stacks", [rank.register_stacks.remote() for rank in ranks]
         )
         addresses = await group._all("node_address")
-        address = "127.0.0.1" if len(set(addresses)) == 1 else addresses[0]
-        port = await group._one(0, "listen", address)
-        group.startup = (await group._all("start", address, port))[0]
+        if len(set(addresses)) == 1:
+            addresses = [LOOPBACK] * len(addresses)
+        port = await group._one(0, "listen", addresses[0])
+        group.startup = (await group._all("start", addresses, port))[0]
         group.startup["caches_removed"] = float(
             sum([await rank.caches_removed.remote() for rank in ranks])
         )
@@ -452,9 +463,10 @@ async def _first_failure(waiting: Sequence[asyncio.Future[T]]) -> tuple[int, Bas
     """The rank that failed, and its error. At least one rank has failed.
 
     When a rank dies in a collective, its peers fail too, often before Ray reports the death. So
-    wait a moment for a death, and prefer it to the other failures.
+    wait a moment for a death, and prefer it to the other failures. A peer that has lost its
+    connection may have lost it with a node, whose death Ray reports later.
     """
-    deadline = time.monotonic() + DEATH_KNOWN_S
+    began = time.monotonic()
     while True:
         failures = [
             (rank, error)
@@ -463,10 +475,17 @@ async def _first_failure(waiting: Sequence[asyncio.Future[T]]) -> tuple[int, Bas
         ]
         deaths = [failure for failure in failures if isinstance(failure[1], DEATHS)]
         unfinished = [task for task in waiting if not task.done()]
-        left = deadline - time.monotonic()
+        lost = any(_lost_peer(error) for _, error in failures)
+        left = began + (NODE_DEATH_KNOWN_S if lost else DEATH_KNOWN_S) - time.monotonic()
         if deaths or not unfinished or left <= 0:
             return (deaths or failures)[0]
         await asyncio.wait(unfinished, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _lost_peer(error: BaseException) -> bool:
+    """Whether a rank failed because it lost its connection to another rank."""
+    message = str(error.cause if isinstance(error, RayTaskError) else error)
+    return any(part in message for part in PEER_LOST)
 
 
 def _cause(error: BaseException, method: str) -> str:

@@ -255,16 +255,19 @@ def _table(rows: Rows) -> pa.Table:
 
 
 def start_rank(
-    rank: int, spec: LearnerSpec, run_id: str, attempt: int, meeting: Meeting
+    rank: int, spec: LearnerSpec, run_id: str, attempt: int, meeting: Meeting, address: str
 ) -> tuple[LearnerRank, dict[str, float]]:
     """Join the other ranks, load the model sharded and build the engine (a collective). Returns the
     rank, and the seconds of each part.
+
+    Args:
+        address: where the other ranks reach this one.
 
     Raises:
         ValueError: the learner cannot train this model.
         FunctionError: the user's loss failed on made-up numbers.
     """
-    meet_s = join_ranks(rank, spec, meeting)
+    meet_s = join_ranks(rank, spec, meeting, address)
     began = time.monotonic()
     started = LearnerRank(load_state(rank, spec), run_id, attempt)
     return started, {"meet_s": meet_s, "engine_s": time.monotonic() - began}

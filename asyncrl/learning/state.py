@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import psutil
 import torch
 from deepspeed import DeepSpeedEngine
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -145,12 +146,18 @@ class LearnerState:
         self.norms = NormWatch(norms)
 
 
-def join_ranks(rank: int, spec: LearnerSpec, meeting: Meeting) -> float:
-    """Join the process group of all ranks (a collective). Returns the seconds that it took."""
+def join_ranks(rank: int, spec: LearnerSpec, meeting: Meeting, address: str) -> float:
+    """Join the process group of all ranks (a collective). Returns the seconds that it took.
+
+    Args:
+        address: where the other ranks reach this one.
+    """
     began = time.monotonic()
     learner = spec.learner
-    if meeting.address == "127.0.0.1":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # By default, gloo takes the address of the host's name. That is often 127.0.0.1 or 127.0.1.1,
+    # where ranks of other nodes meet nobody.
+    if (interface := interface_of(address)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     zero3.join_process_group(
         rank,
         learner.world_size,
@@ -161,6 +168,18 @@ def join_ranks(rank: int, spec: LearnerSpec, meeting: Meeting) -> float:
         learner.call_timeout_s + COLLECTIVES_LONGER_S,
     )
     return time.monotonic() - began
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface with this address; None if this machine has none."""
+    return next(
+        (
+            name
+            for name, known in psutil.net_if_addrs().items()
+            if any(one.address == address for one in known)
+        ),
+        None,
+    )
 
 
 def load_state(rank: int, spec: LearnerSpec) -> LearnerState:

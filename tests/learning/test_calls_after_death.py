@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from small_config import small_config
 
 from asyncrl.contracts.errors import PartDiedError
 from asyncrl.learning import group as group_module
-from asyncrl.learning.group import LearnerDiedError, LearnerGroup
+from asyncrl.learning.group import LearnerDiedError, LearnerError, LearnerGroup
 from asyncrl.preflight.specs import learner_spec
 
 
@@ -41,6 +41,46 @@ def test_a_call_that_waited_while_a_rank_died_raises_the_death_too(
         errors[1], PartDiedError
     )
     assert str(errors[0]) == str(errors[1])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("message", "kind", "named"),
+    [
+        ("Connection closed by peer [192.0.2.7]:1234", LearnerDiedError, "rank 1 failed in step"),
+        ("a NaN", LearnerError, "rank 0 failed in step: RuntimeError: a NaN"),
+    ],
+)
+def test_a_peer_that_lost_its_connection_waits_for_the_death_of_a_node(
+    monkeypatch: pytest.MonkeyPatch, message: str, kind: type[Exception], named: str
+) -> None:
+    """Ray reports the death of a node later than that of a process."""
+    monkeypatch.setattr(ray, "kill", lambda rank, no_restart: None)
+    monkeypatch.setattr(group_module, "remove_placement_group", lambda placement: None)
+    monkeypatch.setattr(group_module, "DEATH_KNOWN_S", 0.01)
+    survivor_ended = asyncio.Event()
+
+    async def loses_its_peer() -> None:
+        survivor_ended.set()
+        raise RayTaskError("step", "", RuntimeError(message))
+
+    async def dies_with_its_node() -> None:
+        await survivor_ended.wait()
+        await asyncio.sleep(0.3)  # longer than DEATH_KNOWN_S
+        raise RayActorError
+
+    ranks: list[Any] = [
+        SimpleNamespace(call=SimpleNamespace(remote=lambda *call, fails=fails: fails()))
+        for fails in (loses_its_peer, dies_with_its_node)
+    ]
+
+    async def stepped() -> None:
+        learner = LearnerGroup(learner_spec(small_config()), None, ranks)  # type: ignore[arg-type]
+        await learner.step([])
+
+    with pytest.raises(LearnerError, match=named) as raised:
+        asyncio.run(stepped())
+    assert type(raised.value) is kind
 
 
 @pytest.mark.timeout(20)
