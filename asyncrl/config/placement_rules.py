@@ -63,6 +63,11 @@ def _check_turns_on_gpus(config: Settings) -> None:
             "placement: colocate does not work with generator.in_flight = 'keep' on GPUs: a rest"
             " frees the KV cache; use recompute"
         )
+    if 0 < config.reward.num_gpus < 1:
+        raise ValueError(
+            f"placement: colocate does not work with reward.num_gpus = {config.reward.num_gpus:g}"
+            " on GPUs: a reward could take the place of a replica beside a rank; use 0, 1 or more"
+        )
 
 
 def _check_one_device(placement: str, config: Settings) -> None:

@@ -37,7 +37,8 @@ SHARES = {
 
 RANK_IN_TURNS, REPLICA_IN_TURNS = 0.6, 0.4
 """GPUs that a rank and a replica declare to Ray when they take turns. The numbers say nothing about
-memory: one rank and one replica fit on a GPU, and two ranks, or a rank and two replicas, do not."""
+memory: one rank and one replica fit on a GPU, and two ranks, or a rank and two replicas, do not.
+Two replicas fit on a GPU without a rank, so Ray needs as many GPUs as ranks."""
 
 
 class Settings(RunSettings):

@@ -13,6 +13,7 @@ from asyncrl.contracts.adapters import may_be_linear
 from asyncrl.contracts.messages import Details, GenerateRequest
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.environment import passed_on
+from asyncrl.runtime.interfaces import interface_variables
 from asyncrl.text.stops import Stops
 from asyncrl.weights.engine import BACKEND, OWNED, SPIN_S, TOKENIZER_MODE
 from asyncrl.weights.stored import stored_tensors
@@ -55,7 +56,7 @@ def engine_environment(device: str, num_threads: int = 1, nnodes: int = 1) -> di
     }
     if nnodes == 1:
         # The processes of an engine are on one node, and listen there only.
-        required |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        required |= {"VLLM_HOST_IP": "127.0.0.1", **interface_variables("lo")}
     if device == "cpu":
         # vLLM would pin its threads to cores, and idle threads would spin; replicas and learner
         # share the cores. Without TORCH_COMPILE_DISABLE, the first generation runs a C++ compiler

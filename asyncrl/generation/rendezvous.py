@@ -7,10 +7,11 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import ray
 
-__all__ = ["Meeting", "NodePlace", "interface_of", "use_own_address"]
+from asyncrl.runtime.interfaces import interface_of, interface_variables
+
+__all__ = ["Meeting", "NodePlace", "use_own_address"]
 
 BACKLOG = 128
 """Connections that wait to be accepted at a meeting."""
@@ -66,20 +67,13 @@ def use_own_address() -> str:
         ValueError: no network interface has the address.
     """
     address = str(ray.util.get_node_ip_address())
-    os.environ["VLLM_HOST_IP"] = address
-    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
+    interface = interface_of(address)
+    if interface is None:
+        raise ValueError(
+            f"no network interface has this node's address {address}; start Ray with"
+            " --node-ip-address set to an address of this machine"
+        )
+    os.environ.update(interface_variables(interface) | {"VLLM_HOST_IP": address})
     # torch's name for a store that a process outside the group has opened already.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
     return address
-
-
-def interface_of(address: str) -> str:
-    """Name of this machine's network interface that has the address. Raises ValueError if none
-    has."""
-    for name, found in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in found):
-            return name
-    raise ValueError(
-        f"no network interface has this node's address {address}; start Ray with"
-        " --node-ip-address set to an address of this machine"
-    )

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 TURN_EVERY_S = 0.5
-"""Seconds between two questions whether the learner's turn has ended."""
+"""Seconds between two questions whether the learner has left the GPU."""
 
 REGISTRY_S = 5.0
 """Seconds that the version registry gets to answer."""
@@ -86,12 +86,12 @@ class Generator:
         self._pending: dict[asyncio.Task[object], WeightsId] = {}
         """Runs' requests in progress, and the weights that each needs."""
         sweep()
-        if self.settings.sleeps:
-            await self._wait_for_generators_turn()
         self.engine = Engine(self.settings)
         self._followers = Followers(self.settings)
         self._watching: asyncio.Future[str] | None = None
         """Ends when a follower is lost."""
+        if self.settings.sleeps:
+            await self._wait_for_device()
         await self._start_engine()
         try:
             await self._catch_up()
@@ -113,6 +113,7 @@ class Generator:
             return
         meeting = Meeting(use_own_address())
         watching = asyncio.ensure_future(self._followers.run(meeting))
+        await asyncio.sleep(0)  # the followers start now: this process imports vLLM next
         watching.add_done_callback(self._lose_engine)
         self._watching = watching
         try:
@@ -241,9 +242,9 @@ class Generator:
 
         return await self._to_the_end(follow())
 
-    async def _wait_for_generators_turn(self) -> None:
-        """Wait for the end of the learner's turn: an engine that starts needs the GPU's memory."""
-        while await self._ask_registry("learner_turn"):  # noqa: ASYNC110
+    async def _wait_for_device(self) -> None:
+        """Wait until the learner has left the GPU, whose memory an engine needs to start."""
+        while await self._ask_registry("learner_on_device"):  # noqa: ASYNC110
             await asyncio.sleep(TURN_EVERY_S)
 
     async def status(self) -> ReplicaStatus:

@@ -113,10 +113,14 @@ class GeneratorApp(Section):
                 "sleeps: true needs generator.device: cuda, since vLLM cannot free memory on the"
                 " CPU; set that, or leave sleeps out"
             )
-        if self.generator.in_flight == "keep":
+        if self.http or self.num_gpus is None:
             raise ValueError(
-                "sleeps: true does not work with generator.in_flight = 'keep', since a rest frees"
-                " the KV cache; use recompute"
+                "sleeps: true only has an effect in a job with placement: colocate; leave it out"
+            )
+        if self.generator.in_flight != "recompute":
+            raise ValueError(
+                "sleeps: true does not work with generator.in_flight ="
+                f" {self.generator.in_flight!r}, since a rest frees the KV cache; use recompute"
             )
 
     @property

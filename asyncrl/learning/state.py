@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-import psutil
 import torch
 from deepspeed import DeepSpeedEngine
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -23,6 +22,7 @@ from asyncrl.models.adapters import base_name, published_name
 from asyncrl.models.supported import Packing as Packed
 from asyncrl.models.ulysses import SequenceGroup
 from asyncrl.runtime.gpu_memory import limit_gpu_memory
+from asyncrl.runtime.interfaces import interface_of, interface_variables
 from asyncrl.runtime.shared import Written
 from asyncrl.weights.classifier import SCORE, classifier_table
 from asyncrl.weights.gather import ShardedParameter
@@ -157,7 +157,8 @@ def join_ranks(rank: int, spec: LearnerSpec, meeting: Meeting, address: str) -> 
     # By default, gloo takes the address of the host's name. That is often 127.0.0.1 or 127.0.1.1,
     # where ranks of other nodes meet nobody.
     if (interface := interface_of(address)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        for name, value in interface_variables(interface).items():
+            os.environ.setdefault(name, value)
     zero3.join_process_group(
         rank,
         learner.world_size,
@@ -168,18 +169,6 @@ def join_ranks(rank: int, spec: LearnerSpec, meeting: Meeting, address: str) -> 
         learner.call_timeout_s + COLLECTIVES_LONGER_S,
     )
     return time.monotonic() - began
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface with this address; None if this machine has none."""
-    return next(
-        (
-            name
-            for name, known in psutil.net_if_addrs().items()
-            if any(one.address == address for one in known)
-        ),
-        None,
-    )
 
 
 def load_state(rank: int, spec: LearnerSpec) -> LearnerState:

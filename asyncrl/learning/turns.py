@@ -3,8 +3,8 @@ the storages of its tensors are on the host.
 
 DeepSpeed's `offload_states` does not serve here. In 0.19.8 it moves master weights and moments of
 its own FusedAdam only. It also maps the flat buffer of trained weights onto all parameters in the
-order of the module, which gives frozen parameters the values of others. Emptying a storage and
-filling it again, as FSDP does, leaves every tensor and view as it is.
+order of the module, which overwrites frozen parameters with values of other parameters. Emptying a
+storage and filling it again, as FSDP does, leaves every tensor and view as it is.
 
 Written against DeepSpeed 0.19.8. It ran on the CPU, whose storages can be emptied too, and has not
 run on a GPU.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["DeviceTurns", "device_turns"]
 
 ROOM_S = 300.0
-"""Seconds to wait for the memory of a replica that is starting, and rests once it has started."""
+"""Longest wait for the memory of a replica that is starting, and rests once it has started."""
 LOOK_EVERY_S = 0.2
 
 
@@ -38,15 +38,22 @@ class DeviceTurns:
     a tensor of the engine: no step, gather, save, load, export or forward pass."""
 
     def __init__(
-        self, engine: DeepSpeedEngine, device: str, rank_memory: float, engine_memory: float
+        self,
+        engine: DeepSpeedEngine,
+        device: str,
+        rank_memory: float,
+        engine_memory: float,
+        room_s: float = ROOM_S,
     ) -> None:
         """
         Args:
             device: type of the device that the states leave.
             rank_memory, engine_memory: gpu_memory_utilization of learner and generator.
+            room_s: seconds that the GPU's memory may take to be free.
         """
         self._engine, self._device = engine, device
         self._rank_memory, self._engine_memory = rank_memory, engine_memory
+        self._room_s = room_s
         self._left: list[tuple[torch.UntypedStorage, torch.Tensor]] | None = None
         """The emptied storages, and their bytes on the host. None in this rank's turn."""
         self._hosts: dict[int, torch.Tensor] = {}
@@ -62,6 +69,7 @@ class DeviceTurns:
         """
         if self._left is not None:
             return
+        _empty_cache(self._device)  # a cache of activations is not what `take` needs back
         first, before = self._released is None, _free(self._device)
         left = [(storage, self._host(storage)) for storage in self._storages()]
         for storage, host in left:
@@ -86,7 +94,7 @@ class DeviceTurns:
         """Move the states back. Does nothing in this rank's turn.
 
         Raises:
-            GpuMemoryError: the bytes that `leave` released are not free within ROOM_S.
+            GpuMemoryError: the bytes that `leave` released are not free in time.
         """
         if self._left is None:
             return
@@ -98,7 +106,7 @@ class DeviceTurns:
         self._left = None
 
     def _wait_for_room(self) -> None:
-        deadline = time.monotonic() + ROOM_S
+        deadline = time.monotonic() + self._room_s
         while True:
             try:
                 check_room(
@@ -137,7 +145,14 @@ def device_turns(state: LearnerState) -> DeviceTurns | None:
     learner, engine_memory = state.spec.learner, state.spec.engine_memory
     if engine_memory is None:
         return None
-    return DeviceTurns(state.engine, learner.device, learner.gpu_memory_utilization, engine_memory)
+    # The rank must answer with its error before the driver takes it for dead.
+    return DeviceTurns(
+        state.engine,
+        learner.device,
+        learner.gpu_memory_utilization,
+        engine_memory,
+        min(ROOM_S, learner.call_timeout_s / 2),
+    )
 
 
 def _tensors(engine: DeepSpeedEngine) -> Iterator[torch.Tensor]:

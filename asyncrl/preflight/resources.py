@@ -189,7 +189,7 @@ def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> l
     """
     lines = []
     for resource in (*COUNTED, *BYTES):
-        wanted = sum(need.count * need.amounts.get(resource, 0) for need in needs)
+        wanted = _wanted(needs, resource)
         there = sum(_has(node, resource, which) for node in nodes)
         if wanted > there + ROUNDING:
             lines.append(
@@ -216,6 +216,16 @@ def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> l
                 )
             )
     return lines
+
+
+def _wanted(needs: Sequence[Need], resource: str) -> float:
+    """What all parts together need. A process on more than half of a GPU leaves none whole, so it
+    counts as one beside those that need whole GPUs."""
+    counts = [(need.count, need.amounts.get(resource, 0.0)) for need in needs]
+    total = sum(count * amount for count, amount in counts)
+    if resource != "GPU":
+        return total
+    return max(total, sum(count * math.ceil(amount) for count, amount in counts if amount > 0.5))
 
 
 def with_fewer_replicas(

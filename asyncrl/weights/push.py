@@ -96,6 +96,7 @@ class ServeWeightSync:
         self._timeout_s, self._grace_s, self._drains = push_timeout_s, commit_grace_s, drains
         self._last: Manifest | None = None
         self._learner_turn: bool | None = None
+        self._learner_on_device = False
         self._behind: Counter[str] = Counter()
         """Replicas that did not apply the last push in time, `SILENT` for each that did not answer.
         The next push does not wait for them."""
@@ -115,6 +116,7 @@ class ServeWeightSync:
             RuntimeError: fewer than half applied it in time, or the manifest does not fit the
                 model.
         """
+        await self._tell_device(False)
         self._behind = await self._still_behind()
         self._last = manifest
         began = time.monotonic()
@@ -186,10 +188,15 @@ class ServeWeightSync:
     async def rest(self) -> None:
         """Make every live replica rest. One that starts before `wake` rests within seconds.
 
+        Then the learner takes the device, until the next `push` or `wake`. A replica whose rest
+        frees its GPU does not start meanwhile. It does start during a rest, a push and a wake,
+        which need a living replica.
+
         Raises:
             RuntimeError: a replica did not rest within weights.push_timeout_s.
         """
         await self._change_turn(True)
+        await self._tell_device(True)
 
     async def wake(self) -> None:
         """End the replicas' rest.
@@ -197,6 +204,7 @@ class ServeWeightSync:
         Raises:
             RuntimeError: a replica did not wake within weights.push_timeout_s.
         """
+        await self._tell_device(False)
         await self._change_turn(False)
 
     async def _change_turn(self, learner: bool) -> None:
@@ -235,6 +243,19 @@ class ServeWeightSync:
     async def _tell_turn(self) -> None:
         await self._registry.set_learner_turn.remote(self._learner_turn)
 
+    async def _tell_device(self, learner: bool) -> None:
+        """Tell the version registry whether the learner takes the device. A registry that does not
+        answer is told again by `keep_announced`."""
+        if self._learner_on_device == learner:
+            return
+        self._learner_on_device = learner
+
+        async def told() -> None:
+            await self._registry.set_learner_on_device.remote(learner)
+
+        with contextlib.suppress(*NO_ANSWER):
+            await asyncio.wait_for(told(), ANSWER_S)
+
     async def keep_announced(self) -> None:
         """Announce the newest version to the version registry repeatedly, until canceled.
 
@@ -247,6 +268,7 @@ class ServeWeightSync:
             with contextlib.suppress(ray.exceptions.RayError):
                 if self._learner_turn is not None:
                     await self._tell_turn()
+                    await self._registry.set_learner_on_device.remote(self._learner_on_device)
                 if self._last is not None:
                     await self._registry.announce.remote(self._last)
 

@@ -53,6 +53,7 @@ class VersionRegistry:
         self._holder = holder
         self._manifest: Manifest | None = None
         self._learner_turn: bool | None = None
+        self._learner_on_device = False
 
     def announce(self, manifest: Manifest) -> None:
         """Make this the current version.
@@ -76,7 +77,7 @@ class VersionRegistry:
         """Forget the current version until the next is announced, and end the learner's turn.
         Called when the learner that published it has ended: its buckets are lost."""
         self._manifest = None
-        self._learner_turn = False
+        self._learner_turn = self._learner_on_device = False
 
     def set_learner_turn(self, turn: bool) -> None:
         """Say whether the learner uses the devices now, so that the replicas must rest."""
@@ -85,6 +86,14 @@ class VersionRegistry:
     def learner_turn(self) -> bool | None:
         """Whether the replicas must rest. None if nobody has said so since this process started."""
         return self._learner_turn
+
+    def set_learner_on_device(self, on_device: bool) -> None:
+        """Say whether the learner's states are on the GPUs that replicas use too."""
+        self._learner_on_device = on_device
+
+    def learner_on_device(self) -> bool:
+        """Whether an engine that starts now would find the learner on its GPU."""
+        return self._learner_on_device
 
     def current(self) -> Manifest | None:
         """The newest manifest. None before the first one and after `withdraw`."""

@@ -637,6 +637,10 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
             "colocate needs one device for both sides, but learner.device = cpu and generator",
         ),
         (
+            {**IN_TURNS, "reward.num_gpus": 0.4},
+            "placement: colocate does not work with reward.num_gpus = 0.4 on GPUs: a reward could",
+        ),
+        (
             {**IN_TURNS, "generator.tensor_parallel_size": 2},
             r"colocate does not work with generator.tensor_parallel_size \* pipeline_parallel_size"
             " = 2 on GPUs: Ray gives a process fractions of one GPU only",

@@ -98,8 +98,16 @@ def test_an_engine_of_several_nodes_has_a_bundle_on_each() -> None:
         ({"generator": {"attach": "generator"}}, "is a training job's setting"),
         ({"sleeps": True}, "sleeps: true needs generator.device: cuda"),
         (
-            {"sleeps": True, "generator": {"device": "cuda", "in_flight": "keep"}},
-            "sleeps: true does not work with generator.in_flight = 'keep', since a rest frees",
+            {"sleeps": True, "generator": {"device": "cuda"}},
+            "sleeps: true only has an effect in a job with placement: colocate",
+        ),
+        (
+            {
+                "sleeps": True,
+                "num_gpus": 0.4,
+                "generator": {"device": "cuda", "in_flight": "drain"},
+            },
+            "sleeps: true does not work with generator.in_flight = 'drain', since a rest frees",
         ),
         ({"served_name": "m"}, "needs http: true"),
         (

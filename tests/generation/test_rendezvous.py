@@ -9,17 +9,18 @@ import pytest
 import ray
 from torch.distributed.rendezvous import rendezvous
 
-from asyncrl.generation.rendezvous import Meeting, interface_of, use_own_address
+from asyncrl.generation.rendezvous import Meeting, use_own_address
 
 
 def test_processes_listen_on_the_nodes_address_and_meet_at_the_open_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE"):
+    interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in ("VLLM_HOST_IP", *interfaces, "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "another")
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     assert use_own_address() == "127.0.0.1" == os.environ["VLLM_HOST_IP"]
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert [os.environ[name] for name in interfaces] == ["lo", "=lo"]
 
     meeting = Meeting("127.0.0.1")
     place = meeting.place(1)
@@ -37,6 +38,7 @@ def test_processes_listen_on_the_nodes_address_and_meet_at_the_open_store(
     assert second.get("key") == b"value"
 
 
-def test_an_address_of_another_machine_is_refused() -> None:
+def test_an_address_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.1")
     with pytest.raises(ValueError, match=r"this node's address 192\.0\.2\.1; start Ray with"):
-        interface_of("192.0.2.1")
+        use_own_address()

@@ -85,7 +85,7 @@ async def nothing(*arguments: Any, **named: Any) -> None:
 
 def sleeping() -> tuple[Engine, Any]:
     generator = GeneratorConfig(device="cuda", gpu_memory_utilization=0.85)
-    engine = Engine(GeneratorApp(model="unused", generator=generator, sleeps=True))
+    engine = Engine(GeneratorApp(model="unused", generator=generator, sleeps=True, num_gpus=0.4))
     llm: Any = StubLLM()
     engine._llm = llm
     engine._open.set()
@@ -228,7 +228,9 @@ def test_a_request_does_not_load_a_version_in_the_learners_turn() -> None:
     asyncio.run(scenario())
 
 
-def test_an_engine_starts_after_the_learners_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_starts_once_the_learner_has_left_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(replica_module, "TURN_EVERY_S", 0.001)
     answers, asked = [True, True, False], list[str]()
 
@@ -237,8 +239,8 @@ def test_an_engine_starts_after_the_learners_turn(monkeypatch: pytest.MonkeyPatc
         return answers[len(asked) - 1]
 
     starting: Any = SimpleNamespace(_ask_registry=registry)
-    asyncio.run(Generator._wait_for_generators_turn(starting))
-    assert asked == ["learner_turn"] * 3
+    asyncio.run(Generator._wait_for_device(starting))
+    assert asked == ["learner_on_device"] * 3
 
 
 @pytest.mark.slow

@@ -118,6 +118,7 @@ def test_two_workers_take_an_update_of_every_parameter_and_die_together(
         ray_cluster.kill(actor)
 
 
+@pytest.mark.slow
 def test_two_workers_take_adapters(
     ray_cluster: Any,
     publish: Any,

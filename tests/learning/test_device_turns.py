@@ -3,6 +3,7 @@ other host memory, by the same calls of torch and with the same DeepSpeed engine
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,7 +81,7 @@ def test_a_rank_waits_for_what_it_released_before_its_turn(monkeypatch: pytest.M
     rank.leave()
     rank.take()
     assert gpu.asked == 6
-    monkeypatch.setattr(turns, "ROOM_S", 0.0)
+    rank._room_s = 0.0
     Gpu(monkeypatch, before, after, 55)
     rank.leave()
     with pytest.raises(GpuMemoryError) as refused:
@@ -90,6 +91,13 @@ def test_a_rank_waits_for_what_it_released_before_its_turn(monkeypatch: pytest.M
         " of 80.00 GiB are free: the engine, and what stays of the rank, hold 25.00 GiB; lower"
         " learner.gpu_memory_utilization = 0.9, which limits what a rank keeps"
     )
+
+
+def test_a_rank_answers_with_its_error_before_its_call_ends(model_path: Path) -> None:
+    spec = learner_spec(learner_config(model_path, call_timeout_s=100))
+    state: Any = SimpleNamespace(spec=dataclasses.replace(spec, engine_memory=0.85), engine=None)
+    made = device_turns(state)
+    assert made is not None and made._room_s == 50
 
 
 def test_a_rank_with_devices_of_its_own_stays(model_path: Path) -> None:

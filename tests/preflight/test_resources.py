@@ -122,6 +122,22 @@ def test_turns_on_gpus_need_a_gpu_for_each_rank_and_for_models_that_only_score()
     assert (app.num_gpus, app.sleeps, app.generator.gpu_memory_utilization) == (0.4, True, 0.85)
 
 
+def test_a_rank_in_turns_leaves_no_whole_gpu_for_a_reference():
+    """4 * 0.6 + 0.4 + 1 is below 4, but every GPU has a rank."""
+    cuda = {"device": "cuda"}
+    turns = config(
+        placement="colocate",
+        learner={**cuda, "world_size": 4},
+        generator=cuda,
+        algorithm={"kl_loss_coef": 0.1},
+        staleness={"max_staleness": 0},
+    )
+    assert shortages(run_needs(turns), [node("a", 16, 4)], "registered") == [
+        "GPU: 5 needed, 4 registered"
+    ]
+    assert shortages(run_needs(turns), [node("a", 16, 5)], "registered") == []
+
+
 def test_a_fraction_of_a_gpu_is_on_one_gpu():
     """Ten ranks of 0.6 would fit into the sum of six GPUs, which have room for six."""
     cuda = {"device": "cuda"}
@@ -132,7 +148,8 @@ def test_a_fraction_of_a_gpu_is_on_one_gpu():
         staleness={"max_staleness": 0},
     )
     assert shortages(run_needs(turns), [node("a", 16, 8)], "registered") == []
-    (line,) = shortages(run_needs(turns), [node("a", 16, 6)], "registered")
+    total, line = shortages(run_needs(turns), [node("a", 16, 6)], "registered")
+    assert total == "GPU: 8 needed, 6 registered"
     assert line.startswith("learner ranks: 8 x (CPU 0.4, GPU 0.6), each on one node"), line
     assert line.endswith("resources fit 6 on a")
 

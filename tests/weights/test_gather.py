@@ -137,11 +137,15 @@ CASES = {
 }
 
 
+SHORTER = ("two ranks", "two ranks, split experts")
+"""Cases of `make test-all`; `make faults` runs the others."""
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(name, marks=pytest.mark.slow if number % 2 else pytest.mark.faults)
-        for number, name in enumerate(CASES)
+        pytest.param(name, marks=pytest.mark.slow if name in SHORTER else pytest.mark.faults)
+        for name in CASES
     ],
 )
 def test_private_memory_rises_by_at_most_two_buckets(

@@ -18,6 +18,7 @@ from asyncrl.testing.generators import fake_status
 from asyncrl.weights import push as push_module
 from asyncrl.weights.manifest import ManifestError
 from asyncrl.weights.push import SILENT, ServeWeightSync
+from asyncrl.weights.version_registry import VersionRegistry
 
 MANIFEST = Manifest("r", 1, 4, (), (), (), ())
 
@@ -268,3 +269,39 @@ def test_hold_returns_none_if_the_replica_refuses() -> None:
     asyncio.run(push.push(MANIFEST))
     assert asyncio.run(push.hold(4)) is None
     assert set(asyncio.run(push.push(MANIFEST)).replicas) == {"a", "b"}
+
+
+def test_a_successor_that_needs_the_gpu_may_start_in_a_rest_a_push_and_a_wake() -> None:
+    """The only replica has died. Its successor starts unless the learner is on the device, and
+    rests, pushes and wakes need it."""
+    registry = VersionRegistry()
+
+    def answers() -> list[Any]:
+        if registry.learner_on_device():
+            raise DeploymentUnavailableError(DeploymentID("Generator", "app"))
+        return [registry.learner_turn()]
+
+    async def scenario() -> None:
+        push, _ = sync(lambda: [at("b", 4)] if answers() else [], answers, timeout_s=0.5)
+        push._registry = SimpleNamespace(
+            **{
+                name: SimpleNamespace(remote=asynchronous(getattr(registry, name)))
+                for name in ("announce", "set_learner_turn", "set_learner_on_device")
+            }
+        )
+        await push.rest()
+        assert registry.learner_on_device()
+        assert (await push.push(MANIFEST)).replicas.keys() == {"b"}
+        assert registry.learner_turn()
+        await push.rest()
+        await push.wake()
+        assert not registry.learner_on_device()
+
+    asyncio.run(scenario())
+
+
+def asynchronous(method: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(*arguments: Any) -> Any:
+        return method(*arguments)
+
+    return call
