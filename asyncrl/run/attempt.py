@@ -157,10 +157,10 @@ class Attempt:
     async def _export(self, stations: Stations) -> None:
         self.live.phase("saving")
         path, learner = self.directory.path, stations.learner
-        if self.config.takes_turns_on_gpus:
-            await stations.weights.rest()
-            await learner.take_device()
         async with self.watched(learner):
+            if self.config.takes_turns_on_gpus:
+                await stations.weights.rest()
+                await learner.take_device()
             await learner.export_hf(path / ".hf")
         replace_directory(path / ".hf", path / "hf")
 
