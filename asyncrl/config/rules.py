@@ -10,10 +10,10 @@ from asyncrl.config.derived import push_timeout_s, stall_timeout_s
 from asyncrl.config.distillation_rules import check_distillation
 from asyncrl.config.placement_rules import check_placement
 from asyncrl.config.preference_rules import check_preference
-from asyncrl.config.schema import Source
+from asyncrl.config.schema import GeneratorConfig, Source
 from asyncrl.config.settings import Settings
 
-__all__ = ["check_rules", "check_sources"]
+__all__ = ["check_nodes", "check_rules", "check_sources"]
 
 WARM_START = (
     "target_column",
@@ -268,6 +268,26 @@ def check_rules(config: Settings) -> None:
     _check_kl(config)
     _check_kept_tokens(config)
     _check_effects(config)
+    check_nodes(config.generator)
+
+
+def check_nodes(generator: GeneratorConfig) -> None:
+    """Check that the nodes of an engine get the same number of devices, and CPUs.
+
+    Raises:
+        ValueError: `generator.nnodes` cannot be used as given.
+    """
+    if generator.workers % generator.nnodes:
+        raise ValueError(
+            f"generator.nnodes = {generator.nnodes} does not divide tensor_parallel_size *"
+            f" pipeline_parallel_size = {generator.workers}, the devices of an engine; use a"
+            " divisor"
+        )
+    if generator.nnodes > 1 and not generator.num_cpus:
+        raise ValueError(
+            f"generator.num_cpus = 0 does not work with generator.nnodes = {generator.nnodes},"
+            " since Ray reserves CPUs on each node of an engine; use 0.1 or more"
+        )
 
 
 def check_sources(settings: Mapping[str, str | tuple[Source, ...] | None]) -> None:

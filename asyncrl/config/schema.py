@@ -474,20 +474,6 @@ class GeneratorConfig(Section):
     engine answers between its steps. So set more than its longest step, and more than a weight
     update. Default: derived from the size of the model files."""
 
-    @model_validator(mode="after")
-    def nodes_are_alike(self) -> GeneratorConfig:
-        if self.workers % self.nnodes:
-            raise ValueError(
-                f"nnodes = {self.nnodes} does not divide tensor_parallel_size *"
-                f" pipeline_parallel_size = {self.workers}, the devices of an engine; use a divisor"
-            )
-        if self.nnodes > 1 and not self.num_cpus:
-            raise ValueError(
-                f"num_cpus = 0 does not work with nnodes = {self.nnodes}, since Ray reserves CPUs"
-                " on each node of an engine; use 0.1 or more"
-            )
-        return self
-
     @property
     def own(self) -> bool:
         """Whether the run starts its own generators."""

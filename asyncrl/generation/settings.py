@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from asyncrl.config import GeneratorConfig, Section
 from asyncrl.config.derived import MOST_SEQUENCES, fetch_timeout, stall, start
+from asyncrl.config.rules import check_nodes
 
 __all__ = ["GeneratorApp", "check_served_name", "registry_name"]
 
@@ -63,6 +64,7 @@ class GeneratorApp(Section):
                 f"generator.attach = {self.generator.attach!r} is a training job's setting, for"
                 " generators that already run; leave it out here"
             )
+        check_nodes(self.generator)
         # Not model_fields_set: a replica gets every field, also those that nobody set.
         changed = self.max_loras != type(self).model_fields["max_loras"].default
         if self.max_lora_rank is None and changed:

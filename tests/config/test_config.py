@@ -170,6 +170,14 @@ def test_warm_start_settings_without_a_warm_start_are_refused():
             r"generator.in_flight = 'keep' only has an effect with generators that the run starts",
         ),
         (
+            {"generator.attach": "standing", "generator.nnodes": 2},
+            r"generator\.nnodes = 2 only has an effect with generators that the run starts",
+        ),
+        (
+            {"placement": "colocate", "generator.nnodes": 2},
+            r"^generator\.nnodes = 2 does not divide tensor_parallel_size",
+        ),
+        (
             {"generator.attach": "standing", "generator.max_num_seqs": 64},
             r"generator.max_num_seqs = 64 only has an effect with generators that the run starts",
         ),
@@ -684,11 +692,12 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
         ),
         (
             {"generator.tensor_parallel_size": 4, "generator.nnodes": 3},
-            r"nnodes = 3 does not divide tensor_parallel_size \* pipeline_parallel_size = 4, the",
+            r"^generator\.nnodes = 3 does not divide tensor_parallel_size \*"
+            r" pipeline_parallel_size = 4, the devices",
         ),
         (
             {"generator.tensor_parallel_size": 2, "generator.nnodes": 2, "generator.num_cpus": 0},
-            "num_cpus = 0 does not work with nnodes = 2, since Ray reserves CPUs on each node",
+            r"^generator\.num_cpus = 0 does not work with generator\.nnodes = 2, since Ray",
         ),
         (
             {"generator.expert_parallel": True, "generator.tensor_parallel_size": 2},

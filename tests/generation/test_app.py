@@ -86,6 +86,7 @@ def test_an_engine_of_several_nodes_has_a_bundle_on_each() -> None:
             {"max_lora_rank": 8, "generator": {"tensor_parallel_size": 2, "nnodes": 2}},
             "max_lora_rank does not work with generator.nnodes = 2",
         ),
+        ({"generator": {"nnodes": 2}}, "generator.nnodes = 2 does not divide tensor_parallel_size"),
         ({"num_gpus": 0.5}, "num_gpus = 0.5 needs generator.device: cuda"),
         (
             {"num_gpus": 0.5, "generator": {"device": "cuda"}},
