@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from asyncrl.config.offline_aliases import OFFLINE_NOT_IMPLEMENTED, OFFLINE_RENAMED
+from asyncrl.config.offline_aliases import OFFLINE_NOT_IMPLEMENTED, OFFLINE_RENAMED, TURN_NAMES
 
 __all__ = ["explain_unknown"]
 
@@ -450,12 +450,7 @@ NOT_IMPLEMENTED = {
         "the chat template comes from model.path's tokenizer; save yours there as"
         " chat_template.jinja, and remove this"
     ),
-    "offload_rollout": TURNS,
-    "offload_train": TURNS,
-    "vllm_enable_sleep": TURNS,
-    "vllm_enable_sleep_mode": TURNS,
-    "enable_sleep": TURNS,
-    "free_cache_engine": TURNS,
+    **dict.fromkeys(TURN_NAMES, TURNS),
     "tensor_model_parallel_size": (
         "a learner rank computes whole layers; remove it, or set generator.tensor_parallel_size for"
         " the generators"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["OFFLINE_NOT_IMPLEMENTED", "OFFLINE_RENAMED"]
+__all__ = ["OFFLINE_NOT_IMPLEMENTED", "OFFLINE_RENAMED", "TURN_NAMES"]
 
 ONE_LENGTH = "data.max_length, of the prompt and the completion together"
 ONE_LOSS = "a run has one loss (dpo.loss), and dpo.ce_coef for the next-token loss; remove it"
@@ -86,6 +86,7 @@ OFFLINE_RENAMED = {
     "fsdp": "nothing: the learner always uses DeepSpeed ZeRO-3",
     "optim": "learner.optimizer",
     "base_model": "model.path",
+    "nnodes": "learner.world_size, over all nodes",
     "val_set_size": "eval.data, with a file of its own",
     "use_liger_kernel": "nothing: the cross-entropy is always computed in chunks",
     "liger_kernel": "nothing: the cross-entropy is always computed in chunks",
@@ -93,6 +94,16 @@ OFFLINE_RENAMED = {
 """Settings of other systems → the name here, as in `RENAMED` of `asyncrl.config.aliases`."""
 
 WHOLE_LAYERS = "a learner rank computes whole layers; remove it, and use learner.world_size"
+
+TURN_NAMES = (
+    "offload_rollout",
+    "offload_train",
+    "vllm_enable_sleep",
+    "vllm_enable_sleep_mode",
+    "enable_sleep",
+    "free_cache_engine",
+)
+"""Settings of other systems that free a GPU's memory while the other side works on it."""
 
 OFFLINE_NOT_IMPLEMENTED = {
     **dict.fromkeys(
@@ -106,6 +117,7 @@ OFFLINE_NOT_IMPLEMENTED = {
         ),
         WHOLE_LAYERS,
     ),
+    **dict.fromkeys(TURN_NAMES, "a run on a dataset has no generators; remove it"),
     "loss_weights": ONE_LOSS,
     "cpo_alpha": ONE_LOSS,
     "f_divergence_type": REVERSE_KL,

@@ -270,10 +270,14 @@ def test_a_reference_is_read_only_by_losses_that_have_one(write):
         ("center_rewards_coefficient", "asyncrl calls it reward_model.center_coef"),
         ("batchsize", "did you mean batch_size?"),
         ("lora_r", "asyncrl calls it lora.r"),
+        ("trainer.nnodes", "asyncrl calls it learner.world_size, over all nodes"),
+        ("offload_train", "not implemented: a run on a dataset has no generators; remove it"),
+        ("rollout.free_cache_engine", "a run on a dataset has no generators; remove it"),
     ],
 )
 def test_names_of_other_systems_are_answered_with_settings_of_this_kind(name, answer):
-    assert answer in explain_unknown(name, field_names(OfflineConfig))
+    text = explain_unknown(name, field_names(OfflineConfig))
+    assert answer in text and "generator." not in text and "placement" not in text
 
 
 def test_the_table_of_foreign_names_points_at_settings_that_exist():
