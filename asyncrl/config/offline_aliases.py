@@ -87,6 +87,7 @@ OFFLINE_RENAMED = {
     "optim": "learner.optimizer",
     "base_model": "model.path",
     "nnodes": "learner.world_size, over all nodes",
+    "offload": "learner.offload_optimizer",
     "val_set_size": "eval.data, with a file of its own",
     "use_liger_kernel": "nothing: the cross-entropy is always computed in chunks",
     "liger_kernel": "nothing: the cross-entropy is always computed in chunks",
@@ -96,11 +97,16 @@ OFFLINE_RENAMED = {
 WHOLE_LAYERS = "a learner rank computes whole layers; remove it, and use learner.world_size"
 
 TURN_NAMES = (
+    "offload",
     "offload_rollout",
     "offload_train",
     "vllm_enable_sleep",
     "vllm_enable_sleep_mode",
     "enable_sleep",
+    "enable_sleep_mode",
+    "deepspeed_enable_sleep",
+    "sleep_level",
+    "vllm_sleep_level",
     "free_cache_engine",
 )
 """Settings of other systems that free a GPU's memory while the other side works on it."""

@@ -1262,6 +1262,18 @@ def test_every_setting_of_a_verl_config_is_explained(tmp_path):
         ("evals", "see asyncrl train --help"),
         ("temper", "see asyncrl train --help"),
         ("foo", "see asyncrl train --help"),
+        *(
+            (name, "is not implemented: placement: colocate decides it")
+            for name in (
+                *("offload", "enable_sleep_mode", "sleep_level"),
+                *("ds.enable_sleep", "deepspeed_enable_sleep", "vllm_sleep_level"),
+            )
+        ),
+        ("actor_rollout_ref.hybrid_engine", "asyncrl calls it placement: colocate"),
+        ("train.colocate_actor_ref", "asyncrl calls it placement: share, with algorithm.ref_gpu"),
+        ("trainer.nnodes", "asyncrl calls it learner.world_size, over all nodes"),
+        ("actor_rollout_ref.rollout.nnodes", "asyncrl calls it generator.num_replicas, over all"),
+        ("rollout.n_gpus_per_node", "asyncrl calls it generator.num_replicas, over all nodes"),
         ("critic.optim.lr", "asyncrl calls it learner.value_learning_rate"),
         ("critic.model.path", "is unknown and not needed: the value head"),
         ("custom_reward_function.path", "asyncrl calls it reward.functions"),

@@ -272,6 +272,9 @@ def test_a_reference_is_read_only_by_losses_that_have_one(write):
         ("lora_r", "asyncrl calls it lora.r"),
         ("trainer.nnodes", "asyncrl calls it learner.world_size, over all nodes"),
         ("offload_train", "not implemented: a run on a dataset has no generators; remove it"),
+        ("offload", "asyncrl calls it learner.offload_optimizer"),
+        ("vllm_sleep_level", "a run on a dataset has no generators; remove it"),
+        ("rollout.nnodes", "asyncrl calls it learner.world_size, over all nodes"),
         ("rollout.free_cache_engine", "a run on a dataset has no generators; remove it"),
     ],
 )
