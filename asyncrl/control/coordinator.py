@@ -56,8 +56,11 @@ from asyncrl.runtime.failures import unforeseen
 
 __all__ = ["Coordinator", "LearnerTurn", "LogprobCheck", "Parts", "Schedule"]
 
-Turn: TypeAlias = Literal["generators", "going to rest", "learner", "publishing", "waking"]
+Turn: TypeAlias = Literal[
+    "generators", "going to rest", "taking", "learner", "leaving", "publishing", "waking"
+]
 """Whose turn it is with `colocate`. "going to rest": the learner's, once all replicas rest.
+"taking" and "leaving": the learner loads its states onto the GPU, and frees the GPU's memory.
 "waking": the generators', once they are awake."""
 
 LearnerTurn: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
@@ -689,8 +692,6 @@ class Coordinator:
         ):
             self.turn = "going to rest"
         await self._rest_generators()
-        async with self._changing():
-            self.turn = "learner"
 
     async def _end_turn(self) -> None:
         """End the learner's turn: with the publication of what it gathered, or, after a skipped
@@ -709,12 +710,23 @@ class Coordinator:
         started = clock()
         await self.parts.weights.rest()
         if self.parts.device is not None:
+            async with self._changing():
+                self.turn = "taking"
             await self.parts.device.take_device()
         self._turn_times["time/rest_s"] = clock() - started
+        async with self._changing():
+            self.turn = "learner"
 
     async def _leave_device(self) -> None:
+        if not self.schedule.colocate:
+            return
+        clock = asyncio.get_running_loop().time
+        started = clock()
         if self.parts.device is not None:
+            async with self._changing():
+                self.turn = "leaving"
             await self.parts.device.leave_device()
+        self._turn_times["time/wake_s"] = clock() - started
 
     async def _wake_generators(self) -> None:
         if not self.schedule.colocate:
@@ -724,7 +736,7 @@ class Coordinator:
         clock = asyncio.get_running_loop().time
         started = clock()
         await self.parts.weights.wake()
-        self._turn_times["time/wake_s"] = clock() - started
+        self._turn_times["time/wake_s"] += clock() - started
         async with self._changing():
             self.turn = "generators"
 

@@ -320,7 +320,8 @@ WAITING = (
     Metric(
         "time/rest_s, time/wake_s",
         "under `placement: colocate`: seconds until the generators rested before this step, and"
-        " until they were awake again after the step before",
+        " until they were awake again after the step before. On GPUs, also the seconds in which the"
+        " learner takes and leaves the device",
         "well below `time/step_s`",
     ),
     Metric("time/event_loop_lag_s", "largest delay of the driver's event loop, in seconds"),

@@ -60,6 +60,10 @@ def current_stage(coordinator: Coordinator) -> Stage:
     unscored = len(buffer) - buffer.running - buffer.ready - training
     if coordinator.turn == "going to rest":
         return Stage("generation", "the replicas to rest, so that the learner has its turn")
+    if coordinator.turn == "taking":
+        return Stage("learning", "the ranks to load their states onto the GPU")
+    if coordinator.turn == "leaving":
+        return Stage("learning", "the ranks to leave the GPU")
     if coordinator.turn == "waking":
         return Stage("generation", "the replicas to wake, so that groups are generated again")
     waits_for_turn = coordinator.schedule.colocate and coordinator.turn == "generators"

@@ -114,10 +114,9 @@ MUTANTS = [
     Mutant(
         "the learner takes the device before the generators rest",
         COORDINATOR,
-        "await self.parts.weights.rest()\n        if self.parts.device is not None:\n"
-        "            await self.parts.device.take_device()",
+        "await self.parts.weights.rest()\n        if self.parts.device is not None:\n",
         "if self.parts.device is not None:\n            await self.parts.device.take_device()\n"
-        "        await self.parts.weights.rest()",
+        "        await self.parts.weights.rest()\n        if self.parts.device is not None:\n",
     ),
     Mutant("slot lost on failure", COORDINATOR, "self._fail(ordinal, reason)", "pass"),
     Mutant(

@@ -60,13 +60,13 @@ def make(
         **{
             name: value
             for name, value in settings.items()
-            if name in ("checkpoints", "evaluate", "check")
+            if name in ("checkpoints", "evaluate", "check", "device")
         },
     )
     options = {
         name: value
         for name, value in settings.items()
-        if name not in ("checkpoints", "evaluate", "check")
+        if name not in ("checkpoints", "evaluate", "check", "device")
     }
     return Coordinator(
         parts,
@@ -947,6 +947,33 @@ def test_a_step_is_recorded_after_its_outcomes_are_on_the_disk():
     coordinator = make(steps=5, recorder=Slow())
     run(coordinator)
     assert [event for event, *_ in coordinator.parts.recorder.records].count("step") == 5
+
+
+def test_the_metrics_of_the_turns_hold_the_seconds_of_the_device():
+    class OnDevice(FakeLearner):
+        async def take_device(self):
+            await asyncio.sleep(5)
+            await super().take_device()
+
+    class Turns(FakeWeightSync):
+        async def rest(self):
+            await asyncio.sleep(2)
+            await super().rest()
+
+        async def wake(self):
+            await asyncio.sleep(1)
+            await super().wake()
+
+    learner = OnDevice(4, latency=3.0)
+    learner.on_device = False
+    parts = {"learner": learner, "device": learner, "weights": Turns(latency=lambda _: 20.0)}
+    coordinator = make(
+        steps=3, max_staleness=0, colocate=True, check=FakeLogprobCheck(), check_every=2, **parts
+    )
+    on_virtual_time(coordinator)
+    steps = [row for event, *_, row in coordinator.parts.recorder.records if event == "step"]
+    turns = [(row["time/rest_s"], row["time/wake_s"]) for row in steps]
+    assert turns == [(pytest.approx(2 + 5), pytest.approx(3 + 1))] * 3
 
 
 def test_a_rollout_that_its_station_cancels_is_one_groups_failure():

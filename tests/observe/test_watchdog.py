@@ -55,12 +55,47 @@ class Turns(FakeWeightSync):
         await super().wake()
 
 
+class OnDevice(FakeLearner):
+    """Hangs when it takes or leaves the device for this time."""
+
+    def __init__(self, take=None, leave=None):
+        super().__init__(4)
+        self.on_device = False
+        self.hangs = {"take": take, "leave": leave}
+        self.calls = {"take": 0, "leave": 0}
+
+    async def _call(self, name):
+        self.calls[name] += 1
+        if self.calls[name] == self.hangs[name]:
+            await asyncio.sleep(FOREVER)
+
+    async def take_device(self):
+        await self._call("take")
+        await super().take_device()
+
+    async def leave_device(self):
+        await self._call("leave")
+        await super().leave_device()
+
+
+class CheckInTurn:
+    """A log-prob check that computes in a turn of the learner."""
+
+    async def at_gather(self, version):
+        return None
+
+    async def after_commit(self, version, learner_turn):
+        async with learner_turn():
+            return {}
+
+
 def watched(
     stall_s=60.0,
     seconds=200.0,
     describe=None,
     prompts=None,
     evaluate=None,
+    check=None,
     schedule=FREE,
     **parts,
 ):
@@ -85,6 +120,8 @@ def watched(
             weights,
             FakeRecorder(),
             evaluate=evaluate,
+            check=check,
+            device=learner if isinstance(learner, OnDevice) else None,
         )
         coordinator = Coordinator(all_parts, schedule, State("run", 0, 0, 0, 0, ()))
         loop = asyncio.get_running_loop()
@@ -149,10 +186,22 @@ async def evaluate_forever(version, replica):
             "the replicas to wake",
             {"weights": Turns(wake=1), "schedule": TURNS},
         ),
+        *(
+            (
+                "learning",
+                waits_for,
+                {"learner": OnDevice(**{call: number}), "schedule": TURNS, "check": CheckInTurn()},
+            )
+            for call, waits_for in (
+                ("take", "the ranks to load their states onto the GPU"),
+                ("leave", "the ranks to leave the GPU"),
+            )
+            for number in (1, 2, 3)
+        ),
     ],
 )
 def test_the_stage_that_hangs_is_named(stage, waits_for, parts):
-    if stage == "learning":
+    if waits_for.startswith("a step on"):
 
         class Stuck(FakeLearner):
             async def step(self, batch):
