@@ -105,7 +105,9 @@ async def wait_for_resources(
             short = never or shortages(wanted, nodes, "free")
             if not short:
                 return config, await _tables(config, version_bytes, nodes)
-            if demand is not None and await asyncio.to_thread(demand.placed):
+            # Some of several groups may hold resources that fewer replicas can use.
+            given_up = clock() > deadline and config.generator.nnodes > 1
+            if demand is not None and (given_up or await asyncio.to_thread(demand.placed)):
                 demand.remove()
                 demand, settled = None, clock() + GIVEN_BACK_S
             late = clock() > max(deadline, settled)
@@ -169,7 +171,8 @@ def own_cluster() -> bool:
 
 
 class _Demand:
-    """The run's resources as a pending placement group, for which Ray's autoscaler adds nodes.
+    """The run's resources as pending placement groups, for which Ray's autoscaler adds nodes.
+    An engine of several nodes has a group of its own, and all other parts have one.
 
     It counts in addition to what others use, and it ends with this job.
     `ray.autoscaler.sdk.request_resources` would overwrite the requests of other jobs and outlive
@@ -177,21 +180,27 @@ class _Demand:
     """
 
     def __init__(self, config: Config) -> None:
-        amounts = [
-            ({name: amount for name, amount in need.amounts.items() if amount}, need.count)
-            for need in run_needs(config)
+        packed, spread = [], []
+        for need in run_needs(config):
+            bundle = {name: amount for name, amount in need.amounts.items() if amount}
+            if need.apart > 1:
+                spread += [[bundle] * need.apart] * (need.count // need.apart)
+            elif bundle:
+                packed += [bundle] * need.count
+        self._groups = [
+            placement_group(packed, strategy="PACK"),
+            *(placement_group(engine, strategy="STRICT_SPREAD") for engine in spread),
         ]
-        self._group = placement_group(
-            [bundle for bundle, count in amounts if bundle for _ in range(count)], strategy="PACK"
-        )
 
     def placed(self) -> bool:
-        """Whether the whole group is placed. It then occupies its resources until it is removed."""
-        return bool(placement_group_table(self._group)["state"] == "CREATED")
+        """Whether all groups are placed. They then occupy their resources until they are
+        removed."""
+        return all(placement_group_table(group)["state"] == "CREATED" for group in self._groups)
 
     def remove(self) -> None:
         """Free the resources for the parts of the run."""
-        remove_placement_group(self._group)
+        for group in self._groups:
+            remove_placement_group(group)
 
 
 async def check_models(config: RunSettings) -> None:

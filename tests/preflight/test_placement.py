@@ -230,6 +230,34 @@ def test_missing_nodes_are_requested_and_waited_for(nodes_seen):
     assert calls == [("demand", 4), "removed"]
 
 
+def test_an_engine_of_several_nodes_asks_for_different_nodes(monkeypatch):
+    groups, placed, removed = [], [], []
+
+    def group(bundles, strategy):
+        groups.append((strategy, bundles))
+        return len(groups) - 1
+
+    def table(group):
+        return {"state": "CREATED" if group in placed else "PENDING"}
+
+    monkeypatch.setattr(placement, "placement_group", group)
+    monkeypatch.setattr(placement, "placement_group_table", table)
+    monkeypatch.setattr(placement, "remove_placement_group", removed.append)
+    engines = {"tensor_parallel_size": 4, "nnodes": 2, "num_cpus": 1, "num_replicas": 2}
+    demand = placement._Demand(config(generator={"device": "cuda", **engines}))
+    others = [0.4, 0.1, 0.1, 0.1]
+    assert groups == [
+        ("PACK", [{"CPU": pytest.approx(cpus)} for cpus in others]),
+        *[("STRICT_SPREAD", [{"CPU": 1, "GPU": 2}] * 2)] * 2,
+    ]
+    placed += [0, 2]
+    assert not demand.placed()
+    placed.append(1)
+    assert demand.placed()
+    demand.remove()
+    assert removed == [0, 1, 2]
+
+
 def test_resources_of_a_removed_demand_are_waited_for_until_free(nodes_seen):
     calls = nodes_seen(0, 0, 0, 0, 0, 8, placed=True)
     asyncio.run(wait_for_resources(config(generator=RANGE, placement_timeout_s=600)))
@@ -259,6 +287,22 @@ def test_after_the_timeout_a_run_starts_with_the_replicas_that_fit(nodes_seen):
         == "only 3 of generator.num_replicas = 4 have room: CPU: 4.7 needed, 3.8 registered"
     )
     assert "generator replicas 3 of 3" in table
+
+
+def test_a_demand_that_is_partly_placed_frees_its_part_for_fewer_replicas(nodes_seen, monkeypatch):
+    calls = nodes_seen(0)
+
+    def two_nodes(with_memory):
+        free = {"CPU": 4.0 if "removed" in calls else 0.5}
+        return [Node(name, {"CPU": 4.0}, free) for name in "ab"]
+
+    monkeypatch.setattr(placement, "cluster_nodes", two_nodes)
+    monkeypatch.setattr(placement, "GIVEN_BACK_S", 0.01)
+    engines = config(
+        generator={**RANGE, "tensor_parallel_size": 2, "nnodes": 2}, placement_timeout_s=0.05
+    )
+    chosen, _ = asyncio.run(wait_for_resources(engines))
+    assert chosen.generator.num_replicas == 3 and calls == [("demand", 4), "removed"]
 
 
 @pytest.mark.parametrize("generator", [RANGE, {**RANGE, "min_replicas": None}])
