@@ -152,9 +152,10 @@ def _refusal(limit: float, never: list[str], short: list[str], late: bool) -> st
             " free some, or raise placement_timeout_s"
         )
     waited = f" after placement_timeout_s = {limit:g} s" if late else ""
+    nnodes = any("of an engine on different ones" in line for line in never)
     fix = (
-        "lower generator.num_replicas, generator.tensor_parallel_size, learner.world_size or their"
-        " num_cpus, or add nodes"
+        f"lower generator.num_replicas, {'generator.nnodes, ' if nnodes else ''}"
+        "generator.tensor_parallel_size, learner.world_size or their num_cpus, or add nodes"
     )
     if any("object store" in line for line in never):
         fix += "; start Ray with a larger --object-store-memory"

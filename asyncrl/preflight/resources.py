@@ -37,6 +37,8 @@ COUNTED = ("CPU", "GPU")
 BYTES = ("memory", "shared memory", "object store")
 """Resources that processes use without declaring them, in bytes. A node that did not answer may
 have any amount."""
+GENERATORS = ("generator replicas", "generator nodes")
+"""Names of the generators' part. With engines of several nodes, it counts their nodes."""
 ROUNDING = 1e-6
 
 
@@ -88,7 +90,7 @@ def logical_cpus(config: Config) -> tuple[Part, ...]:
         *(
             [
                 Part(
-                    "generator replicas",
+                    GENERATORS[config.generator.nnodes > 1],
                     config.generator.num_replicas * config.generator.nnodes,
                     config.generator.num_cpus,
                 )
@@ -129,7 +131,7 @@ def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
         "learner ranks": config.rank_gpus,
         "reference policy": config.reference_gpus,
         "teacher": config.reference_gpus,
-        "generator replicas": config.replica_gpus,
+        **dict.fromkeys(GENERATORS, config.replica_gpus),
     }
     needs = []
     for part in logical_cpus(config):
@@ -140,7 +142,7 @@ def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
             amounts["GPU"] = config.reward.num_gpus
         if version_bytes:
             amounts |= _bytes_of(part.name, config, version_bytes)
-        apart = config.generator.nnodes if part.name == "generator replicas" else 1
+        apart = config.generator.nnodes if part.name in GENERATORS else 1
         needs.append(Need(part.name, part.count, amounts, apart))
     if version_bytes:
         published = published_bytes(config, version_bytes)
@@ -168,7 +170,7 @@ def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]
         parameters = reference_parameters(config.reference_path)
     if part in ("reference policy", "teacher") and learner.device == "cpu":
         return {"memory": parameters * (2 if learner.bf16 else 4)}
-    if part == "generator replicas":
+    if part in GENERATORS:
         held = (
             {"memory": (version_bytes + generator.kv_cache_memory_bytes) / generator.nnodes}
             if generator.device == "cpu"

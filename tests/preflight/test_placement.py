@@ -258,6 +258,24 @@ def test_an_engine_of_several_nodes_asks_for_different_nodes(monkeypatch):
     assert removed == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("nnodes", "fix"),
+    [
+        (2, "lower generator.num_replicas, generator.nnodes, generator.tensor_parallel_size,"),
+        (1, "lower generator.num_replicas, generator.tensor_parallel_size,"),
+    ],
+)
+def test_too_few_nodes_for_an_engine_are_a_reason_to_lower_nnodes(
+    nodes_seen, monkeypatch, nnodes, fix
+):
+    monkeypatch.setattr(placement, "GIVEN_BACK_S", 0.01)
+    nodes_seen(8 if nnodes > 1 else 1)
+    engines = {"tensor_parallel_size": 2, "nnodes": nnodes, "num_cpus": 1}
+    with pytest.raises(PlacementError, match=re.escape(f"; {fix}")) as error:
+        asyncio.run(wait_for_resources(config(generator=engines, placement_timeout_s=0.01)))
+    assert ("generator nodes 1 of 2" in str(error.value)) == (nnodes > 1)
+
+
 def test_resources_of_a_removed_demand_are_waited_for_until_free(nodes_seen):
     calls = nodes_seen(0, 0, 0, 0, 0, 8, placed=True)
     asyncio.run(wait_for_resources(config(generator=RANGE, placement_timeout_s=600)))

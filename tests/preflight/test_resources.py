@@ -302,7 +302,7 @@ def test_slimes_arithmetic_for_both_placements():
         "= 6 GPUs (generator.num_replicas 1 * tensor_parallel_size 2 * pipeline_parallel_size 3 on"
     ) in placement_text(split)
     split = config(**{**GPUS, "generator": {**GPUS["generator"], **parts, "nnodes": 3}})
-    (engine,) = [need for need in run_needs(split) if need.part == "generator replicas"]
+    (engine,) = [need for need in run_needs(split) if need.part == "generator nodes"]
     assert (engine.count, engine.amounts["GPU"], engine.apart) == (3, 2, 3)
     assert "pipeline_parallel_size 3, each on 3 nodes, on cuda)" in placement_text(split)
     assert "= 0 GPUs (learner.world_size 1 on cpu)" in placement_text(
@@ -315,12 +315,12 @@ def test_the_nodes_of_an_engine_are_different_nodes():
     wanted = [
         need
         for need in run_needs(config(generator=engines), 100 << 20)
-        if need.part == "generator replicas"
+        if need.part == "generator nodes"
     ]
     assert wanted[0].count == 4 and wanted[0].amounts["memory"] == (356 << 20) / 2
     assert wanted[0].amounts["shared memory"] == 100 << 20, "each node has a whole version"
     (line,) = shortages(wanted, [node("a", 8), node("b", 1)], "free")
-    assert line.startswith("generator replicas: 4 x (CPU 1, memory 178.0 MiB,"), line
+    assert line.startswith("generator nodes: 4 x (CPU 1, memory 178.0 MiB,"), line
     assert "each on one node and each 2 of an engine on different ones, but free" in line
     assert line.endswith("resources fit 2 on a, 1 on b"), line
     assert not shortages(wanted, [node("a", 2), node("b", 2)], "free")
