@@ -142,7 +142,7 @@ def test_files_of_an_engine_whose_start_was_cancelled_are_removed(short, monkeyp
     """If a replica is stopped while it loads, the thread that creates vLLM's engine and its sockets
     continues."""
 
-    async def hangs(engine, caches, folder):
+    async def hangs(engine, caches, folder, place):
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Engine, "_load", hangs)
