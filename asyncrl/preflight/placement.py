@@ -46,6 +46,7 @@ __all__ = [
     "needed",
     "own_cluster",
     "plan_on_cluster",
+    "wait_for_actors",
     "wait_for_placement",
     "wait_for_resources",
 ]
@@ -390,8 +391,7 @@ async def wait_for_placement(
     Raises:
         PlacementLostError: a part still waits for resources after `placement_timeout_s`.
     """
-    limit = config.placement_wait_s
-    deadline = asyncio.get_running_loop().time() + limit
+    deadline = asyncio.get_running_loop().time() + config.placement_wait_s
     while True:
         replicas, waiting = _survey(f"SERVE_REPLICA::{application}#")
         if replicas >= config.generator.num_replicas and not waiting:
@@ -400,13 +400,33 @@ async def wait_for_placement(
             if not waiting:
                 return
         if waiting and asyncio.get_running_loop().time() > deadline and _unmet_demand(config):
-            raise PlacementLostError(
-                f"{', '.join(sorted(waiting))} not placed within placement_timeout_s = {limit:g} s;"
-                " free or add resources, or lower generator.num_replicas,"
-                " generator.tensor_parallel_size or generator.num_cpus"
-                f"\n{resource_table(needed(config))}"
-            )
+            raise _not_placed(config, waiting)
         await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def wait_for_actors(config: Config, application: str, started: Callable[[], bool]) -> None:
+    """Wait until `started`, as long as every actor of this job except its generators gets room.
+
+    Raises:
+        PlacementLostError: an actor still waits for resources after `placement_timeout_s`.
+    """
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + config.placement_wait_s
+    while not started():
+        _, waiting = _survey(f"SERVE_REPLICA::{application}#")
+        others = [name for name in waiting if not name.startswith(REPLICA)]
+        if others and clock() > deadline and _unmet_demand(config):
+            raise _not_placed(config, others)
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _not_placed(config: Config, waiting: list[str]) -> PlacementLostError:
+    return PlacementLostError(
+        f"{', '.join(sorted(waiting))} not placed within placement_timeout_s ="
+        f" {config.placement_wait_s:g} s; free or add resources, or lower generator.num_replicas,"
+        " generator.tensor_parallel_size or generator.num_cpus"
+        f"\n{resource_table(needed(config))}"
+    )
 
 
 async def generators_lost(config: Config, application: str) -> None:

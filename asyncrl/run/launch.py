@@ -47,6 +47,7 @@ from asyncrl.preflight.attach import attached_config
 from asyncrl.preflight.placement import (
     generators_lost,
     own_cluster,
+    wait_for_actors,
     wait_for_placement,
     wait_for_resources,
 )
@@ -223,7 +224,7 @@ async def launch_stations(
         if config.replicas_share_gpus:
             # An engine measures the free memory of its GPU while it starts. The others must not
             # allocate theirs meanwhile, and a learner that takes turns has left the GPU.
-            await _together(learner_start, _ready(reference))
+            await _started_alone(config, app_name, learner_start, reference)
         handle, watcher = await _generator_handle(config, app_name, across)
         kept = directory.path / "kept"
         generate = functools.partial(_keeping_generate, handle, kept, state.attempt)
@@ -405,6 +406,17 @@ def _start_reference(config: Config, place: Path | None, stack: Closing) -> Acto
 
     stack.add("reference policy", close)
     return reference
+
+
+async def _started_alone(
+    config: Config,
+    app_name: str,
+    learner_start: asyncio.Task[tuple[LearnerGroup, float]],
+    reference: Actor | None,
+) -> None:
+    """Wait until the learner and the reference policy have started, before the generators do."""
+    ready = asyncio.ensure_future(_ready(reference))
+    await _together(learner_start, ready, wait_for_actors(config, app_name, ready.done))
 
 
 async def _ready(actor: Actor | None) -> None:

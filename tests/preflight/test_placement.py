@@ -19,7 +19,7 @@ from asyncrl.preflight import placement
 from asyncrl.preflight.placement import needed, wait_for_placement, wait_for_resources
 from asyncrl.preflight.resources import Node
 from asyncrl.preflight.specs import data_spec
-from asyncrl.run import supervise
+from asyncrl.run import launch, supervise
 from asyncrl.run import train as run
 from asyncrl.run.launch import Stations
 
@@ -395,6 +395,39 @@ def replicas_seen(monkeypatch):
         return stations
 
     return script
+
+
+@pytest.mark.parametrize(
+    ("waiting", "unmet", "lost"),
+    [
+        (["Reference", "ServeReplica:app:Generator"], True, True),
+        (["Reference"], False, False),
+        (["ServeReplica:app:Generator"], True, False),
+        ([], True, False),
+    ],
+    ids=["no room", "its process starts", "only a generator waits", "its model loads"],
+)
+def test_a_reference_policy_that_gets_no_gpu_has_lost_its_placement(
+    replicas_seen, monkeypatch, waiting, unmet, lost
+):
+    """The generators' start waits for it where they share GPUs."""
+    monkeypatch.setattr(placement, "LOOK_EVERY_S", 0.001)
+    placed = replicas_seen((0, waiting, unmet)).placed
+
+    async def start():
+        ready = asyncio.get_running_loop().create_future()
+        if not lost:  # after four times the placement timeout
+            asyncio.get_running_loop().call_later(0.2, ready.set_result, None)
+        reference = SimpleNamespace(ready=SimpleNamespace(remote=lambda: ready))
+        learner = asyncio.create_task(asyncio.sleep(0.001))
+        await asyncio.wait_for(launch._started_alone(placed, "app", learner, reference), 20)
+
+    refused = pytest.raises(
+        PlacementLostError,
+        match=r"^Reference not placed within placement_timeout_s = 0\.05 s; free",
+    )
+    with refused if lost else contextlib.nullcontext():
+        asyncio.run(start())
 
 
 def test_a_run_without_room_for_any_generator_has_lost_its_placement(replicas_seen):
