@@ -13,27 +13,13 @@ import time
 from pathlib import Path
 
 import psutil
+from cable import Cable
 from free_ports import free_port
 
 BIN = Path(sys.executable).parent
 START_S, END_S = 240, 10
 LOOPBACK = "127.0.0.1"
 UNSHARED = "unshared"
-
-
-def may_unshare(*namespaces: str) -> bool:
-    """Whether a process may have these namespaces of its own: `-m` (mounts), `-n` (network)."""
-    return not subprocess.run(["unshare", *namespaces, "true"], capture_output=True).returncode
-
-
-def may_cable() -> bool:
-    """Whether this machine allows a virtual cable to a network namespace."""
-    name = f"try{os.getpid()}"
-    add = ["ip", "link", "add", name, "type", "veth"]
-    made = shutil.which("ip") and not subprocess.run(add, capture_output=True).returncode
-    if made:
-        subprocess.run(["ip", "link", "delete", name], check=True)
-    return bool(made) and may_unshare("-n")
 
 
 class Nodes:
@@ -129,39 +115,6 @@ class Nodes:
         if self.cable is not None:
             self.cable.remove()
         shutil.rmtree(self.temporary, ignore_errors=True)
-
-
-class Cable:
-    """A virtual cable between this network namespace and another."""
-
-    def __init__(self) -> None:
-        # 198.18.0.0/15 is reserved for tests of networks.
-        subnet = f"198.18.{os.getpid() % 251}"
-        self.addresses = (f"{subnet}.1", f"{subnet}.2")
-        self.ends = (f"near{os.getpid()}", f"far{os.getpid()}")
-        _ip("link", "add", self.ends[0], "type", "veth", "peer", self.ends[1])
-        _ip("address", "add", f"{self.addresses[0]}/24", "dev", self.ends[0])
-        _ip("link", "set", self.ends[0], "up")
-
-    def plug_in(self, process: int) -> None:
-        """Connect the network namespace of a process."""
-        _ip("link", "set", self.ends[1], "netns", str(process))
-        inside = ("nsenter", "-t", str(process), "-n")
-        _ip("link", "set", "lo", "up", inside=inside)
-        _ip("address", "add", f"{self.addresses[1]}/24", "dev", self.ends[1], inside=inside)
-        _ip("link", "set", self.ends[1], "up", inside=inside)
-
-    def cut(self) -> None:
-        """Nothing arrives any more, and no connection is closed."""
-        _ip("link", "set", self.ends[0], "down")
-
-    def remove(self) -> None:
-        """Remove both ends. They may have vanished with the other namespace."""
-        subprocess.run(["ip", "link", "delete", self.ends[0]], capture_output=True)
-
-
-def _ip(*words: str, inside: tuple[str, ...] = ()) -> None:
-    subprocess.run([*inside, "ip", *words], check=True)
 
 
 def _tree(pid: int) -> list[psutil.Process]:

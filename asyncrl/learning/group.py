@@ -4,6 +4,8 @@ Does not import torch or DeepSpeed."""
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import os
 import tempfile
 import time
@@ -39,6 +41,8 @@ __all__ = [
     "rank_environment",
 ]
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 STEPS = ("step", "supervised_step", "preference_step", "reward_step")
 STARTING = ("node_address", "listen", "start")
@@ -443,10 +447,14 @@ class LearnerGroup:
 
     def _end(self) -> None:
         ranks, self.ranks = self.ranks, []
-        for rank in ranks:
-            ray.kill(rank, no_restart=True)
+        ends = [functools.partial(ray.kill, rank, no_restart=True) for rank in ranks]
         if ranks:
-            remove_placement_group(self.placement)
+            ends.append(functools.partial(remove_placement_group, self.placement))
+        for end in ends:
+            try:
+                end()
+            except RayError as error:  # it must not hide why the ranks end
+                logger.warning("Ray did not confirm the end of the learner: %s", error)
         self._forget_snapshot()
 
     def _forget_snapshot(self) -> None:

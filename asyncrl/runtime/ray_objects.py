@@ -24,9 +24,11 @@ DEATHS = (
     ray.exceptions.NodeDiedError,
     ray.exceptions.OutOfMemoryError,
     ray.exceptions.ObjectLostError,
+    ray.exceptions.RpcError,
 )
 """Exceptions of a call whose process or node died, or whose result was lost with a node. Ray's
-memory monitor may be the cause."""
+memory monitor may be the cause. An RpcError is how Ray reports a node whose connections broke
+before it knew of the node's death."""
 
 
 def broken_stream(name: str, error: BaseException) -> RuntimeError:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_nodes import Nodes, may_cable, may_unshare
+from cable import may_cable, may_unshare
+from ray_nodes import Nodes
 
 JOB = Path(__file__).with_name("across_nodes.py")
 SHARED_MEMORY = Path("/dev/shm")
@@ -70,3 +71,5 @@ def check_version(result: dict[str, Any]) -> None:
     assert result["before"] <= 1e-4 and result["after"] <= 1e-4
     assert result["fingerprints"].startswith("all "), result["fingerprints"]
     assert not result["staged"]
+    left = [name for names in result["files"].values() for name in names]
+    assert not [name for name in left if name.startswith("asyncrl")], left

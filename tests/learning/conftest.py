@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_nodes import Nodes
 from recorded import VOCABULARY
 
 
@@ -17,6 +18,21 @@ def run() -> Iterator[Callable[[Awaitable[Any]], Any]]:
     loop = asyncio.new_event_loop()
     yield loop.run_until_complete
     loop.close()
+
+
+@pytest.fixture
+def make_nodes(tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
+    """`make_nodes(cable=False)`: a Ray cluster of nodes that the test starts. They end with the
+    test."""
+    made: list[Nodes] = []
+
+    def make(cable: bool = False) -> Nodes:
+        made.append(Nodes(tmp_path, cable))
+        return made[-1]
+
+    yield make
+    for nodes in made:
+        nodes.end()
 
 
 @pytest.fixture(scope="session")
