@@ -30,7 +30,8 @@ class Gatherer:
         return self.process.listen("127.0.0.1")
 
     def start(self, port: int) -> None:
-        self.process.start("127.0.0.1", port)
+        addresses = ["127.0.0.1"] * self.process.spec.learner.world_size
+        self.process.start(addresses, port)
         self.rank = self.process.rank
 
     def greedy(self) -> None:
