@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,66 +73,3 @@ def test_turns_train_what_separate_sides_train(
     assert weights["colocate"] and weights["colocate"].keys() == weights["decoupled"].keys()
     for name, tensor in weights["colocate"].items():
         np.testing.assert_allclose(tensor, weights["decoupled"][name], atol=1e-6, err_msg=name)
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(900)
-def test_faults_in_the_learners_turn(
-    start_run: Callable[..., Any], shared_memory: Callable[[], set[str]], tmp_path: Path
-) -> None:
-    """While the learner steps and the generators rest: an engine dies, a rank dies, and the run is
-    interrupted. It then resumes with the other placement."""
-    before, directory = shared_memory(), tmp_path / "runs" / "run"
-    changes = {
-        "max_steps": 200,
-        "staleness.max_staleness": 0,
-        "checkpoint.every_steps": 2,
-        "observe.stall_s": 4.0,
-        "eval": {},
-    }
-
-    def records(event: str) -> list[dict[str, Any]]:
-        there = (directory / "metrics.jsonl").exists()
-        return asyncrl.open_run(directory).records(event) if there else []
-
-    def commits(attempt: int) -> list[int]:
-        return [record["version"] for record in records("commit") if record["attempt"] == attempt]
-
-    def in_the_learners_turn(run: Any) -> Any:
-        """Stop the rank, and return its process once a step waits for it."""
-        (rank,) = run.having("ray::RankProcess")
-        known = len(records("stall"))
-        rank.suspend()
-        run.until(lambda: any("a step on" in s["waits_for"] for s in records("stall")[known:]))
-        return rank
-
-    run = start_run({**changes, "placement": "colocate"})
-    run.until(lambda: len(commits(0)) > 3)
-
-    rank = in_the_learners_turn(run)
-    (engine,) = run.having("VLLM::EngineCore")
-    engine.kill()
-    rank.resume()
-    newest = commits(0)[-1]
-    run.until(lambda: commits(0)[-1] >= newest + 3)
-    (successor,) = run.having("VLLM::EngineCore")
-    assert successor != engine
-
-    in_the_learners_turn(run).kill()
-    run.until(lambda: len(commits(1)) > 3)
-    assert run.having("VLLM::EngineCore") == [successor], "the engine that rested serves on"
-
-    in_the_learners_turn(run)
-    run.stop(signal.SIGTERM)
-    assert run.wait() == 130, run.output
-    assert run.gone() == []
-
-    last = commits(1)[-1] + 3
-    resumed = start_run({**changes, "max_steps": last, "placement": "decoupled", "resume": "must"})
-    assert resumed.wait() == 0, resumed.output
-    assert resumed.gone() == [] and shared_memory() <= before
-    checks = audit(asyncrl.open_run(directory))
-    assert all(check.passed for check in checks), audit_text(checks)
-    assert wrong(directory) == []
-    steps = [record["step"] for record in records("step") if record["attempt"] == 2]
-    assert steps and steps[-1] == last

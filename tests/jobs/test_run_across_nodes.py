@@ -1,0 +1,61 @@
+"""Runs whose engine has one worker on each of two nodes, which share neither memory nor network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cable import may_cable, may_unshare
+from independent_audit import wrong
+from ray_nodes import Nodes
+
+import asyncrl
+from asyncrl.run.audit import audit, audit_text
+
+STEPS = 20
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    if not may_unshare("-m") or not may_cable():
+        pytest.skip("this machine does not allow private mount and network namespaces")
+    made = Nodes(tmp_path, cable=True)
+    # Where the rewards are.
+    made.environment["PYTHONPATH"] = os.fspath(Path(__file__).parent)
+    made.start()
+    made.start(Path("/dev/shm"))
+    yield made
+    made.end()
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("placement", ["decoupled", "colocate"])
+def test_an_engine_on_two_nodes_trains_and_agrees_with_the_learner(
+    placement: str, nodes: Nodes, start_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    changes = {
+        "max_steps": STEPS,
+        "placement": placement,
+        "staleness.max_staleness": 0 if placement == "colocate" else 2,
+        "generator.tensor_parallel_size": 2,
+        "generator.nnodes": 2,
+        "generator.num_cpus": 0.3,
+        "learner.num_cpus": 0.3,
+        "weights.check_every_versions": 5,
+        "eval": {},
+    }
+    token = {name: nodes.environment[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
+    run = start_run(changes, RAY_ADDRESS=nodes.address, **token)
+    assert run.wait(700) == 0, run.output
+    directory = tmp_path / "runs" / "run"
+    checks = audit(asyncrl.open_run(directory))
+    assert all(check.passed for check in checks), audit_text(checks)
+    assert wrong(directory) == []
+    finished = asyncrl.open_run(directory)
+    assert len(finished.records("step")) == STEPS
+    differences = [one["check/logprob_max_diff"] for one in finished.records("logprob_check")]
+    assert len(differences) >= STEPS // 5 and max(differences) <= 1e-4
