@@ -176,11 +176,14 @@ def _killed(
     began = time.monotonic()
     worker.kill()
 
-    def replaced() -> bool:
+    def replaced(old: int) -> bool:
         status = handle.status.remote().result(timeout_s=10)
-        return status.pid != first["Pid"] and status.weights is not None
+        return status.pid != old and status.weights is not None
 
-    until(replaced, "a worker of the follower was killed, and the replica is the same")
+    until(
+        lambda: replaced(first["Pid"]),
+        "a worker of the follower was killed, and the replica is the same",
+    )
     result["replaced_s"] = time.monotonic() - began
     result["survivors"] = [process.pid for process in psutil.wait_procs(lost, 60)[1]]
     result["replaced"] = worst_difference(handle, learner)
@@ -188,6 +191,8 @@ def _killed(
     lost = tree(follower["Pid"])
     psutil.Process(second["Pid"]).kill()
     result["orphans"] = [process.pid for process in psutil.wait_procs(lost, 60)[1]]
+    # Its successor deletes what it left in shared memory.
+    until(lambda: replaced(second["Pid"]), "the replica was killed, and has no successor")
 
 
 def followers() -> list[dict[str, Any]]:
