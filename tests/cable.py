@@ -33,9 +33,13 @@ class Cable:
         _ip("link", "add", self.ends[0], "type", "veth", "peer", self.ends[1])
         _ip("address", "add", f"{self.addresses[0]}/24", "dev", self.ends[0])
         _ip("link", "set", self.ends[0], "up")
+        self.holder: subprocess.Popen[bytes] | None = None
 
     def plug_in(self, process: int) -> None:
         """Connect the network namespace of a process."""
+        # A namespace ends with its last process, and takes both ends of the cable along.
+        hold = ["nsenter", "-t", str(process), "-n", "sleep", "infinity"]
+        self.holder = subprocess.Popen(hold)
         _ip("link", "set", self.ends[1], "netns", str(process))
         inside = ("nsenter", "-t", str(process), "-n")
         _ip("link", "set", "lo", "up", inside=inside)
@@ -47,7 +51,11 @@ class Cable:
         _ip("link", "set", self.ends[0], "down")
 
     def remove(self) -> None:
-        """Remove both ends. They may have vanished with the other namespace."""
+        """Remove both ends, and let the namespace end."""
+        if self.holder is not None:
+            self.holder.kill()
+            self.holder.wait()
+        # The ends may have vanished with the namespace.
         subprocess.run(["ip", "link", "delete", self.ends[0]], capture_output=True)
 
 

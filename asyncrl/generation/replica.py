@@ -243,8 +243,9 @@ class Generator:
         return await self._to_the_end(follow())
 
     async def _wait_for_device(self) -> None:
-        """Wait until the learner has left the GPU, whose memory an engine needs to start."""
-        while await self._ask_registry("learner_on_device"):  # noqa: ASYNC110
+        """Wait until the learner has left the GPU, whose memory an engine needs to start. A version
+        registry that does not answer may start again, so it is asked again."""
+        while await self._ask_registry("learner_on_device", absent=False) is not False:  # noqa: ASYNC110
             await asyncio.sleep(TURN_EVERY_S)
 
     async def status(self) -> ReplicaStatus:
@@ -334,11 +335,12 @@ class Generator:
         newest = await self._ask_registry("newest")
         return None if newest is None else WeightsId(*newest)
 
-    async def _ask_registry(self, method: str) -> Any:
-        """The version registry's answer; None if there is none within REGISTRY_S."""
+    async def _ask_registry(self, method: str, absent: Any = None) -> Any:
+        """The version registry's answer; None if there is none within REGISTRY_S; `absent` without
+        a version registry."""
         registry = await asyncio.to_thread(find_registry, self._registry_name)
         if registry is None:
-            return None
+            return absent
         with contextlib.suppress(*DEATHS, TimeoutError):
             return await asyncio.wait_for(getattr(registry, method).remote(), REGISTRY_S)
         return None

@@ -12,6 +12,7 @@ run on a GPU.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from asyncrl.contracts.errors import GpuMemoryError
-from asyncrl.runtime.gpu_memory import check_room, gpu_memory
+from asyncrl.runtime.gpu_memory import CUDA_CONTEXT_BYTES, check_room, gpu_memory
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -69,7 +70,10 @@ class DeviceTurns:
         """
         if self._left is not None:
             return
-        _empty_cache(self._device)  # a cache of activations is not what `take` needs back
+        # Neither unreachable tensors nor a cache of activations is what `take` needs back.
+        if self._device == "cuda":
+            gc.collect()
+        _empty_cache(self._device)
         first, before = self._released is None, _free(self._device)
         left = [(storage, self._host(storage)) for storage in self._storages()]
         for storage, host in left:
@@ -84,7 +88,7 @@ class DeviceTurns:
             memory = gpu_memory()
             check_room(
                 "the generators cannot start: an engine needs",
-                int(self._engine_memory * memory[1]),
+                int(self._engine_memory * memory[1]) + CUDA_CONTEXT_BYTES,
                 memory,
                 "what stays of the learner, and other processes, hold",
                 f"lower generator.gpu_memory_utilization = {self._engine_memory:g}",

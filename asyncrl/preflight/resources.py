@@ -162,8 +162,11 @@ def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]
     on_host = learner.device == "cpu" or learner.offload_optimizer == "cpu"
     if part == "learner ranks" and (on_host or config.takes_turns_on_gpus):
         # Weights and gradients in float32, and AdamW's two moments. Frozen weights have only
-        # themselves. With turns on GPUs, they are in host memory in the generators' turn.
-        trained = trained_bytes(config, version_bytes, 16 if learner.optimizer == "adamw" else 8)
+        # themselves. With turns on GPUs, they are in host memory in the generators' turn, and the
+        # weights in bfloat16 too.
+        item = 16 if learner.optimizer == "adamw" else 8
+        item += 2 if learner.bf16 and config.takes_turns_on_gpus else 0
+        trained = trained_bytes(config, version_bytes, item)
         frozen = 0.0 if config.lora is None else parameters * 4
         return {"memory": (trained + frozen) / learner.world_size}
     if part == "teacher" and learner.device == "cpu":

@@ -232,15 +232,16 @@ def test_an_engine_starts_once_the_learner_has_left_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(replica_module, "TURN_EVERY_S", 0.001)
-    answers, asked = [True, True, False], list[str]()
+    answers, asked = [True, None, True, False], list[str]()
 
-    async def registry(method: str) -> Any:
+    async def registry(method: str, absent: Any) -> Any:
+        assert absent is False, "without a version registry, no learner holds the GPU"
         asked.append(method)
         return answers[len(asked) - 1]
 
     starting: Any = SimpleNamespace(_ask_registry=registry)
     asyncio.run(Generator._wait_for_device(starting))
-    assert asked == ["learner_on_device"] * 3
+    assert asked == ["learner_on_device"] * 4, "silence does not say that the GPU is free"
 
 
 @pytest.mark.slow

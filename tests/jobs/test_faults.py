@@ -35,7 +35,8 @@ class Fault:
     """Stop a process at a moment, and then kill it, leave it, or let it go after `stopped_s`
     seconds.
 
-    The process is the first of the run whose command line contains `process`. `moment(directory)`
+    The process is the newest of the run whose command line contains `process`: an older one may
+    still be ending. `moment(directory)`
     tells from the run directory whether the moment has come. A stopped process cannot end its
     moment, so the test knows that it was hit.
     """
@@ -129,12 +130,20 @@ FAULTS = [
 ]
 
 
+def born(process):
+    """When a process started; 0 if it has ended."""
+    try:
+        return process.create_time()
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
 def stop_in_its_moment(fault, run, directory):
     """Stop the process in the fault's moment, and return it."""
     deadline, process = time.monotonic() + 300, None
     while True:
         if process is None or not process.is_running():
-            process = next(iter(run.having(fault.process)), None)
+            process = max(run.having(fault.process), key=born, default=None)
         if process is not None and fault.moment(directory):
             with contextlib.suppress(psutil.NoSuchProcess):  # it may just have ended
                 process.suspend()

@@ -68,7 +68,7 @@ def test_a_rank_that_leaves_too_little_for_the_first_engine_is_an_error(
     with pytest.raises(GpuMemoryError) as refused:
         on_gpu().leave()
     assert str(refused.value) == (
-        "the generators cannot start: an engine needs 68.00 GiB of GPU memory, but 60.00 GiB of"
+        "the generators cannot start: an engine needs 68.50 GiB of GPU memory, but 60.00 GiB of"
         " 80.00 GiB are free: what stays of the learner, and other processes, hold 20.00 GiB;"
         " lower generator.gpu_memory_utilization = 0.85"
     )

@@ -117,6 +117,9 @@ def test_turns_on_gpus_need_a_gpu_for_each_rank_and_for_models_that_only_score()
     held = {need.part: need.amounts.get("memory") for need in run_needs(turns, 30 << 20)}
     assert held["learner ranks"] == (30 << 20) * 16 / 4 / 2, "states wait in host memory"
     assert held["generator replicas"] == 30 << 20, "weights wait in host memory"
+    bf16 = turns.model_copy(update={"learner": turns.learner.model_copy(update={"bf16": True})})
+    held = {need.part: need.amounts.get("memory") for need in run_needs(bf16, 30 << 20)}
+    assert held["learner ranks"] == (30 << 20) * 18 / 4 / 2, "and their copy in bfloat16"
     spec, app = learner_spec(turns), generator_app(turns)
     assert (spec.gpus, spec.engine_memory) == (0.6, 0.85)
     assert (app.num_gpus, app.sleeps, app.generator.gpu_memory_utilization) == (0.4, True, 0.85)
