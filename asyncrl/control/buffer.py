@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from asyncrl.contracts.messages import Scored
@@ -49,12 +51,25 @@ class Frontier:
 
 
 class Buffer:
-    """The outstanding groups, by ordinal. A batch takes those with the oldest version first."""
+    """The outstanding groups, by ordinal. A batch takes those with the oldest version first.
+
+    Each group is also filed under its state and its oldest version, because control asks about them
+    after every group. There are few versions, so no answer looks at all groups. Only this class
+    changes a group.
+    """
 
     def __init__(self, staleness: Staleness, frontier: Frontier) -> None:
         self.staleness = staleness
         self.frontier = frontier
         self.groups: dict[int, Outstanding] = {}
+        self.running = 0
+        """Groups being generated."""
+        self.training = 0
+        """Groups in the batch that is training."""
+        self._unready: dict[int, set[int]] = {}
+        """Oldest version → ordinals of the groups that are being generated or scored."""
+        self._ready: dict[int, list[int]] = {}
+        """Oldest version → ordinals of the ready groups, lowest first."""
 
     def __len__(self) -> int:
         """Outstanding groups: running, being scored, ready, or in the batch that is training."""
@@ -64,16 +79,9 @@ class Buffer:
         return ordinal in self.groups
 
     @property
-    def running(self) -> int:
-        """Groups being generated."""
-        return sum(group.running for group in self.groups.values())
-
-    @property
     def ready(self) -> int:
         """Groups that wait to be trained."""
-        return sum(
-            group.scored is not None and not group.training for group in self.groups.values()
-        )
+        return sum(map(len, self._ready.values()))
 
     def admit(self, ordinal: int, committed: int) -> None:
         """Add a group that starts to run.
@@ -87,7 +95,8 @@ class Buffer:
             or ordinal in self.frontier.above
         ):
             raise ValueError(f"ordinal {ordinal} was admitted before")
-        self.groups[ordinal] = Outstanding(ordinal, committed)
+        self.groups[ordinal] = group = Outstanding(ordinal, committed)
+        self._file(group)
 
     def restore(self, scored: Scored, made_in: int) -> None:
         """Add a scored group from a checkpoint."""
@@ -100,55 +109,64 @@ class Buffer:
         that is already scored, made because the first seemed lost, changes nothing."""
         group = self.groups.get(ordinal)
         if group is not None and group.scored is None:
+            self._unfile(group)
             group.running, group.oldest_version, group.tokens = False, oldest_version, tokens
+            self._file(group)
 
     def add_scored(self, scored: Scored) -> None:
         """Mark a group as ready to be trained."""
         group = self.groups[scored.ordinal]
+        self._unfile(group)
         group.running, group.oldest_version, group.tokens, group.scored = (
             False,
             scored.oldest_version,
             scored.tokens,
             scored,
         )
+        self._file(group)
 
     def end(self, ordinal: int) -> Outstanding:
         """Remove a group that has its outcome, which frees its slot, and move the frontier."""
         self.frontier.finish(ordinal)
-        return self.groups.pop(ordinal)
+        group = self.groups.pop(ordinal)
+        self._unfile(group)
+        return group
+
+    def has_stale(self, learner_version: int) -> bool:
+        """Whether `stale` returns any group."""
+        return any(
+            self.staleness.is_stale(version, learner_version)
+            for filed in self._may_be_stale()
+            for version in filed
+        )
 
     def stale(self, learner_version: int) -> list[int]:
         """Return the groups that are staler than the bound allows. Under `wait` this looks only at
         ready groups, as a last check: the cut rule should leave none."""
-        candidates = (
-            self._ready()
-            if self.staleness.on_stale == "wait"
-            else [g for g in self.groups.values() if not g.training]
-        )
         return [
-            g.ordinal
-            for g in candidates
-            if self.staleness.is_stale(g.oldest_version, learner_version)
+            ordinal
+            for filed in self._may_be_stale()
+            for version in sorted(filed)
+            if self.staleness.is_stale(version, learner_version)
+            for ordinal in sorted(filed[version])
         ]
+
+    def has_batch(self, learner_version: int) -> bool:
+        """Whether `next_batch` returns a batch."""
+        return self._cut(learner_version) is not None
 
     def next_batch(self, learner_version: int) -> list[Scored] | None:
         """Return the batch to train next, ordered by oldest version, then by ordinal. None while it
         is not full, or while cutting it would let another group expire."""
-        ready = [
-            g
-            for g in self._ready()
-            if not self.staleness.is_stale(g.oldest_version, learner_version)
+        taken = self._cut(learner_version)
+        if taken is None:
+            return None
+        batch = [
+            self.groups[ordinal].scored
+            for version, count in taken.items()
+            for ordinal in self._ready[version][:count]
         ]
-        batch = ready[: self.staleness.groups_per_step]
-        if len(batch) < self.staleness.groups_per_step:
-            return None
-        taken = {group.ordinal for group in batch}
-        if not self.staleness.may_cut(
-            [g.oldest_version for g in self.groups.values() if g.ordinal not in taken],
-            learner_version,
-        ):
-            return None
-        return [group.scored for group in batch if group.scored is not None]
+        return [scored for scored in batch if scored is not None]
 
     def untrainable(self, learner_version: int) -> list[int]:
         """Return the ready groups that cannot be trained in time under `wait`. There are none,
@@ -162,7 +180,7 @@ class Buffer:
         bound, size = self.staleness.max_staleness, self.staleness.groups_per_step
         room = [(j + 1) * size for j in range(bound + 1)]
         left_out = []
-        for group in self._ready():
+        for group in self.waiting():
             age = learner_version - group.oldest_version
             if age <= bound and all(room[bound - age :]):
                 room[bound - age :] = [left - 1 for left in room[bound - age :]]
@@ -172,13 +190,62 @@ class Buffer:
 
     def waiting(self) -> list[Outstanding]:
         """Return the ready groups, in the order in which they will be trained."""
-        return self._ready()
+        return [
+            self.groups[ordinal]
+            for version in sorted(self._ready)
+            for ordinal in self._ready[version]
+        ]
 
     def take(self, batch: Iterable[Scored]) -> None:
         """Mark the groups of the batch that is about to train."""
         for scored in batch:
-            self.groups[scored.ordinal].training = True
+            group = self.groups[scored.ordinal]
+            self._unfile(group)
+            group.training = True
+            self._file(group)
 
-    def _ready(self) -> list[Outstanding]:
-        ready = [g for g in self.groups.values() if g.scored is not None and not g.training]
-        return sorted(ready, key=lambda group: (group.oldest_version, group.ordinal))
+    def _cut(self, learner_version: int) -> dict[int, int] | None:
+        """Oldest version → groups that the next batch takes from it, oldest version first. None
+        while there is no batch."""
+        missing, taken = self.staleness.groups_per_step, dict[int, int]()
+        for version in sorted(self._ready):
+            if missing and not self.staleness.is_stale(version, learner_version):
+                taken[version] = min(missing, len(self._ready[version]))
+                missing -= taken[version]
+        if missing:
+            return None
+        left = Counter({version: len(ordinals) for version, ordinals in self._unready.items()})
+        left.update({version: len(ordinals) for version, ordinals in self._ready.items()})
+        left.subtract(taken)
+        return taken if self.staleness.may_cut(left, learner_version) else None
+
+    def _may_be_stale(self) -> list[Mapping[int, Collection[int]]]:
+        if self.staleness.on_stale == "wait":
+            return [self._ready]
+        return [self._ready, self._unready]
+
+    def _file(self, group: Outstanding) -> None:
+        """File a group under its state and its oldest version."""
+        if group.training:
+            self.training += 1
+        elif group.scored is not None:
+            insort(self._ready.setdefault(group.oldest_version, []), group.ordinal)
+        else:
+            self.running += group.running
+            self._unready.setdefault(group.oldest_version, set()).add(group.ordinal)
+
+    def _unfile(self, group: Outstanding) -> None:
+        """Undo `_file`, before the group changes."""
+        version = group.oldest_version
+        if group.training:
+            self.training -= 1
+        elif group.scored is not None:
+            ordinals = self._ready[version]
+            del ordinals[bisect_left(ordinals, group.ordinal)]
+            if not ordinals:
+                del self._ready[version]
+        else:
+            self.running -= group.running
+            self._unready[version].remove(group.ordinal)
+            if not self._unready[version]:
+                del self._unready[version]

@@ -434,7 +434,7 @@ class Coordinator:
 
     def _cut_due(self) -> bool:
         version = self.progress.version
-        return self.buffer.next_batch(version) is not None or bool(self.buffer.stale(version))
+        return self.buffer.has_batch(version) or self.buffer.has_stale(version)
 
     def _settle(
         self, batch: list[Scored], result: StepResult, times: Mapping[str, float]

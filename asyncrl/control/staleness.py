@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,9 +45,9 @@ class Staleness:
         `learner_version`."""
         return learner_version - oldest_version > self.max_staleness
 
-    def may_cut(self, left: Sequence[int], learner_version: int) -> bool:
-        """Cut: whether a batch may be cut at v = `learner_version`, if groups with the oldest
-        versions `left` then remain outstanding. Always true with `drop`.
+    def may_cut(self, left: Mapping[int, int], learner_version: int) -> bool:
+        """Cut: whether a batch may be cut at v = `learner_version`, if `left` groups then remain
+        outstanding (oldest version → groups). Always true with `drop`.
 
         With `wait`, at most j * B of those groups may have an oldest version of v - S + j or less,
         for each j = 0 … S. The learner can train that many before they expire.
@@ -56,6 +56,7 @@ class Staleness:
             return True
         oldest = learner_version - self.max_staleness
         return all(
-            sum(oldest_version <= oldest + j for oldest_version in left) <= j * self.groups_per_step
+            sum(groups for version, groups in left.items() if version <= oldest + j)
+            <= j * self.groups_per_step
             for j in range(self.max_staleness + 1)
         )

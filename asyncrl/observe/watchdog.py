@@ -56,7 +56,7 @@ def marks(coordinator: Coordinator) -> tuple[object, ...]:
 def current_stage(coordinator: Coordinator) -> Stage:
     """The stage that all others wait for: the earliest stage with unfinished work."""
     progress, buffer = coordinator.progress, coordinator.buffer
-    training = sum(group.training for group in buffer.groups.values())
+    training = buffer.training
     unscored = len(buffer) - buffer.running - buffer.ready - training
     if coordinator.turn == "going to rest":
         return Stage("generation", "the replicas to rest, so that the learner has its turn")

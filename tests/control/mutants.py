@@ -47,8 +47,8 @@ MUTANTS = [
     Mutant(
         "cut off by one",
         STALENESS,
-        "oldest_version <= oldest + j for",
-        "oldest_version < oldest + j for",
+        "if version <= oldest + j",
+        "if version < oldest + j",
     ),
     Mutant("cut never waits", STALENESS, 'if self.on_stale == "drop":', "if True:"),
     Mutant(
@@ -128,8 +128,8 @@ MUTANTS = [
     Mutant(
         "newest first",
         BUFFER,
-        "key=lambda group: (group.oldest_version, group.ordinal)",
-        "key=lambda group: (-group.oldest_version, group.ordinal)",
+        "for version in sorted(self._ready):\n            if missing",
+        "for version in sorted(self._ready, reverse=True):\n            if missing",
     ),
     Mutant(
         "asks for the learner's version",
@@ -287,8 +287,8 @@ MUTANTS = [
     Mutant(
         "running groups are not dropped",
         BUFFER,
-        'if self.staleness.on_stale == "wait"',
-        "if True",
+        'if self.staleness.on_stale == "wait":',
+        "if True:",
     ),
 ]
 

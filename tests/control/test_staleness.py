@@ -1,5 +1,7 @@
 """The three staleness formulas on hand-computed numbers, and the order of the buffer."""
 
+from collections import Counter
+
 import pytest
 
 from asyncrl.contracts.messages import Scored
@@ -47,7 +49,7 @@ def test_bound():
     ],
 )
 def test_wait_cuts_only_if_the_remaining_groups_can_be_trained(left, cut):
-    assert Staleness(2, 4).may_cut(left, learner_version=5) is cut
+    assert Staleness(2, 4).may_cut(Counter(left), learner_version=5) is cut
 
 
 def test_batch_takes_the_oldest_version_then_the_lowest_ordinal():
