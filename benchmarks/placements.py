@@ -45,7 +45,7 @@ WORKLOADS = (
         ("--rollout.max_completion_length", "64", "--rollout.ignore_eos", "true"),
     ),
     # The model ends a completion with about the same probability after every token.
-    Workload("long tail, at most 512 tokens", ("--rollout.max_completion_length", "512")),
+    Workload("long tail, at most 240 tokens", ("--rollout.max_completion_length", "240")),
 )
 
 

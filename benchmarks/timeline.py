@@ -4,7 +4,7 @@
 
 The picture of docs/how_to/placements.md shows runs of benchmarks/placements.yaml:
 
-    for placement in decoupled colocate; do asyncrl train benchmarks/placements.yaml \\
+    for placement in decoupled share colocate; do asyncrl train benchmarks/placements.yaml \\
         --placement $placement --name $placement --max_steps 30 \\
         --rollout.max_completion_length 64 --rollout.ignore_eos true; done
 """
