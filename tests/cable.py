@@ -6,6 +6,9 @@ import os
 import shutil
 import subprocess
 
+HELD_S = 3600
+"""Longest life of a namespace whose test was killed."""
+
 
 def may_unshare(*namespaces: str) -> bool:
     """Whether a process may have these namespaces of its own: `-m` (mounts), `-n` (network)."""
@@ -38,8 +41,8 @@ class Cable:
     def plug_in(self, process: int) -> None:
         """Connect the network namespace of a process."""
         # A namespace ends with its last process, and takes both ends of the cable along.
-        hold = ["nsenter", "-t", str(process), "-n", "sleep", "infinity"]
-        self.holder = subprocess.Popen(hold)
+        hold = ["nsenter", "-t", str(process), "-n", "sleep", str(HELD_S)]
+        self.holder = subprocess.Popen(hold, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         _ip("link", "set", self.ends[1], "netns", str(process))
         inside = ("nsenter", "-t", str(process), "-n")
         _ip("link", "set", "lo", "up", inside=inside)

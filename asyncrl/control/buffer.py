@@ -220,6 +220,7 @@ class Buffer:
         return taken if self.staleness.may_cut(left, learner_version) else None
 
     def _may_be_stale(self) -> list[Mapping[int, Collection[int]]]:
+        """The files with the groups that are dropped when they become stale."""
         if self.staleness.on_stale == "wait":
             return [self._ready]
         return [self._ready, self._unready]

@@ -244,8 +244,13 @@ class Generator:
 
     async def _wait_for_device(self) -> None:
         """Wait until the learner has left the GPU, whose memory an engine needs to start. A version
-        registry that does not answer may start again, so it is asked again."""
-        while await self._ask_registry("learner_on_device", absent=False) is not False:  # noqa: ASYNC110
+        registry that does not answer, or does not know since its restart, is asked again."""
+        while True:
+            on_device = await self._ask_registry("learner_on_device", absent=False)
+            if on_device is False:
+                return
+            if on_device is None:
+                logger.warning("the version registry does not say who has the GPU; asking again")
             await asyncio.sleep(TURN_EVERY_S)
 
     async def status(self) -> ReplicaStatus:

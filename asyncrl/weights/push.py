@@ -266,9 +266,9 @@ class ServeWeightSync:
             await asyncio.sleep(ANNOUNCE_EVERY_S)
             # The version registry may be starting, or have a newer version by now.
             with contextlib.suppress(ray.exceptions.RayError):
+                await self._registry.set_learner_on_device.remote(self._learner_on_device)
                 if self._learner_turn is not None:
                     await self._tell_turn()
-                    await self._registry.set_learner_on_device.remote(self._learner_on_device)
                 if self._last is not None:
                     await self._registry.announce.remote(self._last)
 

@@ -53,7 +53,7 @@ class VersionRegistry:
         self._holder = holder
         self._manifest: Manifest | None = None
         self._learner_turn: bool | None = None
-        self._learner_on_device = False
+        self._learner_on_device = None if _restarted() else False
 
     def announce(self, manifest: Manifest) -> None:
         """Make this the current version.
@@ -91,8 +91,9 @@ class VersionRegistry:
         """Say whether the learner's states are on the GPUs that replicas use too."""
         self._learner_on_device = on_device
 
-    def learner_on_device(self) -> bool:
-        """Whether an engine that starts now would find the learner on its GPU."""
+    def learner_on_device(self) -> bool | None:
+        """Whether an engine that starts now would find the learner on its GPU. None if nobody has
+        said so since Ray restarted this process."""
         return self._learner_on_device
 
     def current(self) -> Manifest | None:
@@ -111,6 +112,14 @@ class VersionRegistry:
     def holder(self) -> str:
         """The job that opened this version registry."""
         return self._holder
+
+
+def _restarted() -> bool:
+    """Whether Ray has restarted this process's actor."""
+    if not ray.is_initialized():
+        return False
+    context = ray.get_runtime_context()
+    return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)
 
 
 def open_registry(name: str, holder: str = "a job") -> Actor:

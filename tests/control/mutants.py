@@ -279,6 +279,12 @@ MUTANTS = [
         "if group is not None:",
     ),
     Mutant(
+        "a scored group stays where it was filed",
+        BUFFER,
+        "self._unfile(group)\n        group.running",
+        "group.running",
+    ),
+    Mutant(
         "a checkpoint counts on unwritten outcomes",
         COORDINATOR,
         "self._flush_outcomes()\n        await self.parts.recorder.flushed()\n        await",

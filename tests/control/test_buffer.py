@@ -84,16 +84,20 @@ def test_every_answer_is_that_of_a_look_at_all_groups(seed: int, on_stale: Any) 
     buffer = Buffer(rule, Frontier())
     for ordinal in range(OPERATIONS):
         oldest = max(0, version - chance.randrange(rule.max_staleness + 2))
-        buffer.admit(ordinal, oldest)
+        if chance.random() < 0.1:
+            buffer.restore(scored(ordinal, oldest), made_in=0)
+        else:
+            buffer.admit(ordinal, oldest)
         known = list(buffer.groups.values())
         for group in chance.sample(known, min(3, len(known))):
             if group.scored is None:
                 newer = group.oldest_version + chance.randrange(2)
                 buffer.finished(group.ordinal, newer, 4)
                 if chance.random() < 0.5:
-                    buffer.add_scored(scored(group.ordinal, newer))
+                    buffer.add_scored(scored(group.ordinal, newer + chance.randrange(2)))
             elif chance.random() < 0.1:
                 buffer.finished(group.ordinal, 99, 99)  # a second copy changes nothing
+                buffer.add_scored(scored(group.ordinal, group.oldest_version + 1))
         assert answers(buffer, version) == expected(buffer, version)
         if batch := buffer.next_batch(version):
             buffer.take(batch)

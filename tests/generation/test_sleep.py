@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.errors import GpuMemoryError, StaleReplicaError
@@ -242,6 +243,37 @@ def test_an_engine_starts_once_the_learner_has_left_the_gpu(
     starting: Any = SimpleNamespace(_ask_registry=registry)
     asyncio.run(Generator._wait_for_device(starting))
     assert asked == ["learner_on_device"] * 4, "silence does not say that the GPU is free"
+
+
+class SilentRegistry:
+    """A version registry that fails to answer, or never does."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.learner_on_device, self.error = self, error
+
+    async def remote(self) -> None:
+        if self.error is not None:
+            raise self.error
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("registry", "answer"),
+    [
+        (None, False),
+        (SilentRegistry(ray.exceptions.ActorDiedError()), None),
+        (SilentRegistry(None), None),
+    ],
+    ids=["absent", "dead", "hangs"],
+)
+def test_a_silent_registry_is_not_an_absent_one(
+    monkeypatch: pytest.MonkeyPatch, registry: Any, answer: Any
+) -> None:
+    monkeypatch.setattr(replica_module, "REGISTRY_S", 0.01)
+    monkeypatch.setattr(replica_module, "find_registry", lambda name: registry)
+    replica: Any = SimpleNamespace(_registry_name="registry")
+    asked = Generator._ask_registry(replica, "learner_on_device", absent=False)
+    assert asyncio.run(asked) is answer
 
 
 @pytest.mark.slow

@@ -432,9 +432,13 @@ def test_a_restarted_registry_gets_the_version_again(
     )
 
     async def run() -> None:
-        keeping = asyncio.create_task(sync.keep_announced())
         await sync.push(manifest)
+        assert await generators.registry.learner_on_device.remote() is False
         ray_cluster.kill(generators.registry, no_restart=False)
+        assert await generators.registry.learner_on_device.remote() is None, "nobody has said so"
+        keeping = asyncio.create_task(sync.keep_announced())
+        while await generators.registry.learner_on_device.remote() is None:
+            pass
         while (found := await generators.registry.current.remote()) is None:
             pass
         assert found.version == manifest.version

@@ -71,6 +71,14 @@ def command_line(process: psutil.Process) -> str:
         return ""
 
 
+def born(process: psutil.Process) -> float:
+    """When a process started; 0 if it has ended."""
+    try:
+        return process.create_time()
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
 class RunProcess:
     """`asyncrl train` in its own process group."""
 
@@ -102,8 +110,10 @@ class RunProcess:
         return [child for child in self.seen.values() if lives(child)]
 
     def having(self, part: str) -> list[psutil.Process]:
-        """The living processes whose command line contains `part`."""
-        return [process for process in self.descendants() if part in command_line(process)]
+        """The living processes whose command line contains `part`, oldest first. An old one may
+        still be ending."""
+        found = [process for process in self.descendants() if part in command_line(process)]
+        return sorted(found, key=born)
 
     def until(self, condition: Callable[[], Any], timeout_s: float = 400) -> Any:
         """Wait until the condition is true. Fail with the run's output if the run ends before."""

@@ -130,20 +130,12 @@ FAULTS = [
 ]
 
 
-def born(process):
-    """When a process started; 0 if it has ended."""
-    try:
-        return process.create_time()
-    except psutil.NoSuchProcess:
-        return 0.0
-
-
 def stop_in_its_moment(fault, run, directory):
     """Stop the process in the fault's moment, and return it."""
     deadline, process = time.monotonic() + 300, None
     while True:
         if process is None or not process.is_running():
-            process = max(run.having(fault.process), key=born, default=None)
+            process = next(reversed(run.having(fault.process)), None)
         if process is not None and fault.moment(directory):
             with contextlib.suppress(psutil.NoSuchProcess):  # it may just have ended
                 process.suspend()

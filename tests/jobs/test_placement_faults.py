@@ -85,7 +85,8 @@ class Faults:
         )
 
     def process(self, name: str) -> psutil.Process:
-        return self.run.until(lambda: self.run.having(name))[0]
+        """The newest process of this name."""
+        return self.run.until(lambda: self.run.having(name))[-1]
 
     def stopped(self, name: str, waits_for: str) -> psutil.Process:
         """Stop a process in the moment in which the run then waits for this, and return it."""
@@ -186,7 +187,7 @@ def test_deaths_in_each_turn(faults: Faults) -> None:
     began = time.monotonic()
     rank.kill()
     faults.recover("rank killed in the learner's turn", began, new_attempt=True)
-    assert faults.process(ENGINE) == successor, "the engine that rested serves on"
+    assert faults.run.having(ENGINE) == [successor], "the engine that rested serves on"
 
     faults.stopped(RANK, STEPPING)
     faults.interrupt("in the learner's turn")
@@ -234,7 +235,7 @@ def test_deaths_and_a_signal_with_shared_devices(faults: Faults) -> None:
     began = time.monotonic()
     rank.kill()
     faults.recover("rank killed with share", began, new_attempt=True)
-    assert faults.process(ENGINE) == engine
+    assert faults.run.having(ENGINE) == [engine]
 
     faults.interrupt("with share")
     faults.finish("decoupled", max_staleness=2)

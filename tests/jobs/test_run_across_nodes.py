@@ -25,10 +25,12 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     made = Nodes(tmp_path, cable=True)
     # Where the rewards are.
     made.environment["PYTHONPATH"] = os.fspath(Path(__file__).parent)
-    made.start()
-    made.start(Path("/dev/shm"))
-    yield made
-    made.end()
+    try:
+        made.start()
+        made.start(Path("/dev/shm"))
+        yield made
+    finally:
+        made.end()
 
 
 @pytest.mark.faults
