@@ -16,11 +16,8 @@ import sys
 import time
 import tracemalloc
 
-from asyncrl.contracts.messages import Scored
-from asyncrl.contracts.state import State
-from asyncrl.control import Coordinator, Parts, Schedule, Staleness
-from asyncrl.control.buffer import Buffer, Frontier
-from asyncrl.control.concurrency import Concurrency
+from asyncrl.contracts import Scored, State
+from asyncrl.control import Buffer, Concurrency, Coordinator, Frontier, Parts, Schedule, Staleness
 from asyncrl.testing import (
     FakeLearner,
     FakePrompts,

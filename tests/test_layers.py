@@ -251,8 +251,8 @@ SURFACE = {
         "WeightsConfig command_line completion_room explain field_names is_hub_data "
         "is_hub_name load_any load_config load_offline sources_of"
     ),
-    "contracts": "ConfigError Prompt State",
-    "control": "Coordinator Parts Schedule Staleness",
+    "contracts": "ConfigError Prompt Scored State",
+    "control": "Buffer Concurrency Coordinator Frontier Parts Schedule Staleness",
     "data": "TokenFile open_token_file ROWS_PER_BLOCK RowsByNumber read_prompts",
     "generation": "Engine GeneratorApp engine_environment",
     "frozen": "start_reference",

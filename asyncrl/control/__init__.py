@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from asyncrl.control.buffer import Buffer as Buffer
+    from asyncrl.control.buffer import Frontier as Frontier
+    from asyncrl.control.concurrency import Concurrency as Concurrency
     from asyncrl.control.coordinator import Coordinator as Coordinator
     from asyncrl.control.coordinator import Parts as Parts
     from asyncrl.control.coordinator import Schedule as Schedule
@@ -14,7 +17,10 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
+    Buffer="buffer",
+    Concurrency="concurrency",
     Coordinator="coordinator",
+    Frontier="buffer",
     Parts="coordinator",
     Schedule="coordinator",
     Staleness="staleness",
