@@ -251,10 +251,10 @@ SURFACE = {
         "WeightsConfig command_line completion_room explain field_names is_hub_data "
         "is_hub_name load_any load_config load_offline sources_of"
     ),
-    "contracts": "ConfigError Prompt Scored State",
+    "contracts": "ConfigError GenerateRequest Prompt Scored State",
     "control": "Buffer Concurrency Coordinator Frontier Parts Schedule Staleness",
     "data": "TokenFile open_token_file ROWS_PER_BLOCK RowsByNumber read_prompts",
-    "generation": "Engine GeneratorApp engine_environment",
+    "generation": "Engine GeneratorApp ServeGenerate engine_environment",
     "frozen": "start_reference",
     "learning": "LearnerGroup examples_with pairs_of LearnerRank Meeting start_rank",
     "models": (
@@ -265,9 +265,10 @@ SURFACE = {
     "packing": "pack pack_blocks pack_rows",
     "preflight": (
         "HEAD_GRADIENTS data_spec learner_spec make_plan model_context offline_learner_spec "
-        "offline_reference_spec ray_cluster start_local_ray"
+        "offline_reference_spec ray_cluster scoring_spec start_local_ray worker_spec"
     ),
-    "rewards": "GroupCall RewardError call_reward",
+    "rewards": "GroupCall RayScores RewardError call_reward",
+    "rollout": "start_rollouts",
     "run": (
         "AcrossAttempts RunFailedError Summary command_name concurrency_of launch_stations "
         "run_training score_rows"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncrl.contracts.errors import ConfigError
-from asyncrl.contracts.messages import Scored
+from asyncrl.contracts.messages import GenerateRequest, Scored
 from asyncrl.contracts.rows import Prompt
 from asyncrl.contracts.state import State
 
-__all__ = ["ConfigError", "Prompt", "Scored", "State"]
+__all__ = ["ConfigError", "GenerateRequest", "Prompt", "Scored", "State"]

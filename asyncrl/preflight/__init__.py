@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from asyncrl.preflight.specs import learner_spec as learner_spec
     from asyncrl.preflight.specs import offline_learner_spec as offline_learner_spec
     from asyncrl.preflight.specs import offline_reference_spec as offline_reference_spec
+    from asyncrl.preflight.specs import scoring_spec as scoring_spec
+    from asyncrl.preflight.specs import worker_spec as worker_spec
 
 __getattr__ = lazy_exports(
     __name__,
+    scoring_spec="specs",
+    worker_spec="specs",
     start_local_ray="cluster",
     offline_learner_spec="specs",
     offline_reference_spec="specs",

@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from asyncrl.rewards.contract import GroupCall as GroupCall
     from asyncrl.rewards.contract import RewardError as RewardError
     from asyncrl.rewards.contract import call_reward as call_reward
+    from asyncrl.rewards.scoring import RayScores as RayScores
 
 __getattr__ = lazy_exports(
     __name__,
+    RayScores="scoring",
     GroupCall="contract",
     RewardError="contract",
     call_reward="contract",

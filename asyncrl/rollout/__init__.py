@@ -1,1 +1,12 @@
 """Rollout workers: they make one group per prompt and keep it until it is acknowledged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncrl.runtime.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from asyncrl.rollout.group import start_rollouts as start_rollouts
+
+__getattr__ = lazy_exports(__name__, start_rollouts="group")
