@@ -25,7 +25,6 @@ from asyncrl.runtime.ray_objects import broken_stream
 __all__ = ["ROWS_PER_BLOCK", "RayPromptSource", "ReorderWindow", "stream_ordinals"]
 
 ROWS_PER_BLOCK = 32
-BLOCK_BYTES = 16 << 10
 STREAM_BYTES = 512 << 10
 """Object store for unread prompts. The stream runs ahead only this far."""
 WAITING_PROMPTS = 128
@@ -169,7 +168,7 @@ class RayPromptSource:
             source = functools.partial(tables, window.lowest, self._frontier[1])
             try:
                 for block in stream_blocks(
-                    source, stage, BLOCK_BYTES, STREAM_BYTES, "prompts", self._stacks
+                    source, stage, STREAM_BYTES, "prompts", self._stacks
                 ):
                     self._started.set()
                     for prompt in prompts_of(block, self._schema):

@@ -259,7 +259,7 @@ class RayScores:
                     self._spec.algorithm.distillation,
                 )
                 for block in stream_blocks(
-                    source, stage, 1, STREAM_BYTES, "scoring", self._stacks, tasks
+                    source, stage, STREAM_BYTES, "scoring", self._stacks, tasks
                 ):
                     self._arrived.put(block)
                 end = RuntimeError("it ended while its rollout workers were alive")

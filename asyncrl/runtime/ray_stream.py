@@ -1,4 +1,4 @@
-"""Long-lived Ray Data executions: an endless source that streams small blocks in bounded memory."""
+"""Long-lived Ray Data executions: an endless source that streams its blocks in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import ray.data
 from ray.data._internal.execution.execution_callback import ExecutionCallback
+from ray.data._internal.execution.operators.map_operator import MapOperator
+from ray.data._internal.output_buffer import OutputBlockSizeOption
 from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
@@ -32,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _MAKING = threading.Lock()
 """Serializes the creation of streams. Ray Data's current context belongs to the process, so two
-threads would get each other's block sizes."""
+threads would get each other's limits."""
 
 PLAIN_ARROW = {"env_vars": {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}}
 """Runtime environment of the tasks: pyarrow pickles their blocks. Ray's own way trims slices, and
@@ -81,11 +83,25 @@ class Deaths:
         return True
 
 
-class HeldBackPause(ExecutionCallback):
-    """Sleeps after a scheduling step in which the consumer held a stage back. Otherwise Ray Data's
-    loop would spin and use a core of the driver."""
+class EndlessExecution(ExecutionCallback):
+    """Changes how Ray Data runs a stream. Both need its internals, which this module alone uses."""
+
+    def before_execution_starts(self, executor: StreamingExecutor) -> None:
+        """Keep every table of the source as one block.
+
+        Ray Data cuts tables into blocks of one size, or collects them until a block is full. With
+        `target_max_block_size: None` it collects until the task ends. Only this internal option
+        keeps blocks as they are. The tasks get the transformers later, with their first input."""
+        for operator in executor._topology or ():
+            if isinstance(operator, MapOperator):
+                for transform in operator._map_transformer._transform_fns:
+                    transform._output_block_size_option = OutputBlockSizeOption(
+                        disable_block_shaping=True
+                    )
 
     def on_execution_step(self, executor: StreamingExecutor) -> None:
+        """Sleep after a scheduling step in which the consumer held a stage back. Otherwise Ray
+        Data's loop would spin and use a core of the driver."""
         topology = executor._topology or ()
         if any(operator._in_task_output_backpressure for operator in topology):
             time.sleep(HELD_BACK_PAUSE_S)
@@ -114,13 +130,13 @@ class EndlessSource(Datasource):
 def stream_blocks(
     tables: Callable[[], Iterable[pa.Table]],
     stage: Callable[[pa.Table], pa.Table],
-    block_bytes: int,
     memory_bytes: int,
     name: str,
     stacks: Path | None = None,
     tasks: Tasks | None = None,
 ) -> Iterator[pa.Table]:
-    """Run one endless source and one stage, fused by Ray Data, and yield blocks as they arrive.
+    """Run one endless source and one stage, fused by Ray Data, and yield blocks as they arrive. Each
+    table of the source is one block.
 
     Closing the generator ends the execution. `iter_batches` registers a consumer with Ray Data.
     Without a consumer, as in `iter_internal_ref_bundles`, Ray Data waives its memory limit and the
@@ -129,7 +145,6 @@ def stream_blocks(
     Args:
         tables: makes the source's generator, in the task.
         stage: Arrow table in, Arrow table out.
-        block_bytes: yield a block once it is larger than this; 1 = every row at once.
         memory_bytes: object store bytes of unread blocks at which the source is held back.
         stacks: folder for the task's stack dumps (`asyncrl.runtime.stacks.stacks_as`, by `name`).
         tasks: number of tasks, each with its own generator, and their resources. Default: one.
@@ -141,7 +156,7 @@ def stream_blocks(
     quiet_ray_data()
     if stacks is not None:
         tables = functools.partial(_with_stacks, tables, stacks, name)
-    with _MAKING, DataContext.current(_context(block_bytes, memory_bytes)):
+    with _MAKING, DataContext.current(_context(memory_bytes)):
         dataset = _dataset(tables, stage, tasks or Tasks())
         dataset.set_name(name)
     yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=0)
@@ -171,7 +186,7 @@ def _dataset(
     return dataset
 
 
-def _context(block_bytes: int, memory_bytes: int) -> DataContext:
+def _context(memory_bytes: int) -> DataContext:
     """A copy of Ray Data's current context with the settings of an endless execution."""
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = False
@@ -179,13 +194,14 @@ def _context(block_bytes: int, memory_bytes: int) -> DataContext:
         object_store_memory=memory_bytes
     )
     context.execution_no_progress_timeout_s = -1
-    context.target_max_block_size = block_bytes
-    context.target_min_block_size = 1
+    # Ray Data's guess of the size of the first blocks. A larger guess than `memory_bytes` would keep
+    # the task from starting.
+    context.target_max_block_size = context.target_min_block_size = 1
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.custom_execution_callback_classes = [
         *context.custom_execution_callback_classes,
-        HeldBackPause,
+        EndlessExecution,
     ]
     return context
 

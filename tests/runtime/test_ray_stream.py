@@ -42,7 +42,7 @@ def test_a_source_without_a_reader_pauses_and_ends_when_closed(ray_cluster, tmp_
     counter = tmp_path / "made"
     make = functools.partial(numbered, counter)
     ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
-    blocks = stream_blocks(make, unchanged, 16 << 10, 512 << 10, "bounded")
+    blocks = stream_blocks(make, unchanged, 512 << 10, "bounded")
     taken = next(blocks)["number"].to_pylist()
     # Without a bound the source makes over ten thousand rows per second.
     before, made, deadline = -1, 0, time.monotonic() + 60
@@ -60,40 +60,63 @@ def test_a_source_without_a_reader_pauses_and_ends_when_closed(ray_cluster, tmp_
     assert not read_tasks()
 
 
-def finite(rows):
-    yield pa.table({"number": list(range(rows)), "ids": [[1] * 16] * rows})
+def of_sizes(sizes):
+    for size in sizes:
+        yield pa.table({"number": list(range(size)), "ids": [[1] * 16] * size})
 
 
-def test_two_streams_created_at_once_keep_their_block_sizes(ray_cluster, monkeypatch):
+def test_every_table_of_the_source_is_one_block(ray_cluster):
+    """One row at low load, and many in one block when many are ready."""
     ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
-    both = threading.Barrier(2)
+    sizes = [1, 300, 1, 2, 4096, 1]
+    blocks = stream_blocks(functools.partial(of_sizes, sizes), unchanged, 1 << 20, "sizes")
+    assert [block.num_rows for block in blocks] == sizes
+
+
+def waits_after_the_first(until):
+    yield pa.table({"number": [0]})
+    while not until.exists():
+        time.sleep(0.01)
+    yield pa.table({"number": [1]})
+
+
+def test_a_block_does_not_wait_for_the_next(ray_cluster, tmp_path):
+    ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
+    until = tmp_path / "go on"
+    source = functools.partial(waits_after_the_first, until)
+    blocks = stream_blocks(source, unchanged, 1 << 20, "waits")
+    assert next(blocks)["number"].to_pylist() == [0]
+    until.touch()
+    assert [block["number"].to_pylist() for block in blocks] == [[1]]
+
+
+def test_two_streams_created_at_once_keep_their_limits(ray_cluster, monkeypatch):
     read_datasource = ray.data.read_datasource
+    both, limits = threading.Barrier(2), {}
 
     def slowly(*arguments, **options):
         # Long enough for the other thread to replace the context, if it could.
         time.sleep(0.5)
+        context = ray.data.DataContext.get_current()
+        resources = context.execution_options.resource_limits
+        limits[threading.current_thread().name] = resources.object_store_memory
         return read_datasource(*arguments, **options)
 
     monkeypatch.setattr(ray.data, "read_datasource", slowly)
-    sizes = {}
 
-    def consume(block_bytes):
+    def consume(memory_bytes):
         both.wait()
-        sizes[block_bytes] = [
-            block.num_rows
-            for block in stream_blocks(
-                functools.partial(finite, 8), unchanged, block_bytes, 1 << 20, "sizes"
-            )
-        ]
+        assert list(stream_blocks(functools.partial(of_sizes, [1]), unchanged, memory_bytes, "of"))
 
+    ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
     threads = [
-        threading.Thread(target=consume, args=(block_bytes,)) for block_bytes in (1, 1 << 20)
+        threading.Thread(target=consume, args=(size,), name=str(size)) for size in (1 << 20, 2 << 20)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert sizes == {1: [1] * 8, 1 << 20: [8]}
+    assert limits == {"1048576": 1 << 20, "2097152": 2 << 20}
 
 
 def marked():
@@ -107,7 +130,7 @@ def marked():
 def test_a_column_of_json_text_keeps_its_mark_in_the_stream(ray_cluster):
     """Without the mark, `groups/*.parquet` could not distinguish JSON text from plain text."""
     ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
-    blocks = list(stream_blocks(marked, unchanged, 1, 1 << 20, "marked"))
+    blocks = list(stream_blocks(marked, unchanged, 1 << 20, "marked"))
     assert [row for block in blocks for row in row_values(block)] == [
         {"value": value, "number": 1} for value in (1, None, {"a": None})
     ]

@@ -78,7 +78,7 @@ def test_the_stack_of_a_streams_task(ray_cluster, tmp_path):
         yield pa.table({"number": [1]})
         time.sleep(600)
 
-    stream = stream_blocks(tables, lambda table: table, 1, 1 << 20, "sleepy", tmp_path)
+    stream = stream_blocks(tables, lambda table: table, 1 << 20, "sleepy", tmp_path)
     try:
         assert next(stream)["number"].to_pylist() == [1]
         [line] = asyncio.run(stacks_as(tmp_path, "sleepy"))
