@@ -45,12 +45,8 @@ CASES = ((6, 3.0), (64, 5.0))
 class Replica:
     """A Serve replica whose completions are random, and always of the version that is asked for."""
 
-    def __init__(self) -> None:
-        self._fake = FakeGenerate()
-
     async def generate(self, request: GenerateRequest):
-        self._fake.version = request.min_weights.version
-        return await self._fake.generate(request)
+        return await FakeGenerate(version=request.min_weights.version).generate(request)
 
 
 class AddsPrompts(FakePrompts):

@@ -167,9 +167,7 @@ class RayPromptSource:
         while not self._closed.is_set():
             source = functools.partial(tables, window.lowest, self._frontier[1])
             try:
-                for block in stream_blocks(
-                    source, stage, STREAM_BYTES, "prompts", self._stacks
-                ):
+                for block in stream_blocks(source, stage, STREAM_BYTES, "prompts", self._stacks):
                     self._started.set()
                     for prompt in prompts_of(block, self._schema):
                         for ready in window.put(prompt):

@@ -11,92 +11,48 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
+import pickle
 import queue
 import threading
 import time
 import uuid
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NotRequired, TypedDict
 
 import pyarrow as pa
 import ray
 import ray.exceptions
 
 from asyncrl.config import DistillationConfig
-from asyncrl.contracts.columns import SOURCE_COLUMN
 from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.contracts.errors import RolloutFailedError, TeacherError
 from asyncrl.contracts.group_table import table_to_ipc
-from asyncrl.contracts.messages import RowRef, Scored, ScoredBaseline, TrajectoryText
+from asyncrl.contracts.messages import Scored
 from asyncrl.contracts.outcomes import FILTERED, NO_BASELINE, UNFORESEEN
 from asyncrl.contracts.protocols import Rollouts
-from asyncrl.contracts.rows import (
-    BASELINE_COLUMNS,
-    REFERENCE_VERSION_COLUMN,
-    TEACHER_FAILURE_COLUMN,
-    TRUNCATED,
-    SpanRow,
-)
+from asyncrl.contracts.rows import TEACHER_FAILURE_COLUMN
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact, write_groups
 from asyncrl.rewards.score import score_table
 from asyncrl.rewards.source import rewarded_groups
 from asyncrl.rewards.spec import ScoringSpec
-from asyncrl.rewards.text_quality import has_loop, unprintable
+from asyncrl.rewards.summary import summaries
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.ray_objects import Actor, broken_stream, groups_at
 from asyncrl.runtime.ray_stream import Deaths, Tasks, stream_blocks
-from asyncrl.runtime.redact import redact
 
-__all__ = ["RayScores", "scored_summary"]
+__all__ = ["RayScores"]
 
 logger = logging.getLogger(__name__)
 
 STREAM_BYTES = 256 << 20
 """Bytes of unread scored groups in the object store at which the stream pauses."""
+SUMMARY_COLUMN = "scored_summary"
+"""Column in which a group's `Scored` travels to the driver. It is not written to files."""
 MOST_IN_FLUSH = 256
-EXAMPLE_LENGTH = 1000
-SUMMARIZED = (
-    "ordinal",
-    "prompt_text",
-    "completion_text",
-    "versions",
-    "completion_ids",
-    "logprobs",
-    "finish_reason",
-    "status",
-    "reward",
-    "reward_parts",
-    "failure",
-)
-"""Columns of `_ScoredRow`."""
-
-
-class _ScoredRow(TypedDict):
-    """What control needs of a scored group's row. Lists have one item per trajectory."""
-
-    ordinal: int
-    prompt_text: str
-    completion_text: list[str]
-    versions: list[list[SpanRow]]
-    completion_ids: list[list[int]]
-    logprobs: list[list[float]]
-    finish_reason: list[str]
-    status: list[str]
-    reward: list[float | None]
-    reward_parts: list[dict[str, float | None]]
-    failure: str | None
-    baseline_ids: NotRequired[list[int]]
-    baseline_versions: NotRequired[list[SpanRow]]
-    baseline_finish_reason: NotRequired[str]
-    baseline_reward: NotRequired[float | None]
-
-
 FLUSH_LINGER_S = 0.1
 """Seconds from the first row of a flush to the flush. A flush costs a file, an object and an
 acknowledgment, however many rows it has."""
@@ -190,10 +146,9 @@ class RayScores:
 
     def _load(self, path: Path) -> list[Scored]:
         groups = parquet.read_table(path)
-        stream, rows = ray.put(table_to_ipc(groups)), enumerate(content_hashes(groups))
+        stream = ray.put(table_to_ipc(groups))
         return [
-            scored_summary(groups.slice(place, 1), (stream, place), content)
-            for place, content in rows
+            replace(scored, ref=(stream, place)) for place, scored in enumerate(_summaries(groups))
         ]
 
     async def started(self) -> bool:
@@ -244,7 +199,7 @@ class RayScores:
         least = 0.0 if self._spec.algorithm.advantage == "maxrl" else None
         reward = self._spec.reward
         tasks = Tasks(reward.tasks, reward.num_cpus, reward.num_gpus)
-        stage = partial(score_table, spec=self._spec)
+        stage = partial(scored_block, spec=self._spec)
         deaths = Deaths("scoring")
         end: BaseException | None = None
         while end is None and not self._closed:
@@ -275,9 +230,8 @@ class RayScores:
             files = FlushFiles(self._directory, self._attempt)
             while True:
                 tables, end = _waiting_tables(self._arrived)
-                rows = [table.slice(row, 1) for table in tables for row in range(table.num_rows)]
-                if rows:
-                    self._flush(files, rows)
+                if tables:
+                    self._flush(files, tables)
                 if end is not None:
                     raise end
         except _EndedError:
@@ -286,32 +240,32 @@ class RayScores:
             # As above, next() raises it.
             self._hand_over(error)
 
-    def _flush(self, files: FlushFiles, rows: list[pa.Table]) -> None:
-        ordinals = [row["ordinal"][0].as_py() for row in rows]
+    def _flush(self, files: FlushFiles, blocks: list[pa.Table]) -> None:
+        table = pa.concat_tables(blocks, promote_options="permissive")
+        found: list[Scored] = [pickle.loads(one) for one in table[SUMMARY_COLUMN].to_pylist()]
+        table = table.drop_columns([SUMMARY_COLUMN])
         if self._spec.reward.policy == "fail":
-            for row, ordinal in zip(rows, ordinals, strict=True):
-                if (failure := row["failure"][0].as_py()) and not failure.startswith(
+            for scored in found:
+                if scored.failure and not scored.failure.startswith(
                     (UNFORESEEN, FILTERED, NO_BASELINE)
                 ):
-                    raise RewardError(f"group {ordinal}: {failure}")
+                    raise RewardError(f"group {scored.ordinal}: {scored.failure}")
         self._unscored_by_teacher = _unscored_in_a_row(
-            rows, self._unscored_by_teacher, self._spec.algorithm.distillation
+            table, self._unscored_by_teacher, self._spec.algorithm.distillation
         )
-        new = {}
-        for row, ordinal in zip(rows, ordinals, strict=True):
-            if ordinal >= self._ended_below and ordinal not in self._seen:
-                new[ordinal] = row
+        new: dict[int, int] = {}
+        for row, scored in enumerate(found):
+            if scored.ordinal >= self._ended_below and scored.ordinal not in self._seen:
+                new.setdefault(scored.ordinal, row)
         self._seen = {ordinal for ordinal in (*self._seen, *new) if ordinal >= self._ended_below}
-        scored: dict[int, Scored] = {}
+        items: list[tuple[int, Scored | None]] = [(scored.ordinal, None) for scored in found]
         if new:
-            files.write(list(new.values()))
-            rows_table = pa.concat_tables(new.values(), promote_options="permissive")
-            table, contents = ray.put(table_to_ipc(rows_table)), content_hashes(rows_table)
-            scored = {
-                ordinal: scored_summary(row, (table, place), contents[place])
-                for place, (ordinal, row) in enumerate(new.items())
-            }
-        self._hand_over([(ordinal, scored.pop(ordinal, None)) for ordinal in ordinals])
+            kept = table if len(new) == table.num_rows else table.take(list(new.values()))
+            files.write([kept])
+            stream = ray.put(table_to_ipc(kept.combine_chunks()))
+            for place, row in enumerate(new.values()):
+                items[row] = found[row].ordinal, replace(found[row], ref=(stream, place))
+        self._hand_over(items)
 
     def _hand_over(self, item: list[tuple[int, Scored | None]] | BaseException) -> None:
         if not self._loop.is_closed():
@@ -322,8 +276,24 @@ class _EndedError(Exception):
     """The stream was closed."""
 
 
+def scored_block(table: pa.Table, spec: ScoringSpec) -> pa.Table:
+    """The map stage of scoring: score the groups of a table, and add a column with each one's
+    pickled `Scored`. So the driver does no work that grows with the tokens."""
+    table = score_table(table, spec)
+    pickled = [pickle.dumps(scored) for scored in _summaries(table)]
+    return table.append_column(SUMMARY_COLUMN, pa.array(pickled, pa.binary()))
+
+
+def _summaries(table: pa.Table) -> list[Scored]:
+    """What control needs to know of each group, without the location of its row."""
+    return [
+        replace(scored, content=content)
+        for scored, content in zip(summaries(table), content_hashes(table), strict=True)
+    ]
+
+
 def _unscored_in_a_row(
-    rows: Sequence[pa.Table], before: int, distillation: DistillationConfig | None
+    groups: pa.Table, before: int, distillation: DistillationConfig | None
 ) -> int:
     """Number of groups at the end of which the teacher scored nothing, `before` included.
 
@@ -333,8 +303,7 @@ def _unscored_in_a_row(
     if distillation is None:
         return 0
     count = before
-    for row in rows:
-        failure = row[TEACHER_FAILURE_COLUMN][0].as_py()
+    for failure in groups[TEACHER_FAILURE_COLUMN].to_pylist():
         count = 0 if failure is None else count + 1
         if count >= distillation.max_failed_groups:
             raise TeacherError(
@@ -349,6 +318,7 @@ def _waiting_tables(
 ) -> tuple[list[pa.Table], BaseException | None]:
     """At least one table, with those that follow within FLUSH_LINGER_S; or the end."""
     tables: list[pa.Table] = []
+    groups = 0
     item = arrived.get()
     if isinstance(item, pa.Table):
         time.sleep(FLUSH_LINGER_S)
@@ -358,90 +328,10 @@ def _waiting_tables(
         if isinstance(item, BaseException):
             return tables, item
         tables.append(item)
-        if len(tables) >= MOST_IN_FLUSH:
+        groups += item.num_rows
+        if groups >= MOST_IN_FLUSH:
             return tables, None
         try:
             item = arrived.get_nowait()
         except queue.Empty:
             return tables, None
-
-
-def scored_summary(row: pa.Table, reference: RowRef, content: str = "") -> Scored:
-    """What control needs to know of a scored group, from its one-row table."""
-    columns = [*SUMMARIZED, *(name for name in BASELINE_COLUMNS if name in row.column_names)]
-    group: _ScoredRow = row.select(columns).to_pylist()[0]
-    spanned = [*group["versions"], group.get("baseline_versions", [])]
-    versions = [span["version"] for spans in spanned for span in spans] or [0]
-    usable = [index for index, status in enumerate(group["status"]) if status == "ok"]
-    return Scored(
-        ordinal=group["ordinal"],
-        oldest_version=min(versions),
-        newest=max(versions),
-        content=content,
-        masked=Counter(status for status in group["status"] if status != "ok"),
-        ref=reference,
-        tokens=sum(len(ids) for ids in group["completion_ids"]),
-        rewards=tuple(
-            reward
-            for reward, status in zip(group["reward"], group["status"], strict=True)
-            if status == "ok" and reward is not None
-        ),
-        reward_parts=_part_means([group["reward_parts"][index] for index in usable]),
-        usable=len(usable),
-        truncated=sum(reason in TRUNCATED for reason in group["finish_reason"]),
-        logprob_sum=math.fsum(
-            logprob for known in group["logprobs"] for logprob in known if math.isfinite(logprob)
-        ),
-        looping=sum(map(has_loop, group["completion_ids"])),
-        characters=sum(map(len, group["completion_text"])),
-        unprintable=sum(map(unprintable, group["completion_text"])),
-        unscored=_unscored(group["reward_parts"]),
-        failure=group["failure"],
-        source=row[SOURCE_COLUMN][0].as_py() if SOURCE_COLUMN in row.column_names else None,
-        reference_version=(
-            row[REFERENCE_VERSION_COLUMN][0].as_py()
-            if REFERENCE_VERSION_COLUMN in row.column_names
-            else None
-        ),
-        baseline=_baseline(group),
-        example=TrajectoryText(
-            prompt=_shortened(group["prompt_text"]),
-            completion=_shortened(group["completion_text"][0]),
-            reward=group["reward"][0],
-            reward_parts=group["reward_parts"][0] or {},
-            version=min((span["version"] for span in group["versions"][0]), default=0),
-        ),
-    )
-
-
-def _baseline(group: _ScoredRow) -> ScoredBaseline | None:
-    if "baseline_ids" not in group:
-        return None
-    return ScoredBaseline(
-        reward=group.get("baseline_reward"),
-        tokens=len(group["baseline_ids"]),
-        truncated=group["baseline_finish_reason"] in TRUNCATED,
-    )
-
-
-def _shortened(text: str) -> str:
-    """The text without secrets, and without its middle if it is longer than EXAMPLE_LENGTH."""
-    # Redact before the cut: half a secret would not be recognized.
-    text, half = redact(text), EXAMPLE_LENGTH // 2
-    return text if len(text) <= EXAMPLE_LENGTH else f"{text[:half]} … {text[-half:]}"
-
-
-def _unscored(parts: Sequence[Mapping[str, float | None]]) -> dict[str, int]:
-    """Number of trajectories without a reward, by function. Entries NAME/PART are not functions,
-    and are left out."""
-    names = dict.fromkeys(name for part in parts for name in part if "/" not in name)
-    return {name: sum(part[name] is None for part in parts) for name in names}
-
-
-def _part_means(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """Mean of each part over the trajectories that have it. A part without a value is left out."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    values = {
-        name: [value for part in parts if (value := part.get(name)) is not None] for name in names
-    }
-    return {name: sum(some) / len(some) for name, some in values.items() if some}

@@ -8,6 +8,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -44,7 +45,11 @@ __all__ = ["rewarded_groups"]
 TAKE_WAIT_S = 1.0
 RESTART_PAUSE_S = 0.2
 TAKEN_AHEAD = 2
-"""Groups that a task takes, as a multiple of those that its processes run at once."""
+"""Groups that a task takes at least, as a multiple of those that its processes run at once."""
+AHEAD_S = 0.5
+"""A task whose rewards are fast takes the groups of this many seconds."""
+MOST_IN_BLOCK = 256
+"""Groups that a block may have, so that a block stays small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,42 @@ _Events: TypeAlias = "queue.Queue[_Event]"
 """What happened to a group; an exception to raise; None once every outbox is closed."""
 
 
+class Places:
+    """How many groups a task may hold before their rewards are done: those that its rewards finish
+    in AHEAD_S, at the pace of the last second, and at least `least`. So slow rewards leave groups
+    to other tasks, and fast ones do not wait for a take."""
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._held = 0
+        self._finished: deque[float] = deque()
+        self._changed = threading.Condition()
+
+    def wait(self, timeout_s: float) -> int:
+        """The number of free places, once there is one; 0 after the timeout."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free() > 0, timeout_s)
+            return max(0, self._free())
+
+    def take(self, groups: int) -> None:
+        """The task has taken this many groups."""
+        with self._changed:
+            self._held += groups
+
+    def release(self) -> None:
+        """The rewards of a group are done."""
+        with self._changed:
+            self._held -= 1
+            self._finished.append(time.monotonic())
+            self._changed.notify()
+
+    def _free(self) -> int:
+        since = time.monotonic() - 1.0
+        while self._finished and self._finished[0] < since:
+            self._finished.popleft()
+        return max(self._least, int(AHEAD_S * len(self._finished))) - self._held
+
+
 def rewarded_groups(
     config: RewardConfig,
     reader: str,
@@ -92,12 +133,11 @@ def rewarded_groups(
     least: float | None = None,
     distillation: DistillationConfig | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield one-row tables with raw rewards, each as soon as its rewards are done, until every
+    """Yield tables of the groups whose rewards are done, one row each with raw rewards, until every
     worker has closed its outbox. Runs in each read task of the execution.
 
-    A slow group does not delay others. The task takes twice as many groups as its reward processes
-    run at once, so that no process waits for a take. Under policy `fail`, a group that failed
-    carries its failure, and the consumer ends the run.
+    A table has all groups that are ready, at least one. A slow group does not delay others. Under
+    policy `fail`, a group that failed carries its failure, and the consumer ends the run.
 
     Args:
         reader: Name of the execution. The workers give each group to one task of this reader. A new
@@ -108,53 +148,90 @@ def rewarded_groups(
     """
     share_settings(config.sandbox)
     with RewardPool(config, least) as pool:
-        places = TAKEN_AHEAD * config.processes * config.concurrency
-        with _taking(workers, reader, places) as (events, room):
-            while (event := events.get()) is not None:
-                match event:
-                    case BaseException():
-                        raise event
-                    case _Taken(group):
-                        _submit(pool, group).add_done_callback(partial(_done, events, group))
-                    case _Rewarded(group, rewards):
-                        room.release()
-                        group = attach_rewards(group, _result(config, group, rewards))
-                        if reference is None:
-                            yield group
-                        elif distillation is None:
-                            answer = reference.versioned_logprobs.remote(group_rows(group)).future()
-                            answer.add_done_callback(partial(_compared, events, group))
-                        else:
-                            top = distillation.uses_top_k
-                            ask = reference.top_logprobs if top else reference.logprobs
-                            logprobs = ask.remote(group_rows(group)).future()
-                            logprobs.add_done_callback(
-                                partial(_referred, events, group, time.monotonic())
-                            )
-                    case _Compared(group, answer):
-                        yield _with_reference(group, answer)
-                    case _Referred(group, logprobs, seconds):
-                        top = distillation is not None and distillation.uses_top_k
-                        yield _with_teacher(group, logprobs, seconds, top)
+        places = Places(TAKEN_AHEAD * config.processes * config.concurrency)
+        station = _Station(config, pool, places, reference, distillation)
+        with _taking(workers, reader, places) as events:
+            while (waiting := _waiting_events(events)) is not None:
+                ready = [group for event in waiting if (group := station.handle(event, events))]
+                if ready:
+                    # A slice would carry its whole table.
+                    yield pa.concat_tables(ready, promote_options="permissive").combine_chunks()
+
+
+@dataclass(frozen=True, slots=True)
+class _Station:
+    """What happens to a group after each event."""
+
+    config: RewardConfig
+    pool: RewardPool
+    places: Places
+    reference: Actor | None
+    distillation: DistillationConfig | None
+
+    def handle(self, event: _Event, events: _Events) -> pa.Table | None:
+        """Start the next stage of the event's group, which reports to `events`. Returns the group
+        after its last stage. Raises an event that is an exception."""
+        match event:
+            case BaseException():
+                raise event
+            case _Taken(group):
+                _submit(self.pool, group).add_done_callback(partial(_done, events, group))
+            case _Rewarded(group, rewards):
+                self.places.release()
+                group = attach_rewards(group, _result(self.config, group, rewards))
+                if self.reference is None:
+                    return group
+                self._ask(self.reference, group, events)
+            case _Compared(group, answer):
+                return _with_reference(group, answer)
+            case _Referred(group, logprobs, seconds):
+                return _with_teacher(group, logprobs, seconds, self._top_k)
+        return None
+
+    @property
+    def _top_k(self) -> bool:
+        return self.distillation is not None and self.distillation.uses_top_k
+
+    def _ask(self, reference: Actor, group: pa.Table, events: _Events) -> None:
+        """Ask the reference policy for its log-probs of a group."""
+        if self.distillation is None:
+            answer = reference.versioned_logprobs.remote(group_rows(group)).future()
+            answer.add_done_callback(partial(_compared, events, group))
+            return
+        ask = reference.top_logprobs if self._top_k else reference.logprobs
+        logprobs = ask.remote(group_rows(group)).future()
+        logprobs.add_done_callback(partial(_referred, events, group, time.monotonic()))
+
+
+def _waiting_events(events: _Events) -> list[_Event] | None:
+    """All events that wait, at least one; None at the end."""
+    event = events.get()
+    waiting: list[_Event] = []
+    while event is not None:
+        waiting.append(event)
+        if len(waiting) == MOST_IN_BLOCK:
+            return waiting
+        try:
+            event = events.get_nowait()
+        except queue.Empty:
+            return waiting
+    if waiting:
+        events.put(None)  # the end comes again
+    return waiting or None
 
 
 @contextlib.contextmanager
-def _taking(
-    workers: Sequence[Actor], reader: str, places: int
-) -> Iterator[tuple[_Events, threading.Semaphore]]:
-    """Take groups in a thread. Yields the queue of events, and the semaphore to release for each
-    group that has its rewards."""
+def _taking(workers: Sequence[Actor], reader: str, places: Places) -> Iterator[_Events]:
+    """Take groups in a thread. Yields the queue of events."""
     events: _Events = queue.Queue()
-    room = threading.Semaphore(places)
     stop = threading.Event()
     threading.Thread(
-        target=_take, args=(workers, reader, places, room, stop, events), daemon=True, name="takes"
+        target=_take, args=(workers, reader, places, stop, events), daemon=True, name="takes"
     ).start()
     try:
-        yield events, room
+        yield events
     finally:
         stop.set()
-        room.release(places)
 
 
 def _submit(pool: RewardPool, group: pa.Table) -> Future[GroupRewards]:
@@ -238,20 +315,23 @@ def _with_teacher(
 def _take(
     workers: Sequence[Actor],
     reader: str,
-    places: int,
-    room: threading.Semaphore,
+    places: Places,
     stop: threading.Event,
     events: _Events,
 ) -> None:
-    """Thread: long-poll every worker and queue one-row tables; then None when no worker is left."""
+    """Thread: long-poll every worker and queue one-row tables; then None when no worker is left.
+    It takes only while there are free places."""
     try:
         left = list(workers)
         takes: dict[ray.ObjectRef[pa.Buffer | None], Actor] = {}
         while left and not stop.is_set():
-            for worker in left:
+            free = places.wait(TAKE_WAIT_S)
+            for worker in left if free else ():
                 if worker not in takes.values():
-                    take = worker.take.remote(reader, max(1, places // len(workers)), TAKE_WAIT_S)
-                    takes[take] = worker
+                    most = max(1, free // len(workers))
+                    takes[worker.take.remote(reader, most, TAKE_WAIT_S)] = worker
+            if not takes:
+                continue
             done, _ = ray.wait(list(takes), num_returns=1, timeout=TAKE_WAIT_S)
             for reference in done:
                 worker = takes.pop(reference)
@@ -264,8 +344,9 @@ def _take(
                 except ray.exceptions.ActorDiedError:
                     left.remove(worker)
                 else:
-                    for group in _rows(stream):
-                        room.acquire()
+                    groups = _rows(stream)
+                    places.take(len(groups))
+                    for group in groups:
                         events.put(_Taken(group))
         events.put(None)
     except Exception as error:
@@ -273,9 +354,9 @@ def _take(
         events.put(error)
 
 
-def _rows(stream: pa.Buffer | None) -> Iterator[pa.Table]:
-    """The one-row tables of a take. Each has its own buffers: a pickled slice would carry the whole
-    table."""
-    if stream is not None:
-        table = table_from_ipc(stream)
-        yield from (table.take([row]) for row in range(table.num_rows))
+def _rows(stream: pa.Buffer | None) -> list[pa.Table]:
+    """The one-row tables of a take, without a copy."""
+    if stream is None:
+        return []
+    table = table_from_ipc(stream)
+    return [table.slice(row, 1) for row in range(table.num_rows)]

@@ -1,14 +1,15 @@
-"""Signs of gibberish in one completion: a loop of one n-gram, and characters that do not belong in
+"""Signs of gibberish in completions: a loop of one n-gram, and characters that do not belong in
 text. Pure. docs/how_to/metrics.md lists the healthy ranges."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["LOOP_NGRAM", "LOOP_TIMES", "LOOP_TOKENS", "has_loop", "unprintable"]
+__all__ = ["LOOP_NGRAM", "LOOP_TIMES", "LOOP_TOKENS", "looping", "unprintable"]
 
 LOOP_NGRAM = 32
 """Longest n-gram that counts as a loop, in tokens."""
@@ -21,26 +22,39 @@ REPLACEMENT = "\ufffd"
 NO_TEXT = frozenset({"Cc", "Cs", "Co", "Cn"})
 """Unicode categories: control, surrogate, private, unassigned."""
 LINES = frozenset("\n\r\t")
+WITHOUT_LINES = dict.fromkeys(map(ord, LINES))
 
 
-def has_loop(token_ids: Sequence[int]) -> bool:
-    """Whether the tokens contain a loop of at least LOOP_TOKENS tokens: LOOP_TIMES or more copies
-    in a row of an n-gram. The n-gram has 1 to LOOP_NGRAM tokens."""
-    ids = np.asarray(token_ids)
-    for n in range(1, min(LOOP_NGRAM, len(ids) // LOOP_TIMES) + 1):
+def looping(token_ids: NDArray[np.integer[Any]], starts: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[n] whether each of n completions contains a loop of at least LOOP_TOKENS tokens: LOOP_TIMES
+    or more copies in a row of an n-gram. The n-gram has 1 to LOOP_NGRAM tokens.
+
+    Args:
+        token_ids: [T] the tokens of all completions, one after the other.
+        starts: [n + 1] where each completion begins; the last item is T.
+    """
+    lengths = np.diff(starts)
+    found = np.zeros(len(lengths), bool)
+    long = lengths >= LOOP_TOKENS
+    if not long.any():
+        return found
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    kept = long[owners]
+    ids, owners = token_ids[kept], owners[kept]
+    for n in range(1, LOOP_NGRAM + 1):
         # Over a stretch of s tokens with period n, s - n tokens in a row equal the one n places
-        # before.
+        # before. No stretch continues into the next completion.
+        unequal = np.flatnonzero((ids[n:] != ids[:-n]) | (owners[n:] != owners[:-n]))
+        edges = np.concatenate([[-1], unequal, [len(ids) - n]])
         wanted = max(LOOP_TIMES * n, LOOP_TOKENS) - n
-        unequal = np.concatenate([[0], np.cumsum(ids[n:] != ids[:-n])])
-        if len(unequal) > wanted and bool((unequal[wanted:] == unequal[:-wanted]).any()):
-            return True
-    return False
+        found[owners[edges[:-1][np.diff(edges) > wanted] + 1]] = True
+    return found
 
 
 def unprintable(text: str) -> int:
     """Number of characters that do not belong in text: control characters except line ends and
     tabs, surrogates, private and unassigned characters, and U+FFFD."""
-    if REPLACEMENT not in text and text.translate(dict.fromkeys(map(ord, LINES))).isprintable():
+    if REPLACEMENT not in text and text.translate(WITHOUT_LINES).isprintable():
         return 0
     return sum(
         character == REPLACEMENT

@@ -135,8 +135,8 @@ def stream_blocks(
     stacks: Path | None = None,
     tasks: Tasks | None = None,
 ) -> Iterator[pa.Table]:
-    """Run one endless source and one stage, fused by Ray Data, and yield blocks as they arrive. Each
-    table of the source is one block.
+    """Run one endless source and one stage, fused by Ray Data, and yield blocks as they arrive.
+    Each table of the source is one block.
 
     Closing the generator ends the execution. `iter_batches` registers a consumer with Ray Data.
     Without a consumer, as in `iter_internal_ref_bundles`, Ray Data waives its memory limit and the
@@ -194,8 +194,8 @@ def _context(memory_bytes: int) -> DataContext:
         object_store_memory=memory_bytes
     )
     context.execution_no_progress_timeout_s = -1
-    # Ray Data's guess of the size of the first blocks. A larger guess than `memory_bytes` would keep
-    # the task from starting.
+    # Ray Data's guess of the size of the first blocks. With a guess above `memory_bytes` the task
+    # would not start.
     context.target_max_block_size = context.target_min_block_size = 1
     context.enable_progress_bars = False
     context.print_on_execution_start = False

@@ -8,13 +8,13 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO
 from urllib.parse import quote, quote_plus
 
 import yaml
 
-__all__ = ["RedactingFormatter", "print_shown", "redact", "redact_tree", "shown"]
+__all__ = ["RedactingFormatter", "print_shown", "redact", "redact_all", "redact_tree", "shown"]
 
 SECRET_NAME = re.compile(
     r"(?:^|[_.-])(?:api_?key|key|token|credentials?|pat|auth|bearer|cookie|dsn|pem)(?:[_-]?\d+)?$"
@@ -54,6 +54,9 @@ PATTERNS = (
 well-known services, web tokens, `api_key=…`, `"password": "…"`, private keys. A group `kept` is not
 redacted."""
 
+BETWEEN_TEXTS = "\n\x00\n"
+"""Separates texts that are redacted together."""
+
 
 def redact(text: str) -> str:
     """Replace every secret in the text by `[redacted]`: values of this process's secret variables,
@@ -68,6 +71,16 @@ def redact(text: str) -> str:
     for pattern in PATTERNS:
         text = pattern.sub(lambda found: (found.groupdict().get("kept") or "") + "[redacted]", text)
     return text
+
+
+def redact_all(texts: Sequence[str]) -> list[str]:
+    """`redact` each text. One pass over all of them takes less time than one for each."""
+    if not any("\x00" in text for text in texts):
+        together = redact(BETWEEN_TEXTS.join(texts)).split(BETWEEN_TEXTS)
+        # Fewer if a secret seemed to reach from one text into the next.
+        if len(together) == len(texts):
+            return together
+    return [redact(text) for text in texts]
 
 
 @functools.lru_cache(maxsize=256)

@@ -46,7 +46,7 @@ from asyncrl.rewards.score import (
     group_rows,
     score_table,
 )
-from asyncrl.rewards.scoring import scored_summary
+from asyncrl.rewards.summary import summaries
 from asyncrl.rollout.worker import RolloutWorker, rollout_seed
 from asyncrl.testing import FakeRecorder, SeededGenerator
 from asyncrl.weights.manifest import expected_tensors
@@ -122,7 +122,7 @@ class InProcess:
             rewarded = attach_reference(rewarded, logprobs)
         scored = score_table(rewarded, scoring_spec(self.config))
         self.rewards[scored["ordinal"][0].as_py()] = scored["reward"][0].as_py()
-        return [scored_summary(scored, scored)]
+        return [replace(summaries(scored)[0], ref=scored)]
 
 
 class OneVersionOff(SeededGenerator):

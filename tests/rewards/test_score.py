@@ -23,8 +23,8 @@ from asyncrl.rewards.score import (
     score_completions,
     score_table,
 )
-from asyncrl.rewards.scoring import scored_summary
 from asyncrl.rewards.source import _result
+from asyncrl.rewards.summary import summaries
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_masked_trajectories_take_no_part_in_the_statistics(config):
     assert dict(scored.trajectories[1].reward_parts) == {"a": 0.0, "b": 4.0}
     assert scored.prompt == group.prompt and scored.failure is None
 
-    summary = scored_summary(row, "reference")
+    summary = summaries(row)[0]
     assert (
         summary.ordinal,
         summary.oldest_version,
@@ -108,7 +108,7 @@ def test_an_empty_completion_is_masked_and_counted(config):
         ),
         scoring_spec(config),
     )
-    summary = scored_summary(row, "reference")
+    summary = summaries(row)[0]
     assert row["status"][0].as_py() == ["ok", "no_token", "ok"] and row["advantage"][0].as_py() == [
         0.5,
         None,
@@ -132,7 +132,7 @@ def test_a_group_with_every_trajectory_masked_has_no_advantage_and_says_why(conf
         ),
         scoring_spec(config),
     )
-    summary = scored_summary(row, "reference")
+    summary = summaries(row)[0]
     assert row["advantage"][0].as_py() == [None] * 3
     assert (summary.usable, summary.rewards, dict(summary.masked)) == (
         0,
@@ -146,7 +146,7 @@ def test_a_long_example_loses_its_secrets_before_its_middle(config, monkeypatch)
     text = f"{'x' * 490}correct-horse-battery-staple{'y' * 800}"
     group = Group(1, Prompt(3, 0, text, (1, 2)), (trajectory(2, text=text),), "replica", 1.0, 2.0)
     row = attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0], "b": [0.0]}))
-    example = scored_summary(score_table(row, scoring_spec(config)), "reference").example
+    example = summaries(score_table(row, scoring_spec(config)))[0].example
     assert "correct" not in example.prompt + example.completion and len(example.prompt) < 1100
 
 
@@ -173,7 +173,7 @@ def test_a_group_given_up_has_a_failure_and_nothing_usable(config):
         ),
         scoring_spec(config),
     )
-    summary = scored_summary(row, "reference")
+    summary = summaries(row)[0]
     assert (summary.failure, summary.usable, summary.rewards, summary.reward_parts) == (
         "too slow",
         0,
@@ -334,7 +334,7 @@ def test_a_completion_ended_in_a_loop_counts_as_truncated_and_as_long_as_it_coul
     assert row["reward"].to_pylist() == [[1.0, 0.5, 0.5]] and row["status"].to_pylist() == [
         ["ok"] * 3
     ]
-    assert scored_summary(row, "reference").truncated == 2
+    assert summaries(row)[0].truncated == 2
 
 
 def test_signs_of_gibberish_are_counted(config):
@@ -348,7 +348,7 @@ def test_signs_of_gibberish_are_counted(config):
         attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0] * 3, "b": [1.0] * 3})),
         scoring_spec(config),
     )
-    summary = scored_summary(row, "reference")
+    summary = summaries(row)[0]
     assert (summary.logprob_sum, summary.looping, summary.characters, summary.unprintable) == (
         -64.0,
         1,
@@ -487,7 +487,7 @@ def own(tmp_path, monkeypatch, config):
             attach_rewards(groups_to_table([group]), GroupRewards({"a": rewards, "b": [0.0, 0.0]})),
             scoring_spec(Config.model_validate(tree)),
         )
-        return row, scored_summary(row, "reference")
+        return row, summaries(row)[0]
 
     return score
 
@@ -564,7 +564,7 @@ def test_remax_compares_with_the_greedy_completion_under_the_same_rewards(config
     assert groups_from_table(groups_to_table([group])) == [group]
     examples = examples_of(table)
     assert [example.advantage for example in examples] == [-0.25, 0.75], "it is not trained"
-    summary = scored_summary(table, "reference")
+    summary = summaries(table)[0]
     assert (summary.usable, summary.rewards, summary.tokens) == (2, (1.0, 2.0), 3)
     assert (summary.oldest_version, summary.newest) == (1, 2), "its version is one of the group"
     assert summary.baseline == ScoredBaseline(1.25, 3, truncated=False)
@@ -581,7 +581,7 @@ def test_remax_compares_with_the_greedy_completion_under_the_same_rewards(config
 def test_a_group_whose_baseline_has_no_reward_is_dropped(config, completion, of_baseline, reason):
     rewards = GroupRewards({"a": [0.0, 1.0, of_baseline], "b": [0.0] * 3})
     table, _ = remax_row(config, completion, rewards)
-    summary = scored_summary(table, "reference")
+    summary = summaries(table)[0]
     assert summary.failure == NO_BASELINE + reason
     assert summary.usable == 2 and summary.baseline.reward is None
     assert table["advantage"][0].as_py() == [None, None], "never a baseline of zero"
@@ -593,7 +593,7 @@ def test_a_greedy_completion_that_was_cut_off_is_a_baseline_like_its_siblings(co
     rewards = GroupRewards({"a": [0.0, 1.0, 0.0], "b": [0.0] * 3})
     table, call = remax_row(config, looped, rewards, overlong_buffer=2, overlong_penalty=0.5)
     assert call.truncated == [False, False, True]
-    summary = scored_summary(table, "reference")
+    summary = summaries(table)[0]
     assert summary.baseline == ScoredBaseline(-0.5, 2, truncated=True) and summary.truncated == 0
     assert table["advantage"][0].as_py() == [0.5, 1.5]
 
@@ -618,6 +618,6 @@ def test_rewards_that_failed_are_missing_for_the_baseline_too(config):
     remax = config.model_copy(
         update={"algorithm": config.algorithm.model_copy(update={"advantage": "remax"})}
     )
-    summary = scored_summary(score_table(table, scoring_spec(remax)), "reference")
+    summary = summaries(score_table(table, scoring_spec(remax)))[0]
     assert summary.failure == "it raised" and summary.baseline.reward is None
     assert summary.usable == 0 and summary.unscored == {"a": 2, "b": 2}

@@ -22,8 +22,9 @@ from asyncrl.observe.alarms import alarms
 from asyncrl.preflight.specs import scoring_spec
 from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.score import attach_rewards, attach_teacher, score_table
-from asyncrl.rewards.scoring import _unscored_in_a_row, scored_summary
+from asyncrl.rewards.scoring import _unscored_in_a_row
 from asyncrl.rewards.source import _with_teacher
+from asyncrl.rewards.summary import summaries
 from asyncrl.rundir.reader import _explode
 
 LENGTHS = (3, 2, 4)
@@ -76,7 +77,7 @@ def test_a_completion_that_the_teacher_did_not_score_is_masked_and_counted(bad: 
     assert table["status"].to_pylist() == [["ok", "no_teacher", "ok"]]
     assert table["advantage"].to_pylist()[0][1] is None
     assert table["teacher_failure"].to_pylist() == [None]
-    metrics = scoring_metrics([scored_summary(table, (None, 0))])
+    metrics = scoring_metrics(summaries(table))
     assert metrics["rollout/no_teacher_ratio"] == pytest.approx(1 / 3)
     assert any("rollout/no_teacher_ratio" in line for line in alarms(metrics))
     assert [example.trajectory for example in examples_of(table)] == [0, 2]
@@ -165,14 +166,14 @@ def test_a_group_whose_teacher_failed_has_the_same_columns() -> None:
 def test_only_groups_in_a_row_end_the_run() -> None:
     distillation = config(max_failed_groups=3).algorithm.distillation
     good, bad = scored(constant(-1.0)), scored([], "status 503")
-    assert _unscored_in_a_row([bad, bad, good, bad], 0, distillation) == 1
+    assert _unscored_in_a_row(pa.concat_tables([bad, bad, good, bad]), 0, distillation) == 1
     with pytest.raises(TeacherError) as ended:
-        _unscored_in_a_row([bad], 2, distillation)
+        _unscored_in_a_row(bad, 2, distillation)
     assert str(ended.value) == (
         "algorithm.distillation.teacher = '/teacher' scored none of the last 3 groups"
         " (max_failed_groups): status 503"
     )
-    assert _unscored_in_a_row([good], 0, None) == 0
+    assert _unscored_in_a_row(good, 0, None) == 0
 
 
 @pytest.mark.parametrize("weight", [0.0, 2.0])

@@ -2,9 +2,15 @@
 
 import random
 
+import numpy as np
 import pytest
 
-from asyncrl.rewards.text_quality import LOOP_NGRAM, LOOP_TOKENS, has_loop, unprintable
+from asyncrl.rewards.text_quality import LOOP_NGRAM, LOOP_TOKENS, looping, unprintable
+
+
+def has_loop(ids):
+    [found] = looping(np.array(ids, dtype=np.int32), np.array([0, len(ids)]))
+    return bool(found)
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 7, 8, 9, 31, LOOP_NGRAM])
@@ -50,6 +56,22 @@ def test_against_a_plain_search() -> None:
         found += plain(ids)
         assert has_loop(ids) == plain(ids), ids
     assert 20 < found < 130
+
+
+def test_a_loop_does_not_reach_into_the_next_completion() -> None:
+    """Many completions at once give what each gives alone."""
+    generator = random.Random(2)
+    completions = [[7] * 20, [7] * 31, [], [7] * 32, [], [7], [1, 2] * 15, [1, 2] * 16, [1, 2]]
+    completions += [
+        [generator.randrange(2) for _ in range(generator.randrange(4))] * generator.randrange(40)
+        for _ in range(100)
+    ]
+    starts = np.cumsum([0, *map(len, completions)])
+    together = looping(
+        np.array([token for ids in completions for token in ids], dtype=np.int32), starts
+    )
+    assert together.tolist() == [has_loop(ids) for ids in completions]
+    assert together.tolist()[:9] == [False, False, False, True, False, False, False, True, False]
 
 
 @pytest.mark.parametrize(

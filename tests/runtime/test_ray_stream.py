@@ -110,7 +110,8 @@ def test_two_streams_created_at_once_keep_their_limits(ray_cluster, monkeypatch)
 
     ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
     threads = [
-        threading.Thread(target=consume, args=(size,), name=str(size)) for size in (1 << 20, 2 << 20)
+        threading.Thread(target=consume, args=(size,), name=str(size))
+        for size in (1 << 20, 2 << 20)
     ]
     for thread in threads:
         thread.start()

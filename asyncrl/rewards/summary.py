@@ -1,0 +1,223 @@
+"""What control needs to know of scored groups: a `Scored` for each row of a table. Pure.
+
+Work that grows with the tokens is NumPy's, over all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias, TypedDict
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from asyncrl.contracts.columns import SOURCE_COLUMN
+from asyncrl.contracts.messages import Scored, ScoredBaseline, TrajectoryText
+from asyncrl.contracts.rows import REFERENCE_VERSION_COLUMN, TRUNCATED
+from asyncrl.rewards.text_quality import looping, unprintable
+from asyncrl.runtime.redact import redact_all
+
+__all__ = ["summaries"]
+
+EXAMPLE_LENGTH = 1000
+SUMMARIZED = (
+    "ordinal",
+    "prompt_text",
+    "completion_text",
+    "finish_reason",
+    "status",
+    "reward",
+    "reward_parts",
+    "failure",
+)
+"""Columns of `_Row` that every scored group has."""
+
+Array: TypeAlias = "NDArray[Any]"
+
+
+class _Row(TypedDict, total=False):
+    """A group's row without its tokens. Lists have one item per trajectory."""
+
+    ordinal: int
+    prompt_text: str
+    completion_text: list[str]
+    finish_reason: list[str]
+    status: list[str]
+    reward: list[float | None]
+    reward_parts: list[dict[str, float | None]]
+    failure: str | None
+    source_name: str | None
+    reference_version: int | None
+    baseline_finish_reason: str
+    baseline_reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Nested:
+    """A column of one list per trajectory, flat."""
+
+    values: pa.Array
+    lists: Array
+    """[trajectories + 1] where each trajectory's list begins among the values."""
+    rows: Array
+    """[rows + 1] where each row begins among the trajectories."""
+
+    @classmethod
+    def of(cls, column: pa.ChunkedArray) -> _Nested:
+        outer = column.combine_chunks()
+        inner = pc.list_flatten(outer)
+        return cls(pc.list_flatten(inner), _starts(inner), _starts(outer))
+
+    @property
+    def row_starts(self) -> list[int]:
+        """[rows + 1] where each row begins among the values."""
+        starts: list[int] = self.lists[self.rows].tolist()
+        return starts
+
+
+def summaries(table: pa.Table) -> list[Scored]:
+    """What control needs to know of each scored group of a table, without `ref` and `content`."""
+    if not table.num_rows:
+        return []
+    optional = [SOURCE_COLUMN, REFERENCE_VERSION_COLUMN, "baseline_finish_reason"]
+    optional.append("baseline_reward")
+    columns = [*SUMMARIZED, *(name for name in optional if name in table.column_names)]
+    rows: list[_Row] = table.select(columns).to_pylist()
+    ids, logprobs = _Nested.of(table["completion_ids"]), _Nested.of(table["logprobs"])
+    loops = looping(ids.values.to_numpy(zero_copy_only=False), ids.lists)
+    known = logprobs.values.to_numpy(zero_copy_only=False)
+    sums = _row_sums(np.where(np.isfinite(known), known, 0.0), logprobs.row_starts)
+    looped = _row_sums(loops, ids.rows.tolist())
+    tokens = np.diff(ids.row_starts).tolist()
+    versions = _versions(table)
+    examples = _examples(rows, _Nested.of(table["versions"]))
+    baselines = _baselines(table, rows)
+    return [
+        Scored(
+            ordinal=row["ordinal"],
+            oldest_version=versions[place][0],
+            newest=versions[place][1],
+            masked=Counter(status for status in row["status"] if status != "ok"),
+            ref=None,
+            tokens=tokens[place],
+            rewards=tuple(
+                reward
+                for reward, status in zip(row["reward"], row["status"], strict=True)
+                if status == "ok" and reward is not None
+            ),
+            reward_parts=_part_means(
+                [
+                    parts
+                    for parts, status in zip(row["reward_parts"], row["status"], strict=True)
+                    if status == "ok"
+                ]
+            ),
+            usable=sum(status == "ok" for status in row["status"]),
+            truncated=sum(reason in TRUNCATED for reason in row["finish_reason"]),
+            logprob_sum=float(sums[place]),
+            looping=int(looped[place]),
+            characters=sum(map(len, row["completion_text"])),
+            unprintable=unprintable("".join(row["completion_text"])),
+            unscored=_unscored(row["reward_parts"]),
+            failure=row["failure"],
+            source=row.get("source_name"),
+            reference_version=row.get("reference_version"),
+            baseline=baselines[place],
+            example=examples[place],
+        )
+        for place, row in enumerate(rows)
+    ]
+
+
+def _starts(lists: pa.Array) -> Array:
+    """[len + 1] where each list begins in the flattened array."""
+    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _row_sums(values: Array, starts: Sequence[int]) -> list[float]:
+    """The sum of each row's values, in double precision."""
+    return [values[start:end].sum(dtype=np.float64) for start, end in pairwise(starts)]
+
+
+def _versions(table: pa.Table) -> list[tuple[int, int]]:
+    """Each row's oldest and newest version, that of its baseline included; 0 without tokens."""
+    spans = _Nested.of(table["versions"])
+    numbers = [_numbers(spans.values, spans.row_starts)]
+    if "baseline_versions" in table.column_names:
+        column = table["baseline_versions"].combine_chunks()
+        numbers.append(_numbers(pc.list_flatten(column), _starts(column).tolist()))
+    found = [np.concatenate(of_row) for of_row in zip(*numbers, strict=True)]
+    return [(int(of.min()), int(of.max())) if len(of) else (0, 0) for of in found]
+
+
+def _numbers(spans: pa.Array, starts: Sequence[int]) -> list[Array]:
+    """The versions of each row's spans."""
+    versions = pc.struct_field(spans, "version").to_numpy(zero_copy_only=False)
+    return [versions[start:end] for start, end in pairwise(starts)]
+
+
+def _examples(rows: Sequence[_Row], spans: _Nested) -> list[TrajectoryText]:
+    """The first trajectory of each group, without secrets, and shortened."""
+    # Redact before the cut: half a secret would not be recognized.
+    texts = redact_all([text for row in rows for text in (row["prompt_text"], _first(row))])
+    versions = pc.struct_field(spans.values, "version").to_numpy(zero_copy_only=False)
+    found = []
+    for place, row in enumerate(rows):
+        first = int(spans.rows[place])
+        start, end = spans.lists[first : first + 2]
+        found.append(
+            TrajectoryText(
+                prompt=_shortened(texts[2 * place]),
+                completion=_shortened(texts[2 * place + 1]),
+                reward=row["reward"][0],
+                reward_parts=row["reward_parts"][0] or {},
+                version=int(versions[start:end].min()) if end > start else 0,
+            )
+        )
+    return found
+
+
+def _first(row: _Row) -> str:
+    return row["completion_text"][0]
+
+
+def _baselines(table: pa.Table, rows: Sequence[_Row]) -> list[ScoredBaseline | None]:
+    if "baseline_ids" not in table.column_names:
+        return [None] * len(rows)
+    tokens = pc.list_value_length(table["baseline_ids"]).to_pylist()
+    return [
+        ScoredBaseline(
+            reward=row.get("baseline_reward"),
+            tokens=length,
+            truncated=row["baseline_finish_reason"] in TRUNCATED,
+        )
+        for row, length in zip(rows, tokens, strict=True)
+    ]
+
+
+def _shortened(text: str) -> str:
+    """The text without its middle if it is longer than EXAMPLE_LENGTH."""
+    half = EXAMPLE_LENGTH // 2
+    return text if len(text) <= EXAMPLE_LENGTH else f"{text[:half]} … {text[-half:]}"
+
+
+def _unscored(parts: Sequence[Mapping[str, float | None]]) -> dict[str, int]:
+    """Number of trajectories without a reward, by function. Entries NAME/PART are not functions,
+    and are left out."""
+    names = dict.fromkeys(name for part in parts for name in part if "/" not in name)
+    return {name: sum(part[name] is None for part in parts) for name in names}
+
+
+def _part_means(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Mean of each part over the trajectories that have it. A part without a value is left out."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    values = {
+        name: [value for part in parts if (value := part.get(name)) is not None] for name in names
+    }
+    return {name: sum(some) / len(some) for name, some in values.items() if some}
