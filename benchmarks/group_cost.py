@@ -28,7 +28,7 @@ from ray.serve.config import ProxyLocation
 from asyncrl.config import Config
 from asyncrl.contracts import GenerateRequest, Prompt, State
 from asyncrl.control import Concurrency, Coordinator, Parts, Schedule, Staleness
-from asyncrl.generation import ServeGenerate
+from asyncrl.generation import Generator, ServeGenerate
 from asyncrl.observe import descendants, process_name
 from asyncrl.preflight import scoring_spec, start_local_ray, worker_spec
 from asyncrl.rewards import RayScores
@@ -45,7 +45,12 @@ CASES = ((6, 3.0), (64, 5.0))
 class Replica:
     """A Serve replica whose completions are random, and always of the version that is asked for."""
 
-    async def generate(self, request: GenerateRequest):
+    generate_many = Generator.generate_many
+
+    def __init__(self) -> None:
+        self._calls = set()
+
+    async def _generate(self, request: GenerateRequest):
         return await FakeGenerate(version=request.min_weights.version).generate(request)
 
 

@@ -9,13 +9,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from ray import serve
 from ray.serve import context
 from ray.serve.config import ProxyLocation, RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
-from ray.serve.handle import DeploymentResponse
 from ray.serve.schema import ApplicationStatus
 
 from asyncrl.contracts.errors import EngineDiedError, GenerationTimeoutError, StaleReplicaError
@@ -23,6 +22,7 @@ from asyncrl.contracts.messages import Generated, GenerateRequest, ReplicaStatus
 from asyncrl.generation.arguments import engine_environment
 from asyncrl.generation.followers import bundle
 from asyncrl.generation.replica import Generator
+from asyncrl.generation.request_batches import RequestBatches
 from asyncrl.generation.router import VersionRouter
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.ray_objects import DEATHS
@@ -210,6 +210,7 @@ class ServeGenerate:
                 still retried.
         """
         self._handle, self._lost = handle, lost
+        self._batches = RequestBatches(handle)
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Return the request's completions.
@@ -220,19 +221,8 @@ class ServeGenerate:
         """
 
         async def once(left: float) -> Generated:
-            response = cast(
-                "DeploymentResponse[Generated]",
-                self._handle.generate.remote(replace(request, deadline_s=left)),
-            )
             try:
-                return await response
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or not task.cancelling():
-                    # This task was not canceled: the replica is ending, and cancels its requests.
-                    raise StaleReplicaError("a replica canceled the request") from None
-                response.cancel()  # else the engine would continue a request without a caller
-                raise
+                return await self._batches.generate(replace(request, deadline_s=left))
             except DIED as error:
                 self._lost(request, error)
                 raise

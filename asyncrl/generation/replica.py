@@ -7,14 +7,18 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 from ray import serve
 
 import asyncrl
-from asyncrl.contracts.errors import StaleReplicaError
+from asyncrl.contracts.errors import (
+    GenerationTimeoutError,
+    InvalidRequestError,
+    StaleReplicaError,
+)
 from asyncrl.contracts.messages import (
     Details,
     Generated,
@@ -31,6 +35,7 @@ from asyncrl.generation.rendezvous import Meeting, use_own_address
 from asyncrl.generation.router import HELD, WEIGHTS
 from asyncrl.generation.settings import GeneratorApp, registry_name
 from asyncrl.runtime.clock import steady_time
+from asyncrl.runtime.many_calls import Answers, Calls
 from asyncrl.runtime.ray_objects import DEATHS
 from asyncrl.weights.manifest import (
     ManifestError,
@@ -83,6 +88,7 @@ class Generator:
         self._taking = False
         """Whether a version is being fetched and applied in a rest."""
         self._changes: set[asyncio.Future[Any]] = set()
+        self._calls: set[Calls[str, Generated]] = set()
         self._pending: dict[asyncio.Task[object], WeightsId] = {}
         """Runs' requests in progress, and the weights that each needs."""
         sweep()
@@ -157,6 +163,37 @@ class Generator:
             load,
             baseline=completions[request.n] if request.baseline else None,
         )
+
+    async def generate_many(
+        self, requests: Mapping[str, GenerateRequest]
+    ) -> AsyncIterator[Answers[str, Generated]]:
+        """Answer requests, by key. Yields what is done, as soon as it is: completions, or what
+        `generate` raised."""
+        calls: Calls[str, Generated] = Calls()
+        self._calls.add(calls)
+        try:
+            for key, request in requests.items():
+                calls.start(key, self._generate(request))
+            async for answers in calls.until_all_ended():
+                yield answers
+        finally:
+            self._calls.discard(calls)
+            await calls.close()
+
+    async def give_up(self, keys: Sequence[str]) -> None:
+        """Drop these requests of `generate_many`, whose callers have gone. Keys of another
+        replica's requests are ignored."""
+        for calls in self._calls:
+            calls.cancel(keys)
+
+    async def _generate(self, request: GenerateRequest) -> Generated:
+        try:
+            return await self.generate(request)
+        except (StaleReplicaError, GenerationTimeoutError, InvalidRequestError):
+            raise
+        except Exception as error:
+            # The caller's process may not be able to import another class.
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     async def stream(
         self, request: GenerateRequest, details: Details

@@ -60,8 +60,10 @@ class VersionRouter(RequestRouter):
 
 
 def _request(pending: PendingRequest | None) -> GenerateRequest | None:
-    """The request, if it is one of ours."""
+    """The request, if it is one of ours. The requests of one call have the same demands."""
     request = pending.args[0] if pending is not None and pending.args else None
+    if isinstance(request, dict):
+        request = next(iter(request.values()), None)
     return request if isinstance(request, GenerateRequest) else None
 
 

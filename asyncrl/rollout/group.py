@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import ray
 
@@ -37,6 +37,8 @@ class _Held:
     prompt: Prompt
     worker: int
     finished: bool = False
+    answer: asyncio.Future[Finished] | None = None
+    """What the worker makes of it."""
 
 
 @dataclass(slots=True)
@@ -44,6 +46,8 @@ class _Worker:
     actor: Actor
     load: int = 0
     """Groups that it makes or keeps."""
+    to_begin: list[_Held] = field(default_factory=list)
+    to_give_up: list[int] = field(default_factory=list)
 
 
 def start_rollouts(spec: WorkerSpec) -> RayRollouts:
@@ -59,7 +63,8 @@ def start_rollouts(spec: WorkerSpec) -> RayRollouts:
 
 
 class RayRollouts:
-    """`Rollouts`: each prompt goes to the worker with the lowest load.
+    """`Rollouts`: each prompt goes to the worker with the lowest load. Prompts that come at the
+    same moment share a call, and one call returns all groups that have finished since the last.
 
     Ray restarts a worker that dies, without its groups. These are generated again under the same
     ordinals. A waiting `rollout` call retries its group in flight. No call waits for finished
@@ -76,6 +81,7 @@ class RayRollouts:
         """Called with the ordinal of a finished group that was lost with its worker and could not
         be made again, and with the error."""
         self._again: set[asyncio.Task[None]] = set()
+        self._sending: set[asyncio.Task[None]] = set()
         self._watchers = [
             asyncio.create_task(self._watch(index)) for index in range(len(self._states))
         ]
@@ -121,7 +127,7 @@ class RayRollouts:
 
     async def close(self) -> None:
         """End the workers, and with them the scoring readers that take from them."""
-        tasks = [*self._watchers, *self._again]
+        tasks = [*self._watchers, *self._again, *self._sending]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -136,17 +142,15 @@ class RayRollouts:
             async with asyncio.timeout(self._deadline_s + LAST_GUARD_S):
                 while True:
                     index = self._assign(held)
-                    call = self._states[index].actor.rollout.remote(held.prompt, self._committed)
                     try:
-                        finished: Finished = await call
-                        return finished
+                        return await self._begin(held, self._states[index])
                     except asyncio.CancelledError:
-                        ray.cancel(call)
+                        self._give_up(ordinal, self._states[index])
                         raise
-                    except DEATHS:
+                    except (_WorkerLostError, *DEATHS):
                         await asyncio.sleep(RESTART_PAUSE_S)
         except RolloutFailedError as error:
-            raise RolloutFailedError(_message(error)) from None
+            raise RolloutFailedError(str(error)) from None
         except TimeoutError:
             raise RolloutFailedError(
                 f"group {ordinal}: no rollout worker was up within rollout.deadline_s ="
@@ -155,6 +159,38 @@ class RayRollouts:
         # Every other error, such as an unreadable answer, fails only this group.
         except Exception as error:
             raise RolloutFailedError(unforeseen(f"group {ordinal}", error)) from None
+
+    async def _begin(self, held: _Held, worker: _Worker) -> Finished:
+        """The group of a prompt, made by this worker."""
+        loop = asyncio.get_running_loop()
+        held.answer = loop.create_future()
+        if not worker.to_begin:
+            loop.call_soon(self._send, worker)
+        worker.to_begin.append(held)
+        return await held.answer
+
+    def _send(self, worker: _Worker) -> None:
+        """Send the prompts that came at this moment."""
+        begun = [held for held in worker.to_begin if held.answer and not held.answer.done()]
+        worker.to_begin = []
+        if begun:
+            prompts = [held.prompt for held in begun]
+            answers = [held.answer for held in begun if held.answer]
+            task = asyncio.create_task(
+                _unless_lost(worker.actor.begin.remote(prompts, self._committed), answers)
+            )
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+
+    def _give_up(self, ordinal: int, worker: _Worker) -> None:
+        """Have the worker stop making a group, together with others given up at this moment."""
+        if not worker.to_give_up:
+            asyncio.get_running_loop().call_soon(self._send_given_up, worker)
+        worker.to_give_up.append(ordinal)
+
+    def _send_given_up(self, worker: _Worker) -> None:
+        worker.actor.give_up.remote(worker.to_give_up)
+        worker.to_give_up = []
 
     def _assign(self, held: _Held) -> int:
         if held.worker >= 0:
@@ -170,11 +206,13 @@ class RayRollouts:
         return held
 
     async def _watch(self, index: int) -> None:
-        """Wait for a worker's death, and generate again the finished groups that only it had."""
+        """Read what becomes of a worker's groups. After its death, generate again the finished
+        groups that only it had; the calls that wait for others begin them again."""
         state = self._states[index]
+        life, received = "", 0
         while True:
             try:
-                await state.actor.until_dead.remote()
+                life, received, ended = await state.actor.ended.remote(life, received)
             # Every error counts as a death: once Ray has lost this call, a later death would go
             # unnoticed.
             except Exception as error:
@@ -185,15 +223,25 @@ class RayRollouts:
                         type(error).__name__,
                         error,
                     )
-                lost = [
-                    held for held in self._held.values() if held.worker == index and held.finished
-                ]
-                for held in lost:
-                    held.finished = False
-                    task = asyncio.create_task(self._make_again(held))
-                    self._again.add(task)
-                    task.add_done_callback(self._again.discard)
+                self._lose(index)
                 await asyncio.sleep(RESTART_PAUSE_S)
+                continue
+            for ordinal, answer in ended:
+                held = self._held.get(ordinal)
+                if held is not None and held.worker == index:
+                    _settle(held.answer, answer)
+
+    def _lose(self, index: int) -> None:
+        """Begin again the groups of a dead worker."""
+        lost = [held for held in self._held.values() if held.worker == index]
+        for held in lost:
+            if held.finished:
+                held.finished = False
+                task = asyncio.create_task(self._make_again(held))
+                self._again.add(task)
+                task.add_done_callback(self._again.discard)
+            else:
+                _settle(held.answer, _WorkerLostError())
 
     async def _make_again(self, held: _Held) -> None:
         """Generate a lost finished group again, within a new deadline. If its scored row arrives
@@ -211,7 +259,23 @@ class RayRollouts:
             self._states[held.worker].actor.ack.remote([ordinal])
 
 
-def _message(error: RolloutFailedError) -> str:
-    """The worker's message, without the traceback text that Ray adds."""
-    cause = getattr(error, "cause", None)
-    return str(cause) if cause is not None else str(error)
+class _WorkerLostError(Exception):
+    """The worker of a group in flight has died."""
+
+
+async def _unless_lost(call: Awaitable[None], answers: Sequence[asyncio.Future[Finished]]) -> None:
+    """Wait for a call that begins groups. If the worker never got it, nobody else says so."""
+    try:
+        await call
+    except Exception as error:
+        for answer in answers:
+            _settle(answer, error)
+
+
+def _settle(answer: asyncio.Future[Finished] | None, result: Finished | Exception) -> None:
+    if answer is None or answer.done():
+        return
+    if isinstance(result, Exception):
+        answer.set_exception(result)
+    else:
+        answer.set_result(result)

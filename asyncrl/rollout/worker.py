@@ -19,6 +19,7 @@ from asyncrl.contracts.protocols import Generate
 from asyncrl.contracts.rows import Baseline, Group, Prompt, Trajectory
 from asyncrl.rollout.outbox import Outbox
 from asyncrl.runtime.failures import unforeseen
+from asyncrl.runtime.many_calls import Calls
 from asyncrl.runtime.ray_objects import DEATHS
 
 __all__ = ["RETRIED", "RolloutWorker", "WorkerSpec", "rollout_seed"]
@@ -64,21 +65,30 @@ class RolloutWorker:
         self._committed = 0
         self._outbox: Outbox[pa.Table] = Outbox()
         self._under_way = 0
-        self._never = asyncio.Event()
+        self._calls: Calls[int, Finished] = Calls()
 
     async def ready(self) -> None:
         """Return once the constructor is done."""
 
-    async def until_dead(self) -> None:
-        """Never return. The caller learns of this process's death from the call's error."""
-        await self._never.wait()
+    async def begin(self, prompts: Sequence[Prompt], committed: int) -> None:
+        """Start to make the groups of these prompts. `ended` returns what becomes of them."""
+        for prompt in prompts:
+            self._calls.start(prompt.ordinal, self.rollout(prompt, committed))
+
+    async def ended(self, life: str = "", received: int = 0) -> tuple[str, int, object]:
+        """Wait for groups that are finished or have failed. See `Calls.ended`. The caller learns of
+        this process's death from the call's error."""
+        return await self._calls.ended(life, received)
+
+    async def give_up(self, ordinals: Sequence[int]) -> None:
+        """Stop making these groups, and abort the generator's requests."""
+        self._calls.cancel(ordinals)
 
     async def committed(self, version: int) -> None:
         self._committed = max(self._committed, version)
 
     async def rollout(self, prompt: Prompt, committed: int) -> Finished:
-        """Make the group of one prompt and keep it for scoring. Canceling the call aborts the
-        generator's request.
+        """Make the group of one prompt and keep it for scoring.
 
         Raises:
             RolloutFailedError: not done within rollout.deadline_s, including retries, or an

@@ -202,23 +202,32 @@ def test_a_worker_gives_up_a_cancelled_rollout(ray_cluster, tmp_path):
 
 
 class FakeWorker:
-    """A worker whose `until_dead` raises each of the errors in turn, the first after a rollout."""
+    """A worker whose `ended` raises each of the errors in turn, once it has made a group."""
 
-    def __init__(self, dies, made):
-        self.dies, self.made = iter(dies), made
+    def __init__(self, dies):
+        self.dies = iter(dies)
+        self.made = []
+        self.changed = asyncio.Event()
 
     def __getattr__(self, method):
         return SimpleNamespace(remote=getattr(self, f"_{method}", self._nothing))
 
-    async def _until_dead(self):
-        if error := next(self.dies, None):
-            await self.made.wait()
-            raise error
-        await asyncio.Event().wait()
+    async def _ended(self, life, received):
+        while not self.made:
+            self.changed.clear()
+            await self.changed.wait()
+        made, self.made = self.made, []
+        if made[0] == "dies":
+            raise next(self.dies)
+        return "life", received + 1, [(ordinal, Finished(ordinal, 0, 1)) for ordinal in made]
 
-    async def _rollout(self, prompt, committed):
-        self.made.set()
-        return Finished(prompt.ordinal, 0, 1)
+    async def _begin(self, prompts, committed):
+        self.made += [prompt.ordinal for prompt in prompts]
+        self.changed.set()
+
+    def die(self):
+        self.made.append("dies")
+        self.changed.set()
 
     def _nothing(self, *arguments):
         return None
@@ -231,9 +240,8 @@ def test_a_worker_is_watched_after_an_error_that_is_not_a_death(monkeypatch):
 
     async def scenario():
         again = []
-        rollouts = RayRollouts(
-            [FakeWorker([RpcError("GCS is away"), ActorDiedError()], asyncio.Event())], 60.0
-        )
+        worker = FakeWorker([RpcError("GCS is away"), ActorDiedError()])
+        rollouts = RayRollouts([worker], 60.0)
         make_again = rollouts._make_again
 
         async def recorded(held):
@@ -242,8 +250,10 @@ def test_a_worker_is_watched_after_an_error_that_is_not_a_death(monkeypatch):
 
         rollouts._make_again = recorded
         await rollouts.rollout(prompt(0), 0)
-        while len(again) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        for deaths in (1, 2):
+            worker.die()
+            while len(again) < deaths or rollouts._again:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
         await rollouts.close()
         return again
 

@@ -1,0 +1,133 @@
+"""The caller's side of `Generator.generate_many`: requests that come at the same moment share a
+Serve call, and each is answered as soon as it is done."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from asyncrl.contracts.errors import StaleReplicaError
+from asyncrl.contracts.messages import Generated, GenerateRequest
+from asyncrl.runtime.serve_calls import Handle, ask_all
+
+__all__ = ["RequestBatches"]
+
+MOST_IN_CALL = 8
+"""Requests of one Serve call, all of which go to one replica. Serve balances calls."""
+GIVE_UP_S = 5.0
+"""Seconds that replicas get to drop requests without a caller."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A request without an answer."""
+
+    key: str
+    request: GenerateRequest
+    answer: asyncio.Future[Generated]
+
+
+class RequestBatches:
+    """Sends requests to the replicas of a Serve application. Use it on one event loop."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle, self._streaming = handle, handle.options(stream=True)
+        self._name, self._numbers = uuid.uuid4().hex, itertools.count()
+        self._waiting: list[_Pending] = []
+        self._given_up: list[str] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        """The answer of one replica. Canceling the call drops the request there.
+
+        Raises:
+            StaleReplicaError: the replica has ended.
+            Exception: what the replica, Serve or Ray raised.
+        """
+        loop = asyncio.get_running_loop()
+        pending = _Pending(f"{self._name}-{next(self._numbers)}", request, loop.create_future())
+        if not self._waiting:
+            loop.call_soon(self._send)
+        self._waiting.append(pending)
+        return await pending.answer
+
+    def _send(self) -> None:
+        """Send what waits. The requests of a call have the same demands on a replica, so that the
+        router can choose one for all of them."""
+        waiting, self._waiting = self._waiting, []
+        alike: dict[object, list[_Pending]] = {}
+        for pending in waiting:
+            if not pending.answer.done():
+                demands = pending.request.replica, pending.request.min_weights
+                alike.setdefault(demands, []).append(pending)
+        for some in alike.values():
+            for first in range(0, len(some), MOST_IN_CALL):
+                self._keep(asyncio.create_task(self._ask(some[first : first + MOST_IN_CALL])))
+
+    async def _ask(self, batch: Sequence[_Pending]) -> None:
+        """Call a replica, and give each request its answer."""
+        left = {pending.key: pending for pending in batch}
+        response: Any = None
+
+        def drop(pending: _Pending) -> None:
+            """Drop a request whose caller has gone, or the call if it was the last one."""
+            if left.get(pending.key) is None:
+                return
+            if response is not None and all(other.answer.done() for other in left.values()):
+                response.cancel()
+            else:
+                self._give_up(pending.key)
+
+        for pending in batch:
+            pending.answer.add_done_callback(
+                lambda answer, pending=pending: drop(pending) if answer.cancelled() else None
+            )
+        error: BaseException = StaleReplicaError("a replica ended before its answer")
+        try:
+            response = self._streaming.generate_many.remote(
+                {pending.key: pending.request for pending in batch}
+            )
+            async for answers in response:
+                for key, answer in answers:
+                    _settle(left.pop(key), answer)
+        except asyncio.CancelledError:
+            # The replica is ending, and cancels its requests; or nobody waits for them any more.
+            error = StaleReplicaError("a replica canceled the request")
+        except Exception as raised:
+            error = raised
+        for pending in left.values():
+            _settle(pending, error)
+
+    def _give_up(self, key: str) -> None:
+        if not self._given_up:
+            self._keep(asyncio.create_task(self._tell_given_up()))
+        self._given_up.append(key)
+
+    async def _tell_given_up(self) -> None:
+        """Drop requests at whichever replica has them. One that cannot be told continues them until
+        their deadlines."""
+        await asyncio.sleep(0)
+        keys, self._given_up = self._given_up, []
+        with contextlib.suppress(RayError, RayServeException, TimeoutError):
+            await ask_all(self._handle, "give_up", keys, timeout_s=GIVE_UP_S)
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _settle(pending: _Pending, answer: Generated | BaseException) -> None:
+    if pending.answer.done():
+        return
+    if isinstance(answer, BaseException):
+        pending.answer.set_exception(answer)
+    else:
+        pending.answer.set_result(answer)
