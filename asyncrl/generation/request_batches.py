@@ -77,19 +77,17 @@ class RequestBatches:
         left = {pending.key: pending for pending in batch}
         response: Any = None
 
-        def drop(pending: _Pending) -> None:
+        def drop(answer: asyncio.Future[Generated]) -> None:
             """Drop a request whose caller has gone, or the call if it was the last one."""
-            if left.get(pending.key) is None:
+            if not answer.cancelled():
                 return
             if response is not None and all(other.answer.done() for other in left.values()):
                 response.cancel()
             else:
-                self._give_up(pending.key)
+                self._give_up([key for key, other in left.items() if other.answer is answer])
 
         for pending in batch:
-            pending.answer.add_done_callback(
-                lambda answer, pending=pending: drop(pending) if answer.cancelled() else None
-            )
+            pending.answer.add_done_callback(drop)
         error: BaseException = StaleReplicaError("a replica ended before its answer")
         try:
             response = self._streaming.generate_many.remote(
@@ -106,10 +104,10 @@ class RequestBatches:
         for pending in left.values():
             _settle(pending, error)
 
-    def _give_up(self, key: str) -> None:
+    def _give_up(self, keys: Sequence[str]) -> None:
         if not self._given_up:
             self._keep(asyncio.create_task(self._tell_given_up()))
-        self._given_up.append(key)
+        self._given_up += keys
 
     async def _tell_given_up(self) -> None:
         """Drop requests at whichever replica has them. One that cannot be told continues them until

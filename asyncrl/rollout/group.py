@@ -37,8 +37,6 @@ class _Held:
     prompt: Prompt
     worker: int
     finished: bool = False
-    answer: asyncio.Future[Finished] | None = None
-    """What the worker makes of it."""
 
 
 @dataclass(slots=True)
@@ -46,7 +44,9 @@ class _Worker:
     actor: Actor
     load: int = 0
     """Groups that it makes or keeps."""
-    to_begin: list[_Held] = field(default_factory=list)
+    waiting: dict[int, asyncio.Future[Finished]] = field(default_factory=dict)
+    """What it will make of the prompts that it has, by ordinal."""
+    to_begin: list[Prompt] = field(default_factory=list)
     to_give_up: list[int] = field(default_factory=list)
 
 
@@ -80,8 +80,7 @@ class RayRollouts:
         self.when_lost: Callable[[int, BaseException], None] = lambda ordinal, error: None
         """Called with the ordinal of a finished group that was lost with its worker and could not
         be made again, and with the error."""
-        self._again: set[asyncio.Task[None]] = set()
-        self._sending: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._watchers = [
             asyncio.create_task(self._watch(index)) for index in range(len(self._states))
         ]
@@ -127,7 +126,7 @@ class RayRollouts:
 
     async def close(self) -> None:
         """End the workers, and with them the scoring readers that take from them."""
-        tasks = [*self._watchers, *self._again, *self._sending]
+        tasks = [*self._watchers, *self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -143,7 +142,7 @@ class RayRollouts:
                 while True:
                     index = self._assign(held)
                     try:
-                        return await self._begin(held, self._states[index])
+                        return await self._begin(held.prompt, self._states[index])
                     except asyncio.CancelledError:
                         self._give_up(ordinal, self._states[index])
                         raise
@@ -160,27 +159,32 @@ class RayRollouts:
         except Exception as error:
             raise RolloutFailedError(unforeseen(f"group {ordinal}", error)) from None
 
-    async def _begin(self, held: _Held, worker: _Worker) -> Finished:
+    async def _begin(self, prompt: Prompt, worker: _Worker) -> Finished:
         """The group of a prompt, made by this worker."""
         loop = asyncio.get_running_loop()
-        held.answer = loop.create_future()
+        answer: asyncio.Future[Finished] = loop.create_future()
+        worker.waiting[prompt.ordinal] = answer
         if not worker.to_begin:
             loop.call_soon(self._send, worker)
-        worker.to_begin.append(held)
-        return await held.answer
+        worker.to_begin.append(prompt)
+        try:
+            return await answer
+        finally:
+            if worker.waiting.get(prompt.ordinal) is answer:
+                del worker.waiting[prompt.ordinal]
 
     def _send(self, worker: _Worker) -> None:
         """Send the prompts that came at this moment."""
-        begun = [held for held in worker.to_begin if held.answer and not held.answer.done()]
+        prompts = [prompt for prompt in worker.to_begin if prompt.ordinal in worker.waiting]
         worker.to_begin = []
-        if begun:
-            prompts = [held.prompt for held in begun]
-            answers = [held.answer for held in begun if held.answer]
-            task = asyncio.create_task(
-                _unless_lost(worker.actor.begin.remote(prompts, self._committed), answers)
-            )
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
+        if prompts:
+            answers = [worker.waiting[prompt.ordinal] for prompt in prompts]
+            call = worker.actor.begin.remote(prompts, self._committed)
+            self._keep(asyncio.create_task(_unless_lost(call, answers)))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _give_up(self, ordinal: int, worker: _Worker) -> None:
         """Have the worker stop making a group, together with others given up at this moment."""
@@ -227,21 +231,17 @@ class RayRollouts:
                 await asyncio.sleep(RESTART_PAUSE_S)
                 continue
             for ordinal, answer in ended:
-                held = self._held.get(ordinal)
-                if held is not None and held.worker == index:
-                    _settle(held.answer, answer)
+                if (waiting := state.waiting.get(ordinal)) is not None:
+                    _settle(waiting, answer)
 
     def _lose(self, index: int) -> None:
         """Begin again the groups of a dead worker."""
-        lost = [held for held in self._held.values() if held.worker == index]
+        for waiting in self._states[index].waiting.values():
+            _settle(waiting, _WorkerLostError())
+        lost = [held for held in self._held.values() if held.worker == index and held.finished]
         for held in lost:
-            if held.finished:
-                held.finished = False
-                task = asyncio.create_task(self._make_again(held))
-                self._again.add(task)
-                task.add_done_callback(self._again.discard)
-            else:
-                _settle(held.answer, _WorkerLostError())
+            held.finished = False
+            self._keep(asyncio.create_task(self._make_again(held)))
 
     async def _make_again(self, held: _Held) -> None:
         """Generate a lost finished group again, within a new deadline. If its scored row arrives
@@ -272,8 +272,8 @@ async def _unless_lost(call: Awaitable[None], answers: Sequence[asyncio.Future[F
             _settle(answer, error)
 
 
-def _settle(answer: asyncio.Future[Finished] | None, result: Finished | Exception) -> None:
-    if answer is None or answer.done():
+def _settle(answer: asyncio.Future[Finished], result: Finished | Exception) -> None:
+    if answer.done():
         return
     if isinstance(result, Exception):
         answer.set_exception(result)

@@ -138,6 +138,11 @@ def test_the_groups_of_a_dead_worker_are_made_again_under_their_ordinals(ray_clu
     asyncio.run(scenario())
 
 
+def again_tasks(rollouts):
+    """The tasks that make lost groups again."""
+    return [task for task in rollouts._tasks if "_make_again" in repr(task)]
+
+
 def test_only_a_group_that_is_still_needed_counts_as_lost(ray_cluster, tmp_path):
     """Two groups are lost with their workers and cannot be generated again in time, but the scored
     row of one arrives."""
@@ -160,9 +165,9 @@ def test_only_a_group_that_is_still_needed_counts_as_lost(ray_cluster, tmp_path)
             gate.touch()
             for worker in rollouts.workers:
                 ray.kill(worker, no_restart=False)
-            while len(rollouts._again) < 2:  # noqa: ASYNC110
+            while len(again_tasks(rollouts)) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            again = list(rollouts._again)
+            again = list(again_tasks(rollouts))
             await rollouts.ack([5])
             await asyncio.wait_for(asyncio.gather(*again), 60)
             await asyncio.wait_for(reported.wait(), 60)
@@ -252,7 +257,7 @@ def test_a_worker_is_watched_after_an_error_that_is_not_a_death(monkeypatch):
         await rollouts.rollout(prompt(0), 0)
         for deaths in (1, 2):
             worker.die()
-            while len(again) < deaths or rollouts._again:  # noqa: ASYNC110
+            while len(again) < deaths or again_tasks(rollouts):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         await rollouts.close()
         return again

@@ -22,16 +22,18 @@ class Handle:
     """A Serve handle whose replicas first raise the errors, then answer."""
 
     def __init__(self, *errors):
-        self.errors, self.seeds, self.generate = list(errors), [], self
+        self.errors, self.seeds, self.generate_many = list(errors), [], self
 
-    def remote(self, request):
+    def options(self, stream):
+        assert stream
+        return self
+
+    async def remote(self, requests):
+        [(key, request)] = requests.items()
         self.seeds.append(request.seed)
-        return self._answer(request)
-
-    async def _answer(self, request):
         if self.errors:
             raise self.errors.pop(0)
-        return await FakeGenerate(version=3).generate(request)
+        yield [(key, await FakeGenerate(version=3).generate(request))]
 
 
 def rows(directory):
