@@ -30,7 +30,7 @@ from asyncrl.preflight.specs import data_spec
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import MetricsWriter, read_metrics
 from asyncrl.rundir.reader import open_run
-from asyncrl.runtime.redact import RedactingFormatter, redact, redact_tree, shown
+from asyncrl.runtime.redact import RedactingFormatter, redact, redact_all, redact_tree, shown
 from asyncrl.runtime.shared import size_and_checksum
 from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
 
@@ -555,6 +555,22 @@ def test_ray_logs_are_kept_without_secrets(tmp_path: Path, secret: str) -> None:
     assert (
         (tmp_path / "kept" / "worker.err").read_text().endswith("said [redacted ASYNCRL_API_KEY]")
     )
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [],
+        [""],
+        ["plain", "", "api_key=abcdef123456", "key at the end: token=hunter22"],
+        # A secret that seems to reach into the next text, and texts with the separator.
+        ["-----BEGIN RSA PRIVATE KEY-----abc", "innocent", "def-----END RSA PRIVATE KEY-----"],
+        ["a\n\x00", "\n\x00\nb", "\x00", "-----BEGIN PRIVATE KEY-----", "x-----END"],
+        ["https://user:", "hunter22@host"],
+    ],
+)
+def test_texts_are_redacted_together_as_alone(texts: list[str]) -> None:
+    assert redact_all(texts) == [redact(text) for text in texts]
 
 
 @pytest.mark.parametrize(

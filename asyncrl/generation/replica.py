@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 from ray import serve
@@ -173,7 +174,7 @@ class Generator:
         self._calls.add(calls)
         try:
             for key, request in requests.items():
-                calls.start(key, self._generate(request))
+                calls.start(key, partial(self._generate, request))
             async for answers in calls.until_all_ended():
                 yield answers
         finally:

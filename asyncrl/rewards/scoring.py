@@ -38,7 +38,7 @@ from asyncrl.rewards.files import FlushFiles, compact, write_groups
 from asyncrl.rewards.score import score_table
 from asyncrl.rewards.source import rewarded_groups
 from asyncrl.rewards.spec import ScoringSpec
-from asyncrl.rewards.summary import summaries
+from asyncrl.rewards.summary import examples, summaries
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.ray_objects import Actor, broken_stream, groups_at
@@ -147,9 +147,7 @@ class RayScores:
     def _load(self, path: Path) -> list[Scored]:
         groups = parquet.read_table(path)
         stream = ray.put(table_to_ipc(groups))
-        return [
-            replace(scored, ref=(stream, place)) for place, scored in enumerate(_summaries(groups))
-        ]
+        return _located(_summaries(groups), groups, stream)
 
     async def started(self) -> bool:
         """Whether the execution's task has asked a worker for groups. Also true for a stream that
@@ -263,8 +261,9 @@ class RayScores:
             kept = table if len(new) == table.num_rows else table.take(list(new.values()))
             files.write([kept])
             stream = ray.put(table_to_ipc(kept.combine_chunks()))
-            for place, row in enumerate(new.values()):
-                items[row] = found[row].ordinal, replace(found[row], ref=(stream, place))
+            located = _located([found[row] for row in new.values()], kept, stream)
+            for row, scored in zip(new.values(), located, strict=True):
+                items[row] = scored.ordinal, scored
         self._hand_over(items)
 
     def _hand_over(self, item: list[tuple[int, Scored | None]] | BaseException) -> None:
@@ -289,6 +288,17 @@ def _summaries(table: pa.Table) -> list[Scored]:
     return [
         replace(scored, content=content)
         for scored, content in zip(summaries(table), content_hashes(table), strict=True)
+    ]
+
+
+def _located(
+    found: Sequence[Scored], groups: pa.Table, stream: ray.ObjectRef[pa.Buffer]
+) -> list[Scored]:
+    """The summaries of the groups of a table, with the place of each one's row in the object, and
+    an example to show. The driver makes the examples, because it redacts its own secrets."""
+    return [
+        replace(scored, ref=(stream, place), example=example)
+        for place, (scored, example) in enumerate(zip(found, examples(groups), strict=True))
     ]
 
 

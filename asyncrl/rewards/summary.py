@@ -22,7 +22,7 @@ from asyncrl.contracts.rows import REFERENCE_VERSION_COLUMN, TRUNCATED
 from asyncrl.rewards.text_quality import looping, unprintable
 from asyncrl.runtime.redact import redact_all
 
-__all__ = ["summaries"]
+__all__ = ["examples", "summaries"]
 
 EXAMPLE_LENGTH = 1000
 SUMMARIZED = (
@@ -81,7 +81,8 @@ class _Nested:
 
 
 def summaries(table: pa.Table) -> list[Scored]:
-    """What control needs to know of each scored group of a table, without `ref` and `content`."""
+    """What control needs to know of each scored group of a table, without `ref`, `content` and
+    `example`."""
     if not table.num_rows:
         return []
     optional = [SOURCE_COLUMN, REFERENCE_VERSION_COLUMN, "baseline_finish_reason"]
@@ -95,7 +96,6 @@ def summaries(table: pa.Table) -> list[Scored]:
     looped = _row_sums(loops, ids.rows.tolist())
     tokens = np.diff(ids.row_starts).tolist()
     versions = _versions(table)
-    examples = _examples(rows, _Nested.of(table["versions"]))
     baselines = _baselines(table, rows)
     return [
         Scored(
@@ -128,7 +128,6 @@ def summaries(table: pa.Table) -> list[Scored]:
             source=row.get("source_name"),
             reference_version=row.get("reference_version"),
             baseline=baselines[place],
-            example=examples[place],
         )
         for place, row in enumerate(rows)
     ]
@@ -162,29 +161,27 @@ def _numbers(spans: pa.Array, starts: Sequence[int]) -> list[Array]:
     return [versions[start:end] for start, end in pairwise(starts)]
 
 
-def _examples(rows: Sequence[_Row], spans: _Nested) -> list[TrajectoryText]:
-    """The first trajectory of each group, without secrets, and shortened."""
+def examples(table: pa.Table) -> list[TrajectoryText]:
+    """The first trajectory of each group, without this process's secrets, and shortened."""
+    if not table.num_rows:
+        return []
+    shown = ["completion_text", "reward", "reward_parts", "versions"]
+    prompts = table["prompt_text"].to_pylist()
+    firsts = [pc.list_element(table[name].combine_chunks(), 0).to_pylist() for name in shown]
     # Redact before the cut: half a secret would not be recognized.
-    texts = redact_all([text for row in rows for text in (row["prompt_text"], _first(row))])
-    versions = pc.struct_field(spans.values, "version").to_numpy(zero_copy_only=False)
-    found = []
-    for place, row in enumerate(rows):
-        first = int(spans.rows[place])
-        start, end = spans.lists[first : first + 2]
-        found.append(
-            TrajectoryText(
-                prompt=_shortened(texts[2 * place]),
-                completion=_shortened(texts[2 * place + 1]),
-                reward=row["reward"][0],
-                reward_parts=row["reward_parts"][0] or {},
-                version=int(versions[start:end].min()) if end > start else 0,
-            )
+    texts = redact_all([*prompts, *firsts[0]])
+    return [
+        TrajectoryText(
+            prompt=_shortened(prompt),
+            completion=_shortened(completion),
+            reward=reward,
+            reward_parts=parts or {},
+            version=min((span["version"] for span in spans), default=0),
         )
-    return found
-
-
-def _first(row: _Row) -> str:
-    return row["completion_text"][0]
+        for prompt, completion, reward, parts, spans in zip(
+            texts[: len(prompts)], texts[len(prompts) :], *firsts[1:], strict=True
+        )
+    ]
 
 
 def _baselines(table: pa.Table, rows: Sequence[_Row]) -> list[ScoredBaseline | None]:

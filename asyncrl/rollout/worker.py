@@ -8,6 +8,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow as pa
 
@@ -73,7 +74,7 @@ class RolloutWorker:
     async def begin(self, prompts: Sequence[Prompt], committed: int) -> None:
         """Start to make the groups of these prompts. `ended` returns what becomes of them."""
         for prompt in prompts:
-            self._calls.start(prompt.ordinal, self.rollout(prompt, committed))
+            self._calls.start(prompt.ordinal, partial(self.rollout, prompt, committed))
 
     async def ended(self, life: str = "", received: int = 0) -> tuple[str, int, object]:
         """Wait for groups that are finished or have failed. See `Calls.ended`. The caller learns of

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Generic, TypeAlias, TypeVar
 
 __all__ = ["Answers", "Calls"]
@@ -34,7 +34,7 @@ class Calls(Generic[Key, Answer]):
         """Calls under way."""
         return len(self._tasks)
 
-    def start(self, key: Key, call: Coroutine[Any, Any, Answer]) -> None:
+    def start(self, key: Key, call: Callable[[], Awaitable[Answer]]) -> None:
         """Run a call. One under the same key is canceled."""
         self.cancel([key])
         task = asyncio.create_task(self._run(key, call))
@@ -80,10 +80,10 @@ class Calls(Generic[Key, Answer]):
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def _run(self, key: Key, call: Coroutine[Any, Any, Answer]) -> None:
+    async def _run(self, key: Key, call: Callable[[], Awaitable[Answer]]) -> None:
         answer: Answer | Exception
         try:
-            answer = await call
+            answer = await call()
         except asyncio.CancelledError:
             if self._tasks.get(key) is not asyncio.current_task():
                 raise

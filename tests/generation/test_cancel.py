@@ -37,3 +37,34 @@ def test_a_cancelled_request_is_aborted_in_the_engine(generators):
     cancelled, generated, counted = asyncio.run(scenario())
     assert cancelled and 0 < generated < (n + 1) * length
     assert counted == n + 1, "every completion is counted, by its length; the baseline is one"
+
+
+@pytest.mark.timeout(300)
+def test_one_of_the_requests_in_a_call_can_be_cancelled(generators):
+    """Requests of one moment share a Serve call. One that is given up leaves the engine, and the
+    others are answered."""
+
+    def request(length):
+        return GenerateRequest((5, 6, 14), 4, length, 1.0, seed=1, ignore_eos=True)
+
+    async def counts():
+        status = await generators.handle.status.remote()
+        return status.tokens_generated, sum(status.load.aborted)
+
+    async def scenario():
+        tokens, aborted = await counts()
+        generate = ServeGenerate(generators.handle)
+        given_up, kept = (
+            asyncio.create_task(generate.generate(request(length))) for length in (240, 60)
+        )
+        async with asyncio.timeout(120):
+            while (await counts())[0] < tokens + 80:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            given_up.cancel()
+            answer = await kept
+            while (await counts())[1] < aborted + 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return given_up.cancelled(), answer
+
+    cancelled, answer = asyncio.run(scenario())
+    assert cancelled and [len(c.token_ids) for c in answer.completions] == [60] * 4

@@ -1,6 +1,7 @@
 import asyncio
 import math
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,7 @@ from asyncrl.rewards.score import (
     score_table,
 )
 from asyncrl.rewards.source import _result
-from asyncrl.rewards.summary import summaries
+from asyncrl.rewards.summary import examples, summaries
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def test_a_long_example_loses_its_secrets_before_its_middle(config, monkeypatch)
     text = f"{'x' * 490}correct-horse-battery-staple{'y' * 800}"
     group = Group(1, Prompt(3, 0, text, (1, 2)), (trajectory(2, text=text),), "replica", 1.0, 2.0)
     row = attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0], "b": [0.0]}))
-    example = summaries(score_table(row, scoring_spec(config)))[0].example
+    example = examples(score_table(row, scoring_spec(config)))[0]
     assert "correct" not in example.prompt + example.completion and len(example.prompt) < 1100
 
 
@@ -621,3 +622,32 @@ def test_rewards_that_failed_are_missing_for_the_baseline_too(config):
     summary = summaries(score_table(table, scoring_spec(remax)))[0]
     assert summary.failure == "it raised" and summary.baseline.reward is None
     assert summary.usable == 0 and summary.unscored == {"a": 2, "b": 2}
+
+
+def test_the_summaries_of_a_block_are_those_of_its_rows(config):
+    """Nothing leaks from one group into the next: empty completions, unequal sizes, nulls."""
+    loop = trajectory(40)
+    loop = replace(loop, completion=replace(loop.completion, token_ids=(7,) * 40, text="\x00" * 9))
+    members = [
+        (trajectory(4, version=3), trajectory(2, math.nan)),
+        (loop, trajectory(31)),
+        (EMPTY, EMPTY),
+        (trajectory(33), trajectory(1), trajectory(5, version=1)),
+    ]
+    rows = []
+    for ordinal, some in enumerate(members):
+        group = Group(1, Prompt(ordinal, 0, f"p{ordinal}", (1,), {}), some, "replica", 1.0, 2.0)
+        parts: list[float | None] = [float(place) for place in range(len(some))]
+        parts[-1] = None if ordinal == 3 else 1.0
+        rewards = GroupRewards({"a": parts, "b": [0.5] * len(some)})
+        rows.append(
+            score_table(attach_rewards(groups_to_table([group]), rewards), scoring_spec(config))
+        )
+    block = pa.concat_tables(rows)
+    assert summaries(block) == [summaries(row)[0] for row in rows]
+    assert summaries(block.slice(1, 2)) == summaries(block)[1:3]
+    assert examples(block) == [examples(row)[0] for row in rows]
+    assert [example.version for example in examples(block)] == [3, 2, 0, 2]
+    assert [found.looping for found in summaries(block)] == [0, 1, 0, 1]
+    assert [found.unprintable for found in summaries(block)] == [0, 9, 0, 0]
+    assert summaries(block.slice(0, 0)) == examples(block.slice(0, 0)) == []
