@@ -1,0 +1,436 @@
+"""Measures training on two cores beside TRL's GRPO trainer: the same model, prompts, samples and
+steps, by turns.
+
+    python -m benchmarks.against_trl [--cases short,fixed,tail] [--rounds 3] [--trl FOLDER]
+
+First it makes an environment with TRL in FOLDER (default: .venv-trl), unless it exists, and the
+models. For each case it prints
+
+- the ceiling: the cores, divided by the CPU time that a bare vLLM engine and a bare loop on packed
+  rows need for a trajectory. They get the same prompts, and the loop gets the engine's tokens;
+- each of TRL's settings, in one trial. The fastest one then takes turns with asyncrl;
+- the medians of the rounds, the ratio to TRL and to the ceiling;
+- asyncrl's CPU time of a group by process, and its sum outside engine and learner.
+
+Every figure is from steps after a warm-up. Nothing is pinned to a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from asyncrl.config import load_config
+from asyncrl.observe import descendants, process_name
+from asyncrl.rundir import open_run
+from jobs.quickstart.task import make_inputs
+
+PACKAGES = ("trl==1.16.0", "torch==2.13.0", "transformers==5.19.0", "accelerate==1.15.0", "psutil")
+CONFIG = Path(__file__).parent / "placements.yaml"
+SAMPLES, THREADS = 8, 2
+CONTEXT = 1024
+LEAST_OF_CEILING = 0.75
+MOST_OUTSIDE_MS = {"short": 3.0, "fixed": 5.0}
+ENGINE, LEARNER = ("VLLM::",), ("ray::RankProcess",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what a step generates and trains."""
+
+    name: str
+    model: str
+    max_tokens: int
+    ignore_eos: bool
+    groups: int
+    """Groups of a step."""
+    steps: int
+    trl_steps: int
+    bar: float
+    """Least ratio to TRL's trajectories per second."""
+
+    @property
+    def trajectories(self) -> int:
+        return self.groups * SAMPLES
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("short", "small", 6, False, 64, 60, 16, 0.75),
+        Case("fixed", "small", 64, True, 64, 14, 8, 0.75),
+        Case("tail", "small-uniform", 512, False, 64, 9, 4, 3.0),
+        Case("fixed-50m", "large", 64, True, 8, 9, 5, 1.2),
+        Case("tail-50m", "large-uniform", 512, False, 8, 9, 4, 3.0),
+    )
+}
+SKIPPED = {"ours": 4, "trl": 2}
+TRL_SETTINGS = ("transformers:64", "transformers:128", "transformers:512", "continuous:128")
+"""Backend and trajectories of a micro-batch."""
+
+
+def main(arguments: list[str]) -> int:
+    """Measure and print. The exit code is 0 if every bar is met."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.against_trl")
+    parser.add_argument("--cases", default="short,fixed,tail")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trl", type=Path, default=Path(".venv-trl"))
+    parser.add_argument("--settings", default=",".join(TRL_SETTINGS))
+    parser.add_argument("--part", nargs=2, metavar=("NAME", "SETTINGS"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.part:
+        name, settings = options.part
+        print(json.dumps(PARTS[name](json.loads(settings))))
+        return 0
+    make_environment(options.trl)
+    missed = []
+    with tempfile.TemporaryDirectory(prefix="asyncrl_bench_") as folder:
+        work = Path(folder)
+        config = load_config(CONFIG, [])
+        make_inputs(config)
+        for name in options.cases.split(","):
+            case = CASES[name]
+            part("model", model=case.model, base=str(config.model.path), folder=str(work))
+            missed += measure(case, work, str(config.data.train), options)
+    print("\nevery bar is met" if not missed else "\nmissed: " + "; ".join(missed))
+    return 1 if missed else 0
+
+
+def make_environment(folder: Path) -> None:
+    """Install TRL and what it needs, with torch's CPU build."""
+    if (folder / "bin" / "trl").exists():
+        return
+    uv = str(Path(sys.executable).with_name("uv"))
+    found = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "get", "global.find-links"],
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    environment = os.environ | ({"UV_FIND_LINKS": found} if found else {})
+    torch = [] if found else ["--torch-backend", "cpu"]
+    subprocess.run(
+        [uv, "venv", "--quiet", str(folder), "--python", os.path.realpath(sys.executable)],
+        check=True,
+    )
+    python = str(folder / "bin" / "python")
+    subprocess.run(
+        [uv, "pip", "install", "--quiet", "--python", python, *torch, *PACKAGES],
+        check=True,
+        env=environment,
+    )
+
+
+def measure(case: Case, work: Path, rows: str, options: argparse.Namespace) -> list[str]:
+    """Measure one case, print it, and return the bars that it missed."""
+    settings: dict[str, Any] = {
+        "model": str(work / case.model),
+        "rows": rows,
+        "samples": SAMPLES,
+        "batch": case.trajectories,
+        "max_tokens": case.max_tokens,
+        "ignore_eos": case.ignore_eos,
+        "threads": THREADS,
+    }
+    tokens = str(work / f"{case.name}.parquet")
+    engine = part("engine", **settings, groups=case.groups, tokens=tokens)
+    loop = part("loop", **settings, tokens=tokens)
+    ceiling = THREADS / (engine["cpu_s"] + loop["cpu_s"])
+    print(
+        f"\n{case.name}: {engine['parameters'] / 1e6:.1f} M parameters, {case.groups} groups of"
+        f" {SAMPLES} a step, {engine['mean_tokens']:.1f} tokens each (longest"
+        f" {engine['longest']:.0f})\n"
+        f"  ceiling {ceiling:8.1f} trajectories/s: bare engine {1e3 * engine['cpu_s']:.2f} ms of CPU"
+        f" a trajectory, bare loop {1e3 * loop['cpu_s']:.2f}",
+        flush=True,
+    )
+    trials = {name: trl(case, settings, name, options.trl) for name in options.settings.split(",")}
+    for name, trial in trials.items():
+        print(f"  TRL, {name:<18} {trial['trajectories_per_s']:8.1f} trajectories/s (trial)")
+    best = max(trials, key=lambda name: trials[name]["trajectories_per_s"])
+    theirs, ours = [], []
+    for turn in range(options.rounds):
+        ours.append(asyncrl(case, work, f"{case.name}-{turn}", rows))
+        theirs.append(trl(case, settings, best, options.trl))
+    speed = statistics.median(one["trajectories_per_s"] for one in ours)
+    their_speed = statistics.median(one["trajectories_per_s"] for one in theirs)
+    ratios = sorted(
+        mine["trajectories_per_s"] / their["trajectories_per_s"]
+        for mine, their in zip(ours, theirs, strict=True)
+    )
+    outside = statistics.median(one["outside_ms"] for one in ours)
+    print(
+        f"  TRL     {their_speed:8.1f} trajectories/s, {best},"
+        f" {statistics.median(one['cpu_s_per_step'] for one in theirs):.2f} s of CPU a step,"
+        f" {theirs[0]['mean_tokens']:.1f} tokens each\n"
+        f"  asyncrl {speed:8.1f} trajectories/s,"
+        f" {statistics.median(one['cpu_s_per_step'] for one in ours):.2f} s of CPU a step,"
+        f" {ours[0]['mean_tokens']:.1f} tokens each:"
+        f" {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) of TRL,"
+        f" {speed / ceiling:.2f} of the ceiling\n"
+        f"  outside engine and learner {outside:.2f} ms of CPU a group:"
+    )
+    for name, ms in sorted(ours[-1]["by_process"].items(), key=lambda item: -item[1]):
+        if ms >= 0.05:
+            print(f"    {ms:8.2f} ms  {name}")
+    sys.stdout.flush()
+    missed = []
+    if speed / ceiling < LEAST_OF_CEILING:
+        missed.append(f"{case.name} at {speed / ceiling:.2f} of its ceiling ({LEAST_OF_CEILING})")
+    if statistics.median(ratios) < case.bar:
+        missed.append(f"{case.name} at {statistics.median(ratios):.2f} of TRL ({case.bar:g})")
+    if outside > MOST_OUTSIDE_MS.get(case.name, float("inf")):
+        most = MOST_OUTSIDE_MS[case.name]
+        missed.append(f"{case.name} with {outside:.1f} ms outside engine and learner ({most:g})")
+    return missed
+
+
+def trl(case: Case, settings: dict[str, Any], name: str, environment: Path) -> dict[str, Any]:
+    """One run of TRL."""
+    backend, micro = name.split(":")
+    whole = settings | {
+        "backend": backend,
+        "micro": min(int(micro), case.trajectories),
+        "steps": case.trl_steps,
+        "skip": SKIPPED["trl"],
+    }
+    script = str(Path(__file__).with_name("trl_grpo.py"))
+    return _json_of([str(environment / "bin" / "python"), script, json.dumps(whole)])
+
+
+def asyncrl(case: Case, work: Path, name: str, rows: str) -> dict[str, Any]:
+    """One run of `asyncrl train`, with the CPU time of its processes."""
+    tree = yaml.safe_load(CONFIG.read_text())
+    tree |= {
+        "name": name,
+        "max_steps": case.steps,
+        "runs_root": str(work / "runs"),
+        "model": {"path": str(work / case.model)},
+        "checkpoint": {"every_steps": 0},
+        "weights": {"check_every_versions": 0},
+        "generator": {"max_num_seqs": 256},
+        "staleness": {"max_staleness": 2},
+    }
+    tree["data"]["train"] = rows
+    tree["rollout"] |= {
+        "rollout_batch_size": case.groups,
+        "n_samples_per_prompt": SAMPLES,
+        "max_completion_length": case.max_tokens,
+        "ignore_eos": case.ignore_eos,
+    }
+    tree["learner"]["learning_rate"] = 1e-7
+    config = work / f"{name}.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    metrics = work / "runs" / name / "metrics.jsonl"
+    command = [sys.executable, "-m", "asyncrl.cli", "train", str(config)]
+    log = work / f"{name}.log"
+    first = last = None
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT) as run,
+    ):
+        while run.poll() is None:
+            time.sleep(0.05)
+            steps = metrics.read_text().count('"event": "step"') if metrics.exists() else 0
+            if first is None and steps >= SKIPPED["ours"]:
+                first = steps, time.monotonic(), cpu_seconds(run.pid)
+            if first and (last is None or steps > last[0]) and steps < case.steps:
+                last = steps, time.monotonic(), cpu_seconds(run.pid)
+    if run.returncode or first is None or last is None:
+        sys.exit(f"asyncrl failed:\n{log.read_text()[-3000:]}")
+    steps, seconds = last[0] - first[0], last[1] - first[1]
+    by_process: dict[str, float] = defaultdict(float)
+    for pid, (process, used) in last[2].items():
+        by_process[process] += used - first[2].get(pid, (process, 0.0))[1]
+    records = open_run(work / "runs" / name).records("step")[first[0] : last[0]]
+    per_group = {
+        process: 1e3 * used / (steps * case.groups) for process, used in by_process.items()
+    }
+    return {
+        "trajectories_per_s": steps * case.trajectories / seconds,
+        "cpu_s_per_step": sum(by_process.values()) / steps,
+        "mean_tokens": statistics.mean(step["rollout/completion_tokens"] for step in records),
+        "by_process": per_group,
+        "outside_ms": sum(
+            ms for process, ms in per_group.items() if not process.startswith(ENGINE + LEARNER)
+        ),
+    }
+
+
+def cpu_seconds(root: int) -> dict[int, tuple[str, float]]:
+    """Name and CPU seconds so far of a process and its descendants."""
+    found = {}
+    for process in descendants(psutil.Process(root)):
+        try:
+            times = process.cpu_times()
+            name = "driver" if process.pid == root else process_name(process)
+        except psutil.Error:
+            continue
+        found[process.pid] = (name, times.user + times.system)
+    return found
+
+
+def part(name: str, **settings: Any) -> dict[str, Any]:
+    """Run a part in a process of its own, and return its figures."""
+    return _json_of([sys.executable, "-m", __spec__.name, "--part", name, json.dumps(settings)])
+
+
+def _json_of(command: list[str]) -> dict[str, Any]:
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode:
+        sys.exit(f"{command[:4]} failed:\n{made.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(made.stdout.strip().splitlines()[-1])
+    return found
+
+
+def make_model(settings: dict[str, Any]) -> dict[str, Any]:
+    """Write a model: the quickstart's (`small`), one of 50 M parameters (`large`), or one of them
+    that ends a completion with the same probability after every token (`-uniform`)."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    size, _, uniform = settings["model"].partition("-")
+    path = Path(settings["folder"]) / settings["model"]
+    if path.exists():
+        return {}
+    shape = AutoConfig.from_pretrained(settings["base"])
+    shape.max_position_embeddings = CONTEXT
+    if size == "large":
+        tree = shape.to_dict() | {
+            "hidden_size": 768,
+            "intermediate_size": 2304,
+            "num_hidden_layers": 7,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 12,
+            "head_dim": 64,
+            "initializer_range": 0.02,
+        }
+        tree.pop("layer_types", None)
+        shape = type(shape)(**tree)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    if size == "small":
+        before = AutoModelForCausalLM.from_pretrained(settings["base"], dtype=torch.float32)
+        model.load_state_dict(before.state_dict())
+    if uniform:
+        with torch.no_grad():
+            model.model.norm.weight.mul_(0.003)
+    model.save_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(settings["base"])
+    tokenizer.model_max_length = CONTEXT
+    tokenizer.save_pretrained(path)
+    return {}
+
+
+def bare_engine(settings: dict[str, Any]) -> dict[str, Any]:
+    """CPU seconds of a trajectory in vLLM's own engine, without a server: two steps' groups, all
+    submitted at once, with seeds and log-probs. Writes the tokens."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from transformers import AutoConfig, AutoTokenizer
+
+    from asyncrl.generation import engine_environment
+
+    os.environ.update(engine_environment("cpu"))
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "none"}
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    rows = pq.read_table(settings["rows"], columns=["prompt"]).to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+    prompts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in rows]
+    model = AutoConfig.from_pretrained(settings["model"])
+    llm = LLM(
+        model=settings["model"],
+        dtype="float32",
+        enforce_eager=True,
+        max_num_seqs=256,
+        kv_cache_memory_bytes=256 << 20,
+        max_model_len=model.max_position_embeddings,
+        enable_chunked_prefill=False,
+        load_format="safetensors",
+        disable_log_stats=True,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+    )
+    engine = llm.llm_engine
+
+    def run(first: int, groups: int, max_tokens: int) -> list[list[int]]:
+        for number in range(first, first + groups):
+            params = SamplingParams(
+                n=settings["samples"],
+                max_tokens=max_tokens,
+                temperature=1.0,
+                seed=1000 * number,
+                ignore_eos=settings["ignore_eos"],
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            prompt = {"prompt_token_ids": prompts[number % len(prompts)]}
+            engine.add_request(str(number), prompt, params)
+        found = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    ids = [list(one.token_ids) for one in output.outputs]
+                    found += [[output.prompt_token_ids, one] for one in ids]
+        return found
+
+    run(0, 8, 8)
+    began = time.process_time()
+    found = run(8, 2 * settings["groups"], settings["max_tokens"])
+    used = time.process_time() - began
+    completions = [completion for _, completion in found]
+    table = {"prompt": [prompt for prompt, _ in found], "completion": completions}
+    pq.write_table(pa.table(table), settings["tokens"])
+    lengths = [len(completion) for completion in completions]
+    weights = llm.collective_rpc(_parameters)
+    return {
+        "cpu_s": used / len(found),
+        "mean_tokens": statistics.mean(lengths),
+        "longest": float(max(lengths)),
+        "parameters": float(weights[0]),
+    }
+
+
+def _parameters(worker: Any) -> int:
+    return sum(parameter.numel() for parameter in worker.get_model().parameters())
+
+
+def bare_loop(settings: dict[str, Any]) -> dict[str, Any]:
+    """CPU seconds of a trajectory in a plain training loop on packed rows of the engine's tokens."""
+    import pyarrow.parquet as pq
+    import torch
+
+    from benchmarks.learner import packed_step
+
+    torch.set_num_threads(1)
+    table = pq.read_table(settings["tokens"]).to_pylist()
+    rows = [(row["prompt"], row["completion"]) for row in table if row["completion"]]
+    step, _ = packed_step(settings["model"], 1, "rows")
+    step(rows[:16], 0.0)
+    began = time.process_time()
+    for first in range(0, len(rows), settings["batch"]):
+        step(rows[first : first + settings["batch"]], 0.0)
+    return {"cpu_s": (time.process_time() - began) / len(rows)}
+
+
+PARTS = {"model": make_model, "engine": bare_engine, "loop": bare_loop}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
