@@ -149,11 +149,11 @@ def measure(case: Case, work: Path, rows: str, options: argparse.Namespace) -> l
     loop = part("loop", **settings, tokens=tokens)
     ceiling = THREADS / (engine["cpu_s"] + loop["cpu_s"])
     print(
-        f"\n{case.name}: {engine['parameters'] / 1e6:.1f} M parameters, {case.groups} groups of"
+        f"\n{case.name}: {loop['parameters'] / 1e6:.1f} M parameters, {case.groups} groups of"
         f" {SAMPLES} a step, {engine['mean_tokens']:.1f} tokens each (longest"
         f" {engine['longest']:.0f})\n"
-        f"  ceiling {ceiling:8.1f} trajectories/s: bare engine {1e3 * engine['cpu_s']:.2f} ms of CPU"
-        f" a trajectory, bare loop {1e3 * loop['cpu_s']:.2f}",
+        f"  ceiling {ceiling:8.1f} trajectories/s: {1e3 * engine['cpu_s']:.2f} ms of CPU a"
+        f" trajectory in a bare engine, {1e3 * loop['cpu_s']:.2f} in a bare loop",
         flush=True,
     )
     trials = {name: trl(case, settings, name, options.trl) for name in options.settings.split(",")}
@@ -398,21 +398,16 @@ def bare_engine(settings: dict[str, Any]) -> dict[str, Any]:
     table = {"prompt": [prompt for prompt, _ in found], "completion": completions}
     pq.write_table(pa.table(table), settings["tokens"])
     lengths = [len(completion) for completion in completions]
-    weights = llm.collective_rpc(_parameters)
     return {
         "cpu_s": used / len(found),
         "mean_tokens": statistics.mean(lengths),
         "longest": float(max(lengths)),
-        "parameters": float(weights[0]),
     }
 
 
-def _parameters(worker: Any) -> int:
-    return sum(parameter.numel() for parameter in worker.get_model().parameters())
-
-
 def bare_loop(settings: dict[str, Any]) -> dict[str, Any]:
-    """CPU seconds of a trajectory in a plain training loop on packed rows of the engine's tokens."""
+    """CPU seconds of a trajectory in a plain training loop on packed rows of the engine's tokens,
+    after a first step that is not counted."""
     import pyarrow.parquet as pq
     import torch
 
@@ -421,12 +416,12 @@ def bare_loop(settings: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     table = pq.read_table(settings["tokens"]).to_pylist()
     rows = [(row["prompt"], row["completion"]) for row in table if row["completion"]]
-    step, _ = packed_step(settings["model"], 1, "rows")
-    step(rows[:16], 0.0)
+    step, parameters = packed_step(settings["model"], 1, "rows")
+    step(rows[: settings["batch"]], 0.0)
     began = time.process_time()
     for first in range(0, len(rows), settings["batch"]):
         step(rows[first : first + settings["batch"]], 0.0)
-    return {"cpu_s": (time.process_time() - began) / len(rows)}
+    return {"cpu_s": (time.process_time() - began) / len(rows), "parameters": parameters}
 
 
 PARTS = {"model": make_model, "engine": bare_engine, "loop": bare_loop}

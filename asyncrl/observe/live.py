@@ -19,7 +19,7 @@ from asyncrl.observe.shared_text import SharedText
 from asyncrl.observe.spec import ObserveSpec
 from asyncrl.rundir.metrics import MetricsWriter
 from asyncrl.rundir.outcomes import OutcomesWriter
-from asyncrl.runtime.redact import redact, shown
+from asyncrl.runtime.redact import redact_all, shown
 
 __all__ = ["Live", "RunRecorder"]
 
@@ -206,14 +206,12 @@ class Live:
         if not examples or examples is self._shown:
             return
         self._shown = examples
-        for example, _ in examples:
-            # Redacted before the shared text is cut off: half a secret is not recognized.
-            self._shared.add(redact(example.prompt))
+        # Redacted before the shared text is cut off: half a secret is not recognized.
+        prompts = redact_all([example.prompt for example, _ in examples])
+        for prompt in prompts:
+            self._shared.add(prompt)
         sample, progress = examples[0][0], self.progress
-        progress.prompt, progress.completion = (
-            self._shared.without(redact(sample.prompt)),
-            sample.completion,
-        )
+        progress.prompt, progress.completion = self._shared.without(prompts[0]), sample.completion
         progress.sample_reward, progress.sample_parts = sample.reward, sample.reward_parts
 
     def _update(self) -> None:

@@ -50,6 +50,9 @@ AHEAD_S = 0.5
 """A task whose rewards are fast takes the groups of this many seconds."""
 MOST_IN_BLOCK = 256
 """Groups that a block may have, so that a block stays small."""
+BLOCK_EVERY_S = 0.02
+"""Seconds between two blocks under load. A group that comes later than that after a block makes the
+next one at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +154,9 @@ def rewarded_groups(
         places = Places(TAKEN_AHEAD * config.processes * config.concurrency)
         station = _Station(config, pool, places, reference, distillation)
         with _taking(workers, reader, places) as events:
-            while (waiting := _waiting_events(events)) is not None:
-                ready = [group for event in waiting if (group := station.handle(event, events))]
-                if ready:
-                    # A slice would carry its whole table.
-                    yield pa.concat_tables(ready, promote_options="permissive").combine_chunks()
+            for ready in _blocks(events, station):
+                # A slice would carry its whole table.
+                yield pa.concat_tables(ready, promote_options="permissive").combine_chunks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,21 +204,23 @@ class _Station:
         logprobs.add_done_callback(partial(_referred, events, group, time.monotonic()))
 
 
-def _waiting_events(events: _Events) -> list[_Event] | None:
-    """All events that wait, at least one; None at the end."""
-    event = events.get()
-    waiting: list[_Event] = []
-    while event is not None:
-        waiting.append(event)
-        if len(waiting) == MOST_IN_BLOCK:
-            return waiting
+def _blocks(events: _Events, station: _Station) -> Iterator[list[pa.Table]]:
+    """Handle events, and yield the groups that are ready, until the events end."""
+    ready: list[pa.Table] = []
+    due = time.monotonic()
+    ended = False
+    while not ended:
         try:
-            event = events.get_nowait()
+            event = events.get(timeout=max(0.0, due - time.monotonic()) if ready else None)
+            ended = event is None
+            if event is not None and (group := station.handle(event, events)) is not None:
+                ready.append(group)
         except queue.Empty:
-            return waiting
-    if waiting:
-        events.put(None)  # the end comes again
-    return waiting or None
+            pass
+        late = time.monotonic() >= due and events.empty()
+        if ready and (ended or late or len(ready) == MOST_IN_BLOCK):
+            yield ready
+            ready, due = [], time.monotonic() + BLOCK_EVERY_S
 
 
 @contextlib.contextmanager

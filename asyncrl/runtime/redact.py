@@ -62,7 +62,7 @@ def redact(text: str) -> str:
     """Replace every secret in the text by `[redacted]`: values of this process's secret variables,
     plain or escaped, and texts that match `PATTERNS`."""
     for name, value in os.environ.items():
-        if len(value) > 1 and SECRET_NAME.search(name) and value.lower() not in FLAGS:
+        if len(value) > 1 and _is_secret(name) and value.lower() not in FLAGS:
             for form in _forms(value):
                 if len(form) >= SHORT:
                     text = text.replace(form, f"[redacted {name}]")
@@ -81,6 +81,11 @@ def redact_all(texts: Sequence[str]) -> list[str]:
         if len(together) == len(texts):
             return together
     return [redact(text) for text in texts]
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_secret(name: str) -> bool:
+    return SECRET_NAME.search(name) is not None
 
 
 @functools.lru_cache(maxsize=256)
