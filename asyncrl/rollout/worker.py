@@ -123,9 +123,10 @@ class RolloutWorker:
         finishes within `wait_s` seconds. Raises OutboxClosedError.
         """
         tables = await self._outbox.take(reader, most, wait_s)
-        return (
-            table_to_ipc(pa.concat_tables(tables, promote_options="permissive")) if tables else None
-        )
+        if not tables:
+            return None
+        # In one chunk: each further chunk costs as many bytes as a short group.
+        return table_to_ipc(pa.concat_tables(tables, promote_options="permissive").combine_chunks())
 
     async def has_reader(self) -> bool:
         """Whether the scoring stream has asked for groups yet."""

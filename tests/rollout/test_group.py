@@ -211,7 +211,7 @@ class FakeWorker:
 
     def __init__(self, dies):
         self.dies = iter(dies)
-        self.made = []
+        self.made, self.calls = [], []
         self.changed = asyncio.Event()
 
     def __getattr__(self, method):
@@ -227,6 +227,7 @@ class FakeWorker:
         return "life", received + 1, [(ordinal, Finished(ordinal, 0, 1)) for ordinal in made]
 
     async def _begin(self, prompts, committed):
+        self.calls.append(len(prompts))
         self.made += [prompt.ordinal for prompt in prompts]
         self.changed.set()
 
@@ -263,3 +264,17 @@ def test_a_worker_is_watched_after_an_error_that_is_not_a_death(monkeypatch):
         return again
 
     assert asyncio.run(asyncio.wait_for(scenario(), 20)) == [0, 0]
+
+
+def test_prompts_of_one_moment_share_a_call(monkeypatch):
+    """The gate of the cost of a group: 64 prompts make one call."""
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+
+    async def scenario():
+        worker = FakeWorker([])
+        rollouts = RayRollouts([worker], 60.0)
+        await asyncio.gather(*(rollouts.rollout(prompt(ordinal), 0) for ordinal in range(64)))
+        await rollouts.close()
+        return worker.calls
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == [64]

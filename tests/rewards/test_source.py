@@ -1,0 +1,102 @@
+"""The source of the scoring stream: which groups make a block, and how many groups a task holds."""
+
+import queue
+import threading
+import time
+
+import pytest
+
+from asyncrl.rewards import source
+from asyncrl.rewards.source import Places, _blocks
+
+
+class Station:
+    """Every event is a group that is ready, except those that it starts."""
+
+    def handle(self, event, events):
+        if isinstance(event, BaseException):
+            raise event
+        return None if event in ("started", "rewarded") else event
+
+
+def blocks_of(*waiting):
+    events = queue.Queue()
+    for event in waiting:
+        events.put(event)
+    return events, _blocks(events, Station())
+
+
+def test_what_is_ready_makes_one_block_and_a_single_group_does_not_wait():
+    events, blocks = blocks_of("a", "started", "b", "c")
+    assert next(blocks) == ["a", "b", "c"]
+    time.sleep(source.BLOCK_EVERY_S)
+    began = time.monotonic()
+    events.put("d")
+    assert next(blocks) == ["d"]
+    # An hour would pass if it waited for more. The bound is only against a stuck test.
+    assert time.monotonic() - began < 60
+    events.put(None)
+    assert list(blocks) == []
+
+
+def test_groups_that_come_soon_after_a_block_share_the_next_one(monkeypatch):
+    monkeypatch.setattr(source, "BLOCK_EVERY_S", 0.5)
+    events, blocks = blocks_of("a")
+    assert next(blocks) == ["a"]
+
+    def later():
+        for group in "bcd":
+            time.sleep(0.01)
+            events.put(group)
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    assert next(blocks) == ["b", "c", "d"]
+    thread.join()
+
+
+def test_the_end_takes_no_group_with_it():
+    _, blocks = blocks_of("started", "a", "b", None)
+    assert [group for block in blocks for group in block] == ["a", "b"]
+
+
+def test_a_block_has_a_limit():
+    _, blocks = blocks_of(*map(str, range(source.MOST_IN_BLOCK + 3)), None)
+    assert [len(block) for block in blocks] == [source.MOST_IN_BLOCK, 3]
+
+
+def test_an_exception_ends_the_stream():
+    _, blocks = blocks_of("started", RuntimeError("broken"))
+    with pytest.raises(RuntimeError, match="broken"):
+        next(blocks)
+
+
+def test_slow_rewards_hold_few_groups_and_fast_ones_many(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(source.time, "monotonic", lambda: now[0])
+    places = Places(2)
+    assert places.wait(0) == 2
+    places.take(2)
+    assert places.wait(0) == 0
+    for _ in range(200):  # 200 groups a second
+        now[0] += 0.005
+        places.release()
+        places.take(1)
+    held = 2
+    ahead = int(source.AHEAD_S * 200)
+    assert ahead - held - 1 <= places.wait(0) <= ahead - held
+    now[0] += 2.0  # the next reward takes long
+    assert places.wait(0) == 0
+    places.release()
+    assert places.wait(0) == 1, "two places again"
+
+
+def test_a_place_that_becomes_free_wakes_the_waiter():
+    places = Places(1)
+    places.take(1)
+    found = []
+    waiter = threading.Thread(target=lambda: found.append(places.wait(60.0)))
+    waiter.start()
+    places.release()
+    waiter.join(60.0)
+    assert found == [1]
