@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,7 +170,7 @@ def save_tiny(directory: Path, tied: bool, **changes: Any) -> Path:
 def publish(ray_cluster: Any) -> Callable[..., Manifest]:
     """`publish(parameters, version=1, bucket_bytes=…, run_id=…, attempt=…)`: puts named tensors in
     the object store, as a learner does."""
-    from asyncrl.weights.layout import plan_buckets
+    from asyncrl.weights.layout import bucket_checksum, plan_buckets
 
     def put(
         parameters: Mapping[str, Any],
@@ -199,7 +198,7 @@ def publish(ray_cluster: Any) -> Callable[..., Manifest]:
             entries,
             refs,
             sizes,
-            tuple(zlib.crc32(bucket) for bucket in buckets),
+            tuple(bucket_checksum(bucket) for bucket in buckets),
         )
 
     return put

@@ -255,7 +255,7 @@ class Manifest:
     sizes: tuple[int, ...]
     """Size of each bucket, in bytes."""
     checksums: tuple[int, ...]
-    """zlib.crc32 of each bucket."""
+    """`asyncrl.weights.layout.bucket_checksum` of each bucket."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     """Tensors of the checkpoint that are not published, because neither the learner nor the

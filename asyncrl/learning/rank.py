@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -48,6 +47,7 @@ from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.ray_objects import groups_at
 from asyncrl.runtime.shared import Written, answer_probe, sync_directory
 from asyncrl.weights.gather import gather_buckets, weight_layout
+from asyncrl.weights.layout import bucket_checksum
 
 __all__ = ["LearnerRank", "start_rank"]
 
@@ -203,7 +203,7 @@ class LearnerRank:
         checksums: list[int] = []
 
         def put(number: int, content: np.ndarray) -> None:
-            checksums.append(zlib.crc32(content.data))
+            checksums.append(bucket_checksum(content.data))
             buckets.append(ray.put(content))
 
         for old in sorted(self.versions)[: -(VERSIONS_KEPT - 1)]:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import xxhash
+
 from asyncrl.contracts.messages import TensorEntry
 
-__all__ = ["ALIGNMENT", "ITEM_BYTES", "plan_buckets"]
+__all__ = ["ALIGNMENT", "ITEM_BYTES", "bucket_checksum", "plan_buckets"]
 
 ITEM_BYTES = {
     "float64": 8,
@@ -27,6 +29,12 @@ ITEM_BYTES = {
 ALIGNMENT = 64
 """Every parameter starts at a multiple of this many bytes in its bucket, so it can be viewed in
 place as any dtype."""
+
+
+def bucket_checksum(content: memoryview) -> int:
+    """The XXH3 hash of a bucket's bytes, 64 bits. It takes two thirds of the time of a copy of the
+    bytes. zlib.crc32 takes almost three times that of a copy."""
+    return xxhash.xxh3_64_intdigest(content)
 
 
 def plan_buckets(

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import time
-import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import psutil
 import ray
 
 from asyncrl.contracts.messages import Manifest
-from asyncrl.weights.layout import ALIGNMENT
+from asyncrl.weights.layout import ALIGNMENT, bucket_checksum
 from asyncrl.weights.manifest import Expected, check_manifest
 
 __all__ = ["Staged", "StagingError", "fetch_bucket", "fetch_version", "sweep"]
@@ -208,10 +207,10 @@ def fetch_bucket(manifest: Manifest, index: int, timeout_s: float) -> memoryview
             f"{title} has {data.nbytes} bytes instead of {manifest.sizes[index]}; publish the"
             " version again"
         )
-    checksum = zlib.crc32(data)
+    checksum = bucket_checksum(data)
     if checksum != manifest.checksums[index]:
         raise StagingError(
-            f"{title} has checksum {checksum:#010x} instead of {manifest.checksums[index]:#010x};"
-            " publish the version again"
+            f"{title} has checksum {checksum:#018x} instead of"
+            f" {manifest.checksums[index]:#018x}; publish the version again"
         )
     return data

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from asyncrl.frozen.kept import (
 from asyncrl.frozen.reference import RayReference, Reference, start_reference
 from asyncrl.preflight.specs import reference_spec
 from asyncrl.runtime.files import replace_text
-from asyncrl.weights.layout import plan_buckets
+from asyncrl.weights.layout import bucket_checksum, plan_buckets
 from asyncrl.weights.manifest import ManifestError, expected_tensors
 from asyncrl.weights.staging import StagingError
 
@@ -100,7 +99,7 @@ def put(monkeypatch: pytest.MonkeyPatch) -> Publish:
         for entry in entries:
             content = tensors[entry.name].numpy().reshape(-1).view(np.uint8)
             buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes] = content
-        checksums = tuple(zlib.crc32(bucket.data) for bucket in buckets)
+        checksums = tuple(bucket_checksum(bucket.data) for bucket in buckets)
         held: Any = tuple(buckets)
         return Manifest("run", 0, version, entries, held, sizes, checksums)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from asyncrl.contracts.messages import GenerateRequest, Manifest
 from asyncrl.generation.app import start_generators, stop_generators
 from asyncrl.generation.settings import GeneratorApp, registry_name
 from asyncrl.weights.fingerprint import difference_text, fingerprint, row_products
-from asyncrl.weights.layout import plan_buckets
+from asyncrl.weights.layout import bucket_checksum, plan_buckets
 from asyncrl.weights.version_registry import open_registry
 
 NAME = "across-nodes"
@@ -41,7 +40,7 @@ def publish(parameters: dict[str, torch.Tensor], version: int) -> Manifest:
         data = parameters[entry.name].detach().contiguous().numpy().reshape(-1).view(np.uint8)
         buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes] = data
     refs = tuple(ray.put(bucket) for bucket in buckets)
-    checksums = tuple(zlib.crc32(bucket) for bucket in buckets)
+    checksums = tuple(bucket_checksum(bucket) for bucket in buckets)
     return Manifest("run", 1, version, entries, refs, sizes, checksums)
 
 
