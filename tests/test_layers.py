@@ -285,7 +285,10 @@ SURFACE = {
         "FakeScores FakeServed FakeSink FakeWeightSync FakeWords SeededGenerator VirtualTimeLoop"
     ),
     "text": "decode load_stops load_tokenizer text_before",
-    "weights": "BACKEND CannotPublishError TOKENIZER_MODE version_table",
+    "weights": (
+        "BACKEND CannotPublishError TOKENIZER_MODE bucket_checksum expected_tensors fetch_version "
+        "version_table"
+    ),
 }
 """What each folder exports."""
 

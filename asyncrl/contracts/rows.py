@@ -155,7 +155,12 @@ STATUSES = ("ok", "unscored", "bad_logprob", "over_long", "no_token", NO_TEACHER
 """Only `ok` trajectories are trained. The others are masked: they stay in the row, without loss and
 outside the group's statistics."""
 
+SUMMARY_COLUMN = "scored_summary"
+"""Column in which a group's `Scored` travels from the scoring task to the driver. It is not written
+to files."""
+
 ADDED_COLUMNS = {
+    SUMMARY_COLUMN,
     *COLUMNS,
     *SCORED_COLUMNS,
     *TEACHER_COLUMNS,

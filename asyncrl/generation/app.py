@@ -22,9 +22,9 @@ from asyncrl.contracts.messages import Generated, GenerateRequest, ReplicaStatus
 from asyncrl.generation.arguments import engine_environment
 from asyncrl.generation.followers import bundle
 from asyncrl.generation.replica import Generator
-from asyncrl.generation.request_batches import RequestBatches
 from asyncrl.generation.router import VersionRouter
 from asyncrl.generation.settings import GeneratorApp
+from asyncrl.generation.shared_calls import SharedCalls
 from asyncrl.runtime.ray_objects import DEATHS
 from asyncrl.runtime.serve_calls import Handle, ask_all
 
@@ -47,7 +47,8 @@ Answer = TypeVar("Answer")
 DEPLOYMENT = "Generator"
 
 MAX_ONGOING_REQUESTS = 100_000
-"""Requests that one replica accepts. vLLM queues them, and admission bounds their number."""
+"""Calls that one replica accepts, each with up to MOST_IN_CALL requests. vLLM queues these, and
+admission bounds their number."""
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
 """Seconds between two tries of a request that no replica could answer: the first pause, doubled
@@ -210,7 +211,7 @@ class ServeGenerate:
                 still retried.
         """
         self._handle, self._lost = handle, lost
-        self._batches = RequestBatches(handle)
+        self._calls = SharedCalls(handle)
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Return the request's completions.
@@ -222,7 +223,7 @@ class ServeGenerate:
 
         async def once(left: float) -> Generated:
             try:
-                return await self._batches.generate(replace(request, deadline_s=left))
+                return await self._calls.generate(replace(request, deadline_s=left))
             except DIED as error:
                 self._lost(request, error)
                 raise

@@ -168,8 +168,8 @@ class Generator:
     async def generate_many(
         self, requests: Mapping[str, GenerateRequest]
     ) -> AsyncIterator[Answers[str, Generated]]:
-        """Answer requests, by key. Yields what is done, as soon as it is: completions, or what
-        `generate` raised."""
+        """Answer requests by key. Yields each answer as soon as it is done: the completions, or an
+        exception. An error that `generate` does not list becomes a RuntimeError."""
         calls: Calls[str, Generated] = Calls()
         self._calls.add(calls)
         try:
@@ -181,9 +181,9 @@ class Generator:
             self._calls.discard(calls)
             await calls.close()
 
-    async def give_up(self, keys: Sequence[str]) -> None:
-        """Drop these requests of `generate_many`, whose callers have gone. Keys of another
-        replica's requests are ignored."""
+    async def drop_requests(self, keys: Sequence[str]) -> None:
+        """Drop these requests of `generate_many`, whose callers have gone. Ignores the keys of
+        another replica's requests."""
         for calls in self._calls:
             calls.cancel(keys)
 

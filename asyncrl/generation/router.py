@@ -20,9 +20,9 @@ Weights: TypeAlias = tuple[str, int, int]
 
 
 class VersionRouter(RequestRouter):
-    """Sends a request that names a replica to that replica. Every other request goes to the less
-    loaded of two random replicas. Replicas that are held, or known to be behind the request's
-    version, are left out.
+    """Sends a call whose requests name a replica to that replica. Every other call goes to the one
+    of two random replicas that has fewer calls. Replicas that are held, or known to be behind the
+    version that is needed, are left out.
 
     Serve's own router with a filter is not enough. It assigns a replica to the oldest waiting
     request, which may not be the request that names it.

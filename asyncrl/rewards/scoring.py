@@ -1,8 +1,8 @@
 """Scoring: one long-lived Ray Data execution, from the rollout workers' outboxes to scored groups
 in complete Parquet files.
 
-    outboxes ──take──► source: rewards, in reward processes ──► map_batches: status, advantage
-        ▲                                                                    │
+    outboxes ──take──► source: rewards, in reward processes ──► map_batches: status, advantage,
+        ▲                                                                    │        summary
         └──── ack ──── next() ◄── threads here: Parquet, object store ◄──────┘
 """
 
@@ -32,7 +32,7 @@ from asyncrl.contracts.group_table import table_to_ipc
 from asyncrl.contracts.messages import Scored
 from asyncrl.contracts.outcomes import FILTERED, NO_BASELINE, UNFORESEEN
 from asyncrl.contracts.protocols import Rollouts
-from asyncrl.contracts.rows import TEACHER_FAILURE_COLUMN
+from asyncrl.contracts.rows import SUMMARY_COLUMN, TEACHER_FAILURE_COLUMN
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact, write_groups
 from asyncrl.rewards.score import score_table
@@ -50,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 STREAM_BYTES = 256 << 20
 """Bytes of unread scored groups in the object store at which the stream pauses."""
-SUMMARY_COLUMN = "scored_summary"
-"""Column in which a group's `Scored` travels to the driver. It is not written to files."""
 MOST_IN_FLUSH = 256
 FLUSH_LINGER_S = 0.1
 """Seconds from the first row of a flush to the flush. A flush costs a file, an object and an
@@ -277,7 +275,7 @@ class _EndedError(Exception):
 
 def scored_block(table: pa.Table, spec: ScoringSpec) -> pa.Table:
     """The map stage of scoring: score the groups of a table, and add a column with each one's
-    pickled `Scored`. So the driver does no work that grows with the tokens."""
+    pickled `Scored`. So the driver computes no sums over tokens."""
     table = score_table(table, spec)
     pickled = [pickle.dumps(scored) for scored in _summaries(table)]
     return table.append_column(SUMMARY_COLUMN, pa.array(pickled, pa.binary()))

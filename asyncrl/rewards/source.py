@@ -1,5 +1,5 @@
-"""The source of the scoring execution: takes finished groups from the rollout workers, and yields
-each when its rewards are done."""
+"""The source of the scoring execution. It takes finished groups from the rollout workers, and
+yields those whose rewards are done, many in one table."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ AHEAD_S = 0.5
 MOST_IN_BLOCK = 256
 """Groups that a block may have, so that a block stays small."""
 BLOCK_EVERY_S = 0.02
-"""Seconds between two blocks under load. A group that comes later than that after a block makes the
-next one at once."""
+"""Least seconds between two blocks that are not full. Later, a group makes a block as soon as no
+event waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,9 @@ _Events: TypeAlias = "queue.Queue[_Event]"
 
 
 class Places:
-    """How many groups a task may hold before their rewards are done: those that its rewards finish
-    in AHEAD_S, at the pace of the last second, and at least `least`. So slow rewards leave groups
-    to other tasks, and fast ones do not wait for a take."""
+    """How many groups a task takes ahead of its rewards: those that its rewards finish in AHEAD_S,
+    at the pace of the last second, and at least `least`. So slow rewards leave groups to other
+    tasks, and fast ones do not wait for a take."""
 
     def __init__(self, least: int) -> None:
         self._least = least
@@ -139,8 +139,8 @@ def rewarded_groups(
     """Yield tables of the groups whose rewards are done, one row each with raw rewards, until every
     worker has closed its outbox. Runs in each read task of the execution.
 
-    A table has all groups that are ready, at least one. A slow group does not delay others. Under
-    policy `fail`, a group that failed carries its failure, and the consumer ends the run.
+    A table has the groups that are ready, 1 to MOST_IN_BLOCK. A slow group does not delay others.
+    Under policy `fail`, a group that failed carries its failure, and the consumer ends the run.
 
     Args:
         reader: Name of the execution. The workers give each group to one task of this reader. A new
@@ -152,15 +152,15 @@ def rewarded_groups(
     share_settings(config.sandbox)
     with RewardPool(config, least) as pool:
         places = Places(TAKEN_AHEAD * config.processes * config.concurrency)
-        station = _Station(config, pool, places, reference, distillation)
+        stages = _Stages(config, pool, places, reference, distillation)
         with _taking(workers, reader, places) as events:
-            for ready in _blocks(events, station):
+            for ready in _blocks(events, stages):
                 # A slice would carry its whole table.
                 yield pa.concat_tables(ready, promote_options="permissive").combine_chunks()
 
 
 @dataclass(frozen=True, slots=True)
-class _Station:
+class _Stages:
     """What happens to a group after each event."""
 
     config: RewardConfig
@@ -204,7 +204,7 @@ class _Station:
         logprobs.add_done_callback(partial(_referred, events, group, time.monotonic()))
 
 
-def _blocks(events: _Events, station: _Station) -> Iterator[list[pa.Table]]:
+def _blocks(events: _Events, stages: _Stages) -> Iterator[list[pa.Table]]:
     """Handle events, and yield the groups that are ready, until the events end."""
     ready: list[pa.Table] = []
     due = time.monotonic()
@@ -213,7 +213,7 @@ def _blocks(events: _Events, station: _Station) -> Iterator[list[pa.Table]]:
         try:
             event = events.get(timeout=max(0.0, due - time.monotonic()) if ready else None)
             ended = event is None
-            if event is not None and (group := station.handle(event, events)) is not None:
+            if event is not None and (group := stages.handle(event, events)) is not None:
                 ready.append(group)
         except queue.Empty:
             pass

@@ -1,7 +1,5 @@
-"""What control needs to know of scored groups: a `Scored` for each row of a table. Pure.
-
-Work that grows with the tokens is NumPy's, over all rows at once.
-"""
+"""What control needs to know of scored groups: a `Scored` for each row of a table, and an example
+to show. NumPy does the work that grows with the tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +25,6 @@ __all__ = ["examples", "summaries"]
 EXAMPLE_LENGTH = 1000
 SUMMARIZED = (
     "ordinal",
-    "prompt_text",
     "completion_text",
     "finish_reason",
     "status",
@@ -36,6 +33,13 @@ SUMMARIZED = (
     "failure",
 )
 """Columns of `_Row` that every scored group has."""
+OPTIONAL = (
+    SOURCE_COLUMN,
+    REFERENCE_VERSION_COLUMN,
+    "baseline_finish_reason",
+    "baseline_reward",
+)
+"""Columns of `_Row` that some runs have."""
 
 Array: TypeAlias = "NDArray[Any]"
 
@@ -44,7 +48,6 @@ class _Row(TypedDict, total=False):
     """A group's row without its tokens. Lists have one item per trajectory."""
 
     ordinal: int
-    prompt_text: str
     completion_text: list[str]
     finish_reason: list[str]
     status: list[str]
@@ -85,9 +88,7 @@ def summaries(table: pa.Table) -> list[Scored]:
     `example`."""
     if not table.num_rows:
         return []
-    optional = [SOURCE_COLUMN, REFERENCE_VERSION_COLUMN, "baseline_finish_reason"]
-    optional.append("baseline_reward")
-    columns = [*SUMMARIZED, *(name for name in optional if name in table.column_names)]
+    columns = [*SUMMARIZED, *(name for name in OPTIONAL if name in table.column_names)]
     rows: list[_Row] = table.select(columns).to_pylist()
     ids, logprobs = _Nested.of(table["completion_ids"]), _Nested.of(table["logprobs"])
     loops = looping(ids.values.to_numpy(zero_copy_only=False), ids.lists)

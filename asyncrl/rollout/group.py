@@ -14,6 +14,7 @@ from asyncrl.contracts.messages import Finished
 from asyncrl.contracts.rows import Prompt
 from asyncrl.rollout.worker import RolloutWorker, WorkerSpec
 from asyncrl.runtime.failures import unforeseen
+from asyncrl.runtime.many_calls import settle
 from asyncrl.runtime.ray_defaults import TASK_CPUS
 from asyncrl.runtime.ray_objects import DEATHS, Actor
 
@@ -22,8 +23,7 @@ __all__ = ["RayRollouts", "start_rollouts"]
 logger = logging.getLogger("asyncrl")
 
 CALLS_AT_ONCE = 10_000
-"""An async actor's limit of concurrent calls. The coordinator's slots are the effective limit of
-groups in flight."""
+"""Calls that a worker may have at once. No call lasts as long as a group, except `ended`."""
 RESTART_PAUSE_S = 0.2
 LAST_GUARD_S = 30.0
 """Seconds after the deadline until the driver stops waiting for a worker that does not answer. The
@@ -148,8 +148,8 @@ class RayRollouts:
                         raise
                     except (_WorkerLostError, *DEATHS):
                         await asyncio.sleep(RESTART_PAUSE_S)
-        except RolloutFailedError as error:
-            raise RolloutFailedError(str(error)) from None
+        except RolloutFailedError:
+            raise
         except TimeoutError:
             raise RolloutFailedError(
                 f"group {ordinal}: no rollout worker was up within rollout.deadline_s ="
@@ -232,12 +232,12 @@ class RayRollouts:
                 continue
             for ordinal, answer in ended:
                 if (waiting := state.waiting.get(ordinal)) is not None:
-                    _settle(waiting, answer)
+                    settle(waiting, answer)
 
     def _lose(self, index: int) -> None:
         """Begin again the groups of a dead worker."""
         for waiting in self._states[index].waiting.values():
-            _settle(waiting, _WorkerLostError())
+            settle(waiting, _WorkerLostError())
         lost = [held for held in self._held.values() if held.worker == index and held.finished]
         for held in lost:
             held.finished = False
@@ -264,18 +264,9 @@ class _WorkerLostError(Exception):
 
 
 async def _unless_lost(call: Awaitable[None], answers: Sequence[asyncio.Future[Finished]]) -> None:
-    """Wait for a call that begins groups. If the worker never got it, nobody else says so."""
+    """Wait for a call that begins groups. Only its error tells that the worker never got them."""
     try:
         await call
     except Exception as error:
         for answer in answers:
-            _settle(answer, error)
-
-
-def _settle(answer: asyncio.Future[Finished], result: Finished | Exception) -> None:
-    if answer.done():
-        return
-    if isinstance(result, Exception):
-        answer.set_exception(result)
-    else:
-        answer.set_result(result)
+            settle(answer, error)

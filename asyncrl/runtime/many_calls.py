@@ -7,14 +7,24 @@ import asyncio
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
-__all__ = ["Answers", "Calls"]
+__all__ = ["Answers", "Calls", "settle"]
 
 Key = TypeVar("Key")
 Answer = TypeVar("Answer")
 Answers: TypeAlias = "list[tuple[Key, Answer | Exception]]"
 """The key of a call that has ended, and its result or its exception."""
+
+
+def settle(future: asyncio.Future[Answer], answer: Answer | BaseException) -> None:
+    """Give a future its result or its exception, unless it is done."""
+    if future.done():
+        return
+    if isinstance(answer, BaseException):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
 
 
 class Calls(Generic[Key, Answer]):
@@ -53,8 +63,10 @@ class Calls(Generic[Key, Answer]):
         self.cancel(list(self._tasks))
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def ended(self, life: str = "", received: int = 0) -> tuple[str, int, Any]:
-        """Wait for answers.
+    async def ended(
+        self, life: str = "", received: int = 0
+    ) -> tuple[str, int, Answers[Key, Answer]]:
+        """Wait for answers. Does not raise: an exception of a call is its answer.
 
         A reader passes what the last call returned. Answers are kept until then, so none is lost
         with a message.
@@ -63,7 +75,7 @@ class Calls(Generic[Key, Answer]):
             `life`, the number of answers so far, and all answers that the reader has not received.
         """
         if life == self.life:
-            del self._ended[: received - self._handed_over]
+            del self._ended[: max(0, received - self._handed_over)]
             self._handed_over = max(self._handed_over, received)
         while not self._ended:
             self._changed.clear()
@@ -71,7 +83,7 @@ class Calls(Generic[Key, Answer]):
         return self.life, self._handed_over + len(self._ended), list(self._ended)
 
     async def until_all_ended(self) -> AsyncIterator[Answers[Key, Answer]]:
-        """Yield answers as they come, until no call is under way."""
+        """Yield answers as they come, until no call is under way. Does not raise."""
         while self._tasks or self._ended:
             if self._ended:
                 answers, self._ended = self._ended, []

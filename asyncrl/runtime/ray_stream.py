@@ -84,7 +84,8 @@ class Deaths:
 
 
 class EndlessExecution(ExecutionCallback):
-    """Changes how Ray Data runs a stream. Both need its internals, which this module alone uses."""
+    """Changes how Ray Data runs a stream. Both methods use Ray Data's internals, as no other module
+    does."""
 
     def before_execution_starts(self, executor: StreamingExecutor) -> None:
         """Keep every table of the source as one block.

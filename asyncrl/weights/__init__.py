@@ -9,11 +9,17 @@ from asyncrl.runtime.exports import lazy_exports
 if TYPE_CHECKING:
     from asyncrl.weights.engine import BACKEND as BACKEND
     from asyncrl.weights.engine import TOKENIZER_MODE as TOKENIZER_MODE
+    from asyncrl.weights.layout import bucket_checksum as bucket_checksum
+    from asyncrl.weights.manifest import expected_tensors as expected_tensors
     from asyncrl.weights.published import CannotPublishError as CannotPublishError
     from asyncrl.weights.published import version_table as version_table
+    from asyncrl.weights.staging import fetch_version as fetch_version
 
 __getattr__ = lazy_exports(
     __name__,
+    bucket_checksum="layout",
+    expected_tensors="manifest",
+    fetch_version="staging",
     BACKEND="engine",
     CannotPublishError="published",
     TOKENIZER_MODE="engine",

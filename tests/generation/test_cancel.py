@@ -40,9 +40,9 @@ def test_a_cancelled_request_is_aborted_in_the_engine(generators):
 
 
 @pytest.mark.timeout(300)
-def test_one_of_the_requests_in_a_call_can_be_cancelled(generators):
-    """Requests of one moment share a Serve call. One that is given up leaves the engine, and the
-    others are answered."""
+def test_one_of_the_requests_in_a_call_can_be_cancelled(generators, monkeypatch):
+    """A request that shares a Serve call and is given up leaves the engine. The other is
+    answered."""
 
     def request(length):
         return GenerateRequest((5, 6, 14), 4, length, 1.0, seed=1, ignore_eos=True)
@@ -53,7 +53,11 @@ def test_one_of_the_requests_in_a_call_can_be_cancelled(generators):
 
     async def scenario():
         tokens, aborted = await counts()
-        generate = ServeGenerate(generators.handle)
+        generate, calls = ServeGenerate(generators.handle), []
+        ask = generate._calls._ask
+        monkeypatch.setattr(
+            generate._calls, "_ask", lambda requests: calls.append(len(requests)) or ask(requests)
+        )
         given_up, kept = (
             asyncio.create_task(generate.generate(request(length))) for length in (240, 60)
         )
@@ -64,6 +68,7 @@ def test_one_of_the_requests_in_a_call_can_be_cancelled(generators):
             answer = await kept
             while (await counts())[1] < aborted + 4:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+        assert calls == [2], "both share a call"
         return given_up.cancelled(), answer
 
     cancelled, answer = asyncio.run(scenario())

@@ -4,7 +4,7 @@ answer. The replicas are fakes."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +27,12 @@ class Response:
     def cancel(self) -> None:
         self.cancelled = True
 
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self.result().__await__()
+    def to(self, requests: dict[str, GenerateRequest]) -> Response:
+        [self.key] = requests
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        yield [(self.key, await self.result())]
 
     async def result(self) -> Any:
         if isinstance(self.answer, BaseException):
@@ -40,9 +44,11 @@ class Response:
 
 def generate_with(*responses: Response) -> ServeGenerate:
     remaining = iter(responses)
-    return ServeGenerate(
-        SimpleNamespace(generate=SimpleNamespace(remote=lambda request: next(remaining)))
+    handle = SimpleNamespace(
+        generate_many=SimpleNamespace(remote=lambda requests: next(remaining).to(requests))
     )
+    handle.options = lambda stream: handle
+    return ServeGenerate(handle)
 
 
 def test_a_request_that_a_replica_cancels_goes_to_another() -> None:
@@ -73,8 +79,8 @@ def test_a_cancelled_request_is_cancelled_in_the_engine_too() -> None:
         task = asyncio.create_task(
             generate_with(response).generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20))
         )
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

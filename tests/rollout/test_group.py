@@ -140,7 +140,7 @@ def test_the_groups_of_a_dead_worker_are_made_again_under_their_ordinals(ray_clu
 
 def again_tasks(rollouts):
     """The tasks that make lost groups again."""
-    return [task for task in rollouts._tasks if "_make_again" in repr(task)]
+    return [task for task in rollouts._tasks if task.get_coro().__name__ == "_make_again"]
 
 
 def test_only_a_group_that_is_still_needed_counts_as_lost(ray_cluster, tmp_path):
@@ -250,11 +250,11 @@ def test_a_worker_is_watched_after_an_error_that_is_not_a_death(monkeypatch):
         rollouts = RayRollouts([worker], 60.0)
         make_again = rollouts._make_again
 
-        async def recorded(held):
+        async def _make_again(held):
             again.append(held.prompt.ordinal)
             await make_again(held)
 
-        rollouts._make_again = recorded
+        rollouts._make_again = _make_again
         await rollouts.rollout(prompt(0), 0)
         for deaths in (1, 2):
             worker.die()
@@ -267,7 +267,7 @@ def test_a_worker_is_watched_after_an_error_that_is_not_a_death(monkeypatch):
 
 
 def test_prompts_of_one_moment_share_a_call(monkeypatch):
-    """The gate of the cost of a group: 64 prompts make one call."""
+    """Holds the cost of a group down: 64 prompts make one call."""
     monkeypatch.setattr(ray, "kill", lambda actor: None)
 
     async def scenario():

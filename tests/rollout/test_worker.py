@@ -230,7 +230,7 @@ def test_a_group_whose_baseline_did_not_come_fails():
 
 
 def test_a_short_group_travels_in_few_bytes():
-    """The gate of the cost of a group: 8 completions of 6 tokens took 1,080 bytes."""
+    """Holds the cost of a group down: 8 completions of 6 tokens took 1,027 bytes."""
 
     async def scenario():
         worker = make_worker(

@@ -58,8 +58,11 @@ def test_an_answer_is_kept_until_the_reader_says_that_it_has_it():
         assert (received, answers) == (2, [(2, "two")])
         # Another process has counted to 2. This one keeps what it has.
         assert (await calls.ended("another life", 2))[2] == [(2, "two")]
+        calls.start(3, partial(value, "three"))
+        await asyncio.sleep(0)
+        assert (await calls.ended(life, 2))[2] == [(3, "three")]
         # A question that was sent earlier and arrives late takes nothing away.
-        assert (await calls.ended(life, 1))[2] == [(2, "two")]
+        assert (await calls.ended(life, 1))[2] == [(3, "three")]
 
     run(scenario)
 

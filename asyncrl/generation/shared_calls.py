@@ -1,4 +1,4 @@
-"""The caller's side of `Generator.generate_many`: requests that come at the same moment share a
+"""The caller's side of `Generator.generate_many`. Requests that come at the same moment share a
 Serve call, and each is answered as soon as it is done."""
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from ray.serve.exceptions import RayServeException
 
 from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import Generated, GenerateRequest
+from asyncrl.runtime.many_calls import settle
 from asyncrl.runtime.serve_calls import Handle, ask_all
 
-__all__ = ["RequestBatches"]
+__all__ = ["SharedCalls"]
 
 MOST_IN_CALL = 8
 """Requests of one Serve call, all of which go to one replica. Serve balances calls."""
@@ -35,7 +36,7 @@ class _Pending:
     answer: asyncio.Future[Generated]
 
 
-class RequestBatches:
+class SharedCalls:
     """Sends requests to the replicas of a Serve application. Use it on one event loop."""
 
     def __init__(self, handle: Handle) -> None:
@@ -49,8 +50,11 @@ class RequestBatches:
         """The answer of one replica. Canceling the call drops the request there.
 
         Raises:
-            StaleReplicaError: the replica has ended.
-            Exception: what the replica, Serve or Ray raised.
+            StaleReplicaError: the replica has ended, or cannot answer now.
+            GenerationTimeoutError: the replica did not answer within `request.deadline_s`.
+            InvalidRequestError: the engine rejected the request.
+            RuntimeError: the replica raised another error.
+            Exception: what Serve or Ray raised.
         """
         loop = asyncio.get_running_loop()
         pending = _Pending(f"{self._name}-{next(self._numbers)}", request, loop.create_future())
@@ -72,9 +76,9 @@ class RequestBatches:
             for first in range(0, len(some), MOST_IN_CALL):
                 self._keep(asyncio.create_task(self._ask(some[first : first + MOST_IN_CALL])))
 
-    async def _ask(self, batch: Sequence[_Pending]) -> None:
+    async def _ask(self, requests: Sequence[_Pending]) -> None:
         """Call a replica, and give each request its answer."""
-        left = {pending.key: pending for pending in batch}
+        left = {pending.key: pending for pending in requests}
         response: Any = None
 
         def drop(answer: asyncio.Future[Generated]) -> None:
@@ -86,46 +90,37 @@ class RequestBatches:
             else:
                 self._give_up([key for key, other in left.items() if other.answer is answer])
 
-        for pending in batch:
+        for pending in requests:
             pending.answer.add_done_callback(drop)
         error: BaseException = StaleReplicaError("a replica ended before its answer")
         try:
             response = self._streaming.generate_many.remote(
-                {pending.key: pending.request for pending in batch}
+                {pending.key: pending.request for pending in requests}
             )
             async for answers in response:
                 for key, answer in answers:
-                    _settle(left.pop(key), answer)
+                    settle(left.pop(key).answer, answer)
         except asyncio.CancelledError:
             # The replica is ending, and cancels its requests; or nobody waits for them any more.
             error = StaleReplicaError("a replica canceled the request")
         except Exception as raised:
             error = raised
         for pending in left.values():
-            _settle(pending, error)
+            settle(pending.answer, error)
 
     def _give_up(self, keys: Sequence[str]) -> None:
         if not self._given_up:
-            self._keep(asyncio.create_task(self._tell_given_up()))
+            self._keep(asyncio.create_task(self._drop_given_up()))
         self._given_up += keys
 
-    async def _tell_given_up(self) -> None:
+    async def _drop_given_up(self) -> None:
         """Drop requests at whichever replica has them. One that cannot be told continues them until
         their deadlines."""
         await asyncio.sleep(0)
         keys, self._given_up = self._given_up, []
         with contextlib.suppress(RayError, RayServeException, TimeoutError):
-            await ask_all(self._handle, "give_up", keys, timeout_s=GIVE_UP_S)
+            await ask_all(self._handle, "drop_requests", keys, timeout_s=GIVE_UP_S)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _settle(pending: _Pending, answer: Generated | BaseException) -> None:
-    if pending.answer.done():
-        return
-    if isinstance(answer, BaseException):
-        pending.answer.set_exception(answer)
-    else:
-        pending.answer.set_result(answer)

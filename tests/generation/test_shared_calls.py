@@ -8,7 +8,7 @@ from ray.exceptions import ActorDiedError
 
 from asyncrl.contracts.errors import GenerationTimeoutError, StaleReplicaError
 from asyncrl.contracts.messages import GenerateRequest, WeightsId
-from asyncrl.generation.request_batches import MOST_IN_CALL, RequestBatches
+from asyncrl.generation.shared_calls import MOST_IN_CALL, SharedCalls
 
 REQUEST = GenerateRequest((4, 5), 2, 8, 1.0, min_weights=WeightsId("run", 1, 3))
 
@@ -62,10 +62,10 @@ def handle(monkeypatch):
     made = Handle()
 
     async def ask_all(handle, method, keys, timeout_s):
-        assert (handle, method) == (made, "give_up")
+        assert (handle, method) == (made, "drop_requests")
         made.given_up.append(keys)
 
-    monkeypatch.setattr("asyncrl.generation.request_batches.ask_all", ask_all)
+    monkeypatch.setattr("asyncrl.generation.shared_calls.ask_all", ask_all)
     return made
 
 
@@ -78,16 +78,16 @@ async def some_turns():
         await asyncio.sleep(0)
 
 
-def start(batches, count, request=REQUEST):
-    return [asyncio.create_task(batches.generate(replace(request, seed=n))) for n in range(count)]
+def start(shared, count, request=REQUEST):
+    return [asyncio.create_task(shared.generate(replace(request, seed=n))) for n in range(count)]
 
 
 def test_requests_of_one_moment_share_calls(handle):
-    """The gate of the cost of a group: 64 requests make 8 calls."""
+    """Holds the cost of a group down: 64 requests make 8 calls."""
 
     async def scenario():
-        batches = RequestBatches(handle)
-        tasks = start(batches, 64)
+        shared = SharedCalls(handle)
+        tasks = start(shared, 64)
         await some_turns()
         assert [len(call.requests) for call in handle.calls] == [MOST_IN_CALL] * 8
         for call in handle.calls:
@@ -100,7 +100,7 @@ def test_requests_of_one_moment_share_calls(handle):
 
 def test_each_request_is_answered_as_soon_as_it_is_done(handle):
     async def scenario():
-        short, long = start(RequestBatches(handle), 2)
+        short, long = start(SharedCalls(handle), 2)
         await some_turns()
         [call] = handle.calls
         first, second = call.requests
@@ -117,10 +117,10 @@ def test_a_call_has_requests_with_the_same_demands(handle):
     """The router chooses one replica for all of them."""
 
     async def scenario():
-        batches = RequestBatches(handle)
+        shared = SharedCalls(handle)
         newer = replace(REQUEST, min_weights=WeightsId("run", 1, 4))
         held = replace(REQUEST, replica="held")
-        tasks = [task for one in (REQUEST, newer, held) for task in start(batches, 2, one)]
+        tasks = [task for one in (REQUEST, newer, held) for task in start(shared, 2, one)]
         await some_turns()
         for task in tasks:
             task.cancel()
@@ -143,7 +143,7 @@ def test_a_call_has_requests_with_the_same_demands(handle):
 )
 def test_a_replica_that_ends_fails_what_it_has_not_answered(handle, end, expected):
     async def scenario():
-        answered, lost = start(RequestBatches(handle), 2)
+        answered, lost = start(SharedCalls(handle), 2)
         await some_turns()
         [call] = handle.calls
         call.put((next(iter(call.requests)), "answer"))
@@ -157,7 +157,7 @@ def test_a_replica_that_ends_fails_what_it_has_not_answered(handle, end, expecte
 
 def test_one_request_of_a_call_is_given_up_and_the_others_stay(handle):
     async def scenario():
-        tasks = start(RequestBatches(handle), 3)
+        tasks = start(SharedCalls(handle), 3)
         await some_turns()
         [call] = handle.calls
         keys = list(call.requests)
@@ -174,7 +174,7 @@ def test_one_request_of_a_call_is_given_up_and_the_others_stay(handle):
 
 def test_a_call_that_nobody_waits_for_is_canceled(handle):
     async def scenario():
-        tasks = start(RequestBatches(handle), 2)
+        tasks = start(SharedCalls(handle), 2)
         await some_turns()
         for task in tasks:
             task.cancel()
@@ -187,8 +187,8 @@ def test_a_call_that_nobody_waits_for_is_canceled(handle):
 
 def test_a_request_that_is_canceled_before_it_is_sent_is_not_sent(handle):
     async def scenario():
-        batches = RequestBatches(handle)
-        task = asyncio.create_task(batches.generate(REQUEST))
+        shared = SharedCalls(handle)
+        task = asyncio.create_task(shared.generate(REQUEST))
         await asyncio.sleep(0)
         task.cancel()
         await some_turns()
