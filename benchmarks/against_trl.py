@@ -1,18 +1,22 @@
-"""Measures training on two cores beside TRL's GRPO trainer: the same model, prompts, samples and
-steps, by turns.
+"""Measures asyncrl's training on two cores, in turns with TRL's GRPO trainer. Both have the same
+model, prompts, lengths of completions, and groups of a step.
 
-    python -m benchmarks.against_trl [--cases short,fixed,tail] [--rounds 3] [--trl FOLDER]
+    python -m benchmarks.against_trl [--cases short,fixed,tail] [--turns 3] [--trl FOLDER]
 
 First it makes an environment with TRL in FOLDER (default: .venv-trl), unless it exists, and the
 models. For each case it prints
 
 - the ceiling: the cores, divided by the CPU time that a bare vLLM engine and a bare loop on packed
-  rows need for a trajectory. They get the same prompts, and the loop gets the engine's tokens;
+  rows need for a trajectory. They get the same prompts, and the loop gets the engine's tokens. The
+  loop has a next-token loss, which is cheaper than the policy's;
 - each of TRL's settings, in one trial. The fastest one then takes turns with asyncrl;
-- the medians of the rounds, the ratio to TRL and to the ceiling;
-- asyncrl's CPU time of a group by process, and its sum outside engine and learner.
+- the medians of the turns, the ratio to TRL and to the ceiling;
+- asyncrl's CPU time of a group outside engine and learner, by process. The replica's process
+  contains vLLM's own front end.
 
-Every figure is from steps after a warm-up. Nothing is pinned to a core.
+TRL generates with transformers, with and without continuous batching. Its vLLM backend is not
+measured. Every figure is from steps after a warm-up, with the pipeline full at both ends. All
+processes share the first two cores, and none is pinned to one.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,16 +38,27 @@ import psutil
 import yaml
 
 from asyncrl.config import load_config
-from asyncrl.observe import descendants, process_name
+from asyncrl.observe import cpu_seconds, cpu_seconds_between
 from asyncrl.rundir import open_run
 from jobs.quickstart.task import make_inputs
 
 PACKAGES = ("trl==1.16.0", "torch==2.13.0", "transformers==5.19.0", "accelerate==1.15.0", "psutil")
 CONFIG = Path(__file__).parent / "placements.yaml"
-SAMPLES, THREADS = 8, 2
+SAMPLES, THREADS, MAX_STALENESS = 8, 2, 2
 CONTEXT = 1024
 LEAST_OF_CEILING = 0.75
+MOST_UNEQUAL = 0.1
+"""Of the mean length of completions that end by themselves: few steps have few long ones."""
+ENVIRONMENT = {
+    # glibc would return the pages of every large tensor and fault them in again. It reads these
+    # variables when a process starts.
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "OMP_WAIT_POLICY": "passive",
+}
 MOST_OUTSIDE_MS = {"short": 3.0, "fixed": 5.0}
+MOST_GROUPS = 40
+"""Groups in the bare engine, more than its 256 slots hold."""
 ENGINE, LEARNER = ("VLLM::",), ("ray::RankProcess",)
 
 
@@ -78,7 +93,14 @@ CASES = {
     )
 }
 SKIPPED = {"ours": 4, "trl": 2}
-TRL_SETTINGS = ("transformers:64", "transformers:128", "transformers:512", "continuous:128")
+TRL_SETTINGS = (
+    "transformers:16",
+    "transformers:32",
+    "transformers:64",
+    "transformers:128",
+    "transformers:512",
+    "continuous:128",
+)
 """Backend and trajectories of a micro-batch."""
 
 
@@ -86,7 +108,7 @@ def main(arguments: list[str]) -> int:
     """Measure and print. The exit code is 0 if every bar is met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against_trl")
     parser.add_argument("--cases", default="short,fixed,tail")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--trl", type=Path, default=Path(".venv-trl"))
     parser.add_argument("--settings", default=",".join(TRL_SETTINGS))
     parser.add_argument("--part", nargs=2, metavar=("NAME", "SETTINGS"), help=argparse.SUPPRESS)
@@ -95,6 +117,7 @@ def main(arguments: list[str]) -> int:
         name, settings = options.part
         print(json.dumps(PARTS[name](json.loads(settings))))
         return 0
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     make_environment(options.trl)
     missed = []
     with tempfile.TemporaryDirectory(prefix="asyncrl_bench_") as folder:
@@ -156,34 +179,46 @@ def measure(case: Case, work: Path, rows: str, options: argparse.Namespace) -> l
         f" trajectory in a bare engine, {1e3 * loop['cpu_s']:.2f} in a bare loop",
         flush=True,
     )
-    trials = {name: trl(case, settings, name, options.trl) for name in options.settings.split(",")}
+    names = options.settings.split(",")
+    fitting = [name for name in names if int(name.split(":")[1]) <= case.trajectories]
+    trials = {name: trl(case, settings, name, options.trl) for name in fitting}
     for name, trial in trials.items():
         print(f"  TRL, {name:<18} {trial['trajectories_per_s']:8.1f} trajectories/s (trial)")
     best = max(trials, key=lambda name: trials[name]["trajectories_per_s"])
     theirs, ours = [], []
-    for turn in range(options.rounds):
+    for turn in range(options.turns):
+        if turn % 2:
+            theirs.append(trl(case, settings, best, options.trl))
         ours.append(asyncrl(case, work, f"{case.name}-{turn}", rows))
-        theirs.append(trl(case, settings, best, options.trl))
-    speed = statistics.median(one["trajectories_per_s"] for one in ours)
-    their_speed = statistics.median(one["trajectories_per_s"] for one in theirs)
+        if not turn % 2:
+            theirs.append(trl(case, settings, best, options.trl))
+    if unequal := _unequal_lengths(case, ours, theirs):
+        sys.exit(unequal)
+    speed = median(ours, "trajectories_per_s")
+    their_speed = median(theirs, "trajectories_per_s")
     ratios = sorted(
         mine["trajectories_per_s"] / their["trajectories_per_s"]
         for mine, their in zip(ours, theirs, strict=True)
     )
-    outside = statistics.median(one["outside_ms"] for one in ours)
+    outside = median(ours, "outside_ms")
     print(
         f"  TRL     {their_speed:8.1f} trajectories/s, {best},"
-        f" {statistics.median(one['cpu_s_per_step'] for one in theirs):.2f} s of CPU a step,"
-        f" {theirs[0]['mean_tokens']:.1f} tokens each\n"
+        f" {median(theirs, 'cpu_s_per_step'):.2f} s of CPU a step,"
+        f" {median(theirs, 'mean_tokens'):.1f} tokens each\n"
         f"  asyncrl {speed:8.1f} trajectories/s,"
-        f" {statistics.median(one['cpu_s_per_step'] for one in ours):.2f} s of CPU a step,"
-        f" {ours[0]['mean_tokens']:.1f} tokens each:"
+        f" {median(ours, 'cpu_s_per_step'):.2f} s of CPU a step,"
+        f" {median(ours, 'mean_tokens'):.1f} tokens each:"
         f" {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) of TRL,"
         f" {speed / ceiling:.2f} of the ceiling\n"
         f"  outside engine and learner {outside:.2f} ms of CPU a group:"
     )
-    for name, ms in sorted(ours[-1]["by_process"].items(), key=lambda item: -item[1]):
-        if ms >= 0.05:
+    processes = {name for one in ours for name in one["by_process"]}
+    by_process = {
+        name: statistics.median(one["by_process"].get(name, 0.0) for one in ours)
+        for name in processes
+    }
+    for name, ms in sorted(by_process.items(), key=lambda item: -item[1]):
+        if ms >= 0.05 and not name.startswith(ENGINE + LEARNER):
             print(f"    {ms:8.2f} ms  {name}")
     sys.stdout.flush()
     missed = []
@@ -197,17 +232,34 @@ def measure(case: Case, work: Path, rows: str, options: argparse.Namespace) -> l
     return missed
 
 
+def median(found: Sequence[Mapping[str, Any]], name: str) -> float:
+    """The median of one figure over the turns."""
+    return statistics.median(one[name] for one in found)
+
+
+def _unequal_lengths(
+    case: Case, ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Why the two sides did not do the same work; None if they did."""
+    lengths = [median(side, "mean_tokens") for side in (ours, theirs)]
+    most = 1e-6 if case.ignore_eos else MOST_UNEQUAL
+    if abs(lengths[0] - lengths[1]) <= most * lengths[1]:
+        return None
+    return f"{case.name}: completions of {lengths[0]:.2f} tokens here and {lengths[1]:.2f} in TRL"
+
+
 def trl(case: Case, settings: dict[str, Any], name: str, environment: Path) -> dict[str, Any]:
     """One run of TRL."""
     backend, micro = name.split(":")
     whole = settings | {
         "backend": backend,
-        "micro": min(int(micro), case.trajectories),
+        "micro": int(micro),
         "steps": case.trl_steps,
         "skip": SKIPPED["trl"],
     }
     script = str(Path(__file__).with_name("trl_grpo.py"))
-    return _json_of([str(environment / "bin" / "python"), script, json.dumps(whole)])
+    command = [str(environment / "bin" / "python"), script, json.dumps(whole)]
+    return _json_of(command, THREADS)
 
 
 def asyncrl(case: Case, work: Path, name: str, rows: str) -> dict[str, Any]:
@@ -215,13 +267,14 @@ def asyncrl(case: Case, work: Path, name: str, rows: str) -> dict[str, Any]:
     tree = yaml.safe_load(CONFIG.read_text())
     tree |= {
         "name": name,
-        "max_steps": case.steps,
+        # Otherwise the run would drain within the window.
+        "max_steps": case.steps + MAX_STALENESS + 1,
         "runs_root": str(work / "runs"),
         "model": {"path": str(work / case.model)},
         "checkpoint": {"every_steps": 0},
         "weights": {"check_every_versions": 0},
         "generator": {"max_num_seqs": 256},
-        "staleness": {"max_staleness": 2},
+        "staleness": {"max_staleness": MAX_STALENESS},
     }
     tree["data"]["train"] = rows
     tree["rollout"] |= {
@@ -245,15 +298,13 @@ def asyncrl(case: Case, work: Path, name: str, rows: str) -> dict[str, Any]:
             time.sleep(0.05)
             steps = metrics.read_text().count('"event": "step"') if metrics.exists() else 0
             if first is None and steps >= SKIPPED["ours"]:
-                first = steps, time.monotonic(), cpu_seconds(run.pid)
-            if first and (last is None or steps > last[0]) and steps < case.steps:
-                last = steps, time.monotonic(), cpu_seconds(run.pid)
+                first = steps, time.monotonic(), cpu_seconds(psutil.Process(run.pid))
+            if first and (last is None or steps > last[0]) and steps <= case.steps:
+                last = steps, time.monotonic(), cpu_seconds(psutil.Process(run.pid))
     if run.returncode or first is None or last is None:
         sys.exit(f"asyncrl failed:\n{log.read_text()[-3000:]}")
     steps, seconds = last[0] - first[0], last[1] - first[1]
-    by_process: dict[str, float] = defaultdict(float)
-    for pid, (process, used) in last[2].items():
-        by_process[process] += used - first[2].get(pid, (process, 0.0))[1]
+    by_process = cpu_seconds_between(first[2], last[2])
     records = open_run(work / "runs" / name).records("step")[first[0] : last[0]]
     per_group = {
         process: 1e3 * used / (steps * case.groups) for process, used in by_process.items()
@@ -269,26 +320,15 @@ def asyncrl(case: Case, work: Path, name: str, rows: str) -> dict[str, Any]:
     }
 
 
-def cpu_seconds(root: int) -> dict[int, tuple[str, float]]:
-    """Name and CPU seconds so far of a process and its descendants."""
-    found = {}
-    for process in descendants(psutil.Process(root)):
-        try:
-            times = process.cpu_times()
-            name = "driver" if process.pid == root else process_name(process)
-        except psutil.Error:
-            continue
-        found[process.pid] = (name, times.user + times.system)
-    return found
-
-
 def part(name: str, **settings: Any) -> dict[str, Any]:
     """Run a part in a process of its own, and return its figures."""
-    return _json_of([sys.executable, "-m", __spec__.name, "--part", name, json.dumps(settings)])
+    command = [sys.executable, "-m", __spec__.name, "--part", name, json.dumps(settings)]
+    return _json_of(command, 1)
 
 
-def _json_of(command: list[str]) -> dict[str, Any]:
-    made = subprocess.run(command, capture_output=True, text=True)
+def _json_of(command: list[str], threads: int) -> dict[str, Any]:
+    environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
+    made = subprocess.run(command, capture_output=True, text=True, env=environment)
     if made.returncode:
         sys.exit(f"{command[:4]} failed:\n{made.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(made.stdout.strip().splitlines()[-1])
@@ -335,10 +375,11 @@ def make_model(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def bare_engine(settings: dict[str, Any]) -> dict[str, Any]:
-    """CPU seconds of a trajectory in vLLM's own engine, without a server: two steps' groups, all
-    submitted at once, with seeds and log-probs. Writes the tokens."""
+    """CPU seconds of a trajectory in vLLM's own engine, without a server, with seeds and log-probs.
+    A new group follows each one that finishes, so the engine is always full. Writes the tokens."""
     import pyarrow as pa
     import pyarrow.parquet as pq
+    import torch
     from transformers import AutoConfig, AutoTokenizer
 
     from asyncrl.generation import engine_environment
@@ -366,33 +407,40 @@ def bare_engine(settings: dict[str, Any]) -> dict[str, Any]:
         generation_config="vllm",
     )
     engine = llm.llm_engine
+    assert torch.get_num_threads() == 1
 
-    def run(first: int, groups: int, max_tokens: int) -> list[list[int]]:
-        for number in range(first, first + groups):
-            params = SamplingParams(
-                n=settings["samples"],
-                max_tokens=max_tokens,
-                temperature=1.0,
-                seed=1000 * number,
-                ignore_eos=settings["ignore_eos"],
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            prompt = {"prompt_token_ids": prompts[number % len(prompts)]}
-            engine.add_request(str(number), prompt, params)
-        found = []
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    ids = [list(one.token_ids) for one in output.outputs]
-                    found += [[output.prompt_token_ids, one] for one in ids]
-        return found
+    def submit(number: int, max_tokens: int) -> None:
+        params = SamplingParams(
+            n=settings["samples"],
+            max_tokens=max_tokens,
+            temperature=1.0,
+            seed=1000 * number,
+            ignore_eos=settings["ignore_eos"],
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": prompts[number % len(prompts)]}
+        engine.add_request(str(number), prompt, params)
 
-    run(0, 8, 8)
-    began = time.process_time()
-    found = run(8, 2 * settings["groups"], settings["max_tokens"])
+    running = min(MOST_GROUPS, 3 * settings["groups"])
+    total = 2 * running + 2 * settings["groups"]
+    for number in range(running):
+        submit(number, settings["max_tokens"])
+    submitted, done, began, used = running, 0, 0.0, 0.0
+    found: list[Any] = []
+    while done < total - running:
+        for output in engine.step():
+            if not output.finished:
+                continue
+            done += 1
+            if done == running:
+                began = time.process_time()
+            elif running < done <= total - running:
+                found += [[output.prompt_token_ids, list(one.token_ids)] for one in output.outputs]
+            submit(submitted, settings["max_tokens"])
+            submitted += 1
     used = time.process_time() - began
     completions = [completion for _, completion in found]
     table = {"prompt": [prompt for prompt, _ in found], "completion": completions}

@@ -1,6 +1,7 @@
 """Measures the CPU time of a group outside engine and learner, by process. Coordinator, rollout
 workers, Serve and scoring are real. A fake engine in the replica makes the completions at once, and
-a fake learner trains nothing.
+a fake learner trains nothing. The figures do not contain the prompt stream, the records of the run,
+the router, and vLLM's own front end in the replica: `benchmarks.against_trl` shows those.
 
     python -m benchmarks.group_cost [--groups 2000]
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import tempfile
 import time
@@ -29,7 +29,7 @@ from asyncrl.config import Config
 from asyncrl.contracts import GenerateRequest, Prompt, State
 from asyncrl.control import Concurrency, Coordinator, Parts, Schedule, Staleness
 from asyncrl.generation import Generator, ServeGenerate
-from asyncrl.observe import descendants, process_name
+from asyncrl.observe import cpu_seconds, cpu_seconds_between
 from asyncrl.preflight import scoring_spec, start_local_ray, worker_spec
 from asyncrl.rewards import RayScores
 from asyncrl.rollout import start_rollouts
@@ -64,8 +64,8 @@ class AddsPrompts(FakePrompts):
         )
 
 
-class CountingRecorder(FakeRecorder):
-    """Keeps nothing."""
+class NoRecorder(FakeRecorder):
+    """Records nothing."""
 
     def record(self, *event: object) -> None: ...
 
@@ -78,19 +78,6 @@ class Cost:
 
     by_process: dict[str, float]
     groups_per_s: float
-
-
-def cpu_by_process() -> dict[int, tuple[str, float]]:
-    """Name and CPU seconds so far of this process and its descendants."""
-    found = {}
-    for process in descendants(psutil.Process()):
-        try:
-            times = process.cpu_times()
-            name = "driver" if process.pid == os.getpid() else process_name(process)
-        except psutil.Error:
-            continue
-        found[process.pid] = (name, times.user + times.system)
-    return found
 
 
 def fake_engine_seconds(length: int, repeats: int = 200) -> float:
@@ -127,12 +114,12 @@ async def measured(length: int, groups: int, directory: Path) -> Cost:
         }
     )
     steps = WARM_UP_STEPS + max(1, groups // GROUPS_PER_STEP)
-    marks: list[tuple[float, dict[int, tuple[str, float]]]] = []
+    marks: list[tuple[float, dict[str, float]]] = []
 
     class Learner(FakeLearner):
         async def step(self, batch):
             if self.version in (WARM_UP_STEPS, steps - 1):
-                marks.append((time.monotonic(), cpu_by_process()))
+                marks.append((time.monotonic(), cpu_seconds(psutil.Process())))
             return await super().step(batch)
 
     handle = serve.get_app_handle(APPLICATION)
@@ -148,21 +135,20 @@ async def measured(length: int, groups: int, directory: Path) -> Cost:
             scores,
             Learner(GROUPS_PER_STEP, latency=0.0),
             FakeWeightSync(),
-            CountingRecorder(),
+            NoRecorder(),
             concurrency=Concurrency(outstanding, outstanding, 8),
         )
-        schedule = Schedule(steps, Staleness(MAX_STALENESS, GROUPS_PER_STEP), least_usable=1)
+        schedule = Schedule(
+            steps + MAX_STALENESS + 1, Staleness(MAX_STALENESS, GROUPS_PER_STEP), least_usable=1
+        )
         await Coordinator(parts, schedule, State("run", 1, 0, 0, 0, ())).run()
     finally:
         await scores.close()
         await rollouts.close()
     (began, before), (ended, after) = marks
     made = (steps - 1 - WARM_UP_STEPS) * GROUPS_PER_STEP
-    by_process: dict[str, float] = {}
-    for pid, (name, seconds) in after.items():
-        used = seconds - before.get(pid, (name, 0.0))[1]
-        by_process[name] = by_process.get(name, 0.0) + used / made
-    return Cost(by_process, made / (ended - began))
+    used = cpu_seconds_between(before, after)
+    return Cost({name: of / made for name, of in used.items()}, made / (ended - began))
 
 
 def main() -> int:

@@ -23,9 +23,6 @@ os.environ |= {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TRL_EXPERIMENTAL_SILENCE": "1",
-    # glibc would return and fault in the pages of every large tensor.
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
 
 
@@ -61,12 +58,13 @@ def main(settings: dict[str, Any]) -> None:
 
     table = pq.read_table(settings["rows"], columns=["prompt", "answer"]).to_pylist()
     micro, batch = settings["micro"], settings["batch"]
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
             reward_funcs=exact_match,
             train_dataset=Dataset.from_list(table),
-            processing_class=AutoTokenizer.from_pretrained(settings["model"], padding_side="left"),
+            processing_class=tokenizer,
             callbacks=[Stamps()],
             args=GRPOConfig(
                 output_dir=str(Path(folder)),
@@ -88,7 +86,9 @@ def main(settings: dict[str, Any]) -> None:
                 lr_scheduler_type="constant",
                 adam_beta2=0.95,
                 generation_kwargs=(
-                    {"min_new_tokens": settings["max_tokens"]} if settings["ignore_eos"] else None
+                    {"suppress_tokens": [tokenizer.eos_token_id]}
+                    if settings["ignore_eos"]
+                    else None
                 ),
                 use_transformers_continuous_batching=settings["backend"] == "continuous",
                 seed=0,

@@ -261,7 +261,9 @@ SURFACE = {
         "Example MicroBatch Policy Segments check_isolation checkpoint_activations load_policy "
         "packing_units micro_batch register_attention support token_example"
     ),
-    "observe": "MemoryPeak MemorySampler descendants process_name",
+    "observe": (
+        "MemoryPeak MemorySampler cpu_seconds cpu_seconds_between descendants process_name"
+    ),
     "packing": "pack pack_blocks pack_rows",
     "preflight": (
         "HEAD_GRADIENTS data_spec learner_spec make_plan model_context offline_learner_spec "

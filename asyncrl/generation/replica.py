@@ -192,7 +192,14 @@ class Generator:
             return await self.generate(request)
         except (StaleReplicaError, GenerationTimeoutError, InvalidRequestError):
             raise
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise StaleReplicaError(f"replica {self.replica} canceled the request") from None
+        except (*DEATHS, ConnectionError, TimeoutError) as error:
+            raise StaleReplicaError(f"{type(error).__name__}: {error}") from error
         except Exception as error:
+            logger.exception("replica %s could not answer a request", self.replica)
             # The caller's process may not be able to import another class.
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 

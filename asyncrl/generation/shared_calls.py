@@ -100,24 +100,35 @@ class SharedCalls:
             async for answers in response:
                 for key, answer in answers:
                     settle(left.pop(key).answer, answer)
+                # The replica may not have had the call yet when a request was given up.
+                if gone := [key for key, other in left.items() if other.answer.done()]:
+                    if len(gone) == len(left):
+                        response.cancel()
+                        break
+                    self._give_up(gone)
         except asyncio.CancelledError:
             # The replica is ending, and cancels its requests; or nobody waits for them any more.
             error = StaleReplicaError("a replica canceled the request")
         except Exception as raised:
             error = raised
+            if response is not None:
+                with contextlib.suppress(Exception):  # it raises an error of the call again
+                    response.cancel()
         for pending in left.values():
             settle(pending.answer, error)
 
     def _give_up(self, keys: Sequence[str]) -> None:
         if not self._given_up:
-            self._keep(asyncio.create_task(self._drop_given_up()))
+            asyncio.get_running_loop().call_soon(self._send_given_up)
         self._given_up += keys
 
-    async def _drop_given_up(self) -> None:
+    def _send_given_up(self) -> None:
+        keys, self._given_up = self._given_up, []
+        self._keep(asyncio.create_task(self._drop(keys)))
+
+    async def _drop(self, keys: Sequence[str]) -> None:
         """Drop requests at whichever replica has them. One that cannot be told continues them until
         their deadlines."""
-        await asyncio.sleep(0)
-        keys, self._given_up = self._given_up, []
         with contextlib.suppress(RayError, RayServeException, TimeoutError):
             await ask_all(self._handle, "drop_requests", keys, timeout_s=GIVE_UP_S)
 

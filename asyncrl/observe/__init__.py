@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from asyncrl.observe.cpu import cpu_seconds as cpu_seconds
+    from asyncrl.observe.cpu import cpu_seconds_between as cpu_seconds_between
     from asyncrl.observe.memory import MemoryPeak as MemoryPeak
     from asyncrl.observe.memory import MemorySampler as MemorySampler
     from asyncrl.observe.memory import descendants as descendants
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
+    cpu_seconds_between="cpu",
+    cpu_seconds="cpu",
     MemoryPeak="memory",
     MemorySampler="memory",
     descendants="memory",

@@ -176,7 +176,12 @@ def examples(table: pa.Table) -> list[TrajectoryText]:
             prompt=_shortened(prompt),
             completion=_shortened(completion),
             reward=reward,
-            reward_parts=parts or {},
+            # Another group of the table may have parts that this one lacks.
+            reward_parts={
+                name: value
+                for name, value in (parts or {}).items()
+                if value is not None or "/" not in name
+            },
             version=min((span["version"] for span in spans), default=0),
         )
         for prompt, completion, reward, parts, spans in zip(

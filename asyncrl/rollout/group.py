@@ -179,8 +179,13 @@ class RayRollouts:
         worker.to_begin = []
         if prompts:
             answers = [worker.waiting[prompt.ordinal] for prompt in prompts]
-            call = worker.actor.begin.remote(prompts, self._committed)
-            self._keep(asyncio.create_task(_unless_lost(call, answers)))
+            try:
+                call = worker.actor.begin.remote(prompts, self._committed)
+            except Exception as error:  # such as a full object store; nobody else sees it
+                for answer in answers:
+                    settle(answer, error)
+            else:
+                self._keep(asyncio.create_task(_unless_lost(call, answers)))
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -193,8 +198,8 @@ class RayRollouts:
         worker.to_give_up.append(ordinal)
 
     def _send_given_up(self, worker: _Worker) -> None:
-        worker.actor.give_up.remote(worker.to_give_up)
-        worker.to_give_up = []
+        ordinals, worker.to_give_up = worker.to_give_up, []
+        worker.actor.give_up.remote(ordinals)
 
     def _assign(self, held: _Held) -> int:
         if held.worker >= 0:
@@ -213,23 +218,27 @@ class RayRollouts:
         """Read what becomes of a worker's groups. After its death, generate again the finished
         groups that only it had; the calls that wait for others begin them again."""
         state = self._states[index]
-        life, received = "", 0
+        life, received, failures = "", 0, 0
         while True:
             try:
-                life, received, ended = await state.actor.ended.remote(life, received)
-            # Every error counts as a death: once Ray has lost this call, a later death would go
-            # unnoticed.
+                answered, received, ended = await state.actor.ended.remote(life, received)
             except Exception as error:
+                failures += 1
                 if not isinstance(error, DEATHS):
                     logger.warning(
-                        "rollout worker %d is treated as dead: %s: %s",
+                        "rollout worker %d does not answer: %s: %s",
                         index,
                         type(error).__name__,
                         error,
                     )
-                self._lose(index)
+                # One error may be the network's. After a death, no answer will come.
+                if isinstance(error, ray.exceptions.ActorDiedError) or failures > 1:
+                    self._lose(index)
                 await asyncio.sleep(RESTART_PAUSE_S)
                 continue
+            if life not in ("", answered):
+                self._lose(index)  # it died, and has restarted since
+            life, failures = answered, 0
             for ordinal, answer in ended:
                 if (waiting := state.waiting.get(ordinal)) is not None:
                     settle(waiting, answer)

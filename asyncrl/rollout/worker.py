@@ -100,6 +100,7 @@ class RolloutWorker:
         try:
             generated = await self._generate_until_deadline(prompt)
             group = self._group(prompt, generated)
+            await self._outbox.put(prompt.ordinal, groups_to_table([group]))
         except RolloutFailedError:
             raise
         # Every other error of an engine, a replica or Ray fails only this group.
@@ -107,7 +108,6 @@ class RolloutWorker:
             raise RolloutFailedError(unforeseen(f"group {prompt.ordinal}", error)) from None
         finally:
             self._under_way -= 1
-        await self._outbox.put(prompt.ordinal, groups_to_table([group]))
         tokens = sum(len(t.completion.token_ids) for t in group.trajectories)
         baseline = group.baseline
         return Finished(

@@ -72,11 +72,13 @@ class Calls(Generic[Key, Answer]):
         with a message.
 
         Returns:
-            `life`, the number of answers so far, and all answers that the reader has not received.
+            `life`, the number of answers so far, and all answers that the reader has not received:
+            none, at once, if the reader asks a process that has ended since.
         """
-        if life == self.life:
-            del self._ended[: max(0, received - self._handed_over)]
-            self._handed_over = max(self._handed_over, received)
+        if life and life != self.life:
+            return self.life, self._handed_over, []
+        del self._ended[: max(0, received - self._handed_over)]
+        self._handed_over = max(self._handed_over, received)
         while not self._ended:
             self._changed.clear()
             await self._changed.wait()

@@ -81,8 +81,7 @@ def dies(completions, slow=("1",), **_):
 
 
 def takes_its_time(completions, slow=("0",), **_):
-    if slow[0] == "1":
-        time.sleep(8)
+    time.sleep({"1": 8, "an hour": 3600}.get(slow[0], 0))
     return [1.0 for _ in completions]
 
 

@@ -128,6 +128,23 @@ def test_twenty_steps_of_groups_come_once_each_in_one_execution(ray_cluster, tmp
     assert sorted(pyarrow.parquet.read_table(merged)["ordinal"].to_pylist()) == list(range(80))
 
 
+def test_closing_ends_rewards_that_still_run(ray_cluster, tmp_path):
+    """All places are taken, so the task takes no more groups. It still learns that it must end."""
+
+    async def scenario():
+        config = make_config("takes_its_time", processes=1)
+        async with Station(config, tmp_path) as station:
+            await station.rollouts.rollout(prompt(0, slow="0"), 0)
+            await station.take(1)
+            await asyncio.gather(
+                *(station.rollouts.rollout(prompt(o, slow="an hour"), 0) for o in range(1, 5))
+            )
+            await station.scores.close()
+            return [thread.name for thread in station.scores._threads if thread.is_alive()]
+
+    assert asyncio.run(scenario()) == []
+
+
 def test_a_slow_reward_holds_back_no_other_group(ray_cluster, tmp_path):
     async def scenario():
         async with Station(make_config("takes_its_time", processes=2), tmp_path) as station:

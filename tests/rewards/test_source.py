@@ -1,13 +1,20 @@
 """The source of the scoring stream: which groups make a block, and how many groups a task holds."""
 
+import pickle
 import queue
 import threading
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 
+from asyncrl.contracts.group_table import table_to_ipc
 from asyncrl.rewards import source
 from asyncrl.rewards.source import Places, _blocks
+
+
+class Group(str):
+    nbytes = 1
 
 
 class Stages:
@@ -16,7 +23,7 @@ class Stages:
     def handle(self, event, events):
         if isinstance(event, BaseException):
             raise event
-        return None if event in ("started", "rewarded") else event
+        return None if event in ("started", "rewarded") else Group(event)
 
 
 def blocks_of(*waiting):
@@ -52,6 +59,20 @@ def test_ready_groups_come_before_the_end():
 def test_a_block_has_a_limit():
     _, blocks = blocks_of(*map(str, range(source.MOST_IN_BLOCK + 3)), None)
     assert [len(block) for block in blocks] == [source.MOST_IN_BLOCK, 3]
+
+
+def test_a_block_has_a_limit_of_bytes(monkeypatch):
+    monkeypatch.setattr(source, "MOST_BLOCK_BYTES", 2)
+    _, blocks = blocks_of(*"abcde", None)
+    assert list(blocks) == [["a", "b"], ["c", "d"], ["e"]]
+
+
+def test_a_row_of_a_take_does_not_carry_the_whole_take():
+    """Rewards that finish one by one make blocks of one group."""
+    take = pa.table({"ids": [[list(range(100))] * 8] * 64}).combine_chunks()
+    rows = source._rows(table_to_ipc(take))
+    assert pa.concat_tables(rows).equals(take)
+    assert len(pickle.dumps(rows[3])) < len(pickle.dumps(take)) / 16
 
 
 def test_an_exception_ends_the_stream():

@@ -239,8 +239,7 @@ class FakeWorker:
         return None
 
 
-def test_a_worker_is_watched_after_an_error_that_is_not_a_death(monkeypatch):
-    """Otherwise the groups that a later death loses would not be generated again."""
+def test_one_error_of_the_network_costs_no_group_and_a_later_death_is_noticed(monkeypatch):
     monkeypatch.setattr(ray, "kill", lambda actor: None)
     monkeypatch.setattr(group_module, "RESTART_PAUSE_S", 0.001)
 
@@ -256,14 +255,16 @@ def test_a_worker_is_watched_after_an_error_that_is_not_a_death(monkeypatch):
 
         rollouts._make_again = _make_again
         await rollouts.rollout(prompt(0), 0)
-        for deaths in (1, 2):
-            worker.die()
-            while len(again) < deaths or again_tasks(rollouts):  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        worker.die()  # the network's error
+        await rollouts.rollout(prompt(1), 0)
+        assert again == []
+        worker.die()
+        while len(again) < 2 or again_tasks(rollouts):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
         await rollouts.close()
         return again
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == [0, 0]
+    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == [0, 1]
 
 
 def test_prompts_of_one_moment_share_a_call(monkeypatch):

@@ -56,8 +56,8 @@ def test_an_answer_is_kept_until_the_reader_says_that_it_has_it():
         await asyncio.sleep(0)
         life, received, answers = await calls.ended(first[0], first[1])
         assert (received, answers) == (2, [(2, "two")])
-        # Another process has counted to 2. This one keeps what it has.
-        assert (await calls.ended("another life", 2))[2] == [(2, "two")]
+        # The reader asks a process that has ended. It learns of this one at once.
+        assert await calls.ended("another life", 2) == (life, 1, [])
         calls.start(3, partial(value, "three"))
         await asyncio.sleep(0)
         assert (await calls.ended(life, 2))[2] == [(3, "three")]
