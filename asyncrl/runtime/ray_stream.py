@@ -44,7 +44,7 @@ MOST_DEATHS, DEATHS_WITHIN_S = 5, 600.0
 """A stream restarts after at most this many deaths of its process within this many seconds. A cause
 that repeats must end the run."""
 
-HELD_BACK_PAUSE_S = 0.05
+HELD_BACK_PAUSE_S = 0.2
 """Seconds to sleep while the consumer has no room."""
 
 
