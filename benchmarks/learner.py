@@ -325,7 +325,7 @@ def learner_step(path: str, threads: int, packing: str):
         },
     }
     spec = learner_spec(Config.model_validate(tree))
-    rank, _ = start_rank(0, spec, "bench", 0, Meeting.at("127.0.0.1"))
+    rank, _ = start_rank(0, spec, "bench", 0, Meeting.at("127.0.0.1"), "127.0.0.1")
 
     def step(rows: list, learning_rate: float) -> float:
         rank.set_learning_rate(learning_rate)

@@ -109,9 +109,8 @@ def publish(model: str, rounds: int) -> dict[str, float]:
         "rollout": {"max_completion_length": 32},
         "reward": {"functions": {"none": {"function": "none:none"}}},
     }
-    rank, _ = start_rank(
-        0, learner_spec(Config.model_validate(tree)), "bench", 0, Meeting.at("127.0.0.1")
-    )
+    spec = learner_spec(Config.model_validate(tree))
+    rank, _ = start_rank(0, spec, "bench", 0, Meeting.at("127.0.0.1"), "127.0.0.1")
     expected = expected_tensors(model, "float32")
     gathers, fetches = [], []
     for version in range(rounds + 1):
