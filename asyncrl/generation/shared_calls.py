@@ -86,7 +86,7 @@ class SharedCalls:
             if not answer.cancelled():
                 return
             if response is not None and all(other.answer.done() for other in left.values()):
-                response.cancel()
+                _cancel(response)
             else:
                 self._give_up([key for key, other in left.items() if other.answer is answer])
 
@@ -103,7 +103,7 @@ class SharedCalls:
                 # The replica may not have had the call yet when a request was given up.
                 if gone := [key for key, other in left.items() if other.answer.done()]:
                     if len(gone) == len(left):
-                        response.cancel()
+                        _cancel(response)
                         break
                     self._give_up(gone)
         except asyncio.CancelledError:
@@ -112,8 +112,7 @@ class SharedCalls:
         except Exception as raised:
             error = raised
             if response is not None:
-                with contextlib.suppress(Exception):  # it raises an error of the call again
-                    response.cancel()
+                _cancel(response)
         for pending in left.values():
             settle(pending.answer, error)
 
@@ -135,3 +134,9 @@ class SharedCalls:
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _cancel(response: Any) -> None:
+    """Cancel a call. Ray raises an error of the call here again."""
+    with contextlib.suppress(Exception):
+        response.cancel()

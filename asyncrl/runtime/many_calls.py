@@ -72,10 +72,11 @@ class Calls(Generic[Key, Answer]):
         with a message.
 
         Returns:
-            `life`, the number of answers so far, and all answers that the reader has not received:
-            none, at once, if the reader asks a process that has ended since.
+            `life`, the number of answers so far, and all answers that the reader has not received.
+            A reader that does not know this `life` gets it at once, without answers. So a reader
+            learns of a restart.
         """
-        if life and life != self.life:
+        if life != self.life:
             return self.life, self._handed_over, []
         del self._ended[: max(0, received - self._handed_over)]
         self._handed_over = max(self._handed_over, received)

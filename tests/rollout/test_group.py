@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, RpcError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RpcError
 
 from asyncrl.config import Config
 from asyncrl.contracts.errors import RolloutFailedError, StaleReplicaError
@@ -279,3 +279,40 @@ def test_prompts_of_one_moment_share_a_call(monkeypatch):
         return worker.calls
 
     assert asyncio.run(asyncio.wait_for(scenario(), 20)) == [64]
+
+
+class Restarts(FakeWorker):
+    """A worker that dies with its first groups, and answers again before the driver notices."""
+
+    def __init__(self):
+        super().__init__([])
+        self.questions = []
+
+    async def _ended(self, life, received):
+        self.questions.append(life)
+        if life == "":
+            return "first", 0, []
+        if life == "first":
+            while not self.made:
+                self.changed.clear()
+                await self.changed.wait()
+            if self.questions.count("first") == 1:
+                raise ActorUnavailableError("the network", None)
+            self.made = []
+            return "second", 0, []
+        _, received, ended = await super()._ended(life, received)
+        return "second", received, ended
+
+
+def test_groups_of_a_worker_that_restarts_unnoticed_are_begun_again(monkeypatch):
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    monkeypatch.setattr(group_module, "RESTART_PAUSE_S", 0.001)
+
+    async def scenario():
+        worker = Restarts()
+        rollouts = RayRollouts([worker], 60.0)
+        finished = await asyncio.gather(*(rollouts.rollout(prompt(n), 0) for n in (0, 1)))
+        await rollouts.close()
+        return [group.ordinal for group in finished], worker.calls
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == ([0, 1], [2, 2])

@@ -26,7 +26,7 @@ def test_a_short_call_does_not_wait_for_a_long_one():
         calls, gate = Calls(), asyncio.Event()
         calls.start("long", partial(value, "late", gate))
         calls.start("short", partial(value, "soon"))
-        life, received, answers = await calls.ended()
+        life, received, answers = await calls.ended(calls.life)
         assert answers == [("short", "soon")] and len(calls) == 1
         gate.set()
         assert (await calls.ended(life, received))[2] == [("long", "late")]
@@ -49,15 +49,16 @@ def test_an_answer_is_kept_until_the_reader_says_that_it_has_it():
     async def scenario():
         calls = Calls()
         calls.start(1, partial(value, "one"))
-        first = await calls.ended()
+        first = await calls.ended(calls.life)
         # The message was lost, so the reader repeats its last question.
-        assert await calls.ended() == first
+        assert await calls.ended(calls.life) == first
         calls.start(2, partial(value, "two"))
         await asyncio.sleep(0)
         life, received, answers = await calls.ended(first[0], first[1])
         assert (received, answers) == (2, [(2, "two")])
-        # The reader asks a process that has ended. It learns of this one at once.
+        # A reader that asks a process that has ended, or its first question, learns of this one.
         assert await calls.ended("another life", 2) == (life, 1, [])
+        assert await calls.ended() == (life, 1, [])
         calls.start(3, partial(value, "three"))
         await asyncio.sleep(0)
         assert (await calls.ended(life, 2))[2] == [(3, "three")]
@@ -97,7 +98,7 @@ def test_an_exception_is_an_answer_and_carries_its_stack():
     async def scenario():
         calls = Calls()
         calls.start(1, partial(value, KeyError("tokens")))
-        [(_, error)] = (await calls.ended())[2]
+        [(_, error)] = (await calls.ended(calls.life))[2]
         return error
 
     error = run(scenario)
@@ -115,7 +116,7 @@ def test_a_call_whose_part_was_canceled_has_an_answer_too():
         calls.start(1, waits)
         await asyncio.sleep(0)
         part.cancel()
-        return (await calls.ended())[2]
+        return (await calls.ended(calls.life))[2]
 
     [(key, error)] = run(scenario)
     assert (key, str(error)) == (1, "a part of the call was canceled")
@@ -125,7 +126,7 @@ def test_a_call_whose_part_was_canceled_has_an_answer_too():
 def test_random_calls_have_one_answer_each_unless_canceled(seed):
     async def scenario():
         chance, calls = random.Random(seed), Calls()
-        expected, got, life, received = set(range(60)), [], "", 0
+        expected, got, life, received = set(range(60)), [], calls.life, 0
 
         async def takes(number):
             for _ in range(chance.randrange(6)):
