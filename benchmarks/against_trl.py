@@ -11,6 +11,7 @@ models. For each case it prints
   loop has a next-token loss, which is cheaper than the policy's;
 - each of TRL's settings, in one trial. The fastest one then takes turns with asyncrl;
 - the medians of the turns, the ratio to TRL and to the ceiling;
+- the time from asyncrl's command to its first step;
 - asyncrl's CPU time of a group outside engine and learner, by process. The replica's process
   contains vLLM's own front end.
 
@@ -210,6 +211,7 @@ def measure(case: Case, work: Path, rows: str, options: argparse.Namespace) -> l
         f" {median(ours, 'mean_tokens'):.1f} tokens each:"
         f" {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) of TRL,"
         f" {speed / ceiling:.2f} of the ceiling\n"
+        f"  first step {median(ours, 'first_step_s'):.1f} s after the command\n"
         f"  outside engine and learner {outside:.2f} ms of CPU a group:"
     )
     processes = {name for one in ours for name in one["by_process"]}
@@ -290,6 +292,7 @@ def asyncrl(case: Case, work: Path, name: str, rows: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "asyncrl.cli", "train", str(config)]
     log = work / f"{name}.log"
     first = last = None
+    began = time.time()
     with (
         log.open("w") as out,
         subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT) as run,
@@ -304,8 +307,9 @@ def asyncrl(case: Case, work: Path, name: str, rows: str) -> dict[str, Any]:
     if run.returncode or first is None or last is None:
         sys.exit(f"asyncrl failed:\n{log.read_text()[-3000:]}")
     steps, seconds = last[0] - first[0], last[1] - first[1]
+    whole = open_run(work / "runs" / name).records("step")
     by_process = cpu_seconds_between(first[2], last[2])
-    records = open_run(work / "runs" / name).records("step")[first[0] : last[0]]
+    records = whole[first[0] : last[0]]
     per_group = {
         process: 1e3 * used / (steps * case.groups) for process, used in by_process.items()
     }
@@ -314,6 +318,7 @@ def asyncrl(case: Case, work: Path, name: str, rows: str) -> dict[str, Any]:
         "cpu_s_per_step": sum(by_process.values()) / steps,
         "mean_tokens": statistics.mean(step["rollout/completion_tokens"] for step in records),
         "by_process": per_group,
+        "first_step_s": whole[0]["time"] - began,
         "outside_ms": sum(
             ms for process, ms in per_group.items() if not process.startswith(ENGINE + LEARNER)
         ),
