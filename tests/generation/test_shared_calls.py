@@ -172,6 +172,28 @@ def test_one_request_of_a_call_is_given_up_and_the_others_stay(handle):
     assert run(scenario) == "kept"
 
 
+def test_what_was_given_up_before_the_replica_had_the_call_is_given_up_again(handle):
+    """The call may wait in the router while the replicas hear what to drop."""
+
+    async def scenario():
+        tasks = start(SharedCalls(handle), 3)
+        await some_turns()
+        [call] = handle.calls
+        keys = list(call.requests)
+        tasks[0].cancel()
+        await some_turns()
+        call.put((keys[1], "answer"))
+        await tasks[1]
+        await some_turns()
+        assert handle.given_up == [[keys[0]], [keys[0]]] and not call.cancelled
+        call.put((keys[2], "answer"))
+        await tasks[2]
+        await some_turns()
+        return call.cancelled
+
+    assert run(scenario), "only a request without a caller is left"
+
+
 def test_a_call_that_nobody_waits_for_is_canceled(handle):
     async def scenario():
         tasks = start(SharedCalls(handle), 2)

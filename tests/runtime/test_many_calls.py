@@ -59,25 +59,35 @@ def test_an_answer_is_kept_until_the_reader_says_that_it_has_it():
         # A reader that asks a process that has ended, or its first question, learns of this one.
         assert await calls.ended("another life", 2) == (life, 1, [])
         assert await calls.ended() == (life, 1, [])
-        calls.start(3, partial(value, "three"))
+        for key in (3, 4):
+            calls.start(key, partial(value, key))
         await asyncio.sleep(0)
-        assert (await calls.ended(life, 2))[2] == [(3, "three")]
+        assert (await calls.ended(life, 2))[2] == [(3, 3), (4, 4)]
         # A question that was sent earlier and arrives late takes nothing away.
-        assert (await calls.ended(life, 1))[2] == [(3, "three")]
+        assert (await calls.ended(life, 1))[2] == [(3, 3), (4, 4)]
 
     run(scenario)
 
 
 def test_a_canceled_call_has_no_answer_and_a_second_under_its_key_replaces_it():
     async def scenario():
-        calls, gate = Calls(), asyncio.Event()
+        calls, gate, canceled = Calls(), asyncio.Event(), []
+
+        async def first():
+            try:
+                await gate.wait()
+            except asyncio.CancelledError:
+                canceled.append("first")
+                raise
+
         calls.start("gone", partial(value, "never", gate))
-        calls.start("again", partial(value, "first", gate))
+        calls.start("again", first)
         await asyncio.sleep(0)
         calls.start("again", partial(value, "second"))
         calls.cancel(["gone", "unknown"])
         gate.set()
         assert [answers async for answers in calls.until_all_ended()] == [[("again", "second")]]
+        assert canceled == ["first"]
 
     run(scenario)
 
