@@ -168,7 +168,22 @@ def measure(case: Case, work: Path, rows: str, options: argparse.Namespace) -> l
         "ignore_eos": case.ignore_eos,
         "threads": THREADS,
     }
-    tokens = str(work / f"{case.name}.parquet")
+    ceiling = measure_ceiling(case, settings, str(work / f"{case.name}.parquet"))
+    best = fastest_setting(case, settings, options)
+    ours, theirs = [], []
+    for turn in range(options.turns):
+        if turn % 2:
+            theirs.append(trl(case, settings, best, options.trl))
+        ours.append(asyncrl(case, work, f"{case.name}-{turn}", rows))
+        if not turn % 2:
+            theirs.append(trl(case, settings, best, options.trl))
+    if unequal := _unequal_lengths(case, ours, theirs):
+        sys.exit(unequal)
+    return report(case, ceiling, best, ours, theirs)
+
+
+def measure_ceiling(case: Case, settings: dict[str, Any], tokens: str) -> float:
+    """Trajectories per second that the cores allow. Prints it with its parts."""
     engine = part("engine", **settings, groups=case.groups, tokens=tokens)
     loop = part("loop", **settings, tokens=tokens)
     ceiling = THREADS / (engine["cpu_s"] + loop["cpu_s"])
@@ -180,36 +195,41 @@ def measure(case: Case, work: Path, rows: str, options: argparse.Namespace) -> l
         f" trajectory in a bare engine, {1e3 * loop['cpu_s']:.2f} in a bare loop",
         flush=True,
     )
-    names = options.settings.split(",")
-    fitting = [name for name in names if int(name.split(":")[1]) <= case.trajectories]
-    trials = {name: trl(case, settings, name, options.trl) for name in fitting}
-    for name, trial in trials.items():
-        print(f"  TRL, {name:<18} {trial['trajectories_per_s']:8.1f} trajectories/s (trial)")
-    best = max(trials, key=lambda name: trials[name]["trajectories_per_s"])
-    theirs, ours = [], []
-    for turn in range(options.turns):
-        if turn % 2:
-            theirs.append(trl(case, settings, best, options.trl))
-        ours.append(asyncrl(case, work, f"{case.name}-{turn}", rows))
-        if not turn % 2:
-            theirs.append(trl(case, settings, best, options.trl))
-    if unequal := _unequal_lengths(case, ours, theirs):
-        sys.exit(unequal)
+    return ceiling
+
+
+def fastest_setting(case: Case, settings: dict[str, Any], options: argparse.Namespace) -> str:
+    """Try TRL's settings, print them, and return the fastest one."""
+    speeds = {}
+    for name in options.settings.split(","):
+        if int(name.split(":")[1]) <= case.trajectories:
+            speeds[name] = trl(case, settings, name, options.trl)["trajectories_per_s"]
+            print(f"  TRL, {name:<18} {speeds[name]:8.1f} trajectories/s (trial)", flush=True)
+    return max(speeds, key=lambda name: speeds[name])
+
+
+def report(
+    case: Case,
+    ceiling: float,
+    setting: str,
+    ours: Sequence[Mapping[str, Any]],
+    theirs: Sequence[Mapping[str, Any]],
+) -> list[str]:
+    """Print the medians of the turns, and return the bars that they miss."""
     speed = median(ours, "trajectories_per_s")
-    their_speed = median(theirs, "trajectories_per_s")
     ratios = sorted(
         mine["trajectories_per_s"] / their["trajectories_per_s"]
         for mine, their in zip(ours, theirs, strict=True)
     )
-    outside = median(ours, "outside_ms")
+    ratio, outside = statistics.median(ratios), median(ours, "outside_ms")
     print(
-        f"  TRL     {their_speed:8.1f} trajectories/s, {best},"
+        f"  TRL     {median(theirs, 'trajectories_per_s'):8.1f} trajectories/s, {setting},"
         f" {median(theirs, 'cpu_s_per_step'):.2f} s of CPU a step,"
         f" {median(theirs, 'mean_tokens'):.1f} tokens each\n"
         f"  asyncrl {speed:8.1f} trajectories/s,"
         f" {median(ours, 'cpu_s_per_step'):.2f} s of CPU a step,"
         f" {median(ours, 'mean_tokens'):.1f} tokens each:"
-        f" {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) of TRL,"
+        f" {ratio:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) of TRL,"
         f" {speed / ceiling:.2f} of the ceiling\n"
         f"  first step {median(ours, 'first_step_s'):.1f} s after the command\n"
         f"  outside engine and learner {outside:.2f} ms of CPU a group:"
@@ -226,8 +246,8 @@ def measure(case: Case, work: Path, rows: str, options: argparse.Namespace) -> l
     missed = []
     if speed / ceiling < LEAST_OF_CEILING:
         missed.append(f"{case.name} at {speed / ceiling:.2f} of its ceiling ({LEAST_OF_CEILING})")
-    if statistics.median(ratios) < case.bar:
-        missed.append(f"{case.name} at {statistics.median(ratios):.2f} of TRL ({case.bar:g})")
+    if ratio < case.bar:
+        missed.append(f"{case.name} at {ratio:.2f} of TRL ({case.bar:g})")
     if outside > MOST_OUTSIDE_MS.get(case.name, float("inf")):
         most = MOST_OUTSIDE_MS[case.name]
         missed.append(f"{case.name} with {outside:.1f} ms outside engine and learner ({most:g})")
