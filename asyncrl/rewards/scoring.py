@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import pickle
 import queue
 import threading
 import time
@@ -38,7 +37,12 @@ from asyncrl.rewards.files import FlushFiles, compact, write_groups
 from asyncrl.rewards.score import score_table
 from asyncrl.rewards.source import rewarded_groups
 from asyncrl.rewards.spec import ScoringSpec
-from asyncrl.rewards.summary import examples, summaries
+from asyncrl.rewards.summary import (
+    examples,
+    scored_from_text,
+    scored_to_text,
+    summaries,
+)
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.ray_objects import Actor, broken_stream, groups_at
@@ -238,7 +242,7 @@ class RayScores:
 
     def _flush(self, files: FlushFiles, blocks: list[pa.Table]) -> None:
         table = pa.concat_tables(blocks, promote_options="permissive")
-        found: list[Scored] = [pickle.loads(one) for one in table[SUMMARY_COLUMN].to_pylist()]
+        found = [scored_from_text(text) for text in table[SUMMARY_COLUMN].to_pylist()]
         table = table.drop_columns([SUMMARY_COLUMN])
         if self._spec.reward.policy == "fail":
             for scored in found:
@@ -275,10 +279,10 @@ class _EndedError(Exception):
 
 def scored_block(table: pa.Table, spec: ScoringSpec) -> pa.Table:
     """The map stage of scoring: score the groups of a table, and add a column with each one's
-    pickled `Scored`. So the driver computes no sums over tokens."""
+    `Scored`. So the driver computes no sums over tokens."""
     table = score_table(table, spec)
-    pickled = [pickle.dumps(scored) for scored in _summaries(table)]
-    return table.append_column(SUMMARY_COLUMN, pa.array(pickled, pa.binary()))
+    texts = [scored_to_text(scored) for scored in _summaries(table)]
+    return table.append_column(SUMMARY_COLUMN, pa.array(texts, pa.string()))
 
 
 def _summaries(table: pa.Table) -> list[Scored]:

@@ -3,9 +3,10 @@ to show. NumPy does the work that grows with the tokens."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, TypeAlias, TypedDict
 
@@ -20,7 +21,7 @@ from asyncrl.contracts.rows import REFERENCE_VERSION_COLUMN, TRUNCATED
 from asyncrl.rewards.text_quality import looping, unprintable
 from asyncrl.runtime.redact import redact_all
 
-__all__ = ["examples", "summaries"]
+__all__ = ["examples", "scored_from_text", "scored_to_text", "summaries"]
 
 EXAMPLE_LENGTH = 1000
 SUMMARIZED = (
@@ -40,6 +41,9 @@ OPTIONAL = (
     "baseline_reward",
 )
 """Columns of `_Row` that some runs have."""
+
+CARRIED = tuple(field.name for field in fields(Scored) if field.name not in ("ref", "example"))
+"""Fields of a summary that the scoring task knows."""
 
 Array: TypeAlias = "NDArray[Any]"
 
@@ -132,6 +136,23 @@ def summaries(table: pa.Table) -> list[Scored]:
         )
         for place, row in enumerate(rows)
     ]
+
+
+def scored_to_text(scored: Scored) -> str:
+    """A summary without `ref` and `example` as JSON, for the way to another process."""
+    tree = {name: getattr(scored, name) for name in CARRIED}
+    if (baseline := scored.baseline) is not None:
+        tree["baseline"] = [baseline.reward, baseline.tokens, baseline.truncated]
+    return json.dumps(tree)
+
+
+def scored_from_text(text: str) -> Scored:
+    """The inverse of `scored_to_text`."""
+    tree = json.loads(text)
+    tree["rewards"] = tuple(tree["rewards"])
+    if tree["baseline"] is not None:
+        tree["baseline"] = ScoredBaseline(*tree["baseline"])
+    return Scored(**tree, ref=None)
 
 
 def _starts(lists: pa.Array) -> Array:

@@ -25,7 +25,12 @@ from asyncrl.rewards.score import (
     score_table,
 )
 from asyncrl.rewards.source import _result
-from asyncrl.rewards.summary import examples, summaries
+from asyncrl.rewards.summary import (
+    examples,
+    scored_from_text,
+    scored_to_text,
+    summaries,
+)
 
 
 @pytest.fixture
@@ -646,6 +651,16 @@ def test_the_summaries_of_a_block_are_those_of_its_rows(config):
     block = pa.concat_tables(rows)
     assert summaries(block) == [summaries(row)[0] for row in rows]
     assert summaries(block.slice(1, 2)) == summaries(block)[1:3]
+    for scored in summaries(block):
+        whole = replace(
+            scored,
+            content="0a",
+            failure='a "reason"\n\ud800',
+            baseline=ScoredBaseline(0.1, 3, True),
+            logprob_sum=-1 / 3,
+        )
+        for one in (scored, whole, replace(whole, rewards=(math.inf,), masked={"unscored": 2})):
+            assert scored_from_text(scored_to_text(one)) == one
     assert examples(block) == [examples(row)[0] for row in rows]
     assert [example.version for example in examples(block)] == [3, 2, 0, 2]
     assert [found.looping for found in summaries(block)] == [0, 1, 0, 1]
