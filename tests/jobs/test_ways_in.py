@@ -245,7 +245,7 @@ def test_a_submitted_job_trains_in_its_runs_folder(cluster, runs, engine_starts)
     ]
     assert (
         uploads
-        and sum(file.stat().st_size for file in uploads[0].rglob("*") if file.is_file()) < 5 << 20
+        and sum(file.stat().st_size for file in uploads[0].rglob("*") if file.is_file()) < 6 << 20
     )
 
     cluster.stop()
