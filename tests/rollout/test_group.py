@@ -304,7 +304,7 @@ class Restarts(FakeWorker):
         return "second", received, ended
 
 
-def test_groups_of_a_worker_that_restarts_unnoticed_are_begun_again(monkeypatch):
+def test_groups_of_a_worker_that_restarts_unnoticed_begin_again(monkeypatch):
     monkeypatch.setattr(ray, "kill", lambda actor: None)
     monkeypatch.setattr(group_module, "RESTART_PAUSE_S", 0.001)
 
