@@ -14,6 +14,9 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -77,6 +80,16 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+
+def _number_or_auto(value: object, validate: ValidatorFunctionWrapHandler) -> object:
+    try:
+        found = validate(value)
+    except ValidationError:
+        found = None
+    if found == "auto" or (isinstance(found, int) and found > 0):
+        return found
+    raise ValueError("use a number from 1 on, or auto")
 
 
 def _unset(value: object) -> object:
@@ -531,8 +544,10 @@ class LearnerConfig(Section):
     Default with `placement: share`: 0.5."""
     num_cpus: float = Field(default=0.4, ge=0)
     """Logical CPUs that one rank declares to Ray."""
-    num_threads: int = Field(default=1, gt=0)
-    """Torch threads per rank."""
+    num_threads: Annotated[int | Literal["auto"], WrapValidator(_number_or_auto)] = 1
+    """Torch threads per rank. `auto` (device: cpu): a rank also uses the cores that its node leaves
+    idle, and changes their number between micro-batches. The order of sums then differs between
+    runs, so results agree only to rounding."""
     bf16: bool = False
     """Train in bfloat16 with float32 master weights."""
     cast_lm_head_to_fp32: bool = False
@@ -615,6 +630,11 @@ class LearnerConfig(Section):
                 " it; use 1 to keep no second copy"
             )
         return self
+
+    @property
+    def least_threads(self) -> int:
+        """Torch threads that every rank has at all times."""
+        return 1 if self.num_threads == "auto" else self.num_threads
 
     @property
     def data_parallel_size(self) -> int:

@@ -54,7 +54,7 @@ class Reference:
 
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
-        torch.set_num_threads(spec.learner.num_threads)
+        torch.set_num_threads(spec.learner.least_threads)
         self.spec = spec
         self.device = torch.device("cuda" if spec.learner.device == "cuda" else "cpu")
         limit_gpu_memory(self.device.type, spec.gpu_memory_utilization)
@@ -217,7 +217,7 @@ def _refresh_of(spec: ReferenceSpec) -> RefreshSpec:
 def start_reference(spec: ReferenceSpec) -> Actor:
     """Start a Ray actor of `Reference`. If it dies, Ray restarts it and repeats the calls."""
     environment = passed_on(os.environ) | {
-        "OMP_NUM_THREADS": str(spec.learner.num_threads),
+        "OMP_NUM_THREADS": str(spec.learner.least_threads),
         "TOKENIZERS_PARALLELISM": "false",
         # On the CPU, idle threads must not take a core from generators and learner.
         **({"OMP_WAIT_POLICY": "passive"} if spec.learner.device == "cpu" else {}),

@@ -565,7 +565,7 @@ def rank_environment(spec: LearnerSpec) -> dict[str, str]:
     (`asyncrl.runtime.environment`), and those that asyncrl sets."""
     return passed_on(os.environ) | {
         "DS_ACCELERATOR": spec.learner.device,
-        "OMP_NUM_THREADS": str(spec.learner.num_threads),
+        "OMP_NUM_THREADS": str(spec.learner.least_threads),
         "TOKENIZERS_PARALLELISM": "false",
         # By default, glibc returns large blocks to the system at once. Every step would then fault
         # its activations in again.

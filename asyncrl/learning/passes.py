@@ -104,6 +104,7 @@ def backward(
     sums = StepSums(state.device, state.own_metrics, parts)
     mine = plan.micro_batches[state.data_rank]
     for number, indices in enumerate(mine):
+        state.threads.adapt()
         engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
         batch = micro_batch(examples, indices, state.device, weights, state.applied)
         with explained(batch, state.spec):
@@ -135,6 +136,7 @@ def forward_batches(
     plan = plan_micro_batches(state, examples)
     plain = [replace(example, teacher_ids=None, teacher_logprobs=None) for example in examples]
     for indices in plan.micro_batches[state.data_rank]:
+        state.threads.adapt()
         batch = micro_batch(plain, indices, state.device, version=state.applied)
         with torch.no_grad(), explained(batch, state.spec):
             outputs = state.engine(batch, temperature, greedy)

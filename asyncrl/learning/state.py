@@ -18,6 +18,7 @@ from asyncrl.learning import checkpoint, zero3
 from asyncrl.learning.quarantine import NormWatch
 from asyncrl.learning.schedule import learning_rate_at
 from asyncrl.learning.spec import LearnerSpec
+from asyncrl.learning.threads import Threads
 from asyncrl.models.adapters import base_name, published_name
 from asyncrl.models.supported import Packing as Packed
 from asyncrl.models.ulysses import SequenceGroup
@@ -74,6 +75,7 @@ class LearnerState:
     learning_rate: float
     """Peak learning rate of the following steps."""
     warmup_steps: int
+    threads: Threads
     applied: int = 0
     """Steps applied since the optimizer's reset: the policy version, and the position in the
     learning-rate schedule."""
@@ -179,7 +181,7 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         FunctionError: the user's loss failed on made-up numbers.
     """
     learner, algorithm = spec.learner, spec.algorithm
-    torch.set_num_threads(learner.num_threads)
+    threads = Threads(learner.num_threads)
     limit_gpu_memory(learner.device, learner.gpu_memory_utilization)
     torch.manual_seed(spec.seed * 1_000_003 + rank)
     # Make the table before the engine exists: afterwards, transformers shards every model.
@@ -224,4 +226,5 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         device=torch.device("cuda" if learner.device == "cuda" else "cpu"),
         learning_rate=learner.learning_rate,
         warmup_steps=learner.warmup_steps,
+        threads=threads,
     )

@@ -1,0 +1,78 @@
+"""The learner's threads follow the cores that its node leaves idle."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from asyncrl.learning.threads import CpuTimes, Threads, cpu_times
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Node:
+    """A node of two cores. `pass_time` says what they did."""
+
+    def __init__(self) -> None:
+        self.now = CpuTimes(100.0, 50.0, 7.0)
+
+    def pass_time(self, seconds: float, idle: float, own: float) -> None:
+        """`idle` and `own` are in cores."""
+        now = self.now
+        self.now = CpuTimes(now.clock + seconds, now.idle + idle * seconds, now.own + own * seconds)
+
+
+def test_auto_takes_an_idle_core_and_gives_it_back():
+    node = Node()
+    threads = Threads("auto", 2, lambda: node.now)
+    assert threads.count == torch.get_num_threads() == 1
+    steps = [  # idle cores, own cores, threads afterwards
+        (0.0, 1.0, 1),  # a generator works
+        (1.0, 1.0, 2),  # it waits
+        (0.3, 1.7, 2),  # two threads that wait for each other now and then
+        (0.0, 1.1, 1),  # it works again
+        (0.8, 1.0, 2),  # almost a core
+        (0.0, 0.2, 1),  # other processes take both cores
+    ]
+    for idle, own, count in steps:
+        node.pass_time(0.5, idle, own)
+        threads.adapt()
+        assert threads.count == torch.get_num_threads() == count
+
+
+def test_auto_waits_for_enough_time_and_never_passes_the_limit():
+    node = Node()
+    threads = Threads("auto", 2, lambda: node.now)
+    node.pass_time(0.19, 1.0, 1.0)
+    threads.adapt()
+    assert threads.count == 1
+    node.pass_time(0.02, 1.0, 1.0)  # together 0.21 s
+    threads.adapt()
+    assert threads.count == 2
+    node.pass_time(1.0, 30.0, 2.0)
+    threads.adapt()
+    assert threads.count == 2
+
+
+def test_a_number_stays():
+    node = Node()
+    threads = Threads(3, 8, lambda: node.now)
+    node.pass_time(1.0, 5.0, 3.0)
+    threads.adapt()
+    assert threads.count == torch.get_num_threads() == 3
+
+
+def test_the_times_of_this_machine():
+    """This process works, so its own time grows with the clock."""
+    before = cpu_times()
+    while time.process_time() < before.own + 0.05:
+        sum(range(1000))
+    now = cpu_times()
+    assert now.own - before.own >= 0.05
+    assert 0 <= now.idle - before.idle <= (now.clock - before.clock) * (os.cpu_count() or 1) + 0.1
