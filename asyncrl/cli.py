@@ -19,6 +19,7 @@ from asyncrl.config import (
     load_any,
     load_offline,
 )
+from asyncrl.runtime.clock import process_began
 from asyncrl.runtime.redact import print_shown
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def _train(command: str, config: Config | OfflineConfig, path: str, overrides: l
         return run_offline(config, resume)
     from asyncrl.run.train import run_training
 
-    return run_training(config, resume)
+    return run_training(config, resume, asked=process_began())
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ class RunRecorder:
 
     def record(self, event: str, step: int, version: int, metrics: Mapping[str, object]) -> None:
         """Write the record, update the live table, and raise the alarms of a step or an
-        evaluation."""
+        evaluation. The first step also gets the record `first_step`."""
         if event == "step":
             metrics = {
                 **metrics,
@@ -68,6 +68,8 @@ class RunRecorder:
             line := record_line(event, step, version, metrics, self.live.spec.max_steps)
         ) is not None:
             logger.info("%s", line)
+        if event == "step" and (timeline := self.live.first_step()):
+            self.record("first_step", step, version, timeline)
         self.live.recorded(event, metrics)
         every = self.live.spec.completions_every
         if event == "step" and every and step % every == 0:
@@ -104,10 +106,16 @@ class RunRecorder:
 class Live:
     """Turns the coordinator's counters into a `Progress`, which the live table shows."""
 
-    def __init__(self, spec: ObserveSpec, started: float) -> None:
+    def __init__(self, spec: ObserveSpec, started: float, asked: float | None = None) -> None:
+        """
+        Args:
+            asked: when the user's command began, on the monotonic clock. None: with `started`.
+        """
         self.spec, self.started = spec, started
+        self._asked = started if asked is None else asked
+        self._stepped = False
         self.progress = Progress(
-            phase="starting",
+            phase="starting the cluster",
             max_steps=spec.max_steps,
             max_staleness=spec.max_staleness,
         )
@@ -129,6 +137,23 @@ class Live:
         self.phases[previous] = self.phases.get(previous, 0.0) + now - self._phase_began
         self.progress.phase, self._phase_began = name, now
         logger.info("%s (%s took %.0f s)", name, previous, self.phases[previous])
+
+    def first_step(self) -> dict[str, float]:
+        """The record `first_step`: seconds from the command to the first step, and in each phase
+        until then. Empty after the first call."""
+        if self._stepped:
+            return {}
+        self._stepped = True
+        now = time.monotonic()
+        phases = {**self.phases, self.progress.phase: now - self._phase_began}
+        return {
+            "startup/first_step_s": now - self._asked,
+            "startup/phase/command_and_plan_s": self.started - self._asked,
+            **{
+                f"startup/phase/{name.replace(' ', '_')}_s": seconds
+                for name, seconds in phases.items()
+            },
+        }
 
     def note(self, text: str) -> None:
         """Add a line below the table, which shows the last three."""

@@ -486,6 +486,10 @@ START = (
         "startup/learner_s, startup/learner_meet_s, startup/learner_engine_s",
         "`startup`: seconds until the learner is ready, and its parts",
     ),
+    Metric(
+        "startup/first_step_s, startup/phase/<phase>_s",
+        "`first_step`: seconds from the command to the first step; in each phase until then",
+    ),
     Metric("startup/pause_empty_s", "`startup`: seconds of an update without weights"),
     Metric(
         "startup/generator_caches_removed, startup/learner_caches_removed",
@@ -578,7 +582,7 @@ TABLES = (
     MetricTable("Which side waits", "step", WAITING),
     MetricTable("Weights", "push, gather, commit, logprob_check", WEIGHTS),
     MetricTable("Evaluation", "evaluation", EVALUATION),
-    MetricTable("Start and warm start", "startup, truncation, warm_start", START),
+    MetricTable("Start and warm start", "startup, first_step, truncation, warm_start", START),
     MetricTable(
         "Other events",
         "stall, kept_batch, error, evaluation_lost, push_failed, alarm, checkpoint",

@@ -56,7 +56,7 @@ class Attempt:
         self.plan = plan
         self.directory = directory
         self.across = across
-        self.live = Live(observe_spec(config), time.monotonic())
+        self.live = Live(observe_spec(config), time.monotonic(), across.asked)
         self.recorder = RunRecorder(
             writer,
             OutcomesWriter(directory.path / "outcomes", directory.state.attempt),

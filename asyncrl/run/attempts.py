@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -28,7 +29,13 @@ LARGEST_LOG = 10 << 20
 class AcrossAttempts:
     """Holds the Ray cluster and the run's own generators across the attempts of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: float | None = None) -> None:
+        """
+        Args:
+            asked: when the user's command began, on the monotonic clock. None: now.
+        """
+        self.asked = time.monotonic() if asked is None else asked
+        """When the next attempt was asked for: by the command, or by the end of the last one."""
         self.generators: OwnGenerators | None = None
         self.placed: Config | None = None
         """The config with which `generators` were placed."""
@@ -65,6 +72,7 @@ class AcrossAttempts:
             keep = restarts_left() > 0 and not isinstance(error, PlacementLostError)
             raise
         finally:
+            self.asked = time.monotonic()
             keep = (
                 keep
                 and not self.failed

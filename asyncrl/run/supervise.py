@@ -29,11 +29,22 @@ from asyncrl.rundir.metrics import MetricsWriter, read_metrics
 from asyncrl.runtime.files import append_to
 from asyncrl.runtime.redact import RedactingFormatter, print_shown, shown
 
-__all__ = ["Job", "RunningAttempt", "Summary", "Told", "command_name", "open_writer", "run_job"]
+__all__ = [
+    "Job",
+    "RunningAttempt",
+    "Summary",
+    "Told",
+    "command_name",
+    "open_writer",
+    "run_job",
+]
 
 REPLACED = ("--resume", "--name")
 """Options that the resume command sets itself, and so does not repeat."""
 CKPT_STEP = "--checkpoint.ckpt_step"
+
+PHASE = "startup/phase/"
+"""Beginning of the names of a `first_step` record's phases."""
 
 logger = logging.getLogger("asyncrl")
 
@@ -50,6 +61,8 @@ class Summary:
     """Metrics of the last evaluation; None without evaluation."""
     phases: dict[str, float] = field(default_factory=dict)
     """Phase → seconds."""
+    first_step: Mapping[str, object] | None = None
+    """The record `first_step` of the last attempt; None without one."""
     changes: list[str] = field(default_factory=list)
     """Lines about what the run has changed."""
 
@@ -106,6 +119,7 @@ def run_job(
     resume_command: Sequence[str],
     after: Callable[[Summary], None] | None = None,
     on_start: Callable[[Callable[[], None]], None] | None = None,
+    asked: float | None = None,
 ) -> int:
     """Run a job and return the exit code: 0 done, 1 failed, 130 interrupted.
 
@@ -116,6 +130,7 @@ def run_job(
         resume_command: the user's command, from which the resume command is derived.
         after: called with the summary of a finished run, for example to print more.
         on_start: called with a function that interrupts the run, which any thread may call.
+        asked: when the user's command began, on the monotonic clock. None: now.
 
     Raises:
         ConfigError: the run directory cannot be used. Nothing was started.
@@ -124,7 +139,7 @@ def run_job(
     resume = _variables() + shlex.join(
         [*_without_resume(resume_command, config), "--name", config.name, "--resume", "must"]
     )
-    across = AcrossAttempts()
+    across = AcrossAttempts(asked)
     try:
         summary = _attempts(job, resume, across, on_start)
     finally:
@@ -266,6 +281,14 @@ def _summary(
     records = list(read_metrics(directory.path))
     evaluations = [record for record in records if record["event"] == "evaluation"]
     summary = Summary(directory.path, seconds, phases=phases, changes=job.changes(records))
+    summary.first_step = next(
+        (
+            record
+            for record in reversed(records)
+            if record["event"] == "first_step" and record["attempt"] == directory.state.attempt
+        ),
+        None,
+    )
     if evaluations:
         summary.before, summary.after = evaluations[0], evaluations[-1]
     for line in [f"done in {duration(seconds)}", *summary.changes]:
@@ -301,6 +324,8 @@ def _print_summary(job: Job, summary: Summary, resume: str) -> None:
             if seconds >= 1
         )
     )
+    if summary.first_step is not None:
+        print_shown(f"first step     {timeline(summary.first_step)}")
     for line in summary.changes:
         print_shown(line)
     path = summary.directory
@@ -311,6 +336,18 @@ def _print_summary(job: Job, summary: Summary, resume: str) -> None:
         f"metrics        {path / 'metrics.jsonl'}, tensorboard --logdir {path / 'tensorboard'}"
     )
     print_shown(f"train longer   {re.sub(r' --max_steps[ =]+[0-9]+', '', resume)} --max_steps N")
+
+
+def timeline(record: Mapping[str, object]) -> str:
+    """The record `first_step` as one line."""
+    parts = ", ".join(
+        f"{name.removeprefix(PHASE).removesuffix('_s').replace('_', ' ')} {duration(seconds)}"
+        for name, seconds in record.items()
+        if name.startswith(PHASE) and isinstance(seconds, float) and seconds >= 0.5
+    )
+    total = record["startup/first_step_s"]
+    assert isinstance(total, float)
+    return f"{duration(total)} after the command: {parts}"
 
 
 def _way_on(directory: RunDirectory, resume: str) -> str:

@@ -6,6 +6,7 @@ preflight → run directory → Ray → learner and generators (in parallel) →
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,17 +69,20 @@ def run_training(
     resume_command: Sequence[str],
     after: Callable[[Config, Summary], None] | None = None,
     on_start: Callable[[Callable[[], None]], None] | None = None,
+    asked: float | None = None,
 ) -> int:
     """Train according to the config and return the exit code. See `run_job` for the exit codes,
     restarts and arguments.
 
     Args:
         after: called with the config and the summary of a finished run.
+        asked: when the user's command began, on the monotonic clock. None: now.
 
     Raises:
         ConfigError: a setting cannot be used, or no cluster answers at RAY_ADDRESS. Nothing was
             started.
     """
+    asked = time.monotonic() if asked is None else asked
     answering_cluster()
     config = resolve_models(config)
     plan = make_plan(config)
@@ -89,4 +93,4 @@ def run_training(
         if after is not None:
             after(config, summary)
 
-    return run_job(TrainingJob(config, plan), resume_command, finished, on_start)
+    return run_job(TrainingJob(config, plan), resume_command, finished, on_start, asked)

@@ -32,7 +32,7 @@ name."""
 REPEATED = ("eval/accuracy", "eval/prompts")
 """Metrics that duplicate those of the first evaluation set."""
 
-ONCE = ("startup", "truncation")
+ONCE = ("startup", "first_step", "truncation")
 """Events with one record per attempt, which are not plotted."""
 
 RESERVED = ("schema", "event", "attempt", "step", "version", "time")

@@ -12,7 +12,8 @@ from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.log_lines import record_line
 from asyncrl.observe.summary import before_and_after
 from asyncrl.preflight.specs import observe_spec
-from asyncrl.rundir.metrics import MetricsWriter
+from asyncrl.run.supervise import timeline
+from asyncrl.rundir.metrics import MetricsWriter, read_metrics
 from asyncrl.rundir.outcomes import OutcomesWriter
 from asyncrl.testing import FakeSink
 
@@ -38,20 +39,48 @@ def test_the_log_has_phases_steps_alarms_evaluations_and_checkpoints(tmp_path, c
         recorder.record("evaluation", 7, 6, {"eval/math_accuracy": 0.625, "eval/math_f": math.nan})
         recorder.record("checkpoint", 7, 6, {"checkpoint/save_s": 1.25})
     lines = [record.message for record in caplog.records]
-    assert lines[0].startswith("training (starting took ")
+    assert lines[0].startswith("training (starting the cluster took ")
     assert (
         lines[1]
         == "step 7/20: version 6, reward 0.5, loss -0.25, mean staleness 1.5, max staleness 2,"
         " reward f 0.75"
     )
+    assert lines[2].startswith("first_step at step 7, version 6: startup/first_step_s ")
     assert (
-        lines[2].startswith("step 7: kl_k3 = 3 is outside")
-        and caplog.records[2].levelno == logging.WARNING
+        lines[3].startswith("step 7: kl_k3 = 3 is outside")
+        and caplog.records[3].levelno == logging.WARNING
     )
-    assert lines[3:] == [
+    assert lines[4:] == [
         "evaluation of version 6: math_accuracy 0.625",
         "checkpoint at step 7, version 6: checkpoint/save_s 1.25",
     ]
+
+
+def test_the_first_step_has_the_time_since_the_command_once(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("asyncrl.observe.live.time.monotonic", lambda: now[0])
+    with MetricsWriter(tmp_path) as writer:
+        live = Live(observe_spec(small_config()), 100.0, 95.0)  # the command began 5 s earlier
+        recorder = RunRecorder(writer, OutcomesWriter(tmp_path / "outcomes", 0), live)
+        for seconds, phase in ((6.0, "starting generators and learner"), (20.0, "training")):
+            now[0] += seconds
+            live.phase(phase)
+        recorder.record("evaluation", 0, 0, {})
+        now[0] += 3.0
+        for step in (1, 2):
+            recorder.record("step", step, step, {"applied": 1.0})
+    (record,) = [one for one in read_metrics(tmp_path) if one["event"] == "first_step"]
+    assert {name: value for name, value in record.items() if name.startswith("startup/")} == {
+        "startup/first_step_s": 34.0,
+        "startup/phase/command_and_plan_s": 5.0,
+        "startup/phase/starting_the_cluster_s": 6.0,
+        "startup/phase/starting_generators_and_learner_s": 20.0,
+        "startup/phase/training_s": 3.0,
+    }
+    assert timeline(record) == (
+        "34s after the command: command and plan 5s, starting the cluster 6s, starting generators"
+        " and learner 20s, training 3s"
+    )
 
 
 def test_a_record_is_one_line_of_the_log():
