@@ -72,8 +72,8 @@ async def _overlap(config, directory, plan) -> int:
         manifest = await stations.learner.gather(0)
         await stations.weights.push(manifest)
         stations.rollouts.committed(0)
-        recorded, generation_s = await _generate_alone(config, stations)
-        training_s = await _train_alone(config, stations, recorded)
+        recorded, generation_s = await generate_alone(config, stations)
+        training_s = await train_alone(config, stations, recorded)
         together_s, records, cpu = await _together(
             config, stations, directory.state, frontier=len(recorded)
         )
@@ -115,7 +115,7 @@ def pin() -> dict[str, int]:
     return pinned
 
 
-async def _generate_alone(config, stations) -> tuple[list, float]:
+async def generate_alone(config, stations) -> tuple[list, float]:
     """Scored groups of ALONE_STEPS steps, and seconds per step. As many groups are outstanding as
     in training."""
     wanted = ALONE_STEPS * config.groups_per_step
@@ -150,7 +150,7 @@ def _seconds_per_step(times: list[float], groups: int) -> float:
     return (times[-1] - times[skipped - 1]) / (len(times) - skipped) * groups
 
 
-async def _train_alone(config, stations, recorded) -> float:
+async def train_alone(config, stations, recorded) -> float:
     """Median seconds of a step on recorded groups, without the warm-up steps."""
     groups, seconds = config.groups_per_step, []
     for at in range(0, len(recorded), groups):

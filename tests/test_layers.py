@@ -254,7 +254,10 @@ SURFACE = {
     "contracts": "ConfigError GenerateRequest Prompt Scored State",
     "control": "Buffer Concurrency Coordinator Frontier Parts Schedule Staleness",
     "data": "TokenFile open_token_file ROWS_PER_BLOCK RowsByNumber read_prompts",
-    "generation": "Engine Generator GeneratorApp ServeGenerate engine_environment",
+    "generation": (
+        "Engine Generator GeneratorApp ServeGenerate begin_generators engine_environment "
+        "wait_for_generators"
+    ),
     "frozen": "start_reference",
     "learning": "LearnerGroup examples_with pairs_of LearnerRank Meeting start_rank",
     "models": (

@@ -8,6 +8,8 @@ from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
     from asyncrl.generation.app import ServeGenerate as ServeGenerate
+    from asyncrl.generation.app import begin_generators as begin_generators
+    from asyncrl.generation.app import wait_for_generators as wait_for_generators
     from asyncrl.generation.arguments import engine_environment as engine_environment
     from asyncrl.generation.engine import Engine as Engine
     from asyncrl.generation.replica import Generator as Generator
@@ -17,6 +19,8 @@ __getattr__ = lazy_exports(
     __name__,
     Generator="replica",
     ServeGenerate="app",
+    begin_generators="app",
+    wait_for_generators="app",
     Engine="engine",
     GeneratorApp="settings",
     engine_environment="arguments",
