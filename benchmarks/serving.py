@@ -1,9 +1,10 @@
 """Compares the throughput of generation through Serve with that of a bare vLLM engine.
 
-    python -m benchmarks.serving [--turns 5] [--layers 0] [--groups 8] [--tokens 256]
+    python -m benchmarks.serving [--turns 5] [--layers 0] [--groups 8] [--tokens 240]
 
 - plain: vLLM's own engine in one process, without seeds and log-probs.
 - bare: the same, with a seed for each group and the log-prob of each token.
+- blocks: the same, with the seeds of tokens drawn in blocks (`asyncrl.generation.seeds`).
 - engine: asyncrl's engine without Serve. vLLM's front end and its engine are two processes.
 - serve: a Serve replica with such an engine. The requests come from another process.
 
@@ -27,7 +28,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-SIDES = ("plain", "bare", "engine", "serve")
+SIDES = ("plain", "bare", "blocks", "engine", "serve")
+BARE = ("plain", "bare", "blocks")
+"""Sides that are vLLM in one process."""
 SAMPLES, WARM_UP_TURNS, BAR = 8, 1, 0.92
 
 
@@ -36,7 +39,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=240)
     parser.add_argument("--layers", type=int, default=0, help="0: the model of the demo")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -95,7 +98,7 @@ def _start(side: str, arguments: list[str], model: str) -> subprocess.Popen[str]
     from asyncrl.generation import engine_environment
 
     bare = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "none"}
-    environment = engine_environment("cpu") | (bare if side in ("plain", "bare") else {})
+    environment = engine_environment("cpu") | (bare if side in BARE else {})
     command = [sys.executable, "-m", __spec__.name, *arguments, "--side", side, "--model", model]
     return subprocess.Popen(
         command,
@@ -125,7 +128,7 @@ def _turn(process: subprocess.Popen[str]) -> dict[str, float]:
 
 def serve_turns(options: argparse.Namespace) -> None:
     """Start one side, and generate one batch for each line of the standard input."""
-    if options.side in ("plain", "bare"):
+    if options.side in BARE:
         _answer_lines(_bare(options))
         return
     loop = asyncio.new_event_loop()
@@ -169,7 +172,11 @@ def _bare(options: argparse.Namespace) -> Callable[[int], int]:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    detailed = options.side == "bare"
+    from asyncrl.generation import draw_in_blocks
+
+    if options.side == "blocks":
+        draw_in_blocks()
+    detailed = options.side != "plain"
     engine = LLM(
         model=options.model,
         dtype="float32",
@@ -221,7 +228,7 @@ def _app(options: argparse.Namespace) -> Any:
     from asyncrl.generation import GeneratorApp
 
     return GeneratorApp(
-        model=options.model, generator=GeneratorConfig(num_cpus=1.0), max_num_seqs=256
+        model=options.model, generator=GeneratorConfig(num_cpus=1.0, max_num_seqs=256)
     )
 
 

@@ -255,8 +255,8 @@ SURFACE = {
     "control": "Buffer Concurrency Coordinator Frontier Parts Schedule Staleness",
     "data": "TokenFile open_token_file ROWS_PER_BLOCK RowsByNumber read_prompts",
     "generation": (
-        "Engine Generator GeneratorApp ServeGenerate begin_generators engine_environment "
-        "wait_for_generators"
+        "Engine Generator GeneratorApp ServeGenerate begin_generators draw_in_blocks "
+        "engine_environment wait_for_generators"
     ),
     "frozen": "start_reference",
     "learning": "LearnerGroup examples_with pairs_of LearnerRank Meeting start_rank",

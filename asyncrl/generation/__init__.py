@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from asyncrl.generation.arguments import engine_environment as engine_environment
     from asyncrl.generation.engine import Engine as Engine
     from asyncrl.generation.replica import Generator as Generator
+    from asyncrl.generation.seeds import draw_in_blocks as draw_in_blocks
     from asyncrl.generation.settings import GeneratorApp as GeneratorApp
 
 __getattr__ = lazy_exports(
@@ -20,6 +21,7 @@ __getattr__ = lazy_exports(
     Generator="replica",
     ServeGenerate="app",
     begin_generators="app",
+    draw_in_blocks="seeds",
     wait_for_generators="app",
     Engine="engine",
     GeneratorApp="settings",
