@@ -94,6 +94,10 @@ async def _overlap(config, directory, plan) -> int:
     staleness = statistics.mean(record["staleness/mean"] for record in records)
     gathers = statistics.mean(record["time/learner_waited_s"] for record in records)
     print(f"mean staleness {staleness:.2f}; the learner waited {gathers:.2f} s a step for groups")
+    calls, own = (
+        statistics.mean(record[name] for record in records) for name in ("time/step_s", "step_s")
+    )
+    print(f"a call of the learner took {calls:.2f} s, {own:.2f} of them in the learner's process")
     print("CPU seconds a step, spinning included, by process:")
     for name, seconds in sorted(cpu.items(), key=lambda item: -item[1])[:12]:
         print(f"  {name:<36}{seconds / len(records):6.2f}")
