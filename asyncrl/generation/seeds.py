@@ -67,4 +67,4 @@ def draw_in_blocks() -> None:
                 seeds[row] = next_seed(generator)
         return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), shown
 
-    TopKTopPSampler.forward_cpu = forward_cpu
+    TopKTopPSampler.forward_cpu = forward_cpu  # type: ignore[method-assign]

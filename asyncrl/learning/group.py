@@ -26,6 +26,7 @@ from asyncrl.contracts.messages import HeldOutLoss, Manifest, Scored, StepResult
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.runtime.environment import claim_caches, passed_on
 from asyncrl.runtime.files import make_directory
+from asyncrl.runtime.imports import hidden
 from asyncrl.runtime.ray_objects import DEATHS, Actor
 from asyncrl.runtime.shared import NotSharedError, Probe, Written, wait_until_seen
 from asyncrl.runtime.stacks import register_stacks, stack_of
@@ -85,7 +86,9 @@ class RankProcess:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         from transformers.utils import logging as transformers_logging
 
-        import asyncrl.learning.rank  # slow: import it while the actor starts
+        # Where mlflow is installed, DeepSpeed's tuner imports it, for a second of CPU time.
+        with hidden("mlflow"):
+            import asyncrl.learning.rank  # slow: import it while the actor starts
 
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
