@@ -125,7 +125,9 @@ def _table(prefix: str, fields: dict[str, FieldInfo]) -> str:
 
 
 def _kind(field: FieldInfo, meaning: str) -> str:
-    shown = str(field.annotation) if "Literal" in str(field.annotation) else ""
+    shown = str(field.annotation)
+    if "Literal" not in shown or field.metadata:  # with metadata, more than the choices is allowed
+        return meaning
     choices = re.findall(r"'([^']+)'", shown)
     return f"{meaning} Choices: {', '.join(f'`{one}`' for one in choices)}." if choices else meaning
 

@@ -89,7 +89,7 @@ def _number_or_auto(value: object, validate: ValidatorFunctionWrapHandler) -> ob
         found = None
     if found == "auto" or (isinstance(found, int) and found > 0):
         return found
-    raise ValueError("use a number from 1 on, or auto")
+    raise ValueError("use 1 or more, or auto")
 
 
 def _unset(value: object) -> object:
@@ -545,9 +545,10 @@ class LearnerConfig(Section):
     num_cpus: float = Field(default=0.4, ge=0)
     """Logical CPUs that one rank declares to Ray."""
     num_threads: Annotated[int | Literal["auto"], WrapValidator(_number_or_auto)] = 1
-    """Torch threads per rank. `auto` (device: cpu): a rank also uses the cores that its node leaves
-    idle, and changes their number between micro-batches. The order of sums then differs between
-    runs, so results agree only to rounding."""
+    """Torch threads per rank. `auto`: the rank also uses the cores that its node leaves idle. It
+    chooses their number between micro-batches, from the time since the last choice. The order of
+    sums then differs between runs, so results agree only to rounding. A reference policy has one
+    thread. Needs device: cpu and world_size: 1."""
     bf16: bool = False
     """Train in bfloat16 with float32 master weights."""
     cast_lm_head_to_fp32: bool = False
@@ -628,6 +629,14 @@ class LearnerConfig(Section):
             raise ValueError(
                 f"zero_hpz_partition_size = {size} must divide world_size = {ranks} and be below"
                 " it; use 1 to keep no second copy"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def threads_are_of_one_rank(self) -> LearnerConfig:
+        if self.num_threads == "auto" and (self.device != "cpu" or self.world_size > 1):
+            raise ValueError(
+                "num_threads = 'auto' needs device: cpu and world_size: 1; use a number of threads"
             )
         return self
 

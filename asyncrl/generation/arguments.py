@@ -15,7 +15,7 @@ from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.environment import passed_on
 from asyncrl.runtime.interfaces import interface_variables
 from asyncrl.text.stops import Stops
-from asyncrl.weights.engine import BACKEND, DRAWS_AHEAD, OWNED, SPIN_S, TOKENIZER_MODE
+from asyncrl.weights.engine import BACKEND, OWNED, SPIN_S, TOKENIZER_MODE
 from asyncrl.weights.stored import stored_tensors
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def engine_environment(device: str, num_threads: int = 1, nnodes: int = 1) -> di
             "OMP_NUM_THREADS": str(num_threads),
             "OMP_WAIT_POLICY": "passive",
             SPIN_S: "0.05",
-            DRAWS_AHEAD: "1",
             "TORCH_COMPILE_DISABLE": "1",
         }
+        required["VLLM_PLUGINS"] += ",asyncrl_seeds"
         return defaults | passed_on(os.environ) | required
     return passed_on(os.environ) | required
 

@@ -1,9 +1,9 @@
-"""Draws the seeds of sampled tokens in blocks.
+"""vLLM plugin for engines on the CPU: draws the seeds of sampled tokens in blocks.
 
-On the CPU, vLLM's sampler draws one number from the generator of each seeded request for each
+vLLM's sampler on the CPU draws one number from the random generator of each seeded request for each
 token. That takes three calls of torch for each sequence in each step of the engine. Here each
-generator gives many numbers at once. They are the same numbers, so the same seed gives the same
-completion as in vLLM.
+random generator gives many numbers at once. They are the same numbers, so the same seed gives the
+same completion as in vLLM.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 __all__ = ["draw_in_blocks"]
 
 BLOCK = 64
-"""Numbers that a generator gives at once."""
+"""Numbers that a random generator gives at once."""
 END = 2**31
 """vLLM's seeds are below this."""
 
 _drawn: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
-"""Generator → the numbers that it has given and nobody has used, the next one last."""
+"""Random generator → the numbers that it has given and nobody has used, the next one last."""
 
 
 def next_seed(generator: torch.Generator) -> int:
@@ -37,9 +37,13 @@ def next_seed(generator: torch.Generator) -> int:
 
 
 def draw_in_blocks() -> None:
-    """Make vLLM's sampler on the CPU draw in blocks. A second call has no effect."""
+    """Make vLLM's sampler on the CPU draw in blocks. A second call has no effect.
+
+    Nothing else may draw from the random generator of a request. Speculative decoding does, and
+    asyncrl does not use it.
+    """
     original = TopKTopPSampler.forward_cpu
-    if hasattr(original, "__wrapped__"):
+    if getattr(original, "draws_in_blocks", False):
         return
 
     @functools.wraps(original)
@@ -58,13 +62,12 @@ def draw_in_blocks() -> None:
             shown = logits
         elif self.logprobs_mode == "processed_logprobs":
             shown = logits.log_softmax(dim=-1, dtype=torch.float32)
-        count = logits.shape[0]
-        if len(generators) == count:
-            seeds = torch.tensor([next_seed(generators[row]) for row in range(count)])
-        else:
-            seeds = torch.randint(0, END, (count,))
-            for row, generator in generators.items():
-                seeds[row] = next_seed(generator)
+        # Requests without a seed use these numbers, as in vLLM.
+        seeds = torch.randint(0, END, (logits.shape[0],))
+        if generators:
+            numbers = [next_seed(generator) for generator in generators.values()]
+            seeds[list(generators)] = torch.tensor(numbers)
         return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), shown
 
+    forward_cpu.draws_in_blocks = True  # type: ignore[attr-defined]
     TopKTopPSampler.forward_cpu = forward_cpu  # type: ignore[method-assign]

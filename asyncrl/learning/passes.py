@@ -103,8 +103,8 @@ def backward(
     plan = plan_micro_batches(state, examples)
     sums = StepSums(state.device, state.own_metrics, parts)
     mine = plan.micro_batches[state.data_rank]
+    state.threads.begin()
     for number, indices in enumerate(mine):
-        state.threads.adapt()
         engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
         batch = micro_batch(examples, indices, state.device, weights, state.applied)
         with explained(batch, state.spec):
@@ -116,6 +116,7 @@ def backward(
             engine.backward(batch_loss * state.spec.learner.world_size, scale_wrt_gas=False)
         if state.sequence_rank == 0:  # ranks that share a row have the same sums
             sums.add(loss_sums, entropy.detach())
+        state.threads.adapt()
     sums.nonfinite_gradient(not zero3.gradients_finite(engine))
     return sums.over_ranks(), plan
 
@@ -136,10 +137,11 @@ def forward_batches(
     plan = plan_micro_batches(state, examples)
     plain = [replace(example, teacher_ids=None, teacher_logprobs=None) for example in examples]
     for indices in plan.micro_batches[state.data_rank]:
-        state.threads.adapt()
+        state.threads.begin()
         batch = micro_batch(plain, indices, state.device, version=state.applied)
         with torch.no_grad(), explained(batch, state.spec):
             outputs = state.engine(batch, temperature, greedy)
+        state.threads.adapt()
         yield batch, outputs
 
 

@@ -6,27 +6,32 @@ number of threads then leaves their cores idle.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import psutil
 import torch
 
-__all__ = ["CpuTimes", "Threads", "cpu_times"]
+__all__ = ["CpuTimes", "Threads", "cpu_times", "usable_cores"]
 
 SHORTEST_S = 0.2
 """Shortest time between two choices. The system counts CPU time in units of 10 ms."""
-ALMOST = 0.3
+MOST_USED = 0.3
 """A core counts as free if at most this part of it is used."""
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""The container's limit on CPU time: microseconds (or `max`) of each period of microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Seconds since a fixed moment: of the clock, of the node's idle cores together, and of this
-    process."""
+    """Seconds since a fixed moment: of the clock, of all idle cores together that this process may
+    use, and of this process."""
 
     clock: float
     idle: float
@@ -35,11 +40,23 @@ class CpuTimes:
 
 def cpu_times() -> CpuTimes:
     """The times of now."""
-    return CpuTimes(time.monotonic(), psutil.cpu_times().idle, time.process_time())
+    of_cores = psutil.cpu_times(percpu=True)
+    idle = sum(of_cores[core].idle for core in os.sched_getaffinity(0) if core < len(of_cores))
+    return CpuTimes(time.monotonic(), idle, time.process_time())
+
+
+def usable_cores(quota: Path = QUOTA) -> int:
+    """The cores that this process may use: of its affinity, and of its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # without cgroups of version 2, or without a limit
+        allowed, period = quota.read_text().split()
+        cores = min(cores, max(1, math.floor(int(allowed) / int(period))))
+    return cores
 
 
 class Threads:
-    """The number of torch threads of this process. `adapt` is called between micro-batches."""
+    """The number of torch threads of this process. A pass calls `begin` before its first
+    micro-batch and `adapt` after each of them."""
 
     def __init__(
         self,
@@ -50,26 +67,34 @@ class Threads:
         """
         Args:
             setting: `learner.num_threads`. A number stays fixed.
-            most: largest number of threads; default: the cores that this process may use.
+            most: largest number of threads; default: `usable_cores()`.
         """
         self.auto = setting == "auto"
         self.count = 1 if setting == "auto" else setting
-        self._most = most or len(os.sched_getaffinity(0))
+        self._most = most or usable_cores()
         self._times, self._before = times, times()
+        self._seconds = self._free = 0.0
+        """Seconds of passes since the last choice, and the core-seconds that were free in them."""
         torch.set_num_threads(self.count)
 
+    def begin(self) -> None:
+        """Leave out the time until now. The learner waited in it, or did something else."""
+        if self.auto:
+            self._before = self._times()
+
     def adapt(self) -> None:
-        """Use the cores that this process has used or found idle since the last choice. One thread
-        is always used."""
+        """Use the cores that this process has used or found idle in passes since the last choice.
+        One thread is always used."""
         if not self.auto:
             return
         now, before = self._times(), self._before
-        seconds = now.clock - before.clock
-        if seconds < SHORTEST_S:
-            return
         self._before = now
-        free = (now.idle - before.idle + now.own - before.own) / seconds
-        count = max(1, min(self._most, int(free + ALMOST)))
+        self._seconds += now.clock - before.clock
+        self._free += now.idle - before.idle + now.own - before.own
+        if self._seconds < SHORTEST_S:
+            return
+        count = max(1, min(self._most, int(self._free / self._seconds + MOST_USED)))
+        self._seconds = self._free = 0.0
         if count != self.count:
             self.count = count
             torch.set_num_threads(count)

@@ -109,13 +109,14 @@ class Live:
     def __init__(self, spec: ObserveSpec, started: float, asked: float | None = None) -> None:
         """
         Args:
-            asked: when the user's command began, on the monotonic clock. None: with `started`.
+            asked: when the user's command began, or the last attempt ended, on the monotonic clock.
+                None: with `started`.
         """
         self.spec, self.started = spec, started
         self._asked = started if asked is None else asked
         self._stepped = False
         self.progress = Progress(
-            phase="starting the cluster",
+            phase="connecting to Ray",
             max_steps=spec.max_steps,
             max_staleness=spec.max_staleness,
         )
@@ -139,16 +140,17 @@ class Live:
         logger.info("%s (%s took %.0f s)", name, previous, self.phases[previous])
 
     def first_step(self) -> dict[str, float]:
-        """The record `first_step`: seconds from the command to the first step, and in each phase
-        until then. Empty after the first call."""
+        """The record `first_step`: seconds from the command to the end of the first step, and in
+        each phase until then. Empty after the first call."""
         if self._stepped:
             return {}
         self._stepped = True
         now = time.monotonic()
-        phases = {**self.phases, self.progress.phase: now - self._phase_began}
+        phases, phase = dict(self.phases), self.progress.phase
+        phases[phase] = phases.get(phase, 0.0) + now - self._phase_began
         return {
             "startup/first_step_s": now - self._asked,
-            "startup/phase/command_and_plan_s": self.started - self._asked,
+            "startup/phase/preparation_s": self.started - self._asked,
             **{
                 f"startup/phase/{name.replace(' ', '_')}_s": seconds
                 for name, seconds in phases.items()

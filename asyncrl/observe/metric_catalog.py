@@ -488,7 +488,8 @@ START = (
     ),
     Metric(
         "startup/first_step_s, startup/phase/<phase>_s",
-        "`first_step`: seconds from the command to the first step; in each phase until then",
+        "`first_step`: seconds from the command, or from the end of the last attempt, to the end of"
+        " the first step of a run with generators; in each phase until then",
     ),
     Metric("startup/pause_empty_s", "`startup`: seconds of an update without weights"),
     Metric(

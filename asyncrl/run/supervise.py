@@ -347,7 +347,7 @@ def timeline(record: Mapping[str, object]) -> str:
     )
     total = record["startup/first_step_s"]
     assert isinstance(total, float)
-    return f"{duration(total)} after the command: {parts}"
+    return f"{duration(total)} from the start: {parts}"
 
 
 def _way_on(directory: RunDirectory, resume: str) -> str:

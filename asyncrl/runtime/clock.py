@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-
-import psutil
+from pathlib import Path
 
 __all__ = ["process_began", "steady_time"]
 
@@ -19,4 +19,6 @@ def steady_time() -> float:
 
 def process_began() -> float:
     """When this process began, in seconds of the monotonic clock."""
-    return psutil.Process().create_time() - _OFFSET
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)

@@ -19,5 +19,5 @@ def hidden(package: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if hides:
+        if hides and sys.modules.get(package, sys) is None:
             del sys.modules[package]

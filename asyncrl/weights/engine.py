@@ -22,10 +22,6 @@ SPIN_S = "ASYNCRL_SPIN_S"
 """Environment variable: seconds for which a worker of an engine polls shared memory for its next
 message before it waits for a signal."""
 
-DRAWS_AHEAD = "ASYNCRL_DRAWS_AHEAD"
-"""Environment variable that makes an engine on the CPU draw seeds in blocks
-(`asyncrl.generation.seeds`)."""
-
 
 def register() -> None:
     """Register the weight backend and the tokenizer. A second call has no effect."""
@@ -48,10 +44,6 @@ def register() -> None:
         _end_with_parent()
         _bars_without_semaphore()
         _named_shared_memory()
-    if os.environ.get(DRAWS_AHEAD):
-        from asyncrl.generation.seeds import draw_in_blocks
-
-        draw_in_blocks()
     if seconds := os.environ.get(SPIN_S):
         _spin_for(float(seconds))
     if folder := os.environ.get(STACKS):

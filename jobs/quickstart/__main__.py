@@ -10,6 +10,7 @@ run name, and prints the measurements.
 import os
 import statistics
 import sys
+import time
 from pathlib import Path
 
 from asyncrl.config import Config, ConfigError, load_config
@@ -24,13 +25,17 @@ GIB = 1 << 30
 
 def main(overrides: list[str]) -> int:
     """Run the quickstart and return its exit code."""
+    asked = time.monotonic()
     try:
         config = _free_name(load_config(CONFIG, overrides))
         make_inputs(config)
         command = [command_name(), "train", os.path.relpath(CONFIG), *overrides]
         with MemorySampler() as memory:
             return run_training(
-                config, command, after=lambda _, summary: print_measurements(summary, memory.peak)
+                config,
+                command,
+                after=lambda _, summary: print_measurements(summary, memory.peak),
+                asked=asked,
             )
     except ConfigError as error:
         print(f"quickstart: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ from asyncrl.config import Config, load_config
 from asyncrl.rundir import open_run
 
 CONFIG = Path(__file__).parent / "quickstart.yaml"
-LEAST_AFTER, LEAST_GAIN, MOST_BY_CHANCE = 0.85, 0.20, 0.05
+LEAST_AFTER, LEAST_GAIN, MOST_BY_CHANCE = 0.92, 0.20, 0.05
 RUNS = {f"seed-{seed}": ["--seed", str(seed)] for seed in (0, 1, 2)} | {
     "shuffled-0": ["--seed", "0", "--reward.shuffle", "true"]
 }

@@ -768,6 +768,19 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
             "generator.num_threads = 2 only has an effect with generator.device: cpu",
         ),
         (
+            {"learner.num_threads": "auto", "learner.device": "cuda"},
+            "num_threads = 'auto' needs device: cpu and world_size: 1",
+        ),
+        (
+            {"learner.num_threads": "auto", "learner.world_size": 2},
+            "num_threads = 'auto' needs device: cpu and world_size: 1",
+        ),
+        (
+            {"learner.num_threads": "many"},
+            "learner.num_threads = 'many': use 1 or more, or auto",
+        ),
+        ({"learner.num_threads": 0}, "learner.num_threads = 0: use 1 or more, or auto"),
+        (
             {"rollout.temperature": 0},
             r"rollout.temperature = 0: input should be greater than or equal to 0.01",
         ),

@@ -1,6 +1,7 @@
 """Seeds that are drawn in blocks are those that vLLM draws one by one."""
 
 import itertools
+from importlib.metadata import entry_points
 
 import pytest
 import torch
@@ -68,15 +69,37 @@ def test_a_request_keeps_its_numbers_whoever_shares_its_batch(samplers):
     assert found[0] == found[1] == found[2] == found[3]
 
 
+def test_requests_without_seeds_get_the_numbers_of_vllm(samplers):
+    found = []
+    for sample in samplers:
+        torch.manual_seed(7)
+        own, tokens = torch.Generator().manual_seed(3), []
+        for step in range(40):
+            row = {0: own} if step % 2 else {0: own, 1: torch.Generator().manual_seed(step)}
+            tokens += sample(torch.zeros(2, VOCABULARY), row, None, None)[0].tolist()
+        found.append(tokens)
+    assert found[0] == found[1]
+
+
+def test_an_empty_batch_gives_no_token(samplers):
+    for sample in samplers:
+        assert sample(torch.zeros(0, VOCABULARY), {}, None, None)[0].numel() == 0
+
+
 def test_requests_without_seeds_differ(samplers):
     _, sample = samplers
     logits = torch.zeros(64, VOCABULARY)
     assert not torch.equal(sample(logits, {}, None, None)[0], sample(logits, {}, None, None)[0])
 
 
-def test_an_engine_on_the_cpu_draws_in_blocks():
+def test_an_engine_on_the_cpu_loads_the_plugin():
     from asyncrl.generation import engine_environment
-    from asyncrl.weights.engine import DRAWS_AHEAD
+    from asyncrl.generation.seeds import draw_in_blocks
 
-    assert engine_environment("cpu")[DRAWS_AHEAD] == "1"
-    assert DRAWS_AHEAD not in engine_environment("cuda")
+    (plugin,) = entry_points(group="vllm.general_plugins", name="asyncrl_seeds")
+    assert plugin.load() is draw_in_blocks
+    assert engine_environment("cpu")["VLLM_PLUGINS"].split(",") == [
+        "asyncrl_weights",
+        plugin.name,
+    ]
+    assert engine_environment("cuda")["VLLM_PLUGINS"] == "asyncrl_weights"

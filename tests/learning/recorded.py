@@ -97,6 +97,7 @@ def recorded_batch(step: int, groups: int = 8, poison: bool = False) -> list[Sco
 def state_without_model(config: Config) -> Any:
     """The state of rank 0 without an engine, for tests of code around the passes."""
     from asyncrl.learning.state import LearnerState
+    from asyncrl.learning.threads import Threads
 
     return LearnerState(
         rank=0,
@@ -111,4 +112,5 @@ def state_without_model(config: Config) -> Any:
         device=torch.device("cpu"),
         learning_rate=1e-3,
         warmup_steps=0,
+        threads=Threads(torch.get_num_threads()),
     )

@@ -2,11 +2,13 @@
 
 import os
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from asyncrl.learning.threads import CpuTimes, Threads, cpu_times
+from asyncrl.learning.threads import CpuTimes, Threads, cpu_times, usable_cores
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +23,9 @@ class Node:
 
     def __init__(self) -> None:
         self.now = CpuTimes(100.0, 50.0, 7.0)
+
+    def read(self) -> CpuTimes:
+        return self.now
 
     def pass_time(self, seconds: float, idle: float, own: float) -> None:
         """`idle` and `own` are in cores."""
@@ -60,6 +65,19 @@ def test_auto_waits_for_enough_time_and_never_passes_the_limit():
     assert threads.count == 2
 
 
+def test_the_time_between_passes_does_not_count():
+    """In it, the learner waits. Then it trains alone, then beside a generator."""
+    node = Node()
+    threads = Threads("auto", 2, lambda: node.now)
+    for idle_in_pass, count in ((1.0, 2), (0.0, 1)):
+        for _ in range(3):
+            node.pass_time(5.0, 1.0 - idle_in_pass, 0.0)
+            threads.begin()
+            node.pass_time(0.15, idle_in_pass, 1.0)
+            threads.adapt()
+        assert threads.count == count
+
+
 def test_a_number_stays():
     node = Node()
     threads = Threads(3, 8, lambda: node.now)
@@ -76,3 +94,40 @@ def test_the_times_of_this_machine():
     now = cpu_times()
     assert now.own - before.own >= 0.05
     assert 0 <= now.idle - before.idle <= (now.clock - before.clock) * (os.cpu_count() or 1) + 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "most"), [("100000 100000", 1), ("150000 100000", 1), ("50000 100000", 1)]
+)
+def test_a_container_limits_the_threads(tmp_path, text, most):
+    quota = tmp_path / "cpu.max"
+    quota.write_text(f"{text}\n")
+    assert usable_cores(quota) == most
+
+
+def test_without_a_limit_all_cores_of_the_affinity_count(tmp_path):
+    quota = tmp_path / "cpu.max"
+    cores = len(os.sched_getaffinity(0))
+    assert usable_cores(quota) == cores
+    quota.write_text("max 100000\n")
+    assert usable_cores(quota) == cores
+
+
+def test_every_micro_batch_adapts(monkeypatch):
+    from asyncrl.learning import passes
+
+    state = SimpleNamespace(
+        threads=Threads("auto", 2, Node().read),
+        engine=lambda *arguments: (torch.zeros(1), torch.zeros(1), torch.zeros(0)),
+        data_rank=0,
+        device=torch.device("cpu"),
+        applied=0,
+        spec=None,
+    )
+    adapted = []
+    monkeypatch.setattr(state.threads, "adapt", lambda: adapted.append(1))
+    plan = SimpleNamespace(micro_batches=[[[0], [1], [2]]])
+    monkeypatch.setattr(passes, "plan_micro_batches", lambda *arguments: plan)
+    monkeypatch.setattr(passes, "micro_batch", lambda *arguments, **settings: None)
+    monkeypatch.setattr(passes, "explained", lambda *arguments: nullcontext())
+    assert len(list(passes.forward_batches(state, []))) == len(adapted) == 3

@@ -39,7 +39,7 @@ def test_the_log_has_phases_steps_alarms_evaluations_and_checkpoints(tmp_path, c
         recorder.record("evaluation", 7, 6, {"eval/math_accuracy": 0.625, "eval/math_f": math.nan})
         recorder.record("checkpoint", 7, 6, {"checkpoint/save_s": 1.25})
     lines = [record.message for record in caplog.records]
-    assert lines[0].startswith("training (starting the cluster took ")
+    assert lines[0].startswith("training (connecting to Ray took ")
     assert (
         lines[1]
         == "step 7/20: version 6, reward 0.5, loss -0.25, mean staleness 1.5, max staleness 2,"
@@ -72,14 +72,14 @@ def test_the_first_step_has_the_time_since_the_command_once(tmp_path, monkeypatc
     (record,) = [one for one in read_metrics(tmp_path) if one["event"] == "first_step"]
     assert {name: value for name, value in record.items() if name.startswith("startup/")} == {
         "startup/first_step_s": 34.0,
-        "startup/phase/command_and_plan_s": 5.0,
-        "startup/phase/starting_the_cluster_s": 6.0,
+        "startup/phase/preparation_s": 5.0,
+        "startup/phase/connecting_to_Ray_s": 6.0,
         "startup/phase/starting_generators_and_learner_s": 20.0,
         "startup/phase/training_s": 3.0,
     }
     assert timeline(record) == (
-        "34s after the command: command and plan 5s, starting the cluster 6s, starting generators"
-        " and learner 20s, training 3s"
+        "34s from the start: preparation 5s, connecting to Ray 6s, starting generators and learner"
+        " 20s, training 3s"
     )
 
 

@@ -166,9 +166,10 @@ def test_the_users_variables_pass_through_except_secrets(monkeypatch):
     replicas = engine_environment("cpu")
     assert given.items() <= ranks.items() and given.items() <= replicas.items()
     assert replicas["TORCH_COMPILE_DISABLE"] == "0", "the user's value overrides a default"
-    assert replicas["VLLM_PLUGINS"] == "asyncrl_weights" and ranks["DS_ACCELERATOR"] == "cpu", (
-        "but not a value that asyncrl needs"
-    )
+    assert (
+        replicas["VLLM_PLUGINS"] == "asyncrl_weights,asyncrl_seeds"
+        and ranks["DS_ACCELERATOR"] == "cpu"
+    ), "but not a value that asyncrl needs"
 
 
 def test_a_folder_that_others_can_write_to_is_not_used_for_caches(tmp_path, monkeypatch):

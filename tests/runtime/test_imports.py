@@ -8,11 +8,11 @@ from asyncrl.runtime.imports import hidden
 
 
 def test_a_hidden_package_is_not_installed_and_then_is_again():
-    with pytest.raises(RuntimeError, match="failed"), hidden("antigravity"):
+    with pytest.raises(RuntimeError, match="failed"), hidden("tabnanny"):
         with pytest.raises(ImportError):
-            import antigravity  # noqa: F401
+            import tabnanny  # noqa: F401
         raise RuntimeError("failed")
-    assert "antigravity" not in sys.modules
+    assert "tabnanny" not in sys.modules
 
 
 def test_a_package_that_is_imported_stays():
@@ -21,3 +21,11 @@ def test_a_package_that_is_imported_stays():
     with hidden("json"):
         assert sys.modules["json"] is json
     assert sys.modules["json"] is json
+
+
+def test_a_package_that_the_body_imports_or_removes_is_no_error():
+    with hidden("tabnanny"):
+        del sys.modules["tabnanny"]
+    with hidden("tabnanny"):
+        sys.modules["tabnanny"] = sys
+    assert sys.modules.pop("tabnanny") is sys
