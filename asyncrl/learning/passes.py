@@ -116,7 +116,7 @@ def backward(
             engine.backward(batch_loss * state.spec.learner.world_size, scale_wrt_gas=False)
         if state.sequence_rank == 0:  # ranks that share a row have the same sums
             sums.add(loss_sums, entropy.detach())
-        state.threads.adapt()
+        state.threads.adapt(sum(len(examples[index].tokens) for index in indices))
     sums.nonfinite_gradient(not zero3.gradients_finite(engine))
     return sums.over_ranks(), plan
 
@@ -141,7 +141,7 @@ def forward_batches(
         batch = micro_batch(plain, indices, state.device, version=state.applied)
         with torch.no_grad(), explained(batch, state.spec):
             outputs = state.engine(batch, temperature, greedy)
-        state.threads.adapt()
+        state.threads.adapt(sum(len(examples[index].tokens) for index in indices))
         yield batch, outputs
 
 

@@ -1,7 +1,8 @@
-"""Chooses a rank's torch threads while it trains, from the cores that its node leaves idle.
+"""Chooses a rank's torch threads while it trains: the number that trains the most tokens per
+second, on the cores that its node leaves idle.
 
 Generators wait for the learner while the staleness bound holds them back. A learner with a fixed
-number of threads then leaves their cores idle.
+number of threads then leaves their cores idle. But small matrices become slower with more threads.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ SHORTEST_S = 0.2
 """Shortest time between two choices. The system counts CPU time in units of 10 ms."""
 MOST_USED = 0.3
 """A core counts as free if at most this part of it is used."""
+AGAIN = 64
+"""A number of threads is tried again after this many choices."""
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """The container's limit on CPU time: microseconds (or `max`) of each period of microseconds."""
 
@@ -75,6 +78,10 @@ class Threads:
         self._times, self._before = times, times()
         self._seconds = self._free = 0.0
         """Seconds of passes since the last choice, and the core-seconds that were free in them."""
+        self._tokens = self._choices = 0
+        """Tokens since the last choice, and choices so far."""
+        self._tried: dict[int, tuple[float, int]] = {}
+        """Number of threads → tokens per second, and choices so far, when it was used last."""
         torch.set_num_threads(self.count)
 
     def begin(self) -> None:
@@ -82,19 +89,36 @@ class Threads:
         if self.auto:
             self._before = self._times()
 
-    def adapt(self) -> None:
-        """Use the cores that this process has used or found idle in passes since the last choice.
-        One thread is always used."""
+    def adapt(self, tokens: int) -> None:
+        """Choose the number of threads for the next micro-batches. It has at most one thread for
+        each core that this process has used or found idle in passes since the last choice.
+
+        Args:
+            tokens: of the micro-batch that has just ended.
+        """
         if not self.auto:
             return
         now, before = self._times(), self._before
         self._before = now
         self._seconds += now.clock - before.clock
         self._free += now.idle - before.idle + now.own - before.own
+        self._tokens += tokens
         if self._seconds < SHORTEST_S:
             return
-        count = max(1, min(self._most, int(self._free / self._seconds + MOST_USED)))
-        self._seconds = self._free = 0.0
+        self._tried[self.count] = self._tokens / self._seconds, self._choices
+        free = int(self._free / self._seconds + MOST_USED)
+        self._seconds, self._free, self._tokens = 0.0, 0.0, 0
+        self._choices += 1
+        count = self._fastest(max(1, min(self._most, free)))
         if count != self.count:
             self.count = count
             torch.set_num_threads(count)
+
+    def _fastest(self, most: int) -> int:
+        """1, 2, 4, … or `most` threads: one that was not tried for AGAIN choices, or else the
+        fastest."""
+        counts = sorted({most, *(1 << power for power in range(most.bit_length()))})
+        for count in counts:
+            if count not in self._tried or self._choices - self._tried[count][1] > AGAIN:
+                return count
+        return max(counts, key=lambda count: self._tried[count][0])

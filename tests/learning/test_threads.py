@@ -27,6 +27,13 @@ class Node:
     def read(self) -> CpuTimes:
         return self.now
 
+    def train(
+        self, threads: Threads, seconds: float, idle: float, own: float, rate: float = 0.0
+    ) -> None:
+        """One micro-batch. Each further thread adds `rate` of the speed of the first."""
+        self.pass_time(seconds, idle, own)
+        threads.adapt(int(1000 * seconds * (1 + rate * (threads.count - 1))))
+
     def pass_time(self, seconds: float, idle: float, own: float) -> None:
         """`idle` and `own` are in cores."""
         now = self.now
@@ -46,22 +53,30 @@ def test_auto_takes_an_idle_core_and_gives_it_back():
         (0.0, 0.2, 1),  # other processes take both cores
     ]
     for idle, own, count in steps:
-        node.pass_time(0.5, idle, own)
-        threads.adapt()
+        node.train(threads, 0.5, idle, own, rate=0.7)
         assert threads.count == torch.get_num_threads() == count
+
+
+@pytest.mark.parametrize(("rate", "count"), [(0.7, 2), (0.0, 1), (-0.3, 1)])
+def test_auto_keeps_the_number_that_is_fastest(rate, count):
+    node = Node()
+    threads = Threads("auto", 2, lambda: node.now)
+    used = []
+    for _ in range(200):
+        node.train(threads, 0.5, 2.0 - threads.count, threads.count, rate)
+        used.append(threads.count)
+    assert used[2:].count(count) >= 190, "the other number is tried now and then"
+    assert set(used[10:]) == {1, 2}
 
 
 def test_auto_waits_for_enough_time_and_never_passes_the_limit():
     node = Node()
     threads = Threads("auto", 2, lambda: node.now)
-    node.pass_time(0.19, 1.0, 1.0)
-    threads.adapt()
+    node.train(threads, 0.19, 1.0, 1.0, 0.7)
     assert threads.count == 1
-    node.pass_time(0.02, 1.0, 1.0)  # together 0.21 s
-    threads.adapt()
+    node.train(threads, 0.02, 1.0, 1.0, 0.7)  # together 0.21 s
     assert threads.count == 2
-    node.pass_time(1.0, 30.0, 2.0)
-    threads.adapt()
+    node.train(threads, 1.0, 30.0, 2.0, 0.7)
     assert threads.count == 2
 
 
@@ -73,16 +88,14 @@ def test_the_time_between_passes_does_not_count():
         for _ in range(3):
             node.pass_time(5.0, 1.0 - idle_in_pass, 0.0)
             threads.begin()
-            node.pass_time(0.15, idle_in_pass, 1.0)
-            threads.adapt()
+            node.train(threads, 0.15, idle_in_pass, 1.0, 0.7)
         assert threads.count == count
 
 
 def test_a_number_stays():
     node = Node()
     threads = Threads(3, 8, lambda: node.now)
-    node.pass_time(1.0, 5.0, 3.0)
-    threads.adapt()
+    node.train(threads, 1.0, 5.0, 3.0)
     assert threads.count == torch.get_num_threads() == 3
 
 
@@ -125,9 +138,12 @@ def test_every_micro_batch_adapts(monkeypatch):
         spec=None,
     )
     adapted = []
-    monkeypatch.setattr(state.threads, "adapt", lambda: adapted.append(1))
+    monkeypatch.setattr(state.threads, "adapt", adapted.append)
     plan = SimpleNamespace(micro_batches=[[[0], [1], [2]]])
     monkeypatch.setattr(passes, "plan_micro_batches", lambda *arguments: plan)
     monkeypatch.setattr(passes, "micro_batch", lambda *arguments, **settings: None)
     monkeypatch.setattr(passes, "explained", lambda *arguments: nullcontext())
-    assert len(list(passes.forward_batches(state, []))) == len(adapted) == 3
+    rows = [SimpleNamespace(tokens=[0] * length) for length in (3, 4, 5)]
+    monkeypatch.setattr(passes, "replace", lambda example, **changes: example)
+    assert len(list(passes.forward_batches(state, rows))) == 3
+    assert adapted == [3, 4, 5]
