@@ -115,6 +115,9 @@ def test_a_run_end_to_end_with_its_notebook(start_run, shared_memory, tmp_path, 
         <= 1e-4
     )
     assert len(finished.records("logprob_check")) > 3
+    [first_step] = finished.records("first_step")
+    phases = [value for name, value in first_step.items() if name.startswith("startup/phase/")]
+    assert len(phases) >= 6 and first_step["startup/first_step_s"] == pytest.approx(sum(phases))
     [truncation] = finished.records("truncation")
     assert truncation["truncation/data.train/used"] == truncation["truncation/data.train/rows"] > 0
     assert [record["version"] for record in finished.records("evaluation")] == [0, 120]
@@ -139,6 +142,7 @@ def test_a_run_end_to_end_with_its_notebook(start_run, shared_memory, tmp_path, 
             for name in own
         ]
         own = [re.sub("^truncation/[^/]+/", "truncation/<file>/", name) for name in own]
+        own = [re.sub("^startup/phase/.+_s$", "startup/phase/<phase>_s", name) for name in own]
         assert not [name for name in own if name not in documented], record["event"]
     executions = (
         directory / "logs" / "attempt_0" / "ray" / "ray-data" / "ray-data.log"
