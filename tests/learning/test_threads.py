@@ -138,6 +138,7 @@ def test_every_micro_batch_adapts(monkeypatch):
         spec=None,
     )
     adapted = []
+    monkeypatch.setattr(state.threads, "begin", lambda: adapted.append("begin"))
     monkeypatch.setattr(state.threads, "adapt", adapted.append)
     plan = SimpleNamespace(micro_batches=[[[0], [1], [2]]])
     monkeypatch.setattr(passes, "plan_micro_batches", lambda *arguments: plan)
@@ -146,4 +147,4 @@ def test_every_micro_batch_adapts(monkeypatch):
     rows = [SimpleNamespace(tokens=[0] * length) for length in (3, 4, 5)]
     monkeypatch.setattr(passes, "replace", lambda example, **changes: example)
     assert len(list(passes.forward_batches(state, rows))) == 3
-    assert adapted == [3, 4, 5]
+    assert adapted == ["begin", 3, "begin", 4, "begin", 5]
