@@ -48,7 +48,7 @@ def engine_environment(device: str, num_threads: int = 1, nnodes: int = 1) -> di
     """
     required = {
         OWNED: "1",
-        "VLLM_PLUGINS": "asyncrl_weights",
+        "VLLM_PLUGINS": "asyncrl_weights,asyncrl_outputs",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_COLOR": "0",
         "HF_HUB_OFFLINE": "1",

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["EngineStats", "stat_logger"]
 
 QUIET_STEPS = 2
-"""Steps after which vLLM has finished reporting preemptions of recomputed requests. vLLM schedules
-the next step while one runs."""
+"""Messages after which vLLM has finished reporting preemptions of recomputed requests. vLLM
+schedules the next step while one runs."""
 
 
 class EngineStats:
-    """Counters since the engine's start, and its state after the last step. vLLM's logger calls
-    `count_step` after every step; the engine calls the other methods."""
+    """Counters since the engine's start, and its state after the last step that it reported. vLLM's
+    logger calls `count_step` for every message of the engine's process, which can hold tokens for
+    `asyncrl.generation.held_outputs.HOLD_S`. The engine calls the other methods."""
 
     def __init__(self) -> None:
         self.tokens_generated = 0
@@ -64,8 +65,8 @@ class EngineStats:
         )
 
     def take_longest_gap(self) -> float:
-        """Longest time in seconds between two steps that generated tokens, while completions were
-        under way. Each call starts a new measurement."""
+        """Longest time in seconds between two messages with tokens, while completions were under
+        way. Each call starts a new measurement."""
         longest, self._longest_gap_s = self._longest_gap_s, 0.0
         return longest
 
@@ -95,7 +96,7 @@ class EngineStats:
     def count_step(
         self, scheduler: SchedulerStats | None, iteration: IterationStats | None, updating: bool
     ) -> None:
-        """Count one engine step that has ended.
+        """Count one message: one step of the engine, or several that it held.
 
         Args:
             updating: an update has paused the engine, so its queue says nothing about load.

@@ -356,8 +356,9 @@ WAITING = (
     ),
     Metric(
         "control/aborted_completions, control/aborted_tokens, control/aborted_by_length",
-        "completions of abandoned requests so far; their tokens; their lengths, where item k"
-        " counts lengths of 2^(k-1) to 2^k - 1 tokens and item 0 counts empty completions",
+        "completions of abandoned requests so far; their tokens, without those of the last 0.1 s;"
+        " their lengths, where item k counts lengths of 2^(k-1) to 2^k - 1 tokens and item 0 counts"
+        " empty completions",
         "0 under `on_stale: wait`, apart from deadlines",
         "`on_stale: wait`, or a larger `staleness.max_staleness`",
     ),
@@ -377,7 +378,11 @@ WAITING = (
 WEIGHTS = (
     Metric("replica", "`push`: the replica that this event is about"),
     Metric("weights/fetch_s", "`push`: seconds to fetch the version, while generation continued"),
-    Metric("weights/tokens_during_fetch", "`push`: completion tokens generated during the fetch"),
+    Metric(
+        "weights/tokens_during_fetch",
+        "`push`: completion tokens generated during the fetch; an engine reports them every 0.1 s,"
+        " so a shorter fetch can show 0",
+    ),
     Metric(
         "weights/pause_s",
         "`push`: seconds for which generation paused; 0 for an adapter (`lora`)",
@@ -394,8 +399,8 @@ WEIGHTS = (
     ),
     Metric(
         "weights/longest_gap_s",
-        "`push`: longest time between two token-producing steps of the engine, with completions in"
-        " flight, since the previous push; this push's pause is included",
+        "`push`: longest time between two reports of new tokens by the engine, with completions in"
+        " flight, since the previous push; this push's pause is included; up to 0.1 s is normal",
     ),
     Metric("weights/gather_s", "`gather`: seconds of the gather, measured in the driver"),
     Metric("weights/versions_passed_over", "`gather`: versions so far that were never published"),

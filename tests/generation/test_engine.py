@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.generation.arguments import engine_environment
 from asyncrl.generation.engine import Engine
+from asyncrl.generation.held_outputs import HOLD_S
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.weights.manifest import expected_tensors
 from asyncrl.weights.staging import fetch_version
@@ -48,6 +50,20 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
         async def gap(self) -> float:
             return self.stats.take_longest_gap()
 
+        async def messages(self) -> int:
+            """Messages of the engine's process that came since the last call."""
+            count, self.message_count = getattr(self, "message_count", 0), 0
+            original = self.stats.count_step
+            if not hasattr(original, "counts"):
+
+                def count_step(*step: Any) -> None:
+                    self.message_count += 1
+                    original(*step)
+
+                count_step.counts = True  # type: ignore[attr-defined]
+                self.stats.count_step = count_step  # type: ignore[method-assign]
+            return count
+
         async def in_flight(self, mode: str) -> None:
             self.app = self.app.model_copy(
                 update={"generator": self.app.generator.model_copy(update={"in_flight": mode})}
@@ -69,6 +85,19 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
     print("start:", ray_cluster.get(actor.start.remote(), timeout=500))
     yield actor
     ray_cluster.kill(actor)
+
+
+def test_the_tokens_of_a_whole_completion_come_in_few_messages(
+    holder: Any, ray_cluster: Any
+) -> None:
+    ray_cluster.get(holder.messages.remote())
+    began = time.monotonic()
+    request = GenerateRequest((5, 6, 14), 1, 200, 1.0, seed=5, ignore_eos=True)
+    (completion,) = ray_cluster.get(holder.generate.remote(request), timeout=120)
+    seconds = time.monotonic() - began
+    assert len(completion.token_ids) == 200
+    messages = ray_cluster.get(holder.messages.remote())
+    assert 2 <= messages <= seconds / HOLD_S + 4
 
 
 def test_generations_in_flight_at_an_update(
@@ -230,13 +259,13 @@ def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_
     disturb(new, seed=31)
     fillers = [
         holder.generate.remote(
-            GenerateRequest((5 + i % 7, 6), 1, 100, 1.0, seed=i, ignore_eos=True)
+            GenerateRequest((5 + i % 7, 6), 1, 230, 1.0, seed=i, ignore_eos=True)
         )
         for i in range(31)
     ]
     prompt = tuple(4 + i % 40 for i in range(140))
     before = ray_cluster.get(holder.generated.remote())
-    pair = holder.generate.remote(GenerateRequest(prompt, 2, 60, 1.0, seed=5, ignore_eos=True))
+    pair = holder.generate.remote(GenerateRequest(prompt, 2, 110, 1.0, seed=5, ignore_eos=True))
     while ray_cluster.get(holder.generated.remote()) < before + 5 * 32:
         pass
     staged = fetch_version(

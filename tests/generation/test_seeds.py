@@ -98,8 +98,5 @@ def test_an_engine_on_the_cpu_loads_the_plugin():
 
     (plugin,) = entry_points(group="vllm.general_plugins", name="asyncrl_seeds")
     assert plugin.load() is draw_in_blocks
-    assert engine_environment("cpu")["VLLM_PLUGINS"].split(",") == [
-        "asyncrl_weights",
-        plugin.name,
-    ]
-    assert engine_environment("cuda")["VLLM_PLUGINS"] == "asyncrl_weights"
+    assert plugin.name in engine_environment("cpu")["VLLM_PLUGINS"].split(",")
+    assert plugin.name not in engine_environment("cuda")["VLLM_PLUGINS"]
