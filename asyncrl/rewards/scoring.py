@@ -45,6 +45,7 @@ from asyncrl.rewards.summary import (
 )
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
+from asyncrl.runtime.pace import Pace
 from asyncrl.runtime.ray_objects import Actor, broken_stream, groups_at
 from asyncrl.runtime.ray_stream import Deaths, Tasks, stream_blocks
 
@@ -55,9 +56,9 @@ logger = logging.getLogger(__name__)
 STREAM_BYTES = 256 << 20
 """Bytes of unread scored groups in the object store at which the stream pauses."""
 MOST_IN_FLUSH = 256
-FLUSH_LINGER_S = 0.1
-"""Seconds from the first row of a flush to the flush. A flush costs a file, an object and an
-acknowledgment, however many rows it has."""
+FLUSH_EVERY_S = 0.1
+"""Least seconds between two flushes. A flush costs a file, an object and an acknowledgment, however
+many rows it has."""
 
 
 class RayScores:
@@ -228,8 +229,9 @@ class RayScores:
         """Thread: write all waiting rows to one file and one object, then tell the event loop."""
         try:
             files = FlushFiles(self._directory, self._attempt)
+            pace = Pace(FLUSH_EVERY_S)
             while True:
-                tables, end = _waiting_tables(self._arrived)
+                tables, end = _waiting_tables(self._arrived, pace)
                 if tables:
                     self._flush(files, tables)
                 if end is not None:
@@ -326,14 +328,15 @@ def _unscored_in_a_row(
 
 
 def _waiting_tables(
-    arrived: queue.Queue[pa.Table | BaseException | None],
+    arrived: queue.Queue[pa.Table | BaseException | None], pace: Pace
 ) -> tuple[list[pa.Table], BaseException | None]:
-    """At least one table, with those that follow within FLUSH_LINGER_S; or the end."""
+    """At least one table, with those that arrive until the next flush is due; or the end."""
     tables: list[pa.Table] = []
     groups = 0
     item = arrived.get()
     if isinstance(item, pa.Table):
-        time.sleep(FLUSH_LINGER_S)
+        time.sleep(pace.left_s())
+        pace.sent()
     while True:
         if item is None:
             return tables, _EndedError()

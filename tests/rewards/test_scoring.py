@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import queue
 import signal
 import sys
 import time
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import ray
@@ -21,9 +23,11 @@ from asyncrl.contracts.rows import Prompt, ReferenceLogprobs, TopLogprobs
 from asyncrl.frozen.reference import start_reference
 from asyncrl.learning.batches import examples_of
 from asyncrl.preflight.specs import reference_spec, scoring_spec, worker_spec
+from asyncrl.rewards import scoring
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.scoring import RayScores
 from asyncrl.rollout.group import start_rollouts
+from asyncrl.runtime.pace import Pace
 from asyncrl.testing import FakeGenerate
 
 # Workers cannot import this file.
@@ -428,3 +432,22 @@ def test_a_reference_policy_gives_its_log_probs_to_every_trajectory(
             assert trajectory.reward == pytest.approx(
                 trajectory.reward_parts["tested"] - 0.1 * apart, rel=1e-4
             )
+
+
+def test_a_quiet_stream_is_written_at_once_and_a_busy_one_in_few_files(monkeypatch):
+    tables = [pa.table({"ordinal": [number]}) for number in range(4)]
+    arrived, pace, waits = queue.Queue(), Pace(0.2), []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if seconds:
+            arrived.put(tables[2])
+            arrived.put(tables[3])
+
+    monkeypatch.setattr(scoring.time, "sleep", sleep)
+    arrived.put(tables[0])
+    assert scoring._waiting_tables(arrived, pace) == ([tables[0]], None)
+    assert waits == [0], "nothing was written before"
+    arrived.put(tables[1])
+    assert scoring._waiting_tables(arrived, pace) == (tables[1:], None)
+    assert 0 < waits[1] <= 0.2
