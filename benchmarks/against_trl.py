@@ -77,6 +77,8 @@ class Case:
     trl_steps: int
     bar: float
     """Least ratio to TRL's trajectories per second."""
+    num_threads: int | str = 1
+    """`learner.num_threads`. TRL has all cores for each of its phases."""
 
     @property
     def trajectories(self) -> int:
@@ -89,8 +91,8 @@ CASES = {
         Case("short", "small", 6, False, 64, 60, 16, 0.75),
         Case("fixed", "small", 64, True, 64, 14, 8, 0.75),
         Case("tail", "small-uniform", 512, False, 64, 9, 4, 3.0),
-        Case("fixed-50m", "large", 64, True, 8, 9, 5, 1.2),
-        Case("tail-50m", "large-uniform", 512, False, 8, 9, 4, 3.0),
+        Case("fixed-50m", "large", 64, True, 8, 9, 5, 1.2, "auto"),
+        Case("tail-50m", "large-uniform", 512, False, 8, 9, 4, 3.0, "auto"),
     )
 }
 SKIPPED = {"ours": 4, "trl": 2}
@@ -305,7 +307,7 @@ def asyncrl(case: Case, work: Path, name: str, rows: str) -> dict[str, Any]:
         "max_completion_length": case.max_tokens,
         "ignore_eos": case.ignore_eos,
     }
-    tree["learner"]["learning_rate"] = 1e-7
+    tree["learner"] |= {"learning_rate": 1e-7, "num_threads": case.num_threads}
     config = work / f"{name}.yaml"
     config.write_text(yaml.safe_dump(tree))
     metrics = work / "runs" / name / "metrics.jsonl"

@@ -49,8 +49,11 @@ def main(arguments: list[str]) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="asyncrl_bench_") as folder:
         _make_model(Path(folder), options.layers)
-        rounds = _rounds(arguments, folder, options.turns)
+        rounds = _rounds(arguments, Path(folder), options.turns)
     tokens = options.groups * SAMPLES * options.tokens
+    for side in SIDES:
+        if made := {one[side]["tokens"] for one in rounds} - {tokens}:
+            raise SystemExit(f"{side} made {made} tokens in a turn instead of {tokens}")
     print(f"{options.groups} groups of {SAMPLES} completions of {options.tokens} tokens")
     print("side     tokens/s   of bare, lowest and highest      CPU s a turn")
     for side in SIDES:
@@ -76,14 +79,16 @@ def _make_model(folder: Path, layers: int) -> None:
         make_model(folder, seed=0)
 
 
-def _rounds(arguments: list[str], model: str, turns: int) -> list[dict[str, dict[str, float]]]:
+def _rounds(arguments: list[str], model: Path, turns: int) -> list[dict[str, dict[str, float]]]:
     """Side → its figures, of each round after the first."""
-    processes = {side: _start(side, arguments, model) for side in SIDES}
+    logs = {side: model / f"{side}.log" for side in SIDES}
+    processes = {side: _start(side, arguments, model, logs[side]) for side in SIDES}
     try:
-        for process in processes.values():
-            _answer(process)  # it is ready
+        for side in SIDES:
+            _answer(processes[side], logs[side])  # it is ready
         found = [
-            {side: _turn(processes[side]) for side in SIDES} for _ in range(WARM_UP_TURNS + turns)
+            {side: _turn(processes[side], logs[side]) for side in SIDES}
+            for _ in range(WARM_UP_TURNS + turns)
         ]
     finally:
         for process in processes.values():
@@ -94,36 +99,46 @@ def _rounds(arguments: list[str], model: str, turns: int) -> list[dict[str, dict
     return found[WARM_UP_TURNS:]
 
 
-def _start(side: str, arguments: list[str], model: str) -> subprocess.Popen[str]:
+def _start(side: str, arguments: list[str], model: Path, log: Path) -> subprocess.Popen[str]:
     from asyncrl.generation import engine_environment
 
     bare = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "none"}
     environment = engine_environment("cpu") | (bare if side in BARE else {})
-    command = [sys.executable, "-m", __spec__.name, *arguments, "--side", side, "--model", model]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=os.environ | environment,
-    )
+    command = [
+        sys.executable,
+        "-m",
+        __spec__.name,
+        *arguments,
+        "--side",
+        side,
+        "--model",
+        str(model),
+    ]
+    with log.open("w") as errors:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=os.environ | environment,
+        )
 
 
-def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+def _answer(process: subprocess.Popen[str], log: Path) -> dict[str, Any]:
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("{"):
             found: dict[str, Any] = json.loads(line)
             return found
-    raise SystemExit(f"{' '.join(process.args[3:])} ended with {process.wait()}")
+    raise SystemExit(f"a side ended with {process.wait()}:\n{log.read_text()[-3000:]}")
 
 
-def _turn(process: subprocess.Popen[str]) -> dict[str, float]:
+def _turn(process: subprocess.Popen[str], log: Path) -> dict[str, float]:
     assert process.stdin is not None
     process.stdin.write("go\n")
     process.stdin.flush()
-    return _answer(process)
+    return _answer(process, log)
 
 
 def serve_turns(options: argparse.Namespace) -> None:

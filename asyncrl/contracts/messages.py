@@ -55,9 +55,10 @@ class EngineLoad:
     """Preemptions since the engine started: completions that lost their KV cache to others."""
     aborted: tuple[int, ...] = ()
     """Histogram of the completions aborted since the engine started, by length. Item 0 counts those
-    without tokens, item k those of 2^(k-1) to 2^k - 1 tokens."""
+    without tokens, item k those of 2^(k-1) to 2^k - 1 tokens. The engine's last 0.1 s do not
+    count."""
     aborted_tokens: int = 0
-    """Tokens of the aborted completions."""
+    """Tokens of the aborted completions, counted in the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ class ReplicaStatus:
     tokens_at_pause: tuple[int, ...]
     """Tokens of each unfinished completion when the last update paused the engine."""
     tokens_generated: int
-    """Completion tokens generated since the engine started."""
+    """Completion tokens generated since the engine started, up to 0.1 s ago. The last ones of an
+    aborted completion do not count."""
     load: EngineLoad
     kv_cache_tokens: int
     """Capacity of the KV cache, in tokens."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineStats", "stat_logger"]
 
-QUIET_STEPS = 2
+QUIET_MESSAGES = 2
 """Messages after which vLLM has finished reporting preemptions of recomputed requests. vLLM
 schedules the next step while one runs."""
 
@@ -27,31 +27,31 @@ class EngineStats:
 
     def __init__(self) -> None:
         self.tokens_generated = 0
-        """Completion tokens generated."""
+        """Completion tokens that the engine's process has sent."""
         self.kv_use = 0.0
-        """Share of the KV cache's blocks in use after the last step outside an update, 0 to 1."""
+        """Share of the KV cache's blocks in use at the last message outside an update, 0 to 1."""
         self.waiting = 0
-        """Completions in the queue after the last step outside an update, without those that an
+        """Completions in the queue at the last message outside an update, without those that an
         update put there."""
         self.preemptions = 0
         """Completions that lost their KV cache because it was full."""
         self.aborted: list[int] = []
         """Completions of aborted requests, by length: item 0 counts the empty ones, item k those of
-        2^(k-1) to 2^k - 1 tokens."""
+        2^(k-1) to 2^k - 1 tokens. Tokens that the engine's process had not sent do not count."""
         self.aborted_tokens = 0
-        """Tokens of the aborted completions."""
+        """Tokens of the aborted completions, counted in the same way."""
         self.tokens_at_pause: tuple[int, ...] = ()
         """Tokens that each unfinished completion had when the last update paused it."""
         self._last_tokens_at: float | None = None
-        """When a step last generated tokens; None while no completion is under way."""
+        """When tokens came last; None while no completion is under way."""
         self._longest_gap_s = 0.0
         self._running = 0
-        """Completions that ran in the last step outside an update."""
+        """Completions that ran at the last message outside an update."""
         self._recomputed = 0
         """Completions that the last update under `recompute` interrupted, and whose preemption vLLM
         has not reported yet. Reset once the queue is empty: then all of them run again."""
-        self._calm_steps = 0
-        """Consecutive steps that left the queue empty."""
+        self._calm_messages = 0
+        """Consecutive messages with an empty queue."""
 
     def load(self, replica: str) -> EngineLoad:
         """The engine's load, as the coordinator needs it."""
@@ -91,7 +91,7 @@ class EngineStats:
         self.tokens_at_pause = tuple(lengths)
         if recomputes:
             self._recomputed = max(self._running, sum(length > 0 for length in lengths))
-            self._calm_steps = 0
+            self._calm_messages = 0
 
     def count_step(
         self, scheduler: SchedulerStats | None, iteration: IterationStats | None, updating: bool
@@ -109,8 +109,8 @@ class EngineStats:
             self.preemptions += iteration.num_preempted_reqs - by_update
         if scheduler is None:
             return
-        self._calm_steps = 0 if scheduler.num_waiting_reqs else self._calm_steps + 1
-        if self._calm_steps >= QUIET_STEPS:
+        self._calm_messages = 0 if scheduler.num_waiting_reqs else self._calm_messages + 1
+        if self._calm_messages >= QUIET_MESSAGES:
             self._recomputed = 0
         if not updating:
             self._running = scheduler.num_running_reqs

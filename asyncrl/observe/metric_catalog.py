@@ -356,9 +356,9 @@ WAITING = (
     ),
     Metric(
         "control/aborted_completions, control/aborted_tokens, control/aborted_by_length",
-        "completions of abandoned requests so far; their tokens, without those of the last 0.1 s;"
-        " their lengths, where item k counts lengths of 2^(k-1) to 2^k - 1 tokens and item 0 counts"
-        " empty completions",
+        "completions of abandoned requests so far; their tokens; their lengths (both without the"
+        " engine's last 0.1 s), where item k counts lengths of 2^(k-1) to 2^k - 1 tokens and item 0"
+        " counts empty completions",
         "0 under `on_stale: wait`, apart from deadlines",
         "`on_stale: wait`, or a larger `staleness.max_staleness`",
     ),
@@ -380,8 +380,8 @@ WEIGHTS = (
     Metric("weights/fetch_s", "`push`: seconds to fetch the version, while generation continued"),
     Metric(
         "weights/tokens_during_fetch",
-        "`push`: completion tokens generated during the fetch; an engine reports them every 0.1 s,"
-        " so a shorter fetch can show 0",
+        "`push`: completion tokens reported during the fetch; an engine can report them up to 0.1 s"
+        " late, so a shorter fetch can show 0",
     ),
     Metric(
         "weights/pause_s",

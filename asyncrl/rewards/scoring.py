@@ -57,8 +57,8 @@ STREAM_BYTES = 256 << 20
 """Bytes of unread scored groups in the object store at which the stream pauses."""
 MOST_IN_FLUSH = 256
 FLUSH_EVERY_S = 0.1
-"""Least seconds between two flushes. A flush costs a file, an object and an acknowledgment, however
-many rows it has."""
+"""Least seconds between the starts of two flushes. A flush costs a file, an object and an
+acknowledgment, however many rows it has."""
 
 
 class RayScores:

@@ -21,5 +21,5 @@ class Pace:
         return max(0.0, self._last + self._every_s - time.monotonic())
 
     def sent(self) -> None:
-        """A message goes now."""
+        """Note that a message is sent now."""
         self._last = time.monotonic()

@@ -3,6 +3,7 @@ and a kill that leaves no process."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -18,7 +19,7 @@ from disturbed import disturb
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.errors import StaleReplicaError
-from asyncrl.contracts.messages import GenerateRequest
+from asyncrl.contracts.messages import Details, GenerateRequest
 from asyncrl.generation.arguments import engine_environment
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.held_outputs import HOLD_S
@@ -28,6 +29,8 @@ from asyncrl.weights.staging import fetch_version
 
 pytestmark = pytest.mark.timeout(600)
 
+PAUSE_S = 0.3
+"""How much longer every update pauses the engine."""
 KV_TOKENS = 8192
 """Tokens of 1 KiB each: 2 layers, keys and values, 2 heads of 32 float32."""
 
@@ -40,6 +43,16 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
 
         async def processes(self) -> tuple[int, list[int]]:
             return os.getpid(), [process.pid for process in self._processes if process.is_running()]
+
+        async def _pause(self) -> int:
+            unfinished = await Engine._pause(self)
+            await asyncio.sleep(PAUSE_S)
+            return unfinished
+
+        async def most_probable(self, request: GenerateRequest, top: int) -> int:
+            """Stream a completion with its most probable tokens: the number of its tokens."""
+            details = Details(prompt=False, top=top)
+            return sum([len(piece.tokens.ids) async for piece in self.stream(request, details)])
 
         async def generated(self) -> int:
             return self.stats.tokens_generated
@@ -98,6 +111,22 @@ def test_the_tokens_of_a_whole_completion_come_in_few_messages(
     assert len(completion.token_ids) == 200
     messages = ray_cluster.get(holder.messages.remote())
     assert 2 <= messages <= seconds / HOLD_S + 4
+
+
+def test_a_completion_continues_beside_one_that_wants_more_log_probs(
+    holder: Any, ray_cluster: Any
+) -> None:
+    """vLLM gives all completions of a step as many log-probs as one of them asks for."""
+    request = GenerateRequest((5, 6, 14), 1, 200, 1.0, seed=5, ignore_eos=True)
+    (alone,) = ray_cluster.get(holder.generate.remote(request), timeout=120)
+    whole = holder.generate.remote(request)
+    beside = replace(request, max_tokens=20, seed=6)
+    for top in (5, 1, 3):
+        wanted = holder.most_probable.remote(beside, top)
+        assert ray_cluster.get(wanted, timeout=120) == 20
+    (completion,) = ray_cluster.get(whole, timeout=120)
+    assert completion.token_ids == alone.token_ids
+    assert completion.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
 
 
 def test_generations_in_flight_at_an_update(
@@ -169,6 +198,7 @@ def test_generations_in_flight_at_an_update(
                 )
                 worst[span.version] = max(worst[span.version], apart)
         gap = ray_cluster.get(holder.gap.remote())
+        assert timings["pause_s"] > PAUSE_S > 2 * HOLD_S
         assert mode == "drain" or timings["pause_s"] <= gap + 0.05, (
             "the pause is a gap between tokens of the generations in flight"
         )
@@ -257,6 +287,12 @@ def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_
     ray_cluster.get(holder.in_flight.remote("keep"))
     new = load_reference(untied_model)
     disturb(new, seed=31)
+    staged = fetch_version(
+        publish(dict(new.named_parameters()), version=101),
+        expected_tensors(untied_model, "float32"),
+        60,
+        tmp_path,
+    )
     fillers = [
         holder.generate.remote(
             GenerateRequest((5 + i % 7, 6), 1, 230, 1.0, seed=i, ignore_eos=True)
@@ -268,12 +304,6 @@ def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_
     pair = holder.generate.remote(GenerateRequest(prompt, 2, 110, 1.0, seed=5, ignore_eos=True))
     while ray_cluster.get(holder.generated.remote()) < before + 5 * 32:
         pass
-    staged = fetch_version(
-        publish(dict(new.named_parameters()), version=101),
-        expected_tensors(untied_model, "float32"),
-        60,
-        tmp_path,
-    )
     ray_cluster.get(holder.apply.remote(staged.update_info(), 101), timeout=120)
     staged.remove()
     first, second = ray_cluster.get(pair, timeout=120)

@@ -1,6 +1,7 @@
 """Outputs that the engine holds: the front end makes the same completions from fewer messages."""
 
 import random
+import sys
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from asyncrl.generation import engine_environment
+from asyncrl.weights.engine import OWNED
 
 VERSIONS = ("default", "1", "2")
 STEP_S = 0.03
@@ -23,13 +25,14 @@ def request(name, kind, stop=()):
     return SimpleNamespace(request_id=name, sampling_params=params)
 
 
-def output(name, tokens, rng, finish=None, **fields):
+def output(name, tokens, rng, finish=None, columns=1, **fields):
+    """An output. vLLM's log-probs have the columns of the request that asks for the most."""
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.outputs import LogprobsLists
 
-    shape = (len(tokens), 1)
+    shape = (len(tokens), columns)
     logprobs = LogprobsLists(
-        np.array(tokens, np.int32).reshape(shape),
+        np.repeat(np.array(tokens, np.int32)[:, None], columns, axis=1),
         -rng.random(shape).astype(np.float32),
         rng.integers(1, 9, len(tokens)).astype(np.int32),
     )
@@ -70,7 +73,7 @@ def clock(monkeypatch):
     from asyncrl.generation import held_outputs
 
     now = SimpleNamespace(s=0.0)
-    monkeypatch.setattr(held_outputs.time, "monotonic", lambda: now.s)
+    monkeypatch.setattr(held_outputs, "time", SimpleNamespace(monotonic=lambda: now.s))
     return now
 
 
@@ -108,10 +111,11 @@ def completions(messages, requests):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_front_end_returns_the_same_completions(step, clock, seed):
-    """Random lengths, starts, pauses, and versions, also a version without a pause."""
+    """Random lengths, starts, pauses, versions, also without a pause, and widths of log-probs."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.engine import EngineCoreOutputs, FinishReason
+    from vllm.v1.metrics.stats import PrefillStats
 
     choose = random.Random(seed)
     requests = [request(f"r{i}", RequestOutputKind.FINAL_ONLY) for i in range(12)]
@@ -121,16 +125,13 @@ def test_the_front_end_returns_the_same_completions(step, clock, seed):
     rng, same = np.random.default_rng(seed), np.random.default_rng(seed)
 
     def made(draw):
-        return {
-            0: EngineCoreOutputs(
-                outputs=[
-                    output(name, tokens, draw, finish)
-                    for name, tokens, finish in made_now
-                ],
-                weight_version=VERSIONS[version],
-            )
-        }  # fmt: skip
+        outputs = [
+            output(name, tokens, draw, finish, columns, **fields)
+            for name, tokens, finish, fields in made_now
+        ]
+        return {0: EngineCoreOutputs(outputs=outputs, weight_version=VERSIONS[version])}
 
+    started = set()
     while waiting or running:
         if waiting and choose.random() < 0.3:
             one = waiting.pop()
@@ -139,6 +140,7 @@ def test_the_front_end_returns_the_same_completions(step, clock, seed):
             version += 1
         paused = choose.random() < 0.1
         held.scheduler.pause_state = PauseState.PAUSED_ALL if paused else PauseState.UNPAUSED
+        columns = choose.choice((1, 1, 6))
         made_now = []
         for name in list(running):
             tokens = [choose.randint(3, 90) for _ in range(choose.choice((0, 1, 1, 1, 2)))]
@@ -146,7 +148,9 @@ def test_the_front_end_returns_the_same_completions(step, clock, seed):
             left[name] -= len(tokens)
             if tokens:
                 finish = None if left[name] else choose.choice(tuple(FinishReason)[:2])
-                made_now.append((name, tokens, finish))
+                fields = {} if name in started else {"prefill_stats": PrefillStats()}
+                started.add(name)
+                made_now.append((name, tokens, finish, fields))
                 if finish is not None:
                     del running[name]
         held.scheduler.requests = dict(running)
@@ -158,43 +162,86 @@ def test_the_front_end_returns_the_same_completions(step, clock, seed):
     assert len(held.messages) < len(plain.messages)
 
 
-def test_tokens_wait_no_longer_than_the_limit(step, clock):
-    from vllm.sampling_params import RequestOutputKind
+def one_step(engine, step, outputs, **fields):
+    """Run a step. Returns the outputs of what the engine sends, and None for no message."""
     from vllm.v1.engine import EngineCoreOutputs
 
+    before = len(engine.messages)
+    engine.process(step, {0: EngineCoreOutputs(outputs=outputs, **fields)})
+    sent = [message for _, message in engine.messages[before:]]
+    return [one for message in sent for one in message.outputs] if sent else None
+
+
+@pytest.fixture
+def engine(step, clock):
+    """An engine that has just sent everything."""
     from asyncrl.generation.held_outputs import HOLD_S
 
-    engine, rng = Engine(), np.random.default_rng(0)
-    engine.scheduler.requests = {"a": request("a", RequestOutputKind.FINAL_ONLY)}
-    waited, since = [], 0.0
+    engine = Engine()
+    clock.s += HOLD_S
+    assert one_step(engine, step, []) == []
+    return engine
+
+
+def whole(*names):
+    """Unfinished requests for completions that are returned whole."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return {name: request(name, RequestOutputKind.FINAL_ONLY) for name in names}
+
+
+def test_tokens_wait_no_longer_than_the_limit(engine, step, clock):
+    from asyncrl.generation.held_outputs import HOLD_S
+
+    rng, since, waited, tokens = np.random.default_rng(0), None, [], []
+    engine.scheduler.requests = whole("a")
     for number in range(40):
         clock.s += STEP_S
-        before = len(engine.messages)
-        engine.process(step, {0: EngineCoreOutputs(outputs=[output("a", [number], rng)])})
-        since = since or clock.s
-        if len(engine.messages) > before:
+        since = clock.s if since is None else since
+        if (sent := one_step(engine, step, [output("a", [number], rng)])) is not None:
+            tokens += sent[0].new_token_ids
             waited.append(clock.s - since)
-            since = 0.0
-    assert waited and max(waited) < HOLD_S + STEP_S
-    tokens = [t for _, message in engine.messages for o in message.outputs for t in o.new_token_ids]
-    assert tokens == list(range(len(tokens))) and len(engine.messages) < 12
+            since = None
+    assert 0 < max(waited) < HOLD_S + STEP_S
+    assert tokens == list(range(len(tokens))) and len(waited) < 14
 
 
-def test_what_a_client_waits_for_is_sent_at_once(step, clock):
+def test_the_first_tokens_after_a_quiet_time_or_a_pause_do_not_wait(engine, step, clock):
+    from asyncrl.generation.held_outputs import HOLD_S
+
+    rng = np.random.default_rng(0)
+    engine.scheduler.requests = whole("a")
+    assert one_step(engine, step, [output("a", [3], rng)]) is None
+    clock.s += HOLD_S
+    assert one_step(engine, step, [output("a", [4], rng)])[0].new_token_ids == [3, 4]
+    clock.s += 10 * HOLD_S
+    assert one_step(engine, step, [output("a", [5], rng)])[0].new_token_ids == [5]
+    assert one_step(engine, step, [output("a", [6], rng)]) is None
+    pause(engine)
+    assert one_step(engine, step, [output("a", [7], rng)])[0].new_token_ids == [7]
+
+
+def pause(engine):
+    from vllm.v1.core.sched.interface import PauseState
+
+    from asyncrl.generation.held_outputs import holding
+
+    state, engine.scheduler.pause_state = engine.scheduler.pause_state, PauseState.PAUSED_ALL
+    one_step(engine, holding(lambda engine: (engine.made, False)), [])
+    engine.scheduler.pause_state = state
+
+
+def test_what_a_client_waits_for_is_sent_at_once(engine, step):
     """Streams, completions with stop strings, and outputs with more than tokens."""
     from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutputs
+    from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType
     from vllm.v1.metrics.stats import PrefillStats
 
-    engine, rng = Engine(), np.random.default_rng(0)
-    whole = RequestOutputKind.FINAL_ONLY
-    engine.scheduler.requests = {
+    rng = np.random.default_rng(0)
+    engine.scheduler.requests = whole("first", "preempted", "whole") | {
         "stream": request("stream", RequestOutputKind.DELTA),
         "cumulative": request("cumulative", RequestOutputKind.CUMULATIVE),
-        "stops": request("stops", whole, stop=["x"]),
-        "first": request("first", whole),
-        "preempted": request("preempted", whole),
-        "whole": request("whole", whole),
+        "stops": request("stops", RequestOutputKind.FINAL_ONLY, stop=["x"]),
     }
     event = EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED)
     outputs = [
@@ -205,19 +252,31 @@ def test_what_a_client_waits_for_is_sent_at_once(step, clock):
         output("preempted", [3], rng, events=[event]),
         output("whole", [3], rng),
     ]
-    engine.process(step, {0: EngineCoreOutputs(outputs=outputs)})
-    ((_, message),) = engine.messages
-    assert [one.request_id for one in message.outputs] == [
+    sent = one_step(engine, step, outputs)
+    assert [one.request_id for one in sent] == [
         "stream", "cumulative", "stops", "first", "preempted"
     ]  # fmt: skip
 
 
-def test_a_pause_sends_everything(monkeypatch, clock):
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.engine.core import EngineCoreProc
+def test_the_last_statistics_come_although_all_requests_were_aborted(engine, step):
+    """Otherwise an idle engine would look busy until its next request."""
+    from vllm.v1.metrics.stats import SchedulerStats
 
-    from asyncrl.generation.held_outputs import hold_outputs
+    engine.scheduler.requests = whole("a", "b")
+    rng = np.random.default_rng(0)
+    outputs = [output("a", [3], rng), output("b", [3], rng)]
+    assert one_step(engine, step, outputs, scheduler_stats=SchedulerStats(2)) is None
+    engine.scheduler.requests = whole("b")
+    assert one_step(engine, step, [], scheduler_stats=SchedulerStats(1)) is None
+    engine.scheduler.requests = {}
+    assert one_step(engine, step, [], scheduler_stats=SchedulerStats(0)) == []
+    assert engine.messages[-1][1].scheduler_stats.num_running_reqs == 0
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    """vLLM's class of an engine's process, whose changes are undone."""
+    from vllm.v1.engine.core import EngineCoreProc
 
     for name in ("step", "step_with_batch_queue", "pause_scheduler"):
         monkeypatch.setattr(EngineCoreProc, name, getattr(EngineCoreProc, name))
@@ -225,19 +284,40 @@ def test_a_pause_sends_everything(monkeypatch, clock):
     monkeypatch.setattr(
         EngineCoreProc, "pause_scheduler", lambda engine, mode: engine.put_nowait(mode)
     )
+    monkeypatch.setenv(OWNED, "1")
+    return EngineCoreProc
+
+
+def test_a_pause_sends_everything(patched, engine):
+    from asyncrl.generation.held_outputs import hold_outputs
+
     hold_outputs()
-    ours = EngineCoreProc.step
+    ours = patched.step
     hold_outputs()
-    assert EngineCoreProc.step is ours, "a second call has no effect"
-    engine, rng = Engine(), np.random.default_rng(0)
-    engine.scheduler.requests = {"a": request("a", RequestOutputKind.FINAL_ONLY)}
-    engine.process(ours, {0: EngineCoreOutputs(outputs=[output("a", [3], rng)])})
-    assert not engine.messages
-    EngineCoreProc.pause_scheduler(engine, "keep")
+    assert patched.step is ours, "a second call has no effect"
+    engine.scheduler.requests = whole("a")
+    del engine.messages[:]
+    rng = np.random.default_rng(0)
+    assert one_step(engine, ours, [output("a", [3], rng)]) is None
+    assert one_step(engine, ours, [output("a", [4], rng)]) is None
+    patched.pause_scheduler(engine, "keep")
     (client, message), mode = engine.messages
-    assert client == 0 and message.outputs[0].new_token_ids == [3] and mode == "keep"
-    EngineCoreProc.pause_scheduler(engine, "keep")
+    assert client == 0 and message.outputs[0].new_token_ids == [3, 4] and mode == "keep"
+    patched.pause_scheduler(engine, "keep")
     assert engine.messages[2:] == ["keep"], "nothing is sent twice"
+
+
+def test_another_program_with_vllm_stays_as_it_is(patched, monkeypatch):
+    from asyncrl.generation.held_outputs import hold_outputs
+
+    before = patched.step
+    monkeypatch.delenv(OWNED)
+    hold_outputs()
+    assert patched.step is before
+    monkeypatch.setenv(OWNED, "1")
+    monkeypatch.delitem(sys.modules, "vllm.v1.engine.core")
+    hold_outputs()
+    assert patched.step is before and "vllm.v1.engine.core" not in sys.modules
 
 
 def test_the_fields_of_an_output_are_those_that_the_plugin_knows():

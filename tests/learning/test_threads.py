@@ -148,3 +148,40 @@ def test_every_micro_batch_adapts(monkeypatch):
     monkeypatch.setattr(passes, "replace", lambda example, **changes: example)
     assert len(list(passes.forward_batches(state, rows))) == 3
     assert adapted == ["begin", 3, "begin", 4, "begin", 5]
+
+
+def test_a_training_pass_begins_once_and_adapts_after_each_micro_batch(monkeypatch):
+    from asyncrl.learning import passes
+
+    calls = []
+    batch = SimpleNamespace(evaluated=lambda logprobs: (batch, logprobs))
+
+    class Engine:
+        def set_gradient_accumulation_boundary(self, last): ...
+
+        def __call__(self, *arguments):
+            return torch.zeros(1), torch.zeros(1), torch.zeros(0)
+
+        def backward(self, loss, scale_wrt_gas):
+            calls.append("backward")
+
+    state = SimpleNamespace(
+        threads=SimpleNamespace(begin=lambda: calls.append("begin"), adapt=calls.append),
+        engine=Engine(),
+        data_rank=0,
+        sequence_rank=1,
+        device=torch.device("cpu"),
+        applied=0,
+        own_metrics=(),
+        spec=SimpleNamespace(learner=SimpleNamespace(world_size=1)),
+    )
+    plan = SimpleNamespace(micro_batches=[[[0], [1, 2]]])
+    sums = SimpleNamespace(nonfinite_gradient=lambda found: None, over_ranks=dict)
+    monkeypatch.setattr(passes, "StepSums", lambda *arguments: sums)
+    monkeypatch.setattr(passes, "plan_micro_batches", lambda *arguments: plan)
+    monkeypatch.setattr(passes, "micro_batch", lambda *arguments: batch)
+    monkeypatch.setattr(passes, "explained", lambda *arguments: nullcontext())
+    monkeypatch.setattr(passes.zero3, "gradients_finite", lambda engine: True)
+    rows = [SimpleNamespace(tokens=[0] * length) for length in (3, 4, 5)]
+    passes.backward(state, rows, [1.0] * 3, lambda *arguments: (torch.zeros(()), {}))
+    assert calls == ["begin", "backward", 3, "backward", 9]

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +28,7 @@ from asyncrl.rewards import scoring
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.scoring import RayScores
 from asyncrl.rollout.group import start_rollouts
-from asyncrl.runtime.pace import Pace
+from asyncrl.runtime import pace
 from asyncrl.testing import FakeGenerate
 
 # Workers cannot import this file.
@@ -436,7 +437,7 @@ def test_a_reference_policy_gives_its_log_probs_to_every_trajectory(
 
 def test_a_quiet_stream_is_written_at_once_and_a_busy_one_in_few_files(monkeypatch):
     tables = [pa.table({"ordinal": [number]}) for number in range(4)]
-    arrived, pace, waits = queue.Queue(), Pace(0.2), []
+    arrived, waits, clock = queue.Queue(), [], SimpleNamespace(s=0.0)
 
     def sleep(seconds):
         waits.append(seconds)
@@ -444,10 +445,12 @@ def test_a_quiet_stream_is_written_at_once_and_a_busy_one_in_few_files(monkeypat
             arrived.put(tables[2])
             arrived.put(tables[3])
 
-    monkeypatch.setattr(scoring.time, "sleep", sleep)
+    monkeypatch.setattr(scoring, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: clock.s))
+    paced = pace.Pace(0.5)
     arrived.put(tables[0])
-    assert scoring._waiting_tables(arrived, pace) == ([tables[0]], None)
-    assert waits == [0], "nothing was written before"
+    assert scoring._waiting_tables(arrived, paced) == ([tables[0]], None)
     arrived.put(tables[1])
-    assert scoring._waiting_tables(arrived, pace) == (tables[1:], None)
-    assert 0 < waits[1] <= 0.2
+    clock.s = 0.125
+    assert scoring._waiting_tables(arrived, paced) == (tables[1:], None)
+    assert waits == [0, 0.375], "nothing was written before the first one"

@@ -8,7 +8,7 @@ from asyncrl.runtime.pace import Pace
 
 def test_only_a_message_soon_after_another_waits(monkeypatch):
     clock = SimpleNamespace(s=0.0)
-    monkeypatch.setattr(pace.time, "monotonic", lambda: clock.s)
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: clock.s))
     paced = Pace(0.5)
     assert paced.left_s() == 0, "the first message"
     paced.sent()
