@@ -211,14 +211,15 @@ def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
     from asyncrl.preflight.model_snapshot import resolve_models
     from asyncrl.preflight.own_functions import own_text, try_own
     from asyncrl.preflight.plan import make_plan
-    from asyncrl.preflight.rewards import rewards_text, try_rewards
+    from asyncrl.preflight.rewards import reward_trial, rewards_text
 
     config, brief = resolve_models(config), "brief" in options
-    plan = make_plan(config)
-    if "config" in options:
-        print_shown(f"{plan.config_text()}\n")
-    print_shown(plan.brief() if brief else plan.text())
-    tried = [rewards_text(try_rewards(config, plan.prompts)), own_text(try_own(config))]
+    with reward_trial(config) as try_rewards:
+        plan = make_plan(config)
+        if "config" in options:
+            print_shown(f"{plan.config_text()}\n")
+        print_shown(plan.brief() if brief else plan.text())
+        tried = [rewards_text(try_rewards(plan.prompts)), own_text(try_own(config))]
     if not brief:
         for text in filter(None, tried):
             print_shown(f"\n{text}")

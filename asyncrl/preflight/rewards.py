@@ -3,6 +3,11 @@ allocated."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeAlias
+
 from asyncrl.config import Config, ConfigError
 from asyncrl.data.prompts import PromptReport, first_prompt
 from asyncrl.preflight.specs import data_spec
@@ -11,34 +16,42 @@ from asyncrl.rewards.contract import GroupCall, RewardError, with_notes
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.text.tokenizer import load_tokenizer
 
-__all__ = ["COMPLETION", "rewards_text", "try_rewards"]
+__all__ = ["COMPLETION", "reward_trial", "rewards_text"]
+
+Trial: TypeAlias = "Callable[[PromptReport], dict[str, float | None] | None]"
 
 COMPLETION = "0"
 """The made-up completion. A reward must accept any text."""
 
 
-def try_rewards(config: Config, report: PromptReport) -> dict[str, float | None] | None:
-    """What each reward returns for `COMPLETION` as the completion of the first prompt in `report`.
+@contextlib.contextmanager
+def reward_trial(config: Config) -> Iterator[Trial]:
+    """Start a process that imports the rewards, while the caller makes the plan. The process ends
+    with the context.
 
-    Additional values that a reward reports are named NAME/PART. None: rewards that need a GPU are
-    not tried.
-
-    Raises:
-        ConfigError: a reward raised, hung, died or broke its contract. The message contains the
-            traceback of its exception.
+    Yields a function of the report on the prompts: what each reward returns for `COMPLETION` as the
+    completion of the first prompt. Additional values that a reward reports are named NAME/PART. The
+    function returns None for rewards that need a GPU, which are not tried. It raises ConfigError if
+    a reward raised, hung, died or broke its contract. The message contains the traceback of its
+    exception.
     """
     if config.reward.num_gpus:
-        return None
-    prompt = first_prompt(data_spec(config), report)
-    ids = load_tokenizer(config.model.path).encode(COMPLETION, add_special_tokens=False)
-    call = GroupCall([prompt.text], [COMPLETION], [ids], prompt.columns, ["stop"], [False])
+        yield lambda report: None
+        return
     once = config.reward.model_copy(
         update={"processes": 1, "concurrency": 1, "policy": "fail", "retries": 0}
     )
     share_settings(config.reward.sandbox)
+    with RewardPool(once) as pool:
+        yield partial(_try_rewards, config, pool)
+
+
+def _try_rewards(config: Config, pool: RewardPool, report: PromptReport) -> dict[str, float | None]:
+    prompt = first_prompt(data_spec(config), report)
+    ids = load_tokenizer(config.model.path).encode(COMPLETION, add_special_tokens=False)
+    call = GroupCall([prompt.text], [COMPLETION], [ids], prompt.columns, ["stop"], [False])
     try:
-        with RewardPool(once) as pool:
-            given = pool.submit(call).result()
+        given = pool.submit(call).result()
     except RewardError as error:
         raise ConfigError(
             f"the first prompt of data.train with the completion {COMPLETION!r}:"

@@ -19,7 +19,7 @@ from asyncrl.preflight.own_functions import try_own
 from asyncrl.preflight.plan import make_plan
 from asyncrl.preflight.plan_sections import arithmetic
 from asyncrl.preflight.plan_text import Plan
-from asyncrl.preflight.rewards import try_rewards
+from asyncrl.preflight.rewards import reward_trial
 from asyncrl.preflight.specs import observe_spec
 from asyncrl.run.attempt import Attempt
 from asyncrl.run.attempts import AcrossAttempts
@@ -85,8 +85,9 @@ def run_training(
     asked = time.monotonic() if asked is None else asked
     answering_cluster()
     config = resolve_models(config)
-    plan = make_plan(config)
-    try_rewards(config, plan.prompts)
+    with reward_trial(config) as try_rewards:
+        plan = make_plan(config)
+        try_rewards(plan.prompts)
     try_own(config)
 
     def finished(summary: Summary) -> None:

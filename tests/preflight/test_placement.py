@@ -352,7 +352,9 @@ def test_a_new_attempt_starts_automatically_after_a_lost_placement(monkeypatch, 
     monkeypatch.setattr(supervise, "_train", train)
     monkeypatch.setattr(run, "resolve_models", lambda config: config)
     monkeypatch.setattr(run, "make_plan", lambda config: SimpleNamespace(prompts=None))
-    monkeypatch.setattr(run, "try_rewards", lambda *args: None)
+    monkeypatch.setattr(
+        run, "reward_trial", lambda config: contextlib.nullcontext(lambda report: None)
+    )
     monkeypatch.setattr(supervise, "_announce", lambda *args: None)
     monkeypatch.setattr(supervise, "_print_summary", lambda *args: None)
     directory = SimpleNamespace(

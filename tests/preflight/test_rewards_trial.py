@@ -4,6 +4,7 @@ within seconds."""
 import textwrap
 from types import SimpleNamespace
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.config import ConfigError, load_config
 from asyncrl.data.prompts import check_prompts
-from asyncrl.preflight.rewards import rewards_text, try_rewards
+from asyncrl.preflight.rewards import reward_trial, rewards_text
 from asyncrl.preflight.specs import data_spec
 
 REWARD = """
@@ -78,16 +79,22 @@ def trial(tmp_path, tiny_model, monkeypatch):
     return made
 
 
+def tried(config, report):
+    """What the rewards return for the first prompt."""
+    with reward_trial(config) as try_rewards:
+        return try_rewards(report)
+
+
 def test_rewards_get_the_first_used_prompt_and_its_columns(trial):
     one = trial("fine")
-    given = try_rewards(one.config, one.report)
+    given = tried(one.config, one.report)
     assert given == {"mine": 0.5, "mine/format": 1.0}
     assert rewards_text(given).splitlines()[2:] == [
         f"  {'mine':<24} 0.5",
         f"  {'mine/format':<24} 1",
     ]
     assert (
-        try_rewards(
+        tried(
             one.config.model_copy(
                 update={"reward": one.config.reward.model_copy(update={"num_gpus": 1.0})}
             ),
@@ -99,7 +106,7 @@ def test_rewards_get_the_first_used_prompt_and_its_columns(trial):
 
 def test_none_is_reported_as_not_scored(trial):
     one = trial("unscored")
-    assert "None: not scored" in rewards_text(try_rewards(one.config, one.report))
+    assert "None: not scored" in rewards_text(tried(one.config, one.report))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +138,7 @@ def test_an_error_is_reported_under_every_policy(trial, name, message, policy):
     with pytest.raises(
         ConfigError, match="the first prompt of data.train with the completion '0': .*" + message
     ):
-        try_rewards(one.config, one.report)
+        tried(one.config, one.report)
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
@@ -144,3 +151,13 @@ def test_the_command_ends_with_the_error_and_leaves_nothing(trial, command, caps
         and "trial_rewards.py:10, in inner\nTraceback" in error
     )
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_that_fails_ends_the_process_that_imports_the_rewards(trial):
+    def children():
+        return {child.pid for child in psutil.Process().children(recursive=True)}
+
+    one, before = trial("fine"), children()
+    with pytest.raises(ConfigError, match="the plan failed"), reward_trial(one.config):
+        raise ConfigError("the plan failed")
+    assert children() <= before
