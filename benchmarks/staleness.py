@@ -61,6 +61,7 @@ async def _measure(config, directory, plan, bounds: list[int], rounds: int) -> i
     across = AcrossAttempts()
     seconds: dict[int, list[float]] = {bound: [] for bound in bounds}
     found: dict[int, list[float]] = {bound: [] for bound in bounds}
+    in_flight: dict[int, list[float]] = {bound: [] for bound in bounds}
     async with (
         across.attempt(config, directory.state, directory.logs, lambda: 0),
         launch_stations(config, directory, plan.prompts, plan.context, nothing, across) as stations,
@@ -78,6 +79,7 @@ async def _measure(config, directory, plan, bounds: list[int], rounds: int) -> i
                 times = recorder.times[warm_up(bound) - 1 :]
                 seconds[bound].append((times[-1] - times[0]) / STEPS)
                 found[bound] += _staleness(recorder, bound)
+                in_flight[bound] += _in_flight(recorder)
     ideal = max(generation_s, training_s)
     print(f"generation alone {generation_s:.3f} s a step, training alone {training_s:.3f}")
     for bound, measured in seconds.items():
@@ -85,7 +87,8 @@ async def _measure(config, directory, plan, bounds: list[int], rounds: int) -> i
         print(
             f"max_staleness {bound}: {statistics.median(measured):.3f} s a step, the ideal is"
             f" {ideal / statistics.median(measured):.2f} of it; spread {spread:.2f}; mean staleness"
-            f" {statistics.mean(found[bound]):.2f}",
+            f" {statistics.mean(found[bound]):.2f}; {statistics.mean(in_flight[bound]):.0f}"
+            " completions in flight at an update",
             flush=True,
         )
     return 0
@@ -108,6 +111,13 @@ async def _turn(config: Config, stations, state: State, bound: int, version: int
 def _staleness(recorder: TimedRecorder, bound: int) -> list[float]:
     steps = [metrics for event, _, _, metrics in recorder.records if event == "step"]
     return [metrics["staleness/mean"] for metrics in steps[warm_up(bound) :]]
+
+
+def _in_flight(recorder: TimedRecorder) -> list[float]:
+    """Unfinished completions at each update of the turn."""
+    return [
+        metrics["weights/in_flight"] for event, _, _, metrics in recorder.records if event == "push"
+    ]
 
 
 if __name__ == "__main__":

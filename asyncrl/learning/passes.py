@@ -137,11 +137,9 @@ def forward_batches(
     plan = plan_micro_batches(state, examples)
     plain = [replace(example, teacher_ids=None, teacher_logprobs=None) for example in examples]
     for indices in plan.micro_batches[state.data_rank]:
-        state.threads.begin()
         batch = micro_batch(plain, indices, state.device, version=state.applied)
         with torch.no_grad(), explained(batch, state.spec):
             outputs = state.engine(batch, temperature, greedy)
-        state.threads.adapt(sum(len(examples[index].tokens) for index in indices))
         yield batch, outputs
 
 

@@ -23,10 +23,12 @@ __all__ = ["CpuTimes", "Threads", "cpu_times", "usable_cores"]
 
 SHORTEST_S = 0.2
 """Shortest time between two choices. The system counts CPU time in units of 10 ms."""
-MOST_USED = 0.3
-"""A core counts as free if at most this part of it is used."""
-AGAIN = 64
+MOST_USED = 0.75
+"""A core counts as free if at most this part of it is used. Generators that never wait use more."""
+AGAIN = 16
 """A number of threads is tried again after this many choices."""
+NEW = 0.5
+"""Weight of a new measurement in the mean. One pass is disturbed by what else runs."""
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """The container's limit on CPU time: microseconds (or `max`) of each period of microseconds."""
 
@@ -58,8 +60,9 @@ def usable_cores(quota: Path = QUOTA) -> int:
 
 
 class Threads:
-    """The number of torch threads of this process. A pass calls `begin` before its first
-    micro-batch and `adapt` after each of them."""
+    """The number of torch threads of this process. A training pass calls `begin` before its first
+    micro-batch and `adapt` after each of them. Forward passes alone are faster, so they would spoil
+    the comparison. They use the number that training has chosen."""
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class Threads:
         self._tokens = self._choices = 0
         """Tokens since the last choice, and choices so far."""
         self._tried: dict[int, tuple[float, int]] = {}
-        """Number of threads → tokens per second, and choices so far, when it was used last."""
+        """Number of threads → mean tokens per second, and choices so far when it was used last."""
         torch.set_num_threads(self.count)
 
     def begin(self) -> None:
@@ -98,14 +101,16 @@ class Threads:
         """
         if not self.auto:
             return
-        now, before = self._times(), self._before
+        now, then = self._times(), self._before
         self._before = now
-        self._seconds += now.clock - before.clock
-        self._free += now.idle - before.idle + now.own - before.own
+        self._seconds += now.clock - then.clock
+        self._free += now.idle - then.idle + now.own - then.own
         self._tokens += tokens
         if self._seconds < SHORTEST_S:
             return
-        self._tried[self.count] = self._tokens / self._seconds, self._choices
+        rate = self._tokens / self._seconds
+        before, _ = self._tried.get(self.count, (rate, 0))
+        self._tried[self.count] = NEW * rate + (1 - NEW) * before, self._choices
         free = int(self._free / self._seconds + MOST_USED)
         self._seconds, self._free, self._tokens = 0.0, 0.0, 0
         self._choices += 1

@@ -65,8 +65,31 @@ def test_auto_keeps_the_number_that_is_fastest(rate, count):
     for _ in range(200):
         node.train(threads, 0.5, 2.0 - threads.count, threads.count, rate)
         used.append(threads.count)
-    assert used[2:].count(count) >= 190, "the other number is tried now and then"
+    assert used[2:].count(count) >= 185, "the other number is tried now and then"
     assert set(used[10:]) == {1, 2}
+
+
+def test_auto_uses_a_core_of_which_a_generator_needs_a_part():
+    node = Node()
+    threads = Threads("auto", 2, lambda: node.now)
+    node.train(threads, 0.5, 0.2, 1.0, 0.7)
+    assert threads.count == 1
+    node.train(threads, 0.5, 0.3, 1.0, 0.7)
+    assert threads.count == 2
+
+
+def test_one_disturbed_pass_decides_for_a_few_passes_only():
+    node = Node()
+    threads = Threads("auto", 2, lambda: node.now)
+    for _ in range(10):
+        node.train(threads, 0.5, 2.0 - threads.count, threads.count, 0.4)
+    assert threads.count == 2
+    node.train(threads, 0.5, 0.0, 2.0, -0.9)
+    used = []
+    for _ in range(60):
+        node.train(threads, 0.5, 2.0 - threads.count, threads.count, 0.4)
+        used.append(threads.count)
+    assert used.count(2) >= 40 and used[-20:].count(2) >= 18
 
 
 def test_auto_waits_for_enough_time_and_never_passes_the_limit():
@@ -124,30 +147,6 @@ def test_without_a_limit_all_cores_of_the_affinity_count(tmp_path):
     assert usable_cores(quota) == cores
     quota.write_text("max 100000\n")
     assert usable_cores(quota) == cores
-
-
-def test_every_micro_batch_adapts(monkeypatch):
-    from asyncrl.learning import passes
-
-    state = SimpleNamespace(
-        threads=Threads("auto", 2, Node().read),
-        engine=lambda *arguments: (torch.zeros(1), torch.zeros(1), torch.zeros(0)),
-        data_rank=0,
-        device=torch.device("cpu"),
-        applied=0,
-        spec=None,
-    )
-    adapted = []
-    monkeypatch.setattr(state.threads, "begin", lambda: adapted.append("begin"))
-    monkeypatch.setattr(state.threads, "adapt", adapted.append)
-    plan = SimpleNamespace(micro_batches=[[[0], [1], [2]]])
-    monkeypatch.setattr(passes, "plan_micro_batches", lambda *arguments: plan)
-    monkeypatch.setattr(passes, "micro_batch", lambda *arguments, **settings: None)
-    monkeypatch.setattr(passes, "explained", lambda *arguments: nullcontext())
-    rows = [SimpleNamespace(tokens=[0] * length) for length in (3, 4, 5)]
-    monkeypatch.setattr(passes, "replace", lambda example, **changes: example)
-    assert len(list(passes.forward_batches(state, rows))) == 3
-    assert adapted == ["begin", 3, "begin", 4, "begin", 5]
 
 
 def test_a_training_pass_begins_once_and_adapts_after_each_micro_batch(monkeypatch):
