@@ -219,7 +219,8 @@ def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
         if "config" in options:
             print_shown(f"{plan.config_text()}\n")
         print_shown(plan.brief() if brief else plan.text())
-        tried = [rewards_text(try_rewards(plan.prompts)), own_text(try_own(config))]
+        given = try_rewards(plan.prompts)
+    tried = [rewards_text(given), own_text(try_own(config))]
     if not brief:
         for text in filter(None, tried):
             print_shown(f"\n{text}")

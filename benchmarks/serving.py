@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -95,7 +96,9 @@ def _rounds(arguments: list[str], model: Path, turns: int) -> list[dict[str, dic
             assert process.stdin is not None
             process.stdin.close()
         for process in processes.values():
-            process.wait(60)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            process.kill()
     return found[WARM_UP_TURNS:]
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.staleness [--bounds 0,1,2,4,8] [--rounds 3] [--section.field value …]
 
 The ideal is the time of the slower side alone: generation with an idle learner, or training on
-recorded groups with idle generators. The bounds take turns. A ratio compares a turn with the one
-at bound 0 of the same round.
+recorded groups with idle generators. The bounds take turns, and each has the median of its
+rounds.
 """
 
 from __future__ import annotations

@@ -545,9 +545,9 @@ class LearnerConfig(Section):
     num_cpus: float = Field(default=0.4, ge=0)
     """Logical CPUs that one rank declares to Ray."""
     num_threads: Annotated[int | Literal["auto"], WrapValidator(_number_or_auto)] = 1
-    """Torch threads per rank. `auto`: the rank also uses the cores that its node leaves idle, if it
-    measures that they make it faster. It chooses between micro-batches. The order of sums then
-    differs between runs, so results agree only to rounding. A reference policy has one thread.
+    """Torch threads per rank. `auto`: the rank also uses cores of which other processes use little,
+    if it measures that they make it faster. It chooses between micro-batches. The order of sums
+    then differs between runs, so results agree only to rounding. A reference policy has one thread.
     Needs device: cpu and world_size: 1."""
     bf16: bool = False
     """Train in bfloat16 with float32 master weights."""

@@ -58,7 +58,8 @@ class HeldOutputs:
         with the held tokens of its request. If everything was sent more than `HOLD_S` ago, nothing
         waits.
 
-        A message whose outputs all wait is not sent, and neither are its statistics.
+        A message whose outputs all wait is not sent. Its statistics are lost, also those that count
+        since the step before (prefix cache, speculative decoding).
 
         Args:
             messages: of one step, of the weight version that the held outputs have.
@@ -210,7 +211,9 @@ def holding(original: Step) -> Step:
 
 
 def _held(engine: EngineCoreProc) -> HeldOutputs:
-    return _of_engine.setdefault(engine, HeldOutputs())
+    if engine not in _of_engine:
+        _of_engine[engine] = HeldOutputs()
+    return _of_engine[engine]
 
 
 def _send(engine: EngineCoreProc, messages: Messages) -> None:

@@ -1,5 +1,5 @@
 """Chooses a rank's torch threads while it trains: the number that trains the most tokens per
-second, on the cores that its node leaves idle.
+second, on cores of which other processes use little.
 
 Generators wait for the learner while the staleness bound holds them back. A learner with a fixed
 number of threads then leaves their cores idle. But small matrices become slower with more threads.
@@ -24,11 +24,12 @@ __all__ = ["CpuTimes", "Threads", "cpu_times", "usable_cores"]
 SHORTEST_S = 0.2
 """Shortest time between two choices. The system counts CPU time in units of 10 ms."""
 MOST_USED = 0.75
-"""A core counts as free if at most this part of it is used. Generators that never wait use more."""
-AGAIN = 16
-"""A number of threads is tried again after this many choices."""
+"""A core is free for a thread if others use at most this part of it. With 0.6, a generator that
+works half of the time made the number change from step to step."""
+AGAIN = 32
+"""The next lower and higher number of threads are tried again after this many choices."""
 NEW = 0.5
-"""Weight of a new measurement in the mean. One pass is disturbed by what else runs."""
+"""Weight of a new measurement in the mean. Other processes can disturb a single one."""
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """The container's limit on CPU time: microseconds (or `max`) of each period of microseconds."""
 
@@ -93,8 +94,8 @@ class Threads:
             self._before = self._times()
 
     def adapt(self, tokens: int) -> None:
-        """Choose the number of threads for the next micro-batches. It has at most one thread for
-        each core that this process has used or found idle in passes since the last choice.
+        """Choose the number of threads for the next micro-batches: at most one for each core that
+        was free in passes since the last choice (see MOST_USED).
 
         Args:
             tokens: of the micro-batch that has just ended.
@@ -120,10 +121,15 @@ class Threads:
             torch.set_num_threads(count)
 
     def _fastest(self, most: int) -> int:
-        """1, 2, 4, … or `most` threads: one that was not tried for AGAIN choices, or else the
-        fastest."""
+        """1, 2, 4, … or `most` threads: one that was not tried yet, one beside the fastest that was
+        not tried for AGAIN choices, or else the fastest."""
         counts = sorted({most, *(1 << power for power in range(most.bit_length()))})
         for count in counts:
-            if count not in self._tried or self._choices - self._tried[count][1] > AGAIN:
+            if count not in self._tried:
                 return count
-        return max(counts, key=lambda count: self._tried[count][0])
+        fastest = max(counts, key=lambda count: self._tried[count][0])
+        at = counts.index(fastest)
+        for count in (*counts[max(0, at - 1) : at], *counts[at + 1 : at + 2]):
+            if self._choices - self._tried[count][1] > AGAIN:
+                return count
+        return fastest

@@ -3,6 +3,7 @@ allocated."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -51,6 +52,7 @@ def _try_rewards(config: Config, pool: RewardPool, report: PromptReport) -> dict
     ids = load_tokenizer(config.model.path).encode(COMPLETION, add_special_tokens=False)
     call = GroupCall([prompt.text], [COMPLETION], [ids], prompt.columns, ["stop"], [False])
     try:
+        asyncio.run(pool.check())  # the reason why a first start failed
         given = pool.submit(call).result()
     except RewardError as error:
         raise ConfigError(

@@ -28,8 +28,8 @@ PREFIX = "asyncrl_generator"
 
 COUNTERS: dict[str, tuple[str, Callable[[ReplicaStatus], float]]] = {
     "tokens_generated": (
-        "Completion tokens generated since the replica started, including those of a run. Up to"
-        " 0.1 s of an aborted completion do not count.",
+        "Completion tokens generated since the replica started, including those of a run. The"
+        " tokens of the last 0.1 s before an abort do not count.",
         lambda status: status.tokens_generated,
     ),
     "preemptions": (

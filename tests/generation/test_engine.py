@@ -110,7 +110,7 @@ def test_the_tokens_of_a_whole_completion_come_in_few_messages(
     seconds = time.monotonic() - began
     assert len(completion.token_ids) == 200
     messages = ray_cluster.get(holder.messages.remote())
-    assert 2 <= messages <= seconds / HOLD_S + 4
+    assert 2 <= messages <= min(seconds / HOLD_S + 4, 150)
 
 
 def test_a_completion_continues_beside_one_that_wants_more_log_probs(
@@ -124,6 +124,8 @@ def test_a_completion_continues_beside_one_that_wants_more_log_probs(
     for top in (5, 1, 3):
         wanted = holder.most_probable.remote(beside, top)
         assert ray_cluster.get(wanted, timeout=120) == 20
+        if top == 5:
+            assert not ray_cluster.wait([whole], timeout=0)[0], "it continues meanwhile"
     (completion,) = ray_cluster.get(whole, timeout=120)
     assert completion.token_ids == alone.token_ids
     assert completion.logprobs == pytest.approx(alone.logprobs, abs=1e-4)

@@ -1,4 +1,4 @@
-"""The learner's threads follow the cores that its node leaves idle."""
+"""The learner's threads follow the cores of which other processes use little."""
 
 import os
 import time
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncrl.learning.threads import CpuTimes, Threads, cpu_times, usable_cores
+from asyncrl.learning.threads import AGAIN, CpuTimes, Threads, cpu_times, usable_cores
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_auto_keeps_the_number_that_is_fastest(rate, count):
     for _ in range(200):
         node.train(threads, 0.5, 2.0 - threads.count, threads.count, rate)
         used.append(threads.count)
-    assert used[2:].count(count) >= 185, "the other number is tried now and then"
+    assert used[2:].count(count) >= 190, "the other number is tried now and then"
     assert set(used[10:]) == {1, 2}
 
 
@@ -76,9 +76,24 @@ def test_auto_uses_a_core_of_which_a_generator_needs_a_part():
     assert threads.count == 1
     node.train(threads, 0.5, 0.3, 1.0, 0.7)
     assert threads.count == 2
+    node.train(threads, 0.5, 0.0, 1.3, 0.7)
+    assert threads.count == 2
+    node.train(threads, 0.5, 0.0, 1.2, 0.7)
+    assert threads.count == 1, "others use most of a core"
 
 
-def test_one_disturbed_pass_decides_for_a_few_passes_only():
+def test_trying_others_costs_little_on_many_cores():
+    node = Node()
+    threads = Threads("auto", 16, lambda: node.now)
+    used = []
+    for _ in range(300):
+        node.train(threads, 0.5, 16.0 - threads.count, threads.count, 1.0)
+        used.append(threads.count)
+    assert used[:5] == [2, 4, 8, 16, 16]
+    assert set(used[5:]) == {8, 16} and used[5:].count(16) >= 285
+
+
+def test_a_disturbed_pass_does_not_decide_for_long():
     node = Node()
     threads = Threads("auto", 2, lambda: node.now)
     for _ in range(10):
@@ -89,7 +104,8 @@ def test_one_disturbed_pass_decides_for_a_few_passes_only():
     for _ in range(60):
         node.train(threads, 0.5, 2.0 - threads.count, threads.count, 0.4)
         used.append(threads.count)
-    assert used.count(2) >= 40 and used[-20:].count(2) >= 18
+    assert used[:AGAIN].count(2) <= 1, "the measurement counts"
+    assert used[-20:].count(2) >= 18
 
 
 def test_auto_waits_for_enough_time_and_never_passes_the_limit():
@@ -147,6 +163,26 @@ def test_without_a_limit_all_cores_of_the_affinity_count(tmp_path):
     assert usable_cores(quota) == cores
     quota.write_text("max 100000\n")
     assert usable_cores(quota) == cores
+
+
+def test_a_forward_pass_is_not_measured(monkeypatch):
+    from asyncrl.learning import passes
+
+    state = SimpleNamespace(
+        threads=SimpleNamespace(),  # any use of it raises
+        engine=lambda *arguments: (torch.zeros(1), torch.zeros(1), torch.zeros(0)),
+        data_rank=0,
+        device=torch.device("cpu"),
+        applied=0,
+        spec=None,
+    )
+    plan = SimpleNamespace(micro_batches=[[[0], [1], [2]]])
+    monkeypatch.setattr(passes, "plan_micro_batches", lambda *arguments: plan)
+    monkeypatch.setattr(passes, "micro_batch", lambda *arguments, **settings: None)
+    monkeypatch.setattr(passes, "explained", lambda *arguments: nullcontext())
+    monkeypatch.setattr(passes, "replace", lambda example, **changes: example)
+    rows = [SimpleNamespace(tokens=[0] * length) for length in (3, 4, 5)]
+    assert len(list(passes.forward_batches(state, rows))) == 3
 
 
 def test_a_training_pass_begins_once_and_adapts_after_each_micro_batch(monkeypatch):

@@ -1,7 +1,9 @@
 """The user's own reward is tried before anything starts. Errors are reported with their line,
 within seconds."""
 
+import contextlib
 import textwrap
+import time
 from types import SimpleNamespace
 
 import psutil
@@ -153,11 +155,22 @@ def test_the_command_ends_with_the_error_and_leaves_nothing(trial, command, caps
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_plan_that_fails_ends_the_process_that_imports_the_rewards(trial):
-    def children():
-        return {child.pid for child in psutil.Process().children(recursive=True)}
-
-    one, before = trial("fine"), children()
+@pytest.mark.parametrize("name", ["fine", "hangs"])
+def test_a_plan_that_fails_ends_the_process_that_imports_the_rewards(trial, name):
+    one = trial(name)
     with pytest.raises(ConfigError, match="the plan failed"), reward_trial(one.config):
+        started = wait_for_supervisors()
         raise ConfigError("the plan failed")
-    assert children() <= before
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive
+
+
+def wait_for_supervisors():
+    """The supervisors of reward processes that this process started, and their children."""
+    ends = time.monotonic() + 60
+    while time.monotonic() < ends:
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any("supervisor" in part for part in child.cmdline()):
+                    return [child, *child.children(recursive=True)]
+    raise AssertionError("no reward process has started")
