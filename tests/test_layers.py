@@ -18,7 +18,7 @@ LAYERS = (
     ("contracts", "sandbox"),
     ("runtime",),
     ("config", "text"),
-    ("algorithms", "packing"),
+    ("algorithms", "packing", "sessions"),
     ("models",),
     ("control",),
     ("data", "rollout", "rewards", "weights", "learning", "frozen", "generation", "serving"),
