@@ -1,0 +1,153 @@
+"""What follows a sampled turn, for several families of templates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from chat_families import (
+    CHATML,
+    CHATML_TAGS,
+    FINAL_EOS,
+    FORCES_THINKING,
+    HEADERS,
+    STRIPS_THINKING,
+    TOOLS,
+    save_chat_model,
+)
+
+from asyncrl.text.continuation import ContinuationError, continuation, first_difference
+from asyncrl.text.template import render_messages
+from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
+
+ENDS = {HEADERS: "<|eot|>"}
+DROPS_EARLIER_ANSWERS = (
+    "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+CALLS_WITHOUT_TEXT = TOOLS.replace("(m.content or '')", "(m.content if not m.tool_calls else '')")
+STRIPS_EARLIER_CALLS = CALLS_WITHOUT_TEXT.replace(
+    "in m.tool_calls or []", "in (m.tool_calls if m.tool_calls and loop.last else [])"
+)
+UPPER = CHATML.replace("m.content", "(m.content | upper)")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat model, and how it renders."""
+
+    tokenizer: Any
+
+    def ids(self, messages: list[dict[str, Any]], generation_prompt: bool = True) -> list[int]:
+        text = render_messages(self.tokenizer, messages, {}, None, generation_prompt)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def token(self, text: str) -> int:
+        return int(self.tokenizer.convert_tokens_to_ids(text))
+
+
+@pytest.fixture
+def chat_of(tmp_path):
+    def make(template: str) -> Chat:
+        return Chat(load_tokenizer(save_chat_model(tmp_path / "model", template)))
+
+    return make
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_TAGS, HEADERS, FINAL_EOS, TOOLS])
+@pytest.mark.parametrize("answer", ["7", "line\nend", "Grüße 🙂", ""])
+def test_prompt_turn_and_continuation_are_the_templates_own_tokens(chat_of, template, answer):
+    chat = chat_of(template)
+    end = chat.token(ENDS.get(template, "<|im_end|>"))
+    before = [user("3 + 4 ="), assistant("no"), user("sure?")]
+    sampled = [*chat.tokenizer.encode(answer, add_special_tokens=False), end]
+    added = [user("and 5?")]
+    follows = continuation(chat.tokenizer, [*before, assistant(answer)], added, end, {})
+    assert chat.ids(before) + sampled + follows == chat.ids([*before, assistant(answer), *added])
+
+
+def test_a_turn_that_was_cut_gets_its_closing_tokens(chat_of):
+    chat = chat_of(CHATML)
+    messages = [user("count"), assistant("1 2 3")]
+    follows = continuation(chat.tokenizer, messages, [user("go on")], None, {})
+    assert follows[0] == chat.token("<|im_end|>")
+    text = decode_prompt(chat.tokenizer, follows)
+    assert text == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_reasoning_that_the_template_strips_stays_in_the_sampled_tokens(chat_of):
+    chat = chat_of(STRIPS_THINKING)
+    end = chat.token("<|im_end|>")
+    messages = [user("a"), assistant("<think>long</think>b")]
+    follows = continuation(chat.tokenizer, messages, [user("c")], end, {})
+    text = decode_prompt(chat.tokenizer, follows)
+    assert text == "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    kept = chat.ids(messages, generation_prompt=False)[:-1]
+    rendered = chat.ids([*messages, user("c")])
+    place = first_difference(kept + follows, rendered)
+    assert place is not None and kept[place] == chat.token("<think>")
+
+
+def test_the_next_turn_begins_as_the_template_says(chat_of):
+    chat = chat_of(FORCES_THINKING)
+    follows = continuation(
+        chat.tokenizer, [user("a"), assistant("b")], [user("c")], chat.token("<|im_end|>"), {}
+    )
+    assert follows[-1] == chat.token("<think>")
+
+
+@pytest.mark.parametrize("template", [TOOLS, CALLS_WITHOUT_TEXT])
+@pytest.mark.parametrize("arguments", ['{"a": 3, "b": 4}', {"a": 3, "b": 4}])
+def test_tool_calls_belong_to_the_turn_and_their_answers_follow(chat_of, template, arguments):
+    chat = chat_of(template)
+    calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}]
+    messages = [user("3 + 4"), {"role": "assistant", "content": None, "tool_calls": calls}]
+    added = [{"role": "tool", "tool_call_id": "1", "content": "7"}]
+    follows = continuation(chat.tokenizer, messages, added, chat.token("<|im_end|>"), {})
+    rest = "\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
+    assert decode_prompt(chat.tokenizer, follows) == rest
+    with pytest.raises(ContinuationError, match="cut after a tool call"):
+        continuation(chat.tokenizer, messages, added, None, {})
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "error"),
+    [
+        (DROPS_EARLIER_ANSWERS, "<|im_end|>", "does not write the text of the turn once"),
+        (UPPER, "<|im_end|>", "does not write the text of the turn once"),
+        (CHATML, "</s>", "the turn ended with '</s>', and the template writes '<|im_end|>"),
+        (CHATML + "{{ 1 // 0 }}", "<|im_end|>", "the template refuses the chat"),
+    ],
+)
+def test_what_the_template_does_not_prove_is_an_error(chat_of, template, end, error):
+    chat = chat_of(template)
+    with pytest.raises(ContinuationError) as raised:
+        continuation(chat.tokenizer, [user("a"), assistant("b")], [user("c")], chat.token(end), {})
+    assert error in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_template_that_strips_earlier_tool_calls_proves_nothing(chat_of):
+    chat = chat_of(STRIPS_EARLIER_CALLS)
+    calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": {}}}]
+    messages = [user("a"), assistant("", tool_calls=calls)]
+    with pytest.raises(ContinuationError, match="or changes it when messages follow"):
+        added = [{"role": "tool", "content": "7"}]
+        continuation(chat.tokenizer, messages, added, chat.token("<|im_end|>"), {})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "place"),
+    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [], None), ([1], [], 0)],
+)
+def test_the_first_difference(first, second, place):
+    assert first_difference(first, second) == place
