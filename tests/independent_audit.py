@@ -65,7 +65,12 @@ def wrong(directory: Path) -> list[str]:
             continue
         greedy = row.get("baseline_versions") or []
         versions = [span["version"] for spans in [*row["versions"], greedy] for span in spans]
-        staleness = ended["trained_at_version"] - min(versions, default=ended["trained_at_version"])
+        ages = [ended["trained_at_version"] - version for version in versions]
+        settings = attempts[ended["ended_in"]]
+        if settings.get("masks_stale"):
+            fresh = [age for age in ages if age <= settings["max_staleness"]]
+            ages = fresh or ages
+        staleness = max(ages, default=0)
         if (
             staleness != ended["staleness"]
             or staleness > attempts[ended["ended_in"]]["max_staleness"]

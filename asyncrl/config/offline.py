@@ -323,7 +323,7 @@ class OfflineConfig(RunSettings):
     @property
     def limits(self) -> Limits:
         """The bounds that run.json records for an attempt: no staleness, one sequence per group."""
-        return 0, 1, self.batch_size
+        return Limits(0, 1, self.batch_size)
 
     @property
     def placement_wait_s(self) -> float:

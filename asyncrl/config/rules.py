@@ -353,10 +353,21 @@ def _check_batches(config: Settings) -> None:
             f" round trains groups that are {rollout.num_steps_per_rollout - 1} versions old; set"
             f" staleness.max_staleness: {rollout.num_steps_per_rollout - 1}"
         )
-    if staleness.over_sampling and staleness.on_stale == "wait":
+    if staleness.over_sampling and staleness.on_stale != "drop":
         raise ValueError(
             f"staleness.over_sampling = {staleness.over_sampling} needs staleness.on_stale: drop;"
-            " with `wait` every group is trained, so set over_sampling: 0"
+            f" with `{staleness.on_stale}`, set over_sampling: 0"
+        )
+    if staleness.on_stale == "mask" and config.lora is not None:
+        raise ValueError(
+            "staleness.on_stale: mask does not work with lora: a completion keeps its adapter, so"
+            " all of its tokens have one version; set staleness.on_stale: wait"
+        )
+    whole = config.algorithm.needs_whole_completions
+    if staleness.on_stale == "mask" and whole is not None:
+        raise ValueError(
+            f"staleness.on_stale: mask leaves out single tokens, and {whole} needs whole"
+            " completions; set staleness.on_stale: wait"
         )
     if rollout.n_samples_per_prompt == 1 and config.algorithm.compares_siblings:
         raise ValueError(

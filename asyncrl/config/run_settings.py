@@ -7,7 +7,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
@@ -29,9 +29,17 @@ from asyncrl.runtime.redact import redact_tree
 __all__ = ["Limits", "RunSettings", "located", "root_of_runs"]
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-Limits = tuple[int, int, int]
-"""Bounds that run.json records for an attempt: the largest staleness in versions, the trajectories
-of a group, and the groups of a step."""
+
+
+class Limits(NamedTuple):
+    """What run.json records of an attempt's settings, for an audit."""
+
+    max_staleness: int
+    """In versions."""
+    n_samples_per_prompt: int
+    groups_per_step: int
+    masks_stale: bool = False
+    """Whether tokens beyond `max_staleness` are masked."""
 
 
 class RunSettings(Section):

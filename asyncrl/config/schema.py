@@ -979,6 +979,13 @@ class AlgorithmConfig(Section):
         return self.advantage not in ("reinforce_plus_plus", "gae", "remax")
 
     @property
+    def needs_whole_completions(self) -> str | None:
+        """The setting with which no single token of a completion can be masked; None without."""
+        if self.preference is not None:
+            return "algorithm.preference"
+        return "algorithm.advantage: remax" if self.needs_baseline else None
+
+    @property
     def needs_baseline(self) -> bool:
         """Whether each group needs the prompt's greedy completion."""
         return self.advantage == "remax"
@@ -1054,11 +1061,13 @@ class AlgorithmConfig(Section):
 
 class StalenessConfig(Section):
     max_staleness: int = Field(default=2, ge=0)
-    """Hard bound on staleness, in versions. Trajectories whose oldest token is older are never
-    trained. 0 = synchronous training."""
-    on_stale: Literal["wait", "drop"] = "wait"
+    """Hard bound on staleness, in versions. Older tokens are never trained. 0 = synchronous
+    training."""
+    on_stale: Literal["wait", "drop", "mask"] = "wait"
     """`wait`: hold batches back until no outstanding group would expire, so no long completion is
-    lost. `drop`: abort a group as soon as it can no longer be trained in time."""
+    lost. `drop`: abort a group as soon as it can no longer be trained in time. `mask`: train the
+    tokens of a group that are fresh enough, and mask its older ones. That is biased: the beginnings
+    of long completions are trained less."""
     over_sampling: int = Field(default=0, ge=0)
     """Groups admitted in addition to those that can be trained in time; the fastest are trained.
     Needs on_stale: drop."""

@@ -125,10 +125,11 @@ class Settings(RunSettings):
     @property
     def limits(self) -> Limits:
         """The bounds that run.json records for an attempt."""
-        return (
+        return Limits(
             self.staleness.max_staleness,
             self.rollout.n_samples_per_prompt,
             self.groups_per_step,
+            self.staleness.on_stale == "mask",
         )
 
     @property

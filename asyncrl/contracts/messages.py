@@ -165,7 +165,10 @@ class Scored:
     """Trajectories that reached max_completion_length or max_length, or ended in a loop
     (rollout.repetition_stop)."""
     newest: int = 0
-    """Newest token version among the trajectories."""
+    """Newest token version among the trajectories and the baseline, as `oldest_version` is the
+    oldest."""
+    versions: tuple[int, ...] = ()
+    """Each token version among the trajectories and the baseline, in increasing order."""
     content: str = ""
     """Hash of the row (`asyncrl.contracts.content_hash`)."""
     masked: Mapping[str, int] = field(default_factory=dict)

@@ -198,14 +198,22 @@ class Bookkeeping:
             self._idle_since = now
 
     def step(
-        self, batch: Sequence[Scored], result: StepResult, trained_at: int, max_staleness: int
+        self,
+        batch: Sequence[Scored],
+        result: StepResult,
+        trained_at: int,
+        staleness: Sequence[int],
+        max_staleness: int,
     ) -> dict[str, object]:
-        """Return the metrics of a step that was attempted at version `trained_at`."""
+        """Return the metrics of a step that was attempted at version `trained_at`.
+
+        Args:
+            staleness: of each group of the batch.
+        """
         progress = self.progress
-        staleness = [trained_at - scored.oldest_version for scored in batch]
         if result.applied:
             progress.trained_tokens += sum(scored.tokens for scored in batch)
-        found = batch_metrics(batch, trained_at, max_staleness)
+        found = batch_metrics(batch, trained_at, staleness, max_staleness)
         progress.reward = cast(float, found["reward/mean"])
         progress.examples = tuple(
             (scored.example, stale)

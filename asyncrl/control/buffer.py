@@ -70,6 +70,8 @@ class Buffer:
         """Oldest version → ordinals of the groups that are being generated or scored."""
         self._ready: dict[int, list[int]] = {}
         """Oldest version → ordinals of the ready groups, lowest first."""
+        self._expiring: dict[int, set[int]] = {}
+        """Newest version → ordinals of the ready groups. Kept under `mask` only."""
 
     def __len__(self) -> int:
         """Outstanding groups: running, being scored, ready, or in the batch that is training."""
@@ -157,7 +159,8 @@ class Buffer:
 
     def next_batch(self, learner_version: int) -> list[Scored] | None:
         """Return the batch to train next, ordered by oldest version, then by ordinal. None while it
-        is not full, or while cutting it would let another group expire."""
+        is not full, or while cutting it would let another group expire. Stale groups must have
+        ended before."""
         taken = self._cut(learner_version)
         if taken is None:
             return None
@@ -175,7 +178,7 @@ class Buffer:
         For each j = 0 … S, there is time for (j + 1) * B groups whose oldest version is at most
         learner_version - S + j. The oldest groups go first.
         """
-        if self.staleness.on_stale == "drop":
+        if self.staleness.on_stale != "wait":
             return []
         bound, size = self.staleness.max_staleness, self.staleness.groups_per_step
         room = [(j + 1) * size for j in range(bound + 1)]
@@ -208,8 +211,9 @@ class Buffer:
         """Oldest version → groups that the next batch takes from it, oldest version first. None
         while there is no batch."""
         missing, taken = self.staleness.groups_per_step, dict[int, int]()
+        masks = self.staleness.on_stale == "mask"
         for version in sorted(self._ready):
-            if missing and not self.staleness.is_stale(version, learner_version):
+            if missing and (masks or not self.staleness.is_stale(version, learner_version)):
                 taken[version] = min(missing, len(self._ready[version]))
                 missing -= taken[version]
         if missing:
@@ -220,10 +224,15 @@ class Buffer:
         return taken if self.staleness.may_cut(left, learner_version) else None
 
     def _may_be_stale(self) -> list[Mapping[int, Collection[int]]]:
-        """The files with the groups that are dropped when they become stale."""
-        if self.staleness.on_stale == "wait":
-            return [self._ready]
-        return [self._ready, self._unready]
+        """The files with the groups that are dropped when they become stale, by the version that
+        decides it."""
+        match self.staleness.on_stale:
+            case "wait":
+                return [self._ready]
+            case "mask":  # an unfinished group may still get a fresh token
+                return [self._expiring]
+            case "drop":
+                return [self._ready, self._unready]
 
     def _file(self, group: Outstanding) -> None:
         """File a group under its state and its oldest version."""
@@ -231,6 +240,8 @@ class Buffer:
             self.training += 1
         elif group.scored is not None:
             insort(self._ready.setdefault(group.oldest_version, []), group.ordinal)
+            if self.staleness.on_stale == "mask":
+                self._expiring.setdefault(group.scored.newest, set()).add(group.ordinal)
         else:
             self.running += group.running
             self._unready.setdefault(group.oldest_version, set()).add(group.ordinal)
@@ -245,6 +256,11 @@ class Buffer:
             del ordinals[bisect_left(ordinals, group.ordinal)]
             if not ordinals:
                 del self._ready[version]
+            if self.staleness.on_stale == "mask":
+                expiring = self._expiring[group.scored.newest]
+                expiring.remove(group.ordinal)
+                if not expiring:
+                    del self._expiring[group.scored.newest]
         else:
             self.running -= group.running
             self._unready[version].remove(group.ordinal)

@@ -444,8 +444,9 @@ class Coordinator:
         progress = self.progress
         progress.attempted += 1
         trained_at = progress.version
-        staleness = [trained_at - scored.oldest_version for scored in batch]
-        if result.applied and max(staleness) > self.schedule.staleness.max_staleness:
+        rule = self.schedule.staleness
+        staleness = [trained_at - rule.oldest_trained(scored, trained_at) for scored in batch]
+        if result.applied and max(staleness) > rule.max_staleness:
             raise AssertionError(
                 f"a group of staleness {max(staleness)} was trained at version {progress.version}"
             )
@@ -456,7 +457,7 @@ class Coordinator:
                 self._end(scored.ordinal, "skipped", result.reason)
         self._flush_outcomes()
         self.skipped_in_row = 0 if result.applied else self.skipped_in_row + 1
-        metrics = self.books.step(batch, result, trained_at, self.schedule.staleness.max_staleness)
+        metrics = self.books.step(batch, result, trained_at, staleness, rule.max_staleness)
         if result.applied:
             progress.version += 1
             self._drop_stale()

@@ -17,11 +17,14 @@ MASKED = ("unscored", "bad_logprob", "over_long", "no_token", "no_teacher")
 
 
 def batch_metrics(
-    batch: Sequence[Scored], version: int, max_staleness: int
+    batch: Sequence[Scored], version: int, staleness: Sequence[int], max_staleness: int
 ) -> dict[str, float | list[int]]:
     """Metrics of the batch that the learner trained at `version`. Means of rewards are over usable
-    trajectories, means of lengths over all trajectories, and other means over groups."""
-    staleness = [version - scored.oldest_version for scored in batch]
+    trajectories, means of lengths over all trajectories, and other means over groups.
+
+    Args:
+        staleness: of each group, in versions.
+    """
     counted = Counter(staleness)
     rewards = [reward for scored in batch for reward in scored.rewards]
     completions = _trajectories(batch)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from asyncrl.contracts.messages import Scored
+
 __all__ = ["Staleness"]
 
 
@@ -14,17 +16,19 @@ class Staleness:
     """Decides when a group may be admitted, when it is too stale, and when a batch may be cut.
 
     The staleness of a trajectory is the learner's version when it trains it, minus the oldest
-    version among its tokens. In the formulas, S = max_staleness (in versions) and
+    version among the tokens that it trains. In the formulas, S = max_staleness (in versions) and
     B = groups_per_step.
 
     With on_stale `wait`, a batch is cut only if all groups that remain can still be trained in
     time. With `drop`, a batch is cut as soon as it is full, and groups that become too stale are
     dropped. `over_sampling` more groups are then admitted, so that the fastest groups are trained.
+    With `mask`, a batch is cut as soon as it is full. Its tokens within the bound are trained, and
+    a group is dropped once it has none.
     """
 
     max_staleness: int
     groups_per_step: int
-    on_stale: Literal["wait", "drop"] = "wait"
+    on_stale: Literal["wait", "drop", "mask"] = "wait"
     over_sampling: int = 0
 
     def may_admit(self, outstanding: int, learner_version: int, committed: int) -> bool:
@@ -42,17 +46,28 @@ class Staleness:
 
     def is_stale(self, oldest_version: int, learner_version: int) -> bool:
         """Bound: whether a group with this oldest version is too stale to be trained at
-        `learner_version`."""
+        `learner_version`. With `mask`, its newest version decides."""
         return learner_version - oldest_version > self.max_staleness
+
+    def oldest_trained(self, scored: Scored, learner_version: int) -> int:
+        """The oldest version among the tokens of a group that are trained at `learner_version`:
+        with `mask`, among those within the bound.
+
+        Raises:
+            ValueError: no token is within the bound.
+        """
+        if self.on_stale != "mask":
+            return scored.oldest_version
+        return min(one for one in scored.versions if not self.is_stale(one, learner_version))
 
     def may_cut(self, left: Mapping[int, int], learner_version: int) -> bool:
         """Cut: whether a batch may be cut at v = `learner_version`, if `left` groups then remain
-        outstanding (oldest version → groups). Always true with `drop`.
+        outstanding (oldest version → groups). Always true with `drop` and `mask`.
 
         With `wait`, at most j * B of those groups may have an oldest version of v - S + j or less,
         for each j = 0 … S. The learner can train that many before they expire.
         """
-        if self.on_stale == "drop":
+        if self.on_stale != "wait":
             return True
         oldest = learner_version - self.max_staleness
         return all(

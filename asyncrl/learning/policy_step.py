@@ -47,6 +47,7 @@ from asyncrl.learning.distillation import (
     with_teacher_advantages,
 )
 from asyncrl.learning.passes import Loss, forward_batches, train
+from asyncrl.learning.stale_tokens import kept_metrics, with_fresh_tokens
 from asyncrl.learning.state import LearnerState
 from asyncrl.models.micro_batches import Example, MicroBatch
 
@@ -67,16 +68,17 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
     examples = _with_step_advantages(state, scored, tables)
     if algorithm.distillation is not None:
         examples = with_teacher_advantages(examples, algorithm.distillation)
-    if algorithm.selects_tokens and examples:
-        examples = _with_selected_tokens(state, examples)
-    normalizes = algorithm.correction.normalize and bool(examples)
-    mean_weight = _mean_weight(state, examples) if normalizes else 1.0
-    weights = token_weights(
+    of_step = token_weights(
         [example.loss_tokens for example in examples],
         algorithm.loss_aggregation,
         spec.max_completion_length,
     )
     examples, further, parts = _components(algorithm, examples, tables)
+    examples, weights = _fresh(state, examples, of_step)
+    if algorithm.selects_tokens and examples:
+        examples = _with_selected_tokens(state, examples)
+    normalizes = algorithm.correction.normalize and bool(examples)
+    mean_weight = _mean_weight(state, examples) if normalizes else 1.0
     components = [Component(1.0, _loss(state, mean_weight)), *further]
     metrics = train(
         state,
@@ -90,12 +92,14 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
     )
     if algorithm.distillation is not None:
         metrics |= distillation_metrics(scored, tables)
+    if spec.masks_stale:
+        metrics |= kept_metrics(scored, version - spec.max_staleness)
     applied = bool(metrics["applied"])
     if applied:
         state.trained_tokens += int(metrics["tokens"])
         metrics["grad_norm_ratio"] = state.norms.ratio(metrics["grad_norm"])
     reason = "" if applied else NOT_FINITE if examples else NOTHING_TO_LEARN
-    find_culprit = partial(_culprit, state, scored, weights, tables)
+    find_culprit = partial(_culprit, state, scored, of_step, tables)
     note = keep_if_bad(
         state, metrics, f"version_{version:06d}", tables, find_culprit if examples else None
     )
@@ -111,8 +115,18 @@ def _culprit(
     """See `name_culprit` (a collective). The search uses examples without statistics of the step,
     which spread a NaN to all of them."""
     examples, further, _ = _components(state.spec.algorithm, scored, tables)
+    examples, weights = _fresh(state, examples, weights)
     loss = weighted_sum([Component(1.0, _loss(state, 1.0)), *further])
     return name_culprit(state, examples, weights, loss)
+
+
+def _fresh(
+    state: LearnerState, examples: list[Example], weights: list[float]
+) -> tuple[list[Example], list[float]]:
+    """The examples and their weights, without tokens beyond the staleness bound."""
+    if not state.spec.masks_stale:
+        return examples, weights
+    return with_fresh_tokens(examples, weights, state.applied - state.spec.max_staleness)
 
 
 def _components(

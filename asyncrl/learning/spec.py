@@ -54,7 +54,9 @@ class LearnerSpec:
     lora: LoraConfig | None = None
     """The adapter that is trained; None = all weights are."""
     max_staleness: int = 0
-    """Largest staleness of a pair, in versions (online DPO)."""
+    """Largest staleness of a pair (online DPO) and, with `masks_stale`, of a token, in versions."""
+    masks_stale: bool = False
+    """Whether tokens beyond `max_staleness` are masked. Otherwise no scored group has any."""
     gpus: float = 0.0
     """GPUs that one rank declares to Ray, a fraction where it shares one; 0 on the CPU."""
     engine_memory: float | None = None

@@ -36,6 +36,10 @@ GIBBERISH = (
     " model.path, its tokenizer and chat template the right ones?"
 )
 LESS_STALE = "lower staleness.max_staleness or learner.learning_rate"
+FRESHER = (
+    "on_stale: mask leaves out much of the long completions: raise staleness.max_staleness, or set"
+    " staleness.on_stale: wait"
+)
 SMALLER_STEPS = "lower learner.learning_rate"
 """Replaces LESS_STALE when a step's data is at most one version old. Such data can hardly be
 fresher, so the cause is a step that moves the policy too far."""
@@ -56,6 +60,8 @@ RANGES = {
     "mask_fraction": Range(
         0.0, 0.3, f"masked tokens are wasted work: {LESS_STALE}, or widen the correction"
     ),
+    "stale/masked_ratio": Range(0.0, 0.3, FRESHER, steps=3),
+    "stale/empty_ratio": Range(0.0, 0.1, FRESHER, steps=3),
     "nonfinite_loss": Range(
         0,
         0,

@@ -222,8 +222,26 @@ FIXED_ROWS = (
 BATCH = (
     Metric(
         "staleness/mean, staleness/max",
-        "the learner's version minus the group's oldest token version",
+        "the learner's version minus the oldest version of a token of the group that is trained",
         "max at most `staleness.max_staleness`, always",
+    ),
+    Metric(
+        "stale/masked_ratio, stale/empty_ratio",
+        "with `staleness.on_stale: mask`: share of the step's loss tokens that are older than the"
+        " bound, and so are masked; share of its trajectories that keep no token",
+    ),
+    Metric(
+        "stale/kept_by_length_1, stale/kept_by_length_2, stale/kept_by_length_3,"
+        " stale/kept_by_length_4",
+        "with `mask`: share of the tokens that are kept, by quarter of the step's trajectories from"
+        " the shortest to the longest",
+        "near 1; the last is the lowest",
+    ),
+    Metric(
+        "stale/kept_by_position_1, stale/kept_by_position_2, stale/kept_by_position_3,"
+        " stale/kept_by_position_4",
+        "the same by quarter of each trajectory, from its first to its last token",
+        "near 1; the first is the lowest",
     ),
     Metric("staleness/histogram", "number of groups of staleness 0, 1, 2, …"),
     Metric(

@@ -103,6 +103,7 @@ class Plan:
             "staleness": (
                 f"{config.staleness.max_staleness} versions at most; {config.max_outstanding}"
                 " groups outstanding"
+                + ("; older tokens are masked" if config.staleness.on_stale == "mask" else "")
             ),
             "algorithm": algorithm_text(config).splitlines()[1].strip(),
             "learner": (

@@ -144,6 +144,7 @@ def learner_spec(config: Config) -> LearnerSpec:
         preference=online_preference_spec(config.algorithm),
         pairs=pair_spec(config.algorithm),
         max_staleness=config.staleness.max_staleness,
+        masks_stale=config.staleness.on_stale == "mask",
         lora=config.lora,
         gpus=config.rank_gpus,
         engine_memory=(

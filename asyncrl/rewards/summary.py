@@ -105,8 +105,9 @@ def summaries(table: pa.Table) -> list[Scored]:
     return [
         Scored(
             ordinal=row["ordinal"],
-            oldest_version=versions[place][0],
-            newest=versions[place][1],
+            oldest_version=min(versions[place], default=0),
+            newest=max(versions[place], default=0),
+            versions=versions[place],
             masked=Counter(status for status in row["status"] if status != "ok"),
             ref=None,
             tokens=tokens[place],
@@ -149,7 +150,7 @@ def scored_to_text(scored: Scored) -> str:
 def scored_from_text(text: str) -> Scored:
     """The inverse of `scored_to_text`."""
     tree = json.loads(text)
-    tree["rewards"] = tuple(tree["rewards"])
+    tree["rewards"], tree["versions"] = tuple(tree["rewards"]), tuple(tree["versions"])
     if tree["baseline"] is not None:
         tree["baseline"] = ScoredBaseline(*tree["baseline"])
     return Scored(**tree, ref=None)
@@ -166,15 +167,15 @@ def _row_sums(values: Array, starts: Sequence[int]) -> list[float]:
     return [values[start:end].sum(dtype=np.float64) for start, end in pairwise(starts)]
 
 
-def _versions(table: pa.Table) -> list[tuple[int, int]]:
-    """Each row's oldest and newest version, that of its baseline included; 0 without tokens."""
+def _versions(table: pa.Table) -> list[tuple[int, ...]]:
+    """Each row's token versions in increasing order, those of its baseline included."""
     spans = _Nested.of(table["versions"])
     numbers = [_numbers(spans.values, spans.row_starts)]
     if "baseline_versions" in table.column_names:
         column = table["baseline_versions"].combine_chunks()
         numbers.append(_numbers(pc.list_flatten(column), _starts(column).tolist()))
     found = [np.concatenate(of_row) for of_row in zip(*numbers, strict=True)]
-    return [(int(of.min()), int(of.max())) if len(of) else (0, 0) for of in found]
+    return [tuple(sorted(set(of_row.tolist()))) for of_row in found]
 
 
 def _numbers(spans: pa.Array, starts: Sequence[int]) -> list[Array]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated
+from typing import Annotated, NotRequired
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
@@ -88,6 +88,8 @@ class AttemptRecord(TypedDict):
     waiting: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
     """[attempt, ordinal] of each group."""
     max_staleness: Count
+    masks_stale: NotRequired[bool]
+    """Whether the attempt's `staleness.on_stale` is `mask`. Absent: it is not."""
     n_samples_per_prompt: Count
     groups_per_step: Count
     data_hash: str
@@ -265,7 +267,7 @@ class RunDirectory:
             model_hash=model_hash(config),
             frozen_hashes=frozen_hashes(config),
         )
-        max_staleness, n_samples, groups_per_step = config.limits
+        limits = config.limits
         started = AttemptRecord(
             attempt=attempt,
             from_attempt=beginning.from_attempt,
@@ -275,9 +277,10 @@ class RunDirectory:
             frontier=state.frontier,
             finished_above=list(state.finished_above),
             waiting=[list(group) for group in state.waiting],
-            max_staleness=max_staleness,
-            n_samples_per_prompt=n_samples,
-            groups_per_step=groups_per_step,
+            max_staleness=limits.max_staleness,
+            masks_stale=limits.masks_stale,
+            n_samples_per_prompt=limits.n_samples_per_prompt,
+            groups_per_step=limits.groups_per_step,
             data_hash=state.data_hash,
             model_hash=state.model_hash,
         )

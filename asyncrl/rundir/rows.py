@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from asyncrl.contracts.rows import (
     STATUSES,
     TRUNCATED,
     GroupRow,
+    SpanRow,
 )
 from asyncrl.rundir.baselines import impossible_baselines, odd_advantages
 from asyncrl.runtime import parquet
@@ -61,10 +63,10 @@ class Row:
     """Tokens with loss of each trajectory with status ok; 0 for the others."""
     candidates: Candidates
     """The trajectories as online DPO chooses pairs from them."""
-    oldest: int | None
-    """Oldest token version, that of a baseline included; None without tokens."""
-    newest: int | None
-    """Newest token version, that of a baseline included; None without tokens."""
+    versions: tuple[int, ...]
+    """Each token version in increasing order, those of a baseline included."""
+    loss_by_version: Mapping[int, int]
+    """Token version → tokens with loss, in the trajectories with status ok."""
     whole: bool
     """Whether every trajectory has a loss mask, log-probs and versions for each of its tokens."""
     content: str
@@ -80,9 +82,20 @@ class Row:
     """Version of the reference policy that scored the group; None without one."""
 
     @property
-    def loss_tokens(self) -> int:
-        """Tokens with loss, in the trajectories with status ok."""
-        return sum(self.losses)
+    def oldest(self) -> int | None:
+        """Oldest token version; None without tokens."""
+        return min(self.versions, default=None)
+
+    @property
+    def newest(self) -> int | None:
+        """Newest token version; None without tokens."""
+        return max(self.versions, default=None)
+
+    def loss_tokens(self, oldest_version: int = 0) -> int:
+        """Tokens with loss of this version and later ones, in the trajectories with status ok."""
+        return sum(
+            tokens for version, tokens in self.loss_by_version.items() if version >= oldest_version
+        )
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -132,8 +145,8 @@ def _row_or_uneven(table: pa.Table) -> Row:
             lengths=(),
             losses=(),
             candidates=Candidates((), (), (), ()),
-            oldest=None,
-            newest=None,
+            versions=(),
+            loss_by_version={},
             whole=False,
             content=content,
             generation=content,
@@ -147,7 +160,8 @@ def _rows(table: pa.Table) -> Iterator[Row]:
     lengths = _token_counts(table, "completion_ids")
     bounds = np.concatenate([[0], np.cumsum(_trajectories(table))])
     _refuse_uneven(table)
-    loss = _loss_tokens(table, lengths)
+    masks, starts = _loss_before(table), np.cumsum(lengths) - lengths
+    loss = masks[starts + lengths] - masks[starts]
     completions = _completion_hashes(table, lengths)
     alike = (lengths == _token_counts(table, "loss_mask")) & (
         lengths == _token_counts(table, "logprobs")
@@ -179,8 +193,8 @@ def _rows(table: pa.Table) -> Iterator[Row]:
                 tuple(reason in TRUNCATED for reason in group["finish_reason"]),
                 completions[mine],
             ),
-            oldest=min(seen, default=None),
-            newest=max(seen, default=None),
+            versions=tuple(sorted(set(seen))),
+            loss_by_version=_loss_by_version(versions, status, masks, starts[mine]),
             whole=bool(alike[mine].all()) and spanned == tokens and len(status) == len(versions),
             content=content,
             generation=generation,
@@ -195,11 +209,30 @@ def _rows(table: pa.Table) -> Iterator[Row]:
         )
 
 
-def _loss_tokens(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
-    """Tokens of each trajectory that its loss mask keeps."""
-    ends = np.cumsum(lengths)
-    masks = np.concatenate([[0], np.cumsum(_flat(table, "loss_mask"))])
-    return np.asarray(masks[ends] - masks[ends - lengths])
+def _loss_before(table: pa.Table) -> np.ndarray:
+    """[T + 1] tokens that the loss masks keep before each of the table's completion tokens."""
+    return np.concatenate([[0], np.cumsum(_flat(table, "loss_mask"))])
+
+
+def _loss_by_version(
+    versions: Sequence[Sequence[SpanRow]],
+    status: Sequence[str],
+    masks: np.ndarray,
+    starts: np.ndarray,
+) -> dict[int, int]:
+    """Token version → tokens with loss, in a group's trajectories with status ok.
+
+    Args:
+        masks: [T + 1], by `_loss_before`.
+        starts: where each trajectory of the group begins among the table's tokens.
+    """
+    counts: Counter[int] = Counter()
+    for spans, how, start in zip(versions, status, starts.tolist(), strict=False):
+        for span in spans if how == "ok" else ():
+            # A fault of the row may be a span beyond its tokens.
+            first, last = np.clip([start + span["start"], start + span["end"]], 0, len(masks) - 1)
+            counts[span["version"]] += int(masks[last] - masks[first])
+    return dict(counts)
 
 
 def _completion_hashes(table: pa.Table, lengths: np.ndarray) -> tuple[int, ...]:

@@ -135,6 +135,8 @@ class FakeRollouts:
         dies: whether the group's replica restarts, and generates the group again.
         deadline_s: a group with a larger latency fails.
         kv_use: the KV cache use that the engine reports when the group is done.
+        updates_in_flight: whether a group gets tokens of each version that its replica applies
+            while it runs. Otherwise all of its tokens have the first one.
     """
 
     def __init__(
@@ -146,8 +148,11 @@ class FakeRollouts:
         dies: Callable[[int], bool] = lambda _: False,
         deadline_s: float = float("inf"),
         kv_use: Callable[[int], float] | None = None,
+        updates_in_flight: bool = False,
     ) -> None:
-        self.kv_use = kv_use
+        self.kv_use, self.updates_in_flight = kv_use, updates_in_flight
+        self.versions: dict[int, tuple[int, ...]] = {}
+        """Ordinal → the versions of the group's tokens."""
         self.latency, self.fails, self.tokens, self.dies, self.deadline_s = (
             latency,
             fails,
@@ -183,6 +188,12 @@ class FakeRollouts:
             self.replicas.restart(replica)
             replica, oldest_version = self._serve(ordinal)
             await asyncio.sleep(latency)
+        newest = oldest_version
+        if self.updates_in_flight:
+            newest = (
+                self.newest_committed if self.replicas is None else self.replicas.versions[replica]
+            )
+        self.versions[ordinal] = tuple(range(oldest_version, newest + 1))
         load = (
             None
             if self.kv_use is None
@@ -213,10 +224,8 @@ class FakeRollouts:
 
 class FakeScores:
     """Scores the finished groups of `rollouts`, each after `latency(ordinal)`. `score(ordinal)`
-    returns the rewards of the usable trajectories.
-
-    All tokens of a group have one version. It is in `Scored.newest` too, where `FakeLearner` checks
-    it.
+    returns the rewards of the usable trajectories. `Scored.newest` and `Scored.versions` are those
+    of `rollouts`, and `FakeLearner` checks the former.
     """
 
     def __init__(
@@ -257,6 +266,7 @@ class FakeScores:
                 **{
                     **row,
                     "rewards": tuple(row["rewards"]),
+                    "versions": tuple(row["versions"]),
                     "example": row["example"] and TrajectoryText(**row["example"]),
                     "baseline": row["baseline"] and ScoredBaseline(**row["baseline"]),
                 }
@@ -277,6 +287,7 @@ class FakeScores:
     async def _score(self, finished: Finished) -> None:
         await asyncio.sleep(self.latency(finished.ordinal))
         ordinal, rewards = finished.ordinal, tuple(self.score(finished.ordinal))
+        versions = self.rollouts.versions.get(ordinal, (finished.oldest_version,))
         parts = {"fake": sum(rewards) / len(rewards)} if rewards else {}
         self._done.put_nowait(
             Scored(
@@ -288,7 +299,8 @@ class FakeScores:
                 parts,
                 len(rewards),
                 0,
-                finished.oldest_version,
+                versions[-1],
+                versions,
                 failure=self.fails(ordinal),
             )
         )

@@ -520,6 +520,19 @@ def test_over_sampling_needs_drop(tmp_path):
         load(tmp_path, {"staleness.over_sampling": 4})
 
 
+def test_mask_needs_completions_whose_tokens_can_be_left_out(tmp_path):
+    mask = {"staleness.on_stale": "mask"}
+    assert load(tmp_path, mask).limits.masks_stale and not load(tmp_path, {}).limits.masks_stale
+    for changes, error in (
+        ({"lora.r": 8}, r"mask does not work with lora: a completion keeps its adapter"),
+        ({"algorithm.advantage": "remax"}, r"algorithm.advantage: remax needs whole completions"),
+        ({"algorithm.preference.beta": 1.0}, r"algorithm.preference needs whole completions"),
+        ({"staleness.over_sampling": 4}, r"with `mask`, set over_sampling: 0"),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            load(tmp_path, mask | changes)
+
+
 def test_top_p_top_k_and_min_p_need_an_objective_that_does_not_compare_log_probs(tmp_path):
     config = load(
         tmp_path, {**REINFORCE, "rollout.top_p": 0.9, "rollout.top_k": 50, "rollout.min_p": 0.05}

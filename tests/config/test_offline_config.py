@@ -17,6 +17,7 @@ from asyncrl.config import (
 )
 from asyncrl.config.aliases import explain_unknown
 from asyncrl.config.offline_aliases import OFFLINE_RENAMED
+from asyncrl.config.run_settings import Limits
 
 SFT = {
     "name": "sft",
@@ -232,7 +233,7 @@ def test_what_the_run_reads_from_the_settings(write):
     config = load_offline(write(DPO, learner=learner, dpo=dpo, batch_size=200, max_steps=9))
     assert [Path(path).name for path in config.models.values()] == ["model", "other"]
     assert (config.num_cpus, config.placement_wait_s) == (53.0, 100.0)
-    assert (config.limits, config.last_step) == ((0, 1, 200), 9)
+    assert (config.limits, config.last_step) == (Limits(0, 1, 200), 9)
     config = load_offline(write(SFT, learner={"num_cpus": 0.5}))
     assert (config.num_cpus, config.placement_wait_s, config.last_step) == (0.5, 60.0, 1)
 

@@ -50,7 +50,19 @@ MUTANTS = [
         "if version <= oldest + j",
         "if version < oldest + j",
     ),
-    Mutant("cut never waits", STALENESS, 'if self.on_stale == "drop":', "if True:"),
+    Mutant("cut never waits", STALENESS, 'if self.on_stale != "wait":', "if True:"),
+    Mutant(
+        "masked tokens count in the staleness",
+        STALENESS,
+        "if not self.is_stale(one, learner_version))",
+        "if True)",
+    ),
+    Mutant(
+        "a group without a fresh token is trained",
+        BUFFER,
+        "return [self._expiring]",
+        "return []",
+    ),
     Mutant(
         "slot lost on filter",
         COORDINATOR,
@@ -293,8 +305,8 @@ MUTANTS = [
     Mutant(
         "running groups are not dropped",
         BUFFER,
-        'if self.staleness.on_stale == "wait":',
-        "if True:",
+        "return [self._ready, self._unready]",
+        "return [self._ready]",
     ),
 ]
 

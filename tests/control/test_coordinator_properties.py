@@ -80,7 +80,7 @@ class World:
 
 @st.composite
 def worlds(draw):
-    on_stale = draw(st.sampled_from(["wait", "wait", "drop"]))
+    on_stale = draw(st.sampled_from(["wait", "wait", "drop", "mask"]))
     return World(
         max_staleness=draw(st.integers(0, 4)),
         groups=draw(st.integers(1, 4)),
@@ -152,7 +152,8 @@ class Rollouts(FakeRollouts):
         bound = self.coordinator.schedule.staleness.max_staleness
         # A group that was dropped is aborted a moment later.
         in_use = {used for group, used in self.generating.items() if group in groups}
-        assert all(newest - bound <= used <= newest for used in in_use), (
+        masks = self.coordinator.schedule.staleness.on_stale == "mask"  # refused with adapters
+        assert masks or all(newest - bound <= used <= newest for used in in_use), (
             "more than max_staleness + 1 versions are in use, so adapters would wait for a place"
         )
         return replica, version
@@ -308,6 +309,7 @@ def attempt(world, state, restored=()):
         tokens=lambda ordinal: world.tokens[ordinal % len(world.tokens)],
         kv_use=lambda ordinal: world.kv_use[ordinal % len(world.kv_use)],
         replicas=replicas,
+        updates_in_flight=world.on_stale == "mask",
     )
     scores = Scores(
         rollouts,
@@ -418,6 +420,19 @@ def check_attempt(coordinator, first):
         for ended in outcomes
         if ended.outcome == "trained"
     )
+    bound = coordinator.schedule.staleness.max_staleness
+    for ended in outcomes:
+        versions = rollouts.versions.get(ended.ordinal)
+        if versions is None or ended.attempt != first.attempt:
+            continue
+        if ended.outcome == "trained":
+            at = ended.trained_at_version
+            fresh = [version for version in versions if at - version <= bound]
+            assert ended.staleness == at - min(fresh)
+            masked = coordinator.schedule.staleness.on_stale == "mask"
+            assert masked or len(fresh) == len(versions)
+        elif ended.reason == "stale":
+            assert coordinator.progress.version - versions[-1] > bound
     finished = (
         {ended.ordinal for ended in outcomes if ended.outcome != "waiting"}
         | set(range(first.frontier))
@@ -471,7 +486,7 @@ def test_every_situation(world):
     assert evaluated == sorted(set(evaluated)) and evaluated[-1] == world.steps
     assert coordinator.parts.check.generator_side[0] == state.version
     assert outcomes["trained"] == (world.steps - state.version) * world.groups
-    if world.on_stale == "wait":
+    if world.on_stale != "drop":
         reasons = {
             ended.reason
             for ended in coordinator.parts.recorder.all_outcomes
@@ -480,6 +495,7 @@ def test_every_situation(world):
         assert reasons <= {
             "reward raised",
             "usable trajectories: 1, fewer than 2; masked: none",
+            *(["stale"] if world.on_stale == "mask" else []),
         }, "`wait` dropped a group that could be trained"
     lengths = {
         ended.ordinal: ended.completion_tokens for ended in coordinator.parts.recorder.all_outcomes

@@ -9,6 +9,11 @@ from asyncrl.contracts.outcomes import NO_BASELINE
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
 
 
+def metrics_of(batch):
+    """Metrics of a batch that is trained at version 5."""
+    return batch_metrics(batch, 5, [5 - scored.oldest_version for scored in batch], 2)
+
+
 def test_hand_computed():
     first = Scored(0, 3, None, 8, (0.0, 1.0), {"a": 0.5}, 2, 1, newest=4)
     second = Scored(
@@ -23,7 +28,7 @@ def test_hand_computed():
         newest=5,
         masked={"bad_logprob": 1},
     )
-    metrics = batch_metrics([first, second], version=5, max_staleness=2)
+    metrics = metrics_of([first, second])
     assert metrics["staleness/histogram"] == [1, 0, 1]
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2)
     assert (metrics["staleness/in_flight_mean"], metrics["staleness/in_buffer_mean"]) == (0.5, 0.5)
@@ -39,8 +44,8 @@ def test_the_age_of_the_reference_is_a_mean_over_the_groups_that_it_scored():
         Scored(0, 3, None, 8, (1.0,), {}, 2, 0, reference_version=version)
         for version in (4, 0, None)
     ]
-    assert batch_metrics(batch, version=5, max_staleness=2)["reference/age_mean"] == 3.0
-    assert "reference/age_mean" not in batch_metrics(batch[2:], version=5, max_staleness=2)
+    assert metrics_of(batch)["reference/age_mean"] == 3.0
+    assert "reference/age_mean" not in metrics_of(batch[2:])
 
 
 def test_each_source_has_a_share_and_a_reward():
@@ -50,16 +55,13 @@ def test_each_source_has_a_share_and_a_reward():
             (("a", (0.0, 1.0)), ("b", ()), ("a", (1.0,)), ("a", ()))
         )
     ]
-    metrics = batch_metrics(batch, version=5, max_staleness=2)
+    metrics = metrics_of(batch)
     assert (metrics["source/a_share"], metrics["source/b_share"]) == (0.75, 0.25)
     assert metrics["source/a_reward"] == pytest.approx(2 / 3) and math.isnan(
         metrics["source/b_reward"]
     )
     assert not any(
-        name.startswith("source/")
-        for name in batch_metrics(
-            [Scored(0, 3, None, 8, (1.0,), {}, 2, 0)], version=5, max_staleness=2
-        )
+        name.startswith("source/") for name in metrics_of([Scored(0, 3, None, 8, (1.0,), {}, 2, 0)])
     )
 
 
@@ -128,7 +130,7 @@ def test_baselines_have_their_own_metrics_and_none_of_the_trajectories():
         group((1.0, 0.0), ScoredBaseline(1.0, 6, False)),
         group((1.0, 1.0), ScoredBaseline(0.0, 4, True)),
     ]
-    metrics = batch_metrics(batch, version=5, max_staleness=2)
+    metrics = metrics_of(batch)
     assert (metrics["baseline/reward"], metrics["baseline/tokens"]) == (0.5, 5.0)
     assert metrics["baseline/truncated_ratio"] == 0.5
     assert metrics["reward/mean"] == 0.75 and metrics["rollout/truncated_ratio"] == 0.0

@@ -81,6 +81,8 @@ class Files(FakeScores):
         super().__init__(rollouts)
         self.greedy = greedy
         self.directory, self.attempt, self.prompt_ids = directory, attempt, prompt_ids
+        self.spans = {}
+        """Ordinal → the version spans of each of its completions."""
         directory.mkdir(exist_ok=True)
 
     async def next(self):
@@ -88,11 +90,13 @@ class Files(FakeScores):
         now = asyncio.get_running_loop().time() + 1e6 * self.attempt
         for scored in await super().next():
             length = tokens(scored.ordinal)
+            versions = scored.versions[-length:]
+            scored = replace(scored, versions=versions, oldest_version=versions[0])
+            edges = [length * place // len(versions) for place in range(len(versions) + 1)]
+            spans = tuple(map(VersionSpan, versions, edges, edges[1:]))
+            self.spans[scored.ordinal] = spans
             completion = Completion(
-                (7,) * length,
-                (-0.5 - scored.ordinal / 1024,) * length,
-                (VersionSpan(scored.oldest_version, 0, length),),
-                "stop",
+                (7,) * length, (-0.5 - scored.ordinal / 1024,) * length, spans, "stop"
             )
             trajectories = (
                 Trajectory(completion, (1,) * length, 1.0, {"exact": 1.0}, 0.5),
@@ -133,10 +137,23 @@ class Learner(FakeLearner):
     """Counts the tokens that it trains, as the real one does."""
 
     trained_tokens = 0
+    spans = None
+    """With `mask`: ordinal → version spans, of which it trains the fresh ones."""
 
     async def step(self, batch):
+        version = self.version
         result = await super().step(batch)
-        self.trained_tokens += sum(scored.tokens for scored in batch) if result.applied else 0
+        for scored in batch if result.applied else ():
+            self.trained_tokens += (
+                scored.tokens
+                if self.spans is None
+                else SAMPLES
+                * sum(
+                    span.end - span.start
+                    for span in self.spans[scored.ordinal]
+                    if version - span.version <= self.max_staleness
+                )
+            )
         return result
 
     async def save(self, directory):
@@ -163,10 +180,13 @@ def attempt(root, steps, after, graceful=True, prompt_ids=lambda ordinal: (1,), 
     """Run one attempt and end it after `after` virtual seconds (None: let it finish)."""
     with RunDirectory(config(root, steps, resume="auto", **changes)) as directory:
         state = directory.state
+        rule = {"max_staleness": MAX_STALENESS, "on_stale": "wait", **changes.get("staleness", {})}
+        bound, masks = rule["max_staleness"], rule["on_stale"] == "mask"
         rollouts = FakeRollouts(
             latency=lambda ordinal: 0.1 * tokens(ordinal),
             fails=lambda ordinal: "broken" if ordinal % 11 == 3 else None,
             tokens=lambda o: SAMPLES * tokens(o),
+            updates_in_flight=masks,
         )
         greedy = changes.get("algorithm", {}).get("advantage") == "remax"
         scores = Files(rollouts, directory.path / "groups", state.attempt, prompt_ids, greedy)
@@ -190,8 +210,9 @@ def attempt(root, steps, after, graceful=True, prompt_ids=lambda ordinal: (1,), 
         parts = Parts(
             prompts, rollouts, scores, learner, FakeWeightSync(), recorder, directory.checkpoints
         )
-        bound = changes.get("staleness", {}).get("max_staleness", MAX_STALENESS)
-        schedule = Schedule(steps, Staleness(bound, GROUPS), checkpoint_every=3)
+        if masks:
+            learner.spans, learner.max_staleness = scores.spans, bound
+        schedule = Schedule(steps, Staleness(bound, GROUPS, rule["on_stale"]), checkpoint_every=3)
         coordinator = Coordinator(parts, schedule, state, restored)
 
         async def bounded():
@@ -282,6 +303,50 @@ def test_a_run_killed_at_random_moments_passes(tmp_path, no_threads, seed):
     assert attempt(tmp_path, 15, None) == 15
     checks = checks_of(tmp_path / "run").values()
     assert all(check.passed for check in checks), audit_text(list(checks))
+
+
+MASK = {"max_staleness": 1, "on_stale": "mask"}
+
+
+def test_masked_tokens_are_checked_one_by_one(tmp_path, no_threads):
+    assert attempt(tmp_path, 24, None, staleness=MASK) == 24
+    run = asyncrl.open_run(tmp_path / "run")
+    assert all(check.passed for check in audit(run)), audit_text(audit(run))
+    counts = checks_of(tmp_path / "run")["trained tokens equal the learner's count"].summary
+    whole = sum(
+        sum(map(len, row["completion_ids"]))
+        for row in run.groups().to_pylist()
+        if row["ordinal"] in {ended["ordinal"] for ended in surviving_trained(tmp_path / "run")}
+    )
+    trained = int(counts.split()[0])
+    assert 0.3 * whole < trained < 0.9 * whole, "some tokens are masked, and others are not"
+    ages = {ended["staleness"] for ended in surviving_trained(tmp_path / "run")}
+    assert ages == {0, 1}
+
+
+def test_a_run_that_stops_masking_is_still_checked_by_the_rule_of_each_attempt(
+    tmp_path, no_threads
+):
+    attempt(tmp_path, 24, 6.0, staleness=MASK)
+    assert attempt(tmp_path, 24, None, staleness={"max_staleness": 2}) == 24
+    checks = checks_of(tmp_path / "run")
+    failed = [name for name, check in checks.items() if not check.passed]
+    assert failed == [], audit_text(list(checks.values()))
+
+
+def test_tokens_beyond_the_bound_without_mask_fail_the_audit(tmp_path, no_threads):
+    attempt(tmp_path, 24, None, staleness=MASK)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    for one in record["attempts"]:
+        one["masks_stale"] = False
+    del record["checksum"]
+    (tmp_path / "run" / "run.json").write_text(
+        json.dumps({**record, "checksum": _checksum(record)})
+    )
+    checks = checks_of(tmp_path / "run")
+    assert not checks["staleness stays within the bound"].passed
+    assert not checks["trained tokens equal the learner's count"].passed
+    assert not checks["record, config and checkpoints agree"].passed
 
 
 def change(directory, which, edit):

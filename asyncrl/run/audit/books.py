@@ -335,6 +335,14 @@ class Books:
             return None, [str(error)]
         return (path, state), passed_over
 
+    def oldest_trained(self, outcome: OutcomeRow) -> int:
+        """The oldest version whose tokens the step of a `trained` outcome may train. 0 without
+        `on_stale: mask`, where a group with an older token may not be trained at all."""
+        attempt = self.attempts[outcome["ended_in"]]
+        if not attempt.get("masks_stale"):
+            return 0
+        return trained_at(outcome) - attempt["max_staleness"]
+
     def trained(
         self, before_version: float = float("inf")
     ) -> Iterator[tuple[OutcomeRow, Row | None]]:

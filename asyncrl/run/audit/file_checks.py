@@ -54,6 +54,7 @@ def _other_bounds(books: Books) -> list[str]:
     last, config = books.attempts[books.last], books.run.config
     recorded_and_configured = {
         "max_staleness": (last["max_staleness"], config.staleness.max_staleness),
+        "masks_stale": (last.get("masks_stale", False), config.limits.masks_stale),
         "n_samples_per_prompt": (
             last["n_samples_per_prompt"],
             config.rollout.n_samples_per_prompt,

@@ -16,14 +16,15 @@ __all__ = ["trained_tokens"]
 def trained_tokens(books: Books, batch: Sequence[tuple[OutcomeRow, Row]]) -> int:
     """Return the loss tokens that the step on these trained groups counted.
 
-    A policy step trains every trajectory with status ok. A step of online DPO trains the pairs that
-    the rewards give, and counts a trajectory once for each of its pairs. A resume cannot change the
-    settings of pairs, so those of the last attempt hold for all.
+    A policy step trains every trajectory with status ok, without the tokens that `on_stale: mask`
+    masks. A step of online DPO trains the pairs that the rewards give, and counts a trajectory once
+    for each of its pairs. A resume cannot change the settings of pairs, so those of the last
+    attempt hold for all.
     """
     config = books.run.config
     pairs = pair_spec(config.algorithm)
     if pairs is None:
-        return sum(row.loss_tokens for _, row in batch)
+        return sum(row.loss_tokens(books.oldest_trained(outcome)) for outcome, row in batch)
     # The order in which the buffer gives groups to the learner decides how rewards are shuffled.
     ordered = sorted(batch, key=lambda item: (item[1].oldest or 0, item[1].ordinal))
     groups = [row.candidates for _, row in ordered]

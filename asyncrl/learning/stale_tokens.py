@@ -1,0 +1,67 @@
+"""Masks the tokens of a step that are older than the staleness bound (`on_stale: mask`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from asyncrl.models.micro_batches import Example
+
+__all__ = ["QUARTERS", "kept_metrics", "with_fresh_tokens"]
+
+QUARTERS = (1, 2, 3, 4)
+"""Quarters of the step's trajectories by length, and of a trajectory's loss tokens by position."""
+
+
+def with_fresh_tokens(
+    examples: Sequence[Example], weights: Sequence[float], oldest_version: int
+) -> tuple[list[Example], list[float]]:
+    """Mask the loss tokens of versions before `oldest_version`. Examples that keep none are left
+    out.
+
+    Advantages and weights stay those of whole trajectories. A weight by the tokens that are left
+    would give each of them more weight, because others were masked.
+
+    Returns:
+        The examples that keep a loss token, and their weights.
+    """
+    kept, of_kept = [], []
+    for example, weight in zip(examples, weights, strict=True):
+        fresh = example.loss_mask & (example.versions >= oldest_version)
+        if fresh.any():
+            kept.append(replace(example, loss_mask=fresh))
+            of_kept.append(weight)
+    return kept, of_kept
+
+
+def kept_metrics(examples: Sequence[Example], oldest_version: int) -> dict[str, float]:
+    """What `with_fresh_tokens` leaves of the step, as shares of loss tokens: in total, by quarter
+    of the trajectories from the shortest to the longest, and by quarter of each trajectory from its
+    first to its last token. NaN where there are no tokens."""
+    trained = [example for example in examples if example.loss_tokens]
+    trained.sort(key=lambda example: example.loss_tokens)
+    if not trained:
+        return {}
+    fresh = [(one.versions >= oldest_version)[one.loss_mask] for one in trained]
+    by_length = np.array_split(np.arange(len(trained)), len(QUARTERS))
+    quarters = [np.arange(len(one)) * len(QUARTERS) // len(one) for one in fresh]
+    tokens, places = np.concatenate(fresh), np.concatenate(quarters)
+    return {
+        "stale/masked_ratio": float(1 - tokens.mean()),
+        "stale/empty_ratio": sum(not one.any() for one in fresh) / len(fresh),
+        **{
+            f"stale/kept_by_length_{quarter}": _share([fresh[index] for index in indices])
+            for quarter, indices in zip(QUARTERS, by_length, strict=True)
+        },
+        **{
+            f"stale/kept_by_position_{quarter}": _share([tokens[places == quarter - 1]])
+            for quarter in QUARTERS
+        },
+    }
+
+
+def _share(parts: Sequence[np.ndarray]) -> float:
+    values = np.concatenate(parts) if parts else np.zeros(0)
+    return float(values.mean()) if len(values) else float("nan")
