@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import asyncrl
+from asyncrl.rewards.scoring import scored_block
 from asyncrl.run.audit import audit, audit_text
 from asyncrl.rundir.directory import read_record
 
@@ -111,7 +112,7 @@ FAULTS = [
     Fault("generator: engine hangs", "VLLM::EngineCore", "left"),
     Fault("generator: replica hangs", "ray::ServeReplica", "left"),
     Fault("control: rollout worker killed", "ray::RolloutWorker"),
-    Fault("control: scoring reader killed", "MapBatches(score_table)"),
+    Fault("control: scoring reader killed", f"MapBatches({scored_block.__name__})"),
     Fault("control: prompt reader killed", "MapBatches(render_table)"),
     Fault("control: Serve controller stopped for 10 s", "ray::ServeController", "let go"),
     Fault("control: Serve controller killed", "ray::ServeController"),

@@ -14,6 +14,7 @@ import pytest
 from independent_audit import wrong
 
 import asyncrl
+from asyncrl.rewards.scoring import scored_block
 from asyncrl.run.audit import audit, audit_text
 from asyncrl.rundir.directory import read_record
 
@@ -23,7 +24,7 @@ START_S = 900
 """Seconds in which a run trains after its start or a fault, also on a busy machine."""
 
 RANK, ENGINE = "ray::RankProcess", "VLLM::EngineCore"
-SCORING = "MapBatches(score_table)"
+SCORING = f"MapBatches({scored_block.__name__})"
 
 GENERATING = "groups that are being generated"
 SCORED = "the rewards of"
