@@ -222,10 +222,10 @@ def over_batch_std(advantages: Sequence[float], rewards: Sequence[float]) -> lis
     return [advantage / (float(np.std(rewards)) + STD_FLOOR) for advantage in advantages]
 
 
-def batch_normalized(advantages: Sequence[float], tokens: Sequence[int]) -> list[float]:
-    """Return (A - mean) / (std + 1e-6) over a whole step, where trajectory i counts tokens[i] times
-    (REINFORCE++, arXiv:2501.03262, section 3: over its loss tokens)."""
-    values, counts = np.asarray(advantages, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
+def batch_normalized(advantages: Sequence[float], shares: Sequence[float]) -> list[float]:
+    """Return (A - mean) / (std + 1e-6) over a whole step, where advantage i counts shares[i] times
+    (REINFORCE++, arXiv:2501.03262, section 3: the loss tokens of its trajectory)."""
+    values, counts = np.asarray(advantages, dtype=np.float64), np.asarray(shares, dtype=np.float64)
     mean = np.average(values, weights=counts)
     std = np.sqrt(np.average((values - mean) ** 2, weights=counts))
     return list(((values - mean) / (std + STD_FLOOR)).tolist())

@@ -979,6 +979,18 @@ class AlgorithmConfig(Section):
         return self.advantage not in ("reinforce_plus_plus", "gae", "remax")
 
     @property
+    def compares_sequences(self) -> bool:
+        """Whether the loss of a token may depend on the other tokens of its trajectory."""
+        correction = self.correction
+        return (
+            self.loss in ("gspo", "gmpo", "vespo")
+            or self.loss not in LOSSES
+            or correction.truncation in ("sequence", "geometric")
+            or (correction.rejects and correction.reject_level != "token")
+            or correction.sequence_mask_above is not None
+        )
+
+    @property
     def needs_whole_completions(self) -> str | None:
         """The setting with which no single token of a completion can be masked; None without."""
         if self.preference is not None:

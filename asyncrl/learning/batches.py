@@ -18,6 +18,7 @@ from asyncrl.contracts.rows import (
     TOKEN_REWARDS_COLUMN,
     TRUNCATED,
 )
+from asyncrl.learning.session_examples import has_sessions, session_examples
 from asyncrl.models.micro_batches import Example
 
 __all__ = [
@@ -30,7 +31,7 @@ __all__ = [
 
 def examples_of(table: pa.Table) -> list[Example]:
     """The trainable trajectories of a table of scored groups: those with status ok and at least
-    one loss token.
+    one loss token. A session gives an example for each of its rows.
 
     Raises:
         ValueError: a trajectory with status ok has no advantage, or the table was not scored.
@@ -41,7 +42,8 @@ def examples_of(table: pa.Table) -> list[Example]:
             f"columns {missing} are missing: the learner trains only scored groups; score them"
             " first"
         )
-    return [example for row in range(table.num_rows) for example in _row_examples(table, row)]
+    of_row = session_examples if has_sessions(table) else _row_examples
+    return [example for row in range(table.num_rows) for example in of_row(table, row)]
 
 
 def shuffle_rewards(

@@ -47,9 +47,10 @@ from asyncrl.learning.distillation import (
     with_teacher_advantages,
 )
 from asyncrl.learning.passes import Loss, forward_batches, train
+from asyncrl.learning.session_examples import rows_of_trajectory, with_trajectory_units
 from asyncrl.learning.stale_tokens import kept_metrics, with_fresh_tokens
 from asyncrl.learning.state import LearnerState
-from asyncrl.models.micro_batches import Example, MicroBatch
+from asyncrl.models.micro_batches import Example, MicroBatch, trajectories_of
 
 __all__ = ["policy_step"]
 
@@ -68,13 +69,11 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
     examples = _with_step_advantages(state, scored, tables)
     if algorithm.distillation is not None:
         examples = with_teacher_advantages(examples, algorithm.distillation)
-    of_step = token_weights(
-        [example.loss_tokens for example in examples],
-        algorithm.loss_aggregation,
-        spec.max_completion_length,
-    )
+    of_step = _weights_of_trajectories(state, examples)
     examples, further, parts = _components(algorithm, examples, tables)
     examples, weights = _fresh(state, examples, of_step)
+    if algorithm.compares_sequences:
+        examples = with_trajectory_units(examples)
     if algorithm.selects_tokens and examples:
         examples = _with_selected_tokens(state, examples)
     normalizes = algorithm.correction.normalize and bool(examples)
@@ -118,6 +117,16 @@ def _culprit(
     examples, weights = _fresh(state, examples, weights)
     loss = weighted_sum([Component(1.0, _loss(state, 1.0)), *further])
     return name_culprit(state, examples, weights, loss)
+
+
+def _weights_of_trajectories(state: LearnerState, examples: Sequence[Example]) -> list[float]:
+    """The weight of each example's loss tokens. The rows of one session count as one trajectory,
+    with the tokens of all of them."""
+    numbers = trajectories_of(examples)
+    lengths = np.bincount(numbers, [example.loss_tokens for example in examples]).astype(int)
+    algorithm, longest = state.spec.algorithm, state.spec.max_completion_length
+    weights = token_weights(lengths.tolist(), algorithm.loss_aggregation, longest)
+    return [weights[number] for number in numbers]
 
 
 def _fresh(
@@ -202,7 +211,8 @@ def _with_step_advantages(
             counts = [example.loss_tokens for example in examples]
             normalized = batch_normalized([float(value) for value in own], counts)
         case "gdpo":
-            normalized = batch_normalized([float(value) for value in own], [1] * len(examples))
+            shares = [1 / rows for rows in rows_of_trajectory(examples)]
+            normalized = batch_normalized([float(value) for value in own], shares)
         case "grpo_batch_std":
             normalized = over_batch_std([float(value) for value in own], _usable_rewards(tables))
         case _:

@@ -16,16 +16,20 @@ from asyncrl.models.attention import Segments
 
 __all__ = [
     "ALONE",
+    "WHOLE",
     "Example",
     "MicroBatch",
     "micro_batch",
     "packing_units",
     "plain_example",
     "token_example",
+    "trajectories_of",
 ]
 
 ALONE = -1
 """Packing unit of an example that need not stay with others."""
+WHOLE = -1
+"""Leaf of an example that is a whole trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,9 @@ class Example:
     """Ordinal of its group."""
     trajectory: int = 0
     """Its index in the group."""
+    leaf: int = WHOLE
+    """Of a row of a session: the index of its leaf. Rows of one session are one trajectory. WHOLE:
+    the trajectory is this one row."""
     unit: int = ALONE
     """Number of its packing unit. The two sides of a pair have the same one."""
     chosen: bool | None = None
@@ -103,7 +110,7 @@ class MicroBatch:
     weights: Tensor
     """[N] float32: each token's weight in the step's loss."""
     sequence: Tensor
-    """[N] int64: the segment of each loss token."""
+    """[N] int64: the trajectory of each loss token. Rows of one session have the same one."""
     ages: Tensor
     """[N] float32: the learner's version minus the version that made the token."""
     reference_logprobs: Tensor | None = None
@@ -242,6 +249,18 @@ def packing_units(examples: Sequence[Example]) -> list[tuple[int, ...]] | None:
     return [tuple(members) for members in units.values()]
 
 
+def trajectories_of(examples: Sequence[Example]) -> list[int]:
+    """Number the trajectories of the examples: an example that is a whole trajectory has a number
+    of its own, and the rows of one session share theirs."""
+    numbers: dict[tuple[int, int] | int, int] = {}
+    return [
+        numbers.setdefault(
+            index if example.leaf == WHOLE else (example.group, example.trajectory), len(numbers)
+        )
+        for index, example in enumerate(examples)
+    ]
+
+
 def micro_batch(
     examples: Sequence[Example],
     indices: Sequence[int],
@@ -275,7 +294,7 @@ def micro_batch(
         order=order,
         counts=loss.counts,
         weights=loss.repeated(weight),
-        sequence=loss.repeated(np.arange(len(chosen))),
+        sequence=loss.repeated(np.array(trajectories_of(chosen))),
         ages=loss.values(lambda example: (version - example.versions).astype(np.float32)),
         reference_logprobs=loss.optional(lambda example: example.reference_logprobs),
         teacher_ids=(

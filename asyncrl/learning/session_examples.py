@@ -1,0 +1,90 @@
+"""Converts the sessions of a scored group to training examples: one for each row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import pyarrow as pa
+
+from asyncrl.contracts.nodes import Node
+from asyncrl.contracts.rows import TRUNCATED
+from asyncrl.contracts.session_table import TURN_COLUMNS, TurnsRow, nodes_of_group
+from asyncrl.models.micro_batches import WHOLE, Example, trajectories_of
+from asyncrl.sessions.rows import SessionRow, session_rows
+
+__all__ = ["has_sessions", "rows_of_trajectory", "session_examples", "with_trajectory_units"]
+
+
+def has_sessions(table: pa.Table) -> bool:
+    """Whether the trajectories of the groups are sessions."""
+    return "turn_parent" in table.column_names
+
+
+def session_examples(table: pa.Table, row: int) -> list[Example]:
+    """The rows of the trainable sessions of one group: those with status ok.
+
+    Raises:
+        ValueError: a session with status ok has no advantage, or the columns do not agree.
+    """
+    names = [name for name in TurnsRow.__annotations__ if name in table.column_names]
+    missing = TURN_COLUMNS.keys() - set(names)
+    if missing:
+        raise ValueError(f"columns {sorted(missing)} are missing")
+    group = table.slice(row, 1).select([*names, "ordinal", "status", "advantage"]).to_pylist()[0]
+    sessions = nodes_of_group(cast("TurnsRow", group), len(group["status"]))
+    examples: list[Example] = []
+    for index, (nodes, status, advantage) in enumerate(
+        zip(sessions, group["status"], group["advantage"], strict=True)
+    ):
+        if status != "ok":
+            continue
+        if advantage is None:
+            raise ValueError(
+                f"group {group['ordinal']}: trajectory {index} has status ok but no advantage;"
+                " score it again"
+            )
+        examples += [
+            _example(found, nodes, group["ordinal"], index, float(advantage))
+            for found in session_rows(nodes).rows
+        ]
+    return examples
+
+
+def _example(
+    row: SessionRow, nodes: Sequence[Node], ordinal: int, index: int, advantage: float
+) -> Example:
+    """A row as an example. What comes before its first trained token is its prompt."""
+    begin = int(np.flatnonzero(row.trained)[0])
+    last = nodes[int(row.nodes[-1])]
+    return Example(
+        tokens=row.token_ids,
+        prompt_length=begin,
+        loss_mask=row.trained[begin:],
+        behavior_logprobs=row.logprobs[begin:],
+        advantage=advantage,
+        versions=row.versions[begin:],
+        truncated=last.finish_reason in TRUNCATED,
+        group=ordinal,
+        trajectory=index,
+        leaf=row.leaf,
+    )
+
+
+def rows_of_trajectory(examples: Sequence[Example]) -> list[int]:
+    """For each example, the number of rows of its trajectory."""
+    numbers = trajectories_of(examples)
+    counts = Counter(numbers)
+    return [counts[number] for number in numbers]
+
+
+def with_trajectory_units(examples: Sequence[Example]) -> list[Example]:
+    """The examples, where the rows of one session stay in one micro-batch. An objective that
+    compares whole trajectories needs all of their tokens at once."""
+    return [
+        example if example.leaf == WHOLE else replace(example, unit=number)
+        for example, number in zip(examples, trajectories_of(examples), strict=True)
+    ]

@@ -1,0 +1,224 @@
+"""Sessions in the learner: their rows, and that a session counts as one trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from recorded import learner_config, state_without_model
+
+from asyncrl.contracts.nodes import CONSTRAINED, Node
+from asyncrl.contracts.rows import COLUMNS, VersionSpan
+from asyncrl.contracts.session_table import TURN_COLUMNS, nodes_of_group, turns_of_group
+from asyncrl.learning import policy_step
+from asyncrl.learning.batches import examples_of
+from asyncrl.learning.session_examples import rows_of_trajectory, with_trajectory_units
+from asyncrl.models.micro_batches import (
+    WHOLE,
+    Example,
+    micro_batch,
+    packing_units,
+    trajectories_of,
+)
+from asyncrl.models.policy import load_policy
+
+AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "fixed")
+
+
+def context(parent: int | None, *ids: int) -> Node:
+    return Node(parent, ids)
+
+
+def turn(parent: int, *ids: int, **changes: Any) -> Node:
+    node = Node(
+        parent,
+        ids,
+        sampled=True,
+        logprobs=tuple(-0.25 * (token % 7) - 0.5 for token in ids),
+        versions=(VersionSpan(3, 0, len(ids)),),
+        finish_reason="stop",
+        replica="r",
+    )
+    return replace(node, **changes)
+
+
+CHAIN = [
+    context(None, 5, 6),
+    turn(0, 7, 8, 9),
+    context(1, 10),
+    turn(2, 11),
+    context(3, 4),
+    turn(4, 12, 13),
+]
+"""Three turns, one after the other."""
+TREE = [
+    context(None, 5, 6),
+    turn(0, 7, 8, 9),
+    context(1, 10),
+    turn(2, 11),
+    context(1, 14, 15),
+    turn(4, 16, 17, status=CONSTRAINED),
+    context(5, 18),
+    turn(6, 19, 20),
+]
+"""Two branches after the first turn. One has a turn that is not trained."""
+SINGLE = [context(None, 5, 6), turn(0, 21, 22)]
+
+
+def table(
+    sessions: Sequence[Sequence[Node]],
+    advantages: Sequence[float | None],
+    status: Sequence[str] | None = None,
+    ordinal: int = 7,
+) -> pa.Table:
+    """One group, with the columns that the learner reads."""
+    turns = turns_of_group(sessions)
+    arrays = {
+        name: pa.array([turns[name]], TURN_COLUMNS.get(name) or COLUMNS[name])  # type: ignore[literal-required]
+        for name in turns
+    }
+    arrays |= {
+        "ordinal": pa.array([ordinal], pa.int64()),
+        "status": pa.array([status or ["ok"] * len(sessions)], pa.list_(pa.string())),
+        "advantage": pa.array([list(advantages)], pa.list_(pa.float32())),
+    }
+    return pa.table(arrays)
+
+
+def test_sessions_survive_the_way_through_arrow() -> None:
+    sessions = [CHAIN, TREE, SINGLE]
+    (row,) = table(sessions, [1.0, 2.0, 3.0]).to_pylist()
+    found = nodes_of_group(row, 3)
+    assert turns_of_group(found) == turns_of_group(sessions)
+    # log-probs are float32 there, and these are exact
+    assert found[0] == CHAIN and found[2] == SINGLE
+    assert [node.token_ids for node in found[1]] == [node.token_ids for node in TREE]
+
+
+def test_a_context_after_the_last_turn_is_left_out() -> None:
+    assert turns_of_group([[*SINGLE, context(1, 9)]]) == turns_of_group([SINGLE])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "error"),
+    [
+        ([context(None, 1), turn(0, 2), turn(1, 3)], "turn 2 of trajectory 0 follows no context"),
+        ([context(None, 1), context(0, 2), turn(1, 3)], "turn 2 follows another context"),
+    ],
+)
+def test_nodes_that_are_no_turns_and_contexts_are_refused(nodes: list[Node], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        turns_of_group([nodes])
+
+
+def test_each_row_of_a_session_is_an_example() -> None:
+    first, second, third, single = examples_of(table([CHAIN, TREE, SINGLE], [1.0, -2.0, 0.5]))
+    assert first.tokens.tolist() == [5, 6, 7, 8, 9, 10, 11, 4, 12, 13]
+    assert (first.prompt_length, first.advantage, first.trajectory) == (2, 1.0, 0)
+    assert first.loss_mask.tolist() == [1, 1, 1, 0, 1, 0, 1, 1]
+    assert second.tokens.tolist() == [5, 6, 7, 8, 9, 10, 11]
+    assert third.tokens.tolist() == [5, 6, 7, 8, 9, 14, 15, 16, 17, 18, 19, 20]
+    assert third.prompt_length == 10 and third.loss_mask.tolist() == [True, True]
+    assert (second.trajectory, third.trajectory, single.trajectory) == (1, 1, 2)
+    assert (second.advantage, third.advantage) == (-2.0, -2.0)
+    assert WHOLE not in {one.leaf for one in (first, second, third, single)}
+    assert rows_of_trajectory([first, second, third, single]) == [1, 2, 2, 1]
+    assert trajectories_of([first, second, third, single]) == [0, 1, 1, 2]
+    assert packing_units(with_trajectory_units([first, second, third])) == [(0,), (1, 2)]
+
+
+def test_sessions_that_are_not_ok_have_no_example() -> None:
+    found = examples_of(table([CHAIN, SINGLE], [None, 1.0], ["over_long", "ok"]))
+    assert [one.trajectory for one in found] == [1]
+    with pytest.raises(ValueError, match="trajectory 0 has status ok but no advantage"):
+        examples_of(table([CHAIN, SINGLE], [None, 1.0]))
+    with pytest.raises(ValueError, match=r"columns \['turn_status'\] are missing"):
+        examples_of(table([SINGLE], [1.0]).drop_columns(["turn_status"]))
+
+
+def in_three_rows(example: Example) -> list[Example]:
+    """The same session with a row for each turn. Each trains its own turn."""
+    places = np.arange(len(example.loss_mask))
+    starts = np.flatnonzero(np.diff(np.concatenate([[0], example.loss_mask.astype(int)])) == 1)
+    ends = [*starts[1:], len(places)]
+    return [
+        replace(
+            example,
+            leaf=number,
+            loss_mask=example.loss_mask & (places >= start) & (places < end),
+        )
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_session_in_three_rows_has_the_gradient_of_the_same_in_one(
+    tiny_model: Path, aggregation: str, together: bool
+) -> None:
+    algorithm = {"loss_aggregation": aggregation}
+    state = state_without_model(learner_config(tiny_model, algorithm=algorithm))
+    chain, single = examples_of(table([CHAIN, SINGLE], [1.5, -1.0]))
+    rows = in_three_rows(chain)
+    assert [one.loss_tokens for one in rows] == [3, 1, 2]
+    whole = gradient(state, tiny_model, [chain, single], [[0, 1]])
+    split = gradient(
+        state, tiny_model, [*rows, single], [[0, 1, 2, 3]] if together else [[0, 3], [2], [1]]
+    )
+    torch.testing.assert_close(split, whole, atol=1e-7, rtol=1e-5)
+    assert whole.abs().max() > 1e-4
+    # The rows as three trajectories would be another objective.
+    apart = [replace(one, leaf=WHOLE, trajectory=9 + one.leaf) for one in rows]
+    other = gradient(state, tiny_model, [*apart, single], [[0, 1, 2, 3]])
+    assert aggregation == "token_mean" or (other - whole).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"loss": "gspo"},
+        {"loss": "gmpo"},
+        {"loss": "vespo"},
+        {"old_policy": "learner", "correction": {"truncation": "sequence"}},
+        {"correction": {"reject_above": 0.5, "reject_level": "sequence_sum"}},
+        {"correction": {"sequence_mask_above": 0.1}},
+    ],
+)
+def test_objectives_of_whole_trajectories_see_all_rows_of_a_session(
+    tiny_model: Path, algorithm: dict[str, Any]
+) -> None:
+    config = learner_config(tiny_model, algorithm=algorithm)
+    assert config.algorithm.compares_sequences
+    state = state_without_model(config)
+    chain, single = examples_of(table([CHAIN, SINGLE], [1.5, -1.0]))
+    whole = gradient(state, tiny_model, [chain, single], [[0, 1]])
+    split = gradient(state, tiny_model, [*in_three_rows(chain), single], [[0, 1, 2, 3]])
+    torch.testing.assert_close(split, whole, atol=1e-7, rtol=1e-5)
+
+
+def test_plain_objectives_split_a_session_freely() -> None:
+    assert not learner_config(Path("model")).algorithm.compares_sequences
+    correction = {"truncation": "token", "mask_above": 2.0}
+    algorithm = {"old_policy": "learner", "correction": correction}
+    assert not learner_config(Path("model"), algorithm=algorithm).algorithm.compares_sequences
+
+
+def gradient(
+    state: Any, model: Path, examples: list[Example], parts: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """The gradient of a step whose micro-batches have these examples."""
+    policy = load_policy(str(model), torch.float32, 1.0)
+    policy.train()
+    weights = policy_step._weights_of_trajectories(state, examples)
+    loss = policy_step._loss(state, 1.0)
+    for indices in parts:
+        batch = micro_batch(examples, indices, "cpu", weights, version=4)
+        logprobs, entropy, values = policy(batch)
+        loss(logprobs, entropy, values, batch)[0].backward()
+    return torch.cat([one.grad.flatten() for one in policy.parameters() if one.grad is not None])
