@@ -287,7 +287,8 @@ SURFACE = {
     "testing": (
         "DeadlockError FakeCheckpoints FakeEngine FakeGenerate FakeLearner FakeLogprobCheck "
         "FakePrompts FakeRecorder FakeReferencePolicy FakeReplicas FakeRollouts FakeSandbox "
-        "FakeScores FakeServed FakeSink FakeWeightSync FakeWords SeededGenerator VirtualTimeLoop"
+        "FakeScores FakeServed FakeSink FakeTurnGenerator FakeWeightSync FakeWords"
+        " SeededGenerator VirtualTimeLoop"
     ),
     "text": "decode load_stops load_tokenizer text_before",
     "weights": (

@@ -20,6 +20,7 @@ from asyncrl.testing.control import (
 from asyncrl.testing.engine import FakeEngine
 from asyncrl.testing.generators import FakeGenerate, FakeServed, FakeWords, SeededGenerator
 from asyncrl.testing.sandbox import FakeSandbox
+from asyncrl.testing.sessions import FakeTurnGenerator
 
 __all__ = [
     "DeadlockError",
@@ -37,6 +38,7 @@ __all__ = [
     "FakeScores",
     "FakeServed",
     "FakeSink",
+    "FakeTurnGenerator",
     "FakeWeightSync",
     "FakeWords",
     "SeededGenerator",

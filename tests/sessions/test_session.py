@@ -1,0 +1,259 @@
+"""Agents of several kinds talk to a session. It keeps the tokens that were sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_families import CHATML, HEADERS, STRIPS_THINKING, save_chat_model
+
+from asyncrl.contracts.nodes import ORPHAN
+from asyncrl.contracts.rows import Completion
+from asyncrl.sessions.rows import session_rows
+from asyncrl.sessions.session import (
+    ContextTooLongError,
+    Session,
+    SessionClosedError,
+    SessionTemplate,
+)
+from asyncrl.testing import FakeTurnGenerator
+from asyncrl.text.template import Message, MessagesError
+from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
+
+SESSIONS = 60
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def read(completion: Completion, tools: object) -> Message:
+    return assistant(completion.text)
+
+
+class Model:
+    """A chat model in a folder, and sessions with it."""
+
+    def __init__(self, folder: Path, template: str, end: str) -> None:
+        self.tokenizer: Any = load_tokenizer(save_chat_model(folder / "model", template))
+        self.end = self.tokenizer.convert_tokens_to_ids(end)
+
+    def session(
+        self, texts: Any, max_length: int = 500, history: Any = "verbatim", **fake: Any
+    ) -> tuple[Session, FakeTurnGenerator]:
+        generator = FakeTurnGenerator(self.tokenizer, texts, self.end, **fake)
+        template = SessionTemplate(self.tokenizer, frozenset({self.end}), max_length, history, None)
+        return Session(template, generator, read), generator
+
+    def text(self, ids: Sequence[int]) -> str:
+        return decode_prompt(self.tokenizer, ids)
+
+
+@pytest.fixture
+def chatml(tmp_path: Path) -> Model:
+    return Model(tmp_path, CHATML, "<|im_end|>")
+
+
+def counted(number: int) -> str:
+    return f"answer {number}"
+
+
+async def talk(session: Session, questions: Sequence[str], **options: Any) -> list[Message]:
+    """Ask one question after the other, as an agent with a growing history does."""
+    chat: list[Message] = []
+    for question in questions:
+        chat.append(user(question))
+        (answer,) = await session.chat(chat, **options)
+        chat.append(answer.message)
+    return chat
+
+
+@pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>"), (HEADERS, "<|eot|>")])
+def test_a_growing_chat_is_one_row_of_the_templates_own_tokens(
+    tmp_path: Path, template: str, end: str
+) -> None:
+    model = Model(tmp_path, template, end)
+    session, generator = model.session(counted)
+    chat = asyncio.run(talk(session, ["a", "b", "c", "d"]))
+    (row,) = session_rows(session.nodes).rows
+    whole = model.tokenizer.apply_chat_template(chat, tokenize=False)
+    assert model.text(row.token_ids.tolist()) == whole.rstrip("\n")
+    sampled = row.token_ids[row.trained].tolist()
+    assert model.text(sampled) == "".join(f"answer {number}{end}" for number in range(4))
+    assert [request.turn for request in generator.requests] == [0, 1, 2, 3]
+    assert [request.attempt for request in generator.requests] == [0] * 4
+    assert not any(node.branch_reason for node in session.nodes)
+    for before, after in zip(generator.requests, generator.requests[1:], strict=False):
+        assert after.prompt_ids[: len(before.prompt_ids)] == before.prompt_ids
+
+
+def test_the_next_turn_asks_for_the_newest_version_before_it(chatml: Model) -> None:
+    session, generator = chatml.session(counted)
+
+    async def versions() -> None:
+        chat: list[Message] = []
+        for version in (3, 5, 5, 6):
+            generator.version = version
+            chat.append(user("q"))
+            chat.append((await session.chat(chat))[0].message)
+
+    asyncio.run(versions())
+    assert [request.min_version for request in generator.requests] == [None, 3, 5, 5]
+
+
+def test_reasoning_that_a_template_strips_stays_in_verbatim_history(tmp_path: Path) -> None:
+    model = Model(tmp_path, STRIPS_THINKING, "<|im_end|>")
+
+    def think(number: int) -> str:
+        return f"<think>why {number}</think>so {number}"
+
+    session, _ = model.session(think)
+    asyncio.run(talk(session, ["a", "b", "c"]))
+    (row,) = session_rows(session.nodes).rows
+    assert model.text(row.token_ids.tolist()).count("<think>why") == 3
+    session, _ = model.session(think, history="template")
+    asyncio.run(talk(session, ["a", "b", "c"]))
+    rows = session_rows(session.nodes).rows
+    assert len(rows) == 3 and all(row.trained.sum() for row in rows)
+    reasons = [node.branch_reason for node in session.nodes if node.branch_reason]
+    assert len(reasons) == 2
+    assert all(
+        "the template writes" in reason and "'<think>' was there" in reason for reason in reasons
+    )
+    assert session_rows(session.nodes).counts.masked == {}
+
+
+def test_a_turn_that_was_cut_is_closed_by_context(chatml: Model) -> None:
+    session, _ = chatml.session(counted)
+    chat = asyncio.run(talk(session, ["a", "b"], max_tokens=3))
+    (row,) = session_rows(session.nodes).rows
+    text = chatml.text(row.token_ids.tolist())
+    assert f"{chat[1]['content']}<|im_end|>\n<|im_start|>user\nb" in text
+    ends = row.token_ids == chatml.end
+    assert not (ends & row.trained).any(), "the model sampled no end"
+    assert row.trained.sum() == 6
+
+
+def test_a_retry_joins_or_repeats_the_answer_and_an_equal_body_does_not(chatml: Model) -> None:
+    session, generator = chatml.session(counted, latency=lambda number: 0.01)
+
+    async def retries() -> None:
+        chat = [user("a")]
+        first, second = await asyncio.gather(
+            session.chat(chat, key="k"), session.chat(chat, key="k")
+        )
+        third = await session.chat(chat, key="k")
+        assert first == second == third and len(generator.requests) == 1
+        fourth = await session.chat(chat)
+        assert fourth[0].node != first[0].node
+
+    asyncio.run(retries())
+    assert [request.attempt for request in generator.requests] == [0, 1]
+    assert [node.parent for node in session.nodes] == [None, 0, 0]
+
+
+def test_a_client_that_leaves_does_not_end_what_its_retry_gets(chatml: Model) -> None:
+    session, generator = chatml.session(counted, latency=lambda number: 0.05)
+
+    async def leaves() -> None:
+        chat = [user("a")]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await session.chat(chat, key="k")
+        (answer,) = await session.chat(chat, key="k")
+        assert answer.message == assistant("answer 0")
+
+    asyncio.run(leaves())
+    assert len(generator.requests) == 1 and len(session.nodes) == 2
+
+
+def test_a_failed_answer_is_asked_for_again(chatml: Model) -> None:
+    session, generator = chatml.session(counted, fails=lambda number: number == 0)
+
+    async def fails() -> None:
+        with pytest.raises(RuntimeError, match="answer 0 failed"):
+            await session.chat([user("a")], key="k")
+        (answer,) = await session.chat([user("a")], key="k")
+        assert answer.message == assistant("answer 1")
+
+    asyncio.run(fails())
+    assert [request.attempt for request in generator.requests] == [0, 1]
+
+
+def test_choices_that_are_not_taken_become_orphans(chatml: Model) -> None:
+    session, _ = chatml.session(counted)
+
+    async def chooses() -> None:
+        answers = await session.chat([user("a")], n=3)
+        session.choose(answers, 1)
+        await session.chat([user("a"), answers[1].message, user("b")])
+
+    asyncio.run(chooses())
+    counts = session_rows(session.nodes).counts
+    assert [node.status for node in session.nodes[1:4]] == [ORPHAN, "ok", ORPHAN]
+    assert set(counts.masked) == {ORPHAN} and len(session_rows(session.nodes).rows) == 1
+
+
+def test_two_turns_at_once_branch(chatml: Model) -> None:
+    session, _ = chatml.session(counted, latency=lambda number: 0.01 * (2 - number))
+
+    async def both() -> None:
+        await asyncio.gather(session.chat([user("a")]), session.chat([user("b")]))
+
+    asyncio.run(both())
+    assert len(session_rows(session.nodes).rows) == 2
+    assert session_rows(session.nodes).counts.trained == sum(
+        len(node.token_ids) for node in session.nodes if node.sampled
+    )
+
+
+def test_a_closed_session_says_why(chatml: Model) -> None:
+    session, _ = chatml.session(counted)
+    session.close("its deadline passed")
+    session.close("another reason")
+    with pytest.raises(SessionClosedError, match="its deadline passed"):
+        asyncio.run(session.chat([user("a")]))
+
+
+def test_bad_requests_leave_no_node_half_made(chatml: Model) -> None:
+    session, _ = chatml.session(counted, max_length=40)
+    with pytest.raises(ContextTooLongError, match=r"has \d+ tokens, and 40 are allowed"):
+        asyncio.run(session.chat([user("long " * 40)]))
+    with pytest.raises(MessagesError):
+        asyncio.run(session.chat([{"role": "user", "content": {"a": 1}}]))
+    assert session_rows(session.nodes).counts.sampled == 0
+
+
+def test_random_agents_never_lose_or_change_a_sampled_token(chatml: Model) -> None:
+    draw = random.Random(0)
+
+    async def agent(session: Session) -> None:
+        chats: list[list[Message]] = [[]]
+        for _ in range(draw.randint(1, 8)):
+            chat = list(draw.choice(chats[-3:]))
+            if chat and draw.random() < 0.2:
+                chat[draw.randrange(len(chat))] = user("rewritten")
+            chat.append(user(draw.choice("abc")))
+            answers = await session.chat(
+                chat, n=draw.choice([1, 1, 2]), max_tokens=draw.choice([None, 2])
+            )
+            chats += [[*chat, answer.message] for answer in answers]
+
+    for _ in range(SESSIONS):
+        session, generator = chatml.session(lambda number: draw.choice(["x", "yes no", "12 34"]))
+        asyncio.run(agent(session))
+        found = session_rows(session.nodes)
+        sampled = [node for node in session.nodes if node.sampled]
+        assert found.counts.trained == sum(len(node.token_ids) for node in sampled)
+        # Each turn's tokens follow exactly the prompt that its request had.
+        prompts = [tuple(request.prompt_ids) for request in generator.requests]
+        for node in sampled:
+            assert tuple(session.tree.path_ids(node.parent)) in prompts
