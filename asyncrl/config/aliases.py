@@ -240,6 +240,7 @@ RENAMED = {
     "partial_rollout_enable": (
         "generator.in_flight: keep (generations always continue across a weight update)"
     ),
+    "mask_offpolicy_in_partial_rollout": "staleness.on_stale: mask",
     "vllm_mode": "placement: share or colocate; generator.attach for a standing server",
     "use_vllm": "nothing: vLLM always generates",
     "sglang_server_concurrency": "rollout.max_concurrency",

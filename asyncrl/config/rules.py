@@ -363,11 +363,16 @@ def _check_batches(config: Settings) -> None:
             "staleness.on_stale: mask does not work with lora: a completion keeps its adapter, so"
             " all of its tokens have one version; set staleness.on_stale: wait"
         )
-    whole = config.algorithm.needs_whole_completions
+    if staleness.on_stale == "mask" and generator.in_flight == "drain":
+        raise ValueError(
+            "staleness.on_stale: mask has no effect with generator.in_flight: drain, where all"
+            " tokens of a completion have one version; set generator.in_flight: keep"
+        )
+    whole = config.algorithm.needs_whole_groups
     if staleness.on_stale == "mask" and whole is not None:
         raise ValueError(
-            f"staleness.on_stale: mask leaves out single tokens, and {whole} needs whole"
-            " completions; set staleness.on_stale: wait"
+            f"staleness.on_stale: mask leaves out single tokens, and {whole} compares whole"
+            " completions of a group; set staleness.on_stale: wait"
         )
     if rollout.n_samples_per_prompt == 1 and config.algorithm.compares_siblings:
         raise ValueError(

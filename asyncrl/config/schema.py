@@ -991,8 +991,9 @@ class AlgorithmConfig(Section):
         )
 
     @property
-    def needs_whole_completions(self) -> str | None:
-        """The setting with which no single token of a completion can be masked; None without."""
+    def needs_whole_groups(self) -> str | None:
+        """The setting that compares whole completions of a group, so that none of their tokens can
+        be masked; None without."""
         if self.preference is not None:
             return "algorithm.preference"
         return "algorithm.advantage: remax" if self.needs_baseline else None
@@ -1078,8 +1079,8 @@ class StalenessConfig(Section):
     on_stale: Literal["wait", "drop", "mask"] = "wait"
     """`wait`: hold batches back until no outstanding group would expire, so no long completion is
     lost. `drop`: abort a group as soon as it can no longer be trained in time. `mask`: train the
-    tokens of a group that are fresh enough, and mask its older ones. That is biased: the beginnings
-    of long completions are trained less."""
+    tokens of a group that are fresh enough, and mask its older ones. That is biased: it leaves out
+    the first tokens of long completions, and short completions that wait for a long one."""
     over_sampling: int = Field(default=0, ge=0)
     """Groups admitted in addition to those that can be trained in time; the fastest are trained.
     Needs on_stale: drop."""

@@ -168,7 +168,7 @@ class Scored:
     """Newest token version among the trajectories and the baseline, as `oldest_version` is the
     oldest."""
     versions: tuple[int, ...] = ()
-    """Each token version among the trajectories and the baseline, in increasing order."""
+    """Each version that sampled a token with loss of a usable trajectory, in increasing order."""
     content: str = ""
     """Hash of the row (`asyncrl.contracts.content_hash`)."""
     masked: Mapping[str, int] = field(default_factory=dict)

@@ -30,7 +30,10 @@ WAYS_OUT = {
     NO_PAIR: (
         "use prompts whose completions differ in reward, or lower algorithm.preference.min_margin"
     ),
-    NOTHING_TO_LEARN: "look at status and loss_mask of its rows",
+    NOTHING_TO_LEARN: (
+        "look at status and loss_mask of its rows; with staleness.on_stale: mask, every token may"
+        " be beyond the bound"
+    ),
 }
 """Reason for a skipped step → what to do about it."""
 OUTCOMES = ("trained", "skipped", "filtered", "dropped", "failed", "waiting")

@@ -212,7 +212,8 @@ class Bookkeeping:
         """
         progress = self.progress
         if result.applied:
-            progress.trained_tokens += sum(scored.tokens for scored in batch)
+            of_batch = sum(scored.tokens for scored in batch)
+            progress.trained_tokens += int(result.metrics.get("tokens", of_batch))
         found = batch_metrics(batch, trained_at, staleness, max_staleness)
         progress.reward = cast(float, found["reward/mean"])
         progress.examples = tuple(

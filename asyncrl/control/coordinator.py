@@ -353,7 +353,7 @@ class Coordinator:
                     ordinal,
                     "dropped",
                     "stale: it waited in the checkpoint, and max_staleness or the batch is smaller"
-                    " now",
+                    " now, or on_stale is another policy",
                 )
         await self._take_turn()
         await self._gather()

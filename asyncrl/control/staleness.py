@@ -35,8 +35,8 @@ class Staleness:
         """Pace: whether one more group may be admitted.
 
         The rule is outstanding < (S + 1 - lag) * B + over_sampling, with
-        lag = learner_version - committed. Without over-sampling, all these groups can be trained in
-        time. At lag > S, a new group would be too stale from the start."""
+        lag = learner_version - committed. With `wait`, all these groups can be trained in time. At
+        lag > S, a new group would be too stale from the start."""
         lag = learner_version - committed
         return (
             lag <= self.max_staleness
@@ -44,21 +44,25 @@ class Staleness:
             < (self.max_staleness + 1 - lag) * self.groups_per_step + self.over_sampling
         )
 
-    def is_stale(self, oldest_version: int, learner_version: int) -> bool:
-        """Bound: whether a group with this oldest version is too stale to be trained at
-        `learner_version`. With `mask`, its newest version decides."""
-        return learner_version - oldest_version > self.max_staleness
+    def is_stale(self, version: int, learner_version: int) -> bool:
+        """Bound: whether tokens of this version are too stale to be trained at
+        `learner_version`."""
+        return learner_version - version > self.max_staleness
+
+    def deciding_version(self, scored: Scored) -> int:
+        """The version that decides when a scored group is too stale: its oldest one. With `mask`,
+        the newest one of a token that would be trained."""
+        if self.on_stale == "mask" and scored.versions:
+            return scored.versions[-1]
+        return scored.oldest_version
 
     def oldest_trained(self, scored: Scored, learner_version: int) -> int:
         """The oldest version among the tokens of a group that are trained at `learner_version`:
-        with `mask`, among those within the bound.
-
-        Raises:
-            ValueError: no token is within the bound.
-        """
+        with `mask`, among those within the bound."""
         if self.on_stale != "mask":
             return scored.oldest_version
-        return min(one for one in scored.versions if not self.is_stale(one, learner_version))
+        fresh = (one for one in scored.versions if not self.is_stale(one, learner_version))
+        return next(fresh, scored.oldest_version)
 
     def may_cut(self, left: Mapping[int, int], learner_version: int) -> bool:
         """Cut: whether a batch may be cut at v = `learner_version`, if `left` groups then remain

@@ -69,9 +69,9 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
     examples = _with_step_advantages(state, scored, tables)
     if algorithm.distillation is not None:
         examples = with_teacher_advantages(examples, algorithm.distillation)
-    of_step = _weights_of_trajectories(state, examples)
+    whole_weights = _weights_of_trajectories(state, examples)
     examples, further, parts = _components(algorithm, examples, tables)
-    examples, weights = _fresh(state, examples, of_step)
+    examples, weights = _fresh(state, examples, whole_weights)
     if algorithm.compares_sequences:
         examples = with_trajectory_units(examples)
     if algorithm.selects_tokens and examples:
@@ -98,7 +98,7 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
         state.trained_tokens += int(metrics["tokens"])
         metrics["grad_norm_ratio"] = state.norms.ratio(metrics["grad_norm"])
     reason = "" if applied else NOT_FINITE if examples else NOTHING_TO_LEARN
-    find_culprit = partial(_culprit, state, scored, of_step, tables)
+    find_culprit = partial(_culprit, state, scored, whole_weights, tables)
     note = keep_if_bad(
         state, metrics, f"version_{version:06d}", tables, find_culprit if examples else None
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.models.micro_batches import Example
+from asyncrl.models.micro_batches import Example, trajectories_of
 
 __all__ = ["QUARTERS", "kept_metrics", "with_fresh_tokens"]
 
@@ -39,20 +39,24 @@ def with_fresh_tokens(
 def kept_metrics(examples: Sequence[Example], oldest_version: int) -> dict[str, float]:
     """What `with_fresh_tokens` leaves of the step, as shares of loss tokens: in total, by quarter
     of the trajectories from the shortest to the longest, and by quarter of each trajectory from its
-    first to its last token. NaN where there are no tokens."""
-    trained = [example for example in examples if example.loss_tokens]
-    trained.sort(key=lambda example: example.loss_tokens)
-    if not trained:
+    first to its last token. The rows of one session are one trajectory. NaN where there are no
+    tokens."""
+    of_trajectory: dict[int, list[np.ndarray]] = {}
+    for number, example in zip(trajectories_of(examples), examples, strict=True):
+        fresh = (example.versions >= oldest_version)[example.loss_mask]
+        of_trajectory.setdefault(number, []).append(fresh)
+    kept = sorted((np.concatenate(parts) for parts in of_trajectory.values()), key=len)
+    kept = [fresh for fresh in kept if len(fresh)]
+    if not kept:
         return {}
-    fresh = [(one.versions >= oldest_version)[one.loss_mask] for one in trained]
-    by_length = np.array_split(np.arange(len(trained)), len(QUARTERS))
-    quarters = [np.arange(len(one)) * len(QUARTERS) // len(one) for one in fresh]
-    tokens, places = np.concatenate(fresh), np.concatenate(quarters)
+    by_length = np.array_split(np.arange(len(kept)), len(QUARTERS))
+    tokens = np.concatenate(kept)
+    places = np.concatenate([np.arange(len(one)) * len(QUARTERS) // len(one) for one in kept])
     return {
         "stale/masked_ratio": float(1 - tokens.mean()),
-        "stale/empty_ratio": sum(not one.any() for one in fresh) / len(fresh),
+        "stale/empty_ratio": sum(not fresh.any() for fresh in kept) / len(kept),
         **{
-            f"stale/kept_by_length_{quarter}": _share([fresh[index] for index in indices])
+            f"stale/kept_by_length_{quarter}": _share([kept[index] for index in indices])
             for quarter, indices in zip(QUARTERS, by_length, strict=True)
         },
         **{

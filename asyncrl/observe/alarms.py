@@ -37,8 +37,9 @@ GIBBERISH = (
 )
 LESS_STALE = "lower staleness.max_staleness or learner.learning_rate"
 FRESHER = (
-    "on_stale: mask leaves out much of the long completions: raise staleness.max_staleness, or set"
-    " staleness.on_stale: wait"
+    "on_stale: mask leaves out much: the first tokens of long completions, and short completions"
+    " whose group waits for a long one; raise staleness.max_staleness, or set staleness.on_stale:"
+    " wait"
 )
 SMALLER_STEPS = "lower learner.learning_rate"
 """Replaces LESS_STALE when a step's data is at most one version old. Such data can hardly be

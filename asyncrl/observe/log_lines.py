@@ -16,6 +16,8 @@ STEP_METRICS = {
     "learning rate": "learning_rate",
     "mean staleness": "staleness/mean",
     "max staleness": "staleness/max",
+    "masked as stale": "stale/masked_ratio",
+    "without a fresh token": "stale/empty_ratio",
     "tokens": "tokens",
     "waited": "time/learner_waited_s",
 }

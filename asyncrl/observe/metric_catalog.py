@@ -235,7 +235,7 @@ BATCH = (
         " stale/kept_by_length_4",
         "with `mask`: share of the tokens that are kept, by quarter of the step's trajectories from"
         " the shortest to the longest",
-        "near 1; the last is the lowest",
+        "near 1",
     ),
     Metric(
         "stale/kept_by_position_1, stale/kept_by_position_2, stale/kept_by_position_3,"

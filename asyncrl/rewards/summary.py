@@ -100,14 +100,14 @@ def summaries(table: pa.Table) -> list[Scored]:
     sums = _row_sums(np.where(np.isfinite(known), known, 0.0), logprobs.row_starts)
     looped = _row_sums(loops, ids.rows.tolist())
     tokens = np.diff(ids.row_starts).tolist()
-    versions = _versions(table)
+    versions, trained = _versions(table), _trained_versions(table, ids)
     baselines = _baselines(table, rows)
     return [
         Scored(
             ordinal=row["ordinal"],
-            oldest_version=min(versions[place], default=0),
-            newest=max(versions[place], default=0),
-            versions=versions[place],
+            oldest_version=versions[place][0],
+            newest=versions[place][1],
+            versions=trained[place],
             masked=Counter(status for status in row["status"] if status != "ok"),
             ref=None,
             tokens=tokens[place],
@@ -167,15 +167,35 @@ def _row_sums(values: Array, starts: Sequence[int]) -> list[float]:
     return [values[start:end].sum(dtype=np.float64) for start, end in pairwise(starts)]
 
 
-def _versions(table: pa.Table) -> list[tuple[int, ...]]:
-    """Each row's token versions in increasing order, those of its baseline included."""
+def _versions(table: pa.Table) -> list[tuple[int, int]]:
+    """Each row's oldest and newest version, that of its baseline included; 0 without tokens."""
     spans = _Nested.of(table["versions"])
     numbers = [_numbers(spans.values, spans.row_starts)]
     if "baseline_versions" in table.column_names:
         column = table["baseline_versions"].combine_chunks()
         numbers.append(_numbers(pc.list_flatten(column), _starts(column).tolist()))
     found = [np.concatenate(of_row) for of_row in zip(*numbers, strict=True)]
-    return [tuple(sorted(set(of_row.tolist()))) for of_row in found]
+    return [(int(of.min()), int(of.max())) if len(of) else (0, 0) for of in found]
+
+
+def _trained_versions(table: pa.Table, ids: _Nested) -> list[tuple[int, ...]]:
+    """For each row, the versions of the tokens with loss in its trajectories with status ok."""
+    spans = _Nested.of(table["versions"])
+    trajectory = np.repeat(np.arange(len(spans.lists) - 1), np.diff(spans.lists))
+    version, start, end = (
+        pc.struct_field(spans.values, name).to_numpy(zero_copy_only=False)
+        for name in ("version", "start", "end")
+    )
+    masks = _Nested.of(table["loss_mask"]).values.to_numpy(zero_copy_only=False)
+    before = np.concatenate([[0], np.cumsum(masks, dtype=np.int64)])
+    offset = ids.lists[:-1][trajectory]
+    ok = pc.equal(pc.list_flatten(table["status"].combine_chunks()), "ok")
+    usable = ok.to_numpy(zero_copy_only=False)[trajectory].astype(bool)
+    counts = usable & (before[offset + end] > before[offset + start])
+    return [
+        tuple(sorted(set(version[at:to][counts[at:to]].tolist())))
+        for at, to in pairwise(spans.row_starts)
+    ]
 
 
 def _numbers(spans: pa.Array, starts: Sequence[int]) -> list[Array]:

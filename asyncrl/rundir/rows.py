@@ -230,7 +230,9 @@ def _loss_by_version(
     for spans, how, start in zip(versions, status, starts.tolist(), strict=False):
         for span in spans if how == "ok" else ():
             # A fault of the row may be a span beyond its tokens.
-            first, last = np.clip([start + span["start"], start + span["end"]], 0, len(masks) - 1)
+            first, last = (
+                max(0, min(start + span[edge], len(masks) - 1)) for edge in ("start", "end")
+            )
             counts[span["version"]] += int(masks[last] - masks[first])
     return dict(counts)
 

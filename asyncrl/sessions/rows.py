@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 
 from asyncrl.contracts.nodes import Node, check_nodes
 
-__all__ = ["NOT_SAMPLED", "STALE", "SessionRow", "SessionRows", "TokenCounts", "session_rows"]
+__all__ = ["NOT_SAMPLED", "SessionRow", "SessionRows", "TokenCounts", "session_rows"]
 
-STALE = "stale"
-"""Why a token of a version before the oldest allowed one is not trained."""
 NOT_SAMPLED = -1
 """The version of a context token."""
 
@@ -57,50 +55,44 @@ class SessionRows:
     counts: TokenCounts
 
 
-def session_rows(
-    nodes: Sequence[Node], reason: str | None = None, oldest_version: int | None = None
-) -> SessionRows:
+def session_rows(nodes: Sequence[Node], reason: str | None = None) -> SessionRows:
     """Derive the learner's rows from the nodes of a session.
 
     Each leaf has a row. A turn that several leaves share is trained in the first of their rows, and
     is context in the others. So every sampled token is trained exactly once, or masked for a
-    reason: the session's, else the status of its turn, else STALE.
+    reason: the session's, else the status of its turn.
 
     Args:
         reason: why no token of the session is trained, such as an error of its agent. None: its
             tokens are trained.
-        oldest_version: tokens of earlier versions are masked. None: every version is trained.
 
     Raises:
         ValueError: a parent does not come before its node, or a first node is not context.
     """
     check_nodes(nodes)
-    versions = [_versions(node) for node in nodes]
     masked: Counter[str] = Counter()
-    trainable = [np.zeros(len(node.token_ids), dtype=bool) for node in nodes]
+    trained = 0
+    trains: set[int] = set()
     for index, node in enumerate(nodes):
-        if node.sampled:
-            why = reason or (node.status if node.status != "ok" else None)
-            if why is None:
-                trainable[index] = versions[index] >= (oldest_version or 0)
-            masked[why or STALE] += int((~trainable[index]).sum())
+        if not node.sampled or not node.token_ids:
+            continue
+        if reason is None and node.status == "ok":
+            trains.add(index)
+            trained += len(node.token_ids)
+        else:
+            masked[reason or node.status] += len(node.token_ids)
     rows: list[SessionRow] = []
-    repeated = 0
-    taken: set[int] = set()
+    repeated, left = 0, set(trains)
     for leaf in _leaves(nodes):
         path = _path(nodes, leaf)
-        own = {index for index in path if trainable[index].any()} - taken
+        own = left.intersection(path)
         if own:
-            masks = [trainable[i] if i in own else np.zeros_like(trainable[i]) for i in path]
-            rows.append(_row(leaf, nodes, path, versions, masks))
-            repeated += sum(int(trainable[index].sum()) for index in path if index not in own)
-            taken |= own
-    counts = TokenCounts(
-        sampled=sum(len(node.token_ids) for node in nodes if node.sampled),
-        trained=sum(int(mask.sum()) for mask in trainable),
-        masked={name: count for name, count in masked.items() if count},
-        repeated=repeated,
-    )
+            rows.append(_row(leaf, nodes, path, own))
+            repeated += sum(
+                len(nodes[index].token_ids) for index in trains.intersection(path) - own
+            )
+            left -= own
+    counts = TokenCounts(trained + masked.total(), trained, dict(masked), repeated)
     return SessionRows(tuple(rows), counts)
 
 
@@ -131,22 +123,21 @@ def _path(nodes: Sequence[Node], leaf: int) -> list[int]:
     return path[::-1]
 
 
-def _row(
-    leaf: int,
-    nodes: Sequence[Node],
-    path: Sequence[int],
-    versions: Sequence[np.ndarray],
-    masks: Sequence[np.ndarray],
-) -> SessionRow:
-    lengths = [len(nodes[index].token_ids) for index in path]
-    trained = np.concatenate(masks)
-    end = int(np.flatnonzero(trained)[-1]) + 1
-    logprobs = [nodes[index].logprobs or (0.0,) * len(nodes[index].token_ids) for index in path]
+def _row(leaf: int, nodes: Sequence[Node], path: Sequence[int], own: Set[int]) -> SessionRow:
+    """The row of a path that trains the nodes `own`. It ends with the last of their tokens."""
+    path = path[: path.index(max(own)) + 1]
+    members = [nodes[index] for index in path]
+    lengths = [len(node.token_ids) for node in members]
     return SessionRow(
         leaf,
-        np.concatenate([np.array(nodes[i].token_ids, dtype=np.int64) for i in path])[:end],
-        trained[:end],
-        np.concatenate([np.array(part, dtype=np.float32) for part in logprobs])[:end],
-        np.concatenate([versions[index] for index in path])[:end],
-        np.repeat(np.array(path, dtype=np.int32), lengths)[:end],
+        np.concatenate([np.array(node.token_ids, dtype=np.int64) for node in members]),
+        np.repeat([index in own for index in path], lengths),
+        np.concatenate(
+            [
+                np.array(node.logprobs or (0.0,) * len(node.token_ids), np.float32)
+                for node in members
+            ]
+        ),
+        np.concatenate([_versions(node) for node in members]),
+        np.repeat(np.array(path, dtype=np.int32), lengths),
     )

@@ -525,9 +525,10 @@ def test_mask_needs_completions_whose_tokens_can_be_left_out(tmp_path):
     assert load(tmp_path, mask).limits.masks_stale and not load(tmp_path, {}).limits.masks_stale
     for changes, error in (
         ({"lora.r": 8}, r"mask does not work with lora: a completion keeps its adapter"),
-        ({"algorithm.advantage": "remax"}, r"algorithm.advantage: remax needs whole completions"),
-        ({"algorithm.preference.beta": 1.0}, r"algorithm.preference needs whole completions"),
+        ({"algorithm.advantage": "remax"}, r"algorithm.advantage: remax compares whole"),
+        ({"algorithm.preference.beta": 1.0}, r"algorithm.preference compares whole"),
         ({"staleness.over_sampling": 4}, r"with `mask`, set over_sampling: 0"),
+        ({"generator.in_flight": "drain"}, r"mask has no effect with generator.in_flight: drain"),
     ):
         with pytest.raises(ConfigError, match=error):
             load(tmp_path, mask | changes)

@@ -432,7 +432,15 @@ def check_attempt(coordinator, first):
             masked = coordinator.schedule.staleness.on_stale == "mask"
             assert masked or len(fresh) == len(versions)
         elif ended.reason == "stale":
-            assert coordinator.progress.version - versions[-1] > bound
+            at = max(
+                (
+                    version
+                    for event, step, version, _ in coordinator.parts.recorder.records
+                    if event == "step" and step <= ended.step
+                ),
+                default=first.version,
+            )
+            assert at - versions[-1] > bound
     finished = (
         {ended.ordinal for ended in outcomes if ended.outcome != "waiting"}
         | set(range(first.frontier))

@@ -31,8 +31,8 @@ def test_pace(outstanding, learner, committed, admitted):
 
 
 def test_bound():
-    assert not Staleness(2, 4).is_stale(oldest_version=3, learner_version=5)
-    assert Staleness(2, 4).is_stale(oldest_version=2, learner_version=5)
+    assert not Staleness(2, 4).is_stale(3, learner_version=5)
+    assert Staleness(2, 4).is_stale(2, learner_version=5)
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,17 @@ def test_the_frontier_moves_past_finished_ordinals():
     assert (frontier.lowest, frontier.above) == (3, {4})
     with pytest.raises(ValueError, match="outcome already"):
         frontier.finish(1)
+
+
+def test_with_mask_only_versions_of_trained_tokens_decide():
+    """A masked trajectory may have the group's oldest and newest tokens."""
+    rule = Staleness(2, 1, "mask")
+    group = Scored(0, 0, None, 9, (0.0, 1.0), {}, 2, 0, newest=9, versions=(1, 3))
+    assert rule.deciding_version(group) == 3
+    assert [rule.oldest_trained(group, version) for version in (3, 4, 5)] == [1, 3, 3]
+    assert Staleness(2, 1, "wait").deciding_version(group) == 0
+    buffer = Buffer(rule, Frontier())
+    buffer.admit(0, 0)
+    buffer.add_scored(group)
+    assert not buffer.has_stale(5) and buffer.next_batch(5) == [group]
+    assert buffer.stale(6) == [0]

@@ -11,6 +11,13 @@ from asyncrl.observe.alarms import FIRST_STEPS, RANGES, Alarms, Range, alarms
 from asyncrl.rundir.metrics import MetricsWriter, first_entropies
 
 
+def test_what_mask_leaves_out_has_alarms():
+    assert alarms({"stale/masked_ratio": 0.3, "stale/empty_ratio": 0.1}) == []
+    masked, empty = alarms({"stale/masked_ratio": 0.31, "stale/empty_ratio": 0.11})
+    assert masked.startswith("stale/masked_ratio = 0.31") and "on_stale: mask" in masked
+    assert empty.startswith("stale/empty_ratio = 0.11")
+
+
 def test_a_line_for_each_metric_outside_its_range():
     assert (
         alarms(

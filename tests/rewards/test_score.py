@@ -663,6 +663,9 @@ def test_the_summaries_of_a_block_are_those_of_its_rows(config):
             assert scored_from_text(scored_to_text(one)) == one
     assert examples(block) == [examples(row)[0] for row in rows]
     assert [example.version for example in examples(block)] == [3, 2, 0, 2]
+    # A trajectory that is not trained has no say: over-long, unscored, or with a NaN log-prob.
+    assert [found.versions for found in summaries(block)] == [(3,), (), (), (2,)]
+    assert [found.oldest_version for found in summaries(block)] == [2, 2, 0, 1]
     assert [found.looping for found in summaries(block)] == [0, 1, 0, 1]
     assert [found.unprintable for found in summaries(block)] == [0, 9, 0, 0]
     assert summaries(block.slice(0, 0)) == examples(block.slice(0, 0)) == []

@@ -63,10 +63,10 @@ def test_the_audit_makes_the_learners_choice(
     random.Random(1).shuffle(rows)  # books have no order
     outcome = cast("OutcomeRow", {"trained_at_version": AT})
     books = cast(
-        "Books", SimpleNamespace(run=SimpleNamespace(config=config), oldest_trained=lambda _: 0)
+        "Books", SimpleNamespace(run=SimpleNamespace(config=config), oldest_allowed=lambda _: None)
     )
     assert trained_tokens(books, [(outcome, row) for row in rows]) == trained > 0
-    every = sum(row.loss_tokens() for row in rows)
+    every = sum(sum(row.losses) for row in rows)
     assert trained != every
     books.run.config = small_config()
     assert trained_tokens(books, [(outcome, row) for row in rows]) == every

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.contracts.nodes import CONSTRAINED, NODE_STATUSES, ORPHAN, Node
 from asyncrl.contracts.rows import VersionSpan
-from asyncrl.sessions.rows import NOT_SAMPLED, STALE, SessionRows, session_rows
+from asyncrl.sessions.rows import NOT_SAMPLED, SessionRows, session_rows
 
 TREES = 2000
 
@@ -69,23 +69,6 @@ def test_turns_that_are_not_ok_are_context_with_a_reason() -> None:
     counts = session_rows(nodes).counts
     assert (counts.sampled, counts.trained) == (6, 1)
     assert counts.masked == {CONSTRAINED: 2, ORPHAN: 3}
-
-
-def test_tokens_of_versions_before_the_oldest_allowed_one_are_masked() -> None:
-    mixed = Node(
-        0,
-        (2, 3, 4),
-        sampled=True,
-        logprobs=(-1.0, -1.0, -1.0),
-        versions=(VersionSpan(3, 0, 1), VersionSpan(4, 1, 3)),
-        finish_reason="stop",
-    )
-    nodes = [context(None, 1), mixed]
-    found = session_rows(nodes, oldest_version=4)
-    assert found.rows[0].trained.tolist() == [False, False, True, True]
-    assert (found.counts.trained, found.counts.masked) == (2, {STALE: 1})
-    assert session_rows(nodes, oldest_version=5).rows == ()
-    assert session_rows(nodes, oldest_version=5).counts.masked == {STALE: 3}
 
 
 def test_a_failed_session_trains_nothing_and_says_why() -> None:
@@ -165,7 +148,7 @@ def random_tree(random: np.random.Generator) -> list[Node]:
     return nodes
 
 
-def check(nodes: list[Node], found: SessionRows, reason: str | None, oldest: int | None) -> None:
+def check(nodes: list[Node], found: SessionRows, reason: str | None) -> None:
     """Compare with what each token says of itself, by its own id."""
     versions = {
         node.token_ids[place]: span.version
@@ -174,9 +157,7 @@ def check(nodes: list[Node], found: SessionRows, reason: str | None, oldest: int
         for place in range(span.start, span.end)
     }
     why = {
-        token: reason
-        or (node.status if node.status != "ok" else None)
-        or (STALE if oldest is not None and versions[token] < oldest else None)
+        token: reason or (node.status if node.status != "ok" else None)
         for node in nodes
         if node.sampled
         for token in node.token_ids
@@ -215,9 +196,8 @@ def test_every_sampled_token_is_trained_once_or_masked_with_a_reason() -> None:
     for _ in range(TREES):
         nodes = random_tree(random)
         reason = "deadline" if random.random() < 0.1 else None
-        oldest = int(random.integers(5)) if random.random() < 0.5 else None
-        found = session_rows(nodes, reason, oldest)
-        check(nodes, found, reason, oldest)
+        found = session_rows(nodes, reason)
+        check(nodes, found, reason)
         branched += len(found.rows) > 1
         repeated += found.counts.repeated > 0
     assert branched > TREES // 4 and repeated > TREES // 10

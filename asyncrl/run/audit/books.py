@@ -335,12 +335,12 @@ class Books:
             return None, [str(error)]
         return (path, state), passed_over
 
-    def oldest_trained(self, outcome: OutcomeRow) -> int:
-        """The oldest version whose tokens the step of a `trained` outcome may train. 0 without
-        `on_stale: mask`, where a group with an older token may not be trained at all."""
+    def oldest_allowed(self, outcome: OutcomeRow) -> int | None:
+        """The oldest version whose tokens the step of a `trained` outcome may train, with
+        `on_stale: mask`. None without it: then no group with an older token may be trained."""
         attempt = self.attempts[outcome["ended_in"]]
         if not attempt.get("masks_stale"):
-            return 0
+            return None
         return trained_at(outcome) - attempt["max_staleness"]
 
     def trained(

@@ -151,9 +151,11 @@ def check_staleness(books: Books) -> Check:
     for outcome, row in books.trained():
         if row is None or row.oldest is None:
             continue
-        oldest_allowed = books.oldest_trained(outcome)
-        trained = [version for version in row.versions if version >= oldest_allowed]
-        staleness = trained_at(outcome) - (trained[0] if trained else row.oldest)
+        oldest = row.oldest
+        if (oldest_allowed := books.oldest_allowed(outcome)) is not None:
+            with_loss = sorted(version for version, tokens in row.loss_by_version.items() if tokens)
+            oldest = next((one for one in with_loss if one >= oldest_allowed), row.oldest)
+        staleness = trained_at(outcome) - oldest
         largest = max(largest, staleness)
         if staleness > books.attempts[outcome["ended_in"]]["max_staleness"]:
             beyond.append(outcome["ordinal"])

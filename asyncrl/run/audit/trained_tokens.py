@@ -24,7 +24,7 @@ def trained_tokens(books: Books, batch: Sequence[tuple[OutcomeRow, Row]]) -> int
     config = books.run.config
     pairs = pair_spec(config.algorithm)
     if pairs is None:
-        return sum(row.loss_tokens(books.oldest_trained(outcome)) for outcome, row in batch)
+        return sum(row.loss_tokens(books.oldest_allowed(outcome) or 0) for outcome, row in batch)
     # The order in which the buffer gives groups to the learner decides how rewards are shuffled.
     ordered = sorted(batch, key=lambda item: (item[1].oldest or 0, item[1].ordinal))
     groups = [row.candidates for _, row in ordered]
