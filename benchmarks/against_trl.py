@@ -2,6 +2,7 @@
 model, prompts, lengths of completions, and groups of a step.
 
     python -m benchmarks.against_trl [--cases short,fixed,tail] [--turns 3] [--trl FOLDER]
+        [--plot FILE]
 
 First it makes an environment with TRL in FOLDER (default: .venv-trl), unless it exists, and the
 models. For each case it prints
@@ -12,8 +13,8 @@ models. For each case it prints
 - each of TRL's settings, in one trial. The fastest one then takes turns with asyncrl;
 - the medians of the turns, the ratio to TRL and to the ceiling;
 - the time from asyncrl's command to its first step;
-- asyncrl's CPU time of a group outside engine and learner, by process. The replica's process
-  contains vLLM's own front end.
+- asyncrl's CPU time of a group by process, and what is left of it besides the bare engine and loop.
+  The replica's process contains vLLM's own front end.
 
 TRL generates with transformers, with and without continuous batching. Its vLLM backend is not
 measured. Every figure is from steps after a warm-up, with the pipeline full at both ends. All
@@ -57,6 +58,8 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "OMP_WAIT_POLICY": "passive",
 }
+LEAST_SHOWN = 0.02
+"""Least share of a group's CPU time of a process with a color of its own in the plot."""
 MOST_OUTSIDE_MS = {"short": 3.0, "fixed": 5.0}
 MOST_GROUPS = 40
 """Groups in the bare engine, more than its 256 slots hold."""
@@ -114,6 +117,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--trl", type=Path, default=Path(".venv-trl"))
     parser.add_argument("--settings", default=",".join(TRL_SETTINGS))
+    parser.add_argument("--plot", type=Path, help="draw the CPU time of a group, by process")
     parser.add_argument("--part", nargs=2, metavar=("NAME", "SETTINGS"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part:
@@ -122,7 +126,8 @@ def main(arguments: list[str]) -> int:
         return 0
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     make_environment(options.trl)
-    missed = []
+    missed: list[str] = []
+    drawn: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="asyncrl_bench_") as folder:
         work = Path(folder)
         config = load_config(CONFIG, [])
@@ -130,7 +135,13 @@ def main(arguments: list[str]) -> int:
         for name in options.cases.split(","):
             case = CASES[name]
             part("model", model=case.model, base=str(config.model.path), folder=str(work))
-            missed += measure(case, work, str(config.data.train), options)
+            of_case, drawn[name] = measure(case, work, str(config.data.train), options)
+            missed += of_case
+    if options.plot is not None:
+        from benchmarks.plots import Axes, draw_bars
+
+        axes = Axes("CPU time of a group of 8 completions", "case", "ms of CPU a group")
+        draw_bars(options.plot, axes, drawn)
     print("\nevery bar is met" if not missed else "\nmissed: " + "; ".join(missed))
     return 1 if missed else 0
 
@@ -159,8 +170,14 @@ def make_environment(folder: Path) -> None:
     )
 
 
-def measure(case: Case, work: Path, rows: str, options: argparse.Namespace) -> list[str]:
-    """Measure one case, print it, and return the bars that it missed."""
+def measure(
+    case: Case, work: Path, rows: str, options: argparse.Namespace
+) -> tuple[list[str], dict[str, float]]:
+    """Measure one case and print it.
+
+    Returns:
+        The bars that it missed, and ms of CPU a group by process.
+    """
     settings: dict[str, Any] = {
         "model": str(work / case.model),
         "rows": rows,
@@ -216,14 +233,16 @@ def report(
     setting: str,
     ours: Sequence[Mapping[str, Any]],
     theirs: Sequence[Mapping[str, Any]],
-) -> list[str]:
-    """Print the medians of the turns, and return the bars that they miss."""
+) -> tuple[list[str], dict[str, float]]:
+    """Print the medians of the turns. Returns what `measure` does."""
     speed = median(ours, "trajectories_per_s")
     ratios = sorted(
         mine["trajectories_per_s"] / their["trajectories_per_s"]
         for mine, their in zip(ours, theirs, strict=True)
     )
     ratio, outside = statistics.median(ratios), median(ours, "outside_ms")
+    whole = 1e3 * median(ours, "cpu_s_per_step") / case.groups
+    bare = 1e3 * THREADS / ceiling * SAMPLES
     print(
         f"  TRL     {median(theirs, 'trajectories_per_s'):8.1f} trajectories/s, {setting},"
         f" {median(theirs, 'cpu_s_per_step'):.2f} s of CPU a step,"
@@ -234,7 +253,10 @@ def report(
         f" {ratio:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) of TRL,"
         f" {speed / ceiling:.2f} of the ceiling\n"
         f"  first step {median(ours, 'first_step_s'):.1f} s after the command\n"
-        f"  outside engine and learner {outside:.2f} ms of CPU a group:"
+        f"  {speed / case.trajectories * median(ours, 'cpu_s_per_step'):.2f} cores busy\n"
+        f"  {whole:.2f} ms of CPU a group: {bare:.2f} in the bare engine and loop,"
+        f" {outside:.2f} outside engine and learner, and {whole - bare - outside:.2f} more in"
+        " these than in the bare ones"
     )
     processes = {name for one in ours for name in one["by_process"]}
     by_process = {
@@ -242,8 +264,9 @@ def report(
         for name in processes
     }
     for name, ms in sorted(by_process.items(), key=lambda item: -item[1]):
-        if ms >= 0.05 and not name.startswith(ENGINE + LEARNER):
-            print(f"    {ms:8.2f} ms  {name}")
+        if ms >= 0.05:
+            inside = " (not outside)" if name.startswith(ENGINE + LEARNER) else ""
+            print(f"    {ms:8.2f} ms  {name}{inside}")
     sys.stdout.flush()
     missed = []
     if speed / ceiling < LEAST_OF_CEILING:
@@ -253,7 +276,8 @@ def report(
     if outside > MOST_OUTSIDE_MS.get(case.name, float("inf")):
         most = MOST_OUTSIDE_MS[case.name]
         missed.append(f"{case.name} with {outside:.1f} ms outside engine and learner ({most:g})")
-    return missed
+    shown = {name: ms for name, ms in by_process.items() if ms >= LEAST_SHOWN * whole}
+    return missed, shown | {"others": sum(by_process.values()) - sum(shown.values())}
 
 
 def median(found: Sequence[Mapping[str, Any]], name: str) -> float:

@@ -1,6 +1,7 @@
 """Compares the seconds of a step at several staleness bounds with the ideal, within one run.
 
-    python -m benchmarks.staleness [--bounds 0,1,2,4,8] [--rounds 3] [--section.field value …]
+    python -m benchmarks.staleness [--bounds 0,1,2,4,8] [--rounds 3] [--plot FILE]
+        [--section.field value …]
 
 The ideal is the time of the slower side alone: generation with an idle learner, or training on
 recorded groups with idle generators. The bounds take turns, and each has the median of its
@@ -39,6 +40,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.staleness", allow_abbrev=False)
     parser.add_argument("--bounds", default="0,1,2,4,8")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--plot", type=Path)
     options, overrides = parser.parse_known_args(arguments)
     bounds = [int(bound) for bound in options.bounds.split(",")]
     try:
@@ -48,13 +50,21 @@ def main(arguments: list[str]) -> int:
         config = free_name(config)
         plan = make_plan(config)
         with RunDirectory(config) as directory:
-            return asyncio.run(_measure(config, directory, plan, bounds, options.rounds))
+            speeds = asyncio.run(_measure(config, directory, plan, bounds, options.rounds))
     except ConfigError as error:
         print(f"staleness: {error}", file=sys.stderr)
         return 2
+    if options.plot is not None:
+        from benchmarks.plots import Axes, draw_lines
+
+        axes = Axes("Speed by staleness bound", "max_staleness, versions", "speed, ideal = 1")
+        draw_lines(options.plot, axes, {"steps per second": list(speeds.items())}, ("ideal", 1.0))
+    return 0
 
 
-async def _measure(config, directory, plan, bounds: list[int], rounds: int) -> int:
+async def _measure(config, directory, plan, bounds: list[int], rounds: int) -> dict[float, float]:
+    """Measure and print. Returns the speed of each bound, as a share of the ideal."""
+
     async def nothing(learner) -> None:
         return None
 
@@ -91,7 +101,9 @@ async def _measure(config, directory, plan, bounds: list[int], rounds: int) -> i
             " completions in flight at an update",
             flush=True,
         )
-    return 0
+    return {
+        float(bound): ideal / statistics.median(measured) for bound, measured in seconds.items()
+    }
 
 
 def warm_up(bound: int) -> int:

@@ -8,6 +8,23 @@ import sys
 import pytest
 
 
+def test_a_group_costs_control_no_more_than_before_and_no_more_among_many() -> None:
+    """A gate: twice the figures of 2026-11-27 fail. A group took 787 Python calls among 9
+    outstanding ones, 556 among 900, and 134 bytes in the buffer."""
+    bench = importlib.import_module("benchmarks.control")
+    few, many = (bench.calls_per_group(outstanding, 900) for outstanding in (9, 900))
+    assert few < 2 * 787 and many < 2 * 556 and many < 1.5 * few
+    assert bench.bytes_per_group(2000) < 2 * 134
+
+
+def test_the_policies_of_stale_groups_differ_in_what_they_lose() -> None:
+    bench = importlib.import_module("benchmarks.stale_policies")
+    wait, drop, mask = (bench.measure(policy, 2, 1.0, 40) for policy in ("wait", "drop", "mask"))
+    assert wait.lost == mask.lost == wait.masked == drop.masked == 0 and drop.lost > 0.1
+    assert 0.1 < mask.masked < 0.4 and mask.step_s < drop.step_s < wait.step_s
+    assert mask.by_position[0] < mask.by_position[3] and wait.by_position == (1, 1, 1, 1)
+
+
 def test_few_rows_are_the_first_of_many() -> None:
     bench = importlib.import_module("benchmarks.learner")
     many, few = (bench.seeded_rows(count, 32) for count in (1000, 512))
