@@ -57,7 +57,7 @@ class Node:
         if not self.sampled:
             if self.logprobs or self.versions or self.finish_reason or self.status != "ok":
                 raise ValueError(
-                    "context has no log-probs, versions, finish reason and status; a turn does"
+                    "context has no log-probs, versions, finish reason or status; a turn does"
                 )
             return
         if len(self.logprobs) != len(self.token_ids):
@@ -75,4 +75,4 @@ def check_nodes(nodes: Sequence[Node]) -> None:
             if node.sampled or not node.token_ids:
                 raise ValueError(f"node {index} has no parent, so it must be context with a token")
         elif not 0 <= node.parent < index:
-            raise ValueError(f"node {index} has parent {node.parent}, not one of 0 to {index - 1}")
+            raise ValueError(f"node {index} has parent {node.parent}, which is no node before it")

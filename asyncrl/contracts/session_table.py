@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypedDict
 
 import pyarrow as pa
@@ -23,12 +23,9 @@ TURN_COLUMNS: dict[str, pa.DataType] = {
     "turn_started_at": pa.list_(pa.float64()),
     "turn_finished_at": pa.list_(pa.float64()),
 }
-"""Columns of groups whose trajectories are sessions. A group has N turns, with one item each in
-these lists and in those of `SAMPLED_COLUMNS`."""
-
-SAMPLED_COLUMNS = ("completion_ids", "logprobs", "versions", "finish_reason")
-"""Columns of every group that have one item per turn, where a trajectory without turns of its own
-has one item."""
+"""Columns of groups whose trajectories are sessions. A group has N turns, and one item for each in
+these lists. Its completions, log-probs, version spans and finish reasons are also one for each
+turn."""
 
 NO_PARENT = -1
 
@@ -65,6 +62,7 @@ def turns_of_group(sessions: Sequence[Sequence[Node]]) -> TurnsRow:
     columns: dict[str, list[object]] = {name: [] for name in TurnsRow.__annotations__}
     for trajectory, nodes in enumerate(sessions):
         places: dict[int, int] = {}
+        contexts: set[int | None] = set()
         for index, node in enumerate(nodes):
             if not node.sampled:
                 continue
@@ -73,8 +71,10 @@ def turns_of_group(sessions: Sequence[Sequence[Node]]) -> TurnsRow:
                 raise ValueError(f"turn {index} of trajectory {trajectory} follows no context")
             if context.parent is not None and context.parent not in places:
                 raise ValueError(f"the context of turn {index} follows another context")
+            first = node.parent not in contexts
+            contexts.add(node.parent)
             places[index] = len(columns["turn_parent"])
-            for name, value in _turn(trajectory, node, context).items():
+            for name, value in _turn(trajectory, node, context, first).items():
                 columns[name].append(value)
             columns["turn_parent"].append(
                 NO_PARENT if context.parent is None else places[context.parent]
@@ -82,12 +82,13 @@ def turns_of_group(sessions: Sequence[Sequence[Node]]) -> TurnsRow:
     return columns  # type: ignore[return-value]
 
 
-def _turn(trajectory: int, node: Node, context: Node) -> dict[str, object]:
+def _turn(trajectory: int, node: Node, context: Node, first: bool) -> dict[str, object]:
+    """The items of a turn. Why its context is a branch counts once, at its first turn."""
     return {
         "turn_trajectory": trajectory,
         "turn_context": context.token_ids,
         "turn_status": node.status,
-        "turn_branch_reason": context.branch_reason,
+        "turn_branch_reason": node.branch_reason or (context.branch_reason if first else ""),
         "turn_request_hash": node.request_hash,
         "turn_replica": node.replica,
         "turn_started_at": node.started_at,
@@ -102,7 +103,7 @@ def _turn(trajectory: int, node: Node, context: Node) -> dict[str, object]:
     }
 
 
-def nodes_of_group(row: Mapping[str, object] | TurnsRow, trajectories: int) -> list[list[Node]]:
+def nodes_of_group(row: TurnsRow, trajectories: int) -> list[list[Node]]:
     """The sessions of a group's row, one for each trajectory: a context and a turn for each item of
     its lists. So `turns_of_group` gives the same columns again.
 
@@ -112,10 +113,22 @@ def nodes_of_group(row: Mapping[str, object] | TurnsRow, trajectories: int) -> l
     sessions: list[list[Node]] = [[] for _ in range(trajectories)]
     nodes_at: list[int] = []
     """The index of each turn's node in its session."""
+    if missing := sorted(name for name in TurnsRow.__annotations__ if name not in row):
+        raise ValueError(f"columns {missing} are missing")
     columns = [row[name] for name in TurnsRow.__annotations__]  # type: ignore[literal-required]
     for turn in zip(*columns, strict=True):
         one = dict(zip(TurnsRow.__annotations__, turn, strict=True))
-        nodes, parent = sessions[one["turn_trajectory"]], one["turn_parent"]
+        trajectory, parent = one["turn_trajectory"], one["turn_parent"]
+        if not 0 <= trajectory < trajectories:
+            raise ValueError(f"a turn belongs to trajectory {trajectory} of {trajectories}")
+        if parent != NO_PARENT and not (
+            0 <= parent < len(nodes_at) and row["turn_trajectory"][parent] == trajectory
+        ):
+            raise ValueError(
+                f"turn {len(nodes_at)} continues turn {parent}, which is not an earlier one of its"
+                " trajectory"
+            )
+        nodes = sessions[trajectory]
         before = None if parent == NO_PARENT else nodes_at[parent]
         nodes.append(
             Node(before, tuple(one["turn_context"]), branch_reason=one["turn_branch_reason"])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.algorithms.loss_metrics import LossSums
-from asyncrl.models.micro_batches import Example
+from asyncrl.models.micro_batches import Example, trajectories_of
 from asyncrl.packing.packing import Packing
 from asyncrl.runtime.functions import FunctionError
 
@@ -108,7 +108,7 @@ def step_metrics(
         "learning_rate": learning_rate,
         "tokens": float(tokens),
         "input_tokens": float(input_tokens),
-        "trajectories": float(len(examples)),
+        "trajectories": float(len(set(trajectories_of(examples)))),
         "micro_batches": float(sum(len(micro_batches) for micro_batches in plan.micro_batches)),
         "fill": plan.fill,
         "imbalance": plan.imbalance,

@@ -11,8 +11,13 @@ import numpy as np
 import pyarrow as pa
 
 from asyncrl.contracts.nodes import Node
-from asyncrl.contracts.rows import TRUNCATED
-from asyncrl.contracts.session_table import TURN_COLUMNS, TurnsRow, nodes_of_group
+from asyncrl.contracts.rows import (
+    REFERENCE_COLUMN,
+    TEACHER_IDS_COLUMN,
+    TOKEN_REWARDS_COLUMN,
+    TRUNCATED,
+)
+from asyncrl.contracts.session_table import TurnsRow, nodes_of_group
 from asyncrl.models.micro_batches import WHOLE, Example, trajectories_of
 from asyncrl.sessions.rows import SessionRow, session_rows
 
@@ -28,12 +33,18 @@ def session_examples(table: pa.Table, row: int) -> list[Example]:
     """The rows of the trainable sessions of one group: those with status ok.
 
     Raises:
-        ValueError: a session with status ok has no advantage, or the columns do not agree.
+        ValueError: a session with status ok has no advantage, the columns do not agree, or they
+            have log-probs or rewards that are not supported for sessions.
     """
+    unread = sorted(
+        {REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN, TEACHER_IDS_COLUMN} & set(table.column_names)
+    )
+    if unread:
+        raise ValueError(
+            f"columns {unread} are not supported for sessions; train without a KL term, a teacher"
+            " and rewards of single tokens"
+        )
     names = [name for name in TurnsRow.__annotations__ if name in table.column_names]
-    missing = TURN_COLUMNS.keys() - set(names)
-    if missing:
-        raise ValueError(f"columns {sorted(missing)} are missing")
     group = table.slice(row, 1).select([*names, "ordinal", "status", "advantage"]).to_pylist()[0]
     sessions = nodes_of_group(cast("TurnsRow", group), len(group["status"]))
     examples: list[Example] = []

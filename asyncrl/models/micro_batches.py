@@ -127,6 +127,8 @@ class MicroBatch:
     selected: Tensor | None = None
     """[N] float32: 1 for tokens that clip_cov and kl_cov treat differently, else 0; None with other
     losses."""
+    sequences: int = 0
+    """Trajectories, which `sequence` numbers."""
     units: tuple[int, ...] = ()
     """Packing unit of each segment, or `ALONE`."""
     chosen: tuple[bool | None, ...] = ()
@@ -197,7 +199,7 @@ class MicroBatch:
             self.advantages,
             self.weights,
             self.sequence,
-            len(self.order),
+            self.sequences,
             self.ages,
             self.reference_logprobs,
             values if self.returns is not None else None,
@@ -282,6 +284,7 @@ def micro_batch(
     chosen = [examples[index] for index in order]
     lengths = [len(example.tokens) - 1 for example in chosen]
     loss = _LossTokens(chosen, device)
+    trajectories = trajectories_of(chosen)
     weight = np.array([weights[i] if weights else 1.0 for i in order], dtype=np.float32)
     return MicroBatch(
         input_ids=_joined((example.tokens[:-1] for example in chosen), device)[None],
@@ -294,7 +297,8 @@ def micro_batch(
         order=order,
         counts=loss.counts,
         weights=loss.repeated(weight),
-        sequence=loss.repeated(np.array(trajectories_of(chosen))),
+        sequence=loss.repeated(np.array(trajectories)),
+        sequences=max(trajectories) + 1,
         ages=loss.values(lambda example: (version - example.versions).astype(np.float32)),
         reference_logprobs=loss.optional(lambda example: example.reference_logprobs),
         teacher_ids=(

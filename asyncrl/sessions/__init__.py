@@ -1,1 +1,1 @@
-"""Sessions: from the tree of an agent's turns to the learner's rows. Pure functions."""
+"""Sessions of agents: from their requests to the learner's rows."""

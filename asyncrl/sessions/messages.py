@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["chat_digests", "same_message"]
+from asyncrl.text.chat_messages import argument_values, plain_text
 
-UNREAD = ("annotations", "audio", "cache_control", "function_call", "reasoning_content", "refusal")
-"""Fields of a message that clients leave out, or add, when they send an answer back. `reasoning`
-is another name of `reasoning_content`."""
+__all__ = ["chat_digests"]
+
+REASONING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
+"""Reasoning that a client has as a part of an answer's text."""
 BYTES = 16
 """Bytes of a digest. Chats of one session collide with a probability below 1e-30."""
 
@@ -20,70 +21,69 @@ def chat_digests(messages: Sequence[Mapping[str, object]], head: object = None) 
     """The digests of a chat's beginnings: of the first message, of the first two, and so on. Two
     chats have the same digest where they begin with the same messages.
 
-    Two messages are the same if they have the same role, text, tool calls, `tool_call_id` and
-    `name`. A client may write an answer in its own way when it sends it back: text as a list of
-    parts, arguments of tools with other spaces, null fields, without reasoning.
+    Two messages are the same if they have the same role, text, tool calls and `tool_call_id`, and
+    the same `name` if they are not an assistant's. Clients add other fields to an answer and send
+    it back in their own way: text as a list of parts, arguments with other spaces, without
+    reasoning. They may also give tool calls other ids, so ids count by their order in the chat.
 
     Args:
-        head: what the template writes before the messages, such as the tools. It must be JSON.
+        head: what decides what the template writes around the messages: the tools and all
+            variables. It must be JSON.
     """
     digest = _digest(b"", head)
-    digests = []
+    digests, ids = [], dict[object, int]()
     for message in messages:
-        digest = _digest(digest, same_message(message))
+        digest = _digest(digest, _compared(message, ids))
         digests.append(digest)
     return digests
 
 
-def same_message(message: Mapping[str, object]) -> dict[str, object]:
-    """The message in the form in which two messages that are the same are equal."""
-    kept: dict[str, object] = {
-        name: value
-        for name, value in message.items()
-        if value is not None and name not in (*UNREAD, "reasoning", "content", "tool_calls")
-    }
-    text = _text(message.get("content"))
-    if message.get("role") == "assistant" and isinstance(text, str):
-        text = text.strip()  # parsers of reasoning and of tool calls leave line ends or remove them
-    kept["content"] = text
+def _compared(message: Mapping[str, object], ids: dict[object, int]) -> dict[str, object]:
+    """What counts of a message.
+
+    Args:
+        ids: the number of each tool call id so far. New ones are added.
+    """
+    text = plain_text(message.get("content"))
+    assistant = message.get("role") == "assistant"
+    if assistant and isinstance(text, str):
+        # Parsers of reasoning and of tool calls leave line ends or remove them.
+        text = REASONING.sub("", text).strip()
+    kept: dict[str, object] = {"role": message.get("role"), "content": text or ""}
+    if not assistant and message.get("name") is not None:
+        kept["name"] = message["name"]
     calls = message.get("tool_calls")
-    if isinstance(calls, Sequence) and calls:
-        kept["tool_calls"] = [_call(call) for call in calls]
+    if isinstance(calls, Sequence) and not isinstance(calls, str) and calls:
+        kept["tool_calls"] = [_call(call, ids) for call in calls]
+    if (answered := message.get("tool_call_id")) is not None:
+        kept["tool_call_id"] = ids.get(str(answered), str(answered))
     return kept
 
 
-def _text(content: object) -> object:
-    """The text of a message's content. Content with other parts than text stays as it is."""
-    if content is None:
-        return ""
-    if isinstance(content, str) or not isinstance(content, Sequence):
-        return content
-    texts = [
-        part.get("text")
-        for part in content
-        if isinstance(part, Mapping) and part.get("type") == "text"
-    ]
-    if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-        return "".join(str(text) for text in texts)
-    return [
-        {name: value for name, value in part.items() if name != "cache_control"}
-        if isinstance(part, Mapping)
-        else part
-        for part in content
-    ]
-
-
-def _call(call: object) -> object:
-    """A tool call whose arguments are values, not JSON text."""
-    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+def _call(call: object, ids: dict[object, int]) -> object:
+    """What counts of a tool call."""
+    if not isinstance(call, Mapping):
         return call
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
-            arguments = json.loads(arguments)
-    return {"id": call.get("id"), "name": function.get("name"), "arguments": arguments}
+    number = ids.setdefault(str(call.get("id")), len(ids))
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return {name: value for name, value in call.items() if name not in ("id", "index")}
+    arguments = _whole_numbers(argument_values(function.get("arguments")))
+    return {"id": number, "name": function.get("name"), "arguments": arguments}
+
+
+def _whole_numbers(value: object) -> object:
+    """The value with 1 for 1.0, at any depth."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {name: _whole_numbers(item) for name, item in value.items()}
+    return [_whole_numbers(item) for item in value] if isinstance(value, list) else value
 
 
 def _digest(before: bytes, value: object) -> bytes:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    except (TypeError, ValueError, RecursionError):  # keys of several types, cycles, deep nesting
+        text = ascii(type(value))
     return hashlib.blake2b(before + text.encode(), digest_size=BYTES).digest()

@@ -18,10 +18,10 @@ NOT_SAMPLED = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionRow:
-    """The path from a first node to a leaf, up to its last trained token: T tokens."""
+    """The path from a first node to a turn that is trained: T tokens."""
 
     leaf: int
-    """Index of the leaf among the session's nodes."""
+    """Index of this turn's node among the session's nodes."""
     token_ids: np.ndarray
     """[T] int64."""
     trained: np.ndarray
@@ -44,12 +44,12 @@ class TokenCounts:
     masked: Mapping[str, int]
     """Sampled tokens that are not trained, by reason."""
     repeated: int
-    """Sampled tokens that a row has as context, because an earlier row trains them."""
+    """Tokens that a row has as context, because an earlier row trains them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRows:
-    """The rows of a session that train at least one token, by leaf, and its token counts."""
+    """The rows of a session, by leaf, and its token counts."""
 
     rows: tuple[SessionRow, ...]
     counts: TokenCounts
@@ -58,9 +58,9 @@ class SessionRows:
 def session_rows(nodes: Sequence[Node], reason: str | None = None) -> SessionRows:
     """Derive the learner's rows from the nodes of a session.
 
-    Each leaf has a row. A turn that several leaves share is trained in the first of their rows, and
-    is context in the others. So every sampled token is trained exactly once, or masked for a
-    reason: the session's, else the status of its turn.
+    A row leads to each trained turn that no other trained turn continues. A turn that several rows
+    share is trained in the first of them, and is context in the others. So every sampled token is
+    trained exactly once, or masked for a reason: the session's, else the status of its turn.
 
     Args:
         reason: why no token of the session is trained, such as an error of its agent. None: its
@@ -83,23 +83,25 @@ def session_rows(nodes: Sequence[Node], reason: str | None = None) -> SessionRow
             masked[reason or node.status] += len(node.token_ids)
     rows: list[SessionRow] = []
     repeated, left = 0, set(trains)
-    for leaf in _leaves(nodes):
+    for leaf in _last_of(trains, nodes):
         path = _path(nodes, leaf)
         own = left.intersection(path)
-        if own:
-            rows.append(_row(leaf, nodes, path, own))
-            repeated += sum(
-                len(nodes[index].token_ids) for index in trains.intersection(path) - own
-            )
-            left -= own
+        rows.append(_row(leaf, nodes, path, own))
+        others = trains.intersection(path) - own
+        repeated += sum(len(nodes[index].token_ids) for index in others)
+        left -= own
     counts = TokenCounts(trained + masked.total(), trained, dict(masked), repeated)
     return SessionRows(tuple(rows), counts)
 
 
-def _leaves(nodes: Sequence[Node]) -> list[int]:
-    """The indices of the nodes without children."""
-    parents = {node.parent for node in nodes}
-    return [index for index in range(len(nodes)) if index not in parents]
+def _last_of(trains: Set[int], nodes: Sequence[Node]) -> list[int]:
+    """The trained nodes without a trained one after them on any path, in order."""
+    continued: set[int] = set()
+    for index in range(len(nodes) - 1, -1, -1):
+        parent = nodes[index].parent
+        if parent is not None and (index in trains or index in continued):
+            continued.add(parent)
+    return sorted(trains - continued)
 
 
 def _versions(node: Node) -> np.ndarray:
@@ -124,8 +126,7 @@ def _path(nodes: Sequence[Node], leaf: int) -> list[int]:
 
 
 def _row(leaf: int, nodes: Sequence[Node], path: Sequence[int], own: Set[int]) -> SessionRow:
-    """The row of a path that trains the nodes `own`. It ends with the last of their tokens."""
-    path = path[: path.index(max(own)) + 1]
+    """The row of a path, which trains the nodes `own`."""
     members = [nodes[index] for index in path]
     lengths = [len(node.token_ids) for node in members]
     return SessionRow(

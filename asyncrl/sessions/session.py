@@ -11,8 +11,13 @@ from asyncrl.contracts.nodes import ORPHAN, Node
 from asyncrl.contracts.rows import Completion
 from asyncrl.sessions.messages import chat_digests
 from asyncrl.sessions.tree import Place, SessionTree
-from asyncrl.text.continuation import ContinuationError, continuation, first_difference
-from asyncrl.text.template import Message, Schema, render_messages
+from asyncrl.text.continuation import (
+    ContinuationError,
+    continuation,
+    first_difference,
+    render_chat,
+)
+from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode_prompt, encode_prompts
 
 if TYPE_CHECKING:
@@ -60,7 +65,7 @@ class SessionTemplate:
         Raises:
             MessagesError: the template refuses the chat.
         """
-        text = render_messages(self.tokenizer, messages, self.variables or {}, tools)
+        text = render_chat(self.tokenizer, messages, self.variables or {}, tools)
         (ids,), _ = encode_prompts(self.tokenizer, [text], rendered=True)
         return ids
 

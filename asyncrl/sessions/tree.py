@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from asyncrl.contracts.nodes import Node
+from asyncrl.contracts.nodes import ORPHAN, Node
 
 __all__ = ["Place", "SessionTree"]
 
@@ -32,7 +32,7 @@ class SessionTree:
     def __init__(self) -> None:
         self._nodes: list[Node] = []
         self._contexts: dict[bytes, int] = {}
-        self._turns: dict[bytes, int] = {}
+        self._turns: dict[bytes, list[int]] = {}
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -58,14 +58,16 @@ class SessionTree:
 
     def find(self, chat: Sequence[bytes]) -> Place:
         """Where a request with this chat belongs: at the context of the same chat, else at the
-        deepest turn whose chat it begins with. Of several equal answers, the last one counts."""
+        deepest turn whose chat it begins with. Of several equal answers, the last one that is no
+        orphan counts."""
         if not chat:
             raise ValueError("a request needs at least one message")
         if (node := self._contexts.get(chat[-1])) is not None:
             return Place(node, len(chat))
         for count in range(len(chat) - 1, 0, -1):
-            if (node := self._turns.get(chat[count - 1])) is not None:
-                return Place(node, count)
+            if turns := self._turns.get(chat[count - 1]):
+                known = [turn for turn in turns if self._nodes[turn].status != ORPHAN]
+                return Place((known or turns)[-1], count)
         return Place(None, 0)
 
     def add_context(self, node: Node, chat: bytes) -> int:
@@ -79,7 +81,11 @@ class SessionTree:
         """
         if node.sampled:
             raise ValueError("a turn was given as a context")
+        if node.parent is not None and not self._known(node.parent).sampled:
+            raise ValueError("the parent of a context is a turn")
         index = self._add(node)
+        if node.parent is not None and self._nodes[node.parent].status == ORPHAN:
+            self.set_status(node.parent, "ok")  # its agent got it after all
         self._contexts[chat] = index
         return index
 
@@ -94,18 +100,21 @@ class SessionTree:
         """
         if not node.sampled:
             raise ValueError("a context was given as a turn")
-        if node.parent is None or self._nodes[node.parent].sampled:
+        if node.parent is None or self._known(node.parent).sampled:
             raise ValueError("the parent of a turn is the context of its request")
         index = self._add(node)
-        self._turns[chat] = index
+        self._turns.setdefault(chat, []).append(index)
         return index
 
     def set_status(self, index: int, status: str) -> None:
         """Give a turn another status, such as `orphan`."""
-        self._nodes[index] = replace(self._nodes[index], status=status)
+        self._nodes[index] = replace(self._known(index), status=status)
+
+    def _known(self, index: int) -> Node:
+        if not 0 <= index < len(self._nodes):
+            raise ValueError(f"node {index} is not one of {len(self._nodes)}")
+        return self._nodes[index]
 
     def _add(self, node: Node) -> int:
-        if node.parent is not None and not 0 <= node.parent < len(self._nodes):
-            raise ValueError(f"parent {node.parent} is not one of {len(self._nodes)} nodes")
         self._nodes.append(node)
         return len(self._nodes) - 1

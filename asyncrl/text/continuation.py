@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from asyncrl.text.chat_messages import template_messages
 from asyncrl.text.template import Message, MessagesError, Schema, render_messages
-from asyncrl.text.tokenizer import decode_prompt, encode_continuations
+from asyncrl.text.tokenizer import decode_prompt, encode_continuations, encode_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ContinuationError", "continuation", "first_difference"]
+__all__ = ["ContinuationError", "continuation", "first_difference", "render_chat"]
 
 PROBE = "asyncrl-probe"
-"""Stands for the text of the sampled turn. No chat may contain it."""
+"""Stands for the text of the sampled turn, with a number that makes it unique."""
+THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+"""Reasoning, which many templates strip from earlier turns."""
+REASONING_FIELDS = ("reasoning_content", "reasoning")
 
 
 class ContinuationError(ValueError):
     """The template does not prove what follows a turn. The message is one line and says why."""
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    variables: Mapping[str, object],
+    tools: Sequence[Schema] | None,
+    generation_prompt: bool = True,
+) -> str:
+    """Render a chat as clients send it. The arguments of tool calls are values, or JSON text if the
+    template refuses values.
+
+    Raises:
+        MessagesError: the template refuses the chat.
+    """
+    try:
+        chat = template_messages(messages)
+        return render_messages(tokenizer, chat, variables, tools, generation_prompt)
+    except MessagesError as error:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        try:
+            chat = template_messages(messages, values=False)
+            return render_messages(tokenizer, chat, variables, tools, generation_prompt)
+        except MessagesError:
+            raise error from None
 
 
 def continuation(
@@ -32,9 +62,10 @@ def continuation(
 ) -> list[int]:
     """Return the token ids that follow a sampled turn, up to the start of the next turn.
 
-    The turn keeps the tokens that were sampled. The template renders the chat twice, with PROBE in
-    place of the turn's text: as a chat that ends with this turn, and with the added messages. What
-    both have after the text, up to `end`, belongs to the turn. The rest is new.
+    The turn keeps the tokens that were sampled. The template renders the chat twice, with a probe
+    in place of the turn's text: as a chat that ends with this turn, and with the added messages.
+    Both must have the same text before it, apart from reasoning. What both have after it, up to
+    `end`, belongs to the turn. The rest is new.
 
     Args:
         messages: the chat so far. The last message is the turn's.
@@ -44,38 +75,83 @@ def continuation(
         variables: of the template.
 
     Raises:
-        ContinuationError: the template refuses the chat, changes what it writes for the turn, or
-            does not write `end` after it; or the turn was cut after a tool call.
+        ContinuationError: the template refuses the chat, writes the turn or what is before it in
+            another way when messages follow, or does not write `end` after the turn; or the turn
+            was cut after a tool call.
     """
-    turn = {**messages[-1], "content": PROBE}
-    for name in ("reasoning", "reasoning_content"):
-        turn.pop(name, None)
-    chat = [_with_values(message) for message in (*messages[:-1], turn, *added)]
+    probe = _unused(messages, added)
+    turn = _probed(messages[-1], probe, cut=end is None)
+    calls = bool(turn.get("tool_calls"))
+    if calls and end is None:
+        raise ContinuationError("the turn was cut after a tool call")
+    chat = [*messages[:-1], turn]
     try:
-        alone = render_messages(tokenizer, chat[: len(messages)], variables, tools, False)
-        whole = render_messages(tokenizer, chat, variables, tools)
+        alone = render_chat(tokenizer, chat, variables, tools, False)
+        whole = render_chat(tokenizer, [*chat, *added], variables, tools)
     except MessagesError as error:
         raise ContinuationError(f"the template refuses the chat: {error}") from None
-    calls = bool(turn.get("tool_calls"))
-    if calls and PROBE not in alone and PROBE not in whole:
-        written, after = alone, whole  # a template may write a turn's tool calls without its text
-    elif alone.count(PROBE) == whole.count(PROBE) == 1:
-        written, after = alone.partition(PROBE)[2], whole.partition(PROBE)[2]
-    else:
-        raise ContinuationError("the template does not write the text of the turn once")
-    shared = written[: first_difference(written, after)]
-    if end is not None:
-        closing = decode_prompt(tokenizer, [end])
-        place = shared.rfind(closing)
-        if place < 0 or place != written.rfind(closing):
+    before = ""
+    if not calls or probe in alone or probe in whole:
+        if alone.count(probe) != 1 or whole.count(probe) != 1:
+            raise ContinuationError("the template does not write the text of the turn once")
+        before, _, alone = alone.partition(probe)
+        other, _, whole = whole.partition(probe)
+        if (
+            place := first_difference(*(THINKING.sub("", text) for text in (before, other)))
+        ) is not None:
             raise ContinuationError(
-                f"the turn ended with {closing!r}, and the template writes {written[-40:]!r} there,"
-                " or changes it when messages follow"
+                "the template writes the messages before the turn in another way when messages"
+                f" follow, from character {place} on"
             )
-        after = after[place + len(closing) :]
-    elif calls:
-        raise ContinuationError("the turn was cut after a tool call")
-    return encode_continuations(tokenizer, [after])[0]
+    # Otherwise the template writes tool calls without the turn's text, so whole chats are compared.
+    if end is None:
+        return encode_continuations(tokenizer, [whole])[0]
+    return _after_end(tokenizer, alone, whole, end, calls)
+
+
+def _unused(*chats: Sequence[Message]) -> str:
+    """A probe that no message contains."""
+    text = str(chats)
+    return next(
+        probe for number in range(len(text) + 1) if (probe := f"{PROBE}-{number}-") not in text
+    )
+
+
+def _probed(message: Message, probe: str, cut: bool) -> dict[str, object]:
+    """The turn's message with the probe as its text. A turn that was cut in its reasoning has the
+    probe there, because no text came yet."""
+    reasoning = next((name for name in REASONING_FIELDS if message.get(name)), None)
+    turn = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    if cut and reasoning is not None and not message.get("content"):
+        return {**turn, "content": "", reasoning: probe}
+    return {**turn, "content": probe}
+
+
+def _after_end(
+    tokenizer: PreTrainedTokenizerBase, alone: str, whole: str, end: int, calls: bool
+) -> list[int]:
+    """The ids of what the chat has after the turn's end.
+
+    Args:
+        alone: what the template writes after the turn's text if no message follows.
+        whole: what it writes if messages follow.
+        calls: whether the turn has tool calls, which both contain.
+    """
+    closing = decode_prompt(tokenizer, [end])
+    shared = alone[: first_difference(alone, whole)]
+    place = shared.rfind(closing) if closing else -1
+    if place < 0 and closing and shared == alone and whole[len(shared) :].startswith(closing):
+        place = len(shared)  # the start of the next message ends the turn, as in GLM
+    elif place < 0 or place != alone.rfind(closing) or (not calls and shared[:place].strip()):
+        raise ContinuationError(
+            f"the turn ended with {closing!r}, and the template writes {alone[-40:]!r} there, or"
+            " changes it when messages follow"
+        )
+    # With its end, because some tokenizers read a text after a special token in another way.
+    (ids,), _ = encode_prompts(tokenizer, [whole[place:]], rendered=True)
+    if ids[:1] != [end]:
+        raise ContinuationError(f"{closing!r} is not one token where the template writes it")
+    return ids[1:]
 
 
 def first_difference(first: Sequence[object], second: Sequence[object]) -> int | None:
@@ -85,24 +161,3 @@ def first_difference(first: Sequence[object], second: Sequence[object]) -> int |
         if one != other:
             return place
     return None if len(first) == len(second) else min(len(first), len(second))
-
-
-def _with_values(message: Message) -> dict[str, object]:
-    """The message with the arguments of its tool calls as values. Many templates read them so, and
-    clients send JSON text."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, Sequence) or not calls:
-        return {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**message, "tool_calls": [_call_with_values(call) for call in calls]}
-
-
-def _call_with_values(call: object) -> object:
-    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
-        return call
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return call
-    return {**call, "function": {**function, "arguments": arguments}}

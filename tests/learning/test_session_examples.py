@@ -40,7 +40,7 @@ def turn(parent: int, *ids: int, **changes: Any) -> Node:
         parent,
         ids,
         sampled=True,
-        logprobs=tuple(-0.25 * (token % 7) - 0.5 for token in ids),
+        logprobs=tuple(-4.0 - (token % 7) / 16 for token in ids),
         versions=(VersionSpan(3, 0, len(ids)),),
         finish_reason="stop",
         replica="r",
@@ -99,6 +99,34 @@ def test_sessions_survive_the_way_through_arrow() -> None:
     # log-probs are float32 there, and these are exact
     assert found[0] == CHAIN and found[2] == SINGLE
     assert [node.token_ids for node in found[1]] == [node.token_ids for node in TREE]
+
+
+def test_a_context_of_several_turns_has_its_reason_once() -> None:
+    nodes = [context(None, 1), turn(0, 2), replace(context(None, 3), branch_reason="drift")]
+    nodes += [turn(2, 4), turn(2, 5, branch_reason="retry"), turn(2, 6)]
+    assert turns_of_group([nodes])["turn_branch_reason"] == ["", "drift", "retry", ""]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"turn_trajectory": [0, 5]}, "a turn belongs to trajectory 5 of 2"),
+        ({"turn_parent": [-1, 7]}, "turn 1 continues turn 7, which is not an earlier one"),
+        ({"turn_parent": [-1, -2]}, "turn 1 continues turn -2"),
+        ({"turn_trajectory": [0, 1], "turn_parent": [-1, 0]}, "turn 1 continues turn 0"),
+        ({"turn_status": ["ok"]}, "zip"),
+    ],
+)
+def test_columns_that_do_not_agree_are_refused(changes: dict[str, Any], error: str) -> None:
+    row = {**turns_of_group([[*SINGLE, context(1, 9), turn(2, 4)]]), **changes}
+    with pytest.raises(ValueError, match=error):
+        nodes_of_group(row, 2)  # type: ignore[arg-type]
+
+
+def test_columns_that_sessions_do_not_support_are_refused() -> None:
+    scored = table([SINGLE], [1.0])
+    with pytest.raises(ValueError, match=r"columns \['reference_logprobs'\] are not supported"):
+        examples_of(scored.append_column("reference_logprobs", pa.array([[[0.0, 0.0]]])))
 
 
 def test_a_context_after_the_last_turn_is_left_out() -> None:
@@ -164,14 +192,14 @@ def test_a_session_in_three_rows_has_the_gradient_of_the_same_in_one(
 ) -> None:
     algorithm = {"loss_aggregation": aggregation}
     state = state_without_model(learner_config(tiny_model, algorithm=algorithm))
-    chain, single = examples_of(table([CHAIN, SINGLE], [1.5, -1.0]))
+    chain, single = examples_of(table([CHAIN, SINGLE], [-1.5, 1.0]))
     rows = in_three_rows(chain)
     assert [one.loss_tokens for one in rows] == [3, 1, 2]
     whole = gradient(state, tiny_model, [chain, single], [[0, 1]])
     split = gradient(
         state, tiny_model, [*rows, single], [[0, 1, 2, 3]] if together else [[0, 3], [2], [1]]
     )
-    torch.testing.assert_close(split, whole, atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-4)
     assert whole.abs().max() > 1e-4
     # The rows as three trajectories would be another objective.
     apart = [replace(one, leaf=WHOLE, trajectory=9 + one.leaf) for one in rows]
@@ -186,8 +214,7 @@ def test_a_session_in_three_rows_has_the_gradient_of_the_same_in_one(
         {"loss": "gmpo"},
         {"loss": "vespo"},
         {"old_policy": "learner", "correction": {"truncation": "sequence"}},
-        {"correction": {"reject_above": 0.5, "reject_level": "sequence_sum"}},
-        {"correction": {"sequence_mask_above": 0.1}},
+        {"correction": {"sequence_mask_above": 0.02}},
     ],
 )
 def test_objectives_of_whole_trajectories_see_all_rows_of_a_session(
@@ -196,13 +223,18 @@ def test_objectives_of_whole_trajectories_see_all_rows_of_a_session(
     config = learner_config(tiny_model, algorithm=algorithm)
     assert config.algorithm.compares_sequences
     state = state_without_model(config)
-    chain, single = examples_of(table([CHAIN, SINGLE], [1.5, -1.0]))
+    chain, single = examples_of(table([CHAIN, SINGLE], [-1.5, 1.0]))
     whole = gradient(state, tiny_model, [chain, single], [[0, 1]])
     split = gradient(state, tiny_model, [*in_three_rows(chain), single], [[0, 1, 2, 3]])
-    torch.testing.assert_close(split, whole, atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-4)
+    apart = [replace(one, leaf=WHOLE, trajectory=9 + one.leaf) for one in in_three_rows(chain)]
+    other = gradient(state, tiny_model, [*apart, single], [[0, 1, 2, 3]])
+    assert whole.abs().max() > 1e-5 and (other - whole).abs().max() > 1e-5
 
 
 def test_plain_objectives_split_a_session_freely() -> None:
+    rejects = {"correction": {"reject_above": 0.5, "reject_level": "sequence_sum"}}
+    assert learner_config(Path("model"), algorithm=rejects).algorithm.compares_sequences
     assert not learner_config(Path("model")).algorithm.compares_sequences
     correction = {"truncation": "token", "mask_above": 2.0}
     algorithm = {"old_policy": "learner", "correction": correction}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.sessions.messages import chat_digests, same_message
+from asyncrl.sessions.messages import chat_digests
 
 CALL = {
     "id": "c1",
@@ -27,6 +27,20 @@ def assistant(**fields: Any) -> dict[str, Any]:
         (assistant(content="7\n"), assistant(content="7")),
         (assistant(content="7"), assistant(content="7", refusal=None, audio=None, tool_calls=None)),
         (assistant(content="7"), assistant(content="7", annotations=[], tool_calls=[])),
+        (assistant(content="7"), assistant(content="7", provider_specific_fields={"a": 1})),
+        (assistant(content="7"), assistant(content="7", parsed={"a": 1}, id="x", prefix=False)),
+        (assistant(content="7"), assistant(content="7", name="Ada")),
+        (assistant(content="<think>3+4</think>\n\n7"), assistant(content="7")),
+        (assistant(content="7"), assistant(content=[{"type": "output_text", "text": "7"}])),
+        (
+            assistant(tool_calls=[{**CALL, "function": {"name": "now", "arguments": ""}}]),
+            assistant(tool_calls=[{**CALL, "function": {"name": "now", "arguments": "{}"}}]),
+        ),
+        (
+            assistant(tool_calls=[{**CALL, "function": {"name": "f", "arguments": '{"a": 1.0}'}}]),
+            assistant(tool_calls=[{**CALL, "function": {"name": "f", "arguments": '{"a": 1}'}}]),
+        ),
+        (assistant(tool_calls=[CALL]), assistant(tool_calls=[{**CALL, "id": "another"}])),
         (assistant(content="7", reasoning="3+4"), assistant(content="7")),
         (assistant(content="7", reasoning_content="3+4"), assistant(content="7")),
         (assistant(content=None, tool_calls=[CALL]), assistant(content="", tool_calls=[CALL])),
@@ -55,7 +69,6 @@ def assistant(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_the_same_message_in_another_form(sampled: dict[str, Any], sent: dict[str, Any]) -> None:
-    assert same_message(sampled) == same_message(sent)
     assert chat_digests([sampled]) == chat_digests([sent])
 
 
@@ -93,10 +106,19 @@ def test_digests_of_beginnings_agree_up_to_the_first_different_message() -> None
     assert len(set(first + second)) == 9
 
 
+def test_tool_calls_with_other_ids_are_the_same_if_their_answers_are() -> None:
+    def chat(first: str, second: str, *answered: str) -> list[dict[str, Any]]:
+        calls = [{**CALL, "id": first}, {**CALL, "id": second}]
+        answers = [{"role": "tool", "content": "7", "tool_call_id": one} for one in answered]
+        return [assistant(tool_calls=calls), *answers]
+
+    assert chat_digests(chat("a", "b", "b")) == chat_digests(chat("x", "y", "y"))
+    assert chat_digests(chat("a", "b", "b")) != chat_digests(chat("x", "y", "x"))
+
+
 def test_the_head_counts() -> None:
     chat = [{"role": "user", "content": "a"}]
     tools = [{"type": "function", "function": {"name": "add"}}]
-    assert chat_digests(chat) == chat_digests(chat, None)
     assert chat_digests(chat, tools) == chat_digests(chat, json.loads(json.dumps(tools)))
     assert chat_digests(chat, tools) != chat_digests(chat)
 
@@ -112,6 +134,8 @@ def test_the_head_counts() -> None:
         {"role": "user", "content": [None, "text", {"type": "text"}]},
         {"role": "user", "content": {"type": "text", "text": "a"}},
         {"role": "user", "content": "\ud800"},
+        {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 200_000}}]},
+        {"role": "user", "content": {1: "a", "b": 2}},
     ],
 )
 def test_odd_messages_have_a_digest(message: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ def test_a_chain_is_one_row_whose_last_context_is_cut() -> None:
     nodes = [context(None, 1, 2), turn(0, 3, 4, version=5), context(1, 6), turn(2, 7, version=6)]
     nodes.append(context(3, 8, 9))
     (row,) = session_rows(nodes).rows
-    assert row.leaf == 4
+    assert row.leaf == 3
     assert row.token_ids.tolist() == [1, 2, 3, 4, 6, 7]
     assert row.trained.tolist() == [False, False, True, True, False, True]
     assert row.logprobs.tolist() == [0, 0, -3, -4, 0, -7]
@@ -54,6 +54,18 @@ def test_a_shared_turn_is_trained_in_the_row_of_its_first_leaf() -> None:
     assert second.logprobs.tolist() == [0, -2, 0, -6]
     counts = session_rows(nodes).counts
     assert (counts.sampled, counts.trained, counts.repeated) == (3, 3, 1)
+
+
+def test_orphans_and_requests_without_an_answer_have_no_row() -> None:
+    nodes = [context(None, 1)]
+    for _ in range(5):
+        last = len(nodes) - 1
+        nodes.append(turn(last, 9, status=ORPHAN))
+        nodes.append(turn(last, 2))
+        nodes.append(context(len(nodes) - 1, 3))
+        nodes.append(context(len(nodes) - 2, 4))
+    (row,) = session_rows(nodes).rows
+    assert row.trained.sum() == 5 and session_rows(nodes).counts.repeated == 0
 
 
 def test_turns_that_are_not_ok_are_context_with_a_reason() -> None:
@@ -81,7 +93,7 @@ def test_a_failed_session_trains_nothing_and_says_why() -> None:
 @pytest.mark.parametrize(
     ("nodes", "error"),
     [
-        ([context(0, 1)], "node 0 has parent 0, not one of 0 to -1"),
+        ([context(0, 1)], "node 0 has parent 0, which is no node before it"),
         ([context(None, 1), context(2, 1), context(0, 1)], "node 1 has parent 2"),
         ([context(None)], "node 0 has no parent, so it must be context with a token"),
         ([replace(turn(0, 1), parent=None)], "node 0 has no parent"),
@@ -163,11 +175,20 @@ def check(nodes: list[Node], found: SessionRows, reason: str | None) -> None:
         for token in node.token_ids
     }
     trained: Counter[int] = Counter()
-    sequences = {sequence_to(nodes, leaf) for leaf in range(len(nodes))}
+    ends = [row.leaf for row in found.rows]
+    assert ends == sorted(set(ends))
+    paths = [tuple(row.token_ids.tolist()) for row in found.rows]
+    assert not any(a != b and b[: len(a)] == a for a in paths for b in paths), "a row in a row"
     for row in found.rows:
         ids = row.token_ids.tolist()
-        assert any(whole[: len(ids)] == tuple(ids) for whole in sequences)
+        assert tuple(ids) == sequence_to(nodes, row.leaf)
         assert row.trained[-1] and not row.trained[0]
+        before = {
+            token for other in found.rows if other.leaf < row.leaf for token in other.token_ids
+        }
+        own = [token for token in ids if why.get(token, "context") is None]
+        expected = [token for token in own if token not in before]
+        assert row.token_ids[row.trained].tolist() == expected, "the first row trains a token"
         trained.update(row.token_ids[row.trained].tolist())
         for token, logprob, version, node in zip(
             ids, row.logprobs.tolist(), row.versions.tolist(), row.nodes.tolist(), strict=True

@@ -120,8 +120,24 @@ def test_nodes_in_the_wrong_place_are_refused() -> None:
         served.tree.add_turn(context, b"x")
     with pytest.raises(ValueError, match="the parent of a turn is the context of its request"):
         served.tree.add_turn(Node(turn, (), sampled=True, finish_reason="stop"), b"x")
-    with pytest.raises(ValueError, match="parent 9 is not one of 2 nodes"):
+    with pytest.raises(ValueError, match="node 9 is not one of 2"):
         served.tree.add_context(Node(9, (1,)), b"x")
+    with pytest.raises(ValueError, match="the parent of a context is a turn"):
+        served.tree.add_context(Node(0, (1,)), b"x")
+    with pytest.raises(ValueError, match="node -1 is not one of 2"):
+        served.tree.set_status(-1, ORPHAN)
+
+
+def test_an_orphan_is_continued_only_if_no_other_turn_has_its_answer() -> None:
+    served = Served()
+    first, second = served.ask([user("a")], 1), served.ask([user("a")], 1)
+    served.tree.set_status(second, ORPHAN)
+    chat = [user("a"), assistant(1), user("b")]
+    assert served.tree.find(chat_digests(chat)) == Place(first, 2)
+    served.tree.set_status(first, ORPHAN)
+    served.ask(chat, 2)
+    assert served.tree.nodes[second].status == "ok", "its agent got it after all"
+    assert served.tree.nodes[first].status == ORPHAN
 
 
 def test_random_agents_find_what_a_search_of_all_paths_finds() -> None:

@@ -16,8 +16,14 @@ from chat_families import (
     TOOLS,
     save_chat_model,
 )
+from tokenizers import AddedToken
 
-from asyncrl.text.continuation import ContinuationError, continuation, first_difference
+from asyncrl.text.continuation import (
+    ContinuationError,
+    continuation,
+    first_difference,
+    render_chat,
+)
 from asyncrl.text.template import render_messages
 from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
 
@@ -31,6 +37,24 @@ CALLS_WITHOUT_TEXT = TOOLS.replace("(m.content or '')", "(m.content if not m.too
 STRIPS_EARLIER_CALLS = CALLS_WITHOUT_TEXT.replace(
     "in m.tool_calls or []", "in (m.tool_calls if m.tool_calls and loop.last else [])"
 )
+WITH_REASONING = CHATML.replace(
+    "m.content",
+    "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '') + m.content",
+)
+STARTS_ONLY = CHATML.replace("<|im_end|>\\n", "")
+TEXT_ARGUMENTS = CHATML.replace(
+    "m.content",
+    "m.content + ('call ' + m.tool_calls[0].function.name + ': ' +"
+    " m.tool_calls[0].function.arguments if m.tool_calls else '')",
+)
+MOVES_SYSTEM = (
+    "{% for m in messages %}{% if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.role == 'user' and loop.index0 == (messages | length) - (1 if"
+    " add_generation_prompt else 2) %}{{ messages[0].content }}{% endif %}"
+    "{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Writes the system message at the last user message, as some of Mistral's templates do."""
 UPPER = CHATML.replace("m.content", "(m.content | upper)")
 
 
@@ -98,6 +122,57 @@ def test_reasoning_that_the_template_strips_stays_in_the_sampled_tokens(chat_of)
     assert place is not None and kept[place] == chat.token("<think>")
 
 
+def test_a_turn_that_was_cut_in_its_reasoning_is_closed_as_the_template_closes_it(chat_of):
+    chat = chat_of(WITH_REASONING)
+    messages = [user("a"), assistant("", reasoning_content="long th")]
+    follows = continuation(chat.tokenizer, messages, [user("c")], None, {})
+    assert decode_prompt(chat.tokenizer, follows).startswith("</think><|im_end|>\n<|im_start|>user")
+
+
+@pytest.mark.parametrize("content", [[{"type": "text", "text": "c"}], "c"])
+def test_text_parts_are_rendered_as_text(chat_of, content):
+    chat = chat_of(CHATML)
+    end = chat.token("<|im_end|>")
+    added = [{"role": "user", "content": content}]
+    follows = continuation(chat.tokenizer, [user("a"), assistant("b")], added, end, {})
+    assert "user\nc<|im_end|>" in decode_prompt(chat.tokenizer, follows)
+
+
+def test_the_start_of_the_next_message_can_end_a_turn(chat_of):
+    chat = chat_of(STARTS_ONLY)
+    end = chat.token("<|im_start|>")
+    follows = continuation(chat.tokenizer, [user("a"), assistant("b")], [user("c")], end, {})
+    assert decode_prompt(chat.tokenizer, follows) == "user\nc<|im_start|>assistant\n"
+
+
+def test_a_token_that_takes_the_space_after_it_is_read_as_in_the_whole_chat(chat_of):
+    chat = chat_of(CHATML)
+    tokenizer = chat.tokenizer
+    tokenizer.add_special_tokens(
+        {"extra_special_tokens": [AddedToken("<|close|>", rstrip=True, special=True)]}
+    )
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|close|>")
+    end, answer = chat.token("<|close|>"), tokenizer.encode("b", add_special_tokens=False)
+    messages, added = [user("a"), assistant("b")], [user("c")]
+    follows = continuation(tokenizer, messages, added, end, {})
+    assert chat.ids([user("a")]) + answer + [end] + follows == chat.ids([*messages, *added])
+
+
+def test_a_probe_in_the_chat_is_no_problem(chat_of):
+    chat = chat_of(CHATML)
+    messages = [user("asyncrl-probe-0- asyncrl-probe-1-"), assistant("b")]
+    assert continuation(chat.tokenizer, messages, [user("c")], chat.token("<|im_end|>"), {})
+
+
+def test_a_template_that_reads_arguments_as_json_text_gets_it(chat_of):
+    chat = chat_of(TEXT_ARGUMENTS)
+    calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 3}}}]
+    messages = [user("3 + 4"), assistant("", tool_calls=calls)]
+    added = [{"role": "tool", "tool_call_id": "1", "content": "7"}]
+    assert continuation(chat.tokenizer, messages, added, chat.token("<|im_end|>"), {})
+    assert 'call add: {"a": 3}' in render_chat(chat.tokenizer, messages, {}, None)
+
+
 def test_the_next_turn_begins_as_the_template_says(chat_of):
     chat = chat_of(FORCES_THINKING)
     follows = continuation(
@@ -134,6 +209,21 @@ def test_what_the_template_does_not_prove_is_an_error(chat_of, template, end, er
     with pytest.raises(ContinuationError) as raised:
         continuation(chat.tokenizer, [user("a"), assistant("b")], [user("c")], chat.token(end), {})
     assert error in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_template_that_moves_text_proves_nothing(chat_of):
+    chat = chat_of(MOVES_SYSTEM)
+    messages = [{"role": "system", "content": "be brief"}, user("a"), assistant("b")]
+    with pytest.raises(ContinuationError, match="messages before the turn in another way"):
+        continuation(chat.tokenizer, messages, [user("c")], chat.token("<|im_end|>"), {})
+
+
+@pytest.mark.parametrize("end", ["\n", "x"])
+def test_an_end_that_skips_the_templates_own_is_an_error(chat_of, end):
+    chat = chat_of(CHATML)
+    (token,) = chat.tokenizer.encode(end, add_special_tokens=False)
+    with pytest.raises(ContinuationError, match="the turn ended with"):
+        continuation(chat.tokenizer, [user("a"), assistant("b")], [user("c")], token, {})
 
 
 def test_a_template_that_strips_earlier_tool_calls_proves_nothing(chat_of):

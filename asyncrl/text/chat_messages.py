@@ -1,0 +1,76 @@
+"""Messages of chats as clients send them, and as chat templates read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+__all__ = ["argument_values", "plain_text", "template_messages"]
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def plain_text(content: object) -> object:
+    """The text of a message's content: text parts, joined with line breaks. None is the empty text.
+    Content with other parts stays as it is."""
+    if content is None:
+        return ""
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        return content
+    texts = [
+        part["text"]
+        for part in content
+        if isinstance(part, Mapping)
+        and part.get("type") in TEXT_PARTS
+        and isinstance(part.get("text"), str)
+    ]
+    if len(texts) == len(content):
+        return "\n".join(texts)
+    return [
+        {name: value for name, value in part.items() if name != "cache_control"}
+        if isinstance(part, Mapping)
+        else part
+        for part in content
+    ]
+
+
+def argument_values(arguments: object) -> object:
+    """The arguments of a tool call as values. Clients send them as JSON text; what is not JSON
+    stays text, and an empty text means that there are none."""
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def template_messages(
+    messages: Sequence[Mapping[str, object]], values: bool = True
+) -> list[dict[str, object]]:
+    """The messages as chat templates read them: text instead of parts, and no empty list of tool
+    calls.
+
+    Args:
+        values: whether the arguments of tool calls are values. A few templates need JSON text.
+    """
+    return [_template_message(message, values) for message in messages]
+
+
+def _template_message(message: Mapping[str, object], values: bool) -> dict[str, object]:
+    kept = {**message, "content": plain_text(message.get("content"))}
+    calls = kept.pop("tool_calls", None)
+    if isinstance(calls, Sequence) and not isinstance(calls, str) and calls:
+        kept["tool_calls"] = [_template_call(call, values) for call in calls]
+    return kept
+
+
+def _template_call(call: object, values: bool) -> object:
+    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+        return call
+    arguments = argument_values(function.get("arguments"))
+    if not values and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
