@@ -177,5 +177,4 @@ def _quadratic_cost(state: LearnerState) -> float:
     if not heads:
         return 0.0
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // heads
-    parameters = sum(zero3.full_size(parameter) for parameter in state.parameters.values())
-    return quadratic_cost(shape.num_hidden_layers, heads, head_dim, parameters)
+    return quadratic_cost(shape.num_hidden_layers, heads, head_dim, state.parameter_count)

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -82,6 +83,11 @@ class LearnerState:
     trained_tokens: int = 0
     """Loss tokens of all applied policy steps, including earlier attempts."""
     norms: NormWatch = field(default_factory=NormWatch)
+
+    @cached_property
+    def parameter_count(self) -> int:
+        """Elements of all parameters of the checkpoint."""
+        return sum(zero3.full_size(parameter) for parameter in self.parameters.values())
 
     @property
     def data_rank(self) -> int:
