@@ -37,6 +37,8 @@ from asyncrl.preflight import learner_spec
 MEDIAN, SIGMA, LONGEST, PROMPT, SEED = 64, 0.9, 768, 8, 0
 PADDED_ROWS, CAP = 16, 8192
 BAR = 2.5
+LEAST_OF_PACKED = 0.9
+"""The learner's tokens per second, of those of the bare packed loop."""
 IDS, MASK = pa.list_(pa.int32()), pa.list_(pa.bool_())
 MODELS = {
     "tiny": {
@@ -71,7 +73,7 @@ UNPACKED = {"unpacked": "packed", "learner_unpacked": "learner"}
 
 def main(arguments: list[str]) -> int:
     """Measure and print. The exit code is 0 if packed trains at least 2.5 times the tokens per
-    second of padded, and the losses agree."""
+    second of padded, the learner at least 0.9 times those of packed, and the losses agree."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learner")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rows", type=int, default=512)
@@ -113,7 +115,7 @@ def main(arguments: list[str]) -> int:
         if missed
         else (
             f"bars met: the same loss and, where both were measured, packed at least {BAR:g} times"
-            " padded"
+            f" padded, and the learner at least {LEAST_OF_PACKED:g} times packed"
         )
     )
     return 1 if missed else 0
@@ -150,7 +152,8 @@ def compare(model: str, path: str, rows: int, variants: tuple[str, ...] = VARIAN
     if speed.keys() >= {"packed", "learner"}:
         print(
             f"DeepSpeed ZeRO-3 at world size 1 costs {speed['packed'] / speed['learner'] - 1:+.0%}"
-            " of the time of the same packed step without it"
+            " of the time of the same packed step without it:"
+            f" {speed['learner'] / speed['packed']:.2f} of its speed (bar {LEAST_OF_PACKED:g})"
         )
     for alone, together in UNPACKED.items():
         if speed.keys() >= {alone, together}:
@@ -167,9 +170,12 @@ def compare(model: str, path: str, rows: int, variants: tuple[str, ...] = VARIAN
             f"the variants' losses differ by more than {LOSS_TOLERANCE:g}: they do not compute the"
             " same function"
         )
-    return same and (
-        not speed.keys() >= {"padded", "packed"} or speed["packed"] >= BAR * speed["padded"]
-    )
+    held = same
+    if speed.keys() >= {"padded", "packed"}:
+        held = held and speed["packed"] >= BAR * speed["padded"]
+    if speed.keys() >= {"packed", "learner"}:
+        held = held and speed["learner"] >= LEAST_OF_PACKED * speed["packed"]
+    return held
 
 
 def losses_agree(losses: list[float]) -> bool:

@@ -5,6 +5,9 @@
 First generation is measured with an idle learner, then training on the recorded groups with
 generation paused, and then both together. In all three measurements, generator processes are pinned
 to one core and learner processes to another. All other processes are unpinned.
+
+Settings make one side the slower one, such as `--generator.max_num_seqs 32`, or `--learner.packing
+none`.
 """
 
 import asyncio
@@ -30,7 +33,8 @@ from jobs.quickstart.task import make_inputs
 CONFIG = Path(__file__).parent / "overlap.yaml"
 GENERATORS, LEARNERS = ("ray::ServeReplica", "VLLM::"), ("ray::RankProcess",)
 STEPS, ALONE_STEPS, WARM_UP_STEPS = 32, 15, 3
-BAR = 1.25
+LEAST_OF_IDEAL = 0.9
+"""The ideal is the slower side alone."""
 
 
 def main(overrides: list[str]) -> int:
@@ -81,7 +85,7 @@ async def _overlap(config, directory, plan) -> int:
     print(f"generation alone   {generation_s:6.2f} s a step")
     print(
         f"training alone     {training_s:6.2f} s a step   (the smaller side takes"
-        f" {smaller / larger:.2f} of the larger; at least 0.75 required)"
+        f" {smaller / larger:.2f} of the larger)"
     )
     print(
         f"one after the other{generation_s + training_s:6.2f} s a step   ="
@@ -89,7 +93,8 @@ async def _overlap(config, directory, plan) -> int:
     )
     print(
         f"asynchronous       {together_s:6.2f} s a step   = {together_s / larger:.2f} x the larger"
-        f" (bar {BAR:g}), over {len(records)} steps"
+        f" and {larger / together_s:.2f} of the ideal speed (bar {LEAST_OF_IDEAL:g}), over"
+        f" {len(records)} steps"
     )
     staleness = statistics.mean(record["staleness/mean"] for record in records)
     gathers = statistics.mean(record["time/learner_waited_s"] for record in records)
@@ -101,7 +106,7 @@ async def _overlap(config, directory, plan) -> int:
     print("CPU seconds a step, spinning included, by process:")
     for name, seconds in sorted(cpu.items(), key=lambda item: -item[1])[:12]:
         print(f"  {name:<36}{seconds / len(records):6.2f}")
-    return 0 if together_s <= BAR * larger and smaller >= 0.75 * larger else 1
+    return 0 if larger >= LEAST_OF_IDEAL * together_s else 1
 
 
 def pin() -> dict[str, int]:
