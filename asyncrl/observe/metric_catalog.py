@@ -503,7 +503,8 @@ START = (
     Metric(
         "startup/generators_s, startup/generator_import_s, startup/generator_config_s,"
         " startup/generator_engine_s, startup/generator_first_generation_s",
-        "`startup`: seconds until the generators answer, and its parts",
+        "`startup`: seconds until the generators answer, and its parts: imports, vLLM's settings"
+        " with its look at the model, the engine, and a first completion",
     ),
     Metric(
         "startup/learner_s, startup/learner_meet_s, startup/learner_engine_s",

@@ -63,6 +63,8 @@ class Summary:
     """Phase → seconds."""
     first_step: Mapping[str, object] | None = None
     """The record `first_step` of the last attempt; None without one."""
+    startup: Mapping[str, object] | None = None
+    """The record `startup` of the last attempt; None without one."""
     changes: list[str] = field(default_factory=list)
     """Lines about what the run has changed."""
 
@@ -281,14 +283,12 @@ def _summary(
     records = list(read_metrics(directory.path))
     evaluations = [record for record in records if record["event"] == "evaluation"]
     summary = Summary(directory.path, seconds, phases=phases, changes=job.changes(records))
-    summary.first_step = next(
-        (
-            record
-            for record in reversed(records)
-            if record["event"] == "first_step" and record["attempt"] == directory.state.attempt
-        ),
-        None,
-    )
+    latest = {
+        record["event"]: record
+        for record in records
+        if record["attempt"] == directory.state.attempt
+    }
+    summary.first_step, summary.startup = latest.get("first_step"), latest.get("startup")
     if evaluations:
         summary.before, summary.after = evaluations[0], evaluations[-1]
     for line in [f"done in {duration(seconds)}", *summary.changes]:
@@ -326,6 +326,8 @@ def _print_summary(job: Job, summary: Summary, resume: str) -> None:
     )
     if summary.first_step is not None:
         print_shown(f"first step     {timeline(summary.first_step)}")
+    if summary.startup is not None:
+        print_shown(f"start          {startup_parts(summary.startup)}")
     for line in summary.changes:
         print_shown(line)
     path = summary.directory
@@ -348,6 +350,28 @@ def timeline(record: Mapping[str, object]) -> str:
     total = record["startup/first_step_s"]
     assert isinstance(total, float)
     return f"{duration(total)} from the start: {parts}"
+
+
+def startup_parts(record: Mapping[str, object]) -> str:
+    """The record `startup` as one line: both sides, which start at the same time, and their
+    parts."""
+    sides = []
+    for side, whole, parts in (
+        ("generators", "startup/generators_s", "startup/generator_"),
+        ("learner", "startup/learner_s", "startup/learner_"),
+    ):
+        if isinstance(seconds := record.get(whole), float):
+            named = ", ".join(
+                f"{name.removeprefix(parts).removesuffix('_s').replace('_', ' ')} {value:.1f}s"
+                for name, value in record.items()
+                if name.startswith(parts)
+                and name not in (whole, f"{parts}s")
+                and name.endswith("_s")
+                and isinstance(value, float)
+                and value >= 0.05
+            )
+            sides.append(f"{side} {seconds:.1f}s" + (f" ({named})" if named else ""))
+    return "; ".join(sides)
 
 
 def _way_on(directory: RunDirectory, resume: str) -> str:

@@ -12,7 +12,7 @@ from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.log_lines import record_line
 from asyncrl.observe.summary import before_and_after
 from asyncrl.preflight.specs import observe_spec
-from asyncrl.run.supervise import timeline
+from asyncrl.run.supervise import startup_parts, timeline
 from asyncrl.rundir.metrics import MetricsWriter, read_metrics
 from asyncrl.rundir.outcomes import OutcomesWriter
 from asyncrl.testing import FakeSink
@@ -54,6 +54,23 @@ def test_the_log_has_phases_steps_alarms_evaluations_and_checkpoints(tmp_path, c
         "evaluation of version 6: math_accuracy 0.625",
         "checkpoint at step 7, version 6: checkpoint/save_s 1.25",
     ]
+
+
+def test_the_parts_of_a_start_are_one_line():
+    record = {
+        "event": "startup",
+        "startup/generators_s": 21.3,
+        "startup/learner_s": 18.52,
+        "startup/learner_engine_s": 1.7,
+        "startup/learner_meet_s": 0.01,
+        "startup/learner_caches_removed": 0.0,
+        "startup/generator_import_s": 8.34,
+        "startup/generator_config_s": 0.06,
+    }
+    assert startup_parts(record) == (
+        "generators 21.3s (import 8.3s, config 0.1s); learner 18.5s (engine 1.7s)"
+    )
+    assert startup_parts({"startup/learner_s": 2.0}) == "learner 2.0s"
 
 
 def test_the_first_step_has_the_time_since_the_command_once(tmp_path, monkeypatch):
