@@ -145,6 +145,8 @@ class Answer:
     message: Message
     sampled: Sampled
     node: int
+    prompt_tokens: int
+    """Tokens before it."""
 
 
 class Session:
@@ -244,7 +246,7 @@ class Session:
                 self.tree.newest_version(before),
             )
         )
-        return [self._add(context, depth, one, messages, tools) for one in sampled]
+        return [self._add(context, depth, one, messages, tools, len(prompt_ids)) for one in sampled]
 
     def _context(
         self,
@@ -275,6 +277,7 @@ class Session:
         sampled: Sampled,
         messages: Sequence[Message],
         tools: Sequence[Schema] | None,
+        prompt_tokens: int,
     ) -> Answer:
         completion = sampled.completion
         message = self._read(completion, tools)
@@ -294,4 +297,4 @@ class Session:
             chat_digests([*messages, message], tools)[-1],
         )
         self._depths[node] = depth + 1
-        return Answer(message, sampled, node)
+        return Answer(message, sampled, node, prompt_tokens)

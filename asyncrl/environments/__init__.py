@@ -1,0 +1,1 @@
+"""Environments: what an agent's code gets to talk to the model of its session."""

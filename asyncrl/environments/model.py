@@ -1,0 +1,208 @@
+"""The model of a session, with the interface of `openai.AsyncOpenAI`. It runs in this process and
+does not import openai, which takes 60 MB."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from asyncrl.runtime.clock import steady_time
+from asyncrl.sessions.session import Answer
+from asyncrl.text.template import Message, Schema
+
+__all__ = ["ChatSession", "Model", "Reply", "UnsupportedError"]
+
+WITHOUT_EFFECT = ("model", "user", "metadata", "store", "timeout", "stream_options", "seed")
+"""Arguments that change nothing here, and need not be counted."""
+REFUSED = ("response_format", "functions", "function_call", "audio", "modalities", "prediction")
+"""Arguments without which the answer would not be what the agent asked for."""
+
+
+class UnsupportedError(ValueError):
+    """A request has an argument that a session cannot follow. The message names it."""
+
+
+class ChatSession(Protocol):
+    """What answers chats: a `Session`, or a stand-in in another process."""
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] | None = None,
+        n: int = 1,
+        max_tokens: int | None = None,
+        key: str | None = None,
+    ) -> list[Answer]: ...
+
+
+class Reply(dict[str, Any]):
+    """A part of an answer, with its fields as items and as attributes. Like openai's models, it has
+    `model_dump()`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the answer has no field {name!r}") from None
+
+    def model_dump(self, exclude_none: bool = False, **_: object) -> dict[str, Any]:
+        """The answer as plain dicts and lists."""
+        return {
+            name: _plain(value, exclude_none)
+            for name, value in self.items()
+            if value is not None or not exclude_none
+        }
+
+
+def _plain(value: Any, exclude_none: bool) -> Any:
+    if isinstance(value, Reply):
+        return value.model_dump(exclude_none)
+    return [_plain(item, exclude_none) for item in value] if isinstance(value, list) else value
+
+
+class Model:
+    """The model, bound to one session. `await model.chat.completions.create(messages=…)` takes one
+    turn.
+
+    The run decides about sampling. Other values that a request gives, such as a temperature, have
+    no effect and are counted in `overridden`.
+    """
+
+    def __init__(self, session: ChatSession, name: str = "policy") -> None:
+        self.overridden: Counter[str] = Counter()
+        self.chat = _Chat(_Completions(session, name, self.overridden))
+
+    async def __aenter__(self) -> Model:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def close(self) -> None:
+        """Does nothing, as the session belongs to the run."""
+
+
+class _Chat:
+    def __init__(self, completions: _Completions) -> None:
+        self.completions = completions
+
+
+class _Completions:
+    def __init__(self, session: ChatSession, name: str, overridden: Counter[str]) -> None:
+        self._session, self._name, self._overridden = session, name, overridden
+        self._answers = 0
+
+    async def create(
+        self,
+        *,
+        messages: Sequence[Message | Reply],
+        tools: Sequence[Schema] | None = None,
+        n: int | None = None,
+        max_tokens: int | None = None,
+        max_completion_tokens: int | None = None,
+        stream: bool | None = False,
+        **more: Any,
+    ) -> Any:
+        """Take a turn. Returns a chat completion, or an async iterator of its chunks with
+        `stream=True`.
+
+        Raises:
+            UnsupportedError: an argument asks for what a session does not do.
+            Those of `Session.chat`.
+        """
+        extra_headers = dict(more.pop("extra_headers", None) or {})
+        self._check(more, tools)
+        chat = [
+            message.model_dump() if isinstance(message, Reply) else message for message in messages
+        ]
+        answers = await self._session.chat(
+            chat,
+            tools or None,
+            n or 1,
+            max_completion_tokens or max_tokens,
+            extra_headers.get("Idempotency-Key"),
+        )
+        self._answers += 1
+        head = {
+            "id": f"chatcmpl-{self._answers}",
+            "created": int(steady_time()),
+            "model": str(more.get("model") or self._name),
+        }
+        return _chunks(head, answers) if stream else _completion(head, answers)
+
+    def _check(self, more: Mapping[str, Any], tools: object) -> None:
+        for name, value in more.items():
+            if value is None or name in WITHOUT_EFFECT:
+                continue
+            if name in REFUSED:
+                raise UnsupportedError(f"{name} is not supported in a session; leave it out")
+            if name == "tool_choice" and value != "auto" and (value != "none" or tools):
+                raise UnsupportedError(
+                    f"tool_choice = {value!r} is not supported in a session; use 'auto'"
+                )
+            if name != "tool_choice":
+                self._overridden[name] += 1
+
+
+def _message(answer: Answer) -> Reply:
+    message = answer.message
+    calls = message.get("tool_calls")
+    reply = Reply(
+        role="assistant",
+        content=message.get("content") or (None if calls else ""),
+        refusal=None,
+        tool_calls=[_reply(call) for call in calls] if isinstance(calls, list) and calls else None,
+    )
+    if reasoning := message.get("reasoning"):
+        reply["reasoning"] = reasoning
+    return reply
+
+
+def _reply(value: Any) -> Any:
+    """The value with replies instead of dicts."""
+    if isinstance(value, Mapping):
+        return Reply({name: _reply(item) for name, item in value.items()})
+    return [_reply(item) for item in value] if isinstance(value, list) else value
+
+
+def _finish_reason(answer: Answer) -> str:
+    if answer.sampled.completion.finish_reason != "stop":
+        return "length"
+    return "tool_calls" if answer.message.get("tool_calls") else "stop"
+
+
+def _completion(head: Mapping[str, Any], answers: Sequence[Answer]) -> Reply:
+    return Reply(
+        **head,
+        object="chat.completion",
+        choices=[
+            Reply(
+                index=index,
+                message=_message(answer),
+                finish_reason=_finish_reason(answer),
+                logprobs=None,
+            )
+            for index, answer in enumerate(answers)
+        ],
+        usage=_usage(answers),
+    )
+
+
+def _usage(answers: Sequence[Answer]) -> Reply:
+    sampled = sum(len(answer.sampled.completion.token_ids) for answer in answers)
+    prompt = answers[0].prompt_tokens if answers else 0
+    return Reply(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
+
+
+async def _chunks(head: Mapping[str, Any], answers: Sequence[Answer]) -> AsyncIterator[Reply]:
+    """Each choice as one chunk with its whole message, and one with its end."""
+    for index, answer in enumerate(answers):
+        message = _message(answer)
+        if message["tool_calls"]:
+            message["tool_calls"] = [
+                Reply(call, index=place) for place, call in enumerate(message["tool_calls"])
+            ]
+        for delta, finish in ((message, None), (Reply(), _finish_reason(answer))):
+            choice = Reply(index=index, delta=delta, finish_reason=finish, logprobs=None)
+            yield Reply(**head, object="chat.completion.chunk", choices=[choice], usage=None)

@@ -1,0 +1,146 @@
+"""The model of a session answers as openai's client does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from asyncrl.contracts.rows import Completion, VersionSpan
+from asyncrl.environments.model import Model, Reply, UnsupportedError
+from asyncrl.sessions.session import Answer, Sampled
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+Body = dict[str, Any]
+
+
+class FakeSession:
+    """Answers with given messages, and keeps the requests."""
+
+    def __init__(self, answer: Callable[[int], Mapping[str, object]], finish: str = "stop") -> None:
+        self._answer, self._finish = answer, finish
+        self.requests: list[tuple[Any, ...]] = []
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Any = None,
+        n: int = 1,
+        max_tokens: int | None = None,
+        key: str | None = None,
+    ) -> list[Answer]:
+        self.requests.append((list(messages), tools, n, max_tokens, key))
+        completion = Completion((5, 6), (-1.0, -1.0), (VersionSpan(0, 0, 2),), self._finish)
+        return [
+            Answer(self._answer(index), Sampled(completion, "r", 0.0, 1.0), index, 7)
+            for index in range(n)
+        ]
+
+
+def said(index: int) -> Mapping[str, object]:
+    return {"role": "assistant", "content": f"answer {index}"}
+
+
+def called(index: int) -> Mapping[str, object]:
+    return {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+def create(session: FakeSession, **body: Any) -> Any:
+    async def ask() -> Any:
+        async with Model(session) as model:
+            return await model.chat.completions.create(**body)
+
+    return asyncio.run(ask())
+
+
+USER = [{"role": "user", "content": "q"}]
+
+
+@pytest.mark.parametrize("answer", [said, called])
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_answer_is_a_chat_completion(answer: Any, n: int) -> None:
+    found = create(FakeSession(answer), messages=USER, n=n, model="gpt-5")
+    checked = ChatCompletion.model_validate(found.model_dump())
+    assert len(checked.choices) == n and checked.model == "gpt-5"
+    assert found.choices[0].message.content == checked.choices[0].message.content
+    assert found.choices[0].finish_reason == ("stop" if answer is said else "tool_calls")
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (7, 2 * n)
+    if answer is called:
+        call = found.choices[0].message.tool_calls[0]
+        assert (call.function.name, call.function.arguments, call.id) == ("add", '{"a": 1}', "c1")
+
+
+def test_messages_go_back_as_they_came() -> None:
+    session = FakeSession(called)
+
+    async def agent() -> None:
+        model = Model(session)
+        answer = await model.chat.completions.create(messages=USER)
+        message = answer.choices[0].message
+        chat = [*USER, message, {"role": "tool", "tool_call_id": "c1", "content": "3"}]
+        await model.chat.completions.create(messages=chat)
+        dumped = message.model_dump(exclude_none=True)
+        await model.chat.completions.create(messages=[*USER, dumped])
+
+    asyncio.run(agent())
+    again, dumped = session.requests[1][0][1], session.requests[2][0][1]
+    assert type(again) is dict and again["tool_calls"] == [CALL] == dumped["tool_calls"]
+    assert "content" not in dumped and again["content"] is None
+
+
+def test_arguments_reach_the_session() -> None:
+    session = FakeSession(said)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    body: Body = {"tools": tools, "n": 2, "max_tokens": 5}
+    create(session, messages=USER, **body, extra_headers={"Idempotency-Key": "k"})
+    create(session, messages=USER, max_completion_tokens=4, tools=[])
+    assert session.requests == [(USER, tools, 2, 5, "k"), (USER, None, 1, 4, None)]
+
+
+def test_sampling_of_the_agents_own_is_counted_and_has_no_effect() -> None:
+    async def ask() -> Model:
+        model = Model(FakeSession(said))
+        for temperature in (0.0, 1.0):
+            await model.chat.completions.create(
+                messages=USER, temperature=temperature, top_p=0.9, seed=1, model="x", stop=None
+            )
+        return model
+
+    assert asyncio.run(ask()).overridden == {"temperature": 2, "top_p": 2}
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"tool_choice": "required"}, "tool_choice = 'required' is not supported"),
+        ({"functions": []}, "functions is not supported"),
+    ],
+)
+def test_what_a_session_cannot_follow_is_refused(body: Body, error: str) -> None:
+    session = FakeSession(said)
+    with pytest.raises(UnsupportedError, match=error):
+        create(session, messages=USER, **body)
+    assert session.requests == []
+
+
+@pytest.mark.parametrize("answer", [said, called])
+def test_a_stream_has_the_whole_answer(answer: Any) -> None:
+    async def read() -> list[Reply]:
+        model = Model(FakeSession(answer, "length"))
+        stream = await model.chat.completions.create(messages=USER, stream=True, n=2)
+        return [chunk async for chunk in stream]
+
+    chunks = [ChatCompletionChunk.model_validate(one.model_dump()) for one in asyncio.run(read())]
+    assert [chunk.choices[0].index for chunk in chunks] == [0, 0, 1, 1]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "length"] * 2
+    first = chunks[0].choices[0].delta
+    assert first.content == "answer 0" if answer is said else first.tool_calls[0].id == "c1"
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(AttributeError, match="the answer has no field 'text'"):
+        _ = Reply(a=1).text
