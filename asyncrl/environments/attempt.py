@@ -1,0 +1,201 @@
+"""Runs one attempt of an environment at a task, and says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias, cast
+
+from asyncrl.environments.model import ChatSession, Model
+from asyncrl.sessions.session import Answer, ContextTooLongError, SessionClosedError
+from asyncrl.text.template import Message, Schema
+
+__all__ = ["End", "Ended", "Environment", "Game", "Limits", "attempt"]
+
+End: TypeAlias = Literal["done", "length", "turns", "deadline", "env_error", "closed"]
+"""How an attempt ends. `length`: no room is left in the context. `turns`, `deadline`: a limit was
+reached. `env_error`: the environment raised, or returned nonsense. `closed`: the run ended it."""
+
+REWARD = "reward"
+"""The key of the reward in a dict that an environment returns. Other keys are its parts."""
+
+
+class Game(Protocol):
+    """An environment whose loop is asyncrl's. There is one object for each attempt."""
+
+    def reset(self, task: Mapping[str, Any]) -> object:
+        """The first messages: a text for one user message, or a list of messages."""
+        ...
+
+    def step(self, message: Mapping[str, Any]) -> object:
+        """What follows an answer: (messages or text, reward so far or None, whether it is over)."""
+        ...
+
+
+Solve: TypeAlias = Callable[[Mapping[str, Any], Model], Awaitable[object]]
+Environment: TypeAlias = "Solve | Callable[[], Game]"
+"""An async function of a task and the model, or a class of games."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What ends an attempt."""
+
+    turns: int = 1000
+    deadline_s: float = math.inf
+    """Seconds of the attempt, tools included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of an attempt."""
+
+    end: End
+    reward: float | None = None
+    """None: the environment gave none, so reward functions give it."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+    """One line about an error, with its place in the environment's code."""
+    turns: int = 0
+    model_s: float = 0.0
+    """Seconds in which the attempt waited for the model."""
+    other_s: float = 0.0
+    """The other seconds of the attempt: tools and the environment's own code."""
+
+
+class _TurnsError(RuntimeError):
+    """An attempt asked for more turns than it may take."""
+
+
+class _Watched:
+    """A session that counts turns and the time that they take."""
+
+    def __init__(self, session: ChatSession, turns: int) -> None:
+        self._session, self._most = session, turns
+        self.turns, self.model_s = 0, 0.0
+        self.ended: BaseException | None = None
+        """Why the model refused a request for good. An environment may catch the exception."""
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] | None = None,
+        n: int = 1,
+        max_tokens: int | None = None,
+        key: str | None = None,
+    ) -> list[Answer]:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            if self.turns >= self._most:
+                raise _TurnsError(f"the attempt has taken its {self._most} turns")
+            self.turns += 1
+            return await self._session.chat(messages, tools, n, max_tokens, key)
+        except (_TurnsError, ContextTooLongError, SessionClosedError) as error:
+            self.ended = error
+            raise
+        finally:
+            self.model_s += clock() - began
+
+
+async def attempt(
+    environment: Environment, task: Mapping[str, Any], session: ChatSession, limits: Limits
+) -> Ended:
+    """Run an attempt to its end. It never raises, except when it is canceled.
+
+    Args:
+        task: the columns of the prompt's row.
+    """
+    clock = asyncio.get_running_loop().time
+    watched, began = _Watched(session, limits.turns), clock()
+
+    def ended(
+        end: End, note: str = "", given: tuple[float | None, Mapping[str, float]] = (None, {})
+    ) -> Ended:
+        reward, parts = given
+        model_s = min(watched.model_s, clock() - began)
+        other_s = clock() - began - model_s
+        return Ended(end, reward, parts, note, watched.turns, model_s, other_s)
+
+    try:
+        deadline = None if math.isinf(limits.deadline_s) else limits.deadline_s
+        async with asyncio.timeout(deadline) as timeout:
+            result = await _run(environment, task, Model(watched))
+        given = _rewards(result)
+    except TimeoutError as error:
+        if timeout.expired():
+            return ended("deadline", f"it was not over after {limits.deadline_s:g} s")
+        return ended("env_error", _place(error))
+    except (_TurnsError, ContextTooLongError, SessionClosedError) as error:
+        return ended(_end_of(error), str(error))
+    except Exception as error:
+        return ended("env_error", _place(error))
+    # An environment may catch what ended it, and give a reward for what was reached.
+    return ended("done" if watched.ended is None else _end_of(watched.ended), given=given)
+
+
+def _end_of(error: BaseException) -> End:
+    if isinstance(error, _TurnsError):
+        return "turns"
+    return "length" if isinstance(error, ContextTooLongError) else "closed"
+
+
+async def _run(environment: Environment, task: Mapping[str, Any], model: Model) -> object:
+    if not inspect.isclass(environment):
+        return await cast("Solve", environment)(task, model)
+    game = cast("type[Game]", environment)()
+    chat = _messages(await _awaited(game.reset(task)))
+    reward: object = None
+    while True:
+        answer = await model.chat.completions.create(messages=chat)
+        message = answer.choices[0].message.model_dump(exclude_none=True)
+        result = await _awaited(game.step(message))
+        if not isinstance(result, tuple) or len(result) != 3:
+            raise TypeError(f"step returned {str(result)[:80]!r}, not (messages, reward, over)")
+        more, reward, over = result
+        if over:
+            return reward
+        chat = [*chat, message, *_messages(more)]
+
+
+async def _awaited(value: object) -> object:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _messages(given: object) -> list[Any]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if isinstance(given, Sequence) and given and all(isinstance(one, Mapping) for one in given):
+        return list(given)
+    raise TypeError(f"{str(given)[:80]!r} is neither a text nor a list of messages")
+
+
+def _rewards(result: object) -> tuple[float | None, Mapping[str, float]]:
+    """The reward and its parts of what an environment returned."""
+    if result is None:
+        return None, {}
+    values = result if isinstance(result, Mapping) else {REWARD: result}
+    found = {str(name): _number(str(name), value) for name, value in values.items()}
+    reward = found.pop(REWARD, None)
+    return reward, found
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    raise TypeError(f"{name} is {str(value)[:80]!r}, not a finite number")
+
+
+def _place(error: BaseException) -> str:
+    """The error on one line, with the last place in code outside asyncrl."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/asyncrl/" not in frame.filename and "/asyncio/" not in frame.filename
+    ]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"

@@ -1,0 +1,208 @@
+"""Attempts of functions and games: how each ends, and what it returns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from asyncrl.contracts.rows import Completion, VersionSpan
+from asyncrl.environments.attempt import Ended, Limits, attempt
+from asyncrl.sessions.session import Answer, ContextTooLongError, Sampled, SessionClosedError
+from asyncrl.testing import VirtualTimeLoop
+
+TASK = {"start": 3}
+
+
+class FakeSession:
+    """Says the number of the turn, after `seconds`. Raises `error` at turn `fails_at`."""
+
+    def __init__(
+        self, seconds: float = 0.0, fails_at: int | None = None, error: Exception | None = None
+    ) -> None:
+        self.seconds, self.fails_at, self.error = seconds, fails_at, error
+        self.chats: list[list[Mapping[str, object]]] = []
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, object]], *_: Any, **__: Any
+    ) -> list[Answer]:
+        self.chats.append(list(messages))
+        await asyncio.sleep(self.seconds)
+        if self.error is not None and len(self.chats) == self.fails_at:
+            raise self.error
+        completion = Completion((5,), (-1.0,), (VersionSpan(0, 0, 1),), "stop")
+        message = {"role": "assistant", "content": str(len(self.chats))}
+        return [Answer(message, Sampled(completion, "r", 0.0, 1.0), 0, 1)]
+
+
+def run(environment: Any, session: Any = None, **limits: Any) -> Ended:
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(attempt(environment, TASK, session or FakeSession(), Limits(**limits)))
+
+
+async def ask(model: Any, content: str = "q") -> Any:
+    return await model.chat.completions.create(messages=[{"role": "user", "content": content}])
+
+
+class Count:
+    """A game of `start` turns. Each answer is worth its number."""
+
+    def reset(self, task: Mapping[str, Any]) -> str:
+        self.left, self.total = task["start"], 0
+        return "count"
+
+    def step(self, message: Mapping[str, Any]) -> tuple[str, float, bool]:
+        self.left -= 1
+        self.total += int(message["content"])
+        return "more", self.total, self.left == 0
+
+
+class AsyncCount(Count):
+    async def reset(self, task: Mapping[str, Any]) -> Any:  # type: ignore[override]
+        return [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": super().reset(task)},
+        ]
+
+    async def step(self, message: Mapping[str, Any]) -> Any:  # type: ignore[override]
+        return super().step(message)
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward", "parts"),
+    [
+        (None, None, {}),
+        (1, 1.0, {}),
+        (True, 1.0, {}),
+        (0.5, 0.5, {}),
+        ({"reward": 0.5, "format": 1}, 0.5, {"format": 1.0}),
+        ({"format": 1}, None, {"format": 1.0}),
+    ],
+)
+def test_a_function_returns_its_reward(returned: Any, reward: Any, parts: Any) -> None:
+    async def solve(task: Mapping[str, Any], model: Any) -> Any:
+        assert task == TASK
+        await ask(model)
+        await ask(model)
+        return returned
+
+    ended = run(solve)
+    assert (ended.end, ended.reward, ended.parts, ended.turns) == ("done", reward, parts, 2)
+
+
+@pytest.mark.parametrize("game", [Count, AsyncCount])
+def test_a_game_is_played_to_its_end(game: Any) -> None:
+    session = FakeSession()
+    ended = run(game, session)
+    assert (ended.end, ended.reward, ended.turns) == ("done", 6.0, 3)
+    assert [message["content"] for message in session.chats[-1]][-4:] == ["1", "more", "2", "more"]
+
+
+def test_time_of_the_model_and_of_tools_is_told_apart() -> None:
+    async def solve(task: Any, model: Any) -> None:
+        await ask(model)
+        await asyncio.sleep(5)
+        await ask(model)
+
+    ended = run(solve, FakeSession(seconds=2))
+    assert (ended.model_s, ended.other_s) == pytest.approx((4, 5))
+
+
+def test_limits_end_an_attempt() -> None:
+    assert (run(Count, turns=2).end, run(Count, turns=3).end) == ("turns", "done")
+    late = run(Count, FakeSession(seconds=2), deadline_s=5)
+    assert (late.end, late.turns, late.reward) == ("deadline", 3, None)
+    assert late.note == "it was not over after 5 s" and late.model_s == pytest.approx(5)
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (ContextTooLongError("full"), "length"),
+        (SessionClosedError("the run ended"), "closed"),
+        (RuntimeError("the engine died"), "env_error"),
+    ],
+)
+def test_the_models_refusals_end_an_attempt(error: Exception, end: str) -> None:
+    ended = run(Count, FakeSession(fails_at=2, error=error))
+    assert (ended.end, ended.turns, ended.reward) == (end, 2, None)
+    assert str(error) in ended.note
+
+
+def test_an_environment_may_reward_what_was_reached_before_a_limit() -> None:
+    async def solve(task: Any, model: Any) -> float:
+        try:
+            while True:
+                await ask(model)
+        except Exception:
+            return 0.25
+
+    ended = run(solve, turns=2)
+    assert (ended.end, ended.reward, ended.turns) == ("turns", 0.25, 2)
+
+
+async def raises(task: Any, model: Any) -> None:
+    await ask(model)
+    raise KeyError("answer\nmissing")
+
+
+async def times_out(task: Any, model: Any) -> None:
+    raise TimeoutError("its own")
+
+
+async def gives_nonsense(task: Any, model: Any) -> Any:
+    return {"reward": float("nan")}
+
+
+async def gives_text(task: Any, model: Any) -> Any:
+    return "good"
+
+
+class OddStep(Count):
+    def step(self, message: Mapping[str, Any]) -> Any:
+        return "more"
+
+
+class OddReset(Count):
+    def reset(self, task: Mapping[str, Any]) -> Any:
+        return 7
+
+
+def not_async(task: Any, model: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("environment", "note"),
+    [
+        (raises, "KeyError: 'answer\\nmissing' ("),
+        (times_out, "TimeoutError: its own ("),
+        (gives_nonsense, "TypeError: reward is 'nan', not a finite number"),
+        (gives_text, "TypeError: reward is 'good', not a finite number"),
+        (OddStep, "TypeError: step returned 'more', not (messages, reward, over)"),
+        (OddReset, "TypeError: '7' is neither a text nor a list of messages"),
+        (not_async, "TypeError: "),
+    ],
+)
+def test_errors_of_the_environment_are_its_own(environment: Any, note: str) -> None:
+    ended = run(environment, deadline_s=60)
+    assert ended.end == "env_error" and ended.reward is None
+    assert ended.note.startswith(note) and "\n" not in ended.note
+    assert environment is not raises or "test_attempt.py:" in ended.note
+
+
+def test_canceling_an_attempt_cancels_it() -> None:
+    async def cancel() -> None:
+        async def solve(task: Any, model: Any) -> None:
+            await asyncio.sleep(100)
+
+        task = asyncio.create_task(attempt(solve, TASK, FakeSession(), Limits()))
+        await asyncio.sleep(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(cancel())
