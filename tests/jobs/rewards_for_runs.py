@@ -9,6 +9,13 @@ def hangs(prompts, completions, completion_ids, **columns):
     time.sleep(3600)
 
 
+def hangs_in_the_run(prompts, completions, completion_ids, **columns):
+    """Passes the trial of the plan, which scores one made-up completion."""
+    if len(completions) > 1:
+        time.sleep(3600)
+    return [0.0]
+
+
 def digits(prompts, completions, completion_ids, **columns):
     """Share of digits among at most six tokens. A model with random weights earns some of it, and
     learns it in a few steps."""

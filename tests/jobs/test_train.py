@@ -321,18 +321,20 @@ def test_a_signal_stops_the_run_cleanly(start_run, task, shared_memory, tmp_path
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
-def test_a_bad_reward_ends_the_run_with_its_name(start_run):
+@pytest.mark.parametrize(("reward", "code"), [("hangs", 2), ("hangs_in_the_run", 1)])
+def test_a_bad_reward_ends_the_run_with_its_name(start_run, reward, code):
+    """The plan tries each reward once. A reward that hangs only later ends the run."""
     run = start_run(
         {
-            "reward.functions": {"bad": {"function": "rewards_for_runs:hangs"}},
+            "reward.functions": {"bad": {"function": f"rewards_for_runs:{reward}"}},
             "reward.deadline_s": 2,
             "eval": {},
         }
     )
-    assert run.wait() == 1
-    last = run.output.split("\nasyncrl: ")[1]
+    assert run.wait() == code, run.output
+    last = f"\n{run.output}".split("\nasyncrl: ")[1]
     assert (
-        "rewards_for_runs:hangs" in last.splitlines()[0]
+        f"rewards_for_runs:{reward}" in last.splitlines()[0]
         and "killed after reward.deadline_s = 2" in last.splitlines()[0]
     ), run.output
     assert run.gone() == []
