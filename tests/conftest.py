@@ -37,11 +37,61 @@ LEAVINGS = (
 """Name patterns of the temporary files of libraries. vLLM's sockets are named by UUIDs."""
 
 
+BESIDE = (
+    "agreement",
+    "algorithms",
+    "config",
+    "contracts",
+    "control",
+    "environments",
+    "models",
+    "packing",
+    "preflight",
+    "rewards",
+    "run",
+    "rundir",
+    "sandbox",
+    "sessions",
+    "testing",
+    "text",
+)
+"""Folders whose tests may run beside a Ray cluster and its engines, unless they use one."""
+STARTS_RAY = (
+    "test_autoscaling.py",
+    "test_cluster_address.py",
+    "test_offline_run.py",
+    "test_resource_usage.py",
+    "test_shared_gpus.py",
+)
+"""Files in these folders that start Ray without the fixture `ray_cluster`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let `pytest -n 2 --dist loadgroup` run all tests with Ray in one process, in their order. Two
+    clusters would take each other's cores. The other process runs the files of BESIDE."""
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        with_ray = "ray_cluster" in getattr(item, "fixturenames", ())
+        apart = folder in BESIDE and not with_ray and item.path.name not in STARTS_RAY
+        item.add_marker(pytest.mark.xdist_group(item.path.stem if apart else "ray"))
+
+
 def leavings() -> set[str]:
     return {path.name for pattern in LEAVINGS for path in TemporaryPlace.where().glob(pattern)}
 
 
 THERE_BEFORE = leavings()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Give the engine starts of a process of pytest-xdist to the one that prints the summary."""
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["engine_starts"] = ENGINE_STARTS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    ENGINE_STARTS.extend(getattr(node, "workeroutput", {}).get("engine_starts", []))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
