@@ -37,6 +37,8 @@ class Cable:
         _ip("address", "add", f"{self.addresses[0]}/24", "dev", self.ends[0])
         _ip("link", "set", self.ends[0], "up")
         self.holder: subprocess.Popen[bytes] | None = None
+        self.inside: tuple[str, ...] = ()
+        """Beginning of a command in the other namespace."""
 
     def plug_in(self, process: int) -> None:
         """Connect the network namespace of a process."""
@@ -44,14 +46,15 @@ class Cable:
         hold = ["nsenter", "-t", str(process), "-n", "sleep", str(HELD_S)]
         self.holder = subprocess.Popen(hold, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         _ip("link", "set", self.ends[1], "netns", str(process))
-        inside = ("nsenter", "-t", str(process), "-n")
+        self.inside = inside = ("nsenter", "-t", str(process), "-n")
         _ip("link", "set", "lo", "up", inside=inside)
         _ip("address", "add", f"{self.addresses[1]}/24", "dev", self.ends[1], inside=inside)
         _ip("link", "set", self.ends[1], "up", inside=inside)
 
     def cut(self) -> None:
-        """Nothing arrives any more, and no connection is closed."""
-        _ip("link", "set", self.ends[0], "down")
+        """Nothing arrives any more, and no connection is closed. The near end stays up, because
+        processes here also reach one another by its address."""
+        _ip("link", "set", self.ends[1], "down", inside=self.inside)
 
     def remove(self) -> None:
         """Remove both ends, and let the namespace end."""
