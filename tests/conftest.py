@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +74,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         with_ray = "ray_cluster" in getattr(item, "fixturenames", ())
         apart = folder in BESIDE and not with_ray and item.path.name not in STARTS_RAY
         item.add_marker(pytest.mark.xdist_group(item.path.stem if apart else "ray"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape what a report cannot carry to another process: text that is not UTF-8."""
+    report = yield
+    report.sections = [
+        (title, text.encode("utf-8", "backslashreplace").decode())
+        for title, text in report.sections
+    ]
+    return report
 
 
 def leavings() -> set[str]:
