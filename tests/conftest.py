@@ -66,6 +66,7 @@ STARTS_RAY = (
 """Files in these folders that start Ray without the fixture `ray_cluster`."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let `pytest -n 2 --dist loadgroup` run all tests with Ray in one process, in their order. Two
     clusters would take each other's cores. The other process runs the files of BESIDE."""
