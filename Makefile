@@ -10,7 +10,7 @@ demo: setup  ## the main job, end to end; ARGS="--placement colocate" changes se
 	@$(PYTHON) -m jobs.quickstart $(ARGS)
 
 test: setup  ## the default tests, real vLLM and DeepSpeed included
-	@$(PYTHON) -m pytest -q -n 2 --dist loadgroup
+	@$(PYTHON) -m pytest -q -n 2
 
 test-all: setup  ## what is too slow for `make test`
 	@$(PYTHON) -m pytest -q -m slow

@@ -7,6 +7,7 @@ import contextlib
 import os
 import resource
 from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,15 +67,26 @@ STARTS_RAY = (
 """Files in these folders that start Ray without the fixture `ray_cluster`."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let `pytest -n 2 --dist loadgroup` run all tests with Ray in one process, in their order. Two
-    clusters would take each other's cores. The other process runs the files of BESIDE."""
-    for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        with_ray = "ray_cluster" in getattr(item, "fixturenames", ())
-        apart = folder in BESIDE and not with_ray and item.path.name not in STARTS_RAY
-        item.add_marker(pytest.mark.xdist_group(item.path.stem if apart else "ray"))
+@cache
+def unit(file: str) -> str:
+    """What runs in one process: the tests of this file, or all tests with Ray. Two clusters would
+    take each other's cores."""
+    path = Path(__file__).parents[1] / file
+    apart = path.parent.name in BESIDE and path.name not in STARTS_RAY
+    return file if apart and "ray_cluster" not in path.read_text() else "ray"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let `pytest -n 2` run all tests with Ray in one process, in their order, and the others
+    beside them, file by file. (`--dist loadgroup` has no effect with pytest 9.2.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Units(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit(nodeid.partition("::")[0])
+
+    return Units(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
