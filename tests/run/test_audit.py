@@ -313,14 +313,16 @@ def test_masked_tokens_are_checked_one_by_one(tmp_path, no_threads):
     run = asyncrl.open_run(tmp_path / "run")
     assert all(check.passed for check in audit(run)), audit_text(audit(run))
     counts = checks_of(tmp_path / "run")["trained tokens equal the learner's count"].summary
+    trained_groups = surviving_trained(tmp_path / "run")
+    ordinals = {ended["ordinal"] for ended in trained_groups}
     whole = sum(
         sum(map(len, row["completion_ids"]))
         for row in run.groups().to_pylist()
-        if row["ordinal"] in {ended["ordinal"] for ended in surviving_trained(tmp_path / "run")}
+        if row["ordinal"] in ordinals
     )
     trained = int(counts.split()[0])
     assert 0.3 * whole < trained < 0.9 * whole, "some tokens are masked, and others are not"
-    ages = {ended["staleness"] for ended in surviving_trained(tmp_path / "run")}
+    ages = {ended["staleness"] for ended in trained_groups}
     assert ages == {0, 1}
 
 
