@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias, cast
 
 from asyncrl.environments.model import ChatSession, Model
 from asyncrl.sessions.session import Answer, ContextTooLongError, SessionClosedError
-from asyncrl.text.template import Message, Schema
+from asyncrl.text.template import Message, MessagesError, Schema
 
 __all__ = ["End", "Ended", "Environment", "Game", "Limits", "attempt"]
 
@@ -79,6 +79,8 @@ class _Watched:
         self.turns, self.model_s = 0, 0.0
         self.ended: BaseException | None = None
         """Why the model refused a request for good. An environment may catch the exception."""
+        self.failed: Exception | None = None
+        """The last error of the model's side."""
 
     async def chat(
         self,
@@ -98,6 +100,11 @@ class _Watched:
         except (_TurnsError, ContextTooLongError, SessionClosedError) as error:
             self.ended = error
             raise
+        except MessagesError:  # what the environment asked
+            raise
+        except Exception as error:
+            self.failed = error
+            raise
         finally:
             self.model_s += clock() - began
 
@@ -105,10 +112,14 @@ class _Watched:
 async def attempt(
     environment: Environment, task: Mapping[str, Any], session: ChatSession, limits: Limits
 ) -> Ended:
-    """Run an attempt to its end. It never raises, except when it is canceled.
+    """Run an attempt to its end.
 
     Args:
         task: the columns of the prompt's row.
+
+    Raises:
+        Exception: whatever error of the model's side reaches the attempt's end, such as a dead
+            engine. The environment has no part in it, so the attempt should be made again.
     """
     clock = asyncio.get_running_loop().time
     watched, began = _Watched(session, limits.turns), clock()
@@ -129,10 +140,14 @@ async def attempt(
     except TimeoutError as error:
         if timeout.expired():
             return ended("deadline", f"it was not over after {limits.deadline_s:g} s")
+        if error is watched.failed:
+            raise
         return ended("env_error", _place(error))
     except (_TurnsError, ContextTooLongError, SessionClosedError) as error:
         return ended(_end_of(error), str(error))
-    except Exception as error:
+    except Exception as error:  # the environment is a user's code, and may raise anything
+        if error is watched.failed:
+            raise
         return ended("env_error", _place(error))
     # An environment may catch what ended it, and give a reward for what was reached.
     return ended("done" if watched.ended is None else _end_of(watched.ended), given=given)

@@ -12,6 +12,7 @@ from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.environments.attempt import Ended, Limits, attempt
 from asyncrl.sessions.session import Answer, ContextTooLongError, Sampled, SessionClosedError
 from asyncrl.testing import VirtualTimeLoop
+from asyncrl.text.template import MessagesError
 
 TASK = {"start": 3}
 
@@ -122,13 +123,28 @@ def test_limits_end_an_attempt() -> None:
     [
         (ContextTooLongError("full"), "length"),
         (SessionClosedError("the run ended"), "closed"),
-        (RuntimeError("the engine died"), "env_error"),
+        (MessagesError("the template refuses the chat"), "env_error"),
     ],
 )
 def test_the_models_refusals_end_an_attempt(error: Exception, end: str) -> None:
     ended = run(Count, FakeSession(fails_at=2, error=error))
     assert (ended.end, ended.turns, ended.reward) == (end, 2, None)
     assert str(error) in ended.note
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the engine died"), TimeoutError("no answer")])
+def test_an_error_of_the_models_side_is_not_the_environments(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)):
+        run(Count, FakeSession(fails_at=2, error=error), deadline_s=60)
+
+    async def asks_again(task: Any, model: Any) -> float:
+        try:
+            await ask(model)
+        except Exception:
+            await ask(model)
+        return 1.0
+
+    assert run(asks_again, FakeSession(fails_at=1, error=error)).end == "done"
 
 
 def test_an_environment_may_reward_what_was_reached_before_a_limit() -> None:
