@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
         from benchmarks.plots import Axes, draw_lines
 
         axes = Axes("Speed by staleness bound", "max_staleness, versions", "speed, ideal = 1")
-        draw_lines(options.plot, axes, {"steps per second": list(speeds.items())}, ("ideal", 1.0))
+        draw_lines(options.plot, axes, {"measured": list(speeds.items())}, ("ideal", 1.0))
     return 0
 
 

@@ -44,6 +44,7 @@ BETWEEN_STATIONS = {
     ("frozen", "weights"),
     ("generation", "weights"),
     ("learning", "weights"),
+    ("rollout", "environments"),
     ("serving", "generation"),
 }
 """(importer, imported): the only stations that import another."""
@@ -254,7 +255,7 @@ SURFACE = {
     "algorithms": "CHUNK_ELEMENTS LIVE_CHUNKS supervised_loss token_logprobs token_weights",
     "config": (
         "AlgorithmConfig CheckpointConfig Config ConfigError CorrectionConfig DataConfig "
-        "DistillationConfig DpoConfig EvalConfig EvalSet GeneratorConfig HUB_CACHE "
+        "DistillationConfig DpoConfig EnvironmentConfig EvalConfig EvalSet GeneratorConfig HUB_CACHE "
         "LearnerConfig LoraConfig ModelConfig ObserveConfig OfflineConfig "
         "OfflineDataConfig RewardConfig RewardFunction RolloutConfig RunSettings "
         "SandboxConfig Section SftConfig Source Sources StalenessConfig WarmStartConfig "

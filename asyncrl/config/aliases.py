@@ -19,6 +19,12 @@ WHOLE_VERSIONS = (
 )
 
 RENAMED = {
+    "agent_func_path": "environment.function",
+    "max_turns": "environment.max_turns",
+    "max_rollout_turns": "environment.max_turns",
+    "max_tool_calling_iterations": "environment.max_turns",
+    "multi_turn": "environment.function",
+    "tool_config_path": "environment.function, which gives its tools to the model",
     "ref_model_sync_steps": "algorithm.ref_update_interval",
     "sync_ref_model": "algorithm.ref_update_interval, with a number of versions",
     "use_peft": "lora.r, for an adapter of that rank",
@@ -489,12 +495,6 @@ NOT_IMPLEMENTED = {
     "custom_generate_function_path": "there is no setting for such a function; remove it",
     "rollout_function_path": "there is no setting for such a function; remove it",
     "custom_tis_function_path": "there is no setting for such a function; remove it",
-    "agent_func_path": "there is no setting for such a function; remove it",
-    "max_turns": "a rollout is one prompt and one completion; remove it",
-    "multi_turn": "a rollout is one prompt and one completion; remove it",
-    "max_tool_calling_iterations": "a rollout is one prompt and one completion; remove it",
-    "tool_config_path": "a rollout is one prompt and one completion; remove it",
-    "max_rollout_turns": "a rollout is one prompt and one completion; remove it",
     "image_key": "prompts are text; remove it",
     "video_key": "prompts are text; remove it",
     "multimodal_keys": "prompts are text; remove it",

@@ -84,6 +84,18 @@ def sequences(settings: Settings) -> Derived:
 
 def deadline(settings: Settings, tokens: int | None = None) -> Derived:
     """rollout.deadline_s for completions of at most `tokens` (default: those of rollouts)."""
+    if settings.environment is not None:
+        environment = settings.environment
+        at_once = settings.rollout.num_workers * environment.processes * environment.concurrency
+        waves = math.ceil(_completions_at_once(settings) / at_once)
+        queued = f", in {waves} waves, as {at_once} run at once" if waves > 1 else ""
+        return Derived(
+            "rollout.deadline_s",
+            _seconds(SHORTEST_DEADLINE_S, 2 * waves * environment.deadline_s),
+            "s",
+            f"twice environment.deadline_s = {environment.deadline_s:g} s, because a session may"
+            f" begin again{queued}, at least {SHORTEST_DEADLINE_S:g} s",
+        )
     tokens = settings.rollout.max_completion_length if tokens is None else tokens
     turns = math.ceil(
         _completions_at_once(settings) / (max_num_seqs(settings) * settings.generator.num_replicas)

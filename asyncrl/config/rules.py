@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from asyncrl.config.derived import push_timeout_s, stall_timeout_s
 from asyncrl.config.distillation_rules import check_distillation
+from asyncrl.config.environment_rules import check_environment
 from asyncrl.config.placement_rules import check_placement
 from asyncrl.config.preference_rules import check_preference
 from asyncrl.config.schema import GeneratorConfig, Source
@@ -255,6 +256,7 @@ def check_rules(config: Settings) -> None:
     check_placement(config)
     _check_lora(config)
     check_distillation(config)
+    check_environment(config)
     _check_batches(config)
     _check_lengths_and_timeouts(config)
     _check_evaluation(config)
@@ -383,8 +385,12 @@ def _check_batches(config: Settings) -> None:
 
 
 def _check_lengths_and_timeouts(config: Settings) -> None:
-    if config.data.max_length is not None and config.data.max_length > (
-        longest := config.data.max_prompt_length + config.rollout.max_completion_length
+    alone = config.environment is None
+    if (
+        alone
+        and config.data.max_length is not None
+        and config.data.max_length
+        > (longest := config.data.max_prompt_length + config.rollout.max_completion_length)
     ):
         raise ValueError(
             f"data.max_length = {config.data.max_length} is above data.max_prompt_length +"

@@ -36,6 +36,7 @@ __all__ = [
     "CorrectionConfig",
     "DataConfig",
     "DistillationConfig",
+    "EnvironmentConfig",
     "EvalConfig",
     "EvalSet",
     "GeneratorConfig",
@@ -435,6 +436,43 @@ class RewardConfig(Section):
     def penalizes_length(self) -> bool:
         """Whether the soft overlong penalty applies."""
         return self.overlong_buffer > 0
+
+
+class EnvironmentConfig(Section):
+    """Sessions: each trajectory is one attempt of an environment at a prompt, with many turns of
+    the model."""
+
+    function: str = Field(pattern=FUNCTION)
+    """`package.module:name`, importable in a new process: an async function of a task and the
+    model, or a class with reset and step. docs/how_to/environments.md has both."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the function, or of the class, for every attempt. They are saved and
+    shown with the config, so do not put secrets here."""
+    max_turns: int = Field(default=16, gt=0)
+    """Most turns of one session."""
+    deadline_s: float = Field(default=300.0, gt=0)
+    """Seconds of one session, the model's and the environment's together."""
+    train_ends: list[Literal["done", "length", "turns", "deadline", "env_error", "closed"]] = [
+        "done",
+        "length",
+        "turns",
+    ]
+    """Sessions with these ends are trained. Others are masked, and their reward counts nowhere.
+    `length`: the context is full. `turns`, `deadline`: a limit. `env_error`: the environment
+    raised, blocked its process or ended it. `closed`: the run ended the session."""
+    history: Literal["verbatim", "template"] = "verbatim"
+    """What a turn continues from. `verbatim`: the tokens that were sampled before it. `template`:
+    the same, but only where the chat template would write the same tokens. A template that strips
+    earlier reasoning does not, and each turn is then a row of its own."""
+    processes: int = Field(default=2, gt=0)
+    """Environment processes of each rollout worker."""
+    concurrency: int = Field(default=64, gt=0)
+    """Sessions that one environment process runs at once."""
+    block_s: float = Field(default=10.0, gt=0)
+    """Seconds that the code of one session may run without an await. Then its process is killed:
+    this session ends with env_error, and the others of the process begin again."""
+    memory_bytes: int = Field(default=4 << 30, gt=0)
+    """Private memory that one environment process may use, in bytes (RLIMIT_DATA on Linux)."""
 
 
 class GeneratorConfig(Section):

@@ -11,6 +11,7 @@ from asyncrl.config.run_settings import Limits, RunSettings, located, root_of_ru
 from asyncrl.config.schema import (
     AlgorithmConfig,
     DataConfig,
+    EnvironmentConfig,
     EvalConfig,
     EvalSet,
     GeneratorConfig,
@@ -27,6 +28,9 @@ from asyncrl.config.schema import (
 
 __all__ = ["Settings", "completion_room"]
 
+
+ENVIRONMENT, BUILTIN = "environment", "asyncrl.rewards.builtin:environment"
+"""Name and function of the reward that an environment gives."""
 
 SHARES = {
     "share": {"learner": 0.5, "generator": 0.35},
@@ -66,12 +70,26 @@ class Settings(RunSettings):
     data: DataConfig
     rollout: RolloutConfig
     reward: RewardConfig
+    environment: EnvironmentConfig | None = None
+    """None: each trajectory is one completion of its prompt."""
     generator: GeneratorConfig = GeneratorConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     staleness: StalenessConfig = StalenessConfig()
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def environments_give_rewards(cls, tree: object) -> object:
+        """With an environment, its own rewards are the only ones unless reward.functions is
+        given."""
+        if not isinstance(tree, dict) or tree.get("environment") is None:
+            return tree
+        reward = tree.get("reward", {})
+        if not isinstance(reward, dict):
+            return tree
+        return {**tree, "reward": {"functions": {ENVIRONMENT: {"function": BUILTIN}}, **reward}}
 
     @model_validator(mode="before")
     @classmethod
@@ -228,7 +246,9 @@ class Settings(RunSettings):
 
     @property
     def longest_trajectory(self) -> int:
-        """Longest possible trajectory, in tokens: prompt and completion."""
+        """Longest possible trajectory, in tokens: prompt and completion, or a row of a session."""
+        if self.environment is not None and self.data.max_length is not None:
+            return self.data.max_length
         longest = self.data.max_prompt_length + self.rollout.max_completion_length
         return longest if self.data.max_length is None else min(longest, self.data.max_length)
 

@@ -19,8 +19,10 @@ from asyncrl.contracts.rows import (
     COLUMNS,
     REFERENCE_COLUMN,
     SCORED_COLUMNS,
+    SESSION_COLUMNS,
     TEACHER_TOKENS,
     TOKEN_REWARDS_COLUMN,
+    TURN_COLUMNS,
 )
 
 __all__ = ["content_hashes"]
@@ -36,13 +38,14 @@ PER_TOKEN = frozenset(
         REFERENCE_COLUMN,
         TOKEN_REWARDS_COLUMN,
         *TEACHER_TOKENS,
+        "turn_context",
         "baseline_ids",
         "baseline_logprobs",
         "baseline_versions",
     }
 )
 """Columns that grow with the tokens. Their Arrow bytes are hashed directly."""
-TYPED = frozenset({*COLUMNS, *SCORED_COLUMNS, *BASELINE_COLUMNS})
+TYPED = frozenset({*COLUMNS, *SCORED_COLUMNS, *BASELINE_COLUMNS, *TURN_COLUMNS, *SESSION_COLUMNS})
 """Columns whose Arrow type never changes. Merging files may change the type of `reward_parts` or a
 dataset column, so those are hashed as plain values."""
 

@@ -77,7 +77,8 @@ def table_from_ipc(stream: pa.Buffer) -> pa.Table:
 
 
 def groups_from_table(table: pa.Table) -> list[Group]:
-    """The inverse of `groups_to_table`: exactly the same groups."""
+    """The inverse of `groups_to_table`: exactly the same groups. Of sessions, they have the sampled
+    tokens; `asyncrl.contracts.session_table` has the rest."""
     names = [name for name in table.column_names if name not in ADDED_COLUMNS]
     schema = table.select(names).schema
     return [
@@ -207,6 +208,13 @@ def _trajectory(row: GroupRow, index: int) -> Trajectory:
         versions=tuple(VersionSpan(**span) for span in row["versions"][index]),
         finish_reason=row["finish_reason"][index],
         text=row["completion_text"][index],
+        turns=tuple(
+            tokens
+            for trajectory, tokens in zip(
+                row.get("turn_trajectory", ()), row.get("turn_tokens", ()), strict=True
+            )
+            if trajectory == index
+        ),
     )
     parts, references, tokens = (
         row.get("reward_parts"),

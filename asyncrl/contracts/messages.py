@@ -29,6 +29,7 @@ __all__ = [
     "Scored",
     "ScoredBaseline",
     "ServedWeights",
+    "SessionCounts",
     "StepResult",
     "StreamPiece",
     "TensorEntry",
@@ -147,6 +148,26 @@ class ScoredBaseline:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionCounts:
+    """Summary of the sessions of a group for control."""
+
+    ends: Mapping[str, int]
+    """How they ended → how many did."""
+    turns: int
+    branches: int
+    """Turns that do not continue the turn before them, and say why."""
+    unparsed: int
+    """Turns whose tool calls or reasoning could not be parsed."""
+    overridden: int
+    """Arguments of requests that had no effect, such as a temperature."""
+    tokens: Mapping[str, int]
+    """`trained`, or why they are not → their sampled tokens. They add up to `Scored.tokens`."""
+    model_s: float
+    other_s: float
+    """Seconds that the sessions waited for the model, and all other seconds."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scored:
     """Summary of a scored group for control, with the location of its row."""
 
@@ -195,6 +216,8 @@ class Scored:
     """The version of the reference policy that scored the group; None without one."""
     baseline: ScoredBaseline | None = None
     """None in a run without baselines."""
+    sessions: SessionCounts | None = None
+    """None without an environment."""
     example: TrajectoryText | None = None
 
     @property

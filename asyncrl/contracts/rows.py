@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
@@ -26,6 +27,8 @@ __all__ = [
     "REFERENCE_VERSION",
     "REFERENCE_VERSION_COLUMN",
     "SCORED_COLUMNS",
+    "SESSION_COLUMNS",
+    "SESSION_ENDS",
     "STATUSES",
     "TEACHER_COLUMNS",
     "TEACHER_FAILURE_COLUMN",
@@ -37,6 +40,7 @@ __all__ = [
     "TOKEN_REWARDS_COLUMN",
     "TRAJECTORY_COLUMNS",
     "TRUNCATED",
+    "TURN_COLUMNS",
     "Baseline",
     "Completion",
     "Group",
@@ -151,9 +155,62 @@ BASELINE_PARTS_COLUMN: Final = "baseline_reward_parts"
 
 NO_TEACHER: Final = "no_teacher"
 """Status of a trajectory that the teacher could not score."""
-STATUSES = ("ok", "unscored", "bad_logprob", "over_long", "no_token", NO_TEACHER)
+SESSION_ENDS = (
+    "done",
+    "length",
+    "turns",
+    "deadline",
+    "agent_error",
+    "env_error",
+    "reward_error",
+    "closed",
+)
+"""How a session ends (`asyncrl.environments.attempt`). `done` is the ordinary end."""
+STATUSES = (
+    "ok",
+    "unscored",
+    "bad_logprob",
+    "over_long",
+    "no_token",
+    NO_TEACHER,
+    *SESSION_ENDS[1:],
+)
 """Only `ok` trajectories are trained. The others are masked: they stay in the row, without loss and
-outside the group's statistics."""
+outside the group's statistics. A session that `environment.train_ends` leaves out has its end as
+its status."""
+
+TURN_COLUMNS: dict[str, pa.DataType] = {
+    "turn_trajectory": pa.list_(pa.int32()),
+    "turn_parent": pa.list_(pa.int32()),
+    "turn_context": pa.list_(pa.list_(pa.int32())),
+    "turn_tokens": pa.list_(pa.int32()),
+    "turn_status": pa.list_(pa.string()),
+    "turn_finish_reason": pa.list_(pa.string()),
+    "turn_branch_reason": pa.list_(pa.string()),
+    "turn_request_hash": pa.list_(pa.string()),
+    "turn_replica": pa.list_(pa.string()),
+    "turn_started_at": pa.list_(pa.float64()),
+    "turn_finished_at": pa.list_(pa.float64()),
+}
+"""Columns of groups whose trajectories are sessions. A group has N turns, and these lists have one
+item for each. A trajectory's completion ids, loss mask, log-probs and version spans are those of
+its sampled tokens, turn after turn. So `turn_tokens` cuts them into turns."""
+
+SESSION_COLUMNS: dict[str, pa.DataType] = {
+    "session_end": pa.list_(pa.string()),
+    "session_note": pa.list_(pa.string()),
+    "session_messages": pa.list_(pa.string()),
+    "session_reward": pa.list_(pa.float64()),
+    "session_parts": pa.list_(pa.string()),
+    "session_unparsed": pa.list_(pa.int32()),
+    "session_overridden": pa.list_(pa.int32()),
+    "session_model_s": pa.list_(pa.float64()),
+    "session_other_s": pa.list_(pa.float64()),
+}
+"""Columns of groups whose trajectories are sessions, with one item per trajectory: how it ended,
+one line about an error, the chat of its last turn (JSON), the reward that its environment gave
+(null: none) with its parts (JSON), turns that could not be parsed, arguments of requests that had
+no effect, and seconds for the model and for everything else."""
 
 SUMMARY_COLUMN = "scored_summary"
 """Column in which a group's `Scored` travels from the scoring task to the driver. It is not written
@@ -166,6 +223,8 @@ ADDED_COLUMNS = {
     *TEACHER_COLUMNS,
     *TEACHER_TOKENS,
     *BASELINE_COLUMNS,
+    *TURN_COLUMNS,
+    *SESSION_COLUMNS,
     BASELINE_PARTS_COLUMN,
     "reward_parts",
     REFERENCE_COLUMN,
@@ -216,6 +275,9 @@ class GroupRow(TypedDict):
     reference_logprobs: NotRequired[Sequence[Sequence[float]] | None]
     reference_version: NotRequired[int | None]
     token_rewards: NotRequired[Sequence[Sequence[float] | None] | None]
+    turn_trajectory: NotRequired[Sequence[int]]
+    """[N turns], as is `turn_tokens`; only in groups of sessions."""
+    turn_tokens: NotRequired[Sequence[int]]
     baseline_text: NotRequired[str | None]
     """Null, as are the following columns, in a group without a baseline."""
     baseline_ids: NotRequired[Sequence[int]]
@@ -259,10 +321,11 @@ class VersionSpan:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One output of a generator: T token ids, T behavior log-probs in nats, version spans that
-    cover [0, T), and a finish reason.
+    cover [0, T), and a finish reason. A session's has the tokens of all its turns.
 
     Raises:
-        ValueError: lengths disagree, spans do not cover the tokens, or versions decrease.
+        ValueError: lengths disagree, spans do not cover the tokens, or versions decrease within a
+            turn.
     """
 
     token_ids: tuple[int, ...]
@@ -270,6 +333,8 @@ class Completion:
     versions: tuple[VersionSpan, ...]
     finish_reason: str
     text: str = ""
+    turns: tuple[int, ...] = ()
+    """Tokens of each turn, if it is a session's. Spans end where turns end."""
 
     def __post_init__(self) -> None:
         tokens = len(self.token_ids)
@@ -277,7 +342,9 @@ class Completion:
             raise ValueError(f"{tokens} tokens have {len(self.logprobs)} log-probs")
         if self.finish_reason not in FINISH_REASONS:
             raise ValueError(f"finish reason {self.finish_reason!r} is not one of {FINISH_REASONS}")
-        check_spans(self.versions, tokens)
+        if sum(self.turns) != tokens and self.turns:
+            raise ValueError(f"turns of {sum(self.turns)} tokens have {tokens} tokens")
+        check_spans(self.versions, tokens, self.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,15 +440,18 @@ class Group:
         return min((span.version for one in made for span in one.versions), default=None)
 
 
-def check_spans(spans: Sequence[VersionSpan], tokens: int) -> None:
+def check_spans(spans: Sequence[VersionSpan], tokens: int, turns: Sequence[int] = ()) -> None:
     """Raise ValueError unless the spans cover [0, tokens) in order, without gaps, with increasing
-    versions."""
+    versions. Versions may begin anew after each of the turns, which have these many tokens."""
     at = 0
+    ends = set(accumulate(turns))
     for before, span in zip((None, *spans), spans, strict=False):
         if span.start != at or span.end <= span.start:
             raise ValueError(f"version span {span} does not continue from token {at}")
-        if before is not None and span.version <= before.version:
+        if before is not None and span.version <= before.version and at not in ends:
             raise ValueError(f"version {span.version} follows {before.version}")
+        if any(span.start < end < span.end for end in ends):
+            raise ValueError(f"version span {span} has tokens of two turns")
         at = span.end
     if at != tokens:
         raise ValueError(f"version spans cover {at} of {tokens} tokens")

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypedDict
-
-import pyarrow as pa
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 from asyncrl.contracts.nodes import Node
-from asyncrl.contracts.rows import SpanRow, VersionSpan
+from asyncrl.contracts.rows import Completion, SpanRow, VersionSpan
 
-__all__ = ["TURN_COLUMNS", "TurnsRow", "nodes_of_group", "turns_of_group"]
-
-TURN_COLUMNS: dict[str, pa.DataType] = {
-    "turn_trajectory": pa.list_(pa.int32()),
-    "turn_parent": pa.list_(pa.int32()),
-    "turn_context": pa.list_(pa.list_(pa.int32())),
-    "turn_status": pa.list_(pa.string()),
-    "turn_branch_reason": pa.list_(pa.string()),
-    "turn_request_hash": pa.list_(pa.string()),
-    "turn_replica": pa.list_(pa.string()),
-    "turn_started_at": pa.list_(pa.float64()),
-    "turn_finished_at": pa.list_(pa.float64()),
-}
-"""Columns of groups whose trajectories are sessions. A group has N turns, and one item for each in
-these lists. Its completions, log-probs, version spans and finish reasons are also one for each
-turn."""
+__all__ = [
+    "NODE_COLUMNS",
+    "SessionsRow",
+    "TurnsRow",
+    "flat_completion",
+    "nodes_of_group",
+    "turns_of_group",
+]
 
 NO_PARENT = -1
 
 
 class TurnsRow(TypedDict):
-    """A group's turns, as Python values: N turns, of T sampled tokens each."""
+    """A group's turns, as Python values, with one item for each of its N turns. The turns of a
+    trajectory come in the order in which they were added to its session."""
 
     turn_trajectory: Sequence[int]
     """[N] the trajectory of each turn."""
@@ -39,17 +30,29 @@ class TurnsRow(TypedDict):
     """[N] the turn that it continues, below its own index; NO_PARENT: none."""
     turn_context: Sequence[Sequence[int]]
     """[N] the tokens between that turn and this one's: prompt, environment, template."""
+    turn_tokens: Sequence[int]
+    """[N] the number of its sampled tokens."""
     turn_status: Sequence[str]
+    turn_finish_reason: Sequence[str]
     turn_branch_reason: Sequence[str]
     turn_request_hash: Sequence[str]
     turn_replica: Sequence[str]
     turn_started_at: Sequence[float]
     turn_finished_at: Sequence[float]
+
+
+class SessionsRow(TurnsRow):
+    """What `nodes_of_group` reads of a group's row. [G] trajectories have [T] sampled tokens each,
+    turn after turn."""
+
     completion_ids: Sequence[Sequence[int]]
-    """[N][T], as are `logprobs`."""
+    """[G][T], as are `logprobs`."""
     logprobs: Sequence[Sequence[float]]
     versions: Sequence[Sequence[SpanRow]]
-    finish_reason: Sequence[str]
+
+
+NODE_COLUMNS = tuple(SessionsRow.__annotations__)
+"""The columns that `nodes_of_group` reads."""
 
 
 def turns_of_group(sessions: Sequence[Sequence[Node]]) -> TurnsRow:
@@ -87,34 +90,58 @@ def _turn(trajectory: int, node: Node, context: Node, first: bool) -> dict[str, 
     return {
         "turn_trajectory": trajectory,
         "turn_context": context.token_ids,
+        "turn_tokens": len(node.token_ids),
         "turn_status": node.status,
+        "turn_finish_reason": node.finish_reason,
         "turn_branch_reason": node.branch_reason or (context.branch_reason if first else ""),
         "turn_request_hash": node.request_hash,
         "turn_replica": node.replica,
         "turn_started_at": node.started_at,
         "turn_finished_at": node.finished_at,
-        "completion_ids": node.token_ids,
-        "logprobs": node.logprobs,
-        "versions": [
-            {"version": span.version, "start": span.start, "end": span.end}
-            for span in node.versions
-        ],
-        "finish_reason": node.finish_reason,
     }
 
 
-def nodes_of_group(row: TurnsRow, trajectories: int) -> list[list[Node]]:
-    """The sessions of a group's row, one for each trajectory: a context and a turn for each item of
-    its lists. So `turns_of_group` gives the same columns again.
+def flat_completion(nodes: Sequence[Node], text: str) -> tuple[Completion, tuple[int, ...]]:
+    """The sampled tokens of a session, turn after turn, and their loss mask.
+
+    Args:
+        text: what reward functions get as its completion.
+    """
+    turns = [node for node in nodes if node.sampled]
+    ids: list[int] = []
+    logprobs: list[float] = []
+    mask: list[int] = []
+    spans: list[VersionSpan] = []
+    for turn in turns:
+        at = len(ids)
+        spans += [VersionSpan(one.version, at + one.start, at + one.end) for one in turn.versions]
+        ids += turn.token_ids
+        logprobs += turn.logprobs
+        mask += [int(turn.status == "ok")] * len(turn.token_ids)
+    completion = Completion(
+        tuple(ids),
+        tuple(logprobs),
+        tuple(spans),
+        turns[-1].finish_reason if turns else "abort",
+        text,
+        tuple(len(turn.token_ids) for turn in turns),
+    )
+    return completion, tuple(mask)
+
+
+def nodes_of_group(row: SessionsRow) -> list[list[Node]]:
+    """The sessions of a group's row, one for each trajectory: a context and a turn for each turn of
+    its columns. So `turns_of_group` gives the same columns again.
 
     Raises:
         ValueError: lists have different lengths, or the row is not one of sessions.
     """
-    sessions: list[list[Node]] = [[] for _ in range(trajectories)]
-    nodes_at: list[int] = []
-    """The index of each turn's node in its session."""
-    if missing := sorted(name for name in TurnsRow.__annotations__ if name not in row):
+    if missing := sorted(name for name in NODE_COLUMNS if name not in row):
         raise ValueError(f"columns {missing} are missing")
+    trajectories = len(row["completion_ids"])
+    sessions: list[list[Node]] = [[] for _ in range(trajectories)]
+    begins, nodes_at = [0] * trajectories, list[int]()
+    """Where each trajectory's next turn begins, and each turn's node in its session."""
     columns = [row[name] for name in TurnsRow.__annotations__]  # type: ignore[literal-required]
     for turn in zip(*columns, strict=True):
         one = dict(zip(TurnsRow.__annotations__, turn, strict=True))
@@ -128,25 +155,39 @@ def nodes_of_group(row: TurnsRow, trajectories: int) -> list[list[Node]]:
                 f"turn {len(nodes_at)} continues turn {parent}, which is not an earlier one of its"
                 " trajectory"
             )
-        nodes = sessions[trajectory]
+        nodes, begin = sessions[trajectory], begins[trajectory]
         before = None if parent == NO_PARENT else nodes_at[parent]
         nodes.append(
             Node(before, tuple(one["turn_context"]), branch_reason=one["turn_branch_reason"])
         )
         nodes_at.append(len(nodes))
-        nodes.append(
-            Node(
-                len(nodes) - 1,
-                tuple(one["completion_ids"]),
-                sampled=True,
-                logprobs=tuple(one["logprobs"]),
-                versions=tuple(VersionSpan(**span) for span in one["versions"]),
-                status=one["turn_status"],
-                finish_reason=one["finish_reason"],
-                replica=one["turn_replica"],
-                request_hash=one["turn_request_hash"],
-                started_at=one["turn_started_at"],
-                finished_at=one["turn_finished_at"],
-            )
-        )
+        nodes.append(_turn_node(row, trajectory, begin, one, len(nodes) - 1))
+        begins[trajectory] = begin + one["turn_tokens"]
+    lengths = [len(ids) for ids in row["completion_ids"]]
+    if begins != lengths:
+        raise ValueError(f"turns have {begins} tokens, and the trajectories {lengths}")
     return sessions
+
+
+def _turn_node(
+    row: SessionsRow, trajectory: int, begin: int, turn: Mapping[str, Any], parent: int
+) -> Node:
+    """The node of a turn whose sampled tokens begin at `begin` in its trajectory."""
+    end = begin + turn["turn_tokens"]
+    return Node(
+        parent,
+        tuple(row["completion_ids"][trajectory][begin:end]),
+        sampled=True,
+        logprobs=tuple(row["logprobs"][trajectory][begin:end]),
+        versions=tuple(
+            VersionSpan(span["version"], span["start"] - begin, span["end"] - begin)
+            for span in row["versions"][trajectory]
+            if begin <= span["start"] < end
+        ),
+        status=turn["turn_status"],
+        finish_reason=turn["turn_finish_reason"],
+        replica=turn["turn_replica"],
+        request_hash=turn["turn_request_hash"],
+        started_at=turn["turn_started_at"],
+        finished_at=turn["turn_finished_at"],
+    )

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 from asyncrl.contracts.messages import Scored
 from asyncrl.contracts.outcomes import NO_BASELINE
+from asyncrl.contracts.rows import SESSION_ENDS
 
 __all__ = ["batch_metrics", "scoring_metrics"]
 
 MASKED = ("unscored", "bad_logprob", "over_long", "no_token", "no_teacher")
-"""Statuses of trajectories that are not trained."""
+"""Statuses of trajectories that are not trained. Sessions have more: see SESSION_ENDS."""
 
 
 def batch_metrics(
@@ -43,7 +44,29 @@ def batch_metrics(
     for name in dict.fromkeys(name for scored in batch for name in scored.reward_parts):
         known = [scored.reward_parts[name] for scored in batch if name in scored.reward_parts]
         metrics[f"reward/{name}"] = sum(known) / len(known)
-    return metrics | _by_source(batch) | _reference_age(batch, version) | _baselines(batch)
+    return (
+        metrics
+        | _by_source(batch)
+        | _reference_age(batch, version)
+        | _baselines(batch)
+        | _session_tokens(batch)
+    )
+
+
+def _session_tokens(batch: Sequence[Scored]) -> dict[str, float | list[int]]:
+    """What became of the sampled tokens of a step's sessions. The parts add up to the total. Empty
+    without an environment."""
+    known = [scored.sessions for scored in batch if scored.sessions is not None]
+    if not known:
+        return {}
+    tokens: Counter[str] = Counter()
+    for sessions in known:
+        tokens.update(sessions.tokens)
+    return {
+        "session/tokens_sampled": tokens.total(),
+        "session/tokens_trained": tokens.pop("trained", 0),
+        **{f"session/tokens_{reason}": count for reason, count in sorted(tokens.items())},
+    }
 
 
 def _baselines(batch: Sequence[Scored]) -> dict[str, float | list[int]]:
@@ -104,9 +127,31 @@ def scoring_metrics(arrived: Sequence[Scored]) -> dict[str, float]:
         shares["baseline/missing_ratio"] = missing / len(compared)
     return (
         shares
+        | _sessions(arrived)
         | {"reward/zero_variance_ratio": zero_variance / len(arrived) if arrived else math.nan}
         | _signs_of_gibberish(arrived, trajectories)
     )
+
+
+def _sessions(arrived: Sequence[Scored]) -> dict[str, float]:
+    """How sessions ended, their turns, and their time. Empty without an environment."""
+    known = [scored.sessions for scored in arrived if scored.sessions is not None]
+    count = sum(sum(sessions.ends.values()) for sessions in known)
+    if not count:
+        return {}
+    turns = sum(sessions.turns for sessions in known)
+    return {
+        **{
+            f"session/{end}_ratio": sum(sessions.ends.get(end, 0) for sessions in known) / count
+            for end in SESSION_ENDS
+        },
+        "session/turns": turns / count,
+        "session/branch_ratio": sum(sessions.branches for sessions in known) / max(1, turns),
+        "session/unparsed_ratio": sum(sessions.unparsed for sessions in known) / max(1, turns),
+        "session/overridden": sum(sessions.overridden for sessions in known) / count,
+        "session/model_s": sum(sessions.model_s for sessions in known) / count,
+        "session/other_s": sum(sessions.other_s for sessions in known) / count,
+    }
 
 
 def _signs_of_gibberish(arrived: Sequence[Scored], trajectories: int) -> dict[str, float]:

@@ -110,6 +110,11 @@ def form_of(
                 f"prompt_column of the source = {source.prompt_column!r} has no effect on the"
                 f" recorded groups of {where}; leave it out"
             )
+        if "turn_tokens" in there:
+            raise ConfigError(
+                f"{where} has groups of sessions, whose rows are not read as training data yet; use"
+                " the column session_messages as a dataset with `messages`"
+            )
         return Form("recorded groups", RECORDED, ())
     _refuse_missing(spec, source, there, where)
     found: tuple[FormName, tuple[str, ...]] | None = next(

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 from asyncrl.environments.model import ChatSession, Model
-from asyncrl.sessions.session import Answer, ContextTooLongError, SessionClosedError
+from asyncrl.runtime.functions import short, text_of
+from asyncrl.sessions.answers import Answer, ContextTooLongError, SessionClosedError
 from asyncrl.text.template import Message, MessagesError, Schema
 
 __all__ = ["End", "Ended", "Environment", "Game", "Limits", "attempt"]
@@ -61,6 +62,8 @@ class Ended:
     note: str = ""
     """One line about an error, with its place in the environment's code."""
     turns: int = 0
+    overridden: int = 0
+    """Arguments of requests that had no effect."""
     model_s: float = 0.0
     """Seconds in which the attempt waited for the model."""
     other_s: float = 0.0
@@ -80,7 +83,9 @@ class _Watched:
         self.ended: BaseException | None = None
         """Why the model refused a request for good. An environment may catch the exception."""
         self.failed: Exception | None = None
-        """The last error of the model's side."""
+        """The error of the model's side at the last request. An environment may catch it, too."""
+        self.reward: object = None
+        """What a game has given so far."""
 
     async def chat(
         self,
@@ -96,7 +101,9 @@ class _Watched:
             if self.turns >= self._most:
                 raise _TurnsError(f"the attempt has taken its {self._most} turns")
             self.turns += 1
-            return await self._session.chat(messages, tools, n, max_tokens, key)
+            answers = await self._session.chat(messages, tools, n, max_tokens, key)
+            self.failed = None
+            return answers
         except (_TurnsError, ContextTooLongError, SessionClosedError) as error:
             self.ended = error
             raise
@@ -110,12 +117,17 @@ class _Watched:
 
 
 async def attempt(
-    environment: Environment, task: Mapping[str, Any], session: ChatSession, limits: Limits
+    environment: Environment,
+    task: Mapping[str, Any],
+    session: ChatSession,
+    limits: Limits,
+    arguments: Mapping[str, object] | None = None,
 ) -> Ended:
     """Run an attempt to its end.
 
     Args:
         task: the columns of the prompt's row.
+        arguments: further keyword arguments of the function, or of the class of games.
 
     Raises:
         Exception: whatever error of the model's side reaches the attempt's end, such as a dead
@@ -123,6 +135,9 @@ async def attempt(
     """
     clock = asyncio.get_running_loop().time
     watched, began = _Watched(session, limits.turns), clock()
+    model = Model(watched)
+
+    failure: Exception | None = None
 
     def ended(
         end: End, note: str = "", given: tuple[float | None, Mapping[str, float]] = (None, {})
@@ -130,25 +145,29 @@ async def attempt(
         reward, parts = given
         model_s = min(watched.model_s, clock() - began)
         other_s = clock() - began - model_s
-        return Ended(end, reward, parts, note, watched.turns, model_s, other_s)
+        overridden = model.overridden.total()
+        return Ended(end, reward, parts, note, watched.turns, overridden, model_s, other_s)
 
     try:
         deadline = None if math.isinf(limits.deadline_s) else limits.deadline_s
         async with asyncio.timeout(deadline) as timeout:
-            result = await _run(environment, task, Model(watched))
+            result = await _run(environment, task, model, watched, arguments or {})
         given = _rewards(result)
     except TimeoutError as error:
         if timeout.expired():
             return ended("deadline", f"it was not over after {limits.deadline_s:g} s")
-        if error is watched.failed:
-            raise
-        return ended("env_error", _place(error))
+        failure = error
     except (_TurnsError, ContextTooLongError, SessionClosedError) as error:
-        return ended(_end_of(error), str(error))
+        try:
+            return ended(_end_of(error), str(error), _rewards(watched.reward))
+        except TypeError as nonsense:  # what the game has given
+            failure = nonsense
     except Exception as error:  # the environment is a user's code, and may raise anything
-        if error is watched.failed:
-            raise
-        return ended("env_error", _place(error))
+        failure = error
+    if watched.failed is not None:
+        raise watched.failed
+    if failure is not None:
+        return ended("env_error", _place(failure))
     # An environment may catch what ended it, and give a reward for what was reached.
     return ended("done" if watched.ended is None else _end_of(watched.ended), given=given)
 
@@ -159,19 +178,25 @@ def _end_of(error: BaseException) -> End:
     return "length" if isinstance(error, ContextTooLongError) else "closed"
 
 
-async def _run(environment: Environment, task: Mapping[str, Any], model: Model) -> object:
+async def _run(
+    environment: Environment,
+    task: Mapping[str, Any],
+    model: Model,
+    watched: _Watched,
+    arguments: Mapping[str, object],
+) -> object:
     if not inspect.isclass(environment):
-        return await cast("Solve", environment)(task, model)
-    game = cast("type[Game]", environment)()
+        return await cast("Callable[..., Awaitable[object]]", environment)(task, model, **arguments)
+    game = cast("Callable[..., Game]", environment)(**arguments)
     chat = _messages(await _awaited(game.reset(task)))
-    reward: object = None
     while True:
         answer = await model.chat.completions.create(messages=chat)
-        message = answer.choices[0].message.model_dump(exclude_none=True)
+        message = {"content": "", **answer.choices[0].message.model_dump(exclude_none=True)}
         result = await _awaited(game.step(message))
         if not isinstance(result, tuple) or len(result) != 3:
             raise TypeError(f"step returned {str(result)[:80]!r}, not (messages, reward, over)")
         more, reward, over = result
+        watched.reward = reward
         if over:
             return reward
         chat = [*chat, message, *_messages(more)]
@@ -194,15 +219,21 @@ def _rewards(result: object) -> tuple[float | None, Mapping[str, float]]:
     if result is None:
         return None, {}
     values = result if isinstance(result, Mapping) else {REWARD: result}
-    found = {str(name): _number(str(name), value) for name, value in values.items()}
+    for name in values:
+        if not isinstance(name, str) or not name or "/" in name or name != short(name):
+            raise TypeError(f"{str(name)[:80]!r} is no name of a reward: a short text without '/'")
+    found = {name: _number(name, value) for name, value in values.items()}
     reward = found.pop(REWARD, None)
     return reward, found
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
-    raise TypeError(f"{name} is {str(value)[:80]!r}, not a finite number")
+    plain = value.item() if hasattr(value, "item") else value  # of numpy or torch
+    if isinstance(plain, bool | int | float) and math.isfinite(plain):
+        return float(plain)
+    raise TypeError(
+        f"{name} is {text_of(str, value)[:80]!r} ({type(value).__name__}), not a finite number"
+    )
 
 
 def _place(error: BaseException) -> str:
@@ -213,4 +244,5 @@ def _place(error: BaseException) -> str:
         if "/asyncrl/" not in frame.filename and "/asyncio/" not in frame.filename
     ]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"
+    text = " ".join(text_of(str, error).split())[:300]
+    return short(f"{type(error).__name__}: {text}{where}")

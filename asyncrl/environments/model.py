@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from asyncrl.runtime.clock import steady_time
-from asyncrl.sessions.session import Answer
-from asyncrl.text.template import Message, Schema
+from asyncrl.sessions.answers import Answer
+from asyncrl.text.template import Message, MessagesError, Schema, are_messages
 
 __all__ = ["ChatSession", "Model", "Reply", "UnsupportedError"]
 
@@ -111,11 +111,16 @@ class _Completions:
             UnsupportedError: an argument asks for what a session does not do.
             Those of `Session.chat`.
         """
+        self._check_numbers(n, max_tokens, max_completion_tokens)
         extra_headers = dict(more.pop("extra_headers", None) or {})
         self._check(more, tools)
         chat = [
             message.model_dump() if isinstance(message, Reply) else message for message in messages
         ]
+        if not chat or not are_messages(chat):
+            raise MessagesError(
+                f"messages = {str(messages)[:80]!r} is not a list of messages with roles"
+            )
         answers = await self._session.chat(
             chat,
             tools or None,
@@ -130,6 +135,12 @@ class _Completions:
             "model": str(more.get("model") or self._name),
         }
         return _chunks(head, answers) if stream else _completion(head, answers)
+
+    @staticmethod
+    def _check_numbers(*values: object) -> None:
+        for value in values:
+            if value is not None and (type(value) is not int or value < 1):
+                raise UnsupportedError(f"{value!r} is not a number of choices or tokens above 0")
 
     def _check(self, more: Mapping[str, Any], tools: object) -> None:
         for name, value in more.items():
@@ -167,7 +178,7 @@ def _reply(value: Any) -> Any:
 
 
 def _finish_reason(answer: Answer) -> str:
-    if answer.sampled.completion.finish_reason != "stop":
+    if answer.finish_reason != "stop":
         return "length"
     return "tool_calls" if answer.message.get("tool_calls") else "stop"
 
@@ -190,7 +201,7 @@ def _completion(head: Mapping[str, Any], answers: Sequence[Answer]) -> Reply:
 
 
 def _usage(answers: Sequence[Answer]) -> Reply:
-    sampled = sum(len(answer.sampled.completion.token_ids) for answer in answers)
+    sampled = sum(answer.completion_tokens for answer in answers)
     prompt = answers[0].prompt_tokens if answers else 0
     return Reply(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
 

@@ -17,7 +17,7 @@ from asyncrl.contracts.rows import (
     TOKEN_REWARDS_COLUMN,
     TRUNCATED,
 )
-from asyncrl.contracts.session_table import TurnsRow, nodes_of_group
+from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
 from asyncrl.models.micro_batches import WHOLE, Example, trajectories_of
 from asyncrl.sessions.rows import SessionRow, session_rows
 
@@ -44,9 +44,9 @@ def session_examples(table: pa.Table, row: int) -> list[Example]:
             f"columns {unread} are not supported for sessions; train without a KL term, a teacher"
             " and rewards of single tokens"
         )
-    names = [name for name in TurnsRow.__annotations__ if name in table.column_names]
+    names = [name for name in NODE_COLUMNS if name in table.column_names]
     group = table.slice(row, 1).select([*names, "ordinal", "status", "advantage"]).to_pylist()[0]
-    sessions = nodes_of_group(cast("TurnsRow", group), len(group["status"]))
+    sessions = nodes_of_group(cast("SessionsRow", group))
     examples: list[Example] = []
     for index, (nodes, status, advantage) in enumerate(
         zip(sessions, group["status"], group["advantage"], strict=True)

@@ -99,6 +99,20 @@ RANGES = {
         "the teacher failed at these trajectories, which are masked; the column teacher_failure of"
         " groups/*.parquet and the teacher's log say why",
     ),
+    "session/env_error_ratio": Range(
+        0.0,
+        0.05,
+        "the environment fails: the column session_note of groups/*.parquet says where",
+    ),
+    "session/deadline_ratio": Range(
+        0.0, 0.05, "sessions end late and are not trained: raise environment.deadline_s"
+    ),
+    "session/branch_ratio": Range(
+        0.0,
+        0.2,
+        "turns do not continue the tokens before them, so rows repeat them: the column"
+        " turn_branch_reason of groups/*.parquet says why",
+    ),
     "rollout/logprob_mean": Range(-4.0, 0.0, GIBBERISH),
     "rollout/loop_ratio": Range(0.0, 0.1, f"{GIBBERISH} rollout.repetition_stop ends loops"),
     "rollout/unprintable_ratio": Range(0.0, 0.01, GIBBERISH),

@@ -178,8 +178,8 @@ def process_name(process: psutil.Process) -> str:
     if first.rsplit("/", 1)[-1].startswith("python"):
         if "-c" in words:
             code = words[words.index("-c") + 1]
-            if "asyncrl.rewards.supervisor" in code:
-                return "reward process"
+            if "asyncrl.runtime.supervisor" in code:
+                return f"{words[-1].split('.')[1].removesuffix('s')} process"
             return "python (multiprocessing)" if "multiprocessing" in code else "python -c"
         modules = [word for word in words[1:] if word.endswith(".py") or not word.startswith("-")]
         return f"python {Path(modules[0]).name}" if modules else "python"

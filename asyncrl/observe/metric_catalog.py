@@ -305,6 +305,41 @@ BATCH = (
         " to learn from; not scored by the teacher",
     ),
     Metric(
+        "session/done_ratio, session/length_ratio, session/turns_ratio, session/agent_error_ratio,"
+        " session/reward_error_ratio, session/closed_ratio",
+        "with an environment: share of the sessions scored since the previous step that ended in"
+        " this way (docs/how_to/environments.md)",
+    ),
+    Metric(
+        "session/env_error_ratio, session/deadline_ratio",
+        "share of them whose environment failed; that reached `environment.deadline_s`. They are"
+        " not trained",
+    ),
+    Metric("session/turns", "mean number of turns of a session"),
+    Metric(
+        "session/branch_ratio",
+        "share of the turns that begin a row of their own, because the template would not continue"
+        " the tokens before them",
+    ),
+    Metric(
+        "session/unparsed_ratio",
+        "share of the turns whose tool calls or reasoning could not be parsed. Their text is kept",
+    ),
+    Metric(
+        "session/overridden",
+        "mean number of arguments of a session's requests that had no effect, such as a"
+        " temperature: the run decides about sampling",
+    ),
+    Metric(
+        "session/model_s, session/other_s",
+        "mean seconds of a session in which it waited for the model; all its other seconds",
+    ),
+    Metric(
+        "session/tokens_sampled, session/tokens_trained, session/tokens_<reason>",
+        "sampled tokens of the step's groups; those of trained turns; those that are masked, by"
+        " the status of their turn or session. The first is the sum of the others",
+    ),
+    Metric(
         "rollout/logprob_mean",
         "mean behavior log-prob of the sampled tokens, in nats, over the groups scored since the"
         " previous step. Text is at -0.1 to -2; uniform sampling from 150,000 tokens is at -12",

@@ -11,9 +11,10 @@ from typing import TypeAlias
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.data.prompts import PromptReport, first_prompt
+from asyncrl.preflight.environment import try_environment
 from asyncrl.preflight.specs import data_spec
 from asyncrl.rewards.code import share_settings
-from asyncrl.rewards.contract import GroupCall, RewardError, with_notes
+from asyncrl.rewards.contract import GroupCall, RewardError, Session, with_notes
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.text.tokenizer import load_tokenizer
 
@@ -23,6 +24,8 @@ Trial: TypeAlias = "Callable[[PromptReport], dict[str, float | None] | None]"
 
 COMPLETION = "0"
 """The made-up completion. A reward must accept any text."""
+SESSION = Session([{"role": "assistant", "content": COMPLETION}], "done", 0.0)
+"""Its session, in a run with an environment."""
 
 
 @contextlib.contextmanager
@@ -37,7 +40,7 @@ def reward_trial(config: Config) -> Iterator[Trial]:
     exception.
     """
     if config.reward.num_gpus:
-        yield lambda report: None
+        yield lambda report: try_environment(config)
         return
     once = config.reward.model_copy(
         update={"processes": 1, "concurrency": 1, "policy": "fail", "retries": 0}
@@ -48,9 +51,18 @@ def reward_trial(config: Config) -> Iterator[Trial]:
 
 
 def _try_rewards(config: Config, pool: RewardPool, report: PromptReport) -> dict[str, float | None]:
+    try_environment(config)
     prompt = first_prompt(data_spec(config), report)
     ids = load_tokenizer(config.model.path).encode(COMPLETION, add_special_tokens=False)
-    call = GroupCall([prompt.text], [COMPLETION], [ids], prompt.columns, ["stop"], [False])
+    call = GroupCall(
+        [prompt.text],
+        [COMPLETION],
+        [ids],
+        prompt.columns,
+        ["stop"],
+        [False],
+        None if config.environment is None else [SESSION],
+    )
     try:
         asyncio.run(pool.check())  # the reason why a first start failed
         given = pool.submit(call).result()

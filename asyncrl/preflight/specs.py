@@ -23,7 +23,7 @@ from asyncrl.learning.spec import LearnerSpec
 from asyncrl.observe.spec import ObserveSpec
 from asyncrl.preflight.model_limits import model_vocabulary
 from asyncrl.rewards.spec import ScoringSpec
-from asyncrl.rollout.worker import WorkerSpec
+from asyncrl.rollout.spec import SessionsSpec, WorkerSpec
 
 __all__ = [
     "data_spec",
@@ -39,6 +39,7 @@ __all__ = [
     "preference_spec",
     "reference_spec",
     "scoring_spec",
+    "sessions_spec",
     "worker_spec",
 ]
 
@@ -72,6 +73,21 @@ def worker_spec(
         attempt=attempt,
         generate=generate,
         baseline=config.algorithm.needs_baseline,
+        sessions=sessions_spec(config),
+    )
+
+
+def sessions_spec(config: Config) -> SessionsSpec | None:
+    """The spec of sessions; None without an environment."""
+    if config.environment is None:
+        return None
+    return SessionsSpec(
+        environment=config.environment,
+        model_path=config.model.path,
+        max_length=config.longest_trajectory,
+        rollout_stop=tuple(config.rollout.rollout_stop),
+        rollout_stop_token_ids=tuple(config.rollout.rollout_stop_token_ids),
+        variables=config.data.chat_template_kwargs,
     )
 
 
@@ -83,6 +99,12 @@ def scoring_spec(config: Config) -> ScoringSpec:
         max_completion_length=config.rollout.max_completion_length,
         max_length=config.data.max_length,
         longest_trajectory=config.longest_trajectory,
+        train_ends=frozenset(config.environment.train_ends) if config.environment else None,
+        most_session_tokens=(
+            config.learner.max_tokens_per_row
+            if config.environment and config.algorithm.compares_sequences
+            else None
+        ),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 __all__ = [
     "check_builtin",
     "code_tests",
+    "environment",
     "exact_match",
     "llm_judge",
     "math_verify",
@@ -34,6 +35,17 @@ def exact_match(completions: Sequence[str], answer: Sequence[str], **_: object) 
         float(completion.strip() == str(expected).strip())
         for completion, expected in zip(completions, answer, strict=True)
     ]
+
+
+def environment(
+    given: Sequence[float | None], given_parts: Sequence[Mapping[str, float]], **_: object
+) -> dict[str, list[float | None]]:
+    """The rewards that the environment returned, and the other values that it returned as parts.
+    None where it returned none."""
+    names = dict.fromkeys(name for parts in given_parts for name in parts)
+    return {name: [parts.get(name) for parts in given_parts] for name in names} | {
+        "reward": list(given)
+    }
 
 
 def check_builtin(function: str, arguments: Mapping[str, object], deadline_s: float) -> None:

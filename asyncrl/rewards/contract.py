@@ -13,6 +13,11 @@ finish_reason    "stop", "length", "repetition" or "abort"
 truncated        whether the completion was cut off (finish_reason length or repetition)
 messages         the chat messages that the template rendered, as the dataset has them; only where
                  a template was applied
+sessions         with an environment, each trajectory's messages with all its turns. `completions`
+                 are then the texts of the last turns
+ends             with an environment, how each session ended: "done", "turns", …
+given            with an environment, the reward that it returned for each session, or None
+given_parts      with an environment, a dict of the other values that it returned
 anything else    a column of the dataset, n times, or an entry of the function's `arguments`,
                  unchanged
 
@@ -58,6 +63,7 @@ __all__ = [
     "FunctionRewards",
     "GroupCall",
     "RewardError",
+    "Session",
     "call_reward",
     "check_rewards",
     "failed",
@@ -86,6 +92,17 @@ class ContractError(RewardError):
 
 
 @dataclass(frozen=True, slots=True)
+class Session:
+    """What reward functions get of a session."""
+
+    messages: Sequence[Mapping[str, object]] = ()
+    end: str = "done"
+    given: float | None = None
+    """The reward that the environment returned; None: none."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class GroupCall:
     """The input of reward functions: one group of n trajectories."""
 
@@ -98,6 +115,8 @@ class GroupCall:
     """Why each completion ended; empty = unknown, for texts from another source."""
     truncated: Sequence[bool] = ()
     """Whether each completion was cut off; empty if `finish_reasons` is empty."""
+    sessions: Sequence[Session] | None = None
+    """With an environment, one for each trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +210,13 @@ def keyword_arguments(
         available |= {"finish_reason": list(call.finish_reasons), "truncated": list(call.truncated)}
     available |= {name: [value] * n for name, value in call.columns.items()}
     available |= arguments
+    if call.sessions is not None:
+        available |= {
+            "sessions": [list(session.messages) for session in call.sessions],
+            "ends": [session.end for session in call.sessions],
+            "given": [session.given for session in call.sessions],
+            "given_parts": [dict(session.parts) for session in call.sessions],
+        }
     available |= {
         "prompts": list(call.prompts),
         "completions": list(call.completions),

@@ -3,7 +3,7 @@ everything that they have started.
 
 A reward may loop in C code with the interpreter locked, kill its own process, or leave processes
 behind. Threads and signals cannot stop that. A reward process runs
-`asyncrl.rewards.process`, and `asyncrl.rewards.supervisor` ends it.
+`asyncrl.rewards.process`, and `asyncrl.runtime.supervisor` ends it.
 
     submit ──► one task per group ──► waiting calls ──dispatch──► a process with room
            ──► its answer, or its end
@@ -18,21 +18,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import math
-import os
-import signal
-import socket
-import subprocess
 import threading
 from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
-
-import psutil
 
 from asyncrl.config import RewardConfig
 from asyncrl.rewards.contract import (
@@ -42,9 +34,8 @@ from asyncrl.rewards.contract import (
     RewardError,
     finite_sum,
 )
-from asyncrl.rewards.process import CANCEL_S, HEADER, Call, Cancel, Named, ProcessMessage, Setup
-from asyncrl.rewards.supervisor import command
-from asyncrl.runtime.serve_calls import cluster_environment
+from asyncrl.rewards.process import CANCEL_S, Call, Cancel, Named, ProcessMessage, Setup
+from asyncrl.runtime.child_process import ChildProcess
 
 __all__ = ["GroupRewards", "RewardPool", "no_rewards", "total_rewards"]
 
@@ -55,8 +46,7 @@ RESTART_PAUSE_S = 0.2
 GUARD_S = CANCEL_S + 1.0
 """Seconds beyond the deadline until the pool kills a process that has not answered. The process
 enforces the deadline itself."""
-END_S = 5.0
-"""Seconds that a supervisor has to end everything."""
+SERVE = "asyncrl.rewards.process:serve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,10 +291,10 @@ class RewardPool:
         while not self._closing:
             came_up = False
             try:
-                await process.start(self._setup())
+                await process.start(SERVE, self._setup())
                 if self._closing:
                     process.kill()
-                ready = await asyncio.wait_for(process.read(), START_TIMEOUT_S)
+                ready: ProcessMessage = await asyncio.wait_for(process.read(), START_TIMEOUT_S)
                 came_up = process.ready = True
                 if not self._ready.done():
                     self._ready.set_result(ready["ready"])
@@ -421,67 +411,35 @@ class _Waiting:
             self.answer.set_exception(error)
 
 
-class _Process:
-    """One reward process and its supervisor, as the pool sees them. It can be restarted after its
-    end. Use it on the pool's loop only."""
+class _Process(ChildProcess):
+    """One reward process, and the calls that run in it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.ready = False
         self.running: dict[int, _Waiting] = {}
         self.blamed: set[int] = set()
         """Numbers of the calls that are the reason to kill it."""
-        self._killed = False
-        self._supervisor: subprocess.Popen[bytes] | None = None
-        self._lifeline: int | None = None
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
 
     def has_room(self, concurrency: int) -> bool:
         """Whether it may be given a call, if it runs `concurrency` calls at once."""
         return (
             self.ready
-            and not self._killed
+            and not self.killed
             and len(self.running) < concurrency
             and not any(waiting.alone for waiting in self.running.values())
         )
-
-    async def start(self, setup: Setup) -> None:
-        """Start the process and send it its setup. Its first message reports that it is ready."""
-        ours, theirs = socket.socketpair()
-        end, self._lifeline = os.pipe()
-        try:
-            # A new session: Ctrl-C in the terminal is for the driver only.
-            self._supervisor = await asyncio.to_thread(
-                subprocess.Popen,
-                command(end, theirs.fileno()),
-                stdin=subprocess.DEVNULL,
-                pass_fds=(end, theirs.fileno()),
-                env=cluster_environment(),
-                start_new_session=True,
-            )
-        finally:
-            os.close(end)
-            theirs.close()
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._send(setup)
-
-    async def read(self) -> ProcessMessage:
-        """The next message. Raises EOFError or OSError when the process has ended."""
-        assert self._reader is not None
-        size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
-        message: ProcessMessage = json.loads(await self._reader.readexactly(size))
-        return message
 
     def give(self, waiting: _Waiting, limit_s: float) -> None:
         """Run a call; kill the process if it has not answered after `limit_s`."""
         waiting.guard = asyncio.get_running_loop().call_later(limit_s, self.kill)
         self.running[waiting.call.number] = waiting
-        self._send(waiting.call)
+        self.send(waiting.call)
 
     def cancel(self, number: int) -> None:
         """Cancel a call that the caller no longer waits for."""
         if number in self.running:
-            self._send(Cancel(number))
+            self.send(Cancel(number))
 
     def done(self, waiting: _Waiting) -> None:
         """Remove a call that has ended, which makes room for another."""
@@ -489,50 +447,11 @@ class _Process:
         if waiting.guard is not None:
             waiting.guard.cancel()
 
-    def kill(self) -> None:
-        """Have the supervisor end the process and everything that it has started."""
-        self._killed = True
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
-
-    def has_started_others(self) -> bool:
-        """Whether a process that this one has started is still alive."""
-        assert self._supervisor is not None
-        with contextlib.suppress(psutil.Error):
-            return len(psutil.Process(self._supervisor.pid).children(recursive=True)) > 1
-        return False
-
-    async def end(self) -> int | None:
-        """End the process. Returns its exit code, 128 + n after signal n; None if unknown."""
-        killed = self._killed
-        self.kill()
-        self._killed = killed
-        if self._writer is not None:
-            self._writer.close()
-        if self._supervisor is None:
-            return None
-        try:
-            code = await asyncio.to_thread(self._supervisor.wait, END_S)
-        except subprocess.TimeoutExpired:
-            return None  # the supervisor keeps trying
-        if code < 0:
-            # The supervisor itself was killed. End at least what is still in its process group.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._supervisor.pid, signal.SIGKILL)
-        return code
-
     def forget(self) -> tuple[list[_Waiting], set[int], bool]:
         """Reset for a restart. Returns the calls that ran, the numbers of those to blame, and
         whether the pool killed the process."""
-        lost, blamed, killed = list(self.running.values()), self.blamed, self._killed
+        lost, blamed, killed = list(self.running.values()), self.blamed, self.killed
         for waiting in lost:
             self.done(waiting)
-        self.blamed, self.ready, self._killed = set(), False, False
+        self.blamed, self.ready, self.killed = set(), False, False
         return lost, blamed, killed
-
-    def _send(self, message: Setup | Call | Cancel) -> None:
-        assert self._writer is not None
-        payload = ForkingPickler.dumps(message)
-        if not self._writer.is_closing():
-            self._writer.write(HEADER.pack(len(payload)) + payload)

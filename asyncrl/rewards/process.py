@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import os
 import queue
 import resource
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from typing import TypedDict, TypeGuard, TypeVar
 
 from asyncrl.rewards.contract import (
@@ -35,14 +32,12 @@ from asyncrl.rewards.contract import (
     import_reward,
     keyword_arguments,
 )
+from asyncrl.runtime.child_process import MessageWriter, receive
 
-__all__ = ["CANCEL_S", "HEADER", "Call", "Cancel", "Named", "ProcessMessage", "Setup", "serve"]
+__all__ = ["CANCEL_S", "Call", "Cancel", "Named", "ProcessMessage", "Setup", "serve"]
 
 T = TypeVar("T")
 
-HEADER = struct.Struct("!Q")
-"""Before each message: its length in bytes. The pool sends pickles and reads JSON: a reward process
-is not trusted to send pickles."""
 CANCEL_S = 1.0
 """Seconds that an async function has to end after its task is canceled at the deadline."""
 
@@ -109,7 +104,7 @@ class ProcessMessage(TypedDict, total=False):
 
 def serve(connection: socket.socket) -> None:
     """Serve calls until the pool closes the connection."""
-    setup = _receive(connection)
+    setup = receive(connection)
     assert isinstance(setup, Setup)
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))
@@ -119,7 +114,7 @@ def serve(connection: socket.socket) -> None:
 class _Process:
     def __init__(self, connection: socket.socket, setup: Setup) -> None:
         self._connection, self._setup = connection, setup
-        self._sending = threading.Lock()
+        self._send: Callable[[ProcessMessage], None] = MessageWriter(connection)
         self._functions: dict[str, Callable[..., object]] = {}
         self._failed_imports: dict[str, str] = {}
         self._main: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -156,7 +151,7 @@ class _Process:
         """Thread: handle messages from the pool until it closes the connection."""
         while True:
             try:
-                message = _receive(self._connection)
+                message = receive(self._connection)
             except (EOFError, OSError):
                 os._exit(0)
             if isinstance(message, Cancel):
@@ -254,11 +249,6 @@ class _Process:
         self._main.put(lambda: _fulfill(future, work))
         return future
 
-    def _send(self, message: ProcessMessage) -> None:
-        payload = json.dumps(message, allow_nan=False).encode()
-        with self._sending:
-            self._connection.sendall(HEADER.pack(len(payload)) + payload)
-
 
 @dataclass(slots=True)
 class _Stage:
@@ -291,18 +281,3 @@ def _fulfill(future: Future[T], work: Callable[[], T]) -> None:
     except BaseException as error:
         # The caller that waits for the future reports it.
         future.set_exception(error)
-
-
-def _receive(connection: socket.socket) -> Setup | Call | Cancel:
-    size = HEADER.unpack(_exactly(connection, HEADER.size))[0]
-    message: Setup | Call | Cancel = ForkingPickler.loads(_exactly(connection, size))
-    return message
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    received = bytearray()
-    while len(received) < size:
-        if not (some := connection.recv(min(size - len(received), 1 << 20))):
-            raise EOFError
-        received += some
-    return bytes(received)

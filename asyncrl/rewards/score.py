@@ -3,10 +3,11 @@ one out."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import NotRequired, Protocol, TypeAlias, TypedDict
+from typing import NotRequired, Protocol, TypeAlias, TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
@@ -20,9 +21,9 @@ from asyncrl.contracts.columns import column_values
 from asyncrl.contracts.group_table import reward_parts_type
 from asyncrl.contracts.outcomes import FILTERED, NO_BASELINE
 from asyncrl.contracts.rows import (
+    ADDED_COLUMNS,
     BASELINE_COLUMNS,
     BASELINE_PARTS_COLUMN,
-    COLUMNS,
     NO_TEACHER,
     REFERENCE_COLUMN,
     REFERENCE_LOGPROBS,
@@ -41,11 +42,13 @@ from asyncrl.contracts.rows import (
     Prompt,
     TopLogprobs,
 )
-from asyncrl.rewards.contract import GroupCall
+from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
+from asyncrl.rewards.contract import GroupCall, Session
 from asyncrl.rewards.pool import GroupRewards, total_rewards
 from asyncrl.rewards.spec import ScoringSpec
 from asyncrl.runtime.failures import unforeseen
 from asyncrl.runtime.functions import FunctionError
+from asyncrl.sessions.rows import session_rows
 
 __all__ = [
     "Logprobs",
@@ -69,6 +72,14 @@ BASELINE = ["baseline_text", "baseline_ids", "baseline_finish_reason"]
 """The same columns of a baseline, except the prompt."""
 
 
+SESSIONS = ("session_messages", "session_end", "session_reward", "session_parts")
+"""Columns of sessions that reward functions get."""
+
+
+TURNS = [name for name in NODE_COLUMNS if name not in ("completion_ids", "logprobs")]
+"""Columns of sessions that their rows are derived from, in addition to those of all groups."""
+
+
 class _RewardedRow(TypedDict):
     """What the map stage reads of a group's row. Lists have one item per trajectory."""
 
@@ -79,6 +90,7 @@ class _RewardedRow(TypedDict):
     finish_reason: list[str]
     reward_parts: list[dict[str, float | None]]
     failure: str | None
+    session_end: NotRequired[list[str]]
     reference_logprobs: NotRequired[list[list[float]]]
     baseline_ids: NotRequired[list[int]]
     baseline_finish_reason: NotRequired[str]
@@ -99,7 +111,7 @@ def group_call(group: pa.Table) -> GroupCall:
     dataset = {
         field.name: column_values(group[field.name], field)[0]
         for field in group.schema
-        if field.name not in COLUMNS and field.name not in BASELINE_COLUMNS
+        if field.name not in ADDED_COLUMNS
     }
     texts, ids, reasons = row["completion_text"], row["completion_ids"], row["finish_reason"]
     if has_baseline:
@@ -112,7 +124,19 @@ def group_call(group: pa.Table) -> GroupCall:
         dataset,
         reasons,
         [reason in TRUNCATED for reason in reasons],
+        _sessions(group),
     )
+
+
+def _sessions(group: pa.Table) -> list[Session] | None:
+    """What reward functions get of the sessions of a one-row table."""
+    if SESSIONS[0] not in group.column_names:
+        return None
+    columns = (group[name][0].as_py() for name in SESSIONS)
+    return [
+        Session(json.loads(messages), end, given, json.loads(parts))
+        for messages, end, given, parts in zip(*columns, strict=True)
+    ]
 
 
 def attach_rewards(group: pa.Table, rewards: GroupRewards) -> pa.Table:
@@ -234,6 +258,8 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         "finish_reason",
         "reward_parts",
         "failure",
+        *(["session_end"] if spec.train_ends is not None else []),
+        *(TURNS if spec.most_session_tokens is not None else []),
         *([REFERENCE_COLUMN] if spec.algorithm.has_reference else []),
         *([*BASELINE[1:], BASELINE_PARTS_COLUMN] if spec.algorithm.needs_baseline else []),
     ]
@@ -279,10 +305,18 @@ def _statuses(row: _RewardedRow, rewards: Sequence[float | None], spec: ScoringS
     """The status of each trajectory of a group."""
     frozen = row.get(REFERENCE_COLUMN) or [[]] * len(rewards)
     distills = spec.algorithm.distillation is not None
+    ends = row.get("session_end") or ["done"] * len(rewards)
+    sizes = [0] * len(rewards) if spec.most_session_tokens is None else _session_sizes(row)
     statuses = []
-    for reward, ours, theirs, mask in zip(
-        rewards, row["logprobs"], frozen, row["loss_mask"], strict=True
+    for reward, ours, theirs, mask, end, size in zip(
+        rewards, row["logprobs"], frozen, row["loss_mask"], ends, sizes, strict=True
     ):
+        if spec.train_ends is not None and end not in spec.train_ends:
+            statuses.append(end)
+            continue
+        if spec.most_session_tokens is not None and size > spec.most_session_tokens:
+            statuses.append("over_long")
+            continue
         known, by_teacher = (ours, theirs) if distills else ([*ours, *theirs], [])
         statuses.append(
             trajectory_status(
@@ -290,11 +324,20 @@ def _statuses(row: _RewardedRow, rewards: Sequence[float | None], spec: ScoringS
                 known,
                 len(row["prompt_ids"]),
                 mask,
-                spec.longest_trajectory,
+                # A session limits each of its rows while it runs.
+                spec.longest_trajectory if spec.train_ends is None else None,
                 by_teacher,
             )
         )
     return statuses
+
+
+def _session_sizes(row: _RewardedRow) -> list[int]:
+    """The tokens of all rows of each session."""
+    return [
+        sum(len(one.token_ids) for one in session_rows(nodes).rows)
+        for nodes in nodes_of_group(cast("SessionsRow", row))
+    ]
 
 
 def _baseline_reward(
@@ -395,14 +438,15 @@ def trajectory_status(
     logprobs: Sequence[float],
     prompt_tokens: int,
     loss_mask: Sequence[int],
-    longest: int,
+    longest: int | None,
     by_teacher: Sequence[float] = (),
 ) -> str:
     """`ok`, or why the trajectory is masked. `logprobs` are the generator's and the reference's;
-    `by_teacher` are those of a teacher; `loss_mask` has one item per completion token."""
+    `by_teacher` are those of a teacher; `loss_mask` has one item per completion token. `longest`:
+    None = any length."""
     if not any(loss_mask):
         return "no_token"
-    if prompt_tokens + len(loss_mask) > longest:
+    if longest is not None and prompt_tokens + len(loss_mask) > longest:
         return "over_long"
     if not all(math.isfinite(logprob) for logprob in logprobs):
         return "bad_logprob"
@@ -423,9 +467,15 @@ class ScoresGroups(Protocol):
 
 
 async def score_completions(
-    pool: ScoresGroups, prompt: Prompt, completions: Sequence[Completion]
+    pool: ScoresGroups,
+    prompt: Prompt,
+    completions: Sequence[Completion],
+    sessions: Sequence[Session] | None = None,
 ) -> dict[str, list[float | None]]:
     """Raw rewards of one prompt's completions outside the training stream, for evaluation.
+
+    Args:
+        sessions: with an environment, the session of each completion.
 
     Returns:
         Name of the reward function, and name/part of each part that it returned → one reward per
@@ -441,5 +491,6 @@ async def score_completions(
         columns=prompt.columns,
         finish_reasons=[completion.finish_reason for completion in completions],
         truncated=[completion.finish_reason in TRUNCATED for completion in completions],
+        sessions=sessions,
     )
     return dict((await pool.score(call)).parts)

@@ -21,6 +21,10 @@ class ScoringSpec:
     """Tokens of prompt and completion together; None = no limit on the sum."""
     longest_trajectory: int
     """Tokens of the longest possible trajectory."""
+    train_ends: frozenset[str] | None = None
+    """Ends of the sessions that are trained; None without an environment."""
+    most_session_tokens: int | None = None
+    """Most tokens of all rows of a session, if the objective needs them in one micro-batch."""
 
     def completion_room(self, prompt_tokens: int) -> int:
         """Most tokens that the completion of a prompt of `prompt_tokens` may have."""

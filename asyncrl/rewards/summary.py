@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, TypeAlias, TypedDict
 
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from asyncrl.contracts.columns import SOURCE_COLUMN
-from asyncrl.contracts.messages import Scored, ScoredBaseline, TrajectoryText
+from asyncrl.contracts.messages import Scored, ScoredBaseline, SessionCounts, TrajectoryText
 from asyncrl.contracts.rows import REFERENCE_VERSION_COLUMN, TRUNCATED
 from asyncrl.rewards.text_quality import looping, unprintable
 from asyncrl.runtime.redact import redact_all
@@ -41,6 +41,19 @@ OPTIONAL = (
     "baseline_reward",
 )
 """Columns of `_Row` that some runs have."""
+
+COUNTED = (
+    "turn_trajectory",
+    "turn_tokens",
+    "turn_status",
+    "turn_branch_reason",
+    "session_end",
+    "session_unparsed",
+    "session_overridden",
+    "session_model_s",
+    "session_other_s",
+)
+"""Columns of sessions that are counted."""
 
 CARRIED = tuple(field.name for field in fields(Scored) if field.name not in ("ref", "example"))
 """Fields of a summary that the scoring task knows."""
@@ -101,7 +114,7 @@ def summaries(table: pa.Table) -> list[Scored]:
     looped = _row_sums(loops, ids.rows.tolist())
     tokens = np.diff(ids.row_starts).tolist()
     versions, trained = _versions(table), _trained_versions(table, ids)
-    baselines = _baselines(table, rows)
+    baselines, sessions = _baselines(table, rows), _session_counts(table)
     return [
         Scored(
             ordinal=row["ordinal"],
@@ -134,6 +147,7 @@ def summaries(table: pa.Table) -> list[Scored]:
             source=row.get("source_name"),
             reference_version=row.get("reference_version"),
             baseline=baselines[place],
+            sessions=sessions[place],
         )
         for place, row in enumerate(rows)
     ]
@@ -144,6 +158,8 @@ def scored_to_text(scored: Scored) -> str:
     tree = {name: getattr(scored, name) for name in CARRIED}
     if (baseline := scored.baseline) is not None:
         tree["baseline"] = [baseline.reward, baseline.tokens, baseline.truncated]
+    if scored.sessions is not None:
+        tree["sessions"] = asdict(scored.sessions)
     return json.dumps(tree)
 
 
@@ -153,6 +169,8 @@ def scored_from_text(text: str) -> Scored:
     tree["rewards"], tree["versions"] = tuple(tree["rewards"]), tuple(tree["versions"])
     if tree["baseline"] is not None:
         tree["baseline"] = ScoredBaseline(*tree["baseline"])
+    if tree["sessions"] is not None:
+        tree["sessions"] = SessionCounts(**tree["sessions"])
     return Scored(**tree, ref=None)
 
 
@@ -244,6 +262,32 @@ def _baselines(table: pa.Table, rows: Sequence[_Row]) -> list[ScoredBaseline | N
         )
         for row, length in zip(rows, tokens, strict=True)
     ]
+
+
+def _session_counts(table: pa.Table) -> list[SessionCounts | None]:
+    if COUNTED[0] not in table.column_names:
+        return [None] * table.num_rows
+    return [_counts(row) for row in table.select([*COUNTED, "status"]).to_pylist()]
+
+
+def _counts(row: Mapping[str, Any]) -> SessionCounts:
+    tokens: Counter[str] = Counter()
+    for trajectory, count, how in zip(
+        row["turn_trajectory"], row["turn_tokens"], row["turn_status"], strict=True
+    ):
+        status = row["status"][trajectory]
+        reason = status if status != "ok" else "trained" if how == "ok" else how
+        tokens[reason] += count
+    return SessionCounts(
+        ends=dict(Counter(row["session_end"])),
+        turns=len(row["turn_tokens"]),
+        unparsed=sum(row["session_unparsed"]),
+        overridden=sum(row["session_overridden"]),
+        branches=sum(reason != "" for reason in row["turn_branch_reason"]),
+        tokens=dict(tokens),
+        model_s=sum(row["session_model_s"]),
+        other_s=sum(row["session_other_s"]),
+    )
 
 
 def _shortened(text: str) -> str:

@@ -12,7 +12,8 @@ import ray
 from asyncrl.contracts.errors import RolloutFailedError
 from asyncrl.contracts.messages import Finished
 from asyncrl.contracts.rows import Prompt
-from asyncrl.rollout.worker import RolloutWorker, WorkerSpec
+from asyncrl.rollout.spec import WorkerSpec
+from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.runtime.failures import unforeseen
 from asyncrl.runtime.many_calls import settle
 from asyncrl.runtime.ray_defaults import TASK_CPUS

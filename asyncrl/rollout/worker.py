@@ -7,23 +7,34 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from asyncrl.config import RolloutConfig, completion_room
+from asyncrl.config import completion_room
 from asyncrl.contracts.errors import GenerationTimeoutError, RolloutFailedError, StaleReplicaError
 from asyncrl.contracts.group_table import groups_to_table, table_to_ipc
-from asyncrl.contracts.messages import Finished, Generated, GenerateRequest, WeightsId
-from asyncrl.contracts.protocols import Generate
+from asyncrl.contracts.messages import (
+    EngineLoad,
+    Finished,
+    Generated,
+    GenerateRequest,
+    WeightsId,
+)
 from asyncrl.contracts.rows import Baseline, Group, Prompt, Trajectory
 from asyncrl.rollout.outbox import Outbox
+from asyncrl.rollout.spec import SessionsSpec, WorkerSpec
+from asyncrl.runtime.clock import steady_time
 from asyncrl.runtime.failures import unforeseen
 from asyncrl.runtime.many_calls import Calls
 from asyncrl.runtime.ray_objects import DEATHS
 
-__all__ = ["RETRIED", "RolloutWorker", "WorkerSpec", "rollout_seed"]
+if TYPE_CHECKING:
+    from asyncrl.rollout.sessions import Played, Sessions
+    from asyncrl.sessions.session import TurnRequest
+
+__all__ = ["RETRIED", "RolloutWorker", "rollout_seed"]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 RETRIED = (StaleReplicaError, *DEATHS, ConnectionError)
@@ -38,24 +49,6 @@ def rollout_seed(seed: int, ordinal: int) -> int:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """The settings of one run that its rollout workers need."""
-
-    rollout: RolloutConfig
-    max_length: int | None
-    """Most tokens of prompt plus completion; None = no limit."""
-    deadline_s: float
-    """Seconds after which a group's generation fails."""
-    seed: int
-    run_id: str
-    attempt: int
-    generate: Callable[[], Generate]
-    """Makes the generator's client; called in the worker."""
-    baseline: bool = False
-    """Whether each group has a greedy completion, in addition to its trajectories."""
-
-
 class RolloutWorker:
     """A plain asyncio class, which `asyncrl.rollout.group` runs as a Ray actor. All groups of one
     worker share its event loop."""
@@ -67,9 +60,16 @@ class RolloutWorker:
         self._outbox: Outbox[pa.Table] = Outbox()
         self._under_way = 0
         self._calls: Calls[int, Finished] = Calls()
+        self._sessions: Sessions | None = None
 
     async def ready(self) -> None:
-        """Return once the constructor is done."""
+        """Return once the worker can make groups.
+
+        Raises:
+            EnvironmentFailedError: the environment cannot be imported.
+        """
+        if self._spec.sessions is not None:
+            await self._playing(self._spec.sessions).start()
 
     async def begin(self, prompts: Sequence[Prompt], committed: int) -> None:
         """Start to make the groups of these prompts. `ended` returns what becomes of them."""
@@ -98,9 +98,8 @@ class RolloutWorker:
         await self.committed(committed)
         self._under_way += 1
         try:
-            generated = await self._generate_until_deadline(prompt)
-            group = self._group(prompt, generated)
-            await self._outbox.put(prompt.ordinal, groups_to_table([group]))
+            group, table, load = await self._make(prompt)
+            await self._outbox.put(prompt.ordinal, table)
         except RolloutFailedError:
             raise
         # Every other error of an engine, a replica or Ray fails only this group.
@@ -114,7 +113,7 @@ class RolloutWorker:
             prompt.ordinal,
             committed if group.oldest_version is None else group.oldest_version,
             tokens,
-            generated.load,
+            load,
             baseline_tokens=0 if baseline is None else len(baseline.completion.token_ids),
         )
 
@@ -146,25 +145,65 @@ class RolloutWorker:
         """End the takes, and with them the scoring reader."""
         await self._outbox.close()
 
-    async def _generate_until_deadline(self, prompt: Prompt) -> Generated:
-        deadline_s = self._spec.deadline_s
-        ends = time.monotonic() + deadline_s
+    async def close(self) -> None:
+        """End the environment processes. They also end with this process."""
+        if self._sessions is not None:
+            await self._sessions.close()
+
+    async def _make(self, prompt: Prompt) -> tuple[Group, pa.Table, EngineLoad | None]:
+        """A group, its one-row table, and the load of an engine that generated it."""
+        ends = time.monotonic() + self._spec.deadline_s
+        if self._spec.sessions is None:
+            generated = await self._generate_until(
+                ends, prompt.ordinal, lambda left_s: self._request(prompt, left_s)
+            )
+            group = self._group(prompt, generated)
+            return group, groups_to_table([group]), generated.load
+        played = await self._playing(self._spec.sessions).play_all(
+            prompt,
+            range(self._spec.rollout.n_samples_per_prompt),
+            lambda turn, seed: self._generate_until(
+                ends, prompt.ordinal, lambda left_s: self._turn_request(turn, seed, left_s)
+            ),
+        )
+        from asyncrl.rollout.sessions import session_table
+
+        group = self._group_of_sessions(prompt, played)
+        return group, session_table(group, played), played[-1].load
+
+    def _playing(self, spec: SessionsSpec) -> Sessions:
+        """Imported and made at the first use: it needs a tokenizer."""
+        if self._sessions is None:
+            from asyncrl.rollout.sessions import Sessions
+
+            self._sessions = Sessions(spec, self._spec.seed)
+        return self._sessions
+
+    async def _generate_until(
+        self, ends: float, ordinal: int, request: Callable[[float], GenerateRequest]
+    ) -> Generated:
+        """What a request generates. It is sent again, until the group's deadline, if its replica is
+        behind or has died.
+
+        Args:
+            ends: the group's deadline, by `time.monotonic`.
+            request: takes the seconds until then.
+        """
         pause, reason = FIRST_PAUSE_S, "no answer"
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(max(0.0, ends - time.monotonic())):
                 while True:
                     try:
-                        return await self._generate.generate(
-                            self._request(prompt, ends - time.monotonic())
-                        )
+                        return await self._generate.generate(request(ends - time.monotonic()))
                     except RETRIED as error:
                         reason = f"{type(error).__name__}: {_last_line(error)}"
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE_S)
         except (TimeoutError, GenerationTimeoutError):
             raise RolloutFailedError(
-                f"group {prompt.ordinal} was not generated within rollout.deadline_s ="
-                f" {deadline_s:g} s (last: {reason}); raise that if completions take longer"
+                f"group {ordinal} was not generated within rollout.deadline_s ="
+                f" {self._spec.deadline_s:g} s (last: {reason}); raise that if completions take"
+                " longer"
             ) from None
 
     def _request(self, prompt: Prompt, remaining_s: float) -> GenerateRequest:
@@ -183,6 +222,34 @@ class RolloutWorker:
             repetition=rollout.repetition,
             baseline=self._spec.baseline,
             **rollout.kept_tokens,
+        )
+
+    def _turn_request(self, turn: TurnRequest, seed: int, remaining_s: float) -> GenerateRequest:
+        rollout = self._spec.rollout
+        least = max(self._committed, turn.min_version or 0)
+        return GenerateRequest(
+            prompt_ids=tuple(turn.prompt_ids),
+            n=turn.n,
+            max_tokens=min(turn.max_tokens, rollout.max_completion_length),
+            temperature=rollout.temperature,
+            seed=seed,
+            deadline_s=max(remaining_s, 0.001),
+            min_weights=WeightsId(self._run_id, self._attempt, least),
+            ignore_eos=rollout.ignore_eos,
+            repetition=rollout.repetition,
+            **rollout.kept_tokens,
+        )
+
+    def _group_of_sessions(self, prompt: Prompt, played: Sequence[Played]) -> Group:
+        turns = [node for one in played for node in one.session.nodes if node.sampled]
+        now = steady_time()
+        return Group(
+            self._attempt,
+            prompt,
+            tuple(one.trajectory() for one in played),
+            turns[-1].replica if turns else "",
+            min((turn.started_at for turn in turns), default=now),
+            max((turn.finished_at for turn in turns), default=now),
         )
 
     def _group(self, prompt: Prompt, generated: Generated) -> Group:

@@ -259,6 +259,7 @@ def _evaluator(directory: RunDirectory, stations: Stations) -> Evaluator | None:
         directory.state.run_id,
         directory.state.attempt,
         directory.path / "evaluations",
+        stations.sessions,
     )
 
 

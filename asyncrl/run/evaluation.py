@@ -8,9 +8,9 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow as pa
 
@@ -19,13 +19,17 @@ from asyncrl.config import Config, EvalSet
 from asyncrl.config.schema import Source
 from asyncrl.contracts.errors import EvaluationLostError, GenerationTimeoutError, StaleReplicaError
 from asyncrl.contracts.group_table import reward_parts_type
-from asyncrl.contracts.messages import GenerateRequest, WeightsId
+from asyncrl.contracts.messages import Generated, GenerateRequest, WeightsId
 from asyncrl.contracts.protocols import Generate
 from asyncrl.contracts.rows import ANSWER_COLUMNS, TRUNCATED, Completion, Prompt, VersionSpan
-from asyncrl.rewards.contract import RewardError
+from asyncrl.rewards.contract import RewardError, Session
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.functions import short
+
+if TYPE_CHECKING:
+    from asyncrl.rollout.sessions import Sessions
+    from asyncrl.sessions.session import TurnRequest
 
 __all__ = ["STATUSES", "Answer", "Evaluator", "Score", "answers_table", "measure"]
 
@@ -33,9 +37,14 @@ logger = logging.getLogger("asyncrl")
 
 Result = TypeVar("Result")
 
-Score = Callable[[Prompt, Sequence[Completion]], Awaitable[Mapping[str, Sequence[float | None]]]]
-"""Scores completions of one prompt: reward function → the raw reward of each completion."""
+Score = Callable[..., Awaitable[Mapping[str, Sequence[float | None]]]]
+"""Scores completions of one prompt, and with an environment their sessions: reward function → the
+raw reward of each completion."""
 
+AT_A_LIMIT = ("length", "turns", "deadline")
+"""Ends of sessions that count as 0 in an evaluation, if they have no reward."""
+SEEDS = 1 << 48
+"""Number of sampling seeds."""
 STATUSES = ("ok", "unscored", "late", "failed")
 """`ok`: the reward named by `eval.accuracy` scored it. `unscored`: that reward returned None.
 `late`: no answer within rollout.deadline_s. `failed`: the request failed otherwise."""
@@ -54,6 +63,8 @@ class Answer:
     replica: str | None = None
     parts: Mapping[str, float | None] = field(default_factory=dict)
     """Reward function → its reward, or None if it returned None."""
+    session: Session | None = None
+    """None without an environment."""
 
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
@@ -82,12 +93,15 @@ class Evaluator:
         run_id: str,
         attempt: int,
         directory: Path,
+        sessions: Sessions | None = None,
     ) -> None:
         """
         Args:
             prompts: data file of a set in `config.evaluation_sets` → its prompts.
             directory: where the completions are kept.
+            sessions: plays sessions instead of single completions.
         """
+        self.sessions = sessions
         self.config, self.generate, self.score = config, generate, score
         self.prompts, self.run_id, self.attempt, self.directory = (
             prompts,
@@ -177,29 +191,35 @@ class Evaluator:
         room: asyncio.Semaphore,
     ) -> list[Answer]:
         """One answer per seed; the answers are scored together, as a group is."""
+        requests = [self._request(settings, place, prompt, seed) for seed in seeds]
         answers = await _together(
-            self._answer(self._request(settings, place, prompt, seed), place.version, room)
-            for seed in seeds
+            self._answer(request, place.version, room)
+            if self.sessions is None
+            else self._play(self.sessions, prompt, sample, request, place.version, room)
+            for sample, request in enumerate(requests)
         )
         completed = [
-            (index, answer.completion)
+            (index, answer.completion, answer.session)
             for index, answer in enumerate(answers)
             if answer.completion is not None
         ]
         if completed:
-            parts = await self._parts(prompt, [completion for _, completion in completed])
-            for at, (index, _) in enumerate(completed):
+            sessions = [session for *_, session in completed if session is not None]
+            parts = await self._parts(
+                prompt, [completion for _, completion, _ in completed], sessions
+            )
+            for at, (index, *_) in enumerate(completed):
                 answers[index] = self._scored(
                     answers[index], {name: values[at] for name, values in parts.items()}
                 )
         return answers
 
     async def _parts(
-        self, prompt: Prompt, completions: Sequence[Completion]
+        self, prompt: Prompt, completions: Sequence[Completion], sessions: Sequence[Session]
     ) -> Mapping[str, Sequence[float | None]]:
         """The rewards of one prompt's completions; all None after an unexpected error."""
         try:
-            return await self.score(prompt, completions)
+            return await self.score(prompt, completions, *([sessions] if sessions else []))
         except RewardError:
             raise
         except Exception as error:
@@ -245,19 +265,72 @@ class Evaluator:
         try:
             async with room:
                 generated = await self.generate.generate(request)
-        except GenerationTimeoutError as error:
-            return Answer(None, "late", _one_line(error))
         # An error of an engine, a replica or Ray costs one completion, not the evaluation.
         except Exception as error:
-            if request.replica is not None and isinstance(error, StaleReplicaError):
-                raise EvaluationLostError(_one_line(error)) from None
-            # Imported here because it imports Ray, which readers of evaluations do not need.
-            from asyncrl.rollout.worker import RETRIED
+            return self._lost(error, request)
+        return self._kept(generated.completions[0], generated.replica, version)
 
-            if not isinstance(error, RETRIED):
-                self._count_error("a completion of an evaluation failed", error)
-            return Answer(None, "failed", f"{type(error).__name__}: {_one_line(error)}")
-        completion = generated.completions[0]
+    async def _play(
+        self,
+        sessions: Sessions,
+        prompt: Prompt,
+        sample: int,
+        request: GenerateRequest,
+        version: int,
+        room: asyncio.Semaphore,
+    ) -> Answer:
+        """One session. Each of its turns has a request like this one."""
+        errors: list[Exception] = []
+        replicas: list[str] = []
+
+        async def generate(turn: TurnRequest, seed: int) -> Generated:
+            assert request.min_weights is not None
+            newest = turn.min_version if request.replica is None else None
+            least = max(request.min_weights.version, newest or 0)
+            try:
+                generated = await self.generate.generate(
+                    replace(
+                        request,
+                        prompt_ids=tuple(turn.prompt_ids),
+                        n=turn.n,
+                        max_tokens=min(request.max_tokens, turn.max_tokens),
+                        # Other seeds than those of rollouts.
+                        seed=((request.seed or 0) + seed) % SEEDS,
+                        min_weights=replace(request.min_weights, version=least),
+                    )
+                )
+            except Exception as error:
+                errors.append(error)
+                raise
+            replicas.append(generated.replica)
+            return generated
+
+        try:
+            async with room:
+                played = await sessions.play(prompt, sample, generate)
+        except Exception as error:
+            return self._lost(errors[-1] if errors else error, request)
+        ended = played.ended
+        answer = self._kept(played.trajectory().completion, (replicas or [""])[-1], version)
+        session = Session(played.session.chat_so_far, ended.end, ended.reward, ended.parts)
+        reason = "" if ended.end == "done" else f"{ended.end}: {ended.note}"
+        return replace(answer, session=session, reason=answer.reason or reason)
+
+    def _lost(self, error: Exception, request: GenerateRequest) -> Answer:
+        """The answer to a request that failed."""
+        if isinstance(error, GenerationTimeoutError):
+            return Answer(None, "late", _one_line(error))
+        if request.replica is not None and isinstance(error, StaleReplicaError):
+            raise EvaluationLostError(_one_line(error)) from None
+        # Imported here because it imports Ray, which readers of evaluations do not need.
+        from asyncrl.rollout.worker import RETRIED
+
+        if not isinstance(error, RETRIED):
+            self._count_error("a completion of an evaluation failed", error)
+        return Answer(None, "failed", f"{type(error).__name__}: {_one_line(error)}")
+
+    def _kept(self, completion: Completion, replica: str, version: int) -> Answer:
+        """The answer of a completion, unless other versions made it."""
         if not self.config.eval.in_flight and any(
             span.version != version for span in completion.versions
         ):
@@ -266,13 +339,16 @@ class Evaluator:
                 "failed",
                 f"made by versions {[span.version for span in completion.versions]}, not only by"
                 f" {version}",
-                generated.replica,
+                replica,
             )
-        return Answer(completion, "ok", replica=generated.replica)
+        return Answer(completion, "ok", replica=replica)
 
     def _scored(self, answer: Answer, parts: Mapping[str, float | None]) -> Answer:
+        if answer.session is not None and answer.session.end in AT_A_LIMIT:
+            # It did not finish. Left out, it would make the accuracy too high.
+            parts = {**parts, self.config.accuracy: parts[self.config.accuracy] or 0.0}
         status = "unscored" if parts[self.config.accuracy] is None else "ok"
-        return Answer(answer.completion, status, replica=answer.replica, parts=parts)
+        return replace(answer, status=status, parts=parts)
 
     def _keep(
         self, name: str, settings: EvalSet, version: int, answers: Sequence[Sequence[Answer]]

@@ -20,6 +20,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -57,9 +58,11 @@ from asyncrl.preflight.specs import (
     learner_spec,
     reference_spec,
     scoring_spec,
+    sessions_spec,
     worker_spec,
 )
 from asyncrl.rewards.code import share_settings
+from asyncrl.rewards.contract import Session
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.remote import RemoteRewardPool
 from asyncrl.rewards.score import score_completions
@@ -75,6 +78,9 @@ from asyncrl.runtime.serve_calls import Handle
 from asyncrl.runtime.stacks import stacks_as
 from asyncrl.text.tokenizer import refuse_another_tokenizer
 from asyncrl.weights.push import ServeWeightSync
+
+if TYPE_CHECKING:
+    from asyncrl.rollout.sessions import Sessions
 
 __all__ = ["Stations", "launch_stations"]
 
@@ -98,6 +104,8 @@ class Stations:
     pool: RewardPool | RemoteRewardPool
     evaluation_prompts: dict[Data, list[Prompt]]
     """Data file of an evaluation set → its prompts."""
+    sessions: Sessions | None
+    """Plays the sessions of evaluations; None without an environment."""
     kv_cache_tokens: int
     """Capacity of one replica's KV cache, in tokens."""
     startup: dict[str, float | str]
@@ -174,10 +182,13 @@ class Stations:
         )
 
     async def score(
-        self, prompt: Prompt, completions: Sequence[Completion]
+        self,
+        prompt: Prompt,
+        completions: Sequence[Completion],
+        sessions: Sequence[Session] | None = None,
     ) -> dict[str, list[float | None]]:
         """Raw rewards of the completions of one prompt, by reward function."""
-        return await score_completions(self.pool, prompt, completions)
+        return await score_completions(self.pool, prompt, completions, sessions)
 
 
 def _evaluation_prompts(config: Config) -> dict[Data, list[Prompt]]:
@@ -188,6 +199,19 @@ def _evaluation_prompts(config: Config) -> dict[Data, list[Prompt]]:
         assert settings.data is not None and settings.max_prompts is not None
         most[settings.data] = max(most.get(settings.data, 0), settings.max_prompts)
     return {path: read_prompts(path, data_spec(config), limit) for path, limit in most.items()}
+
+
+def _evaluation_sessions(config: Config, stack: Closing) -> Sessions | None:
+    """What plays the sessions of evaluations. Its processes start at the first evaluation."""
+    spec = sessions_spec(config)
+    if spec is None or not config.evaluation_sets:
+        return None
+    # Imported here because it loads a tokenizer, which runs without an environment do not need.
+    from asyncrl.rollout.sessions import Sessions
+
+    sessions = Sessions(spec, config.seed)
+    stack.add("environment processes", sessions.close)
+    return sessions
 
 
 @asynccontextmanager
@@ -244,6 +268,7 @@ async def launch_stations(
             streams.refreshed,
             started.pool,
             _evaluation_prompts(config),
+            _evaluation_sessions(config, stack),
             started.status.kv_cache_tokens,
             started.startup,
             directory.logs / "stacks",

@@ -22,9 +22,11 @@ from asyncrl.contracts.rows import (
     COLUMNS,
     REFERENCE_COLUMN,
     SCORED_COLUMNS,
+    SESSION_COLUMNS,
     SPAN,
     TEACHER_TOKENS,
     TOKEN_REWARDS_COLUMN,
+    TURN_COLUMNS,
 )
 from asyncrl.rundir.metrics import read_metrics
 from asyncrl.rundir.outcomes import OUTCOME_COLUMNS, refuse_old_folder
@@ -46,6 +48,7 @@ PER_TRAJECTORY = (
     REFERENCE_COLUMN,
     TOKEN_REWARDS_COLUMN,
     *TEACHER_TOKENS,
+    *SESSION_COLUMNS,
 )
 """List columns of a group with one item per trajectory."""
 
@@ -238,7 +241,7 @@ def _distinct(table: pa.Table) -> pa.Table:
 
 
 def _explode(groups: pa.Table) -> pa.Table:
-    """The table of trajectories for a table of groups."""
+    """The table of trajectories for a table of groups. It leaves out the columns of turns."""
     groups = groups.combine_chunks()
     parents = pc.list_parent_indices(groups["completion_ids"])
     for name in (REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN, *TEACHER_TOKENS):
@@ -251,6 +254,7 @@ def _explode(groups: pa.Table) -> pa.Table:
     table = table.append_column(
         "index", pa.array([index for count in counts for index in range(count)], pa.int32())
     )
+    table = table.drop_columns([name for name in TURN_COLUMNS if name in table.column_names])
     for name in lists:
         values = pc.list_flatten(groups[name])
         if name == "reward_parts":
@@ -267,8 +271,9 @@ def _with_versions(table: pa.Table) -> pa.Table:
     """Add `tokens`, `oldest_version` and `newest_version`. Versions of an empty completion are
     null."""
     spans = table["versions"].combine_chunks() if len(table) else pa.array([], pa.list_(SPAN))
-    oldest = [spans_of[0]["version"] if spans_of else None for spans_of in spans.to_pylist()]
-    newest = [spans_of[-1]["version"] if spans_of else None for spans_of in spans.to_pylist()]
+    versions = [[span["version"] for span in spans_of] for spans_of in spans.to_pylist()]
+    oldest = [min(found, default=None) for found in versions]
+    newest = [max(found, default=None) for found in versions]
     table = table.append_column("tokens", pc.list_value_length(table["completion_ids"]))
     table = table.append_column("oldest_version", pa.array(oldest, pa.int32()))
     return table.append_column("newest_version", pa.array(newest, pa.int32()))

@@ -66,6 +66,7 @@ FIXED = {
 """Settings that must not change on a resume → why."""
 
 FIXED_IN_RUN = {
+    "environment.function": "the groups so far are of that environment, or of none",
     "algorithm.preference": "the steps so far trained the pairs that it chose",
     "algorithm.ref_update_interval": "the steps so far were trained with the reference of those"
     " versions",
@@ -90,6 +91,10 @@ FREE = ("resume", "name", "runs_root", "checkpoint.load", "checkpoint.ckpt_step"
 """Settings whose changes are not reported: they only name places."""
 
 SCORED_WITH = (
+    *(
+        f"environment.{name}"
+        for name in ("function", "arguments", "max_turns", "deadline_s", "history", "train_ends")
+    ),
     "reward.functions",
     "reward.sandbox",
     "reward.shuffle",

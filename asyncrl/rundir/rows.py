@@ -23,7 +23,16 @@ from asyncrl.contracts.rows import (
     GroupRow,
     SpanRow,
 )
+from asyncrl.contracts.session_table import NODE_COLUMNS
 from asyncrl.rundir.baselines import impossible_baselines, odd_advantages
+from asyncrl.rundir.turns import (
+    BEGIN,
+    Generation,
+    broken_sessions,
+    generations,
+    has_turns,
+    turn_starts,
+)
 from asyncrl.runtime import parquet
 
 __all__ = ["FAULTS", "Row", "read_rows"]
@@ -80,6 +89,8 @@ class Row:
     """The row's faults: keys of `FAULTS`, or `UNEVEN`."""
     reference: int | None = None
     """Version of the reference policy that scored the group; None without one."""
+    turns: tuple[Generation, ...] | None = None
+    """The turns of its sessions that have tokens; None if its trajectories are completions."""
 
     @property
     def oldest(self) -> int | None:
@@ -90,6 +101,17 @@ class Row:
     def newest(self) -> int | None:
         """Newest token version; None without tokens."""
         return max(self.versions, default=None)
+
+    @property
+    def generations(self) -> tuple[Generation, ...]:
+        """What replicas generated of it at once."""
+        if self.turns is not None:
+            return self.turns
+        if self.oldest is None or self.newest is None:
+            return ()
+        return (
+            Generation(self.replica, self.started_at, self.finished_at, self.oldest, self.newest),
+        )
 
     def loss_tokens(self, oldest_version: int = 0) -> int:
         """Tokens with loss of this version and later ones, in the trajectories with status ok."""
@@ -168,6 +190,8 @@ def _rows(table: pa.Table) -> Iterator[Row]:
     )
     bad = {name: find(table, lengths) for name, find in FAULTS.items()}
     read = [*READ, *({REFERENCE_VERSION_COLUMN, "baseline_versions"} & set(table.column_names))]
+    sessions = has_turns(table)
+    turns = table.select(list(NODE_COLUMNS)).to_pylist() if sessions else []
     groups: list[GroupRow] = table.select(read).to_pylist()
     hashes = zip(content_hashes(table), content_hashes(table.select(list(GENERATION))), strict=True)
     for number, (group, (content, generation)) in enumerate(zip(groups, hashes, strict=True)):
@@ -206,6 +230,7 @@ def _rows(table: pa.Table) -> Iterator[Row]:
             ),
             faults=tuple(name for name, found in bad.items() if found[mine].any()),
             reference=group.get(REFERENCE_VERSION_COLUMN),
+            turns=generations(turns[number]) if sessions else None,
         )
 
 
@@ -290,6 +315,8 @@ def _impossible_spans(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     last[:-1] = first[1:]
     expected = np.where(first, 0, np.concatenate([[0], end[:-1]]) if len(end) else end)
     rises = first | (version > np.concatenate([[-1], version[:-1]])) if len(version) else first
+    if has_turns(table):
+        rises |= np.isin(owner * BEGIN + start, turn_starts(table))
     wrong = (
         (start != expected)
         | (end <= start)
@@ -364,6 +391,7 @@ FAULTS: Mapping[str, Callable[[pa.Table, np.ndarray], np.ndarray]] = {
     "rewards or advantages that are not numbers": _impossible_rewards,
     "an unknown status or finish reason": _unknown_words,
     "negative or missing token ids": _negative_tokens,
+    "turns that do not make up their sessions": broken_sessions,
     "an impossible baseline": impossible_baselines,
     "advantages other than the reward less the baseline's": odd_advantages,
 }

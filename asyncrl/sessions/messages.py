@@ -68,7 +68,11 @@ def _call(call: object, ids: dict[object, int]) -> object:
     function = call.get("function")
     if not isinstance(function, Mapping):
         return {name: value for name, value in call.items() if name not in ("id", "index")}
-    arguments = _whole_numbers(argument_values(function.get("arguments")))
+    given = argument_values(function.get("arguments"))
+    try:
+        arguments = _whole_numbers(given)
+    except RecursionError:
+        arguments = str(function.get("arguments"))
     return {"id": number, "name": function.get("name"), "arguments": arguments}
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from asyncrl.contracts.nodes import ORPHAN, Node
 from asyncrl.contracts.rows import Completion
+from asyncrl.sessions.answers import Answer, ContextTooLongError, SessionClosedError
 from asyncrl.sessions.messages import chat_digests
 from asyncrl.sessions.tree import Place, SessionTree
 from asyncrl.text.continuation import (
@@ -17,30 +19,19 @@ from asyncrl.text.continuation import (
     first_difference,
     render_chat,
 )
-from asyncrl.text.template import Message, Schema
+from asyncrl.text.template import Message, MessagesError, Schema
 from asyncrl.text.tokenizer import decode_prompt, encode_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "Answer",
-    "ContextTooLongError",
     "Sampled",
     "Session",
-    "SessionClosedError",
     "SessionTemplate",
     "TurnGenerator",
     "TurnRequest",
 ]
-
-
-class SessionClosedError(RuntimeError):
-    """A request came after the end of its session. The message says why it ended."""
-
-
-class ContextTooLongError(ValueError):
-    """A request leaves no room for a token of its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +56,7 @@ class SessionTemplate:
         Raises:
             MessagesError: the template refuses the chat.
         """
+        _refuse_unencodable(messages)
         text = render_chat(self.tokenizer, messages, self.variables or {}, tools)
         (ids,), _ = encode_prompts(self.tokenizer, [text], rendered=True)
         return ids
@@ -83,6 +75,7 @@ class SessionTemplate:
                 and it would write other tokens before.
             MessagesError: the template refuses the chat.
         """
+        _refuse_unencodable(messages[known:])
         end = path[-1] if path and path[-1] in self.ends else None
         ids = continuation(
             self.tokenizer, messages[:known], messages[known:], end, self.variables or {}, tools
@@ -99,6 +92,15 @@ class SessionTemplate:
                     f"the template writes {written} as token {place}, and {found} was there"
                 )
         return ids
+
+
+def _refuse_unencodable(messages: Sequence[Message]) -> None:
+    """Raise MessagesError for text that no tokenizer reads: surrogates, as of file names that are
+    not UTF-8."""
+    try:
+        json.dumps(list(messages), ensure_ascii=False, default=str).encode()
+    except (UnicodeEncodeError, RecursionError, ValueError) as error:
+        raise MessagesError(f"the messages are no text: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +136,8 @@ class TurnGenerator(Protocol):
     async def generate(self, request: TurnRequest) -> Sequence[Sampled]: ...
 
 
-ReadMessage = Callable[[Completion, "Sequence[Schema] | None"], Message]
-"""The assistant's message of a completion: text, reasoning and tool calls."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A turn, as the agent gets it."""
-
-    message: Message
-    sampled: Sampled
-    node: int
-    prompt_tokens: int
-    """Tokens before it."""
+ReadMessage = Callable[[Sequence[int], Completion, "Sequence[Schema] | None"], Message]
+"""The assistant's message of a completion after these tokens: text, reasoning and tool calls."""
 
 
 class Session:
@@ -156,6 +147,8 @@ class Session:
         self, template: SessionTemplate, generator: TurnGenerator, read: ReadMessage
     ) -> None:
         self.tree = SessionTree()
+        self.chat_so_far: list[Message] = []
+        """The messages of the last answered request, and its answer."""
         self._template, self._generator, self._read = template, generator, read
         self._closed: str | None = None
         self._answers: dict[str, asyncio.Future[list[Answer]]] = {}
@@ -164,14 +157,20 @@ class Session:
         """Context → answers that were asked of it."""
         self._depths: dict[int, int] = {}
         """Turn → turns up to it on its path."""
+        self._choices: dict[int, list[Answer]] = {}
+        """Turn → all choices of its request, if there are several."""
+        self._continued: set[int] = set()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         return self.tree.nodes
 
     def close(self, reason: str) -> None:
-        """End the session. Later requests are refused with this reason."""
+        """End the session. Later requests are refused with this reason, and those under way are
+        canceled."""
         self._closed = self._closed or reason
+        for answers in self._answers.values():
+            answers.cancel()
 
     async def chat(
         self,
@@ -209,12 +208,6 @@ class Session:
         if done.cancelled() or done.exception() is not None:
             del self._answers[key]
 
-    def choose(self, answers: Sequence[Answer], chosen: int) -> None:
-        """Note which of several answers the agent goes on with. The others become orphans."""
-        for index, answer in enumerate(answers):
-            if index != chosen:
-                self.tree.set_status(answer.node, ORPHAN)
-
     async def _answer(
         self,
         messages: Sequence[Message],
@@ -246,7 +239,21 @@ class Session:
                 self.tree.newest_version(before),
             )
         )
-        return [self._add(context, depth, one, messages, tools, len(prompt_ids)) for one in sampled]
+        answers = [self._add(context, depth, one, messages, tools, prompt_ids) for one in sampled]
+        self.chat_so_far = [*messages, answers[0].message]
+        # Most clients go on with the first choice. Another one counts once a request continues it.
+        for answer in answers[1:]:
+            self.tree.set_status(answer.node, ORPHAN)
+        self._choices |= {answer.node: answers for answer in answers if n > 1}
+        return answers
+
+    def _prefer(self, node: int) -> None:
+        """Note that a request continues this turn. Of several choices, those that no request
+        continues become orphans."""
+        self._continued.add(node)
+        for choice in self._choices.get(node, ()):
+            if choice.node not in self._continued:
+                self.tree.set_status(choice.node, ORPHAN)
 
     def _context(
         self,
@@ -261,6 +268,7 @@ class Session:
             return place.node
         reason = "" if not self.tree.nodes else "no turn has the beginning of the chat"
         if place.node is not None:
+            self._prefer(place.node)
             path = self.tree.path_ids(place.node)
             try:
                 ids = self._template.continued(path, messages, place.messages, tools)
@@ -277,10 +285,10 @@ class Session:
         sampled: Sampled,
         messages: Sequence[Message],
         tools: Sequence[Schema] | None,
-        prompt_tokens: int,
+        prompt_ids: Sequence[int],
     ) -> Answer:
         completion = sampled.completion
-        message = self._read(completion, tools)
+        message = self._read(prompt_ids, completion, tools)
         node = self.tree.add_turn(
             Node(
                 context,
@@ -297,4 +305,6 @@ class Session:
             chat_digests([*messages, message], tools)[-1],
         )
         self._depths[node] = depth + 1
-        return Answer(message, sampled, node, prompt_tokens)
+        return Answer(
+            message, completion.finish_reason, len(completion.token_ids), len(prompt_ids), node
+        )

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.environments.attempt import Ended, Limits, attempt
-from asyncrl.sessions.session import Answer, ContextTooLongError, Sampled, SessionClosedError
+from asyncrl.sessions.answers import Answer, ContextTooLongError, SessionClosedError
 from asyncrl.testing import VirtualTimeLoop
 from asyncrl.text.template import MessagesError
 
@@ -33,9 +32,8 @@ class FakeSession:
         await asyncio.sleep(self.seconds)
         if self.error is not None and len(self.chats) == self.fails_at:
             raise self.error
-        completion = Completion((5,), (-1.0,), (VersionSpan(0, 0, 1),), "stop")
         message = {"role": "assistant", "content": str(len(self.chats))}
-        return [Answer(message, Sampled(completion, "r", 0.0, 1.0), 0, 1)]
+        return [Answer(message, "stop", 1, 1, 0)]
 
 
 def run(environment: Any, session: Any = None, **limits: Any) -> Ended:
@@ -128,7 +126,8 @@ def test_limits_end_an_attempt() -> None:
 )
 def test_the_models_refusals_end_an_attempt(error: Exception, end: str) -> None:
     ended = run(Count, FakeSession(fails_at=2, error=error))
-    assert (ended.end, ended.turns, ended.reward) == (end, 2, None)
+    # A game keeps the reward that it had reached.
+    assert (ended.end, ended.turns, ended.reward) == (end, 2, None if end == "env_error" else 1.0)
     assert str(error) in ended.note
 
 
@@ -195,8 +194,8 @@ def not_async(task: Any, model: Any) -> float:
     [
         (raises, "KeyError: 'answer\\nmissing' ("),
         (times_out, "TimeoutError: its own ("),
-        (gives_nonsense, "TypeError: reward is 'nan', not a finite number"),
-        (gives_text, "TypeError: reward is 'good', not a finite number"),
+        (gives_nonsense, "TypeError: reward is 'nan' (float), not a finite number"),
+        (gives_text, "TypeError: reward is 'good' (str), not a finite number"),
         (OddStep, "TypeError: step returned 'more', not (messages, reward, over)"),
         (OddReset, "TypeError: '7' is neither a text nor a list of messages"),
         (not_async, "TypeError: "),

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.environments.model import Model, Reply, UnsupportedError
-from asyncrl.sessions.session import Answer, Sampled
+from asyncrl.sessions.answers import Answer
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 Body = dict[str, Any]
@@ -33,11 +32,7 @@ class FakeSession:
         key: str | None = None,
     ) -> list[Answer]:
         self.requests.append((list(messages), tools, n, max_tokens, key))
-        completion = Completion((5, 6), (-1.0, -1.0), (VersionSpan(0, 0, 2),), self._finish)
-        return [
-            Answer(self._answer(index), Sampled(completion, "r", 0.0, 1.0), index, 7)
-            for index in range(n)
-        ]
+        return [Answer(self._answer(index), self._finish, 2, 7, index) for index in range(n)]
 
 
 def said(index: int) -> Mapping[str, object]:

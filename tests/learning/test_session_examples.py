@@ -14,8 +14,8 @@ import torch
 from recorded import learner_config, state_without_model
 
 from asyncrl.contracts.nodes import CONSTRAINED, Node
-from asyncrl.contracts.rows import COLUMNS, VersionSpan
-from asyncrl.contracts.session_table import TURN_COLUMNS, nodes_of_group, turns_of_group
+from asyncrl.contracts.rows import COLUMNS, TURN_COLUMNS, VersionSpan
+from asyncrl.contracts.session_table import flat_completion, nodes_of_group, turns_of_group
 from asyncrl.learning import policy_step
 from asyncrl.learning.batches import examples_of
 from asyncrl.learning.session_examples import rows_of_trajectory, with_trajectory_units
@@ -71,6 +71,21 @@ TREE = [
 SINGLE = [context(None, 5, 6), turn(0, 21, 22)]
 
 
+def columns_of(sessions: Sequence[Sequence[Node]]) -> dict[str, Any]:
+    """The columns of a group's turns and sampled tokens."""
+    flat = [flat_completion(nodes, "") for nodes in sessions]
+    return {
+        **turns_of_group(sessions),
+        "completion_ids": [one.token_ids for one, _ in flat],
+        "logprobs": [one.logprobs for one, _ in flat],
+        "loss_mask": [mask for _, mask in flat],
+        "versions": [
+            [{"version": s.version, "start": s.start, "end": s.end} for s in one.versions]
+            for one, _ in flat
+        ],
+    }
+
+
 def table(
     sessions: Sequence[Sequence[Node]],
     advantages: Sequence[float | None],
@@ -78,10 +93,9 @@ def table(
     ordinal: int = 7,
 ) -> pa.Table:
     """One group, with the columns that the learner reads."""
-    turns = turns_of_group(sessions)
+    columns = columns_of(sessions)
     arrays = {
-        name: pa.array([turns[name]], TURN_COLUMNS.get(name) or COLUMNS[name])  # type: ignore[literal-required]
-        for name in turns
+        name: pa.array([columns[name]], TURN_COLUMNS.get(name) or COLUMNS[name]) for name in columns
     }
     arrays |= {
         "ordinal": pa.array([ordinal], pa.int64()),
@@ -94,11 +108,35 @@ def table(
 def test_sessions_survive_the_way_through_arrow() -> None:
     sessions = [CHAIN, TREE, SINGLE]
     (row,) = table(sessions, [1.0, 2.0, 3.0]).to_pylist()
-    found = nodes_of_group(row, 3)
+    found = nodes_of_group(row)
     assert turns_of_group(found) == turns_of_group(sessions)
     # log-probs are float32 there, and these are exact
     assert found[0] == CHAIN and found[2] == SINGLE
     assert [node.token_ids for node in found[1]] == [node.token_ids for node in TREE]
+
+
+def test_the_tokens_of_a_trajectory_are_those_of_its_turns() -> None:
+    completion, mask = flat_completion(TREE, "text")
+    assert completion.token_ids == (7, 8, 9, 11, 16, 17, 19, 20) and completion.text == "text"
+    assert completion.turns == (3, 1, 2, 2) and mask == (1, 1, 1, 1, 0, 0, 1, 1)
+    assert [(span.start, span.end) for span in completion.versions] == [
+        (0, 3),
+        (3, 4),
+        (4, 6),
+        (6, 8),
+    ]
+    nothing, _ = flat_completion([context(None, 5)], "")
+    assert (nothing.token_ids, nothing.finish_reason) == ((), "abort")
+
+
+def test_versions_may_go_back_from_turn_to_turn_and_not_within_one() -> None:
+    older = turn(2, 4, versions=(VersionSpan(1, 0, 1),))
+    completion, _ = flat_completion([*SINGLE, context(1, 9), older], "")
+    assert [span.version for span in completion.versions] == [3, 1]
+    with pytest.raises(ValueError, match="version 1 follows 3"):
+        replace(completion, turns=())
+    with pytest.raises(ValueError, match="has tokens of two turns"):
+        replace(completion, turns=(1, 2))
 
 
 def test_a_context_of_several_turns_has_its_reason_once() -> None:
@@ -110,17 +148,19 @@ def test_a_context_of_several_turns_has_its_reason_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"turn_trajectory": [0, 5]}, "a turn belongs to trajectory 5 of 2"),
-        ({"turn_parent": [-1, 7]}, "turn 1 continues turn 7, which is not an earlier one"),
-        ({"turn_parent": [-1, -2]}, "turn 1 continues turn -2"),
-        ({"turn_trajectory": [0, 1], "turn_parent": [-1, 0]}, "turn 1 continues turn 0"),
+        ({"turn_trajectory": [0, 5, 1]}, "a turn belongs to trajectory 5 of 2"),
+        ({"turn_parent": [-1, 7, -1]}, "turn 1 continues turn 7, which is not an earlier one"),
+        ({"turn_parent": [-1, -2, -1]}, "turn 1 continues turn -2"),
+        ({"turn_parent": [-1, 0, 0]}, "turn 2 continues turn 0"),
+        ({"turn_tokens": [2, 2, 2]}, r"turns have \[4, 2\] tokens, and the trajectories \[3, 2\]"),
         ({"turn_status": ["ok"]}, "zip"),
     ],
 )
 def test_columns_that_do_not_agree_are_refused(changes: dict[str, Any], error: str) -> None:
-    row = {**turns_of_group([[*SINGLE, context(1, 9), turn(2, 4)]]), **changes}
+    nodes = [*SINGLE, context(1, 9), turn(2, 4)]
+    row = {**columns_of([nodes, SINGLE]), **changes}
     with pytest.raises(ValueError, match=error):
-        nodes_of_group(row, 2)  # type: ignore[arg-type]
+        nodes_of_group(row)  # type: ignore[arg-type]
 
 
 def test_columns_that_sessions_do_not_support_are_refused() -> None:

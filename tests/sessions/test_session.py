@@ -13,13 +13,9 @@ from chat_families import CHATML, HEADERS, STRIPS_THINKING, save_chat_model
 
 from asyncrl.contracts.nodes import ORPHAN
 from asyncrl.contracts.rows import Completion
+from asyncrl.sessions.answers import ContextTooLongError, SessionClosedError
 from asyncrl.sessions.rows import session_rows
-from asyncrl.sessions.session import (
-    ContextTooLongError,
-    Session,
-    SessionClosedError,
-    SessionTemplate,
-)
+from asyncrl.sessions.session import Session, SessionTemplate
 from asyncrl.testing import FakeTurnGenerator
 from asyncrl.text.template import Message, MessagesError
 from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
@@ -35,7 +31,7 @@ def assistant(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
-def read(completion: Completion, tools: object) -> Message:
+def read(prompt_ids: object, completion: Completion, tools: object) -> Message:
     return assistant(completion.text)
 
 
@@ -193,13 +189,46 @@ def test_choices_that_are_not_taken_become_orphans(chatml: Model) -> None:
 
     async def chooses() -> None:
         answers = await session.chat([user("a")], n=3)
-        session.choose(answers, 1)
         await session.chat([user("a"), answers[1].message, user("b")])
 
     asyncio.run(chooses())
     counts = session_rows(session.nodes).counts
     assert [node.status for node in session.nodes[1:4]] == [ORPHAN, "ok", ORPHAN]
     assert set(counts.masked) == {ORPHAN} and len(session_rows(session.nodes).rows) == 1
+
+
+def test_of_several_choices_the_first_counts_until_another_is_continued(chatml: Model) -> None:
+    session, _ = chatml.session(counted)
+    answers = asyncio.run(session.chat([user("a")], n=3))
+    assert [node.status for node in session.nodes[1:4]] == ["ok", ORPHAN, ORPHAN]
+    assert session.chat_so_far[-1] == answers[0].message
+    both = [session.chat([user("a"), one.message, user("b")]) for one in answers[:2]]
+    for chat in both:
+        asyncio.run(chat)
+    assert [node.status for node in session.nodes[1:4]] == ["ok", "ok", ORPHAN]
+
+
+def test_the_end_of_a_session_cancels_what_is_under_way(chatml: Model) -> None:
+    session, _ = chatml.session(counted, latency=lambda number: 60)
+
+    async def ends() -> None:
+        asking = asyncio.ensure_future(session.chat([user("a")], key="1"))
+        await asyncio.sleep(0.01)
+        session.close("it has ended")
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(asyncio.wait_for(ends(), 10))
+    assert session_rows(session.nodes).counts.sampled == 0
+
+
+def test_text_that_no_tokenizer_reads_is_refused(chatml: Model) -> None:
+    session, _ = chatml.session(counted)
+    with pytest.raises(MessagesError, match="the messages are no text"):
+        asyncio.run(session.chat([user("caf\udce9")]))
+    chat = asyncio.run(talk(session, ["a"]))
+    with pytest.raises(MessagesError, match="the messages are no text"):
+        asyncio.run(session.chat([*chat, user("caf\udce9")]))
 
 
 def test_two_turns_at_once_branch(chatml: Model) -> None:
@@ -252,7 +281,9 @@ def test_random_agents_never_lose_or_change_a_sampled_token(chatml: Model) -> No
         asyncio.run(agent(session))
         found = session_rows(session.nodes)
         sampled = [node for node in session.nodes if node.sampled]
-        assert found.counts.trained == sum(len(node.token_ids) for node in sampled)
+        kept = [node for node in sampled if node.status == "ok"]
+        assert found.counts.trained == sum(len(node.token_ids) for node in kept)
+        assert {node.status for node in sampled} <= {"ok", ORPHAN}
         # Each turn's tokens follow exactly the prompt that its request had.
         prompts = [tuple(request.prompt_ids) for request in generator.requests]
         for node in sampled:

@@ -15,6 +15,7 @@ from asyncrl.run.audit.books import Books, Key, key_of, trained_at
 from asyncrl.run.audit.check import Check, listed
 from asyncrl.rundir.resume import data_hash, model_hash
 from asyncrl.rundir.rows import FAULTS, UNEVEN, Row
+from asyncrl.rundir.turns import Generation
 
 __all__ = [
     "check_content",
@@ -200,21 +201,21 @@ def check_prompts(books: Books) -> Check:
 
 
 def check_monotone(books: Books) -> Check:
-    """A replica's weights never go back. After it has finished a group, no group that it receives
-    later has a token of an older version."""
-    processes: dict[tuple[int, str], list[Row]] = defaultdict(list)
+    """A replica's weights never go back. After it has finished a group or a turn, none that it
+    receives later has a token of an older version."""
+    processes: dict[tuple[int, str], list[tuple[int, Generation]]] = defaultdict(list)
     for row in books.rows.values():
-        if row.oldest is not None:
-            processes[row.attempt, row.replica].append(row)
-    back = []
-    for rows in processes.values():
-        done = sorted(rows, key=lambda row: row.finished_at)
-        times = [row.finished_at for row in done]
-        newest = np.maximum.accumulate([-1 if row.newest is None else row.newest for row in done])
-        for row in rows:
-            before = bisect.bisect_left(times, row.started_at)
-            if before and row.oldest is not None and row.oldest < newest[before - 1]:
-                back.append(row.ordinal)
+        for made in row.generations:
+            processes[row.attempt, made.replica].append((row.ordinal, made))
+    back: list[int] = []
+    for generated in processes.values():
+        done = sorted((made for _, made in generated), key=lambda made: made.finished_at)
+        times = [made.finished_at for made in done]
+        newest = np.maximum.accumulate([made.newest for made in done])
+        for ordinal, made in generated:
+            before = bisect.bisect_left(times, made.started_at)
+            if before and made.oldest < newest[before - 1] and ordinal not in back:
+                back.append(ordinal)
     summary = f"{len(processes)} replica process{'es' * (len(processes) != 1)}" + (
         f"; went back for {listed(back)}" if back else ""
     )

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 
-from asyncrl.rewards.supervisor import command
+from asyncrl.runtime.supervisor import command
 
 
 def started():
@@ -14,7 +14,7 @@ def started():
     ours, theirs = socket.socketpair()
     with theirs:
         supervisor = subprocess.Popen(
-            command(reading, theirs.fileno()),
+            command(reading, theirs.fileno(), "asyncrl.rewards.process:serve"),
             pass_fds=(reading, theirs.fileno()),
             stderr=subprocess.DEVNULL,
         )

@@ -1,20 +1,21 @@
-"""The parent of one reward process. It ends everything that the process has started, even
-processes that try to escape.
+"""The parent of one process that runs a user's code. It ends everything that the process has
+started, even processes that try to escape.
 
-    pool ──lifeline (pipe)──► supervisor ──fork──► reward process ──► what it starts
-      ▲                                                  │
-      └───────────────── socket: calls, answers ─────────┘
+    pool ──lifeline (pipe)──► supervisor ──fork──► process ──► what it starts
+      ▲                                               │
+      └─────────────── socket: calls, answers ────────┘
 
 The supervisor is a subreaper: a descendant whose parent dies becomes its child, not init's, even in
-another session. When the reward process ends, or the pool closes the lifeline or dies, the
-supervisor stops and kills all its descendants until none is left. Then it exits with the reward
-process's code: 128 + n after signal n, the supervisor's own SIGKILL included.
+another session. When the process ends, or the pool closes the lifeline or dies, the supervisor
+stops and kills all its descendants until none is left. Then it exits with the process's code:
+128 + n after signal n, the supervisor's own SIGKILL included.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import select
@@ -31,18 +32,23 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_AGAIN_S = 0.005
 
 
-def command(lifeline: int, connection: int) -> list[str]:
+def command(lifeline: int, connection: int, serve: str) -> list[str]:
     """The command line of a supervisor that inherits these file descriptors. It imports modules
-    from where this process does."""
+    from where this process does.
+
+    Args:
+        serve: `module:function` that the process calls with its connection, a socket.
+    """
     start = (
-        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from asyncrl.rewards.supervisor"
-        " import main; main(*map(int, sys.argv[2:]))"
+        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from asyncrl.runtime.supervisor"
+        " import main; main(*map(int, sys.argv[2:4]), sys.argv[4])"
     )
-    return [sys.executable, "-c", start, json.dumps(sys.path), str(lifeline), str(connection)]
+    given = [json.dumps(sys.path), str(lifeline), str(connection), serve]
+    return [sys.executable, "-c", start, *given]
 
 
-def main(lifeline: int, connection: int) -> None:
-    """Run one reward process until it ends or the lifeline closes."""
+def main(lifeline: int, connection: int, serve: str) -> None:
+    """Run one process until it ends or the lifeline closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     # The interpreter writes to this pipe at each signal, so that poll() wakes.
@@ -58,7 +64,7 @@ def main(lifeline: int, connection: int) -> None:
         os.close(lifeline)
         os.close(woken)
         os.close(waker)
-        _become_reward_process(connection)
+        _become_process(connection, serve)
     os.close(connection)
     status = _wait(process, lifeline, woken, ended)
     # A process closes its connection before the kernel reports its exit. If the pool reacts in
@@ -68,7 +74,7 @@ def main(lifeline: int, connection: int) -> None:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _become_reward_process(connection: int) -> None:
+def _become_process(connection: int, serve: str) -> None:
     """In the child: die with the supervisor, and serve calls until the pool disconnects."""
     code = 1
     try:
@@ -77,9 +83,8 @@ def _become_reward_process(connection: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        from asyncrl.rewards.process import serve
-
-        serve(socket.socket(fileno=connection))
+        module, _, name = serve.partition(":")
+        getattr(importlib.import_module(module), name)(socket.socket(fileno=connection))
         code = 0
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else 1
@@ -90,7 +95,7 @@ def _become_reward_process(connection: int) -> None:
 
 
 def _wait(process: int, lifeline: int, woken: int, ended: list[int]) -> int | None:
-    """The reward process's wait status, or None if the pool wants it to end."""
+    """The process's wait status, or None if the pool wants it to end."""
     poll = select.poll()
     poll.register(lifeline, select.POLLIN | select.POLLHUP)
     poll.register(woken, select.POLLIN)

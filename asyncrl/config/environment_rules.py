@@ -1,0 +1,42 @@
+"""Rules for runs with an environment: what sessions support, and what they need."""
+
+from __future__ import annotations
+
+from asyncrl.config.settings import Settings
+
+__all__ = ["check_environment"]
+
+
+def check_environment(config: Settings) -> None:
+    """Raise ValueError for the first rule that does not hold."""
+    environment, algorithm, reward = config.environment, config.algorithm, config.reward
+    if environment is None:
+        return
+    if config.data.max_length is None:
+        raise ValueError(
+            "environment needs data.max_length: the most tokens of a session's longest row, such as"
+            " 1024"
+        )
+    if "done" not in environment.train_ends:
+        raise ValueError(
+            f"environment.train_ends = {environment.train_ends} has no done, so sessions that end"
+            " as they should would not be trained; add it"
+        )
+    for refused, setting, fix in (
+        (algorithm.has_reference, "a KL term, a reference policy or a teacher", "set kl_coef: 0"),
+        (algorithm.needs_baseline, "algorithm.advantage: remax", "use grpo or rloo"),
+        (algorithm.advantage == "gae", "algorithm.advantage: gae", "use grpo or rloo"),
+        (algorithm.preference is not None, "algorithm.preference", "leave it out"),
+        (reward.per_token, "rewards with per_token", "return one reward per trajectory"),
+        (reward.penalizes_length, "reward.overlong_buffer", "set it to 0"),
+        (config.data.system_prompt is not None, "data.system_prompt", "write it as a message"),
+        (config.data.tools is not None, "data.tools", "give tools with each request"),
+        (config.rollout.ignore_eos, "rollout.ignore_eos", "set it to false"),
+    ):
+        if refused:
+            raise ValueError(f"{setting} does not work with an environment yet; {fix}")
+    if algorithm.compares_sequences and config.learner.packing == "none":
+        raise ValueError(
+            f"algorithm.loss = {algorithm.loss} compares whole trajectories, and a session may have"
+            " several rows, which learner.packing: none separates; set learner.packing: rows"
+        )

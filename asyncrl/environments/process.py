@@ -1,0 +1,308 @@
+"""A process that runs the attempts of an environment, many at once in one event loop. It imports
+nothing heavy.
+
+Its pool kills it if an attempt blocks the loop. So it writes the number of the attempt whose code
+runs, and the time when that code got control, to memory that the pool can read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import mmap
+import os
+import resource
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from asyncrl.environments.attempt import Ended, Environment, Limits, attempt
+from asyncrl.runtime.child_process import MessageWriter, receive
+from asyncrl.runtime.functions import FunctionError, import_function, text_of
+from asyncrl.sessions.answers import Answer, ContextTooLongError, SessionClosedError
+from asyncrl.text.template import Message, MessagesError, Schema
+
+__all__ = ["ALIVE", "NOBODY", "REFUSALS", "RUNNING", "Answered", "Play", "Setup", "Stop", "serve"]
+
+RUNNING, ALIVE = struct.Struct("=qd"), struct.Struct("=d")
+"""In the shared memory: the number of the attempt whose code runs, or NOBODY, and the time by
+`time.monotonic` when it got control. After it, the time when the event loop was last alive."""
+NOBODY = -1
+BEAT_S = 0.25
+"""Seconds between two signs of life of the event loop."""
+REFUSALS = {
+    kind.__name__: kind for kind in (ContextTooLongError, SessionClosedError, MessagesError)
+}
+"""Errors of a request that are the environment's business."""
+
+_NUMBER: contextvars.ContextVar[int] = contextvars.ContextVar("attempt", default=NOBODY)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message to the process."""
+
+    function: str
+    arguments: Mapping[str, object]
+    limits: Limits
+    memory_bytes: int
+    running: int
+    """File descriptor of the shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """A message to the process: begin an attempt."""
+
+    number: int
+    task: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A message to the process: what a session answered to a request."""
+
+    number: int
+    request: int
+    answers: Sequence[Answer] = ()
+    error: str = ""
+    """Name of the class of its error; "" without one."""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A message to the process: nobody waits for this attempt any more."""
+
+    number: int
+
+
+class ModelSideError(RuntimeError):
+    """The model could not answer. The environment has no part in it."""
+
+
+def serve(connection: socket.socket) -> None:
+    """Run attempts until the pool closes the connection."""
+    setup = receive(connection)
+    assert isinstance(setup, Setup)
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))
+    send = MessageWriter(connection)
+    try:
+        environment = imported(setup.function)
+    except FunctionError as error:
+        send({"ready": str(error)})
+        return
+    send({"ready": ""})
+    asyncio.run(_Process(connection, send, environment, setup).run())
+
+
+def imported(function: str) -> Environment:
+    """The environment `package.module:function`.
+
+    Raises:
+        FunctionError: it cannot be imported, or is neither an async function nor a class with
+            `reset` and `step`.
+    """
+    found = import_function("environment.function", function)
+    if inspect.isclass(found):
+        missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+        if missing:
+            raise FunctionError(
+                f"environment.function {function!r} is a class without {' and '.join(missing)};"
+                " a game needs both"
+            )
+    elif not any(
+        inspect.iscoroutinefunction(one)
+        for one in (inspect.unwrap(found), getattr(found, "__call__", None))  # noqa: B004
+    ):
+        raise FunctionError(
+            f"environment.function {function!r} is not an async function; write `async def`, or"
+            " name a class with reset and step"
+        )
+    return cast("Environment", found)
+
+
+class _Process:
+    def __init__(
+        self,
+        connection: socket.socket,
+        send: Callable[[object], None],
+        environment: Environment,
+        setup: Setup,
+    ) -> None:
+        self._connection, self._send = connection, send
+        self._environment, self._setup = environment, setup
+        self._running = mmap.mmap(setup.running, RUNNING.size + ALIVE.size)
+        self._attempts: dict[int, asyncio.Task[dict[str, object]]] = {}
+        self._sessions: dict[int, _RemoteSession] = {}
+        self._tasks: dict[int, set[asyncio.Task[Any]]] = {}
+        """All tasks of each attempt, its own included."""
+        self._stopped: set[int] = set()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(self._task)
+        self._beat(loop)
+        threading.Thread(target=self._read, args=(loop,), daemon=True).start()
+        await loop.create_future()
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        ALIVE.pack_into(self._running, RUNNING.size, time.monotonic())
+        loop.call_later(BEAT_S, self._beat, loop)
+
+    def _task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> Any:
+        """A task of an attempt notes whose code runs."""
+        context = options.get("context")
+        number = _NUMBER.get() if context is None else context.get(_NUMBER, NOBODY)
+        if number == NOBODY:
+            return asyncio.Task(work, loop=loop, **options)
+        task = asyncio.Task(_noted(_Steps(work, self._running, number)), loop=loop, **options)
+        tasks = self._tasks.setdefault(number, set())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Thread: hand the pool's messages to the loop, until the pool closes the connection."""
+        while True:
+            try:
+                message = receive(self._connection)
+            except (EOFError, OSError):
+                os._exit(0)
+            loop.call_soon_threadsafe(self._handle, message)
+
+    def _handle(self, message: object) -> None:
+        match message:
+            case Play(number, task):
+                context = contextvars.copy_context()
+                context.run(_NUMBER.set, number)
+                self._sessions[number] = _RemoteSession(self._send, number)
+                playing = self._attempts[number] = asyncio.get_running_loop().create_task(
+                    self._play(number, task), context=context
+                )
+                playing.add_done_callback(functools.partial(self._ended, number))
+            case Answered(number, request, answers, error, text):
+                if session := self._sessions.get(number):
+                    session.answered(request, answers, error, text)
+            case Stop(number):
+                if task_of := self._attempts.get(number):
+                    self._stopped.add(number)
+                    task_of.cancel()
+
+    def _ended(self, number: int, playing: asyncio.Task[dict[str, object]]) -> None:
+        """Send how an attempt ended, and end what it has left behind."""
+        for task in self._tasks.pop(number, ()):
+            task.cancel()
+        self._stopped.discard(number)
+        del self._attempts[number], self._sessions[number]
+        # A task that was canceled before its first step has no result.
+        ended = {"failed": "stopped"} if playing.cancelled() else playing.result()
+        self._send({"number": number, **ended})
+
+    async def _play(self, number: int, task: Mapping[str, Any]) -> dict[str, object]:
+        """Run an attempt. Returns how it ended, as a message."""
+        try:
+            ended = await attempt(
+                self._environment,
+                task,
+                self._sessions[number],
+                self._setup.limits,
+                self._setup.arguments,
+            )
+        except asyncio.CancelledError:
+            if number in self._stopped:
+                raise
+            ended = Ended("env_error", note="it canceled its own task")
+        except Exception as error:  # of the model's side
+            return {"failed": text_of(str, error)}
+        return {"ended": asdict(ended)}
+
+
+class _RemoteSession:
+    """The session of one attempt, which lives in the pool's process."""
+
+    def __init__(self, send: Callable[[object], None], number: int) -> None:
+        self._send, self._number = send, number
+        self._requests: dict[int, asyncio.Future[list[Answer]]] = {}
+        self._count = 0
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] | None = None,
+        n: int = 1,
+        max_tokens: int | None = None,
+        key: str | None = None,
+    ) -> list[Answer]:
+        request, self._count = self._count, self._count + 1
+        answer: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
+        self._requests[request] = answer
+        try:
+            try:
+                self._send(
+                    {
+                        "number": self._number,
+                        "request": request,
+                        "messages": list(messages),
+                        "tools": None if tools is None else list(tools),
+                        "n": n,
+                        "max_tokens": max_tokens,
+                        "key": key,
+                    }
+                )
+            except (TypeError, ValueError) as error:
+                raise MessagesError(f"the messages are not JSON: {error}") from None
+            return await answer
+        finally:
+            del self._requests[request]
+            if not answer.done() or answer.cancelled():
+                self._send({"number": self._number, "abandoned": request})
+
+    def answered(self, request: int, answers: Sequence[Answer], error: str, message: str) -> None:
+        """Give a request its answers, or its error."""
+        waiting = self._requests.get(request)
+        if waiting is None or waiting.done():
+            return
+        if error:
+            waiting.set_exception(REFUSALS.get(error, ModelSideError)(message))
+        else:
+            waiting.set_result(list(answers))
+
+
+async def _noted(steps: _Steps) -> Any:
+    return await steps
+
+
+class _Steps(Awaitable[Any]):
+    """Runs a coroutine, and notes in shared memory while its code has control."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], running: mmap.mmap, number: int) -> None:
+        self._work, self._running, self._number = work, running, number
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        work, resume, value = self._work, self._work.send, None
+        while True:
+            RUNNING.pack_into(self._running, 0, self._number, time.monotonic())
+            try:
+                given = resume(value)
+            except StopIteration as done:
+                return done.value
+            except SystemExit as leaving:
+                # At once, while this attempt is the one that runs.
+                os._exit(leaving.code if isinstance(leaving.code, int) else 1)
+            finally:
+                RUNNING.pack_into(self._running, 0, NOBODY, 0.0)
+            try:
+                value, resume = (yield given), work.send
+            except GeneratorExit:
+                work.close()
+                raise
+            except BaseException as error:  # the task is canceled, for example
+                value, resume = error, work.throw

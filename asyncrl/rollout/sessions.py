@@ -1,0 +1,201 @@
+"""Makes groups whose trajectories are sessions: each is one attempt of the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import pyarrow as pa
+
+from asyncrl.contracts.group_table import groups_to_table
+from asyncrl.contracts.messages import EngineLoad, Generated
+from asyncrl.contracts.rows import SESSION_COLUMNS, TURN_COLUMNS, Completion, Prompt, Trajectory
+from asyncrl.contracts.session_table import flat_completion, turns_of_group
+from asyncrl.environments.attempt import Ended
+from asyncrl.environments.pool import AttemptLostError, EnvironmentPool
+from asyncrl.rollout.spec import SessionsSpec
+from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
+from asyncrl.text.chat_messages import plain_text
+from asyncrl.text.response import read_response
+from asyncrl.text.stops import load_stops
+from asyncrl.text.template import Message, Schema
+from asyncrl.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from asyncrl.contracts.rows import Group
+
+__all__ = ["Played", "Sessions", "session_table", "turn_seed"]
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One session that has ended."""
+
+    session: Session
+    ended: Ended
+    load: EngineLoad | None
+    unparsed: int
+    """Turns whose tool calls or reasoning could not be parsed."""
+
+    @property
+    def text(self) -> str:
+        """The text of its last answer."""
+        chat = self.session.chat_so_far
+        return str(plain_text(chat[-1].get("content"))) if chat else ""
+
+    def trajectory(self) -> Trajectory:
+        """All tokens that it sampled."""
+        return Trajectory(*flat_completion(self.session.nodes, self.text))
+
+
+Generates = Callable[[TurnRequest, int], "Coroutine[None, None, Generated]"]
+"""Generates the completions of a turn, with this seed."""
+
+
+def turn_seed(seed: int, ordinal: int, sample: int, retry: int, turn: int, attempt: int) -> int:
+    """Sampling seed of a turn, the same in every process and attempt of the run. It is below 2**48,
+    so that the engine can add a completion's index.
+
+    Args:
+        retry: sessions of this trajectory that were lost before.
+        attempt: answers that the same request has already.
+    """
+    name = f"{seed}:{ordinal}:{sample}:{retry}:{turn}:{attempt}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")
+
+
+class Sessions:
+    """Plays sessions in environment processes, which belong to this process."""
+
+    def __init__(self, spec: SessionsSpec, seed: int) -> None:
+        tokenizer = load_tokenizer(spec.model_path)
+        stops = load_stops(
+            spec.model_path, tokenizer, spec.rollout_stop, spec.rollout_stop_token_ids
+        )
+        self._template = SessionTemplate(
+            tokenizer,
+            frozenset(stops.tokens),
+            spec.max_length,
+            spec.environment.history,
+            spec.variables,
+        )
+        self._seed = seed
+        self._pool = EnvironmentPool(spec.environment)
+
+    async def start(self) -> None:
+        """Wait until the environment is imported. Raises EnvironmentFailedError."""
+        await self._pool.start()
+
+    async def close(self) -> None:
+        """End the environment processes."""
+        await self._pool.close()
+
+    async def play_all(
+        self, prompt: Prompt, samples: Iterable[int], generate: Generates
+    ) -> list[Played]:
+        """One session for each sample of a prompt, all at once.
+
+        Raises:
+            Any error of `generate`.
+            EnvironmentFailedError: no environment process starts.
+        """
+        return await _together(self.play(prompt, sample, generate) for sample in samples)
+
+    async def play(self, prompt: Prompt, sample: int, generate: Generates) -> Played:
+        """One session. It begins again if its process ends because of another one. Raises as
+        `play_all` does."""
+        retry, alone = 0, False
+        while True:
+            turns = _Turns(
+                self._template.tokenizer,
+                generate,
+                lambda turn, attempt, retry=retry: turn_seed(  # type: ignore[misc]
+                    self._seed, prompt.ordinal, sample, retry, turn, attempt
+                ),
+            )
+            session = Session(self._template, turns, turns.read)
+            task = {"prompt": prompt.text, **prompt.columns}
+            try:
+                ended = await self._pool.play(task, session, alone)
+            except AttemptLostError as error:
+                retry, alone = retry + 1, alone or error.alone
+            else:
+                return Played(session, ended, turns.load, turns.unparsed)
+            finally:
+                session.close("the session has ended")
+
+
+class _Turns:
+    """`TurnGenerator` of one session, and what reads its turns."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        generate: Generates,
+        seed: Callable[[int, int], int],
+    ) -> None:
+        self._tokenizer, self._generate, self._seed = tokenizer, generate, seed
+        self.load: EngineLoad | None = None
+        self.unparsed = 0
+
+    def read(
+        self, prompt_ids: Sequence[int], completion: Completion, tools: Sequence[Schema] | None
+    ) -> Message:
+        """The message of a turn."""
+        message, parsed = read_response(
+            self._tokenizer, prompt_ids, completion.token_ids, completion.text, tools
+        )
+        self.unparsed += not parsed
+        return message
+
+    async def generate(self, request: TurnRequest) -> Sequence[Sampled]:
+        generated = await self._generate(request, self._seed(request.turn, request.attempt))
+        if len(generated.completions) != request.n:
+            raise RuntimeError(
+                f"replica {generated.replica} returned {len(generated.completions)} completions,"
+                f" not {request.n}"
+            )
+        self.load = generated.load
+        return [
+            Sampled(one, generated.replica, generated.started_at, generated.finished_at)
+            for one in generated.completions
+        ]
+
+
+def session_table(group: Group, played: Sequence[Played]) -> pa.Table:
+    """The one-row table of a group whose trajectories are these sessions."""
+    table = groups_to_table([group])
+    ends = [one.ended for one in played]
+    columns = {
+        **turns_of_group([one.session.nodes for one in played]),
+        "session_end": [end.end for end in ends],
+        "session_note": [end.note for end in ends],
+        "session_messages": [json.dumps(one.session.chat_so_far) for one in played],
+        "session_reward": [end.reward for end in ends],
+        "session_parts": [json.dumps(dict(end.parts)) for end in ends],
+        "session_unparsed": [one.unparsed for one in played],
+        "session_overridden": [end.overridden for end in ends],
+        "session_model_s": [end.model_s for end in ends],
+        "session_other_s": [end.other_s for end in ends],
+    }
+    for name, kind in {**TURN_COLUMNS, **SESSION_COLUMNS}.items():
+        table = table.append_column(name, pa.array([columns[name]], kind))
+    return table
+
+
+async def _together(works: Iterable[Coroutine[None, None, Result]]) -> list[Result]:
+    """All results, in order. The first error cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,142 @@
+"""Environments as users write them, with the faults that users make."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+
+async def ask(model: Any, content: str = "q") -> str:
+    messages = [{"role": "user", "content": content}]
+    answer = await model.chat.completions.create(messages=messages)
+    return str(answer.choices[0].message.content)
+
+
+async def echo(task: Mapping[str, Any], model: Any, worth: float = 1.0) -> float:
+    """One turn, worth `worth`."""
+    await ask(model, task["prompt"])
+    return worth
+
+
+async def faulty(task: Mapping[str, Any], model: Any) -> float | None:
+    """Does what its task says, after one turn."""
+    await ask(model)
+    match task["fault"]:
+        case "blocks":
+            time.sleep(60)  # noqa: ASYNC251
+        case "blocks in a task of its own":
+            await asyncio.gather(blocks(), asyncio.sleep(60))
+        case "hangs in c":
+            re.match(r"(a+)+$", "a" * 40 + "b")
+        case "dies":
+            os._exit(7)
+        case "leaves":
+            sys.exit(3)
+        case "raises":
+            raise KeyError("no such thing")
+        case "allocates":
+            return float(len(bytearray(8 << 30)))
+        case "ignores":
+            while True:
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    continue
+        case "waits":
+            await asyncio.sleep(1)
+        case "waits long":
+            await asyncio.sleep(60)
+        case "blocks in a callback":
+            asyncio.get_running_loop().call_later(0.3, time.sleep, 60)  # no attempt's own code
+            await asyncio.sleep(60)
+        case "cancels itself":
+            task = asyncio.ensure_future(asyncio.sleep(60))
+            task.cancel()
+            await task
+        case "catches":
+            try:
+                await ask(model, "again")
+            except Exception:
+                return 0.0
+        case "leaves a task":
+            leaves.add(asyncio.ensure_future(blocks_later()))
+        case "surrogate":
+            raise FileNotFoundError("caf\udce9")
+        case "numpy":
+            import numpy as np
+
+            return np.float32(0.5)  # type: ignore[return-value]
+        case "starts others":
+            subprocess.Popen(["sleep", "600"], start_new_session=True)  # noqa: ASYNC220
+        case "nonsense":
+            return "good"  # type: ignore[return-value]
+        case "nothing":
+            return None
+    return 1.0
+
+
+leaves: set[Any] = set()
+
+
+async def blocks_later() -> None:
+    await asyncio.sleep(0.5)
+    time.sleep(60)  # noqa: ASYNC251
+
+
+async def blocks() -> None:
+    time.sleep(60)  # noqa: ASYNC251
+
+
+class Game:
+    """Answers "more" until the model has said "stop"."""
+
+    def __init__(self, most: int = 3) -> None:
+        self.left = most
+
+    def reset(self, task: Mapping[str, Any]) -> str:
+        return str(task["prompt"])
+
+    def step(self, message: Mapping[str, Any]) -> tuple[str, float, bool]:
+        self.left -= 1
+        return "more", 1.0, self.left == 0
+
+
+class Half:
+    def reset(self, task: object) -> str:
+        return "x"
+
+
+def plain(task: object, model: object) -> float:
+    return 1.0
+
+
+async def sometimes_raises(task: object, model: Any, seen: list[int] = []) -> float:  # noqa: B006
+    """Raises in the second attempt of its process."""
+    seen.append(1)
+    second = len(seen) == 2
+    await ask(model)
+    if second:
+        raise RuntimeError("unlucky")
+    return 1.0
+
+
+async def dies_once(task: object, model: Any, seen: list[int] = []) -> float:  # noqa: B006
+    """Ends its process in the third of three attempts, and never with fewer."""
+    seen.append(1)
+    third = len(seen) == 3
+    await ask(model)
+    await asyncio.sleep(0.5)
+    if third:
+        os._exit(1)
+    await asyncio.sleep(0.5)
+    return 1.0
+
+
+async def asks_nothing(task: object, model: Any) -> float:
+    return 1.0

@@ -1,0 +1,256 @@
+"""Environment processes: attempts in them, and who pays for a fault."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from asyncrl.config import EnvironmentConfig
+from asyncrl.environments.attempt import Ended
+from asyncrl.environments.pool import (
+    AttemptLostError,
+    EnvironmentFailedError,
+    EnvironmentPool,
+)
+from asyncrl.observe.memory import process_name
+from asyncrl.sessions.answers import Answer, ContextTooLongError
+
+Result = TypeVar("Result")
+HERE = "tests.environments.environments_under_test"
+
+
+class Echo:
+    """Answers with the last message. `error`: raised instead."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.requests = 0
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, object]], *_: Any, **__: Any
+    ) -> list[Answer]:
+        self.requests += 1
+        if self.error is not None:
+            raise self.error
+        message = {"role": "assistant", "content": f"said {messages[-1]['content']}"}
+        return [Answer(message, "stop", 2, 5, 1)]
+
+
+def with_pool(
+    work: Callable[[EnvironmentPool], Awaitable[Result]], function: str = "faulty", **changes: Any
+) -> Result:
+    """What the work returns with a pool of one process."""
+    settings = {"function": f"{HERE}:{function}", "processes": 1, **changes}
+
+    async def run() -> Result:
+        pool = EnvironmentPool(EnvironmentConfig.model_validate(settings))
+        try:
+            return await work(pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def one(fault: str, session: Echo | None = None, **changes: Any) -> Ended:
+    """The end of an attempt with this fault, beside nobody; the pool works afterwards."""
+
+    async def work(pool: EnvironmentPool) -> Ended:
+        ended = await pool.play({"fault": fault}, session or Echo())
+        assert (await pool.play({"fault": "none"}, Echo())).end == "done"
+        return ended
+
+    return with_pool(work, **changes)
+
+
+def test_an_attempt_takes_turns_and_returns_its_reward() -> None:
+    session = Echo()
+
+    async def work(pool: EnvironmentPool) -> Ended:
+        return await pool.play({"prompt": "hello"}, session)
+
+    ended = with_pool(work, "echo", arguments={"worth": 0.5})
+    assert (ended.end, ended.reward, ended.turns, session.requests) == ("done", 0.5, 1, 1)
+
+
+def test_a_game_is_played() -> None:
+    async def work(pool: EnvironmentPool) -> Ended:
+        return await pool.play({"prompt": "hello"}, Echo())
+
+    ended = with_pool(work, "Game", arguments={"most": 4})
+    assert (ended.end, ended.reward, ended.turns) == ("done", 1.0, 4)
+    assert with_pool(work, "Game", max_turns=2).end == "turns"
+
+
+def test_two_hundred_attempts_run_at_once() -> None:
+    async def work(pool: EnvironmentPool) -> list[Ended]:
+        return await asyncio.gather(*(pool.play({"fault": "waits"}, Echo()) for _ in range(200)))
+
+    began = time.monotonic()
+    ends = with_pool(work, concurrency=200)
+    assert {end.end for end in ends} == {"done"} and {end.reward for end in ends} == {1.0}
+    assert time.monotonic() - began < 60  # one after the other they would take 200 s
+
+
+@pytest.mark.parametrize(
+    ("fault", "note"),
+    [
+        ("blocks", "it kept its process for over environment.block_s = 1 s"),
+        ("blocks in a task of its own", "it kept its process for over environment.block_s = 1 s"),
+        ("hangs in c", "it kept its process for over environment.block_s = 1 s"),
+        ("dies", r"it ended its process \(exit code 7\)"),
+        ("leaves", r"it ended its process \(exit code 3\)"),
+        ("raises", r"KeyError: 'no such thing' \(.*environments_under_test.py:\d+\)"),
+        ("allocates", "MemoryError"),
+        ("nonsense", r"reward is 'good' \(str\), not a finite number"),
+        ("cancels itself", "it canceled its own task"),
+        ("surrogate", r"FileNotFoundError: caf\\udce9"),
+    ],
+)
+def test_a_faulty_attempt_is_the_environments_error(fault: str, note: str) -> None:
+    ended = one(fault, block_s=1, memory_bytes=4 << 30)
+    assert ended.end == "env_error" and ended.reward is None
+
+    assert re.search(note, ended.note), ended.note
+
+
+@pytest.mark.parametrize("fault", ["blocks", "dies", "leaves"])
+def test_only_the_culprit_fails_and_the_others_are_made_again(fault: str) -> None:
+    async def work(pool: EnvironmentPool) -> list[Any]:
+        faults = ["waits", fault, "waits"]
+        plays = (pool.play({"fault": fault}, Echo()) for fault in faults)
+        return await asyncio.gather(*plays, return_exceptions=True)
+
+    first, culprit, third = with_pool(work, block_s=0.5)
+    assert culprit.end == "env_error"
+    for lost in (first, third):
+        assert isinstance(lost, AttemptLostError) and not lost.alone
+
+
+def test_where_the_cause_is_unknown_all_are_made_again_alone() -> None:
+    async def work(pool: EnvironmentPool) -> list[Any]:
+        faults = ["waits long", "blocks in a callback"]
+        plays = (pool.play({"fault": fault}, Echo()) for fault in faults)
+        lost = await asyncio.gather(*plays, return_exceptions=True)
+        culprit = await pool.play({"fault": "blocks in a callback"}, Echo(), alone=True)
+        return [*lost, culprit]
+
+    first, second, culprit = with_pool(work, block_s=1)
+    for lost in (first, second):
+        assert isinstance(lost, AttemptLostError) and lost.alone
+    assert culprit.end == "env_error"
+
+
+def test_what_an_attempt_leaves_behind_ends_with_it() -> None:
+    async def work(pool: EnvironmentPool) -> list[Ended]:
+        first = await pool.play({"fault": "leaves a task"}, Echo())
+        return [first, await pool.play({"fault": "waits"}, Echo())]
+
+    assert [ended.end for ended in with_pool(work, block_s=0.5)] == ["done", "done"]
+
+
+def test_an_abandoned_request_is_canceled() -> None:
+    class Slow(Echo):
+        canceled = False
+
+        async def chat(self, *_: Any, **__: Any) -> list[Answer]:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                self.canceled = True
+                raise
+            raise AssertionError
+
+    session = Slow()
+
+    async def work(pool: EnvironmentPool) -> Ended:
+        return await pool.play({"fault": "none"}, session)
+
+    assert with_pool(work, deadline_s=0.5).end == "deadline"
+    assert session.canceled
+
+
+def test_an_attempt_that_ignores_its_end_is_killed() -> None:
+    ended = one("ignores", deadline_s=1, block_s=0.5)
+    assert ended.end == "env_error" and "it did not end within 6.5 s" in ended.note
+
+
+def test_an_attempt_that_is_late_ends_at_its_deadline() -> None:
+    ended = one("waits", deadline_s=0.3)
+    assert (ended.end, ended.note) == ("deadline", "it was not over after 0.3 s")
+
+
+def test_an_error_of_the_model_is_not_the_environments() -> None:
+    with pytest.raises(RuntimeError, match="no engine"):
+        one("none", Echo(RuntimeError("no engine")))
+    ended = one("none", Echo(ContextTooLongError("too long")))
+    assert (ended.end, ended.note) == ("length", "too long")
+
+
+def test_an_error_of_the_model_is_not_hidden_by_an_environment_that_catches_it() -> None:
+    class FailsLater(Echo):
+        async def chat(self, *messages: Any, **more: Any) -> list[Answer]:
+            if self.requests == 1:
+                self.error = RuntimeError("no engine")
+            return await super().chat(*messages, **more)
+
+    with pytest.raises(RuntimeError, match="no engine"):
+        one("catches", FailsLater())
+
+
+def test_a_reward_may_be_numpys() -> None:
+    assert one("numpy").reward == 0.5
+
+
+def test_an_environment_that_gives_no_reward() -> None:
+    ended = one("nothing")
+    assert (ended.end, ended.reward) == ("done", None)
+
+
+def test_a_given_up_attempt_makes_room() -> None:
+    async def work(pool: EnvironmentPool) -> Ended:
+        await pool.start()
+        playing = asyncio.create_task(pool.play({"fault": "ignores"}, Echo()))
+        other = asyncio.create_task(pool.play({"fault": "waits long"}, Echo()))
+        await asyncio.sleep(0.2)
+        other.cancel()
+        playing.cancel()
+        await asyncio.gather(other, playing, return_exceptions=True)
+        return await asyncio.wait_for(pool.play({"fault": "none"}, Echo()), 10)
+
+    # `ignores` keeps its place until its guard ends it; the canceled one does not.
+    assert with_pool(work, concurrency=2, deadline_s=30).end == "done"
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("absent", "cannot be imported"),
+        ("Half", "is a class without step; a game needs both"),
+        ("plain", "is not an async function; write `async def`"),
+    ],
+)
+def test_what_is_no_environment_is_refused(function: str, why: str) -> None:
+    async def work(pool: EnvironmentPool) -> None:
+        await pool.start()
+
+    with pytest.raises(EnvironmentFailedError, match=why):
+        with_pool(work, function)
+
+
+def test_nothing_is_left_after_the_end() -> None:
+    async def work(pool: EnvironmentPool) -> list[psutil.Process]:
+        await pool.play({"fault": "starts others"}, Echo())
+        found = psutil.Process().children(recursive=True)
+        assert any(process_name(process) == "environment process" for process in found)
+        return found
+
+    found = with_pool(work)
+    assert any("sleep" in process.name() for process in found if process.is_running()) is False
+    assert not [process for process in found if process.is_running()]

@@ -1,0 +1,119 @@
+"""Sampled turns as messages: text, reasoning and tool calls of several kinds of models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_families import CHATML, HEADERS, save_chat_model
+
+from asyncrl.text.response import read_response, response_template
+from asyncrl.text.template import Message
+from asyncrl.text.tokenizer import load_tokenizer
+
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+HERMES = CHATML.replace("m.content", "(m.content or '')") + "{# <tool_call> #}"
+OWN = {
+    "start_anchor": "<|head|>assistant<|/head|>\n\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"call (?P<name>\w+)",
+            "close": ";",
+            "content": "json",
+            "repeats": True,
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+        "content": {"close": "<|eot|>"},
+    },
+}
+
+
+def read(tokenizer: Any, text: str, plain: str = "plain") -> tuple[Message, bool]:
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "q"}], add_generation_prompt=True, tokenize=False
+    )
+    ids = [tokenizer.encode(one, add_special_tokens=False) for one in (prompt, text)]
+    return read_response(tokenizer, *ids, plain, TOOLS)
+
+
+@pytest.fixture
+def hermes(tmp_path: Path) -> Any:
+    return load_tokenizer(save_chat_model(tmp_path / "model", HERMES))
+
+
+def test_a_hermes_call_is_found(hermes: Any) -> None:
+    text = (
+        'so <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call><|im_end|>'
+    )
+    message, parsed = read(hermes, text)
+    assert parsed and message["content"] == "so"
+    (call,) = message["tool_calls"]  # type: ignore[misc]
+    assert call["function"]["name"] == "add" and call["type"] == "function"
+    assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": [2]}
+
+
+def test_calls_of_one_answer_and_of_later_ones_have_ids_of_their_own(hermes: Any) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    calls: list[Any] = []
+    for before in ([], [1] * 5):
+        message, _ = read_response(
+            hermes, before, hermes.encode(call * 2, add_special_tokens=False), "", TOOLS
+        )
+        calls += message["tool_calls"]  # type: ignore[arg-type]
+    assert len({call["id"] for call in calls}) == 4
+
+
+def test_a_call_is_text_if_no_tool_was_offered(hermes: Any) -> None:
+    ids = hermes.encode('<tool_call>{"name": "add", "arguments": {}}</tool_call>')
+    message, parsed = read_response(hermes, [], ids, "plain", None)
+    assert parsed and message == {"role": "assistant", "content": "plain"}
+
+
+def test_reasoning_is_kept_apart(hermes: Any) -> None:
+    message, parsed = read(hermes, "<think>hm</think>yes<|im_end|>")
+    assert parsed
+    assert message == {"role": "assistant", "content": "yes", "reasoning": "hm"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{'name': 1}</tool_call><|im_end|>",
+        '<tool_call>{"name": "add"',
+        '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": "1"}</tool_call>',
+        '<tool_call>["add"]</tool_call>',
+        "<tool_call></tool_call>",
+        '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>',
+    ],
+)
+def test_a_call_that_cannot_be_parsed_is_text(hermes: Any, text: str) -> None:
+    message, parsed = read(hermes, text)
+    assert not parsed and message == {"role": "assistant", "content": "plain"}
+
+
+@pytest.mark.parametrize("text", ["", "<|im_end|>", "yes<|im_end|>", "</tool_call>", "a" * 5000])
+def test_an_answer_without_a_call_is_its_text(hermes: Any, text: str) -> None:
+    assert read(hermes, text) == ({"role": "assistant", "content": "plain"}, True)
+
+
+def test_the_models_own_template_comes_first(tmp_path: Path) -> None:
+    folder = save_chat_model(tmp_path / "model", HEADERS)
+    settings = Path(folder) / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "response_template": OWN}))
+    tokenizer: Any = load_tokenizer(folder)
+    assert response_template(tokenizer) == OWN
+    message, parsed = read(tokenizer, 'now call add{"a": 2};<|eot|>')
+    (call,) = message["tool_calls"]  # type: ignore[misc]
+    assert parsed and call["function"] == {"name": "add", "arguments": '{"a": 2}'}
+
+
+def test_a_model_without_calls_writes_text(tmp_path: Path) -> None:
+    tokenizer: Any = load_tokenizer(save_chat_model(tmp_path / "model", CHATML))
+    assert response_template(tokenizer) is None
+    assert read(tokenizer, "<tool_call>x</tool_call>")[0]["content"] == "plain"
