@@ -1,0 +1,75 @@
+"""The game: find a hidden number among 63 with at most six guesses. Each guess is a tool call, and
+the tool answers "higher" or "lower". A perfect player halves the range and always wins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["GUESSES", "TOOLS", "WIDTH", "answer", "call", "play", "question"]
+
+WIDTH = 63
+"""Numbers of the range. Six halvings find each of them."""
+GUESSES = 6
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "guess",
+            "description": "Guess the number.",
+            "parameters": {
+                "type": "object",
+                "properties": {"number": {"type": "integer"}},
+                "required": ["number"],
+            },
+        },
+    }
+]
+
+
+def question(low: int) -> str:
+    """The user's message: the range."""
+    return f"{low}..{low + WIDTH - 1}"
+
+
+def answer(guess: int, hidden: int) -> str:
+    """What the tool says about a guess."""
+    return "right" if guess == hidden else "higher" if hidden > guess else "lower"
+
+
+def call(number: int) -> dict[str, Any]:
+    """A tool call with this guess, as chat templates read it."""
+    return {"type": "function", "function": {"name": "guess", "arguments": {"number": number}}}
+
+
+async def play(task: Mapping[str, Any], model: Any) -> dict[str, float]:
+    """Play one game. The reward is 1 for a win and 0 otherwise.
+
+    Args:
+        task: `low`, the first number of the range, and `hidden`.
+        model: behaves as `openai.AsyncOpenAI()`.
+    """
+    messages: list[Any] = [{"role": "user", "content": question(task["low"])}]
+    for guesses in range(1, GUESSES + 1):
+        completion = await model.chat.completions.create(
+            model="policy", messages=messages, tools=TOOLS
+        )
+        message = completion.choices[0].message
+        number = guessed(message.tool_calls)
+        if number is None:
+            return {"reward": 0.0, "calls": 0.0}
+        said = answer(number, task["hidden"])
+        if said == "right":
+            return {"reward": 1.0, "calls": 1.0, "guesses": float(guesses)}
+        reply = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": said}
+        messages += [message.model_dump(exclude_none=True), reply]
+    return {"reward": 0.0, "calls": 1.0, "guesses": float(GUESSES)}
+
+
+def guessed(calls: Sequence[Any] | None) -> int | None:
+    """The number of the only tool call; None if there is no such call."""
+    if not calls or len(calls) > 1 or calls[0].function.name != "guess":
+        return None
+    number = json.loads(calls[0].function.arguments).get("number")
+    return number if isinstance(number, int) else None
