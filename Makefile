@@ -1,4 +1,4 @@
-.PHONY: setup demo demo-seeds test test-all faults mutants lint types docs resolve sizes
+.PHONY: setup demo demo-agent demo-seeds test test-all faults mutants lint types docs resolve sizes
 
 PYTHON := .venv/bin/python
 export PYTHONUNBUFFERED := 1
@@ -14,6 +14,9 @@ test: setup  ## the default tests, real vLLM and DeepSpeed included
 
 test-all: setup  ## what is too slow for `make test`
 	@$(PYTHON) -m pytest -q -m slow
+
+demo-agent: setup  ## a model learns a game of several turns with a tool; ARGS="--max_steps 20" changes settings
+	@$(PYTHON) -m jobs.guess $(ARGS)
 
 demo-seeds: setup  ## the main job with three seeds, and once with shuffled rewards: about an hour
 	@$(PYTHON) -m jobs.quickstart.seeds

@@ -98,8 +98,9 @@ def wrong(directory: Path) -> list[str]:
 
 def wrong_in_row(row: dict) -> list[str]:
     found = ["times"] if not row["started_at"] <= row["finished_at"] else []
-    for ids, mask, logprobs, spans in zip(
-        row["completion_ids"], row["loss_mask"], row["logprobs"], row["versions"], strict=True
+    begins = turn_begins(row)
+    for trajectory, (ids, mask, logprobs, spans) in enumerate(
+        zip(row["completion_ids"], row["loss_mask"], row["logprobs"], row["versions"], strict=True)
     ):
         if not len(ids) == len(mask) == len(logprobs):
             found.append("lengths")
@@ -107,6 +108,8 @@ def wrong_in_row(row: dict) -> list[str]:
             found.append("mask")
         place, newest = 0, -1
         for span in spans:
+            if (trajectory, place) in begins:
+                newest = -1
             if span["start"] != place or span["end"] <= place or span["version"] <= newest:
                 found.append("spans")
             place, newest = span["end"], span["version"]
@@ -115,6 +118,16 @@ def wrong_in_row(row: dict) -> list[str]:
     if row.get("baseline_ids") is not None:
         found += wrong_in_baseline(row)
     return found
+
+
+def turn_begins(row: dict) -> set[tuple[int, int]]:
+    """Where the turns of sessions begin: (trajectory, token). Versions may go back there."""
+    at, begins = Counter(), set()
+    turns = zip(row.get("turn_trajectory") or [], row.get("turn_tokens") or [], strict=True)
+    for trajectory, tokens in turns:
+        begins.add((trajectory, at[trajectory]))
+        at[trajectory] += tokens
+    return begins
 
 
 def wrong_in_baseline(row: dict) -> list[str]:

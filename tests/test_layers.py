@@ -255,8 +255,8 @@ SURFACE = {
     "algorithms": "CHUNK_ELEMENTS LIVE_CHUNKS supervised_loss token_logprobs token_weights",
     "config": (
         "AlgorithmConfig CheckpointConfig Config ConfigError CorrectionConfig DataConfig "
-        "DistillationConfig DpoConfig EnvironmentConfig EvalConfig EvalSet GeneratorConfig HUB_CACHE "
-        "LearnerConfig LoraConfig ModelConfig ObserveConfig OfflineConfig "
+        "DistillationConfig DpoConfig EnvironmentConfig EvalConfig EvalSet GeneratorConfig "
+        "HUB_CACHE LearnerConfig LoraConfig ModelConfig ObserveConfig OfflineConfig "
         "OfflineDataConfig RewardConfig RewardFunction RolloutConfig RunSettings "
         "SandboxConfig Section SftConfig Source Sources StalenessConfig WarmStartConfig "
         "WeightsConfig command_line completion_room explain field_names is_hub_data "

@@ -20,14 +20,12 @@ from asyncrl.environments.pool import AttemptLostError, EnvironmentPool
 from asyncrl.rollout.spec import SessionsSpec
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.text.chat_messages import plain_text
-from asyncrl.text.response import read_response
+from asyncrl.text.response import ResponseReader
 from asyncrl.text.stops import load_stops
 from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from asyncrl.contracts.rows import Group
 
 __all__ = ["Played", "Sessions", "session_table", "turn_seed"]
@@ -87,6 +85,7 @@ class Sessions:
             spec.environment.history,
             spec.variables,
         )
+        self._reader = ResponseReader(tokenizer)
         self._seed = seed
         self._pool = EnvironmentPool(spec.environment)
 
@@ -115,7 +114,7 @@ class Sessions:
         retry, alone = 0, False
         while True:
             turns = _Turns(
-                self._template.tokenizer,
+                self._reader,
                 generate,
                 lambda turn, attempt, retry=retry: turn_seed(  # type: ignore[misc]
                     self._seed, prompt.ordinal, sample, retry, turn, attempt
@@ -138,11 +137,11 @@ class _Turns:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        reader: ResponseReader,
         generate: Generates,
         seed: Callable[[int, int], int],
     ) -> None:
-        self._tokenizer, self._generate, self._seed = tokenizer, generate, seed
+        self._reader, self._generate, self._seed = reader, generate, seed
         self.load: EngineLoad | None = None
         self.unparsed = 0
 
@@ -150,8 +149,8 @@ class _Turns:
         self, prompt_ids: Sequence[int], completion: Completion, tools: Sequence[Schema] | None
     ) -> Message:
         """The message of a turn."""
-        message, parsed = read_response(
-            self._tokenizer, prompt_ids, completion.token_ids, completion.text, tools
+        message, parsed = self._reader.read(
+            prompt_ids, completion.token_ids, completion.text, tools
         )
         self.unparsed += not parsed
         return message

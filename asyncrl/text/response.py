@@ -17,7 +17,7 @@ from asyncrl.text.tokenizer import decode_prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["read_response", "response_template"]
+__all__ = ["ResponseReader", "response_template"]
 
 PREFIX_TOKENS = 64
 """Tokens before the turn that the parser sees: some templates write the turn's first ones."""
@@ -39,6 +39,48 @@ HERMES: dict[str, Any] = {
 }
 
 
+class ResponseReader:
+    """Reads the turns of one model."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        # Imported here because only rollout workers read turns, and it imports transformers.
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        self._tokenizer = tokenizer
+        spec = response_template(tokenizer)
+        # Loaded once: to compile its patterns takes longer than to parse a turn.
+        self._template: Any = None if spec is None else load_response_template(dict(spec))
+
+    def read(
+        self,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        text: str,
+        tools: Sequence[Schema] | None,
+    ) -> tuple[Message, bool]:
+        """The assistant's message of a turn.
+
+        Args:
+            text: the turn without special tokens. It is the message's text if the turn cannot be
+                parsed.
+
+        Returns:
+            The message, and whether the turn could be parsed.
+        """
+        if self._template is None:
+            return _said(text), True
+        try:
+            parsed: object = self._tokenizer.parse_response(
+                decode_prompt(self._tokenizer, token_ids),
+                self._template,
+                prefix=decode_prompt(self._tokenizer, prompt_ids[-PREFIX_TOKENS:]),
+                tools=None if tools is None else [dict(tool) for tool in tools],
+            )
+            return _message(parsed, text, len(prompt_ids), tools), True
+        except Exception:  # a model can write anything, and parsers raise anything
+            return _said(text), False
+
+
 def response_template(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | None:
     """How to parse the model's turns; None: they are only text."""
     own = getattr(tokenizer, "response_template", None)
@@ -46,37 +88,6 @@ def response_template(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] |
         return own  # type: ignore[no-any-return]
     written = str(getattr(tokenizer, "chat_template", None))
     return HERMES if "<tool_call>" in written and "<|im_start|>" in written else None
-
-
-def read_response(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_ids: Sequence[int],
-    token_ids: Sequence[int],
-    text: str,
-    tools: Sequence[Schema] | None,
-) -> tuple[Message, bool]:
-    """The assistant's message of a turn.
-
-    Args:
-        text: the turn without special tokens. It is the message's text if the turn cannot be
-            parsed.
-
-    Returns:
-        The message, and whether the turn could be parsed.
-    """
-    template = response_template(tokenizer)
-    if template is None:
-        return _said(text), True
-    try:
-        parsed: object = tokenizer.parse_response(
-            decode_prompt(tokenizer, token_ids),
-            dict(template),
-            prefix=decode_prompt(tokenizer, prompt_ids[-PREFIX_TOKENS:]),
-            tools=None if tools is None else [dict(tool) for tool in tools],
-        )
-        return _message(parsed, text, len(prompt_ids), tools), True
-    except Exception:  # a model can write anything, and parsers raise anything
-        return _said(text), False
 
 
 def _said(text: str) -> dict[str, object]:

@@ -4,10 +4,11 @@ the tool answers "higher" or "lower". A perfect player halves the range and alwa
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["GUESSES", "TOOLS", "WIDTH", "answer", "call", "play", "question"]
+__all__ = ["GUESSES", "TOOLS", "WIDTH", "answer", "call", "play", "question", "won"]
 
 WIDTH = 63
 """Numbers of the range. Six halvings find each of them."""
@@ -44,13 +45,15 @@ def call(number: int) -> dict[str, Any]:
 
 
 async def play(task: Mapping[str, Any], model: Any) -> dict[str, float]:
-    """Play one game. The reward is 1 for a win and 0 otherwise.
+    """Play one game. The reward is 1 for a win. A lost game is worth up to a half: the share of the
+    halvings that its guesses amount to.
 
     Args:
         task: `low`, the first number of the range, and `hidden`.
         model: behaves as `openai.AsyncOpenAI()`.
     """
     messages: list[Any] = [{"role": "user", "content": question(task["low"])}]
+    first, last = task["low"], task["low"] + WIDTH - 1
     for guesses in range(1, GUESSES + 1):
         completion = await model.chat.completions.create(
             model="policy", messages=messages, tools=TOOLS
@@ -58,13 +61,23 @@ async def play(task: Mapping[str, Any], model: Any) -> dict[str, float]:
         message = completion.choices[0].message
         number = guessed(message.tool_calls)
         if number is None:
-            return {"reward": 0.0, "calls": 0.0}
+            return {"reward": 0.0, "won": 0.0}
         said = answer(number, task["hidden"])
         if said == "right":
-            return {"reward": 1.0, "calls": 1.0, "guesses": float(guesses)}
+            return {"reward": 1.0, "won": 1.0, "guesses": float(guesses)}
         reply = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": said}
         messages += [message.model_dump(exclude_none=True), reply]
-    return {"reward": 0.0, "calls": 1.0, "guesses": float(GUESSES)}
+        if said == "higher":
+            first = max(first, number + 1)
+        else:
+            last = min(last, number - 1)
+    halvings = GUESSES - math.log2(last - first + 2)
+    return {"reward": 0.5 * halvings / GUESSES, "won": 0.0, "guesses": float(GUESSES)}
+
+
+def won(given_parts: Sequence[Mapping[str, float]], **_: object) -> list[float | None]:
+    """Whether each game was won, as a reward function that is only reported."""
+    return [parts.get("won") for parts in given_parts]
 
 
 def guessed(calls: Sequence[Any] | None) -> int | None:

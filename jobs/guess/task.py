@@ -19,7 +19,7 @@ __all__ = ["make_data", "make_model"]
 LOWS = range(10, 37)
 """First numbers of the ranges. All numbers have two digits."""
 HELD_OUT_LOWS = (13, 18, 24, 29, 33)
-GAMES = 20_000
+GAMES = 16_000
 SPECIAL_TOKENS = (
     "<pad>",
     "<unk>",

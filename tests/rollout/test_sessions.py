@@ -207,7 +207,7 @@ def test_a_call_that_does_not_parse_stays_text(model: Path) -> None:
     row = scored(config, table)
     assert row["reward"] == [0.0] * 3 and row["completion_text"] == ["text"] * 3
     assert row["session_unparsed"] == [1] * 3
-    assert [part["environment/calls"] for part in row["reward_parts"]] == [0.0] * 3
+    assert [part["environment/won"] for part in row["reward_parts"]] == [0.0] * 3
 
 
 def test_a_session_that_fails_is_masked_and_its_siblings_are_trained(model: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chat_families import CHATML, HEADERS, save_chat_model
 
-from asyncrl.text.response import read_response, response_template
+from asyncrl.text.response import ResponseReader, response_template
 from asyncrl.text.template import Message
 from asyncrl.text.tokenizer import load_tokenizer
 
@@ -38,7 +38,7 @@ def read(tokenizer: Any, text: str, plain: str = "plain") -> tuple[Message, bool
         [{"role": "user", "content": "q"}], add_generation_prompt=True, tokenize=False
     )
     ids = [tokenizer.encode(one, add_special_tokens=False) for one in (prompt, text)]
-    return read_response(tokenizer, *ids, plain, TOOLS)
+    return ResponseReader(tokenizer).read(*ids, plain, TOOLS)
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def test_calls_of_one_answer_and_of_later_ones_have_ids_of_their_own(hermes: Any
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     calls: list[Any] = []
     for before in ([], [1] * 5):
-        message, _ = read_response(
-            hermes, before, hermes.encode(call * 2, add_special_tokens=False), "", TOOLS
+        message, _ = ResponseReader(hermes).read(
+            before, hermes.encode(call * 2, add_special_tokens=False), "", TOOLS
         )
         calls += message["tool_calls"]  # type: ignore[arg-type]
     assert len({call["id"] for call in calls}) == 4
@@ -70,7 +70,7 @@ def test_calls_of_one_answer_and_of_later_ones_have_ids_of_their_own(hermes: Any
 
 def test_a_call_is_text_if_no_tool_was_offered(hermes: Any) -> None:
     ids = hermes.encode('<tool_call>{"name": "add", "arguments": {}}</tool_call>')
-    message, parsed = read_response(hermes, [], ids, "plain", None)
+    message, parsed = ResponseReader(hermes).read([], ids, "plain", None)
     assert parsed and message == {"role": "assistant", "content": "plain"}
 
 

@@ -1,0 +1,22 @@
+"""Environments of whole runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+async def three_questions(task: Mapping[str, Any], model: Any) -> float | None:
+    """Asks three times, whatever the model answers. The first of each eight tasks fails. The reward
+    is the share of digits in the answers."""
+    messages: list[Any] = [{"role": "user", "content": str(task["low"])}]
+    text = ""
+    for question in ("higher", "lower", "right"):
+        answer = await model.chat.completions.create(messages=messages, temperature=0.5)
+        message = answer.choices[0].message
+        text += message.content
+        messages += [message, {"role": "user", "content": question}]
+    if task["hidden"] % 8 == 0:
+        raise RuntimeError("this task fails")
+    return len(re.findall(r"\d", text)) / max(1, len(text))

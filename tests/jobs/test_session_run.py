@@ -1,0 +1,139 @@
+"""A run whose trajectories are sessions of three turns, with everything real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from independent_audit import wrong
+from transformers import AutoModelForCausalLM
+
+import asyncrl
+from asyncrl.observe.metric_catalog import known_names
+from asyncrl.run.audit import audit, audit_text
+from asyncrl.text.tokenizer import load_tokenizer
+from jobs.guess.task import make_data, make_model
+
+STEPS, GROUPS, SAMPLES = 4, 4, 4
+
+
+@pytest.mark.timeout(400)
+def test_a_run_of_sessions_trains_what_was_sampled(
+    start_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    make_model(tmp_path / "model", seed=0)
+    make_data(tmp_path, seed=0)
+    changes = {
+        "max_steps": STEPS,
+        "model.path": str(tmp_path / "model"),
+        "data": {
+            "train": str(tmp_path / "train.parquet"),
+            "max_prompt_length": 16,
+            "max_length": 120,
+        },
+        "environment": {"function": "environments_for_runs:three_questions", "processes": 1},
+        # The environment's own reward. `task` of the fixture names another one.
+        "reward": {
+            "functions": {"env": {"function": "asyncrl.rewards.builtin:environment"}},
+            "processes": 1,
+        },
+        "rollout": {
+            "rollout_batch_size": GROUPS,
+            "n_samples_per_prompt": SAMPLES,
+            "max_completion_length": 12,
+        },
+        "eval": {"data": str(tmp_path / "held_out.parquet"), "max_prompts": 8},
+        "checkpoint.every_steps": 0,
+    }
+    started = start_run(changes)
+    assert started.wait() == 0, started.output
+    directory = tmp_path / "runs" / "run"
+    run = asyncrl.open_run(directory)
+    checks = audit(run)
+    assert all(check.passed for check in checks), audit_text(checks)
+    assert wrong(directory) == []
+    steps = [record for record in run.records("step") if record["applied"]]
+    assert len(steps) == STEPS
+    rows = run.groups().to_pylist()
+    assert_log_probs(tmp_path / "model", rows)
+    assert_chats(tmp_path / "model", rows)
+    ends = [end for row in rows for end in row["session_end"]]
+    assert set(ends) == {"done", "env_error"}
+    for row in rows:
+        fails = row["hidden"] % 8 == 0
+        assert set(row["status"]) == ({"env_error"} if fails else {"ok"})
+        assert fails == ("RuntimeError: this task fails" in row["session_note"][0])
+    for step in steps:
+        parts = [value for name, value in step.items() if name.startswith("session/tokens_")]
+        assert sum(parts) == 2 * step["session/tokens_sampled"]  # the total, and its parts
+        assert step["session/tokens_trained"] == step["tokens"]
+        assert step["session/overridden"] == 3
+        assert {name for name in step if name.startswith("session/")} <= known_names()
+    trajectories = run.trajectories()
+    assert trajectories.num_rows == len(rows) * SAMPLES
+    assert set(trajectories["session_end"].to_pylist()) == set(ends)
+    first = run.records("evaluation")[0]
+    assert 0 < first["eval/greedy_env"] <= 1 and first["eval/failed_ratio"] == 0
+
+
+def paths(row: dict[str, Any]) -> list[tuple[int, list[int], list[int], list[float], set[int]]]:
+    """For each turn: its trajectory, the tokens before it, its own, their log-probs and versions.
+    Without asyncrl's own code."""
+    begins = [0] * len(row["completion_ids"])
+    whole: list[list[int]] = []
+    found = []
+    for place, trajectory in enumerate(row["turn_trajectory"]):
+        begin, count = begins[trajectory], row["turn_tokens"][place]
+        own = slice(begin, begin + count)
+        begins[trajectory] += count
+        parent = row["turn_parent"][place]
+        before = [*(whole[parent] if parent >= 0 else []), *row["turn_context"][place]]
+        ids = row["completion_ids"][trajectory][own]
+        versions = {
+            span["version"]
+            for span in row["versions"][trajectory]
+            if span["start"] < own.stop and span["end"] > own.start
+        }
+        found.append((trajectory, before, ids, row["logprobs"][trajectory][own], versions))
+        whole.append([*before, *ids])
+    return found
+
+
+def assert_log_probs(model_path: Path, rows: list[dict[str, Any]]) -> None:
+    """Every turn of version 0 has the log-probs that transformers computes after its tokens."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    turns = [turn for row in rows for turn in paths(row) if turn[-1] == {0}]
+    later = [turn for turn in turns if len(turn[1]) > 30]
+    assert len(turns) >= 3 * GROUPS * SAMPLES and len(later) >= GROUPS * SAMPLES
+    worst = 0.0
+    for _, before, ids, logprobs, _ in turns:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*before, *ids]])).logits[0, len(before) - 1 : -1]
+        known = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        worst = max(worst, float(np.abs(known.numpy() - np.array(logprobs)).max()))
+    assert worst <= 1e-4, worst
+
+
+def assert_chats(model_path: Path, rows: list[dict[str, Any]]) -> None:
+    """The three turns of a session are one row, also where the length limit cut a turn, and the
+    template closes it."""
+    tokenizer: Any = load_tokenizer(str(model_path))
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    cut = 0
+    for row in rows:
+        turns = paths(row)
+        assert [turn[0] for turn in turns] != [] and len(turns) == 3 * SAMPLES
+        assert row["turn_branch_reason"] == [""] * len(turns)
+        for place, (trajectory, before, ids, _, _) in enumerate(turns):
+            cut += ids[-1] != end
+            asked = tokenizer.decode(before)
+            assert asked.endswith("<|im_start|>assistant\n")
+            assert asked.count("<|im_start|>user") == 1 + sum(
+                turn[0] == trajectory for turn in turns[:place]
+            )
+            assert asked.count("<|im_end|>") == asked.count("<|im_start|>") - 1
+    assert cut > 0, "no turn was cut"
