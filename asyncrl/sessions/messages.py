@@ -6,10 +6,11 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from asyncrl.text.chat_messages import argument_values, plain_text
 
-__all__ = ["chat_digests"]
+__all__ = ["Chat", "ChatDigests", "chat_digests"]
 
 REASONING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 """Reasoning that a client has as a part of an answer's text."""
@@ -17,25 +18,58 @@ BYTES = 16
 """Bytes of a digest. Chats of one session collide with a probability below 1e-30."""
 
 
-def chat_digests(messages: Sequence[Mapping[str, object]], head: object = None) -> list[bytes]:
-    """The digests of a chat's beginnings: of the first message, of the first two, and so on. Two
-    chats have the same digest where they begin with the same messages.
+class Chat(NamedTuple):
+    """The digests of a chat, and what those of further messages depend on."""
 
-    Two messages are the same if they have the same role, text, tool calls and `tool_call_id`, and
-    the same `name` if they are not an assistant's. Clients add other fields to an answer and send
-    it back in their own way: text as a list of parts, arguments with other spaces, without
-    reasoning. They may also give tool calls other ids, so ids count by their order in the chat.
+    digests: list[bytes]
+    """Of its first message, of its first two, and so on."""
+    ids: dict[object, int]
+    """Number of each tool call id."""
 
-    Args:
-        head: what decides what the template writes around the messages: the tools and all
-            variables. It must be JSON.
+    def with_answer(self, message: Mapping[str, object]) -> bytes:
+        """The digest of the chat with an answer."""
+        return _digest(self.digests[-1], _compared(message, dict(self.ids)))
+
+
+class ChatDigests:
+    """The digests of the chats of one session. A chat that continues the one before it costs only
+    its new messages.
+
+    Two chats have the same digest where they begin with the same messages. Two messages are the
+    same if they have the same role, text, tool calls and `tool_call_id`, and the same `name` if
+    they are not an assistant's. Clients add other fields to an answer and send it back in their own
+    way: text as a list of parts, arguments with other spaces, without reasoning. They may also give
+    tool calls other ids, so ids count by their order in the chat.
     """
-    digest = _digest(b"", head)
-    digests, ids = [], dict[object, int]()
-    for message in messages:
-        digest = _digest(digest, _compared(message, ids))
-        digests.append(digest)
-    return digests
+
+    def __init__(self) -> None:
+        self._head: object = None
+        self._messages: list[Mapping[str, object]] = []
+        self._chat = Chat([], {})
+
+    def of(self, messages: Sequence[Mapping[str, object]], head: object = None) -> Chat:
+        """The digests of a chat. Its messages must not be changed afterwards.
+
+        Args:
+            head: what decides what the template writes around the messages: the tools and all
+                variables. It must be JSON.
+        """
+        known = len(self._messages)
+        if not known or head != self._head or list(messages[:known]) != self._messages:
+            chat, known = Chat([], {}), 0
+        else:
+            chat = Chat(list(self._chat.digests), dict(self._chat.ids))
+        digest = chat.digests[-1] if known else _digest(b"", head)
+        for message in messages[known:]:
+            digest = _digest(digest, _compared(message, chat.ids))
+            chat.digests.append(digest)
+        self._head, self._messages, self._chat = head, list(messages), chat
+        return chat
+
+
+def chat_digests(messages: Sequence[Mapping[str, object]], head: object = None) -> list[bytes]:
+    """The digests of the beginnings of one chat, as `ChatDigests.of` gives them."""
+    return ChatDigests().of(messages, head).digests
 
 
 def _compared(message: Mapping[str, object], ids: dict[object, int]) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from asyncrl.contracts.nodes import ORPHAN, Node
 from asyncrl.contracts.rows import Completion
 from asyncrl.sessions.answers import Answer, ContextTooLongError, SessionClosedError
-from asyncrl.sessions.messages import chat_digests
+from asyncrl.sessions.messages import Chat, ChatDigests
 from asyncrl.sessions.tree import Place, SessionTree
 from asyncrl.text.continuation import (
     ContinuationError,
@@ -147,16 +147,15 @@ class Session:
         self, template: SessionTemplate, generator: TurnGenerator, read: ReadMessage
     ) -> None:
         self.tree = SessionTree()
-        self.chat_so_far: list[Message] = []
-        """The messages of the last answered request, and its answer."""
         self._template, self._generator, self._read = template, generator, read
         self._closed: str | None = None
         self._answers: dict[str, asyncio.Future[list[Answer]]] = {}
         """Answers by the key of their request, to repeat them."""
         self._attempts: dict[int, int] = {}
         """Context → answers that were asked of it."""
-        self._depths: dict[int, int] = {}
-        """Turn → turns up to it on its path."""
+        self._digests = ChatDigests()
+        self._last: tuple[Sequence[Message], Message] | None = None
+        """The messages of the last answered request, and its answer."""
         self._choices: dict[int, list[Answer]] = {}
         """Turn → all choices of its request, if there are several."""
         self._continued: set[int] = set()
@@ -164,6 +163,11 @@ class Session:
     @property
     def nodes(self) -> tuple[Node, ...]:
         return self.tree.nodes
+
+    @property
+    def chat_so_far(self) -> list[Message]:
+        """The messages of the last answered request, and its answer."""
+        return [] if self._last is None else [*self._last[0], self._last[1]]
 
     def close(self, reason: str) -> None:
         """End the session. Later requests are refused with this reason, and those under way are
@@ -215,9 +219,11 @@ class Session:
         n: int,
         max_tokens: int | None,
     ) -> list[Answer]:
-        chat = chat_digests(messages, tools)
-        place = self.tree.find(chat)
-        context = self._context(place, messages, tools, chat[-1])
+        if not messages:
+            raise MessagesError("a request needs at least one message")
+        chat = self._digests.of(messages, tools)
+        place = self.tree.find(chat.digests)
+        context = self._context(place, messages, tools, chat.digests[-1])
         prompt_ids = self.tree.path_ids(context)
         room = self._template.max_length - len(prompt_ids)
         if room < 1:
@@ -228,19 +234,18 @@ class Session:
         attempt = self._attempts.get(context, 0)
         self._attempts[context] = attempt + n
         before = self.tree.nodes[context].parent
-        depth = 0 if before is None else self._depths[before]
         sampled = await self._generator.generate(
             TurnRequest(
                 prompt_ids,
                 n,
                 room if max_tokens is None else min(room, max_tokens),
-                depth,
+                self.tree.turns_to(before),
                 attempt,
                 self.tree.newest_version(before),
             )
         )
-        answers = [self._add(context, depth, one, messages, tools, prompt_ids) for one in sampled]
-        self.chat_so_far = [*messages, answers[0].message]
+        answers = [self._add(context, one, chat, tools, prompt_ids) for one in sampled]
+        self._last = messages, answers[0].message
         # Most clients go on with the first choice. Another one counts once a request continues it.
         for answer in answers[1:]:
             self.tree.set_status(answer.node, ORPHAN)
@@ -250,8 +255,12 @@ class Session:
     def _prefer(self, node: int) -> None:
         """Note that a request continues this turn. Of several choices, those that no request
         continues become orphans."""
-        self._continued.add(node)
-        for choice in self._choices.get(node, ()):
+        choices = self._choices.get(node, ())
+        if choices:
+            self._continued.add(node)
+        if self.tree.nodes[node].status == ORPHAN:
+            self.tree.set_status(node, "ok")
+        for choice in choices:
             if choice.node not in self._continued:
                 self.tree.set_status(choice.node, ORPHAN)
 
@@ -281,9 +290,8 @@ class Session:
     def _add(
         self,
         context: int,
-        depth: int,
         sampled: Sampled,
-        messages: Sequence[Message],
+        chat: Chat,
         tools: Sequence[Schema] | None,
         prompt_ids: Sequence[int],
     ) -> Answer:
@@ -302,9 +310,8 @@ class Session:
                 started_at=sampled.started_at,
                 finished_at=sampled.finished_at,
             ),
-            chat_digests([*messages, message], tools)[-1],
+            chat.with_answer(message),
         )
-        self._depths[node] = depth + 1
         return Answer(
             message, completion.finish_reason, len(completion.token_ids), len(prompt_ids), node
         )

@@ -46,6 +46,14 @@ class SessionTree:
             node = self._nodes[node].parent
         return [token for part in reversed(parts) for token in part]
 
+    def turns_to(self, node: int | None) -> int:
+        """The number of turns from the first node to this one."""
+        turns = 0
+        while node is not None:
+            turns += self._nodes[node].sampled
+            node = self._nodes[node].parent
+        return turns
+
     def newest_version(self, node: int | None) -> int | None:
         """The newest version that sampled a token from the first node to this one. None: no
         token was sampled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ContinuationError", "continuation", "first_difference", "render_chat"]
 
-PROBE = "asyncrl-probe"
-"""Stands for the text of the sampled turn, with a number that makes it unique."""
+PROBE = f"asyncrl-probe-{secrets.token_hex(8)}"
+"""Stands for the text of the sampled turn. No message contains it."""
 THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 """Reasoning, which many templates strip from earlier turns."""
 REASONING_FIELDS = ("reasoning_content", "reasoning")
@@ -39,15 +40,39 @@ def render_chat(
     Raises:
         MessagesError: the template refuses the chat.
     """
+    (text,) = _rendered_chats(
+        tokenizer, [(len(messages), generation_prompt)], messages, variables, tools
+    )
+    return text
+
+
+def _rendered_chats(
+    tokenizer: PreTrainedTokenizerBase,
+    wanted: Sequence[tuple[int, bool]],
+    messages: Sequence[Message],
+    variables: Mapping[str, object],
+    tools: Sequence[Schema] | None,
+) -> list[str]:
+    """Some beginnings of a chat, rendered: (number of messages, whether the next turn begins).
+
+    Raises:
+        MessagesError: the template refuses the chat.
+    """
+
+    def rendered(values: bool) -> list[str]:
+        chat = template_messages(messages, values)
+        return [
+            render_messages(tokenizer, chat[:count], variables, tools, begins)
+            for count, begins in wanted
+        ]
+
     try:
-        chat = template_messages(messages)
-        return render_messages(tokenizer, chat, variables, tools, generation_prompt)
+        return rendered(values=True)
     except MessagesError as error:
         if not any(message.get("tool_calls") for message in messages):
             raise
         try:
-            chat = template_messages(messages, values=False)
-            return render_messages(tokenizer, chat, variables, tools, generation_prompt)
+            return rendered(values=False)
         except MessagesError:
             raise error from None
 
@@ -79,15 +104,15 @@ def continuation(
             another way when messages follow, or does not write `end` after the turn; or the turn
             was cut after a tool call.
     """
-    probe = _unused(messages, added)
+    probe = PROBE
     turn = _probed(messages[-1], probe, cut=end is None)
     calls = bool(turn.get("tool_calls"))
     if calls and end is None:
         raise ContinuationError("the turn was cut after a tool call")
-    chat = [*messages[:-1], turn]
+    chat = [*messages[:-1], turn, *added]
+    wanted = [(len(messages), False), (len(chat), True)]
     try:
-        alone = render_chat(tokenizer, chat, variables, tools, False)
-        whole = render_chat(tokenizer, [*chat, *added], variables, tools)
+        alone, whole = _rendered_chats(tokenizer, wanted, chat, variables, tools)
     except MessagesError as error:
         raise ContinuationError(f"the template refuses the chat: {error}") from None
     before = ""
@@ -107,14 +132,6 @@ def continuation(
     if end is None:
         return encode_continuations(tokenizer, [whole])[0]
     return _after_end(tokenizer, alone, whole, end, calls)
-
-
-def _unused(*chats: Sequence[Message]) -> str:
-    """A probe that no message contains."""
-    text = str(chats)
-    return next(
-        probe for number in range(len(text) + 1) if (probe := f"{PROBE}-{number}-") not in text
-    )
 
 
 def _probed(message: Message, probe: str, cut: bool) -> dict[str, object]:
@@ -157,7 +174,10 @@ def _after_end(
 def first_difference(first: Sequence[object], second: Sequence[object]) -> int | None:
     """The first place where two texts, or two sequences of token ids, differ. It can be the end of
     the shorter one. None: they are equal."""
-    for place, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return place
-    return None if len(first) == len(second) else min(len(first), len(second))
+    if first == second:
+        return None
+    same, most = 0, min(len(first), len(second))
+    while same < most:  # slices are compared in C, and most chats differ only at their end
+        middle = (same + most + 1) // 2
+        same, most = (middle, most) if first[:middle] == second[:middle] else (same, middle - 1)
+    return same
