@@ -4,7 +4,6 @@ the tool answers "higher" or "lower". A perfect player halves the range and alwa
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,8 +44,8 @@ def call(number: int) -> dict[str, Any]:
 
 
 async def play(task: Mapping[str, Any], model: Any) -> dict[str, float]:
-    """Play one game. The reward is 1 for a win. A lost game is worth up to a half: the share of the
-    halvings that its guesses amount to.
+    """Play one game. The reward says how evenly the guesses divide what is left, in the mean: 1 if
+    each halves it. It does not depend on luck, as a win does.
 
     Args:
         task: `low`, the first number of the range, and `hidden`.
@@ -54,25 +53,36 @@ async def play(task: Mapping[str, Any], model: Any) -> dict[str, float]:
     """
     messages: list[Any] = [{"role": "user", "content": question(task["low"])}]
     first, last = task["low"], task["low"] + WIDTH - 1
-    for guesses in range(1, GUESSES + 1):
+    evenness: list[float] = []
+    while len(evenness) < GUESSES:
         completion = await model.chat.completions.create(
             model="policy", messages=messages, tools=TOOLS
         )
         message = completion.choices[0].message
         number = guessed(message.tool_calls)
         if number is None:
-            return {"reward": 0.0, "won": 0.0}
+            evenness += [0.0] * (GUESSES - len(evenness))
+            return {"reward": sum(evenness) / GUESSES, "won": 0.0}
+        evenness.append(even(number, first, last))
         said = answer(number, task["hidden"])
         if said == "right":
-            return {"reward": 1.0, "won": 1.0, "guesses": float(guesses)}
+            return {"reward": sum(evenness) / len(evenness), "won": 1.0}
         reply = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": said}
         messages += [message.model_dump(exclude_none=True), reply]
         if said == "higher":
             first = max(first, number + 1)
         else:
             last = min(last, number - 1)
-    halvings = GUESSES - math.log2(last - first + 2)
-    return {"reward": 0.5 * halvings / GUESSES, "won": 0.0, "guesses": float(GUESSES)}
+    return {"reward": sum(evenness) / len(evenness), "won": 0.0}
+
+
+def even(number: int, first: int, last: int) -> float:
+    """How evenly a guess divides the numbers from `first` to `last`: 1 = into halves, 0 = not at
+    all, or outside."""
+    if not first <= number <= last:
+        return 0.0
+    smaller, half = min(number - first, last - number), (last - first) // 2
+    return smaller / half if half else 1.0
 
 
 def won(given_parts: Sequence[Mapping[str, float]], **_: object) -> list[float | None]:

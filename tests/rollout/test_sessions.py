@@ -139,7 +139,7 @@ def test_games_are_won_on_exactly_the_tokens_that_were_sampled(model: Path) -> N
     row = scored(config, table)
     assert row["reward"] == [1.0] * 3 and row["status"] == ["ok"] * 3
     assert row["session_end"] == ["done"] * 3 and row["session_note"] == [""] * 3
-    assert [part["environment/guesses"] for part in row["reward_parts"]] == [6.0] * 3
+    assert [part["environment/won"] for part in row["reward_parts"]] == [1.0] * 3
     sessions = nodes_of_group(cast("SessionsRow", row))
     for nodes, messages in zip(sessions, group_call(table).sessions or [], strict=True):
         (only,) = session_rows(nodes).rows
