@@ -22,14 +22,24 @@ def check_environment(config: Settings) -> None:
             f"environment.train_ends = {environment.train_ends} has no done, so sessions that end"
             " as they should would not be trained; add it"
         )
+    if config.rollout.deadline_s is not None and (
+        config.rollout.deadline_s <= environment.deadline_s
+    ):
+        raise ValueError(
+            f"rollout.deadline_s = {config.rollout.deadline_s:g} is not above"
+            f" environment.deadline_s = {environment.deadline_s:g}, so a slow session would fail"
+            " its group; raise it, or leave it out"
+        )
     for refused, setting, fix in (
-        (algorithm.has_reference, "a KL term, a reference policy or a teacher", "set kl_coef: 0"),
+        (algorithm.preference is not None, "algorithm.preference", "leave it out"),
+        (algorithm.distillation is not None, "algorithm.distillation", "leave it out"),
+        (algorithm.has_reference, "a KL term", "set kl_coef and kl_loss_coef to 0"),
         (algorithm.needs_baseline, "algorithm.advantage: remax", "use grpo or rloo"),
         (algorithm.advantage == "gae", "algorithm.advantage: gae", "use grpo or rloo"),
-        (algorithm.preference is not None, "algorithm.preference", "leave it out"),
         (reward.per_token, "rewards with per_token", "return one reward per trajectory"),
         (reward.penalizes_length, "reward.overlong_buffer", "set it to 0"),
         (config.data.system_prompt is not None, "data.system_prompt", "write it as a message"),
+        (config.data.tools_column is not None, "data.tools_column", "give tools with requests"),
         (config.data.tools is not None, "data.tools", "give tools with each request"),
         (config.rollout.ignore_eos, "rollout.ignore_eos", "set it to false"),
     ):

@@ -468,7 +468,7 @@ class EnvironmentConfig(Section):
     """Environment processes of each rollout worker."""
     concurrency: int = Field(default=64, gt=0)
     """Sessions that one environment process runs at once."""
-    block_s: float = Field(default=10.0, gt=0)
+    block_s: float = Field(default=10.0, ge=1.0)
     """Seconds that the code of one session may run without an await. Then its process is killed:
     this session ends with env_error, and the others of the process begin again."""
     memory_bytes: int = Field(default=4 << 30, gt=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from asyncrl.contracts.nodes import Node
+from asyncrl.contracts.nodes import ORPHAN, Node
 from asyncrl.contracts.rows import Completion, SpanRow, VersionSpan
 
 __all__ = [
@@ -122,11 +122,17 @@ def flat_completion(nodes: Sequence[Node], text: str) -> tuple[Completion, tuple
         tuple(ids),
         tuple(logprobs),
         tuple(spans),
-        turns[-1].finish_reason if turns else "abort",
+        _last_reason(turns),
         text,
         tuple(len(turn.token_ids) for turn in turns),
     )
     return completion, tuple(mask)
+
+
+def _last_reason(turns: Sequence[Node]) -> str:
+    """The finish reason of the last turn that its agent got."""
+    got = [turn for turn in turns if turn.status != ORPHAN] or turns
+    return got[-1].finish_reason if got else "abort"
 
 
 def nodes_of_group(row: SessionsRow) -> list[list[Node]]:

@@ -8,8 +8,10 @@ import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
+import asyncrl
 from asyncrl.environments.model import ChatSession, Model
 from asyncrl.runtime.functions import short, text_of
 from asyncrl.sessions.answers import Answer, ContextTooLongError, SessionClosedError
@@ -21,6 +23,9 @@ End: TypeAlias = Literal["done", "length", "turns", "deadline", "env_error", "cl
 """How an attempt ends. `length`: no room is left in the context. `turns`, `deadline`: a limit was
 reached. `env_error`: the environment raised, or returned nonsense. `closed`: the run ended it."""
 
+FLOAT32_MAX = 3.4e38
+"""Rewards are stored in single precision."""
+HOME = str(Path(asyncrl.__file__).parent) + "/"
 REWARD = "reward"
 """The key of the reward in a dict that an environment returns. Other keys are its parts."""
 
@@ -84,6 +89,8 @@ class _Watched:
         """Why the model refused a request for good. An environment may catch the exception."""
         self.failed: Exception | None = None
         """The error of the model's side at the last request. An environment may catch it, too."""
+        self._failed_after = 0
+        """Requests that had begun when that error came. Only a later one shows that it is over."""
         self.reward: object = None
         """What a game has given so far."""
 
@@ -101,8 +108,14 @@ class _Watched:
             if self.turns >= self._most:
                 raise _TurnsError(f"the attempt has taken its {self._most} turns")
             self.turns += 1
-            answers = await self._session.chat(messages, tools, n, max_tokens, key)
-            self.failed = None
+            began_as = self.turns
+            # A copy: games may use one dict for all their messages.
+            chat = [dict(message) for message in messages]
+            answers = await self._session.chat(chat, tools, n, max_tokens, key)
+            if began_as > self._failed_after:
+                self.failed = None
+            if isinstance(self.ended, ContextTooLongError):
+                self.ended = None  # it has made its chat shorter
             return answers
         except (_TurnsError, ContextTooLongError, SessionClosedError) as error:
             self.ended = error
@@ -110,7 +123,7 @@ class _Watched:
         except MessagesError:  # what the environment asked
             raise
         except Exception as error:
-            self.failed = error
+            self.failed, self._failed_after = error, self.turns
             raise
         finally:
             self.model_s += clock() - began
@@ -152,6 +165,8 @@ async def attempt(
         deadline = None if math.isinf(limits.deadline_s) else limits.deadline_s
         async with asyncio.timeout(deadline) as timeout:
             result = await _run(environment, task, model, watched, arguments or {})
+        if timeout.expired():  # and the environment has caught that
+            raise TimeoutError
         given = _rewards(result)
     except TimeoutError as error:
         if timeout.expired():
@@ -160,16 +175,33 @@ async def attempt(
     except (_TurnsError, ContextTooLongError, SessionClosedError) as error:
         try:
             return ended(_end_of(error), str(error), _rewards(watched.reward))
-        except TypeError as nonsense:  # what the game has given
+        except Exception as nonsense:  # what the game has given
             failure = nonsense
     except Exception as error:  # the environment is a user's code, and may raise anything
         failure = error
     if watched.failed is not None:
         raise watched.failed
     if failure is not None:
+        if watched.ended is not None and _comes_from(failure, watched.ended):
+            return ended(_end_of(watched.ended), str(watched.ended))
         return ended("env_error", _place(failure))
     # An environment may catch what ended it, and give a reward for what was reached.
     return ended("done" if watched.ended is None else _end_of(watched.ended), given=given)
+
+
+def _comes_from(error: BaseException, cause: BaseException) -> bool:
+    """Whether an error is the cause, has it among its own, or was raised because of it."""
+    seen: list[BaseException] = []
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is cause:
+            return True
+        if one is not None and not any(one is other for other in seen):
+            seen.append(one)
+            left += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+            left += [one.__cause__, one.__context__]
+    return False
 
 
 def _end_of(error: BaseException) -> End:
@@ -229,7 +261,7 @@ def _rewards(result: object) -> tuple[float | None, Mapping[str, float]]:
 
 def _number(name: str, value: object) -> float:
     plain = value.item() if hasattr(value, "item") else value  # of numpy or torch
-    if isinstance(plain, bool | int | float) and math.isfinite(plain):
+    if isinstance(plain, bool | int | float) and abs(plain) <= FLOAT32_MAX:
         return float(plain)
     raise TypeError(
         f"{name} is {text_of(str, value)[:80]!r} ({type(value).__name__}), not a finite number"
@@ -241,7 +273,7 @@ def _place(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "/asyncrl/" not in frame.filename and "/asyncio/" not in frame.filename
+        if not frame.filename.startswith(HOME) and "/asyncio/" not in frame.filename
     ]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     text = " ".join(text_of(str, error).split())[:300]

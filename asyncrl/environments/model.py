@@ -4,7 +4,7 @@ does not import openai, which takes 60 MB."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from asyncrl.runtime.clock import steady_time
@@ -15,6 +15,20 @@ __all__ = ["ChatSession", "Model", "Reply", "UnsupportedError"]
 
 WITHOUT_EFFECT = ("model", "user", "metadata", "store", "timeout", "stream_options", "seed")
 """Arguments that change nothing here, and need not be counted."""
+ABSENT = (
+    "annotations",
+    "audio",
+    "content",
+    "function_call",
+    "moderation",
+    "reasoning",
+    "refusal",
+    "role",
+    "service_tier",
+    "system_fingerprint",
+    "tool_calls",
+)
+"""Fields that openai's models always have."""
 REFUSED = ("response_format", "functions", "function_call", "audio", "modalities", "prediction")
 """Arguments without which the answer would not be what the agent asked for."""
 
@@ -41,17 +55,29 @@ class Reply(dict[str, Any]):
     `model_dump()`."""
 
     def __getattr__(self, name: str) -> Any:
-        try:
+        if name in self:
             return self[name]
-        except KeyError:
-            raise AttributeError(f"the answer has no field {name!r}") from None
+        if name in ABSENT:
+            return None
+        raise AttributeError(f"the answer has no field {name!r}")
 
-    def model_dump(self, exclude_none: bool = False, **_: object) -> dict[str, Any]:
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def model_dump(
+        self,
+        exclude_none: bool = False,
+        exclude: Collection[str] | None = None,
+        include: Collection[str] | None = None,
+        **_: object,
+    ) -> dict[str, Any]:
         """The answer as plain dicts and lists."""
         return {
             name: _plain(value, exclude_none)
             for name, value in self.items()
-            if value is not None or not exclude_none
+            if (value is not None or not exclude_none)
+            and name not in (exclude or ())
+            and (include is None or name in include)
         }
 
 
@@ -126,7 +152,14 @@ class _Completions:
             tools or None,
             n or 1,
             max_completion_tokens or max_tokens,
-            extra_headers.get("Idempotency-Key"),
+            next(
+                (
+                    str(value)
+                    for name, value in extra_headers.items()
+                    if str(name).lower() == "idempotency-key"
+                ),
+                None,
+            ),
         )
         self._answers += 1
         head = {
@@ -134,7 +167,10 @@ class _Completions:
             "created": int(steady_time()),
             "model": str(more.get("model") or self._name),
         }
-        return _chunks(head, answers) if stream else _completion(head, answers)
+        if not stream:
+            return _completion(head, answers)
+        options = more.get("stream_options") or {}
+        return Stream(_chunks(head, answers, bool(options.get("include_usage"))))
 
     @staticmethod
     def _check_numbers(*values: object) -> None:
@@ -206,7 +242,31 @@ def _usage(answers: Sequence[Answer]) -> Reply:
     return Reply(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
 
 
-async def _chunks(head: Mapping[str, Any], answers: Sequence[Answer]) -> AsyncIterator[Reply]:
+class Stream:
+    """The chunks of an answer, as openai's `AsyncStream`."""
+
+    def __init__(self, chunks: AsyncIterator[Reply]) -> None:
+        self._chunks = chunks
+
+    def __aiter__(self) -> AsyncIterator[Reply]:
+        return self._chunks
+
+    async def __anext__(self) -> Reply:
+        return await anext(self._chunks)
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def close(self) -> None:
+        """Does nothing, as the whole answer has come."""
+
+
+async def _chunks(
+    head: Mapping[str, Any], answers: Sequence[Answer], usage: bool
+) -> AsyncIterator[Reply]:
     """Each choice as one chunk with its whole message, and one with its end."""
     for index, answer in enumerate(answers):
         message = _message(answer)
@@ -217,3 +277,6 @@ async def _chunks(head: Mapping[str, Any], answers: Sequence[Answer]) -> AsyncIt
         for delta, finish in ((message, None), (Reply(), _finish_reason(answer))):
             choice = Reply(index=index, delta=delta, finish_reason=finish, logprobs=None)
             yield Reply(**head, object="chat.completion.chunk", choices=[choice], usage=None)
+    if usage:
+        end = _usage(answers)
+        yield Reply(**head, object="chat.completion.chunk", choices=[], usage=end)

@@ -14,9 +14,9 @@ import asyncio
 import mmap
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrl.config import EnvironmentConfig
 from asyncrl.environments.attempt import Ended, Limits
@@ -68,16 +68,26 @@ class AttemptLostError(RuntimeError):
         self.alone = alone
 
 
+class AgentSession(ChatSession, Protocol):
+    """The session of an attempt."""
+
+    def abandon(self, nodes: Sequence[int]) -> None:
+        """Note that the agent did not get these answers."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _Attempt:
     number: int
     task: Mapping[str, Any]
-    session: ChatSession
+    session: AgentSession
     alone: bool
     end: asyncio.Future[Ended]
     requests: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    answered: dict[int, Sequence[int]] = field(default_factory=dict)
+    """Request → the nodes of its answers."""
     failed: Exception | None = None
-    """Why the model could not answer its last request."""
+    """Why the model could not answer a request, the last time."""
     guard: asyncio.TimerHandle | None = None
 
     def stop_requests(self) -> None:
@@ -114,7 +124,7 @@ class EnvironmentPool:
         await asyncio.shield(self._ready)
 
     async def play(
-        self, task: Mapping[str, Any], session: ChatSession, alone: bool = False
+        self, task: Mapping[str, Any], session: AgentSession, alone: bool = False
     ) -> Ended:
         """Make one attempt.
 
@@ -127,6 +137,8 @@ class EnvironmentPool:
             Any error of the session that is not the environment's business.
             EnvironmentFailedError: no process starts.
         """
+        if self._closing:
+            raise EnvironmentFailedError("the environment processes have ended")
         await self.start()
         self._count += 1
         end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -141,6 +153,8 @@ class EnvironmentPool:
 
     async def close(self) -> None:
         """Kill the processes and everything that they have started."""
+        if self._closing:
+            return
         self._closing = True
         for process in self._processes:
             process.kill()
@@ -211,7 +225,7 @@ class EnvironmentPool:
             return f"an environment process was not ready after {START_TIMEOUT_S:g} s"
         except EOFError:
             return "an environment process ended while it imported environment.function"
-        except OSError as error:
+        except (OSError, ValueError, RecursionError) as error:  # or what it sends is no JSON
             return f"an environment process failed ({error})"
         finally:
             if watch is not None:
@@ -248,8 +262,11 @@ class EnvironmentPool:
         if attempt is None:
             return
         if "abandoned" in message:
-            if request := attempt.requests.pop(message["abandoned"], None):
+            number = message["abandoned"]
+            if request := attempt.requests.pop(number, None):
                 request.cancel()
+            # The answer may be on its way. The environment does not get it.
+            attempt.session.abandon(attempt.answered.pop(number, ()))
             return
         if "request" in message:
             if not attempt.end.done():
@@ -260,7 +277,12 @@ class EnvironmentPool:
         self._dispatch()
         if attempt.end.done():
             return
-        if "failed" in message:
+        if "canceled" in message and not attempt.alone:
+            # By its own code, or by that of another attempt in its process.
+            attempt.end.set_exception(AttemptLostError(alone=True))
+        elif "canceled" in message:
+            attempt.end.set_result(Ended("env_error", note="it canceled its own task"))
+        elif "failed" in message:
             attempt.end.set_exception(attempt.failed or ModelFailedError(message["failed"]))
         else:
             attempt.end.set_result(Ended(**message["ended"]))
@@ -313,7 +335,7 @@ async def _answer(process: _Process, attempt: _Attempt, message: Mapping[str, An
         text = str(error) if name in REFUSALS else f"{name}: {error}"
         process.send(Answered(*head, (), name, text))
     else:
-        attempt.failed = None
+        attempt.answered[message["request"]] = [answer.node for answer in answers]
         process.send(Answered(*head, answers))
     finally:
         attempt.requests.pop(message["request"], None)

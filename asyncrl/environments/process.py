@@ -7,6 +7,7 @@ runs, and the time when that code got control, to memory that the pool can read.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import inspect
@@ -24,7 +25,7 @@ from typing import Any, cast
 
 from asyncrl.environments.attempt import Ended, Environment, Limits, attempt
 from asyncrl.runtime.child_process import MessageWriter, receive
-from asyncrl.runtime.functions import FunctionError, import_function, text_of
+from asyncrl.runtime.functions import FunctionError, import_function, short, text_of
 from asyncrl.sessions.answers import Answer, ContextTooLongError, SessionClosedError
 from asyncrl.text.template import Message, MessagesError, Schema
 
@@ -95,20 +96,21 @@ def serve(connection: socket.socket) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))
     send = MessageWriter(connection)
     try:
-        environment = imported(setup.function)
+        environment = imported(setup.function, setup.arguments)
     except FunctionError as error:
         send({"ready": str(error)})
         return
+    process = _Process(connection, send, environment, setup)
     send({"ready": ""})
-    asyncio.run(_Process(connection, send, environment, setup).run())
+    asyncio.run(process.run())
 
 
-def imported(function: str) -> Environment:
+def imported(function: str, arguments: Mapping[str, object]) -> Environment:
     """The environment `package.module:function`.
 
     Raises:
-        FunctionError: it cannot be imported, or is neither an async function nor a class with
-            `reset` and `step`.
+        FunctionError: it cannot be imported, is neither an async function nor a class with `reset`
+            and `step`, or does not take the arguments.
     """
     found = import_function("environment.function", function)
     if inspect.isclass(found):
@@ -126,6 +128,16 @@ def imported(function: str) -> Environment:
             f"environment.function {function!r} is not an async function; write `async def`, or"
             " name a class with reset and step"
         )
+    given = () if inspect.isclass(found) else (None, None)  # the task and the model
+    try:
+        inspect.signature(found).bind(*given, **arguments)
+    except TypeError as error:
+        raise FunctionError(
+            f"environment.function {function!r} cannot be called with environment.arguments ="
+            f" {dict(arguments)}: {error}"
+        ) from None
+    except ValueError:  # it has no signature
+        pass
     return cast("Environment", found)
 
 
@@ -145,13 +157,17 @@ class _Process:
         self._tasks: dict[int, set[asyncio.Task[Any]]] = {}
         """All tasks of each attempt, its own included."""
         self._stopped: set[int] = set()
+        ALIVE.pack_into(self._running, RUNNING.size, time.monotonic())
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._task)
         self._beat(loop)
         threading.Thread(target=self._read, args=(loop,), daemon=True).start()
-        await loop.create_future()
+        while True:
+            # Code of an environment may cancel all tasks of the loop.
+            with contextlib.suppress(asyncio.CancelledError):
+                await loop.create_future()
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         ALIVE.pack_into(self._running, RUNNING.size, time.monotonic())
@@ -219,9 +235,12 @@ class _Process:
         except asyncio.CancelledError:
             if number in self._stopped:
                 raise
-            ended = Ended("env_error", note="it canceled its own task")
+            return {"canceled": True}
         except Exception as error:  # of the model's side
             return {"failed": text_of(str, error)}
+        except BaseException as error:
+            note = f"{type(error).__name__}: {text_of(str, error)}"
+            ended = Ended("env_error", note=short(note))
         return {"ended": asdict(ended)}
 
 
@@ -257,7 +276,7 @@ class _RemoteSession:
                         "key": key,
                     }
                 )
-            except (TypeError, ValueError) as error:
+            except Exception as error:  # such as deep nesting
                 raise MessagesError(f"the messages are not JSON: {error}") from None
             return await answer
         finally:
@@ -268,12 +287,19 @@ class _RemoteSession:
     def answered(self, request: int, answers: Sequence[Answer], error: str, message: str) -> None:
         """Give a request its answers, or its error."""
         waiting = self._requests.get(request)
-        if waiting is None or waiting.done():
+        if waiting is None:
             return
-        if error:
-            waiting.set_exception(REFUSALS.get(error, ModelSideError)(message))
-        else:
-            waiting.set_result(list(answers))
+
+        def settle() -> None:
+            if waiting.done():
+                return
+            if error:
+                waiting.set_exception(REFUSALS.get(error, ModelSideError)(message))
+            else:
+                waiting.set_result(list(answers))
+
+        # An environment may ask in a thread, with an event loop of its own.
+        waiting.get_loop().call_soon_threadsafe(settle)
 
 
 async def _noted(steps: _Steps) -> Any:
@@ -294,9 +320,10 @@ class _Steps(Awaitable[Any]):
                 given = resume(value)
             except StopIteration as done:
                 return done.value
-            except SystemExit as leaving:
+            except (SystemExit, KeyboardInterrupt) as leaving:
                 # At once, while this attempt is the one that runs.
-                os._exit(leaving.code if isinstance(leaving.code, int) else 1)
+                code = leaving.code if isinstance(leaving, SystemExit) else 130
+                os._exit(code if isinstance(code, int) else 1)
             finally:
                 RUNNING.pack_into(self._running, 0, NOBODY, 0.0)
             try:

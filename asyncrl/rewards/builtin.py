@@ -38,13 +38,15 @@ def exact_match(completions: Sequence[str], answer: Sequence[str], **_: object) 
 
 
 def environment(
-    given: Sequence[float | None], given_parts: Sequence[Mapping[str, float]], **_: object
+    session_reward: Sequence[float | None],
+    session_parts: Sequence[Mapping[str, float]],
+    **_: object,
 ) -> dict[str, list[float | None]]:
     """The rewards that the environment returned, and the other values that it returned as parts.
     None where it returned none."""
-    names = dict.fromkeys(name for parts in given_parts for name in parts)
-    return {name: [parts.get(name) for parts in given_parts] for name in names} | {
-        "reward": list(given)
+    names = dict.fromkeys(name for parts in session_parts for name in parts)
+    return {name: [parts.get(name) for parts in session_parts] for name in names} | {
+        "reward": list(session_reward)
     }
 
 

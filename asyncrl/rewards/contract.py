@@ -13,11 +13,11 @@ finish_reason    "stop", "length", "repetition" or "abort"
 truncated        whether the completion was cut off (finish_reason length or repetition)
 messages         the chat messages that the template rendered, as the dataset has them; only where
                  a template was applied
-sessions         with an environment, each trajectory's messages with all its turns. `completions`
+session_messages with an environment, each trajectory's messages with all its turns. `completions`
                  are then the texts of the last turns
-ends             with an environment, how each session ended: "done", "turns", …
-given            with an environment, the reward that it returned for each session, or None
-given_parts      with an environment, a dict of the other values that it returned
+session_end      with an environment, how each session ended: "done", "turns", …
+session_reward   with an environment, the reward that it returned for each session, or None
+session_parts    with an environment, a dict of the other values that it returned
 anything else    a column of the dataset, n times, or an entry of the function's `arguments`,
                  unchanged
 
@@ -78,6 +78,8 @@ CALLERS = {str(Path(__file__)), str(Path(__file__).with_name("process.py")), fun
 """Files whose frames precede those of the reward in a traceback."""
 MOST_FRAMES = 12
 """Frames of a traceback that are kept, from the innermost."""
+FLOAT32_MAX = 3.4e38
+"""Rewards are stored in single precision."""
 TOTAL = "reward"
 """Key of the reward in a dict that a function returns."""
 
@@ -212,10 +214,10 @@ def keyword_arguments(
     available |= arguments
     if call.sessions is not None:
         available |= {
-            "sessions": [list(session.messages) for session in call.sessions],
-            "ends": [session.end for session in call.sessions],
-            "given": [session.given for session in call.sessions],
-            "given_parts": [dict(session.parts) for session in call.sessions],
+            "session_messages": [list(session.messages) for session in call.sessions],
+            "session_end": [session.end for session in call.sessions],
+            "session_reward": [session.given for session in call.sessions],
+            "session_parts": [dict(session.parts) for session in call.sessions],
         }
     available |= {
         "prompts": list(call.prompts),
@@ -397,7 +399,7 @@ def _check_value(function: str, value: object, index: int) -> float | None:
         number = float(value)
     except OverflowError:  # an integer above any float
         number = math.inf
-    if not math.isfinite(number):
+    if not abs(number) <= FLOAT32_MAX:
         raise ContractError(
             f"reward function {function!r} returned {text_of(repr, value)} at index {index}; return"
             " a finite number, or None if it cannot be scored"

@@ -84,6 +84,7 @@ class Sessions:
             spec.max_length,
             spec.environment.history,
             spec.variables,
+            spec.max_length * max(map(len, tokenizer.get_vocab())),
         )
         self._reader = ResponseReader(tokenizer)
         self._seed = seed
@@ -121,7 +122,7 @@ class Sessions:
                 ),
             )
             session = Session(self._template, turns, turns.read)
-            task = {"prompt": prompt.text, **prompt.columns}
+            task = {**prompt.columns, "prompt": prompt.text}
             try:
                 ended = await self._pool.play(task, session, alone)
             except AttemptLostError as error:

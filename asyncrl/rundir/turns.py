@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import pyarrow as pa
 
+from asyncrl.contracts.nodes import Node
+from asyncrl.contracts.rows import SESSION_ENDS
 from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
 from asyncrl.sessions.rows import session_rows
 
@@ -50,7 +53,7 @@ def turn_starts(table: pa.Table) -> np.ndarray:
 
 
 def broken_sessions(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
-    """Trajectories whose turns are no tree, or whose loss mask is not that of their turns.
+    """Trajectories whose turns cannot be those of a session: see `_broken`.
 
     Args:
         lengths: tokens of each trajectory of the table.
@@ -59,19 +62,41 @@ def broken_sessions(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     if not has_turns(table):
         return found
     first = 0
-    for row in table.select([*NODE_COLUMNS, "loss_mask"]).to_pylist():
+    for row in table.select([*NODE_COLUMNS, "loss_mask", "session_end", "status"]).to_pylist():
         mine = slice(first, first + len(row["completion_ids"]))
         first = mine.stop
         try:
             sessions = nodes_of_group(cast("SessionsRow", row))
-            trained = [session_rows(nodes).counts.trained for nodes in sessions]
+            columns = (row["loss_mask"], row["session_end"], row["status"])
+            found[mine] = [
+                _broken(nodes, mask, end, status)
+                for nodes, mask, end, status in zip(sessions, *columns, strict=True)
+            ]
         except (ValueError, TypeError, KeyError):
             found[mine] = True
-            continue
-        found[mine] = [
-            sum(mask) != count for mask, count in zip(row["loss_mask"], trained, strict=True)
-        ]
     return found
+
+
+def _broken(nodes: Sequence[Node], mask: Sequence[int], end: str, status: str) -> bool:
+    """Whether a session cannot be: its mask is not that of its turns, a turn has older weights than
+    one before it, a context has no token ids, a time goes back, or its end is unknown or an error
+    that is trained."""
+    turns = [node for node in nodes if node.sampled]
+    wanted = [int(turn.status == "ok") for turn in turns for _ in turn.token_ids]
+    if list(mask) != wanted or session_rows(nodes).counts.trained != sum(mask):
+        return True
+    if end not in SESSION_ENDS or (end.endswith("_error") and status == "ok"):
+        return True
+    newest: dict[int, int] = {}
+    for index, node in enumerate(nodes):
+        before = -1 if node.parent is None else newest[node.parent]
+        versions = [span.version for span in node.versions]
+        if versions and min(versions) < before:
+            return True
+        newest[index] = max([before, *versions])
+        if min(node.token_ids, default=0) < 0 or not node.started_at <= node.finished_at:
+            return True
+    return False
 
 
 def generations(row: dict[str, object]) -> tuple[Generation, ...]:

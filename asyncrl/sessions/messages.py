@@ -25,6 +25,8 @@ class Chat(NamedTuple):
     """Of its first message, of its first two, and so on."""
     ids: dict[object, int]
     """Number of each tool call id."""
+    exact: bytes
+    """Of the whole chat with its reasoning, which the other digests leave out."""
 
     def with_answer(self, message: Mapping[str, object]) -> bytes:
         """The digest of the chat with an answer."""
@@ -45,7 +47,7 @@ class ChatDigests:
     def __init__(self) -> None:
         self._head: object = None
         self._messages: list[Mapping[str, object]] = []
-        self._chat = Chat([], {})
+        self._chat = Chat([], {}, b"")
 
     def of(self, messages: Sequence[Mapping[str, object]], head: object = None) -> Chat:
         """The digests of a chat. Its messages must not be changed afterwards.
@@ -56,13 +58,16 @@ class ChatDigests:
         """
         known = len(self._messages)
         if not known or head != self._head or list(messages[:known]) != self._messages:
-            chat, known = Chat([], {}), 0
+            chat, known = Chat([], {}, b""), 0
         else:
-            chat = Chat(list(self._chat.digests), dict(self._chat.ids))
-        digest = chat.digests[-1] if known else _digest(b"", head)
+            chat = self._chat._replace(digests=list(self._chat.digests), ids=dict(self._chat.ids))
+        digest, exact = chat.digests[-1] if known else _digest(b"", head), chat.exact
         for message in messages[known:]:
-            digest = _digest(digest, _compared(message, chat.ids))
+            compared = _compared(message, chat.ids)
+            digest = _digest(digest, compared)
+            exact = _digest(exact, [digest.hex(), _reasoning(message)])
             chat.digests.append(digest)
+        chat = chat._replace(exact=exact)
         self._head, self._messages, self._chat = head, list(messages), chat
         return chat
 
@@ -70,6 +75,14 @@ class ChatDigests:
 def chat_digests(messages: Sequence[Mapping[str, object]], head: object = None) -> list[bytes]:
     """The digests of the beginnings of one chat, as `ChatDigests.of` gives them."""
     return ChatDigests().of(messages, head).digests
+
+
+def _reasoning(message: Mapping[str, object]) -> list[object]:
+    """What a message has of reasoning: in fields of its own, and in its text."""
+    text = plain_text(message.get("content"))
+    found = REASONING.match(text) if isinstance(text, str) else None
+    fields = [message.get(name) for name in ("reasoning", "reasoning_content", "thinking")]
+    return [*fields, found and found.group()]
 
 
 def _compared(message: Mapping[str, object], ids: dict[object, int]) -> dict[str, object]:

@@ -49,6 +49,8 @@ class SessionTemplate:
     does not."""
     variables: Mapping[str, object] | None = None
     """Of the chat template."""
+    most_characters: int | None = None
+    """No text with more characters has max_length tokens or fewer. None: not known."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Schema] | None) -> list[int]:
         """The tokens of a whole chat, up to the start of the next turn.
@@ -56,8 +58,13 @@ class SessionTemplate:
         Raises:
             MessagesError: the template refuses the chat.
         """
-        _refuse_unencodable(messages)
+        _refuse_unencodable(messages, tools)
         text = render_chat(self.tokenizer, messages, self.variables or {}, tools)
+        if self.most_characters is not None and len(text) > self.most_characters:
+            raise ContextTooLongError(
+                f"the request has {len(text)} characters, which are more than {self.max_length}"
+                " tokens; shorten the messages"
+            )
         (ids,), _ = encode_prompts(self.tokenizer, [text], rendered=True)
         return ids
 
@@ -75,7 +82,13 @@ class SessionTemplate:
                 and it would write other tokens before.
             MessagesError: the template refuses the chat.
         """
-        _refuse_unencodable(messages[known:])
+        _refuse_unencodable(messages[known:], tools)
+        added = sum(len(str(message.get("content") or "")) for message in messages[known:])
+        if self.most_characters is not None and added > self.most_characters:
+            raise ContextTooLongError(
+                f"the new messages have {added} characters, which are more than {self.max_length}"
+                " tokens; shorten them"
+            )
         end = path[-1] if path and path[-1] in self.ends else None
         ids = continuation(
             self.tokenizer, messages[:known], messages[known:], end, self.variables or {}, tools
@@ -94,11 +107,11 @@ class SessionTemplate:
         return ids
 
 
-def _refuse_unencodable(messages: Sequence[Message]) -> None:
+def _refuse_unencodable(messages: Sequence[Message], tools: Sequence[Schema] | None) -> None:
     """Raise MessagesError for text that no tokenizer reads: surrogates, as of file names that are
     not UTF-8."""
     try:
-        json.dumps(list(messages), ensure_ascii=False, default=str).encode()
+        json.dumps([messages, tools], ensure_ascii=False, default=str).encode()
     except (UnicodeEncodeError, RecursionError, ValueError) as error:
         raise MessagesError(f"the messages are no text: {error}") from None
 
@@ -151,8 +164,10 @@ class Session:
         self._closed: str | None = None
         self._answers: dict[str, asyncio.Future[list[Answer]]] = {}
         """Answers by the key of their request, to repeat them."""
+        self._received: set[str] = set()
+        """Keys of requests whose answers a client got."""
         self._attempts: dict[int, int] = {}
-        """Context → answers that were asked of it."""
+        """Hash of a prompt's tokens → answers that were asked of it."""
         self._digests = ChatDigests()
         self._last: tuple[Sequence[Message], Message] | None = None
         """The messages of the last answered request, and its answer."""
@@ -173,8 +188,11 @@ class Session:
         """End the session. Later requests are refused with this reason, and those under way are
         canceled."""
         self._closed = self._closed or reason
-        for answers in self._answers.values():
-            answers.cancel()
+        for key, answers in self._answers.items():
+            if answers.cancel() or answers.cancelled() or answers.exception() is not None:
+                continue
+            if key not in self._received:
+                self.abandon([answer.node for answer in answers.result()])
 
     async def chat(
         self,
@@ -206,7 +224,18 @@ class Session:
             task.add_done_callback(lambda done: self._forget_failed(key, done))
             self._answers[key] = task
         # A client that leaves does not end what its retry will ask for.
-        return await asyncio.shield(self._answers[key])
+        answers = await asyncio.shield(self._answers[key])
+        self._received.add(key)
+        if self.tree.nodes[answers[0].node].status == ORPHAN:
+            self.tree.set_status(answers[0].node, "ok")  # an earlier client had left
+        return answers
+
+    def abandon(self, nodes: Sequence[int]) -> None:
+        """Note that the agent did not get these answers, unless it has gone on with them."""
+        continued = {node.parent for node in self.tree.nodes if not node.sampled}
+        for node in nodes:
+            if node not in continued and self.tree.nodes[node].status == "ok":
+                self.tree.set_status(node, ORPHAN)
 
     def _forget_failed(self, key: str, done: asyncio.Future[list[Answer]]) -> None:
         if done.cancelled() or done.exception() is not None:
@@ -222,8 +251,8 @@ class Session:
         if not messages:
             raise MessagesError("a request needs at least one message")
         chat = self._digests.of(messages, tools)
-        place = self.tree.find(chat.digests)
-        context = self._context(place, messages, tools, chat.digests[-1])
+        place = self.tree.find(chat.digests, chat.exact)
+        context = self._context(place, messages, tools, chat.exact)
         prompt_ids = self.tree.path_ids(context)
         room = self._template.max_length - len(prompt_ids)
         if room < 1:
@@ -231,8 +260,10 @@ class Session:
                 f"the request has {len(prompt_ids)} tokens, and {self._template.max_length} are"
                 " allowed with its answer; shorten the messages"
             )
-        attempt = self._attempts.get(context, 0)
-        self._attempts[context] = attempt + n
+        # Equal tokens need other seeds, also where they come from other messages.
+        same = hash(tuple(prompt_ids))
+        attempt = self._attempts.get(same, 0)
+        self._attempts[same] = attempt + n
         before = self.tree.nodes[context].parent
         sampled = await self._generator.generate(
             TurnRequest(

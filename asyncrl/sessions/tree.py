@@ -64,13 +64,18 @@ class SessionTree:
             node = self._nodes[node].parent
         return newest
 
-    def find(self, chat: Sequence[bytes]) -> Place:
+    def find(self, chat: Sequence[bytes], exact: bytes | None = None) -> Place:
         """Where a request with this chat belongs: at the context of the same chat, else at the
         deepest turn whose chat it begins with. Of several equal answers, the last one that is no
-        orphan counts."""
+        orphan counts.
+
+        Args:
+            exact: digest of the whole chat with everything that it renders, by which contexts are
+                known. None: chat[-1].
+        """
         if not chat:
             raise ValueError("a request needs at least one message")
-        if (node := self._contexts.get(chat[-1])) is not None:
+        if (node := self._contexts.get(exact or chat[-1])) is not None:
             return Place(node, len(chat))
         for count in range(len(chat) - 1, 0, -1):
             if turns := self._turns.get(chat[count - 1]):
@@ -82,7 +87,7 @@ class SessionTree:
         """Add the context of a request, and return its index.
 
         Args:
-            chat: digest of the request's whole chat.
+            chat: digest of the request's whole chat, as `find` gets it.
 
         Raises:
             ValueError: the node was sampled, or its parent is not in the tree.

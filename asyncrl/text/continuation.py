@@ -122,8 +122,10 @@ def continuation(
         before, _, alone = alone.partition(probe)
         other, _, whole = whole.partition(probe)
         if (
-            place := first_difference(*(THINKING.sub("", text) for text in (before, other)))
-        ) is not None:
+            before != other
+            and (place := first_difference(*(THINKING.sub("", text) for text in (before, other))))
+            is not None
+        ):
             raise ContinuationError(
                 "the template writes the messages before the turn in another way when messages"
                 f" follow, from character {place} on"

@@ -47,9 +47,17 @@ class ResponseReader:
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
         spec = response_template(tokenizer)
         # Loaded once: to compile its patterns takes longer than to parse a turn.
         self._template: Any = None if spec is None else load_response_template(dict(spec))
+
+    def _without_end(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The tokens without the special ones at their end."""
+        last = len(token_ids)
+        while last and token_ids[last - 1] in self._special:
+            last -= 1
+        return token_ids[:last]
 
     def read(
         self,
@@ -71,7 +79,7 @@ class ResponseReader:
             return _said(text), True
         try:
             parsed: object = self._tokenizer.parse_response(
-                decode_prompt(self._tokenizer, token_ids),
+                decode_prompt(self._tokenizer, self._without_end(token_ids)),
                 self._template,
                 prefix=decode_prompt(self._tokenizer, prompt_ids[-PREFIX_TOKENS:]),
                 tools=None if tools is None else [dict(tool) for tool in tools],
@@ -123,7 +131,8 @@ def _call(call: Any, place: int, number: int) -> dict[str, object]:
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise ValueError("a tool call without a name or arguments")
     written = json.dumps(arguments)
-    json.dumps(arguments, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    # Half a surrogate pair is no text.
+    json.dumps([name, arguments], ensure_ascii=False).encode()
     return {
         "id": f"call_{place}_{number}",
         "type": "function",

@@ -85,9 +85,9 @@ def even(number: int, first: int, last: int) -> float:
     return smaller / half if half else 1.0
 
 
-def won(given_parts: Sequence[Mapping[str, float]], **_: object) -> list[float | None]:
+def won(session_parts: Sequence[Mapping[str, float]], **_: object) -> list[float | None]:
     """Whether each game was won, as a reward function that is only reported."""
-    return [parts.get("won") for parts in given_parts]
+    return [parts.get("won") for parts in session_parts]
 
 
 def guessed(calls: Sequence[Any] | None) -> int | None:

@@ -120,8 +120,8 @@ def _tasks(tasks: list[tuple[int, int]]) -> pa.Table:
 
 
 def _game(low: int, hidden: int, draw: random.Random) -> list[dict[str, Any]]:
-    """The messages of a game of a mediocre player. It guesses about a quarter into the range that is
-    left, instead of in its middle, and wins about half of its games."""
+    """The messages of a game of a mediocre player. It guesses about a quarter into the range that
+    is left, instead of in its middle, and wins about half of its games."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question(low)}]
     first, last = low, low + WIDTH - 1
     for _ in range(GUESSES):

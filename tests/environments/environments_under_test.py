@@ -68,6 +68,25 @@ async def faulty(task: Mapping[str, Any], model: Any) -> float | None:
             leaves.add(asyncio.ensure_future(blocks_later()))
         case "surrogate":
             raise FileNotFoundError("caf\udce9")
+        case "swallows its deadline":
+            try:
+                await asyncio.sleep(60)
+            except BaseException:
+                return 0.0
+        case "base exception":
+            raise BaseException("odd")
+        case "asks in a thread":
+            answer = await asyncio.to_thread(lambda: asyncio.run(ask(model, "thread")))
+            return float(answer == "said thread")
+        case "nests":
+            deep: Any = "x"
+            for _ in range(3000):
+                deep = [deep]
+            await model.chat.completions.create(messages=[{"role": "user", "content": deep}])
+        case "cancels all":
+            for task in asyncio.all_tasks():
+                task.cancel()
+            await asyncio.sleep(60)
         case "numpy":
             import numpy as np
 

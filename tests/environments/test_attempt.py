@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -221,3 +222,80 @@ def test_canceling_an_attempt_cancels_it() -> None:
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(cancel())
+
+
+async def asks_many(task: Any, model: Any) -> float:
+    async with asyncio.TaskGroup() as group:
+        for _ in range(5):
+            group.create_task(ask(model))
+    return 1.0
+
+
+async def wraps(task: Any, model: Any) -> float:
+    for _ in range(5):
+        try:
+            await ask(model)
+        except Exception as error:
+            raise RuntimeError("my own") from error
+    return 1.0
+
+
+@pytest.mark.parametrize("environment", [asks_many, wraps])
+def test_a_limit_is_the_end_however_the_environment_raises_it(environment: Any) -> None:
+    assert run(environment, turns=2).end == "turns"
+
+
+def test_a_chat_that_is_made_shorter_goes_on() -> None:
+    async def compacts(task: Any, model: Any) -> float:
+        with contextlib.suppress(ContextTooLongError):
+            await ask(model)
+        await ask(model)
+        return 1.0
+
+    session = FakeSession(fails_at=1, error=ContextTooLongError("full"))
+    assert run(compacts, session).end == "done"
+
+
+def test_an_error_of_a_parallel_request_is_not_hidden_by_one_that_began_before_it() -> None:
+    class FailsFirst(FakeSession):
+        failed = False
+
+        async def chat(self, *messages: Any, **more: Any) -> list[Answer]:
+            self.chats.append([])
+            await asyncio.sleep(len(self.chats))
+            if len(self.chats) == 2 and messages and not self.failed:
+                self.failed = True
+                raise RuntimeError("the engine died")
+            return [Answer({"role": "assistant", "content": "1"}, "stop", 1, 1, 0)]
+
+    async def gathers(task: Any, model: Any) -> float:
+        await asyncio.gather(ask(model), ask(model), return_exceptions=True)
+        return 0.5
+
+    with pytest.raises(RuntimeError, match="the engine died"):
+        run(gathers, FailsFirst())
+
+
+@pytest.mark.parametrize("reward", [1e39, -1e39, 10**400])
+def test_a_reward_that_single_precision_does_not_hold_is_nonsense(reward: float) -> None:
+    async def gives(task: Any, model: Any) -> float:
+        return reward
+
+    assert run(gives).end == "env_error"
+
+
+def test_a_game_may_use_one_dict_for_all_its_messages() -> None:
+    class Reuses:
+        def __init__(self) -> None:
+            self.message = {"role": "user", "content": "0"}
+
+        def reset(self, task: Any) -> list[Any]:
+            return [self.message]
+
+        def step(self, message: Any) -> Any:
+            self.message["content"] = "1"
+            return [self.message], 0.0, message["content"] == "2"
+
+    session = FakeSession()
+    assert run(Reuses, session).end == "done"
+    assert session.chats[0][0]["content"] == "0"

@@ -139,3 +139,36 @@ def test_a_stream_has_the_whole_answer(answer: Any) -> None:
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(AttributeError, match="the answer has no field 'text'"):
         _ = Reply(a=1).text
+
+
+def test_streaming_code_of_users_reads_every_chunk() -> None:
+    async def read() -> tuple[str, int]:
+        text, tokens = "", 0
+        model = Model(FakeSession(said))
+        stream = await model.chat.completions.create(
+            messages=USER, stream=True, stream_options={"include_usage": True}
+        )
+        async with stream:
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    text += choice.delta.content or ""
+                    assert choice.delta.tool_calls is None
+                tokens += chunk.usage.completion_tokens if chunk.usage else 0
+        await stream.close()
+        return text, tokens
+
+    text, tokens = asyncio.run(read())
+    assert text and tokens == 2
+
+
+def test_answers_can_be_changed_as_openais_can() -> None:
+    completion = asyncio.run(Model(FakeSession(said)).chat.completions.create(messages=USER))
+    message = completion.choices[0].message
+    message.content = "changed"
+    assert message.model_dump(exclude={"refusal"}, exclude_none=True) == {
+        "role": "assistant",
+        "content": "changed",
+    }
+    assert completion.system_fingerprint is None
+    with pytest.raises(AttributeError):
+        _ = completion.no_such_field

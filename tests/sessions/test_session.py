@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,57 @@ def test_the_end_of_a_session_cancels_what_is_under_way(chatml: Model) -> None:
 
     asyncio.run(asyncio.wait_for(ends(), 10))
     assert session_rows(session.nodes).counts.sampled == 0
+
+
+def test_turns_that_no_client_got_become_orphans(chatml: Model) -> None:
+    session, _ = chatml.session(counted, latency=lambda number: 0.05)
+
+    async def leaves() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.chat([user("a")], key="1"), 0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.chat([user("b")], key="2"), 0.01)
+        await session.chat([user("b")], key="2")  # its retry gets the answer
+        session.close("it has ended")
+
+    asyncio.run(leaves())
+    statuses = [node.status for node in session.nodes if node.sampled]
+    assert sorted(statuses) == ["ok", ORPHAN]
+    assert set(session_rows(session.nodes).counts.masked) == {ORPHAN}
+
+
+def test_an_abandoned_turn_counts_again_once_a_request_continues_it(chatml: Model) -> None:
+    session, _ = chatml.session(counted)
+    (answer,) = asyncio.run(session.chat([user("a")]))
+    session.abandon([answer.node])
+    assert session.nodes[answer.node].status == ORPHAN
+    asyncio.run(session.chat([user("a"), answer.message, user("b")]))
+    assert session.nodes[answer.node].status == "ok"
+    session.abandon([answer.node])
+    assert session.nodes[answer.node].status == "ok"
+
+
+def test_requests_that_differ_only_in_reasoning_have_prompts_of_their_own(chatml: Model) -> None:
+    session, generator = chatml.session(counted)
+    for thought in ("add the two", "count on fingers"):
+        shown = assistant(f"<think>{thought}</think>4")
+        asyncio.run(session.chat([user("2+2"), shown, user("3+3")]))
+    first, second = (chatml.text(request.prompt_ids) for request in generator.requests)
+    assert "add the two" in first and "count on fingers" in second
+    # Equal tokens of other messages have another attempt, and so another seed.
+    asyncio.run(session.chat([{**user("2+2"), "name": "x"}]))
+    asyncio.run(session.chat([user("2+2")]))
+    assert [request.attempt for request in generator.requests[-2:]] == [0, 1]
+
+
+def test_text_far_beyond_the_context_is_refused_before_it_is_encoded(chatml: Model) -> None:
+    session, _ = chatml.session(counted)
+    session._template = replace(session._template, most_characters=200)
+    with pytest.raises(ContextTooLongError, match="characters, which are more than 500 tokens"):
+        asyncio.run(session.chat([user("x" * 300)]))
+    chat = asyncio.run(talk(session, ["a"]))
+    with pytest.raises(ContextTooLongError, match="the new messages have 300 characters"):
+        asyncio.run(session.chat([*chat, user("x" * 300)]))
 
 
 def test_text_that_no_tokenizer_reads_is_refused(chatml: Model) -> None:
