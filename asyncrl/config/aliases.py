@@ -20,7 +20,6 @@ WHOLE_VERSIONS = (
 
 RENAMED = {
     "agent_func_path": "environment.function",
-    "max_turns": "environment.max_turns",
     "max_rollout_turns": "environment.max_turns",
     "max_tool_calling_iterations": "environment.max_turns",
     "multi_turn": "environment.function",

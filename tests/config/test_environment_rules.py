@@ -1,0 +1,77 @@
+"""Configs with an environment: defaults, and what is refused with a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Config
+
+TREE: dict[str, Any] = {
+    "name": "agent",
+    "max_steps": 1,
+    "model": {"path": "m"},
+    "data": {"train": "t", "max_prompt_length": 8, "max_length": 1024},
+    "environment": {"function": "my_env:solve"},
+    "rollout": {"max_completion_length": 8},
+}
+
+
+def config(**changes: Any) -> Config:
+    tree = {**TREE}
+    for name, value in changes.items():
+        known = tree.get(name)
+        tree[name] = {**known, **value} if isinstance(known, dict) else value
+    return Config.model_validate(tree)
+
+
+def test_the_environments_own_reward_is_the_only_one_by_default() -> None:
+    found = config()
+    (reward,) = found.reward.functions.values()
+    assert reward.function == "asyncrl.rewards.builtin:environment"
+    assert list(found.reward.functions) == ["environment"] == [found.accuracy]
+    own = config(reward={"functions": {"mine": {"function": "m:f"}}})
+    assert list(own.reward.functions) == ["mine"]
+    assert list(config(reward={"processes": 3}).reward.functions) == ["environment"]
+
+
+def test_a_row_of_a_session_may_have_max_length_tokens() -> None:
+    assert config().longest_trajectory == 1024  # a single turn has at most 8 + 8
+    assert config().longest_request == 1024
+
+
+def test_the_deadline_of_a_group_follows_from_that_of_its_sessions() -> None:
+    wide = config(environment={"deadline_s": 500, "concurrency": 512})
+    assert wide.deadline_s == 1000
+    waves = config(environment={"deadline_s": 500})  # 384 sessions, and 128 at once
+    assert waves.deadline_s == 3000
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"data": {"max_length": None}}, "environment needs data.max_length"),
+        ({"environment": {"train_ends": ["turns"]}}, r"train_ends = \['turns'\] has no done"),
+        ({"environment": {"train_ends": ["won"]}}, "train_ends"),
+        ({"environment": {"function": "my_env"}}, "function"),
+        ({"environment": {"block_s": 0.2}}, "block_s"),
+        ({"rollout": {"deadline_s": 60}}, "is not above environment.deadline_s = 300"),
+        ({"rollout": {"ignore_eos": True}}, "rollout.ignore_eos does not work with an environment"),
+        ({"algorithm": {"advantage": "remax"}}, "algorithm.advantage: remax does not work"),
+        ({"algorithm": {"kl_coef": 0.1}}, "a KL term does not work"),
+        ({"data": {"system_prompt": "x"}}, "data.system_prompt does not work"),
+        (
+            {"reward": {"functions": {"f": {"function": "m:f", "per_token": True}}}},
+            "rewards with per_token does not work",
+        ),
+        ({"reward": {"overlong_buffer": 4}}, "reward.overlong_buffer does not work"),
+        (
+            {"algorithm": {"loss": "gspo"}, "learner": {"packing": "none"}},
+            "compares whole trajectories, and a session may have several rows",
+        ),
+    ],
+)
+def test_what_does_not_work_is_refused_with_its_reason(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        config(**changes)
