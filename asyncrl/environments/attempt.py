@@ -90,7 +90,7 @@ class _Watched:
         self.failed: Exception | None = None
         """The error of the model's side at the last request. An environment may catch it, too."""
         self._failed_after = 0
-        """Requests that had begun when that error came. Only a later one shows that it is over."""
+        """Requests that were made when that error came. Only a later one shows that it is over."""
         self.reward: object = None
         """What a game has given so far."""
 
