@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict
 
@@ -10,6 +11,7 @@ import pyarrow.compute as pc
 
 from asyncrl.observe.metric_values import number
 from asyncrl.runtime.redact import shown
+from asyncrl.text.transcript import transcript
 
 __all__ = ["SampleRow", "choose_samples", "samples_text"]
 
@@ -39,6 +41,10 @@ class SampleRow(TypedDict):
     completion: str | None
     baseline_reward: NotRequired[float | None]
     """Reward of the prompt's greedy completion, in runs that have one."""
+    session_messages: NotRequired[str | None]
+    """The chat of a session as JSON, in runs with an environment, as are the following columns."""
+    session_end: NotRequired[str | None]
+    session_note: NotRequired[str | None]
 
 
 def choose_samples(
@@ -91,16 +97,18 @@ def _sample_text(row: SampleRow) -> str:
     )
     if row.get("baseline_reward") is not None:
         reward += f", greedy completion {_known(row['baseline_reward'])}"
-    return "\n".join(
-        [
-            f"── {', '.join(facts)}",
-            f"── {reward}",
-            "prompt:",
-            _indented(row["prompt_text"]),
-            "completion:",
-            _indented(row["completion"]),
+    head = [f"── {', '.join(facts)}", f"── {reward}"]
+    messages = row.get("session_messages")
+    if messages is None:
+        shown_texts = [("prompt:", row["prompt_text"]), ("completion:", row["completion"])]
+    else:
+        shown_texts = [
+            (f"session, which ended: {row.get('session_end')}", transcript(json.loads(messages)))
         ]
-    )
+    if row.get("session_note"):
+        shown_texts.append(("note:", row.get("session_note")))
+    texts = [line for title, text in shown_texts for line in (title, _indented(text))]
+    return "\n".join([*head, *texts])
 
 
 def _named(name: str, first: int | None, last: int | None) -> str:

@@ -129,6 +129,26 @@ def algorithm_text(config: Config) -> str:
     return f"# algorithm\n  {objective}{_refreshes_text(config)}{shuffled}"
 
 
+def environment_text(config: Config) -> list[str]:
+    """What a session is; nothing without an environment."""
+    environment = config.environment
+    if environment is None:
+        return []
+    workers, seconds = config.rollout.num_workers, f"{environment.deadline_s:g} s"
+    lines = [
+        "# environment",
+        f"{environment.function}: at most {environment.max_turns} turns and {seconds}",
+        f"a row has at most {config.longest_trajectory} tokens, and a turn"
+        f" {config.rollout.max_completion_length}",
+        f"trained ends: {', '.join(environment.train_ends)}; history: {environment.history}",
+        f"{workers} rollout worker(s) x {environment.processes} process(es) x"
+        f" {environment.concurrency} sessions at once",
+    ]
+    if config.staleness.on_stale == "wait":
+        lines.append(f"on_stale: wait: one session may hold back steps for {seconds}")
+    return ["\n  ".join(lines)]
+
+
 def _refreshes_text(config: Config) -> str:
     """When the reference policy takes the policy's weights; "" if it is frozen."""
     every = config.algorithm.ref_update_interval

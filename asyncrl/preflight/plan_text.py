@@ -19,6 +19,7 @@ from asyncrl.preflight.plan_sections import (
     algorithm_text,
     arithmetic,
     derived_text,
+    environment_text,
     no_gpu_text,
     rows_text,
     sources_text,
@@ -123,6 +124,7 @@ class Plan:
                 arithmetic(config),
                 rows_text(config),
                 algorithm_text(config) + (f"\n  {self.teacher}" if self.teacher else ""),
+                *environment_text(config),
                 placement_text(config)
                 + no_gpu_text(config, len(list(Path("/dev").glob("nvidia[0-9]*")))),
                 self._cpu_table(),

@@ -20,6 +20,7 @@ from asyncrl.contracts.messages import Scored, ScoredBaseline, SessionCounts, Tr
 from asyncrl.contracts.rows import REFERENCE_VERSION_COLUMN, TRUNCATED
 from asyncrl.rewards.text_quality import looping, unprintable
 from asyncrl.runtime.redact import redact_all
+from asyncrl.text.transcript import transcript
 
 __all__ = ["examples", "scored_from_text", "scored_to_text", "summaries"]
 
@@ -229,6 +230,9 @@ def examples(table: pa.Table) -> list[TrajectoryText]:
     shown = ["completion_text", "reward", "reward_parts", "versions"]
     prompts = table["prompt_text"].to_pylist()
     firsts = [pc.list_element(table[name].combine_chunks(), 0).to_pylist() for name in shown]
+    if "session_messages" in table.column_names:
+        chats = pc.list_element(table["session_messages"].combine_chunks(), 0).to_pylist()
+        firsts[0] = [transcript(json.loads(chat)) for chat in chats]
     # Redact before the cut: half a secret would not be recognized.
     texts = redact_all([*prompts, *firsts[0]])
     return [

@@ -235,3 +235,28 @@ def test_a_reader_that_leaves_early_costs_no_traceback(tmp_path):
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_session_is_shown_with_all_its_messages():
+    row = {
+        "ordinal": 3,
+        "index": 0,
+        "oldest_version": 1,
+        "newest_version": 2,
+        "staleness": 1,
+        "tokens": 14,
+        "finish_reason": "stop",
+        "status": "env_error",
+        "outcome": None,
+        "reward": None,
+        "prompt_text": "1..9",
+        "completion": "",
+        "session_messages": '[{"role": "user", "content": "1..9"}, {"role": "assistant",'
+        ' "content": "\\u001b[31m5"}]',
+        "session_end": "env_error",
+        "session_note": "KeyError: 'x'",
+    }
+    text = samples_text([row])
+    assert "session, which ended: env_error\n  │ user: 1..9\n  │ assistant: " in text
+    assert "note:\n  │ KeyError: 'x'" in text
+    assert "\x1b" not in text

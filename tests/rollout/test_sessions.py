@@ -24,7 +24,7 @@ from asyncrl.rewards.contract import call_reward
 from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.score import attach_rewards, group_call, score_table
 from asyncrl.rewards.scoring import scored_block
-from asyncrl.rewards.summary import scored_from_text
+from asyncrl.rewards.summary import examples, scored_from_text
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.sessions.rows import session_rows
 from asyncrl.testing import FakeGenerate
@@ -170,6 +170,8 @@ def test_the_summary_of_a_group_survives_its_way_to_the_driver(model: Path) -> N
     block = scored_block(rewarded(config, table), scoring_spec(config))
     (found,) = map(scored_from_text, block["scored_summary"].to_pylist())
     assert found.sessions is not None
+    (example,) = examples(block)
+    assert example.completion.startswith("user: q\nassistant: ")
     assert found.sessions.ends == {"done": 2, "env_error": 1}
     assert found.sessions.tokens == {"trained": 14, "env_error": 7}
     assert sum(found.sessions.tokens.values()) == found.tokens
