@@ -31,12 +31,11 @@ from typing import Any
 import psutil
 
 from asyncrl.config import EnvironmentConfig
-from asyncrl.contracts.rows import Completion, VersionSpan
-from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.contracts import Completion, VersionSpan
+from asyncrl.environments import EnvironmentPool
 from asyncrl.observe import cpu_seconds, cpu_seconds_between
-from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
-from asyncrl.text.response import ResponseReader
-from asyncrl.text.tokenizer import load_tokenizer
+from asyncrl.sessions import Sampled, Session, SessionTemplate, TurnRequest
+from asyncrl.text import ResponseReader, load_tokenizer
 from jobs.guess.game import TOOLS
 from jobs.guess.task import make_model
 

@@ -262,13 +262,14 @@ SURFACE = {
         "WeightsConfig command_line completion_room explain field_names is_hub_data "
         "is_hub_name load_any load_config load_offline sources_of"
     ),
-    "contracts": "ConfigError GenerateRequest Prompt Scored State",
+    "contracts": "Completion ConfigError GenerateRequest Prompt Scored State VersionSpan",
     "control": "Buffer Concurrency Coordinator Frontier Parts Schedule Staleness",
     "data": "TokenFile open_token_file ROWS_PER_BLOCK RowsByNumber read_prompts",
     "generation": (
         "Engine Generator GeneratorApp ServeGenerate begin_generators draw_in_blocks "
         "engine_environment wait_for_generators"
     ),
+    "environments": "EnvironmentPool",
     "frozen": "start_reference",
     "learning": "LearnerGroup examples_with pairs_of LearnerRank Meeting start_rank",
     "models": (
@@ -294,6 +295,7 @@ SURFACE = {
         "Level Levels Limits LocalSandbox Program Result Sandbox SandboxError "
         "SandboxUnavailableError open_sandbox probe run run_async"
     ),
+    "sessions": "Sampled Session SessionTemplate TurnRequest",
     "serving": "build_reward_app build_standing_app",
     "testing": (
         "DeadlockError FakeCheckpoints FakeEngine FakeGenerate FakeLearner FakeLogprobCheck "
@@ -301,7 +303,7 @@ SURFACE = {
         "FakeScores FakeServed FakeSink FakeTurnGenerator FakeWeightSync FakeWords"
         " SeededGenerator VirtualTimeLoop"
     ),
-    "text": "decode load_stops load_tokenizer text_before",
+    "text": "ResponseReader decode load_stops load_tokenizer text_before",
     "weights": (
         "BACKEND CannotPublishError TOKENIZER_MODE bucket_checksum expected_tensors fetch_version "
         "version_table"

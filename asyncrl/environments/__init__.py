@@ -1,1 +1,12 @@
 """Environments: what an agent's code gets to talk to the model of its session."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncrl.runtime.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from asyncrl.environments.pool import EnvironmentPool as EnvironmentPool
+
+__getattr__ = lazy_exports(__name__, EnvironmentPool="pool")

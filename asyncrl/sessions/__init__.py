@@ -1,1 +1,21 @@
 """Sessions of agents: from their requests to the learner's rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncrl.runtime.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from asyncrl.sessions.session import Sampled as Sampled
+    from asyncrl.sessions.session import Session as Session
+    from asyncrl.sessions.session import SessionTemplate as SessionTemplate
+    from asyncrl.sessions.session import TurnRequest as TurnRequest
+
+__getattr__ = lazy_exports(
+    __name__,
+    Sampled="session",
+    Session="session",
+    SessionTemplate="session",
+    TurnRequest="session",
+)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from asyncrl.text.response import ResponseReader as ResponseReader
     from asyncrl.text.stops import load_stops as load_stops
     from asyncrl.text.stops import text_before as text_before
     from asyncrl.text.tokenizer import decode as decode
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
+    ResponseReader="response",
     decode="tokenizer",
     load_stops="stops",
     load_tokenizer="tokenizer",
