@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import threading
 from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
@@ -28,6 +27,7 @@ from types import TracebackType
 
 from asyncrl.config import RewardConfig
 from asyncrl.rewards.contract import (
+    FLOAT32_MAX,
     ContractError,
     FunctionRewards,
     GroupCall,
@@ -205,12 +205,12 @@ class RewardPool:
         return no_rewards(config, len(call.completions), failure)
 
     def _check_totals(self, rewards: Mapping[str, list[float | None]]) -> None:
-        """Raise RewardError if a trajectory's total is not finite, or too low for the advantage."""
+        """Raise RewardError if a trajectory's total is too large, or too low for the advantage."""
         weights = {name: function.weight for name, function in self._config.functions.items()}
         totals = total_rewards(rewards, weights)
-        if not all(math.isfinite(total) for total in totals if total is not None):
+        if not all(abs(total) <= FLOAT32_MAX for total in totals if total is not None):
             raise RewardError(
-                f"a total reward of {', '.join(self._config.functions)} is not finite; return"
+                f"a total reward of {', '.join(self._config.functions)} is too large; return"
                 " smaller rewards, or lower reward weights"
             )
         below = min((total for total in totals if total is not None), default=0.0)
@@ -239,9 +239,9 @@ class RewardPool:
             None if None in tokens else _weighted_sum([weight for weight, _ in weighted], tokens)
             for tokens in trajectories
         ]
-        if not all(math.isfinite(value) for row in sums if row is not None for value in row):
+        if not all(abs(value) <= FLOAT32_MAX for row in sums if row is not None for value in row):
             raise RewardError(
-                f"a token's reward of {', '.join(self._config.functions)} is not finite;"
+                f"a token's reward of {', '.join(self._config.functions)} is too large;"
                 " return smaller rewards, or lower reward weights"
             )
         return sums

@@ -348,15 +348,15 @@ def too_large(completions, **_):
 
 
 def parts_too_large(completions, **_):
-    return {"a": [1e308 for _ in completions], "b": [1e308 for _ in completions]}
+    return {"a": [3e38 for _ in completions], "b": [3e38 for _ in completions]}
 
 
 def large(completions, **_):
-    return [1e308 for _ in completions]
+    return [3e38 for _ in completions]
 
 
 def large_tokens(completion_ids, **_):
-    return [[1e308, -1e308][: len(ids)] for ids in completion_ids]
+    return [[3e38, -3e38][: len(ids)] for ids in completion_ids]
 
 
 def a_set(completions, **_):
