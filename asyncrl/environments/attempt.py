@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias, cast
 import asyncrl
 from asyncrl.environments.model import ChatSession, Model
 from asyncrl.runtime.functions import short, text_of
+from asyncrl.runtime.single_precision import FLOAT32_MAX
 from asyncrl.sessions.answers import Answer, ContextTooLongError, SessionClosedError
 from asyncrl.text.template import Message, MessagesError, Schema
 
@@ -23,8 +24,6 @@ End: TypeAlias = Literal["done", "length", "turns", "deadline", "env_error", "cl
 """How an attempt ends. `length`: no room is left in the context. `turns`, `deadline`: a limit was
 reached. `env_error`: the environment raised, or returned nonsense. `closed`: the run ended it."""
 
-FLOAT32_MAX = 3.4e38
-"""Rewards are stored in single precision."""
 HOME = str(Path(asyncrl.__file__).parent) + "/"
 REWARD = "reward"
 """The key of the reward in a dict that an environment returns. Other keys are its parts."""

@@ -57,6 +57,7 @@ from asyncrl.runtime.functions import (
     short,
     text_of,
 )
+from asyncrl.runtime.single_precision import FLOAT32_MAX
 
 __all__ = [
     "ContractError",
@@ -78,8 +79,6 @@ CALLERS = {str(Path(__file__)), str(Path(__file__).with_name("process.py")), fun
 """Files whose frames precede those of the reward in a traceback."""
 MOST_FRAMES = 12
 """Frames of a traceback that are kept, from the innermost."""
-FLOAT32_MAX = 3.4e38
-"""Rewards are stored in single precision."""
 TOTAL = "reward"
 """Key of the reward in a dict that a function returns."""
 

@@ -27,7 +27,6 @@ from types import TracebackType
 
 from asyncrl.config import RewardConfig
 from asyncrl.rewards.contract import (
-    FLOAT32_MAX,
     ContractError,
     FunctionRewards,
     GroupCall,
@@ -36,6 +35,7 @@ from asyncrl.rewards.contract import (
 )
 from asyncrl.rewards.process import CANCEL_S, Call, Cancel, Named, ProcessMessage, Setup
 from asyncrl.runtime.child_process import ChildProcess
+from asyncrl.runtime.single_precision import FLOAT32_MAX
 
 __all__ = ["GroupRewards", "RewardPool", "no_rewards", "total_rewards"]
 

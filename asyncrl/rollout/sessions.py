@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -18,6 +17,7 @@ from asyncrl.contracts.session_table import flat_completion, turns_of_group
 from asyncrl.environments.attempt import Ended
 from asyncrl.environments.pool import AttemptLostError, EnvironmentPool
 from asyncrl.rollout.spec import SessionsSpec
+from asyncrl.runtime.together import together
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.response import ResponseReader
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from asyncrl.contracts.rows import Group
 
 __all__ = ["Played", "Sessions", "session_table", "turn_seed"]
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ class Sessions:
             Any error of `generate`.
             EnvironmentFailedError: no environment process starts.
         """
-        return await _together(self.play(prompt, sample, generate) for sample in samples)
+        return await together(self.play(prompt, sample, generate) for sample in samples)
 
     async def play(self, prompt: Prompt, sample: int, generate: Generates) -> Played:
         """One session. It begins again if its process ends because of another one. Raises as
@@ -189,13 +187,3 @@ def session_table(group: Group, played: Sequence[Played]) -> pa.Table:
     for name, kind in {**TURN_COLUMNS, **SESSION_COLUMNS}.items():
         table = table.append_column(name, pa.array([columns[name]], kind))
     return table
-
-
-async def _together(works: Iterable[Coroutine[None, None, Result]]) -> list[Result]:
-    """All results, in order. The first error cancels the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -7,10 +7,10 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -26,6 +26,7 @@ from asyncrl.rewards.contract import RewardError, Session
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.functions import short
+from asyncrl.runtime.together import together
 
 if TYPE_CHECKING:
     from asyncrl.rollout.sessions import Sessions
@@ -35,7 +36,6 @@ __all__ = ["STATUSES", "Answer", "Evaluator", "Score", "answers_table", "measure
 
 logger = logging.getLogger("asyncrl")
 
-Result = TypeVar("Result")
 
 Score = Callable[..., Awaitable[Mapping[str, Sequence[float | None]]]]
 """Scores completions of one prompt, and with an environment their sessions: reward function → the
@@ -177,7 +177,7 @@ class Evaluator:
             [self.config.seed + index + sample * len(prompts) for sample in range(settings.n)]
             for index in range(len(prompts))
         ]
-        return await _together(
+        return await together(
             self._siblings(settings, place, prompt, prompt_seeds, room)
             for prompt, prompt_seeds in zip(prompts, seeds, strict=True)
         )
@@ -192,7 +192,7 @@ class Evaluator:
     ) -> list[Answer]:
         """One answer per seed; the answers are scored together, as a group is."""
         requests = [self._request(settings, place, prompt, seed) for seed in seeds]
-        answers = await _together(
+        answers = await together(
             self._answer(request, place.version, room)
             if self.sessions is None
             else self._play(self.sessions, prompt, sample, request, place.version, room)
@@ -381,16 +381,6 @@ class Evaluator:
             table,
             self.directory / f"attempt_{self.attempt:04d}-version_{version:08d}-{name}.parquet",
         )
-
-
-async def _together(works: Iterable[Coroutine[object, None, Result]]) -> list[Result]:
-    """All results, in order. The first error cancels the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def measure(
