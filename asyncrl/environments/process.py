@@ -237,7 +237,7 @@ class _Process:
                 raise
             return {"canceled": True}
         except Exception as error:  # of the model's side
-            return {"failed": text_of(str, error)}
+            return {"failed": f"{type(error).__name__}: {text_of(str, error)}"}
         except BaseException as error:
             note = f"{type(error).__name__}: {text_of(str, error)}"
             ended = Ended("env_error", note=short(note))
