@@ -34,7 +34,7 @@ from asyncrl.config import EnvironmentConfig
 from asyncrl.contracts import Completion, VersionSpan
 from asyncrl.environments import EnvironmentPool
 from asyncrl.observe import cpu_seconds, cpu_seconds_between
-from asyncrl.sessions import Sampled, Session, SessionTemplate, TurnRequest
+from asyncrl.sessions import ChatRequest, Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.text import ResponseReader, load_tokenizer
 from jobs.guess.game import TOOLS
 from jobs.guess.task import make_model
@@ -56,7 +56,7 @@ class Maker:
         spans = (VersionSpan(0, 0, len(self.ids)),)
         self.completion = Completion(self.ids, (-1.0,) * len(self.ids), spans, "stop", "text")
 
-    async def generate(self, request: TurnRequest) -> list[Sampled]:
+    async def generate(self, request: TurnRequest, heard: object = None) -> list[Sampled]:
         if self.wait is not None:
             await self.wait.wait()
         self.turns += request.n
@@ -128,7 +128,7 @@ def _talk(parts: Parts, turns: int) -> float:
         chat: list[Any] = [{"role": "user", "content": "31..93"}]
         began = time.process_time()
         for _ in range(turns):
-            (answer,) = await session.chat(chat, TOOLS)
+            (answer,) = await session.chat(ChatRequest(chat, TOOLS))
             chat += [answer.message, {"role": "user", "content": "higher"}]
         return time.process_time() - began
 
@@ -165,7 +165,7 @@ async def _memory(parts: Parts) -> float:
     """KiB of Python memory that a session holds while it waits for its second turn, with its task,
     besides its tokens."""
     chat: list[Any] = [{"role": "user", "content": "31..93"}]
-    await parts.session(Maker(parts.call)).chat(chat, TOOLS)
+    await parts.session(Maker(parts.call)).chat(ChatRequest(chat, TOOLS))
     gc.collect()
     tracemalloc.start()
     wait = asyncio.Event()
@@ -173,9 +173,11 @@ async def _memory(parts: Parts) -> float:
     sessions = [parts.session(maker) for _ in range(WAITING)]
     tasks = []
     for session in sessions:
-        (answer,) = await session.chat(chat, TOOLS)
+        (answer,) = await session.chat(ChatRequest(chat, TOOLS))
         reply = {"role": "tool", "content": "lower", "tool_call_id": "call"}
-        tasks.append(asyncio.create_task(session.chat([*chat, answer.message, reply], TOOLS)))
+        tasks.append(
+            asyncio.create_task(session.chat(ChatRequest([*chat, answer.message, reply], TOOLS)))
+        )
     maker.wait = wait
     await asyncio.sleep(0)
     gc.collect()

@@ -295,7 +295,7 @@ SURFACE = {
         "Level Levels Limits LocalSandbox Program Result Sandbox SandboxError "
         "SandboxUnavailableError open_sandbox probe run run_async"
     ),
-    "sessions": "Sampled Session SessionTemplate TurnRequest",
+    "sessions": "ChatRequest Sampled Session SessionTemplate TurnRequest",
     "serving": "build_reward_app build_standing_app",
     "testing": (
         "DeadlockError FakeCheckpoints FakeEngine FakeGenerate FakeLearner FakeLogprobCheck "

@@ -338,6 +338,8 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     """Strings that end a completion, in addition to the generator's. The completion keeps the
     tokens of the string; its text ends before the string."""
+    schema: str | None = None
+    """JSON schema that the completion's text must follow. The engine then forces tokens."""
     top_p: float = 1.0
     """Sample from the most probable tokens that together have this probability. 1 = from all. Below
     1, log-probs are normalized over the kept tokens."""

@@ -7,7 +7,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
@@ -15,8 +15,14 @@ import asyncrl
 from asyncrl.environments.model import ChatSession, Model
 from asyncrl.runtime.functions import short, text_of
 from asyncrl.runtime.single_precision import FLOAT32_MAX
-from asyncrl.sessions.answers import Answer, ContextTooLongError, SessionClosedError
-from asyncrl.text.template import Message, MessagesError, Schema
+from asyncrl.sessions.answers import (
+    Answer,
+    ChatRequest,
+    ContextTooLongError,
+    SessionClosedError,
+    TurnsExceededError,
+)
+from asyncrl.text.template import MessagesError
 
 __all__ = ["End", "Ended", "Environment", "Game", "Limits", "attempt"]
 
@@ -74,10 +80,6 @@ class Ended:
     """The other seconds of the attempt: tools and the environment's own code."""
 
 
-class _TurnsError(RuntimeError):
-    """An attempt asked for more turns than it may take."""
-
-
 class _Watched:
     """A session that counts turns and the time that they take."""
 
@@ -93,30 +95,23 @@ class _Watched:
         self.reward: object = None
         """What a game has given so far."""
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Schema] | None = None,
-        n: int = 1,
-        max_tokens: int | None = None,
-        key: str | None = None,
-    ) -> list[Answer]:
+    async def chat(self, request: ChatRequest) -> list[Answer]:
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
             if self.turns >= self._most:
-                raise _TurnsError(f"the attempt has taken its {self._most} turns")
+                raise TurnsExceededError(f"the session has taken its {self._most} turns")
             self.turns += 1
             began_as = self.turns
             # A copy: games may use one dict for all their messages.
-            chat = [dict(message) for message in messages]
-            answers = await self._session.chat(chat, tools, n, max_tokens, key)
+            chat = [dict(message) for message in request.messages]
+            answers = await self._session.chat(replace(request, messages=chat))
             if began_as > self._failed_after:
                 self.failed = None
             if isinstance(self.ended, ContextTooLongError):
                 self.ended = None  # it has made its chat shorter
             return answers
-        except (_TurnsError, ContextTooLongError, SessionClosedError) as error:
+        except (TurnsExceededError, ContextTooLongError, SessionClosedError) as error:
             self.ended = error
             raise
         except MessagesError:  # what the environment asked
@@ -171,7 +166,7 @@ async def attempt(
         if timeout.expired():
             return ended("deadline", f"it was not over after {limits.deadline_s:g} s")
         failure = error
-    except (_TurnsError, ContextTooLongError, SessionClosedError) as error:
+    except (TurnsExceededError, ContextTooLongError, SessionClosedError) as error:
         try:
             return ended(_end_of(error), str(error), _rewards(watched.reward))
         except Exception as nonsense:  # what the game has given
@@ -204,7 +199,7 @@ def _comes_from(error: BaseException, cause: BaseException) -> bool:
 
 
 def _end_of(error: BaseException) -> End:
-    if isinstance(error, _TurnsError):
+    if isinstance(error, TurnsExceededError):
         return "turns"
     return "length" if isinstance(error, ContextTooLongError) else "closed"
 

@@ -8,13 +8,15 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from asyncrl.runtime.clock import steady_time
-from asyncrl.sessions.answers import Answer
+from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.template import Message, MessagesError, Schema, are_messages
 
 __all__ = ["ChatSession", "Model", "Reply", "UnsupportedError"]
 
 WITHOUT_EFFECT = ("model", "user", "metadata", "store", "timeout", "stream_options", "seed")
 """Arguments that change nothing here, and need not be counted."""
+RETRY_KEY = "idempotency-key"
+"""Header that names a request which a client may send again."""
 ABSENT = (
     "annotations",
     "audio",
@@ -40,14 +42,7 @@ class UnsupportedError(ValueError):
 class ChatSession(Protocol):
     """What answers chats: a `Session`, or a stand-in in another process."""
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Schema] | None = None,
-        n: int = 1,
-        max_tokens: int | None = None,
-        key: str | None = None,
-    ) -> list[Answer]: ...
+    async def chat(self, request: ChatRequest) -> list[Answer]: ...
 
 
 class Reply(dict[str, Any]):
@@ -147,19 +142,11 @@ class _Completions:
             raise MessagesError(
                 f"messages = {str(messages)[:80]!r} is not a list of messages with roles"
             )
+        key = next(
+            (str(value) for name, value in extra_headers.items() if name.lower() == RETRY_KEY), None
+        )
         answers = await self._session.chat(
-            chat,
-            tools or None,
-            n or 1,
-            max_completion_tokens or max_tokens,
-            next(
-                (
-                    str(value)
-                    for name, value in extra_headers.items()
-                    if str(name).lower() == "idempotency-key"
-                ),
-                None,
-            ),
+            ChatRequest(chat, tools or None, n or 1, max_completion_tokens or max_tokens, key)
         )
         self._answers += 1
         head = {

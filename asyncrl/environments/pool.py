@@ -32,6 +32,7 @@ from asyncrl.environments.process import (
     Stop,
 )
 from asyncrl.runtime.child_process import ChildProcess
+from asyncrl.sessions.answers import ChatRequest
 
 __all__ = ["AttemptLostError", "EnvironmentFailedError", "EnvironmentPool", "ModelFailedError"]
 
@@ -322,13 +323,8 @@ async def _answer(process: _Process, attempt: _Attempt, message: Mapping[str, An
     """Answer one request of an attempt."""
     head = (attempt.number, message["request"])
     try:
-        answers = await attempt.session.chat(
-            message["messages"],
-            message["tools"],
-            message["n"],
-            message["max_tokens"],
-            message["key"],
-        )
+        asked = message["asked"]
+        answers = await attempt.session.chat(ChatRequest(**{**asked, "stop": tuple(asked["stop"])}))
     except Exception as error:  # the attempt gets it
         attempt.failed = error
         name = type(error).__name__

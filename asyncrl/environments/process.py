@@ -20,14 +20,20 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
 from asyncrl.environments.attempt import Ended, Environment, Limits, attempt
 from asyncrl.runtime.child_process import MessageWriter, receive
 from asyncrl.runtime.functions import FunctionError, import_function, short, text_of
-from asyncrl.sessions.answers import Answer, ContextTooLongError, SessionClosedError
-from asyncrl.text.template import Message, MessagesError, Schema
+from asyncrl.sessions.answers import (
+    Answer,
+    ChatRequest,
+    ContextTooLongError,
+    SessionClosedError,
+    TurnsExceededError,
+)
+from asyncrl.text.template import MessagesError
 
 __all__ = ["ALIVE", "NOBODY", "REFUSALS", "RUNNING", "Answered", "Play", "Setup", "Stop", "serve"]
 
@@ -38,9 +44,12 @@ NOBODY = -1
 BEAT_S = 0.25
 """Seconds between two signs of life of the event loop."""
 REFUSALS = {
-    kind.__name__: kind for kind in (ContextTooLongError, SessionClosedError, MessagesError)
+    kind.__name__: kind
+    for kind in (ContextTooLongError, SessionClosedError, TurnsExceededError, MessagesError)
 }
 """Errors of a request that are the environment's business."""
+
+ASKED = [field.name for field in fields(ChatRequest)]
 
 _NUMBER: contextvars.ContextVar[int] = contextvars.ContextVar("attempt", default=NOBODY)
 
@@ -252,14 +261,7 @@ class _RemoteSession:
         self._requests: dict[int, asyncio.Future[list[Answer]]] = {}
         self._count = 0
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Schema] | None = None,
-        n: int = 1,
-        max_tokens: int | None = None,
-        key: str | None = None,
-    ) -> list[Answer]:
+    async def chat(self, asked: ChatRequest) -> list[Answer]:
         request, self._count = self._count, self._count + 1
         answer: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
         self._requests[request] = answer
@@ -269,11 +271,7 @@ class _RemoteSession:
                     {
                         "number": self._number,
                         "request": request,
-                        "messages": list(messages),
-                        "tools": None if tools is None else list(tools),
-                        "n": n,
-                        "max_tokens": max_tokens,
-                        "key": key,
+                        "asked": {name: getattr(asked, name) for name in ASKED},
                     }
                 )
             except Exception as error:  # such as deep nesting

@@ -160,7 +160,11 @@ def _linear_layers(model_path: str) -> list[str]:
 def sampling_params(request: GenerateRequest, stops: Stops) -> SamplingParams:
     """Parameters of a request whose completions are returned whole, with their log-probs."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
+    from vllm.sampling_params import (
+        RepetitionDetectionParams,
+        RequestOutputKind,
+        StructuredOutputsParams,
+    )
 
     ngram, times = request.repetition or (0, 0)
     return SamplingParams(
@@ -175,6 +179,9 @@ def sampling_params(request: GenerateRequest, stops: Stops) -> SamplingParams:
         stop_token_ids=list(stops.tokens),
         repetition_detection=(
             RepetitionDetectionParams(max_pattern_size=ngram, min_count=times) if ngram else None
+        ),
+        structured_outputs=(
+            None if request.schema is None else StructuredOutputsParams(json=request.schema)
         ),
         stop=list(stops.strings),
         logprobs=0,

@@ -12,12 +12,14 @@ import pyarrow as pa
 
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.messages import EngineLoad, Generated
+from asyncrl.contracts.nodes import CONSTRAINED
 from asyncrl.contracts.rows import SESSION_COLUMNS, TURN_COLUMNS, Completion, Prompt, Trajectory
 from asyncrl.contracts.session_table import flat_completion, turns_of_group
 from asyncrl.environments.attempt import Ended
 from asyncrl.environments.pool import AttemptLostError, EnvironmentPool
 from asyncrl.rollout.spec import SessionsSpec
 from asyncrl.runtime.together import together
+from asyncrl.sessions.answers import Heard
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.response import ResponseReader
@@ -154,7 +156,7 @@ class _Turns:
         self.unparsed += not parsed
         return message
 
-    async def generate(self, request: TurnRequest) -> Sequence[Sampled]:
+    async def generate(self, request: TurnRequest, heard: Heard | None = None) -> Sequence[Sampled]:
         generated = await self._generate(request, self._seed(request.turn, request.attempt))
         if len(generated.completions) != request.n:
             raise RuntimeError(
@@ -163,7 +165,13 @@ class _Turns:
             )
         self.load = generated.load
         return [
-            Sampled(one, generated.replica, generated.started_at, generated.finished_at)
+            Sampled(
+                one,
+                generated.replica,
+                generated.started_at,
+                generated.finished_at,
+                "ok" if request.schema is None else CONSTRAINED,
+            )
             for one in generated.completions
         ]
 

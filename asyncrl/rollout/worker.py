@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -237,6 +238,8 @@ class RolloutWorker:
             min_weights=WeightsId(self._run_id, self._attempt, least),
             ignore_eos=rollout.ignore_eos,
             repetition=rollout.repetition,
+            stop=turn.stop,
+            schema=None if turn.schema is None else json.dumps(turn.schema),
             **rollout.kept_tokens,
         )
 

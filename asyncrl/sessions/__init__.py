@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from asyncrl.sessions.answers import ChatRequest as ChatRequest
     from asyncrl.sessions.session import Sampled as Sampled
     from asyncrl.sessions.session import Session as Session
     from asyncrl.sessions.session import SessionTemplate as SessionTemplate
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
+    ChatRequest="answers",
     Sampled="session",
     Session="session",
     SessionTemplate="session",

@@ -1,12 +1,26 @@
-"""What a session answers to its agent. Imports nothing heavy: environment processes need it."""
+"""What an agent asks of a session, and what the session answers. Imports nothing heavy: environment
+processes need it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from asyncrl.text.template import Message
+from asyncrl.text.template import Message, Schema
 
-__all__ = ["Answer", "ContextTooLongError", "SessionClosedError"]
+__all__ = [
+    "Answer",
+    "ChatRequest",
+    "ContextTooLongError",
+    "Heard",
+    "SessionClosedError",
+    "TurnsExceededError",
+]
+
+Heard: TypeAlias = Callable[[int, str], None]
+"""Called with (choice, new text) while a turn is sampled. The texts of a choice together begin the
+turn's text, without special tokens."""
 
 
 class SessionClosedError(RuntimeError):
@@ -15,6 +29,38 @@ class SessionClosedError(RuntimeError):
 
 class ContextTooLongError(ValueError):
     """A request leaves no room for a token of its answer."""
+
+
+class TurnsExceededError(RuntimeError):
+    """A request came after the last turn that its session may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One request of an agent, in whatever API it came."""
+
+    messages: Sequence[Message] = ()
+    """The chat so far. Empty with `prompt`."""
+    tools: Sequence[Schema] | None = None
+    """Functions that the model may call, in the form of OpenAI's chat completions."""
+    n: int = 1
+    """Answers, each a turn."""
+    max_tokens: int | None = None
+    """Most tokens of an answer. None: as many as fit."""
+    key: str | None = None
+    """Names a request that a client may send again. The second one gets the answers of the first,
+    also while they are sampled. Without a key, it is another attempt."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, in addition to the run's. The message ends before the string."""
+    logprobs: bool = False
+    """Whether `Answer.tokens` is wanted."""
+    schema: Mapping[str, Any] | None = None
+    """JSON schema that the answer's text follows. A grammar then forces tokens, so the turn is not
+    trained."""
+    calls: bool = True
+    """Whether tool calls are read from the answer. If not, they stay in its text."""
+    prompt: str | None = None
+    """A text to continue, as of OpenAI's completions, instead of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +74,5 @@ class Answer:
     """Tokens before it."""
     node: int
     """Its index among the session's nodes."""
+    tokens: tuple[tuple[str, float], ...] = ()
+    """The text and the log-prob, in nats, of each token, if wanted."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from asyncrl.text.chat_messages import argument_values, plain_text
 
-__all__ = ["Chat", "ChatDigests", "chat_digests"]
+__all__ = ["Chat", "ChatDigests", "chat_digests", "prompt_digest"]
 
 REASONING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 """Reasoning that a client has as a part of an answer's text."""
@@ -75,6 +75,11 @@ class ChatDigests:
 def chat_digests(messages: Sequence[Mapping[str, object]], head: object = None) -> list[bytes]:
     """The digests of the beginnings of one chat, as `ChatDigests.of` gives them."""
     return ChatDigests().of(messages, head).digests
+
+
+def prompt_digest(prompt: str) -> bytes:
+    """The digest of a text to continue. It differs from those of chats."""
+    return _digest(b"prompt", prompt)
 
 
 def _reasoning(message: Mapping[str, object]) -> list[object]:

@@ -6,12 +6,18 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncrl.contracts.nodes import ORPHAN, Node
 from asyncrl.contracts.rows import Completion
-from asyncrl.sessions.answers import Answer, ContextTooLongError, SessionClosedError
-from asyncrl.sessions.messages import Chat, ChatDigests
+from asyncrl.sessions.answers import (
+    Answer,
+    ChatRequest,
+    ContextTooLongError,
+    Heard,
+    SessionClosedError,
+)
+from asyncrl.sessions.messages import ChatDigests, prompt_digest
 from asyncrl.sessions.tree import Place, SessionTree
 from asyncrl.text.continuation import (
     ContinuationError,
@@ -129,6 +135,10 @@ class TurnRequest:
     """Answers that the same request has already. With `turn`, it makes seeds that differ."""
     min_version: int | None
     """The newest version that sampled a token before it. The answer's must not be older."""
+    stop: tuple[str, ...] = ()
+    """Strings that end it, in addition to the run's."""
+    schema: Mapping[str, Any] | None = None
+    """JSON schema that its text must follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +156,17 @@ class Sampled:
 class TurnGenerator(Protocol):
     """Samples the completions of a turn."""
 
-    async def generate(self, request: TurnRequest) -> Sequence[Sampled]: ...
+    async def generate(self, request: TurnRequest, heard: Heard | None = None) -> Sequence[Sampled]:
+        """The turn's completions. `heard` gets their texts while they are sampled, if it is
+        given."""
+        ...
 
 
+NO_BEGINNING = "no turn has the beginning of the chat"
+"""Why a request branches from all turns."""
+
+WithAnswer = Callable[[Message], bytes]
+"""The digest of a request with this answer."""
 ReadMessage = Callable[[Sequence[int], Completion, "Sequence[Schema] | None"], Message]
 """The assistant's message of a completion after these tokens: text, reasoning and tool calls."""
 
@@ -194,20 +212,12 @@ class Session:
             if key not in self._received:
                 self.abandon([answer.node for answer in answers.result()])
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Schema] | None = None,
-        n: int = 1,
-        max_tokens: int | None = None,
-        key: str | None = None,
-    ) -> list[Answer]:
-        """Answer a chat with n turns.
+    async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
+        """Answer a request with n turns.
 
         Args:
-            max_tokens: most tokens of an answer; None: as many as fit.
-            key: names a request that a client may send again. The second one gets the answers of
-                the first, also while they are sampled. Without a key, it is another attempt.
+            heard: gets the text of the turns while they are sampled. It gets none of a request that
+                joins an earlier one with its key.
 
         Raises:
             SessionClosedError: the session has ended.
@@ -217,10 +227,10 @@ class Session:
         """
         if self._closed is not None:
             raise SessionClosedError(self._closed)
-        if key is None:
-            return await self._answer(messages, tools, n, max_tokens)
+        if (key := request.key) is None:
+            return await self._answer(request, heard)
         if key not in self._answers:
-            task = asyncio.ensure_future(self._answer(messages, tools, n, max_tokens))
+            task = asyncio.ensure_future(self._answer(request, heard))
             task.add_done_callback(lambda done: self._forget_failed(key, done))
             self._answers[key] = task
         # A client that leaves does not end what its retry will ask for.
@@ -241,18 +251,9 @@ class Session:
         if done.cancelled() or done.exception() is not None:
             del self._answers[key]
 
-    async def _answer(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Schema] | None,
-        n: int,
-        max_tokens: int | None,
-    ) -> list[Answer]:
-        if not messages:
-            raise MessagesError("a request needs at least one message")
-        chat = self._digests.of(messages, tools)
-        place = self.tree.find(chat.digests, chat.exact)
-        context = self._context(place, messages, tools, chat.exact)
+    async def _answer(self, request: ChatRequest, heard: Heard | None) -> list[Answer]:
+        place = self._place_of_chat if request.prompt is None else self._place_of_prompt
+        context, chat = place(request)
         prompt_ids = self.tree.path_ids(context)
         room = self._template.max_length - len(prompt_ids)
         if room < 1:
@@ -263,25 +264,65 @@ class Session:
         # Equal tokens need other seeds, also where they come from other messages.
         same = hash(tuple(prompt_ids))
         attempt = self._attempts.get(same, 0)
-        self._attempts[same] = attempt + n
+        self._attempts[same] = attempt + request.n
         before = self.tree.nodes[context].parent
         sampled = await self._generator.generate(
             TurnRequest(
                 prompt_ids,
-                n,
-                room if max_tokens is None else min(room, max_tokens),
+                request.n,
+                room if request.max_tokens is None else min(room, request.max_tokens),
                 self.tree.turns_to(before),
                 attempt,
                 self.tree.newest_version(before),
-            )
+                request.stop,
+                request.schema,
+            ),
+            heard,
         )
-        answers = [self._add(context, one, chat, tools, prompt_ids) for one in sampled]
-        self._last = messages, answers[0].message
+        answers = [self._add(context, one, chat, request, prompt_ids) for one in sampled]
+        self._last = _chat_of(request), answers[0].message
         # Most clients go on with the first choice. Another one counts once a request continues it.
         for answer in answers[1:]:
             self.tree.set_status(answer.node, ORPHAN)
-        self._choices |= {answer.node: answers for answer in answers if n > 1}
+        self._choices |= {answer.node: answers for answer in answers if request.n > 1}
         return answers
+
+    def _place_of_chat(self, request: ChatRequest) -> tuple[int, WithAnswer]:
+        """The node of a chat's context, and the digest of the chat with an answer."""
+        if not request.messages:
+            raise MessagesError("a request needs at least one message")
+        chat = self._digests.of(request.messages, request.tools)
+        place = self.tree.find(chat.digests, chat.exact)
+        context = self._context(place, request.messages, request.tools, chat.exact)
+        return context, chat.with_answer
+
+    def _place_of_prompt(self, request: ChatRequest) -> tuple[int, WithAnswer]:
+        """The node of a text's context. It continues the longest path whose text begins it."""
+        prompt = str(request.prompt)
+        _refuse_unencodable([{"content": prompt}], None)
+        digest = prompt_digest(prompt)
+        place = self.tree.find([digest])
+        if place.node is None:
+            place, known = self._path_of(prompt)
+            (ids,), _ = encode_prompts(self._template.tokenizer, [prompt[known:]], rendered=True)
+            reason = "" if place is not None or not self.tree.nodes else NO_BEGINNING
+            if place is not None:
+                self._prefer(place)
+            context = self.tree.add_context(Node(place, tuple(ids), branch_reason=reason), digest)
+        else:
+            context = place.node
+        return context, lambda message: prompt_digest(f"{prompt}{message.get('content')}")
+
+    def _path_of(self, prompt: str) -> tuple[int | None, int]:
+        """The turn whose path has the longest text that begins the prompt, and that text's length.
+        None: there is no such turn."""
+        longest: tuple[int | None, int] = (None, 0)
+        for index, node in enumerate(self.tree.nodes):
+            if node.sampled:
+                text = decode_prompt(self._template.tokenizer, self.tree.path_ids(index))
+                if len(text) > longest[1] and prompt.startswith(text):
+                    longest = index, len(text)
+        return longest
 
     def _prefer(self, node: int) -> None:
         """Note that a request continues this turn. Of several choices, those that no request
@@ -306,7 +347,7 @@ class Session:
         it."""
         if place.node is not None and place.messages == len(messages):
             return place.node
-        reason = "" if not self.tree.nodes else "no turn has the beginning of the chat"
+        reason = "" if not self.tree.nodes else NO_BEGINNING
         if place.node is not None:
             self._prefer(place.node)
             path = self.tree.path_ids(place.node)
@@ -322,12 +363,16 @@ class Session:
         self,
         context: int,
         sampled: Sampled,
-        chat: Chat,
-        tools: Sequence[Schema] | None,
+        chat: WithAnswer,
+        request: ChatRequest,
         prompt_ids: Sequence[int],
     ) -> Answer:
         completion = sampled.completion
-        message = self._read(prompt_ids, completion, tools)
+        message: Message = (
+            self._read(prompt_ids, completion, request.tools if request.calls else None)
+            if request.prompt is None
+            else {"role": "assistant", "content": completion.text}
+        )
         node = self.tree.add_turn(
             Node(
                 context,
@@ -341,8 +386,24 @@ class Session:
                 started_at=sampled.started_at,
                 finished_at=sampled.finished_at,
             ),
-            chat.with_answer(message),
+            chat(message),
         )
         return Answer(
-            message, completion.finish_reason, len(completion.token_ids), len(prompt_ids), node
+            message,
+            completion.finish_reason,
+            len(completion.token_ids),
+            len(prompt_ids),
+            node,
+            self._spelled(completion) if request.logprobs else (),
         )
+
+    def _spelled(self, completion: Completion) -> tuple[tuple[str, float], ...]:
+        texts = [decode_prompt(self._template.tokenizer, [token]) for token in completion.token_ids]
+        return tuple(zip(texts, completion.logprobs, strict=True))
+
+
+def _chat_of(request: ChatRequest) -> Sequence[Message]:
+    """The messages of a request; a prompt is a user's message."""
+    if request.prompt is None:
+        return request.messages
+    return [{"role": "user", "content": request.prompt}]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.contracts.rows import Completion, VersionSpan
+from asyncrl.sessions.answers import Heard
 from asyncrl.sessions.session import Sampled, TurnRequest
 from asyncrl.text.tokenizer import decode
 
@@ -41,7 +42,7 @@ class FakeTurnGenerator:
         self.requests: list[TurnRequest] = []
         self._answers = 0
 
-    async def generate(self, request: TurnRequest) -> Sequence[Sampled]:
+    async def generate(self, request: TurnRequest, heard: Heard | None = None) -> Sequence[Sampled]:
         self.requests.append(request)
         if request.min_version is not None and self.version < request.min_version:
             raise AssertionError(
@@ -49,6 +50,11 @@ class FakeTurnGenerator:
             )
         first, self._answers = self._answers, self._answers + request.n
         answers = [self._sampled(first + index, request.max_tokens) for index in range(request.n)]
+        for index, answer in enumerate(answers if heard is not None else ()):
+            for character in answer.completion.text:
+                assert heard is not None
+                heard(index, character)
+                await asyncio.sleep(0)
         await asyncio.sleep(self._latency(first))
         if self._fails(first):
             raise RuntimeError(f"answer {first} failed")

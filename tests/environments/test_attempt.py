@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from asyncrl.environments.attempt import Ended, Limits, attempt
-from asyncrl.sessions.answers import Answer, ContextTooLongError, SessionClosedError
+from asyncrl.sessions.answers import Answer, ChatRequest, ContextTooLongError, SessionClosedError
 from asyncrl.testing import VirtualTimeLoop
 from asyncrl.text.template import MessagesError
 
@@ -26,10 +26,8 @@ class FakeSession:
         self.seconds, self.fails_at, self.error = seconds, fails_at, error
         self.chats: list[list[Mapping[str, object]]] = []
 
-    async def chat(
-        self, messages: Sequence[Mapping[str, object]], *_: Any, **__: Any
-    ) -> list[Answer]:
-        self.chats.append(list(messages))
+    async def chat(self, request: ChatRequest) -> list[Answer]:
+        self.chats.append(list(request.messages))
         await asyncio.sleep(self.seconds)
         if self.error is not None and len(self.chats) == self.fails_at:
             raise self.error
@@ -260,10 +258,10 @@ def test_an_error_of_a_parallel_request_is_not_hidden_by_one_that_began_before_i
     class FailsFirst(FakeSession):
         failed = False
 
-        async def chat(self, *messages: Any, **more: Any) -> list[Answer]:
+        async def chat(self, request: ChatRequest) -> list[Answer]:
             self.chats.append([])
             await asyncio.sleep(len(self.chats))
-            if len(self.chats) == 2 and messages and not self.failed:
+            if len(self.chats) == 2 and not self.failed:
                 self.failed = True
                 raise RuntimeError("the engine died")
             return [Answer({"role": "assistant", "content": "1"}, "stop", 1, 1, 0)]

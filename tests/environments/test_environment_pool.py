@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import psutil
@@ -20,7 +20,7 @@ from asyncrl.environments.pool import (
     EnvironmentPool,
 )
 from asyncrl.observe.memory import process_name
-from asyncrl.sessions.answers import Answer, ContextTooLongError
+from asyncrl.sessions.answers import Answer, ChatRequest, ContextTooLongError
 
 Result = TypeVar("Result")
 HERE = "tests.environments.environments_under_test"
@@ -37,13 +37,11 @@ class Echo:
     def abandon(self, nodes: Sequence[int]) -> None:
         self.abandoned += nodes
 
-    async def chat(
-        self, messages: Sequence[Mapping[str, object]], *_: Any, **__: Any
-    ) -> list[Answer]:
+    async def chat(self, request: ChatRequest) -> list[Answer]:
         self.requests += 1
         if self.error is not None:
             raise self.error
-        message = {"role": "assistant", "content": f"said {messages[-1]['content']}"}
+        message = {"role": "assistant", "content": f"said {request.messages[-1]['content']}"}
         return [Answer(message, "stop", 2, 5, 1)]
 
 
@@ -159,9 +157,9 @@ def test_a_deadline_that_the_environment_catches_is_still_the_end() -> None:
 
 def test_an_environment_may_ask_in_a_thread_with_a_loop_of_its_own() -> None:
     class Slow(Echo):
-        async def chat(self, *messages: Any, **more: Any) -> list[Answer]:
+        async def chat(self, request: ChatRequest) -> list[Answer]:
             await asyncio.sleep(0.3)
-            return await super().chat(*messages, **more)
+            return await super().chat(request)
 
     ended = one("asks in a thread", Slow())
     assert (ended.end, ended.reward) == ("done", 1.0)
@@ -178,9 +176,9 @@ def test_an_answer_that_crosses_its_abandonment_was_not_received() -> None:
     assert session.abandoned == []
 
     class Slow(Echo):
-        async def chat(self, *messages: Any, **more: Any) -> list[Answer]:
+        async def chat(self, request: ChatRequest) -> list[Answer]:
             await asyncio.sleep(0.5)
-            return await super().chat(*messages, **more)
+            return await super().chat(request)
 
     late = Slow()
 
@@ -217,7 +215,7 @@ def test_an_abandoned_request_is_canceled() -> None:
     class Slow(Echo):
         canceled = False
 
-        async def chat(self, *_: Any, **__: Any) -> list[Answer]:
+        async def chat(self, request: ChatRequest) -> list[Answer]:
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
@@ -253,10 +251,10 @@ def test_an_error_of_the_model_is_not_the_environments() -> None:
 
 def test_an_error_of_the_model_is_not_hidden_by_an_environment_that_catches_it() -> None:
     class FailsLater(Echo):
-        async def chat(self, *messages: Any, **more: Any) -> list[Answer]:
+        async def chat(self, request: ChatRequest) -> list[Answer]:
             if self.requests == 1:
                 self.error = RuntimeError("no engine")
-            return await super().chat(*messages, **more)
+            return await super().chat(request)
 
     with pytest.raises(RuntimeError, match="no engine"):
         one("catches", FailsLater())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from asyncrl.environments.model import Model, Reply, UnsupportedError
-from asyncrl.sessions.answers import Answer
+from asyncrl.sessions.answers import Answer, ChatRequest
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 Body = dict[str, Any]
@@ -23,16 +23,12 @@ class FakeSession:
         self._answer, self._finish = answer, finish
         self.requests: list[tuple[Any, ...]] = []
 
-    async def chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        tools: Any = None,
-        n: int = 1,
-        max_tokens: int | None = None,
-        key: str | None = None,
-    ) -> list[Answer]:
-        self.requests.append((list(messages), tools, n, max_tokens, key))
-        return [Answer(self._answer(index), self._finish, 2, 7, index) for index in range(n)]
+    async def chat(self, request: ChatRequest) -> list[Answer]:
+        asked = request.tools, request.n, request.max_tokens, request.key
+        self.requests.append((list(request.messages), *asked))
+        return [
+            Answer(self._answer(index), self._finish, 2, 7, index) for index in range(request.n)
+        ]
 
 
 def said(index: int) -> Mapping[str, object]:

@@ -14,7 +14,7 @@ from chat_families import CHATML, HEADERS, STRIPS_THINKING, save_chat_model
 
 from asyncrl.contracts.nodes import ORPHAN
 from asyncrl.contracts.rows import Completion
-from asyncrl.sessions.answers import ContextTooLongError, SessionClosedError
+from asyncrl.sessions.answers import ChatRequest, ContextTooLongError, SessionClosedError
 from asyncrl.sessions.rows import session_rows
 from asyncrl.sessions.session import Session, SessionTemplate
 from asyncrl.testing import FakeTurnGenerator
@@ -68,7 +68,7 @@ async def talk(session: Session, questions: Sequence[str], **options: Any) -> li
     chat: list[Message] = []
     for question in questions:
         chat.append(user(question))
-        (answer,) = await session.chat(chat, **options)
+        (answer,) = await session.chat(ChatRequest(chat, **options))
         chat.append(answer.message)
     return chat
 
@@ -100,7 +100,7 @@ def test_the_next_turn_asks_for_the_newest_version_before_it(chatml: Model) -> N
         for version in (3, 5, 5, 6):
             generator.version = version
             chat.append(user("q"))
-            chat.append((await session.chat(chat))[0].message)
+            chat.append((await session.chat(ChatRequest(chat)))[0].message)
 
     asyncio.run(versions())
     assert [request.min_version for request in generator.requests] == [None, 3, 5, 5]
@@ -145,11 +145,11 @@ def test_a_retry_joins_or_repeats_the_answer_and_an_equal_body_does_not(chatml: 
     async def retries() -> None:
         chat = [user("a")]
         first, second = await asyncio.gather(
-            session.chat(chat, key="k"), session.chat(chat, key="k")
+            session.chat(ChatRequest(chat, key="k")), session.chat(ChatRequest(chat, key="k"))
         )
-        third = await session.chat(chat, key="k")
+        third = await session.chat(ChatRequest(chat, key="k"))
         assert first == second == third and len(generator.requests) == 1
-        fourth = await session.chat(chat)
+        fourth = await session.chat(ChatRequest(chat))
         assert fourth[0].node != first[0].node
 
     asyncio.run(retries())
@@ -164,8 +164,8 @@ def test_a_client_that_leaves_does_not_end_what_its_retry_gets(chatml: Model) ->
         chat = [user("a")]
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await session.chat(chat, key="k")
-        (answer,) = await session.chat(chat, key="k")
+                await session.chat(ChatRequest(chat, key="k"))
+        (answer,) = await session.chat(ChatRequest(chat, key="k"))
         assert answer.message == assistant("answer 0")
 
     asyncio.run(leaves())
@@ -177,8 +177,8 @@ def test_a_failed_answer_is_asked_for_again(chatml: Model) -> None:
 
     async def fails() -> None:
         with pytest.raises(RuntimeError, match="answer 0 failed"):
-            await session.chat([user("a")], key="k")
-        (answer,) = await session.chat([user("a")], key="k")
+            await session.chat(ChatRequest([user("a")], key="k"))
+        (answer,) = await session.chat(ChatRequest([user("a")], key="k"))
         assert answer.message == assistant("answer 1")
 
     asyncio.run(fails())
@@ -189,8 +189,8 @@ def test_choices_that_are_not_taken_become_orphans(chatml: Model) -> None:
     session, _ = chatml.session(counted)
 
     async def chooses() -> None:
-        answers = await session.chat([user("a")], n=3)
-        await session.chat([user("a"), answers[1].message, user("b")])
+        answers = await session.chat(ChatRequest([user("a")], n=3))
+        await session.chat(ChatRequest([user("a"), answers[1].message, user("b")]))
 
     asyncio.run(chooses())
     counts = session_rows(session.nodes).counts
@@ -200,10 +200,10 @@ def test_choices_that_are_not_taken_become_orphans(chatml: Model) -> None:
 
 def test_of_several_choices_the_first_counts_until_another_is_continued(chatml: Model) -> None:
     session, _ = chatml.session(counted)
-    answers = asyncio.run(session.chat([user("a")], n=3))
+    answers = asyncio.run(session.chat(ChatRequest([user("a")], n=3)))
     assert [node.status for node in session.nodes[1:4]] == ["ok", ORPHAN, ORPHAN]
     assert session.chat_so_far[-1] == answers[0].message
-    both = [session.chat([user("a"), one.message, user("b")]) for one in answers[:2]]
+    both = [session.chat(ChatRequest([user("a"), one.message, user("b")])) for one in answers[:2]]
     for chat in both:
         asyncio.run(chat)
     assert [node.status for node in session.nodes[1:4]] == ["ok", "ok", ORPHAN]
@@ -213,7 +213,7 @@ def test_the_end_of_a_session_cancels_what_is_under_way(chatml: Model) -> None:
     session, _ = chatml.session(counted, latency=lambda number: 60)
 
     async def ends() -> None:
-        asking = asyncio.ensure_future(session.chat([user("a")], key="1"))
+        asking = asyncio.ensure_future(session.chat(ChatRequest([user("a")], key="1")))
         await asyncio.sleep(0.01)
         session.close("it has ended")
         with pytest.raises(asyncio.CancelledError):
@@ -228,10 +228,10 @@ def test_turns_that_no_client_got_become_orphans(chatml: Model) -> None:
 
     async def leaves() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(session.chat([user("a")], key="1"), 0.01)
+            await asyncio.wait_for(session.chat(ChatRequest([user("a")], key="1")), 0.01)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(session.chat([user("b")], key="2"), 0.01)
-        await session.chat([user("b")], key="2")  # its retry gets the answer
+            await asyncio.wait_for(session.chat(ChatRequest([user("b")], key="2")), 0.01)
+        await session.chat(ChatRequest([user("b")], key="2"))  # its retry gets the answer
         session.close("it has ended")
 
     asyncio.run(leaves())
@@ -242,10 +242,10 @@ def test_turns_that_no_client_got_become_orphans(chatml: Model) -> None:
 
 def test_an_abandoned_turn_counts_again_once_a_request_continues_it(chatml: Model) -> None:
     session, _ = chatml.session(counted)
-    (answer,) = asyncio.run(session.chat([user("a")]))
+    (answer,) = asyncio.run(session.chat(ChatRequest([user("a")])))
     session.abandon([answer.node])
     assert session.nodes[answer.node].status == ORPHAN
-    asyncio.run(session.chat([user("a"), answer.message, user("b")]))
+    asyncio.run(session.chat(ChatRequest([user("a"), answer.message, user("b")])))
     assert session.nodes[answer.node].status == "ok"
     session.abandon([answer.node])
     assert session.nodes[answer.node].status == "ok"
@@ -255,12 +255,12 @@ def test_requests_that_differ_only_in_reasoning_have_prompts_of_their_own(chatml
     session, generator = chatml.session(counted)
     for thought in ("add the two", "count on fingers"):
         shown = assistant(f"<think>{thought}</think>4")
-        asyncio.run(session.chat([user("2+2"), shown, user("3+3")]))
+        asyncio.run(session.chat(ChatRequest([user("2+2"), shown, user("3+3")])))
     first, second = (chatml.text(request.prompt_ids) for request in generator.requests)
     assert "add the two" in first and "count on fingers" in second
     # Equal tokens of other messages have another attempt, and so another seed.
-    asyncio.run(session.chat([{**user("2+2"), "name": "x"}]))
-    asyncio.run(session.chat([user("2+2")]))
+    asyncio.run(session.chat(ChatRequest([{**user("2+2"), "name": "x"}])))
+    asyncio.run(session.chat(ChatRequest([user("2+2")])))
     assert [request.attempt for request in generator.requests[-2:]] == [0, 1]
 
 
@@ -268,26 +268,28 @@ def test_text_far_beyond_the_context_is_refused_before_it_is_encoded(chatml: Mod
     session, _ = chatml.session(counted)
     session._template = replace(session._template, most_characters=200)
     with pytest.raises(ContextTooLongError, match="characters, which are more than 500 tokens"):
-        asyncio.run(session.chat([user("x" * 300)]))
+        asyncio.run(session.chat(ChatRequest([user("x" * 300)])))
     chat = asyncio.run(talk(session, ["a"]))
     with pytest.raises(ContextTooLongError, match="the new messages have 300 characters"):
-        asyncio.run(session.chat([*chat, user("x" * 300)]))
+        asyncio.run(session.chat(ChatRequest([*chat, user("x" * 300)])))
 
 
 def test_text_that_no_tokenizer_reads_is_refused(chatml: Model) -> None:
     session, _ = chatml.session(counted)
     with pytest.raises(MessagesError, match="the messages are no text"):
-        asyncio.run(session.chat([user("caf\udce9")]))
+        asyncio.run(session.chat(ChatRequest([user("caf\udce9")])))
     chat = asyncio.run(talk(session, ["a"]))
     with pytest.raises(MessagesError, match="the messages are no text"):
-        asyncio.run(session.chat([*chat, user("caf\udce9")]))
+        asyncio.run(session.chat(ChatRequest([*chat, user("caf\udce9")])))
 
 
 def test_two_turns_at_once_branch(chatml: Model) -> None:
     session, _ = chatml.session(counted, latency=lambda number: 0.01 * (2 - number))
 
     async def both() -> None:
-        await asyncio.gather(session.chat([user("a")]), session.chat([user("b")]))
+        await asyncio.gather(
+            session.chat(ChatRequest([user("a")])), session.chat(ChatRequest([user("b")]))
+        )
 
     asyncio.run(both())
     assert len(session_rows(session.nodes).rows) == 2
@@ -301,15 +303,15 @@ def test_a_closed_session_says_why(chatml: Model) -> None:
     session.close("its deadline passed")
     session.close("another reason")
     with pytest.raises(SessionClosedError, match="its deadline passed"):
-        asyncio.run(session.chat([user("a")]))
+        asyncio.run(session.chat(ChatRequest([user("a")])))
 
 
 def test_bad_requests_leave_no_node_half_made(chatml: Model) -> None:
     session, _ = chatml.session(counted, max_length=40)
     with pytest.raises(ContextTooLongError, match=r"has \d+ tokens, and 40 are allowed"):
-        asyncio.run(session.chat([user("long " * 40)]))
+        asyncio.run(session.chat(ChatRequest([user("long " * 40)])))
     with pytest.raises(MessagesError):
-        asyncio.run(session.chat([{"role": "user", "content": {"a": 1}}]))
+        asyncio.run(session.chat(ChatRequest([{"role": "user", "content": {"a": 1}}])))
     assert session_rows(session.nodes).counts.sampled == 0
 
 
@@ -324,7 +326,7 @@ def test_random_agents_never_lose_or_change_a_sampled_token(chatml: Model) -> No
                 chat[draw.randrange(len(chat))] = user("rewritten")
             chat.append(user(draw.choice("abc")))
             answers = await session.chat(
-                chat, n=draw.choice([1, 1, 2]), max_tokens=draw.choice([None, 2])
+                ChatRequest(chat, n=draw.choice([1, 1, 2]), max_tokens=draw.choice([None, 2]))
             )
             chats += [[*chat, answer.message] for answer in answers]
 

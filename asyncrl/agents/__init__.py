@@ -1,0 +1,1 @@
+"""Serves sessions to agents at a URL, in the APIs that agents speak."""

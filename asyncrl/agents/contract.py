@@ -1,0 +1,99 @@
+"""What the agent server, its dialects and the sessions behind it agree on.
+
+agent ──HTTP──► app ──body──► Dialect.request ──► AgentSession.chat ──► Session (the tree)
+                 ▲                                      │
+                 └──────── answer | events ◄── Answer, heard texts
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from asyncrl.sessions.answers import Answer, ChatRequest, Heard
+from asyncrl.text.template import Message
+
+__all__ = ["AgentError", "AgentSession", "AgentSessions", "Dialect", "Event", "HeardText", "Part"]
+
+
+class AgentError(Exception):
+    """An error answer.
+
+    Args:
+        status: of HTTP. 409: the session has ended, and `code` says how.
+        message: one line.
+        code: for programs, such as `context_length_exceeded` or `session_closed`.
+        param: the field of the body that is wrong.
+    """
+
+    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+@dataclass(frozen=True, slots=True)
+class HeardText:
+    """New text of a choice, while its turn is sampled. It certainly belongs to the content of the
+    message: tool calls and reasoning come with the answers."""
+
+    choice: int
+    text: str
+
+
+Part: TypeAlias = HeardText | Sequence[Answer]
+"""Of a streamed answer. The answers, one for each choice, are the last part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A server-sent event. `data` is sent as JSON, or as it is if it is a text (`[DONE]`)."""
+
+    data: Mapping[str, Any] | str
+    name: str | None = None
+    """Of the event's type, if the API gives one."""
+
+
+class Dialect(Protocol):
+    """One request in the form of one API. It is made of the parsed JSON body, and raises AgentError
+    (400) for a body that it cannot follow."""
+
+    request: ChatRequest
+    """Without `key`, which the app reads from the headers."""
+    streams: bool
+    overridden: Sequence[str]
+    """Fields that have no effect in a session, such as `temperature`. They are counted."""
+
+    def answer(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body of the answer."""
+        ...
+
+    def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
+        """The events of a streamed answer. The texts of a choice begin its message's content; what
+        is left of it, tool calls and reasoning are sent when the answers come."""
+        ...
+
+
+class AgentSession(Protocol):
+    """The session of one key."""
+
+    notes: dict[str, list[Message]]
+    """What dialects keep of the session: the chat of each answer of the Responses API by its id,
+    for `previous_response_id`. It ends with the session."""
+
+    async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
+        """As `Session.chat`. Raises AgentError for what the agent can understand: 400, 409."""
+        ...
+
+    def override(self, names: Iterable[str]) -> None:
+        """Count fields that have no effect."""
+        ...
+
+
+class AgentSessions(Protocol):
+    """The sessions that a server serves."""
+
+    def of(self, key: str) -> AgentSession:
+        """The session of a key. Raises AgentError: 401 for no key or an unknown one, 409 with the
+        reason if its session has ended."""
+        ...
