@@ -185,9 +185,7 @@ class Chat:
             "parallel_tool_calls": body.parallel_tool_calls is False and bool(tools),
             "top_logprobs": bool(body.top_logprobs),
         }
-        self.overridden: Sequence[str] = overridden_of(
-            body, [name for name, given in named.items() if given]
-        )
+        self.overridden: Sequence[str] = overridden_of(body, named)
         self.request = ChatRequest(
             [_message(message, place) for place, message in enumerate(given["messages"])],
             tools or None,

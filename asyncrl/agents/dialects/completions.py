@@ -76,9 +76,7 @@ class Completions:
         if len(prompts) != 1 or not prompts[0]:
             raise invalid("prompt is not one text; send one request for each text", "prompt")
         self.streams = bool(body.stream)
-        self.overridden: Sequence[str] = overridden_of(
-            body, ["logprobs"] if (body.logprobs or 0) > 1 else []
-        )
+        self.overridden: Sequence[str] = overridden_of(body, {"logprobs": (body.logprobs or 0) > 1})
         self.request = ChatRequest(
             n=body.n or 1,
             max_tokens=body.max_tokens,

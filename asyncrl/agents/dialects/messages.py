@@ -169,9 +169,7 @@ class Messages:
             "disable_parallel_tool_use": bool(choice.get("disable_parallel_tool_use")),
             "effort": bool((given.get("output_config") or {}).get("effort")),
         }
-        self.overridden: Sequence[str] = overridden_of(
-            body, [name for name, given in named.items() if given]
-        )
+        self.overridden: Sequence[str] = overridden_of(body, named)
         form = body.output_format or (body.output_config and body.output_config.format)
         self.request = ChatRequest(
             [*before, *chat],

@@ -132,9 +132,7 @@ class Responses:
             "top_logprobs": bool(body.top_logprobs),
             "truncation": body.truncation == "auto",
         }
-        self.overridden: Sequence[str] = overridden_of(
-            body, [name for name, given in named.items() if given]
-        )
+        self.overridden: Sequence[str] = overridden_of(body, named)
         self.request = ChatRequest(
             [*(instructions if body.instructions else []), *self._chat],
             tools or None,
