@@ -12,6 +12,7 @@ import anthropic
 import httpx2
 import llama_checkpoint
 import openai
+from live_transport import LiveTransport
 
 from asyncrl.agents.app import agent_app
 from asyncrl.contracts.rows import Completion
@@ -93,13 +94,13 @@ class Server:
     @contextlib.asynccontextmanager
     async def http(self, key: str | None = KEY) -> AsyncIterator[httpx2.AsyncClient]:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        transport = httpx2.ASGITransport(app=self.app)
+        transport = LiveTransport(self.app)
         async with httpx2.AsyncClient(transport=transport, base_url=URL, headers=headers) as client:
             yield client
 
     @contextlib.asynccontextmanager
     async def openai(self, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-        transport = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=self.app))
+        transport = httpx2.AsyncClient(transport=LiveTransport(self.app))
         options = {"api_key": KEY, "max_retries": 0, **options}
         async with openai.AsyncOpenAI(
             base_url=f"{URL}/v1", http_client=transport, **options
@@ -108,7 +109,7 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def anthropic(self, **options: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
-        transport = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=self.app))
+        transport = httpx2.AsyncClient(transport=LiveTransport(self.app))
         options = {"api_key": KEY, "max_retries": 0, **options}
         async with anthropic.AsyncAnthropic(
             base_url=URL, http_client=transport, **options
@@ -129,3 +130,8 @@ class Server:
             for node in self.session.nodes
             if node.sampled
         ]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The numbers of tokens of its turns."""
+        return [len(node.token_ids) for node in self.session.nodes if node.sampled]
