@@ -34,7 +34,7 @@ HERMES: dict[str, Any] = {
             "repeats": True,
             "transform": {"type": "function", "function": "{content}"},
         },
-        "content": {"close": "<|im_end|>"},
+        "content": {"close": "<|im_end|>", "repeats": True},
     },
 }
 
@@ -116,7 +116,9 @@ def _message(parsed: object, text: str, place: int, tools: object) -> dict[str, 
     reasoning = next((parsed[name] for name in REASONING if parsed.get(name)), None)
     if not calls and reasoning is None:
         return _said(text)
-    message = _said(str(parsed.get("content") or ""))
+    content = parsed.get("content") or ""
+    # A turn may go on with text after a tool call.
+    message = _said("\n".join(map(str, content)) if isinstance(content, list) else str(content))
     if reasoning is not None:
         message["reasoning"] = str(reasoning)
     if calls:

@@ -57,6 +57,12 @@ def test_a_hermes_call_is_found(hermes: Any) -> None:
     assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": [2]}
 
 
+def test_text_around_a_call_is_kept(hermes: Any) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    message, parsed = read(hermes, f"one {call} two <think>why</think>three<|im_end|>")
+    assert parsed and message["content"] == "one\ntwo\nthree" and message["reasoning"] == "why"
+
+
 def test_calls_of_one_answer_and_of_later_ones_have_ids_of_their_own(hermes: Any) -> None:
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     calls: list[Any] = []
