@@ -56,6 +56,7 @@ CLIENT_LEFT = 499
 """Status code when the client disconnects before the answer, as in nginx."""
 MODELS = "/v1/models"
 ERRORS = (400, 401, 404, 409, 413, 415, 500)
+MODEL_ERRORS = (401, 404, 409, 500)
 REFS = "#/components/schemas/{model}"
 
 
@@ -96,12 +97,12 @@ def agent_app(sessions: AgentSessions, largest_body: int = LARGEST_BODY) -> Fast
         name = path.removeprefix("/v1/").replace("/", "_")
         app.post(path, name=name, operation_id=name, **_described(api))(answered(api))
 
-    @app.get(MODELS, operation_id="models", responses=_errors(ErrorBody, (401, 409, 500)))
+    @app.get(MODELS, operation_id="models", responses=_errors(ErrorBody, MODEL_ERRORS))
     async def models(request: Request) -> Response:
         return await server.safely(request, server.models(request, None))
 
     @app.get(
-        MODELS + "/{name:path}", operation_id="model", responses=_errors(ErrorBody, (401, 409, 500))
+        MODELS + "/{name:path}", operation_id="model", responses=_errors(ErrorBody, MODEL_ERRORS)
     )
     async def model(request: Request, name: str) -> Response:
         return await server.safely(request, server.models(request, name))
@@ -290,10 +291,9 @@ def _described(api: Api) -> dict[str, Any]:
     """What the schema says of a route. The route itself reads the body, because clients get errors
     in the form of their API."""
     body = {"schema": {"$ref": REFS.format(model=api.body.__name__)}}
-    stream = {"schema": {"type": "string"}}
     return {
         "responses": {
-            200: {"model": api.answer, "content": {"text/event-stream": stream}},
+            200: {"model": api.answer, "content": {"text/event-stream": {}}},
             **_errors(api.error),
         },
         "openapi_extra": {

@@ -86,8 +86,17 @@ BAD = [
     (TEXT, {"prompt": [1, 2]}, "prompt"),
     (TEXT, {"prompt": "q", "echo": True}, "echo"),
     (RESPONSES, {}, "input has no item"),
-    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input.0 has the type 'item_"),
-    (RESPONSES, {"input": [{"role": "wizard", "content": "q"}]}, "input.0 has the role 'wizard'"),
+    (
+        RESPONSES,
+        {"input": [{"type": "item_reference", "id": "x"}]},
+        "input.0.type: input should be 'message', ",
+    ),
+    (
+        RESPONSES,
+        {"input": [{"role": "wizard", "content": "q"}]},
+        "input.0.role: input should be 'system'",
+    ),
+    (RESPONSES, {"input": [{"content": "q"}]}, "input.0 has no role"),
     (
         RESPONSES,
         {"input": [{**USER, "content": [{"type": "input_image", "image_url": "x"}]}]},

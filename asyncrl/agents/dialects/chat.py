@@ -12,6 +12,7 @@ from asyncrl.agents.dialects.fields import (
     MOST_CHOICES,
     Body,
     Open,
+    Whole,
     calls_of,
     check,
     content_of,
@@ -116,15 +117,15 @@ class ChatBody(Body):
     tool_choice: str | dict[str, Any] | None = None
     """`auto`, or `none`: tool calls stay text. Others count as `auto`."""
     parallel_tool_calls: bool | None = None
-    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    n: Whole | None = Field(default=None, ge=1, le=MOST_CHOICES)
     """Number of answers, each a turn."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Whole | None = Field(default=None, ge=1)
+    max_completion_tokens: Whole | None = Field(default=None, ge=1)
     """Most tokens of an answer."""
     stop: str | list[str] | None = None
     logprobs: bool | None = None
     """Whether the answer has the log-probs of its tokens."""
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: Whole | None = Field(default=None, ge=0, le=20)
     """Only the sampled token is listed."""
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None

@@ -14,6 +14,7 @@ from asyncrl.agents.dialects.fields import (
     MOST_CHOICES,
     Body,
     Open,
+    Whole,
     check,
     content_of,
     finite,
@@ -35,12 +36,12 @@ class CompletionsBody(Body):
 
     prompt: str | list[str]
     """One text. Its tokens, if a turn or an earlier prompt has them, are not encoded again."""
-    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    n: Whole | None = Field(default=None, ge=1, le=MOST_CHOICES)
     """Number of answers, each a turn."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Whole | None = Field(default=None, ge=1)
     """Most tokens of an answer. Default: as many as fit."""
     stop: str | list[str] | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=20)
+    logprobs: Whole | None = Field(default=None, ge=0, le=20)
     """Whether the answer has its tokens. Only the sampled ones are listed."""
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from asyncrl.agents.contract import AgentError
 from asyncrl.sessions.answers import Answer
@@ -17,6 +17,7 @@ __all__ = [
     "Body",
     "ErrorBody",
     "Open",
+    "Whole",
     "calls_of",
     "check",
     "content_of",
@@ -57,6 +58,15 @@ LABELS = frozenset(
 """Fields that change no answer, so they are not counted."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 UNREADABLE = "the model reads text only; leave it out"
+
+
+def _whole(value: object) -> object:
+    """1 for 1.0, which is the same number in JSON."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+"""A whole number, however a client writes it."""
 
 
 class Open(BaseModel):
@@ -110,7 +120,9 @@ def check(kind: type[Kind], tree: object) -> Kind:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        item = error.errors(include_url=False, include_context=False)[0]
+        # Of the types of a union, the one that the client meant has the deepest error.
+        items = error.errors(include_url=False, include_context=False)
+        item = max(items, key=lambda item: len(item["loc"]))
     place = _place(item["loc"], tree)
     field = place.partition(".")[0] or None
     if item["type"] == "missing":

@@ -13,6 +13,7 @@ from asyncrl.agents.dialects.chat import chosen
 from asyncrl.agents.dialects.fields import (
     Body,
     Open,
+    Whole,
     calls_of,
     check,
     content_of,
@@ -84,7 +85,7 @@ class MessagesBody(Body):
     """The body of POST /v1/messages."""
 
     messages: list[MessageParam] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Whole | None = Field(default=None, ge=1)
     """Most tokens of the answer. Default: as many as fit."""
     system: str | list[TextBlock] | None = None
     tools: list[ToolParam] | None = None
