@@ -161,7 +161,7 @@ class _Server:
             if not dialect.streams:
                 answers = await while_connected(request.receive, chat(None))
                 return JSONResponse(dialect.answer(answers))
-            parts = parts_of(chat, _holders(asked))
+            parts = parts_of(chat, _text_filters(asked))
             # A failure before the first part still gets its own status code.
             first = await while_connected(request.receive, anext(parts))
         except ClientLeftError:
@@ -189,7 +189,7 @@ class _Server:
         raise AgentError(409, "the session has ended", "session_closed")
 
 
-def _holders(request: ChatRequest) -> list[CertainText] | None:
+def _text_filters(request: ChatRequest) -> list[CertainText] | None:
     """What holds back the text of each choice. A continued text is content only."""
     if request.prompt is not None:
         return None

@@ -31,15 +31,15 @@ class CertainText:
     def __init__(self, tools: bool) -> None:
         self._tools = tools
         self._held = ""
-        self._begun = self._over = False
+        self._started = self._over = False
 
     def add(self, text: str) -> str:
         """What has become certain with this new text."""
         if self._over or not text:
             return ""
         self._held += text
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             bare = self._tools and self._held.startswith(BARE_CALLS)
             if bare or self._held[0].isspace():
                 self._over = True
@@ -52,14 +52,14 @@ class CertainText:
 
 
 async def parts_of(
-    chat: Callable[[Heard], Awaitable[list[Answer]]], holders: Sequence[CertainText] | None
+    chat: Callable[[Heard], Awaitable[list[Answer]]], filters: Sequence[CertainText] | None
 ) -> AsyncGenerator[Part, None]:
     """The parts of an answer as they come. The work is canceled if the generator is closed before
     its end.
 
     Args:
         chat: answers a request.
-        holders: one for each choice. None: all text is content.
+        filters: one for each choice. None: all text is content.
 
     Raises:
         Those of `chat`.
@@ -67,7 +67,7 @@ async def parts_of(
     queue: asyncio.Queue[HeardText | None] = asyncio.Queue()
 
     def heard(choice: int, text: str) -> None:
-        certain = text if holders is None else holders[choice].add(text)
+        certain = text if filters is None else filters[choice].add(text)
         if certain:
             queue.put_nowait(HeardText(choice, certain))
 

@@ -20,7 +20,8 @@ __all__ = [
 
 Heard: TypeAlias = Callable[[int, str], None]
 """Called with (choice, new text) while a turn is sampled. The texts of a choice together begin the
-turn's text, without special tokens."""
+turn's text, without special tokens. It is not called for a turn whose template begins with
+reasoning."""
 
 
 class SessionClosedError(RuntimeError):

@@ -25,6 +25,7 @@ from asyncrl.text.continuation import (
     first_difference,
     render_chat,
 )
+from asyncrl.text.response import PREFIX_TOKENS, in_reasoning
 from asyncrl.text.template import Message, MessagesError, Schema
 from asyncrl.text.tokenizer import decode_prompt, encode_prompts
 
@@ -266,6 +267,8 @@ class Session:
         attempt = self._attempts.get(same, 0)
         self._attempts[same] = attempt + request.n
         before = self.tree.nodes[context].parent
+        if heard is not None and request.prompt is None and self._begins_in_reasoning(prompt_ids):
+            heard = None  # what comes first is no content
         sampled = await self._generator.generate(
             TurnRequest(
                 prompt_ids,
@@ -286,6 +289,10 @@ class Session:
             self.tree.set_status(answer.node, ORPHAN)
         self._choices |= {answer.node: answers for answer in answers if request.n > 1}
         return answers
+
+    def _begins_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        last = prompt_ids[-PREFIX_TOKENS:]
+        return in_reasoning(decode_prompt(self._template.tokenizer, last))
 
     def _place_of_chat(self, request: ChatRequest) -> tuple[int, WithAnswer]:
         """The node of a chat's context, and the digest of the chat with an answer."""

@@ -8,6 +8,7 @@ theirs. Any other answer is text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,14 @@ from asyncrl.text.tokenizer import decode_prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ResponseReader", "response_template"]
+__all__ = ["PREFIX_TOKENS", "ResponseReader", "in_reasoning", "response_template"]
 
 PREFIX_TOKENS = 64
 """Tokens before the turn that the parser sees: some templates write the turn's first ones."""
 REASONING = ("reasoning", "reasoning_content", "thinking")
 """Names that response templates give to reasoning."""
+THINKING = re.compile(r"[<\[](?P<end>/?)(?:\w+:)?think(?:ing)?[>\]]", re.IGNORECASE)
+"""How templates mark the start and the end of reasoning."""
 HERMES: dict[str, Any] = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
@@ -48,9 +51,16 @@ class ResponseReader:
 
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
+        self._own = getattr(tokenizer, "response_template", None)
         spec = response_template(tokenizer)
         # Loaded once: to compile its patterns takes longer than to parse a turn.
         self._template: Any = None if spec is None else load_response_template(dict(spec))
+
+    @property
+    def text_begins_content(self) -> bool:
+        """Whether the content of a message begins with the turn's text, up to the first marker of
+        reasoning or of a tool call. With a model's own response template, it need not."""
+        return self._template is None or self._own is None
 
     def _without_end(self, token_ids: Sequence[int]) -> Sequence[int]:
         """The tokens without the special ones at their end."""
@@ -87,6 +97,13 @@ class ResponseReader:
             return _message(parsed, text, len(prompt_ids), tools), True
         except Exception:  # a model can write anything, and parsers raise anything
             return _said(text), False
+
+
+def in_reasoning(text: str) -> bool:
+    """Whether a text ends within reasoning. Some templates begin it for the model, whose first text
+    is then no content."""
+    marks = THINKING.findall(text)
+    return bool(marks) and not marks[-1]
 
 
 def response_template(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | None:

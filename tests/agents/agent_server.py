@@ -56,10 +56,10 @@ def call(a: int, b: int) -> str:
 
 
 @cache
-def tokenizer(folder: Path) -> Any:
+def tokenizer(folder: Path, template: str = QWEN) -> Any:
     made = llama_checkpoint.tokenizer()
     made.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    made.chat_template = QWEN
+    made.chat_template = template
     made.save_pretrained(folder)
     return load_tokenizer(str(folder))
 
@@ -73,20 +73,21 @@ class Server:
         texts: Sequence[str] | Callable[[int], str],
         max_length: int = 4_000,
         largest_body: int = 1 << 20,
+        template: str = QWEN,
         **fake: Any,
     ) -> None:
-        self.tokenizer = tokenizer(folder / "model")
+        self.tokenizer = tokenizer(folder / "model", template)
         end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         write = texts if callable(texts) else texts.__getitem__
         self.generator = FakeTurnGenerator(self.tokenizer, write, end, **fake)
-        template = SessionTemplate(self.tokenizer, frozenset({end}), max_length)
+        rendered = SessionTemplate(self.tokenizer, frozenset({end}), max_length)
         reader = ResponseReader(self.tokenizer)
 
         def read(prompt_ids: Sequence[int], completion: Completion, tools: Any) -> Message:
             message, _ = reader.read(prompt_ids, completion.token_ids, completion.text, tools)
             return message
 
-        self.session = Session(template, self.generator, read)
+        self.session = Session(rendered, self.generator, read)
         self.sessions = FakeAgentSessions({KEY: self.session})
         self.agent = self.sessions.by_key[KEY]
         self.app = agent_app(self.sessions, largest_body)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_server import ADD_TOOL, Server, call
+from agent_server import ADD_TOOL, QWEN, Server, call
 
 TEXTS = [
     "Let me add.\n" + call(1, 2),
@@ -17,6 +17,7 @@ TEXTS = [
     call(3, 4) + call(5, 6),
     "7 and 11",
 ]
+USER: Any = {"role": "user", "content": "q"}
 QUESTIONS = ("1 + 2?", "3 + 4 and 5 + 6?")
 SAID = ["Let me add.", "The sum is 3 < 4.", "", "7 and 11"]
 RESPONSES_TOOL = {"type": "function", **ADD_TOOL["function"]}  # type: ignore[dict-item]
@@ -326,6 +327,19 @@ def test_text_arrives_while_it_is_sampled(tmp_path: Path) -> None:
             assert (await events.get_final_response()).output_text == "".join(pieces)
 
     asyncio.run(asyncio.wait_for(ask(), 30))
+
+
+def test_reasoning_that_the_template_begins_is_not_streamed_as_text(tmp_path: Path) -> None:
+    forced = QWEN.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>' }}{% endif %}")
+    server = Server(tmp_path, ["why so</think>so"], template=forced)
+
+    async def ask() -> None:
+        async with server.openai() as client:
+            done = await chat_completion(client, True, model="m", messages=[USER])
+            assert done.choices[0].message.content == "so"
+            assert done.choices[0].message.reasoning == "why so"
+
+    asyncio.run(ask())
 
 
 def test_a_cut_answer_says_so(tmp_path: Path) -> None:

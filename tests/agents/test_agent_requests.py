@@ -325,7 +325,7 @@ def test_the_end_of_a_session_ends_its_requests(tmp_path: Path, stream: bool) ->
             )
             await gate.asked.acquire()
             if stream:
-                events = await asked  # its text has begun
+                events = await asked  # its text has come
                 server.sessions.end(KEY, "deadline")
                 with pytest.raises(openai.APIError, match="has ended: deadline"):
                     async for _ in events:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chat_families import CHATML, HEADERS, save_chat_model
 
-from asyncrl.text.response import ResponseReader, response_template
+from asyncrl.text.response import ResponseReader, in_reasoning, response_template
 from asyncrl.text.template import Message
 from asyncrl.text.tokenizer import load_tokenizer
 
@@ -123,3 +123,24 @@ def test_a_model_without_calls_writes_text(tmp_path: Path) -> None:
     tokenizer: Any = load_tokenizer(save_chat_model(tmp_path / "model", CHATML))
     assert response_template(tokenizer) is None
     assert read(tokenizer, "<tool_call>x</tool_call>")[0]["content"] == "plain"
+
+
+@pytest.mark.parametrize(
+    ("text", "within"),
+    [
+        ("assistant\n<think>", True),
+        ("assistant\n<think>\n\n</think>\n\n", False),
+        ("<think>a</think><seed:think>b", True),
+        ("[THINK]a", True),
+        ("[THINK]a[/THINK]b", False),
+        ("to think", False),
+    ],
+)
+def test_where_reasoning_goes_on(text: str, within: bool) -> None:
+    assert in_reasoning(text) is within
+
+
+def test_an_own_template_may_write_content_elsewhere(hermes: Any) -> None:
+    assert ResponseReader(hermes).text_begins_content
+    hermes.response_template = OWN
+    assert not ResponseReader(hermes).text_begins_content

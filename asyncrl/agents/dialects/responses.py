@@ -294,14 +294,14 @@ class _Events:
         return self.next("response.output_text.delta", **place, delta=text, logprobs=[])
 
     def of_item(
-        self, item: dict[str, Any], index: int, text: str, rest: str, begun: bool
+        self, item: dict[str, Any], index: int, text: str, rest: str, started: bool
     ) -> Iterator[Event]:
         """The events of one item, up to its end.
 
         Args:
             text: of the whole item.
             rest: what a message has after the text that was sent.
-            begun: whether the message has been begun.
+            started: whether the message has been started.
         """
         place = {"item_id": item["id"], "output_index": index}
         if item["type"] == "function_call":
@@ -318,7 +318,7 @@ class _Events:
             yield self.next("response.reasoning_text.delta", **place, delta=text)
             yield self.next("response.reasoning_text.done", **place, text=text)
         else:
-            if not begun:
+            if not started:
                 yield from self.begin_message(item["id"], index)
             if rest:
                 yield self.delta(item["id"], index, rest)
