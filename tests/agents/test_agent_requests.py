@@ -223,7 +223,7 @@ def test_what_has_no_effect_is_counted(tmp_path: Path) -> None:
             "parallel_tool_calls": False,
         },
         TEXT: {"best_of": 3, "seed": 1},
-        RESPONSES: {"reasoning": {"effort": "low"}, "tool_choice": "required"},
+        RESPONSES: {"reasoning": {"effort": "low"}, "tool_choice": "required", "include": ["x"]},
         MESSAGES: {"top_k": 5, "thinking": {"type": "enabled"}, "tool_choice": {"type": "any"}},
     }
     for path in PATHS:
@@ -239,6 +239,7 @@ def test_what_has_no_effect_is_counted(tmp_path: Path) -> None:
         "best_of": 1,
         "seed": 1,
         "reasoning": 1,
+        "include": 1,
         "top_k": 1,
         "thinking": 1,
     }

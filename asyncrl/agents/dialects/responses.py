@@ -130,6 +130,7 @@ class Responses:
             "tool_choice": forced,
             "parallel_tool_calls": body.parallel_tool_calls is False and bool(tools),
             "top_logprobs": bool(body.top_logprobs),
+            "include": bool(set(body.include or ()) - {LOGPROBS}),
             "truncation": body.truncation == "auto",
         }
         self.overridden: Sequence[str] = overridden_of(body, named)
