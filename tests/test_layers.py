@@ -69,9 +69,11 @@ HOMES = {
         "runtime.serve_calls",
         "preflight.attach",
     ],
+    "fastapi": ["agents", "serving"],
     "ray.data": ["runtime.ray_stream"],
     "ray._private": ["preflight"],
     "ray._common": ["preflight.cluster_address"],
+    "starlette": ["agents", "serving"],
 }
 """Library → the folders and modules that import it; each of them does."""
 NO_FILES = {"io", "os", "pathlib", "shutil", "tempfile"}

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from asyncrl.agents.contract import Event, Part
 from asyncrl.runtime.connection import ClientLeftError, while_connected
@@ -45,23 +45,27 @@ class EventStream(Response):
                 self._left()
 
     async def _send(self, send: Send) -> None:
-        async def put(text: str) -> None:
+        async def put(message: Message) -> None:
             try:
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+                await send(message)
             except OSError:  # the server noticed the closed connection first
                 raise ClientLeftError from None
 
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await put({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         sent = 0
         try:
             async for event in self._events:
-                await put(event_text(event))
+                await put(_body(event_text(event)))
                 sent += 1
         except ClientLeftError:
             raise
         except Exception as error:
-            await put(event_text(self._failed(error, sent)))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await put(_body(event_text(self._failed(error, sent))))
+        await put({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _body(text: str) -> Message:
+    return {"type": "http.response.body", "body": text.encode(), "more_body": True}
 
 
 def event_text(event: Event) -> str:
