@@ -55,8 +55,8 @@ class Event:
 
 
 class Dialect(Protocol):
-    """One request in the form of one API. It is made of the parsed JSON body and the session's notes,
-    and raises AgentError (400) for a body that it cannot follow."""
+    """One request in the form of one API. It is made of the parsed JSON body and the session's
+    notes, and raises AgentError (400) for a body that it cannot follow."""
 
     request: ChatRequest
     """Without `key`, which the app reads from the headers."""
