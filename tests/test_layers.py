@@ -24,6 +24,7 @@ LAYERS = (
     (
         "data",
         "rollout",
+        "agents",
         "environments",
         "rewards",
         "weights",
@@ -44,6 +45,7 @@ BETWEEN_STATIONS = {
     ("frozen", "weights"),
     ("generation", "weights"),
     ("learning", "weights"),
+    ("rollout", "agents"),
     ("rollout", "environments"),
     ("serving", "generation"),
 }
@@ -254,10 +256,10 @@ SURFACE = {
     "": "open_run train",
     "algorithms": "CHUNK_ELEMENTS LIVE_CHUNKS supervised_loss token_logprobs token_weights",
     "config": (
-        "AlgorithmConfig CheckpointConfig Config ConfigError CorrectionConfig DataConfig "
-        "DistillationConfig DpoConfig EnvironmentConfig EvalConfig EvalSet GeneratorConfig "
-        "HUB_CACHE LearnerConfig LoraConfig ModelConfig ObserveConfig OfflineConfig "
-        "OfflineDataConfig RewardConfig RewardFunction RolloutConfig RunSettings "
+        "AgentConfig AlgorithmConfig CheckpointConfig Config ConfigError CorrectionConfig "
+        "DataConfig DistillationConfig DpoConfig EnvironmentConfig EvalConfig EvalSet "
+        "GeneratorConfig HUB_CACHE LearnerConfig LoraConfig ModelConfig ObserveConfig "
+        "OfflineConfig OfflineDataConfig RewardConfig RewardFunction RolloutConfig RunSettings "
         "SandboxConfig Section SftConfig Source Sources StalenessConfig WarmStartConfig "
         "WeightsConfig command_line completion_room explain field_names is_hub_data "
         "is_hub_name load_any load_config load_offline sources_of"
@@ -269,7 +271,7 @@ SURFACE = {
         "Engine Generator GeneratorApp ServeGenerate begin_generators draw_in_blocks "
         "engine_environment wait_for_generators"
     ),
-    "environments": "EnvironmentPool",
+    "environments": "AgentFailedError EnvironmentPool RewardFailedError",
     "frozen": "start_reference",
     "learning": "LearnerGroup examples_with pairs_of LearnerRank Meeting start_rank",
     "models": (

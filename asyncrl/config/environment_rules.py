@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from asyncrl.config.settings import Settings
+from collections.abc import Sequence
+
+from asyncrl.config.schema import AgentConfig
+from asyncrl.config.settings import BUILTIN, Settings
 
 __all__ = ["check_environment"]
+
+
+def _check_agent(agent: AgentConfig, rewards: Sequence[str]) -> None:
+    if (agent.command is None) == (agent.function is None):
+        raise ValueError("agent needs either a command or a function; give one of them")
+    if agent.command is not None and agent.arguments:
+        raise ValueError(
+            "agent.arguments are those of agent.function; write a program's into agent.command"
+        )
+    if agent.command is not None and all(name == BUILTIN for name in rewards):
+        raise ValueError(
+            "agent.command gives no reward; set reward.functions to a function of session_messages"
+            " or session_output"
+        )
 
 
 def check_environment(config: Settings) -> None:
@@ -12,6 +29,8 @@ def check_environment(config: Settings) -> None:
     environment, algorithm, reward = config.environment, config.algorithm, config.reward
     if environment is None:
         return
+    if config.agent is not None:
+        _check_agent(config.agent, [function.function for function in reward.functions.values()])
     if config.data.max_length is None:
         raise ValueError(
             "environment needs data.max_length: the most tokens of a session's longest row, such as"

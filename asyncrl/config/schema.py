@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict
 
 from pydantic import (
     AfterValidator,
@@ -438,6 +438,33 @@ class RewardConfig(Section):
         return self.overlong_buffer > 0
 
 
+class AgentConfig(Section):
+    """An agent that runs as it is, and talks to its session at a URL. It is an environment, and the
+    section `environment` has its limits."""
+
+    command: list[str] | None = Field(default=None, min_length=1)
+    """A program and its arguments, run once for each session. `{NAME}` in them is the column NAME
+    of the task; `{prompt}` is its prompt. The program gets OPENAI_BASE_URL, OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and not the secrets of this process. Its standard
+    output reaches reward functions as `session_output`."""
+    function: str | None = Field(default=None, pattern=FUNCTION)
+    """`package.module:name` instead of a program: a function of a task and the model, async or not.
+    `model.base_url` and `model.api_key` are those of its session."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+    variables: dict[str, str] = {}
+    """Further environment variables of the program. They are saved and shown with the config, so do
+    not put secrets here."""
+    stdin: Literal["prompt", "task", "none"] = "prompt"
+    """What the program can read from its standard input: the prompt's text, the task as JSON, or
+    nothing."""
+
+
+SessionEnd: TypeAlias = Literal[
+    "done", "length", "turns", "deadline", "agent_error", "env_error", "reward_error", "closed"
+]
+
+
 class EnvironmentConfig(Section):
     """Sessions: each trajectory is one attempt of an environment at a prompt, with many turns of
     the model."""
@@ -452,14 +479,21 @@ class EnvironmentConfig(Section):
     """Most turns of one session."""
     deadline_s: float = Field(default=300.0, gt=0)
     """Seconds of one session, the model's and the environment's together."""
-    train_ends: list[Literal["done", "length", "turns", "deadline", "env_error", "closed"]] = [
+    turn_s: float | None = Field(default=None, gt=0)
+    """Seconds of one turn of the model. A session with a longer one ends with `deadline`. None =
+    only deadline_s counts."""
+    train_ends: list[SessionEnd] = [
         "done",
         "length",
         "turns",
     ]
     """Sessions with these ends are trained. Others are masked, and their reward counts nowhere.
-    `length`: the context is full. `turns`, `deadline`: a limit. `env_error`: the environment
-    raised, blocked its process or ended it. `closed`: the run ended the session."""
+    `length`: the context is full. `turns`, `deadline`: a limit. `agent_error`: the agent failed.
+    `env_error`: the environment raised, blocked its process or ended it. `reward_error`: it gave no
+    valid reward. `closed`: the run ended the session."""
+    url: bool = False
+    """Serve each session at a URL of its own on loopback, for agents that speak HTTP. The section
+    `agent` sets it."""
     history: Literal["verbatim", "template"] = "verbatim"
     """What a turn continues from. `verbatim`: the tokens that were sampled before it. `template`:
     the same, but only where the chat template would write the same tokens. A template that strips

@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from asyncrl.environments.attempt import AgentFailedError as AgentFailedError
+    from asyncrl.environments.attempt import RewardFailedError as RewardFailedError
     from asyncrl.environments.pool import EnvironmentPool as EnvironmentPool
 
-__getattr__ = lazy_exports(__name__, EnvironmentPool="pool")
+__getattr__ = lazy_exports(
+    __name__,
+    AgentFailedError="attempt",
+    EnvironmentPool="pool",
+    RewardFailedError="attempt",
+)

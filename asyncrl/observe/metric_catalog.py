@@ -305,15 +305,15 @@ BATCH = (
         " to learn from; not scored by the teacher",
     ),
     Metric(
-        "session/done_ratio, session/length_ratio, session/turns_ratio, session/agent_error_ratio,"
-        " session/reward_error_ratio, session/closed_ratio",
+        "session/done_ratio, session/length_ratio, session/turns_ratio, session/closed_ratio",
         "with an environment: share of the sessions scored since the previous step that ended in"
         " this way (docs/how_to/environments.md)",
     ),
     Metric(
-        "session/env_error_ratio, session/deadline_ratio",
-        "share of them whose environment failed; that reached `environment.deadline_s`. They are"
-        " not trained",
+        "session/env_error_ratio, session/agent_error_ratio, session/reward_error_ratio,"
+        " session/deadline_ratio",
+        "share of them whose environment failed; whose agent program failed; that got no valid"
+        " reward; that reached `environment.deadline_s` or turn_s. They are not trained",
     ),
     Metric("session/turns", "mean number of turns of a session"),
     Metric(

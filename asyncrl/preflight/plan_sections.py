@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,7 +138,7 @@ def environment_text(config: Config) -> list[str]:
     workers, seconds = config.rollout.num_workers, f"{environment.deadline_s:g} s"
     lines = [
         "# environment",
-        f"{environment.function}: at most {environment.max_turns} turns and {seconds}",
+        f"{_player_text(config)}: at most {environment.max_turns} turns and {seconds}",
         f"a row has at most {config.longest_trajectory} tokens, and a turn"
         f" {config.rollout.max_completion_length}",
         f"trained ends: {', '.join(environment.train_ends)}; history: {environment.history}",
@@ -147,6 +148,15 @@ def environment_text(config: Config) -> list[str]:
     if config.staleness.on_stale == "wait":
         lines.append(f"on_stale: wait: one session may hold back steps for {seconds}")
     return ["\n  ".join(lines)]
+
+
+def _player_text(config: Config) -> str:
+    """What plays the sessions."""
+    agent = config.agent
+    if agent is None:
+        assert config.environment is not None
+        return config.environment.function
+    return agent.function or f"the program {shlex.join(agent.command or [])}"
 
 
 def _refreshes_text(config: Config) -> str:

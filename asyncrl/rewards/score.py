@@ -72,7 +72,7 @@ BASELINE = ["baseline_text", "baseline_ids", "baseline_finish_reason"]
 """The same columns of a baseline, except the prompt."""
 
 
-SESSIONS = ("session_messages", "session_end", "session_reward", "session_parts")
+SESSIONS = ("session_messages", "session_end", "session_reward", "session_parts", "session_output")
 """Columns of sessions that reward functions get."""
 
 
@@ -134,8 +134,8 @@ def _sessions(group: pa.Table) -> list[Session] | None:
         return None
     columns = (group[name][0].as_py() for name in SESSIONS)
     return [
-        Session(json.loads(messages), end, given, json.loads(parts))
-        for messages, end, given, parts in zip(*columns, strict=True)
+        Session(json.loads(messages), end, given, json.loads(parts), output)
+        for messages, end, given, parts, output in zip(*columns, strict=True)
     ]
 
 

@@ -14,7 +14,15 @@ from urllib.parse import quote, quote_plus
 
 import yaml
 
-__all__ = ["RedactingFormatter", "print_shown", "redact", "redact_all", "redact_tree", "shown"]
+__all__ = [
+    "RedactingFormatter",
+    "is_secret_name",
+    "print_shown",
+    "redact",
+    "redact_all",
+    "redact_tree",
+    "shown",
+]
 
 SECRET_NAME = re.compile(
     r"(?:^|[_.-])(?:api_?key|key|token|credentials?|pat|auth|bearer|cookie|dsn|pem)(?:[_-]?\d+)?$"
@@ -62,7 +70,7 @@ def redact(text: str) -> str:
     """Replace every secret in the text by `[redacted]`: values of this process's secret variables,
     plain or escaped, and texts that match `PATTERNS`."""
     for name, value in os.environ.items():
-        if len(value) > 1 and _is_secret(name) and value.lower() not in FLAGS:
+        if len(value) > 1 and is_secret_name(name) and value.lower() not in FLAGS:
             for form in _forms(value):
                 if len(form) >= SHORT:
                     text = text.replace(form, f"[redacted {name}]")
@@ -84,7 +92,8 @@ def redact_all(texts: Sequence[str]) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_secret(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
+    """Whether a variable or setting of this name has a secret value."""
     return SECRET_NAME.search(name) is not None
 
 

@@ -202,7 +202,8 @@ def not_async(task: Any, model: Any) -> float:
 )
 def test_errors_of_the_environment_are_its_own(environment: Any, note: str) -> None:
     ended = run(environment, deadline_s=60)
-    assert ended.end == "env_error" and ended.reward is None
+    nonsense = environment in (gives_nonsense, gives_text)
+    assert ended.end == ("reward_error" if nonsense else "env_error") and ended.reward is None
     assert ended.note.startswith(note) and "\n" not in ended.note
     assert environment is not raises or "test_attempt.py:" in ended.note
 
@@ -279,7 +280,7 @@ def test_a_reward_that_single_precision_does_not_hold_is_nonsense(reward: float)
     async def gives(task: Any, model: Any) -> float:
         return reward
 
-    assert run(gives).end == "env_error"
+    assert run(gives).end == "reward_error"
 
 
 def test_a_game_may_use_one_dict_for_all_its_messages() -> None:
