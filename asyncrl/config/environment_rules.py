@@ -19,8 +19,8 @@ def _check_agent(agent: AgentConfig, rewards: Sequence[str]) -> None:
         )
     if agent.command is not None and all(name == BUILTIN for name in rewards):
         raise ValueError(
-            "agent.command gives no reward; set reward.functions to a function of session_messages"
-            " or session_output"
+            "agent.command gives no reward; set reward.functions to"
+            " asyncrl.rewards.builtin:printed_reward, or to a function of session_messages"
         )
 
 

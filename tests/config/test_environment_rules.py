@@ -75,3 +75,43 @@ def test_the_deadline_of_a_group_follows_from_that_of_its_sessions() -> None:
 def test_what_does_not_work_is_refused_with_its_reason(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         config(**changes)
+
+
+PROGRAM = {"command": ["agent", "{prompt}"]}
+PRINTED = {"functions": {"mine": {"function": "asyncrl.rewards.builtin:printed_reward"}}}
+
+
+def agent(given: dict[str, Any], **changes: Any) -> Config:
+    tree = {name: value for name, value in TREE.items() if name != "environment"}
+    return Config.model_validate({**tree, "agent": given, **changes})
+
+
+def test_an_agent_program_is_an_environment_with_a_url() -> None:
+    found = agent(PROGRAM, reward=PRINTED, environment={"max_turns": 3})
+    assert found.environment is not None and found.environment.url
+    assert found.environment.function == "asyncrl.environments.agent:play"
+    assert found.environment.arguments == PROGRAM and found.environment.max_turns == 3
+    # A run saves its config, and reads it again.
+    assert Config.model_validate(found.model_dump(mode="json")).environment == found.environment
+
+
+def test_the_reward_of_an_agent_function_is_what_it_returns() -> None:
+    found = agent({"function": "my_agent:solve"})
+    assert list(found.reward.functions) == ["environment"]
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "why"),
+    [
+        ({}, {}, "agent needs either a command or a function"),
+        ({**PROGRAM, "function": "m:f"}, {}, "agent needs either a command or a function"),
+        ({**PROGRAM, "arguments": {"a": 1}}, {}, "write a program's into agent.command"),
+        (PROGRAM, {}, "agent.command gives no reward; set reward.functions to"),
+        (PROGRAM, {"environment": {"function": "m:f"}}, "environment.function = 'm:f' and the"),
+        ({"command": []}, {}, "command"),
+        ({"command": "agent --task"}, {}, "command"),
+    ],
+)
+def test_agents_that_are_refused(given: dict[str, Any], changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        agent(given, **changes)

@@ -33,6 +33,7 @@ def test_the_recipes_that_the_docs_name_exist() -> None:
         "two_gpus",
         "eight_gpus",
         "two_nodes",
+        "black_box_agent",
     }
     page = (ROOT / "docs" / "recipes.md").read_text()
     assert all(f"`jobs/recipes/{name}.yaml`" in page for name in names)
@@ -52,6 +53,8 @@ def test_a_recipe_is_planned(path: Path, data: Path, tiny_model: Path, tmp_path:
         "rollout.max_completion_length": 16,
         "reward.overlong_buffer": min(given.reward.overlong_buffer, 8),
     }
+    if given.data.max_length is not None:
+        changes["data.max_length"] = 32
     if given.eval.data is not None:
         changes["eval.data"] = data
     overrides = [part for name, value in changes.items() for part in (f"--{name}", str(value))]
