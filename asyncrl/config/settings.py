@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from asyncrl.config.run_settings import Limits, RunSettings, located, root_of_runs
 from asyncrl.config.schema import (
@@ -106,6 +106,10 @@ class Settings(RunSettings):
         environment = tree.get("environment") or {}
         if not isinstance(environment, dict):
             return tree
+        try:
+            agent = AgentConfig.model_validate(tree["agent"])
+        except ValidationError:  # the field `agent` reports it
+            return tree
         if environment.get("function", AGENT) != AGENT:
             raise ValueError(
                 f"environment.function = {environment['function']!r} and the section agent are both"
@@ -116,7 +120,7 @@ class Settings(RunSettings):
             "environment": {
                 **environment,
                 "function": AGENT,
-                "arguments": tree["agent"],
+                "arguments": agent.model_dump(mode="json"),
                 "url": True,
             },
         }
