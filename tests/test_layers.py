@@ -300,7 +300,8 @@ SURFACE = {
     "sessions": "ChatRequest Sampled Session SessionTemplate TurnRequest",
     "serving": "build_reward_app build_standing_app",
     "testing": (
-        "DeadlockError FakeCheckpoints FakeEngine FakeGenerate FakeLearner FakeLogprobCheck "
+        "DeadlockError FakeAgentSession FakeAgentSessions FakeCheckpoints FakeEngine "
+        "FakeGenerate FakeLearner FakeLogprobCheck "
         "FakePrompts FakeRecorder FakeReferencePolicy FakeReplicas FakeRollouts FakeSandbox "
         "FakeScores FakeServed FakeSink FakeTurnGenerator FakeWeightSync FakeWords"
         " SeededGenerator VirtualTimeLoop"

@@ -3,42 +3,19 @@ disconnects."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Callable
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-__all__ = ["ClientLeftError", "EventStream", "while_connected"]
+from asyncrl.runtime.connection import ClientLeftError, while_connected
 
-T = TypeVar("T")
+__all__ = ["EventStream"]
+
 DONE = "[DONE]"
 """Data of the last event of a complete answer. It is not sent after an error."""
-
-
-class ClientLeftError(Exception):
-    """The client closed its connection."""
-
-
-async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Await `work`, and cancel it when the client disconnects, which frees its KV cache.
-
-    Raises:
-        ClientLeftError: the client disconnected first.
-    """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientLeftError
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 class EventStream(Response):
@@ -84,9 +61,3 @@ class EventStream(Response):
 
 def _event(data: str) -> Message:
     return {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
-
-
-async def _left(receive: Receive) -> None:
-    message = await receive()
-    while message["type"] != "http.disconnect":
-        message = await receive()

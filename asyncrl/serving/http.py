@@ -28,11 +28,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError, StaleReplicaError
 from asyncrl.contracts.messages import Details, GenerateRequest, ServedWeights, StreamPiece
+from asyncrl.runtime.connection import ClientLeftError, while_connected
 from asyncrl.serving.answers import ChoicePiece, Dialect, Head, Words, ask
 from asyncrl.serving.dialects.chat import Chat
 from asyncrl.serving.dialects.completions import Completions
 from asyncrl.serving.errors import ApiError, as_api_error, printable
-from asyncrl.serving.events import ClientLeftError, EventStream, while_connected
+from asyncrl.serving.events import EventStream
 from asyncrl.serving.identity import ServedModel, model_list, weights
 from asyncrl.serving.metrics import CONTENT_TYPE, HttpStatus, Traffic, TrafficCounter, exposition
 

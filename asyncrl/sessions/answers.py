@@ -81,3 +81,5 @@ class Answer:
     """Its index among the session's nodes."""
     tokens: tuple[tuple[str, float], ...] = ()
     """The text and the log-prob, in nats, of each token, if wanted."""
+    stop: str | None = None
+    """The string of its request's `stop` that ended it."""

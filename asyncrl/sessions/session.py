@@ -393,7 +393,22 @@ class Session:
             len(prompt_ids),
             node,
             self._spelled(completion) if request.logprobs else (),
+            self._stop(completion, request.stop),
         )
+
+    def _stop(self, completion: Completion, stops: Sequence[str]) -> str | None:
+        """Which of a request's stop strings ended a completion."""
+        ids = completion.token_ids
+        if (
+            not stops
+            or completion.finish_reason != "stop"
+            or ids[-1:] == ()
+            or (ids[-1] in self._template.ends)
+        ):
+            return None
+        text = decode_prompt(self._template.tokenizer, ids)
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
+        return min(found)[1] if found else None
 
     def _spelled(self, completion: Completion) -> tuple[tuple[str, float], ...]:
         texts = [decode_prompt(self._template.tokenizer, [token]) for token in completion.token_ids]

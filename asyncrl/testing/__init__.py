@@ -3,6 +3,7 @@
 They are deterministic, work in memory, and check their arguments. Use them to test control flow.
 """
 
+from asyncrl.testing.agents import FakeAgentSession, FakeAgentSessions
 from asyncrl.testing.clock import DeadlockError, VirtualTimeLoop
 from asyncrl.testing.control import (
     FakeCheckpoints,
@@ -24,6 +25,8 @@ from asyncrl.testing.sessions import FakeTurnGenerator
 
 __all__ = [
     "DeadlockError",
+    "FakeAgentSession",
+    "FakeAgentSessions",
     "FakeCheckpoints",
     "FakeEngine",
     "FakeGenerate",

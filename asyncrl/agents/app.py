@@ -1,0 +1,321 @@
+"""The HTTP routes that agents use. They speak the APIs of OpenAI and Anthropic.
+
+key → session → body → dialect → `AgentSession.chat` → answer or events
+"""
+
+# No postponed annotations here: FastAPI evaluates those of the routes.
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from asyncrl.agents.contract import (
+    AgentError,
+    AgentSession,
+    AgentSessions,
+    Dialect,
+    Part,
+)
+from asyncrl.agents.dialects.chat import Chat, ChatAnswer, ChatBody
+from asyncrl.agents.dialects.completions import (
+    Completions,
+    CompletionsAnswer,
+    CompletionsBody,
+)
+from asyncrl.agents.dialects.fields import ErrorBody
+from asyncrl.agents.dialects.messages import (
+    AnthropicErrorBody,
+    Messages,
+    MessagesAnswer,
+    MessagesBody,
+)
+from asyncrl.agents.dialects.responses import Responses, ResponsesAnswer, ResponsesBody
+from asyncrl.agents.errors import as_agent_error, error_body, error_event
+from asyncrl.agents.events import EventStream
+from asyncrl.agents.heard import CertainText, parts_of
+from asyncrl.agents.retries import Attempts
+from asyncrl.runtime.clock import steady_time
+from asyncrl.runtime.connection import ClientLeftError, while_connected
+from asyncrl.sessions.answers import Answer, ChatRequest, Heard
+from asyncrl.text.template import Message
+
+__all__ = ["LARGEST_BODY", "agent_app"]
+
+LARGEST_BODY = 16 << 20
+"""Upper limit of a request body, in bytes."""
+CLIENT_LEFT = 499
+"""Status code when the client disconnects before the answer, as in nginx."""
+MODELS = "/v1/models"
+ERRORS = (400, 401, 404, 409, 413, 415, 500)
+REFS = "#/components/schemas/{model}"
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """One of the APIs: its converter, and what the schema says of it."""
+
+    dialect: Callable[[object, dict[str, list[Message]]], Dialect]
+    body: type[BaseModel]
+    answer: type[BaseModel]
+    error: type[BaseModel] = ErrorBody
+
+
+APIS = {
+    "/v1/chat/completions": Api(Chat, ChatBody, ChatAnswer),
+    "/v1/completions": Api(Completions, CompletionsBody, CompletionsAnswer),
+    "/v1/responses": Api(Responses, ResponsesBody, ResponsesAnswer),
+    "/v1/messages": Api(Messages, MessagesBody, MessagesAnswer, AnthropicErrorBody),
+}
+
+
+def agent_app(sessions: AgentSessions, largest_body: int = LARGEST_BODY) -> FastAPI:
+    """The application that serves sessions to agents.
+
+    Args:
+        largest_body: bytes of a request. A larger one gets 413.
+    """
+    app = FastAPI(title="asyncrl", docs_url=None, redoc_url=None, redirect_slashes=False)
+    server = _Server(sessions, largest_body)
+
+    def answered(api: Api) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        async def answer(request: Request) -> Response:
+            return await server.safely(request, server.answer(request, api))
+
+        return answer
+
+    for path, api in APIS.items():
+        name = path.removeprefix("/v1/").replace("/", "_")
+        app.post(path, name=name, operation_id=name, **_described(api))(answered(api))
+
+    @app.get(MODELS, operation_id="models", responses=_errors(ErrorBody, (401, 409, 500)))
+    async def models(request: Request) -> Response:
+        return await server.safely(request, server.models(request, None))
+
+    @app.get(
+        MODELS + "/{name:path}", operation_id="model", responses=_errors(ErrorBody, (401, 409, 500))
+    )
+    async def model(request: Request, name: str) -> Response:
+        return await server.safely(request, server.models(request, name))
+
+    app.add_exception_handler(StarletteHTTPException, _refused_by_fastapi)
+    app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
+    return app
+
+
+class _Server:
+    """Answers requests from the sessions of their keys."""
+
+    def __init__(self, sessions: AgentSessions, largest_body: int) -> None:
+        self._sessions, self._largest_body = sessions, largest_body
+        self._attempts = Attempts()
+
+    async def safely(self, request: Request, work: Awaitable[Response]) -> Response:
+        """An error as an answer in the form of its API."""
+        try:
+            return await work
+        except ClientLeftError:
+            return Response(status_code=CLIENT_LEFT)
+        except Exception as error:
+            return _refusal(request.url.path, as_agent_error(error))
+
+    async def models(self, request: Request, name: str | None) -> Response:
+        """One model of any name, or the list of models, for clients of both companies."""
+        self._sessions.of(_key(request.headers))
+        entry = _model(name or "policy")
+        return JSONResponse(
+            entry
+            if name is not None
+            else {
+                "object": "list",
+                "data": [entry],
+                "has_more": False,
+                "first_id": entry["id"],
+                "last_id": entry["id"],
+            }
+        )
+
+    async def answer(self, request: Request, api: Api) -> Response:
+        """Answer one request with a body."""
+        key = _key(request.headers)
+        session = self._sessions.of(key)
+        body = await _body(request, self._largest_body)
+        dialect = api.dialect(_parsed(body), session.notes)
+        session.override(dialect.overridden)
+        name = self._attempts.key(key, request.url.path, request.headers, body)
+        asked = replace(dialect.request, key=name)
+
+        async def chat(heard: Heard | None) -> list[Answer]:
+            return await self._chat(key, session, asked, heard)
+
+        try:
+            if not dialect.streams:
+                answers = await while_connected(request.receive, chat(None))
+                return JSONResponse(dialect.answer(answers))
+            parts = parts_of(chat, _holders(asked))
+            # A failure before the first part still gets its own status code.
+            first = await while_connected(request.receive, anext(parts))
+        except ClientLeftError:
+            self._attempts.left(name)
+            raise
+        path = request.url.path
+        return EventStream(
+            dialect.events(_again(first, parts)),
+            parts,
+            lambda error, sent: error_event(path, as_agent_error(error), sent),
+            lambda: self._attempts.left(name),
+        )
+
+    async def _chat(
+        self, key: str, session: AgentSession, asked: ChatRequest, heard: Heard | None
+    ) -> list[Answer]:
+        """The answers. Raises AgentError, 409, if the session ends meanwhile."""
+        try:
+            return await session.chat(asked, heard)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the client has left
+        self._sessions.of(key)  # raises AgentError with the reason
+        raise AgentError(409, "the session has ended", "session_closed")
+
+
+def _holders(request: ChatRequest) -> list[CertainText] | None:
+    """What holds back the text of each choice. A continued text is content only."""
+    if request.prompt is not None:
+        return None
+    return [CertainText(bool(request.tools)) for _ in range(request.n)]
+
+
+async def _again(first: Part, rest: AsyncGenerator[Part, None]) -> AsyncIterator[Part]:
+    yield first
+    async for part in rest:
+        yield part
+
+
+def _key(headers: Mapping[str, str]) -> str:
+    """The API key of a request. Empty if it has none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+async def _body(request: Request, largest: int) -> bytes:
+    """The body of a request. Raises AgentError: 413, or 415."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise AgentError(415, "Content-Type is not application/json; set it", "invalid_type")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise AgentError(415, "the body is compressed; send it uncompressed", "invalid_encoding")
+    size = request.headers.get("content-length", "")
+    parts, total = [], int(size[:20]) if size.isascii() and size.isdigit() else 0
+    too_large = AgentError(
+        413, f"the body is above {largest:,} bytes; send fewer messages", "request_too_large"
+    )
+    if total > largest:
+        raise too_large
+    total = 0
+    async for part in request.stream():
+        total += len(part)
+        if total > largest:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _parsed(body: bytes) -> object:
+    """The JSON of a body. Raises AgentError, 400."""
+    try:
+        tree: object = json.loads(body, parse_constant=_no_number)
+        if b"\\ud" in body.lower():  # half of a surrogate pair is no text
+            json.dumps(tree, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        problem = "has half of a surrogate pair" if "surrogates" in str(error) else "is not JSON"
+        raise AgentError(400, f"the body {problem}; send a JSON object", "invalid_body") from None
+    return tree
+
+
+def _no_number(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _model(name: str) -> dict[str, Any]:
+    """A model, as both companies describe one."""
+    now = int(steady_time())
+    return {
+        "id": name,
+        "object": "model",
+        "created": now,
+        "owned_by": "asyncrl",
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
+
+
+def _refusal(path: str, error: AgentError) -> JSONResponse:
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.status == 409:
+        headers["x-should-retry"] = "false"  # the official clients would retry it
+    return JSONResponse(error_body(path, error), error.status, headers)
+
+
+async def _refused_by_fastapi(request: Request, error: Exception) -> Response:
+    """The answer to an unknown path or a wrong method."""
+    status = error.status_code if isinstance(error, StarletteHTTPException) else 500
+    texts = {
+        404: f"no such path; the paths are {', '.join((*APIS, MODELS))}",
+        405: f"method not allowed; use GET for {MODELS}, and POST for other paths",
+    }
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "refused")
+    refused = AgentError(status, texts.get(status, "the request was refused"), code)
+    response = _refusal(request.url.path, refused)
+    allowed = getattr(error, "headers", None) or {}
+    response.headers.update(allowed)
+    return response
+
+
+def _errors(kind: type[BaseModel], statuses: tuple[int, ...] = ERRORS) -> dict[int | str, Any]:
+    return {status: {"model": kind} for status in statuses}
+
+
+def _described(api: Api) -> dict[str, Any]:
+    """What the schema says of a route. The route itself reads the body, because clients get errors
+    in the form of their API."""
+    body = {"schema": {"$ref": REFS.format(model=api.body.__name__)}}
+    stream = {"schema": {"type": "string"}}
+    return {
+        "responses": {
+            200: {"model": api.answer, "content": {"text/event-stream": stream}},
+            **_errors(api.error),
+        },
+        "openapi_extra": {
+            "requestBody": {"required": True, "content": {"application/json": body}},
+            "security": [{"bearer": []}, {"key": []}],
+        },
+    }
+
+
+def _schema(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI schema with the bodies of all routes."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version="1", routes=app.routes)
+        _, bodies = models_json_schema(
+            [(api.body, "validation") for api in APIS.values()], ref_template=REFS
+        )
+        components = schema.setdefault("components", {})
+        known = components.setdefault("schemas", {})
+        known.update({name: one for name, one in bodies["$defs"].items() if name not in known})
+        components["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,261 @@
+"""What the dialects share: validation of bodies, text of contents, tools, and numbers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from asyncrl.agents.contract import AgentError
+from asyncrl.sessions.answers import Answer
+from asyncrl.text.template import Schema
+
+__all__ = [
+    "MOST_CHOICES",
+    "Body",
+    "ErrorBody",
+    "Open",
+    "calls_of",
+    "check",
+    "content_of",
+    "finish_reason",
+    "finite",
+    "function_tool",
+    "invalid",
+    "new_id",
+    "overridden_of",
+    "part_text",
+    "rest_of",
+    "stops_of",
+    "text_of",
+]
+
+MOST_CHOICES = 128
+MOST_STOPS = 16
+LEAST = -9999.0
+"""Replaces a log-prob of minus infinity, which JSON does not have."""
+LABELS = frozenset(
+    {
+        "cache_control",
+        "metadata",
+        "model",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream",
+        "stream_options",
+        "user",
+        "user_profile_id",
+        "workspace_id",
+    }
+)
+"""Fields that change no answer, so they are not counted."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+UNREADABLE = "the model reads text only; leave it out"
+
+
+class Open(BaseModel):
+    """A part of a body. Clients may send more fields than it lists."""
+
+    model_config = ConfigDict(
+        extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Body(Open):
+    """Fields of all bodies. Fields that are not listed are accepted, have no effect, and are
+    counted."""
+
+    model: str | None = None
+    """Any name. The answers come from the policy."""
+    stream: bool | None = None
+    """Whether the answer comes as server-sent events."""
+
+
+class ErrorDetail(Open):
+    """An error of OpenAI's API."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+    """For programs, such as `context_length_exceeded` or `session_closed`."""
+
+
+class ErrorBody(BaseModel):
+    """The body of an error answer."""
+
+    error: ErrorDetail
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> AgentError:
+    """The error of a body that cannot be followed."""
+    return AgentError(400, message, code, param)
+
+
+def check(kind: type[Kind], tree: object) -> Kind:
+    """Validate a body. Raises AgentError, 400, for the first invalid field."""
+    if not isinstance(tree, dict):
+        raise invalid(
+            f"the body is a JSON {type(tree).__name__}; send an object", code="invalid_body"
+        )
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        item = error.errors(include_url=False, include_context=False)[0]
+    place = _place(item["loc"], tree)
+    field = place.partition(".")[0] or None
+    if item["type"] == "missing":
+        raise invalid(f"{place} is missing; set it", field, "missing_parameter")
+    message = item["msg"].removeprefix("Value error, ")
+    raise invalid(f"{place}: {message[:1].lower()}{message[1:]}", field)
+
+
+def _place(location: Sequence[int | str], tree: object) -> str:
+    """Where a field is in the body. pydantic's location also names the types of a union."""
+    names: list[str] = []
+    for number, part in enumerate(location):
+        known = isinstance(tree, dict) and part in tree
+        if isinstance(tree, list):
+            known = isinstance(part, int) and part < len(tree)
+        if known:
+            tree = tree[part]  # type: ignore[index]
+        elif not isinstance(tree, dict) or number < len(location) - 1:
+            continue
+        names.append(_printable(str(part)))
+    return ".".join(names) or "the body"
+
+
+def _printable(name: str) -> str:
+    return "".join(one if one.isprintable() else "\ufffd" for one in name[:64])
+
+
+def overridden_of(body: Open, known: Mapping[str, bool]) -> tuple[str, ...]:
+    """The fields of a body that have no effect.
+
+    Args:
+        known: fields that the dialect knows, and whether they have none.
+    """
+    extra = body.model_extra or {}
+    unknown = [
+        _printable(name)
+        for name, value in extra.items()
+        if value is not None and name not in LABELS
+    ]
+    return (*unknown, *(name for name, given in known.items() if given))
+
+
+def text_of(content: object, param: str) -> str:
+    """The text of a content: a text, or text parts joined with line breaks.
+
+    Raises:
+        AgentError: 400 for a part that is no text, such as an image.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(f"{param} is neither a text nor a list of parts", param)
+    return "\n".join(part_text(part, f"{param}.{place}") for place, part in enumerate(content))
+
+
+def part_text(part: object, param: str) -> str:
+    """The text of a part. Raises AgentError, 400, if it is something else."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text: object = None
+    if isinstance(part, Mapping):
+        text = part.get("refusal" if kind == "refusal" else "text")
+    if kind not in (*TEXT_PARTS, "refusal"):
+        raise invalid(f"{param} has the type {_printable(str(kind))!r}; {UNREADABLE}", param)
+    if not isinstance(text, str):
+        raise invalid(f"{param} has no text; set it", param)
+    return text
+
+
+def function_tool(
+    given: Mapping[str, Any], parameters: str, param: str
+) -> tuple[Schema, list[str]]:
+    """A tool in the form of chat completions, and those of its fields that have no effect.
+
+    Args:
+        given: its `name`, `description` and `strict`, and the JSON schema of its arguments. The
+            order of the fields is kept, because templates write it.
+        parameters: the name of that schema.
+    """
+    if not isinstance(name := given.get("name"), str) or not name:
+        raise invalid(f"{param} has no name; set it", param)
+    schema = given.get(parameters)
+    if schema is not None and not isinstance(schema, Mapping):
+        raise invalid(f"{param}.{parameters} is no JSON schema; send an object", param)
+    function = {
+        "parameters" if field == parameters else field: value
+        for field, value in given.items()
+        if field in ("name", "description", parameters) and value is not None
+    }
+    return {"type": "function", "function": function}, ["strict"] if given.get("strict") else []
+
+
+def stops_of(stop: object, param: str) -> tuple[str, ...]:
+    """Stop strings, from one or a list of them."""
+    if stop is None:
+        return ()
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+        raise invalid(f"{param} has a stop that is no text or is empty; leave it out", param)
+    if len(stops) > MOST_STOPS:
+        raise invalid(f"{param} has {len(stops)} stops; send at most {MOST_STOPS}", param)
+    return tuple(stops)
+
+
+def new_id(prefix: str) -> str:
+    """An identifier that no other answer has."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def content_of(answer: Answer) -> str:
+    """The text of an answer."""
+    return str(answer.message.get("content") or "")
+
+
+def calls_of(answer: Answer) -> list[dict[str, Any]]:
+    """The tool calls of an answer, in the form of chat completions."""
+    calls = answer.message.get("tool_calls")
+    return list(calls) if isinstance(calls, list) else []
+
+
+def finish_reason(answer: Answer) -> str:
+    """Why an answer ended: `tool_calls`, `stop` or `length`."""
+    if answer.finish_reason != "stop":
+        return "length"
+    return "tool_calls" if calls_of(answer) else "stop"
+
+
+def rest_of(content: str, sent: str) -> str:
+    """What is left of a message's content.
+
+    Raises:
+        AgentError: 500 if the content does not begin with what was sent.
+    """
+    if not content.startswith(sent):
+        raise AgentError(
+            500,
+            "the text that was streamed is not the beginning of the message; ask without stream",
+            "stream_differs",
+        )
+    return content[len(sent) :]
+
+
+def finite(logprob: float) -> float:
+    """Replace minus infinity, which JSON does not have."""
+    return max(logprob, LEAST)

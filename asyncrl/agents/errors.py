@@ -1,0 +1,85 @@
+"""Error answers in the forms of OpenAI's and Anthropic's APIs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from asyncrl.agents.contract import AgentError, Event
+from asyncrl.sessions.answers import (
+    ContextTooLongError,
+    SessionClosedError,
+    TurnsExceededError,
+)
+from asyncrl.text.template import MessagesError
+
+__all__ = ["ANTHROPIC_TYPES", "as_agent_error", "error_body", "error_event"]
+
+logger = logging.getLogger(__name__)
+
+ANTHROPIC = "/v1/messages"
+"""Where the paths of Anthropic's API begin."""
+RESPONSES = "/v1/responses"
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""HTTP status → the type of an error of Anthropic's API."""
+TOO_LONG = "context_length_exceeded"
+OTHERS: tuple[tuple[type[Exception], int, str], ...] = (
+    (SessionClosedError, 409, "session_closed"),
+    (TurnsExceededError, 409, "turns_exceeded"),
+    (ContextTooLongError, 400, TOO_LONG),
+    (MessagesError, 400, "invalid_value"),
+)
+"""Errors of a session, their HTTP status and their code."""
+
+
+def as_agent_error(error: Exception) -> AgentError:
+    """Convert the exception of a failed request. The message of an unexpected exception only goes
+    to the log, because it may contain private data."""
+    if isinstance(error, AgentError):
+        return error
+    for kind, status, code in OTHERS:
+        if isinstance(error, kind):
+            return AgentError(status, " ".join(str(error).split()), code)
+    if isinstance(error, RecursionError):
+        return AgentError(400, "the body is nested too deep; flatten it", "invalid_body")
+    logger.error("a request of an agent failed", exc_info=error)
+    return AgentError(500, "the server failed; see its log", "internal_error")
+
+
+def error_body(path: str, error: AgentError) -> dict[str, Any]:
+    """The body of an error answer in the form of this path's API."""
+    if path.startswith(ANTHROPIC):
+        default = "invalid_request_error" if error.status < 500 else "api_error"
+        # Agents of Anthropic's API find a context that is too long by these words.
+        before = "prompt is too long: " if error.code == TOO_LONG else ""
+        kind = ANTHROPIC_TYPES.get(error.status, default)
+        shown = {"type": kind, "message": f"{before}{error}", "code": error.code}
+        return {"type": "error", "error": shown}
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    fields = {"param": error.param, "code": error.code}
+    return {"error": {"message": str(error), "type": kind, **fields}}
+
+
+def error_event(path: str, error: AgentError, sent: int) -> Event:
+    """The last event of a stream that failed.
+
+    Args:
+        sent: events before it.
+    """
+    body = error_body(path, error)
+    if path.startswith(ANTHROPIC):
+        return Event(body, "error")
+    if path.startswith(RESPONSES):
+        parts = {"code": error.code, "message": str(error), "param": error.param}
+        return Event({"type": "error", "sequence_number": sent, **parts, **body}, "error")
+    return Event(body)

@@ -1,0 +1,75 @@
+"""Sends the server-sent events of a streamed answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from asyncrl.agents.contract import Event, Part
+from asyncrl.runtime.connection import ClientLeftError, while_connected
+
+__all__ = ["EventStream", "event_text"]
+
+
+class EventStream(Response):
+    """Sends events while the client is connected. An exception becomes a last event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterator[Event],
+        source: AsyncGenerator[Part, None],
+        failed: Callable[[Exception, int], Event],
+        left: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            source: what `events` reads. It is closed too, even if `events` never started.
+            failed: the event of an exception, after this many events.
+            left: called if the client closes the connection before the end.
+        """
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]  # Response sets it to 0
+        self._events, self._source, self._failed, self._left = events, source, failed, left
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._source):
+            try:
+                await while_connected(receive, self._send(send))
+            except ClientLeftError:
+                self._left()
+
+    async def _send(self, send: Send) -> None:
+        async def put(text: str) -> None:
+            try:
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            except OSError:  # the server noticed the closed connection first
+                raise ClientLeftError from None
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        sent = 0
+        try:
+            async for event in self._events:
+                await put(event_text(event))
+                sent += 1
+        except ClientLeftError:
+            raise
+        except Exception as error:
+            await put(event_text(self._failed(error, sent)))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def event_text(event: Event) -> str:
+    """An event as it is sent.
+
+    Raises:
+        ValueError: its data has a number that JSON does not have.
+    """
+    data = event.data
+    text = data if isinstance(data, str) else json.dumps(data, allow_nan=False)
+    return ("" if event.name is None else f"event: {event.name}\n") + f"data: {text}\n\n"
