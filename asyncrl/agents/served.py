@@ -8,29 +8,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from asyncrl.agents.contract import AgentError
-from asyncrl.sessions.answers import (
-    Answer,
-    ChatRequest,
-    ContextTooLongError,
-    Heard,
-    SessionClosedError,
-    TurnDeadlineError,
-    TurnsExceededError,
-)
 from asyncrl.sessions.watched import Ask, Watched
-from asyncrl.text.template import Message, MessagesError
+from asyncrl.text.template import Message
 
 __all__ = ["ServedSession", "ServedSessions"]
 
 MOST_ENDED = 100_000
 """Keys of ended sessions that are known, so that a late request learns why it is refused."""
-CODES = {
-    ContextTooLongError: (400, "context_length_exceeded"),
-    MessagesError: (400, "invalid_messages"),
-    TurnsExceededError: (409, "turns_exceeded"),
-    TurnDeadlineError: (409, "turn_deadline"),
-    SessionClosedError: (409, "session_closed"),
-}
 
 
 class ServedSession(Watched):
@@ -45,14 +29,6 @@ class ServedSession(Watched):
     def override(self, names: Iterable[str]) -> None:
         """Count fields of a request that have no effect."""
         self.overridden.update(names)
-
-    async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
-        """As `Session.chat`. Raises AgentError for what the agent can understand."""
-        try:
-            return await super().chat(request, heard)
-        except tuple(CODES) as error:
-            status, code = CODES[type(error)]
-            raise AgentError(status, str(error), code) from None
 
 
 class ServedSessions:

@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.agents import served
 from asyncrl.agents.contract import AgentError
+from asyncrl.agents.errors import as_agent_error
 from asyncrl.agents.served import ServedSession, ServedSessions
 from asyncrl.sessions.answers import (
     Answer,
@@ -16,6 +17,7 @@ from asyncrl.sessions.answers import (
     Heard,
     SessionClosedError,
     TurnDeadlineError,
+    TurnsExceededError,
 )
 from asyncrl.text.template import MessagesError
 
@@ -73,9 +75,10 @@ def test_an_agent_takes_only_the_turns_that_it_may() -> None:
         await session.chat(CHAT)
         await session.chat(CHAT)
 
-    with pytest.raises(AgentError, match="has taken its 2 turns") as refused:
+    with pytest.raises(TurnsExceededError, match="has taken its 2 turns") as refused:
         asyncio.run(talk())
-    assert (refused.value.status, refused.value.code) == (409, "turns_exceeded")
+    shown = as_agent_error(refused.value)
+    assert (shown.status, shown.code) == (409, "turns_exceeded")
     assert session.turns == 2 and session.ended is not None
 
 
@@ -83,7 +86,7 @@ def test_an_agent_takes_only_the_turns_that_it_may() -> None:
     ("error", "status", "code", "final"),
     [
         (ContextTooLongError("too long"), 400, "context_length_exceeded", True),
-        (MessagesError("no roles"), 400, "invalid_messages", False),
+        (MessagesError("no roles"), 400, "invalid_value", False),
         (TurnDeadlineError("too slow"), 409, "turn_deadline", True),
         (SessionClosedError("over"), 409, "session_closed", True),
     ],
@@ -95,9 +98,10 @@ def test_an_agent_learns_why_it_is_refused(
         raise error
 
     session = ServedSession(refuses, 5)
-    with pytest.raises(AgentError, match=str(error)) as refused:
+    with pytest.raises(type(error)) as refused:
         asyncio.run(session.chat(CHAT))
-    assert (refused.value.status, refused.value.code) == (status, code)
+    shown = as_agent_error(refused.value)
+    assert (shown.status, shown.code, str(shown)) == (status, code, str(error))
     assert (session.ended is error) == final and session.failed is None
 
 
