@@ -26,7 +26,9 @@ reached. `env_error`: the environment raised, or returned nonsense. `closed`: th
 
 HOME = str(Path(asyncrl.__file__).parent) + "/"
 REWARD = "reward"
-"""The key of the reward in a dict that an environment returns. Other keys are its parts."""
+TURNS = "turns"
+"""The keys of the reward and of the turns' rewards in a dict that an environment returns. Other
+keys are its parts."""
 
 
 class Game(Protocol):
@@ -72,6 +74,20 @@ class Ended:
     """Seconds in which the attempt waited for the model."""
     other_s: float = 0.0
     """The other seconds of the attempt: tools and the environment's own code."""
+    turn_rewards: Sequence[tuple[int, float]] = ()
+    """Pairs of a turn's node in its session and its reward, for the turns that got one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rewards:
+    """What an environment has returned."""
+
+    reward: float | None
+    parts: Mapping[str, float]
+    turns: Sequence[tuple[int, float]]
+
+
+NO_REWARDS = _Rewards(None, {}, ())
 
 
 class _TurnsError(RuntimeError):
@@ -92,6 +108,8 @@ class _Watched:
         """Requests that were made when that error came. Only a later one shows that it is over."""
         self.reward: object = None
         """What a game has given so far."""
+        self._answered: dict[int, tuple[int, ...]] = {}
+        """Number of each request with an answer → the nodes of its choices."""
 
     async def chat(
         self,
@@ -111,6 +129,7 @@ class _Watched:
             # A copy: games may use one dict for all their messages.
             chat = [dict(message) for message in messages]
             answers = await self._session.chat(chat, tools, n, max_tokens, key)
+            self._answered[began_as] = tuple(answer.node for answer in answers)
             if began_as > self._failed_after:
                 self.failed = None
             if isinstance(self.ended, ContextTooLongError):
@@ -126,6 +145,12 @@ class _Watched:
             raise
         finally:
             self.model_s += clock() - began
+
+    @property
+    def taken(self) -> list[tuple[int, ...]]:
+        """The nodes of each turn that the environment got, in the order of its requests. An answer
+        that it got twice, because it asked again, is one turn."""
+        return list(dict.fromkeys(nodes for _, nodes in sorted(self._answered.items())))
 
 
 async def attempt(
@@ -151,14 +176,21 @@ async def attempt(
 
     failure: Exception | None = None
 
-    def ended(
-        end: End, note: str = "", given: tuple[float | None, Mapping[str, float]] = (None, {})
-    ) -> Ended:
-        reward, parts = given
+    def ended(end: End, note: str = "", given: _Rewards = NO_REWARDS) -> Ended:
         model_s = min(watched.model_s, clock() - began)
         other_s = clock() - began - model_s
         overridden = model.overridden.total()
-        return Ended(end, reward, parts, note, watched.turns, overridden, model_s, other_s)
+        return Ended(
+            end,
+            given.reward,
+            given.parts,
+            note,
+            watched.turns,
+            overridden,
+            model_s,
+            other_s,
+            given.turns,
+        )
 
     try:
         deadline = None if math.isinf(limits.deadline_s) else limits.deadline_s
@@ -166,14 +198,14 @@ async def attempt(
             result = await _run(environment, task, model, watched, arguments or {})
         if timeout.expired():  # and the environment has caught that
             raise TimeoutError
-        given = _rewards(result)
+        given = _rewards(result, watched.taken)
     except TimeoutError as error:
         if timeout.expired():
             return ended("deadline", f"it was not over after {limits.deadline_s:g} s")
         failure = error
     except (_TurnsError, ContextTooLongError, SessionClosedError) as error:
         try:
-            return ended(_end_of(error), str(error), _rewards(watched.reward))
+            return ended(_end_of(error), str(error), _rewards(watched.reward, watched.taken))
         except Exception as nonsense:  # what the game has given
             failure = nonsense
     except Exception as error:  # the environment is a user's code, and may raise anything
@@ -245,17 +277,40 @@ def _messages(given: object) -> list[Any]:
     raise TypeError(f"{str(given)[:80]!r} is neither a text nor a list of messages")
 
 
-def _rewards(result: object) -> tuple[float | None, Mapping[str, float]]:
-    """The reward and its parts of what an environment returned."""
+def _rewards(result: object, taken: Sequence[Sequence[int]]) -> _Rewards:
+    """What an environment returned: the reward, its parts, and rewards of the turns taken, each of
+    which has these nodes."""
     if result is None:
-        return None, {}
-    values = result if isinstance(result, Mapping) else {REWARD: result}
+        return NO_REWARDS
+    values = dict(result) if isinstance(result, Mapping) else {REWARD: result}
+    turns = _turn_rewards(values.pop(TURNS), taken) if TURNS in values else ()
     for name in values:
         if not isinstance(name, str) or not name or "/" in name or name != short(name):
             raise TypeError(f"{str(name)[:80]!r} is no name of a reward: a short text without '/'")
     found = {name: _number(name, value) for name, value in values.items()}
     reward = found.pop(REWARD, None)
-    return reward, found
+    return _Rewards(reward, found, turns)
+
+
+def _turn_rewards(given: object, taken: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
+    """The reward of each node of the turns that have one."""
+    plain = given.tolist() if hasattr(given, "tolist") else given  # of numpy or torch
+    if not isinstance(plain, Sequence) or isinstance(plain, str | bytes):
+        raise TypeError(
+            f"{TURNS} is {text_of(str, given)[:80]!r} ({type(given).__name__}), not a list with a"
+            " number or None for each turn"
+        )
+    if len(plain) != len(taken):
+        raise ValueError(
+            f"{TURNS} has {len(plain)} rewards, and the session took {len(taken)} turns; give a"
+            " number or None for each turn, in their order"
+        )
+    return [
+        (node, _number(f"{TURNS}[{place}]", value))
+        for place, (nodes, value) in enumerate(zip(taken, plain, strict=True))
+        if value is not None
+        for node in nodes
+    ]
 
 
 def _number(name: str, value: object) -> float:
