@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from asyncrl.config.schema import AgentConfig
 from asyncrl.config.settings import BUILTIN, Settings
 
-__all__ = ["check_environment"]
+__all__ = ["check_environment", "check_turn_rewards"]
+
+COMPARES_TURNS = ("grpo", "dr_grpo", "rloo")
+"""Values of `algorithm.advantage` that compare the turns of a group as they compare its rewards."""
 
 
 def _check_agent(agent: AgentConfig, rewards: Sequence[str]) -> None:
@@ -69,3 +72,38 @@ def check_environment(config: Settings) -> None:
             f"algorithm.loss = {algorithm.loss} compares whole trajectories, and a session may have"
             " several rows, which learner.packing: none separates; set learner.packing: rows"
         )
+
+
+def check_turn_rewards(config: Settings) -> None:
+    """Raise ValueError if rewards of turns cannot act, or something else needs one advantage per
+    session."""
+    algorithm = config.algorithm
+    if not algorithm.turn_coef:
+        return
+    setting = f"algorithm.turn_coef = {algorithm.turn_coef:g}"
+    if config.environment is None:
+        raise ValueError(
+            f"{setting} has no effect without an environment, which rewards turns; leave it out"
+        )
+    if algorithm.advantage not in COMPARES_TURNS:
+        raise ValueError(
+            f"{setting} does not work with advantage: {algorithm.advantage}; use"
+            f" {', '.join(COMPARES_TURNS[:-1])} or {COMPARES_TURNS[-1]}"
+        )
+    for refused, reason in (
+        (algorithm.needs_one_advantage, f"algorithm.loss = {algorithm.loss!r} needs one for each"),
+        (
+            algorithm.correction.sequence_mask_above is not None,
+            "algorithm.correction.sequence_mask_above needs one for each",
+        ),
+        (config.reward.shuffle, "reward.shuffle permutes rewards of whole sessions"),
+        (
+            algorithm.filter_zero_variance,
+            "algorithm.filter_zero_variance drops groups in which only those differ",
+        ),
+    ):
+        if refused:
+            raise ValueError(
+                f"{setting} gives the turns of a session advantages of their own, and {reason};"
+                " leave one of them out"
+            )

@@ -974,6 +974,15 @@ class AlgorithmConfig(Section):
     kl_cov_coef: float = Field(default=1.0, gt=0)
     """Weight of abs(log ratio) in the loss of kl_cov's tokens: those with the highest
     covariances. It has no gradient where the ratio is 1."""
+    turn_coef: float = Field(default=0.0, ge=0)
+    """Weight of the rewards of turns, which an environment returns as `turns`. A token of turn k
+    then has the advantage A + turn_coef * C. A is that of its session. C compares the credit of its
+    turn with that of turn k of the group's other sessions, by `advantage` (MT-GRPO). Needs
+    advantage: grpo, dr_grpo or rloo. 0 = rewards of turns are only measured."""
+    turn_gamma: float = Field(default=0.0, ge=0, le=1)
+    """Discount of the rewards of later turns in the credit of a turn: its reward plus turn_gamma
+    times the credit of the next turn. 0 = its own reward, 1 = all rewards up to the end. Needs
+    turn_coef."""
     pass_k: int = Field(default=4, gt=0)
     """Trajectories of a subset (advantage: pass_at_k). Must be below n_samples_per_prompt."""
     pass_threshold: float = 1.0
@@ -1088,6 +1097,11 @@ class AlgorithmConfig(Section):
         return self.loss in ("clip_cov", "kl_cov")
 
     @property
+    def rewards_turns(self) -> bool:
+        """Whether rewards of turns are part of the advantages."""
+        return self.turn_coef > 0
+
+    @property
     def needs_one_advantage(self) -> bool:
         """Whether the loss is defined for one advantage per trajectory only."""
         return self.loss in ("gmpo", "vespo")
@@ -1115,6 +1129,8 @@ class AlgorithmConfig(Section):
         """The setting that gives each token its own advantage; None if none does."""
         if self.advantage == "gae":
             return "advantage: gae"
+        if self.turn_coef:
+            return "turn_coef"
         adds = self.distillation is not None and self.distillation.adds_advantage
         return "distillation.use: advantage" if adds else None
 

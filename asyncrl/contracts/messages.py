@@ -165,6 +165,10 @@ class SessionCounts:
     model_s: float
     other_s: float
     """Seconds that the sessions waited for the model, and all other seconds."""
+    rewarded_turns: int = 0
+    """Turns to which the environment gave a reward of their own."""
+    turn_reward: float = 0.0
+    """The sum of these rewards."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ __all__ = [
     "TOKEN_REWARDS_COLUMN",
     "TRAJECTORY_COLUMNS",
     "TRUNCATED",
+    "TURN_ADVANTAGE",
+    "TURN_ADVANTAGE_COLUMN",
     "TURN_COLUMNS",
     "Baseline",
     "Completion",
@@ -191,10 +193,17 @@ TURN_COLUMNS: dict[str, pa.DataType] = {
     "turn_replica": pa.list_(pa.string()),
     "turn_started_at": pa.list_(pa.float64()),
     "turn_finished_at": pa.list_(pa.float64()),
+    "turn_reward": pa.list_(pa.float64()),
 }
 """Columns of groups whose trajectories are sessions. A group has N turns, and these lists have one
 item for each. A trajectory's completion ids, loss mask, log-probs and version spans are those of
-its sampled tokens, turn after turn. So `turn_tokens` cuts them into turns."""
+its sampled tokens, turn after turn. So `turn_tokens` cuts them into turns. `turn_reward` is null
+for a turn to which the environment gave none."""
+
+TURN_ADVANTAGE_COLUMN: Final = "turn_advantage"
+TURN_ADVANTAGE = pa.list_(pa.float32())
+"""The advantage of each turn: a column that scoring adds in runs with `algorithm.turn_coef`. Null
+for the turns of a session that is not trained, and for turns that the agent never received."""
 
 SESSION_COLUMNS: dict[str, pa.DataType] = {
     "session_end": pa.list_(pa.string()),
@@ -226,6 +235,7 @@ ADDED_COLUMNS = {
     *BASELINE_COLUMNS,
     *TURN_COLUMNS,
     *SESSION_COLUMNS,
+    TURN_ADVANTAGE_COLUMN,
     BASELINE_PARTS_COLUMN,
     "reward_parts",
     REFERENCE_COLUMN,

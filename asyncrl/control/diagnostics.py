@@ -140,6 +140,8 @@ def _sessions(arrived: Sequence[Scored]) -> dict[str, float]:
     if not count:
         return {}
     turns = sum(sessions.turns for sessions in known)
+    rewarded = sum(sessions.rewarded_turns for sessions in known)
+    turn_rewards = sum(sessions.turn_reward for sessions in known)
     return {
         **{
             f"session/{end}_ratio": sum(sessions.ends.get(end, 0) for sessions in known) / count
@@ -151,6 +153,7 @@ def _sessions(arrived: Sequence[Scored]) -> dict[str, float]:
         "session/overridden": sum(sessions.overridden for sessions in known) / count,
         "session/model_s": sum(sessions.model_s for sessions in known) / count,
         "session/other_s": sum(sessions.other_s for sessions in known) / count,
+        **({"session/turn_reward": turn_rewards / rewarded} if rewarded else {}),
     }
 
 

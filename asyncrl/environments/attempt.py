@@ -44,7 +44,9 @@ ended its process. `reward_error`: it gave no valid reward. `closed`: the run en
 
 HOME = str(Path(asyncrl.__file__).parent) + "/"
 REWARD = "reward"
-"""The key of the reward in a dict that an environment returns. Other keys are its parts."""
+TURNS = "turns"
+"""The keys of the reward and of the turns' rewards in a dict that an environment returns. Other
+keys are its parts."""
 OUTPUT = "output"
 """The key of a text that reward functions get."""
 MOST_OUTPUT = 1 << 16
@@ -92,6 +94,8 @@ class Given:
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     output: str = ""
+    turns: Sequence[tuple[int, float]] = ()
+    """Pairs of a turn's node and its reward."""
 
 
 NOTHING = Given()
@@ -123,6 +127,8 @@ class Ended:
     """The other seconds of the attempt: tools and the environment's own code."""
     output: str = ""
     """A text that the environment returned, for reward functions."""
+    turn_rewards: Sequence[tuple[int, float]] = ()
+    """Pairs of a turn's node in its session and its reward, for the turns that got one."""
 
 
 async def attempt(
@@ -165,6 +171,7 @@ async def attempt(
             model_s,
             other_s,
             given.output,
+            given.turns,
         )
 
     try:
@@ -179,8 +186,8 @@ async def attempt(
         failure = error
     except (TurnsExceededError, ContextTooLongError, SessionClosedError) as error:
         try:
-            return ended(end_of(error), str(error), _given(progress.reward))
-        except TypeError as nonsense:  # what the game has given
+            return ended(end_of(error), str(error), _given(progress.reward, watched.taken))
+        except (TypeError, ValueError) as nonsense:  # what the game has given
             return ended("reward_error", _place(nonsense))
     except Exception as error:  # the environment is a user's code, and may raise anything
         failure = error
@@ -191,8 +198,8 @@ async def attempt(
             return ended(end_of(watched.ended), str(watched.ended))
         return ended(_blamed(failure), _place(failure))
     try:
-        given = _given(result)
-    except TypeError as nonsense:
+        given = _given(result, watched.taken)
+    except (TypeError, ValueError) as nonsense:
         return ended("reward_error", _place(nonsense))
     # An environment may catch what ended it, and give a reward for what was reached.
     return ended("done" if watched.ended is None else end_of(watched.ended), given=given)
@@ -265,11 +272,13 @@ def _messages(given: object) -> list[Any]:
     raise TypeError(f"{str(given)[:80]!r} is neither a text nor a list of messages")
 
 
-def _given(result: object) -> Given:
-    """What an environment returned. Raises TypeError for nonsense."""
+def _given(result: object, taken: Sequence[Sequence[int]]) -> Given:
+    """What an environment returned: the reward, its parts, a text, and rewards of the turns taken,
+    each of which has these nodes. Raises TypeError or ValueError for nonsense."""
     if result is None:
         return NOTHING
     values = dict(result) if isinstance(result, Mapping) else {REWARD: result}
+    turns = _turn_rewards(values.pop(TURNS), taken) if TURNS in values else ()
     output = values.pop(OUTPUT, "")
     if not isinstance(output, str):
         raise TypeError(f"{OUTPUT} is {short(repr(output))} ({type(output).__name__}), not a text")
@@ -277,7 +286,28 @@ def _given(result: object) -> Given:
         if not isinstance(name, str) or not name or "/" in name or name != short(name):
             raise TypeError(f"{str(name)[:80]!r} is no name of a reward: a short text without '/'")
     found = {name: _number(name, value) for name, value in values.items()}
-    return Given(found.pop(REWARD, None), found, output[-MOST_OUTPUT:])
+    return Given(found.pop(REWARD, None), found, output[-MOST_OUTPUT:], turns)
+
+
+def _turn_rewards(given: object, taken: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
+    """The reward of each node of the turns that have one."""
+    plain = given.tolist() if hasattr(given, "tolist") else given  # of numpy or torch
+    if not isinstance(plain, Sequence) or isinstance(plain, str | bytes):
+        raise TypeError(
+            f"{TURNS} is {text_of(str, given)[:80]!r} ({type(given).__name__}), not a list with a"
+            " number or None for each turn"
+        )
+    if len(plain) != len(taken):
+        raise ValueError(
+            f"{TURNS} has {len(plain)} rewards, and the session took {len(taken)} turns; give a"
+            " number or None for each turn, in their order"
+        )
+    return [
+        (node, _number(f"{TURNS}[{place}]", value))
+        for place, (nodes, value) in enumerate(zip(taken, plain, strict=True))
+        if value is not None
+        for node in nodes
+    ]
 
 
 def _number(name: str, value: object) -> float:

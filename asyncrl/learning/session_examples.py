@@ -16,6 +16,7 @@ from asyncrl.contracts.rows import (
     TEACHER_IDS_COLUMN,
     TOKEN_REWARDS_COLUMN,
     TRUNCATED,
+    TURN_ADVANTAGE_COLUMN,
 )
 from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
 from asyncrl.models.micro_batches import WHOLE, Example, trajectories_of
@@ -44,9 +45,10 @@ def session_examples(table: pa.Table, row: int) -> list[Example]:
             f"columns {unread} are not supported for sessions; train without a KL term, a teacher"
             " and rewards of single tokens"
         )
-    names = [name for name in NODE_COLUMNS if name in table.column_names]
+    names = [name for name in (*NODE_COLUMNS, TURN_ADVANTAGE_COLUMN) if name in table.column_names]
     group = table.slice(row, 1).select([*names, "ordinal", "status", "advantage"]).to_pylist()[0]
     sessions = nodes_of_group(cast("SessionsRow", group))
+    of_turns = group.get(TURN_ADVANTAGE_COLUMN)
     examples: list[Example] = []
     for index, (nodes, status, advantage) in enumerate(
         zip(sessions, group["status"], group["advantage"], strict=True)
@@ -58,25 +60,42 @@ def session_examples(table: pa.Table, row: int) -> list[Example]:
                 f"group {group['ordinal']}: trajectory {index} has status ok but no advantage;"
                 " score it again"
             )
+        of_nodes = np.full(len(nodes), float(advantage))
+        if of_turns is not None:
+            of_nodes[_turns(nodes)] = [
+                float(value if value is not None else advantage)
+                for value, trajectory in zip(of_turns, group["turn_trajectory"], strict=True)
+                if trajectory == index
+            ]
         examples += [
-            _example(found, nodes, group["ordinal"], index, float(advantage))
+            _example(found, nodes, group["ordinal"], index, of_nodes)
             for found in session_rows(nodes).rows
         ]
     return examples
 
 
+def _turns(nodes: Sequence[Node]) -> list[int]:
+    """The nodes that are turns, in the order of a group's columns of turns."""
+    return [index for index, node in enumerate(nodes) if node.sampled]
+
+
 def _example(
-    row: SessionRow, nodes: Sequence[Node], ordinal: int, index: int, advantage: float
+    row: SessionRow, nodes: Sequence[Node], ordinal: int, index: int, advantages: np.ndarray
 ) -> Example:
-    """A row as an example. What comes before its first trained token is its prompt."""
+    """A row as an example. What comes before its first trained token is its prompt.
+
+    Args:
+        advantages: of each node.
+    """
     begin = int(np.flatnonzero(row.trained)[0])
+    of_tokens = advantages[row.nodes[begin:]]
     last = nodes[int(row.nodes[-1])]
     return Example(
         tokens=row.token_ids,
         prompt_length=begin,
         loss_mask=row.trained[begin:],
         behavior_logprobs=row.logprobs[begin:],
-        advantage=advantage,
+        advantage=of_tokens if np.ptp(advantages) else float(of_tokens[0]),
         versions=row.versions[begin:],
         truncated=last.finish_reason in TRUNCATED,
         group=ordinal,

@@ -331,6 +331,11 @@ BATCH = (
         " temperature: the run decides about sampling",
     ),
     Metric(
+        "session/turn_reward",
+        "mean reward of the turns to which the environment gave one of their own",
+        "rises",
+    ),
+    Metric(
         "session/model_s, session/other_s",
         "mean seconds of a session in which it waited for the model; all its other seconds",
     ),

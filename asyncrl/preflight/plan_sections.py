@@ -218,6 +218,7 @@ def _policy_gradient_text(config: Config) -> str:
         algorithm.dual_clip,
         algorithm.entropy_coef,
         algorithm.ce_coef,
+        algorithm.turn_coef,
         # The cispo run in docs/evidence.md had a lower clip.
         algorithm.loss == "cispo" and algorithm.eps_clip is None,
     )
@@ -260,7 +261,8 @@ def _advantage_text(algorithm: AlgorithmConfig) -> str:
         else ""
     )
     if distillation is None:
-        return f"advantage {algorithm.advantage}{baseline}"
+        turns = f" + {algorithm.turn_coef:g} x that of each turn" if algorithm.turn_coef else ""
+        return f"advantage {algorithm.advantage}{turns}{baseline}"
     sources = ["from the teacher's log-probs"] if distillation.adds_advantage else []
     term = "the teacher's divergence" if distillation.uses_top_k else "the KL term"
     if distillation.reward_weight:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from asyncrl.algorithms.advantages import GroupInputs, group_advantages, soft_overlong_penalty
 from asyncrl.algorithms.kl import reward_kl
 from asyncrl.algorithms.own import own_verdict
+from asyncrl.algorithms.turn_credit import turn_advantages
 from asyncrl.config import AlgorithmConfig, RewardConfig
 from asyncrl.contracts.columns import column_values
 from asyncrl.contracts.group_table import reward_parts_type
@@ -37,12 +38,19 @@ from asyncrl.contracts.rows import (
     TOKEN_REWARDS,
     TOKEN_REWARDS_COLUMN,
     TRUNCATED,
+    TURN_ADVANTAGE,
+    TURN_ADVANTAGE_COLUMN,
     Completion,
     GroupRow,
     Prompt,
     TopLogprobs,
 )
-from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
+from asyncrl.contracts.session_table import (
+    NODE_COLUMNS,
+    SessionsRow,
+    nodes_of_group,
+    received_turns,
+)
 from asyncrl.rewards.contract import GroupCall, Session
 from asyncrl.rewards.pool import GroupRewards, total_rewards
 from asyncrl.rewards.spec import ScoringSpec
@@ -78,6 +86,8 @@ SESSIONS = ("session_messages", "session_end", "session_reward", "session_parts"
 
 TURNS = [name for name in NODE_COLUMNS if name not in ("completion_ids", "logprobs")]
 """Columns of sessions that their rows are derived from, in addition to those of all groups."""
+TURN_CREDITS = ("turn_trajectory", "turn_status", "turn_reward")
+"""Columns of sessions that advantages of turns are from."""
 
 
 class _RewardedRow(TypedDict):
@@ -91,6 +101,9 @@ class _RewardedRow(TypedDict):
     reward_parts: list[dict[str, float | None]]
     failure: str | None
     session_end: NotRequired[list[str]]
+    turn_trajectory: NotRequired[list[int]]
+    turn_status: NotRequired[list[str]]
+    turn_reward: NotRequired[list[float | None]]
     reference_logprobs: NotRequired[list[list[float]]]
     baseline_ids: NotRequired[list[int]]
     baseline_finish_reason: NotRequired[str]
@@ -259,11 +272,17 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         "reward_parts",
         "failure",
         *(["session_end"] if spec.train_ends is not None else []),
-        *(TURNS if spec.most_session_tokens is not None else []),
+        *dict.fromkeys(
+            [
+                *(TURNS if spec.most_session_tokens is not None else []),
+                *(TURN_CREDITS if spec.algorithm.turn_coef else []),
+            ]
+        ),
         *([REFERENCE_COLUMN] if spec.algorithm.has_reference else []),
         *([*BASELINE[1:], BASELINE_PARTS_COLUMN] if spec.algorithm.needs_baseline else []),
     ]
     baselines: list[float | None] = []
+    of_turns: list[list[float | None]] = []
     rows: list[_RewardedRow] = table.select(columns).to_pylist()
     for row in rows:
         parts = {name: [part[name] for part in row["reward_parts"]] for name in weights}
@@ -287,10 +306,14 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         if spec.algorithm.preference is not None:
             advantages = [None] * len(advantages)  # pairs are trained instead
         scored["advantage"].append(advantages)
+        if spec.algorithm.turn_coef:
+            of_turns.append(_turn_advantages(row, advantages, spec.algorithm))
         failures.append(row["failure"] or failure)
         scored["scored_at"].append(time.time())
     for name, values in scored.items():
         table = table.append_column(name, pa.array(values, SCORED_COLUMNS[name]))
+    if spec.algorithm.turn_coef:
+        table = table.append_column(TURN_ADVANTAGE_COLUMN, pa.array(of_turns, TURN_ADVANTAGE))
     if spec.algorithm.needs_baseline:
         kind = BASELINE_COLUMNS["baseline_reward"]
         table = table.append_column("baseline_reward", pa.array(baselines, kind))
@@ -396,6 +419,27 @@ def _advantages(
         return advantages, None if trained else f"{FILTERED}{algorithm.group_filter} returned False"
     except FunctionError as error:
         return [None] * len(ok), unforeseen("the group could not be scored", error)
+
+
+def _turn_advantages(
+    row: _RewardedRow, advantages: Sequence[float | None], algorithm: AlgorithmConfig
+) -> list[float | None]:
+    """The items of the column `turn_advantage` for one group. A turn that its agent never received
+    has none, and its number counts nowhere."""
+    places = received_turns(row["turn_trajectory"], row["turn_status"], len(advantages))
+    found = turn_advantages(
+        [[row["turn_reward"][place] for place in session] for session in places],
+        advantages,
+        [advantage is not None for advantage in advantages],
+        algorithm.advantage,
+        algorithm.turn_coef,
+        algorithm.turn_gamma,
+    )
+    items: list[float | None] = [None] * len(row["turn_reward"])
+    for session, values in zip(places, found, strict=True):
+        for place, value in zip(session, values or (), strict=False):
+            items[place] = value
+    return items
 
 
 def _less_overlong(

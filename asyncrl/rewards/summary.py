@@ -53,6 +53,7 @@ COUNTED = (
     "session_overridden",
     "session_model_s",
     "session_other_s",
+    "turn_reward",
 )
 """Columns of sessions that are counted."""
 
@@ -282,6 +283,7 @@ def _counts(row: Mapping[str, Any]) -> SessionCounts:
         status = row["status"][trajectory]
         reason = status if status != "ok" else "trained" if how == "ok" else how
         tokens[reason] += count
+    rewards = [reward for reward in row["turn_reward"] if reward is not None]
     return SessionCounts(
         ends=dict(Counter(row["session_end"])),
         turns=len(row["turn_tokens"]),
@@ -291,6 +293,8 @@ def _counts(row: Mapping[str, Any]) -> SessionCounts:
         tokens=dict(tokens),
         model_s=sum(row["session_model_s"]),
         other_s=sum(row["session_other_s"]),
+        rewarded_turns=len(rewards),
+        turn_reward=sum(rewards),
     )
 
 

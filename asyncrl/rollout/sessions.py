@@ -16,7 +16,7 @@ from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.messages import EngineLoad, Generated
 from asyncrl.contracts.nodes import CONSTRAINED
 from asyncrl.contracts.rows import SESSION_COLUMNS, TURN_COLUMNS, Completion, Prompt, Trajectory
-from asyncrl.contracts.session_table import flat_completion, turns_of_group
+from asyncrl.contracts.session_table import flat_completion, turn_rewards, turns_of_group
 from asyncrl.environments.attempt import Ended, end_of
 from asyncrl.environments.model import SessionUrl
 from asyncrl.environments.pool import AttemptLostError, EnvironmentPool
@@ -240,6 +240,11 @@ def session_table(group: Group, played: Sequence[Played]) -> pa.Table:
     ends = [one.ended for one in played]
     columns = {
         **turns_of_group([one.session.nodes for one in played]),
+        "turn_reward": [
+            reward
+            for one in played
+            for reward in turn_rewards(one.session.nodes, one.ended.turn_rewards)
+        ],
         "session_end": [end.end for end in ends],
         "session_note": [end.note for end in ends],
         "session_messages": [json.dumps(one.session.chat_so_far) for one in played],

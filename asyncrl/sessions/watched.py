@@ -34,6 +34,14 @@ class Watched:
         """The error of the model's side at the last request. An environment may catch it, too."""
         self._failed_after = 0
         """Requests that were made when that error came. Only a later one shows that it is over."""
+        self._answered: dict[int, tuple[int, ...]] = {}
+        """Number of each request with an answer → the nodes of its choices."""
+
+    @property
+    def taken(self) -> list[tuple[int, ...]]:
+        """The nodes of each turn that the agent got, in the order of its requests. An answer that
+        it got twice, because it asked again, is one turn."""
+        return list(dict.fromkeys(nodes for _, nodes in sorted(self._answered.items())))
 
     async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
         """Answer a request.
@@ -51,6 +59,7 @@ class Watched:
             # A copy: games may use one dict for all their messages.
             chat = [dict(message) for message in request.messages]
             answers = await self._ask(replace(request, messages=chat), heard)
+            self._answered[began_as] = tuple(answer.node for answer in answers)
             if began_as > self._failed_after:
                 self.failed = None
             if isinstance(self.ended, ContextTooLongError):

@@ -67,6 +67,25 @@ def test_the_deadline_of_a_group_follows_from_that_of_its_sessions() -> None:
         ),
         ({"reward": {"overlong_buffer": 4}}, "reward.overlong_buffer does not work"),
         (
+            {"algorithm": {"turn_coef": 1, "advantage": "opo"}},
+            "turn_coef = 1 does not work with advantage: opo; use grpo, dr_grpo or rloo",
+        ),
+        (
+            {"algorithm": {"turn_coef": 0.5, "loss": "gmpo"}},
+            "algorithm.loss = 'gmpo' needs one for each; leave one of them out",
+        ),
+        (
+            {"algorithm": {"turn_coef": 1, "correction": {"sequence_mask_above": 0.1}}},
+            "sequence_mask_above needs one for each",
+        ),
+        (
+            {"algorithm": {"turn_coef": 1, "filter_zero_variance": True}},
+            "filter_zero_variance drops groups in which only those differ",
+        ),
+        ({"algorithm": {"turn_coef": 1}, "reward": {"shuffle": True}}, "reward.shuffle permutes"),
+        ({"algorithm": {"turn_gamma": 0.5}}, "turn_gamma"),
+        ({"algorithm": {"turn_coef": -1}}, "turn_coef"),
+        (
             {"algorithm": {"loss": "gspo"}, "learner": {"packing": "none"}},
             "compares whole trajectories, and a session may have several rows",
         ),
@@ -118,3 +137,12 @@ def test_the_reward_of_an_agent_function_is_what_it_returns() -> None:
 def test_agents_that_are_refused(given: dict[str, Any], changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         agent(given, **changes)
+
+
+def test_rewards_of_turns_need_an_environment() -> None:
+    found = config(algorithm={"turn_coef": 0.5, "turn_gamma": 0.9}).algorithm
+    assert found.token_advantages == "turn_coef"
+    tree = {name: value for name, value in TREE.items() if name != "environment"}
+    tree |= {"reward": {"functions": {"f": {"function": "m:f"}}}, "algorithm": {"turn_coef": 1}}
+    with pytest.raises(ValueError, match="turn_coef = 1 has no effect without an environment"):
+        Config.model_validate(tree)
