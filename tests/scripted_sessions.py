@@ -93,14 +93,20 @@ def record(
     played = [one for one, _ in made]
     prompt = Prompt(ordinal, 0, PROMPT, tuple(tokenizer.encode(PROMPT)), dict(columns))
     group = Group(1, prompt, tuple(one.trajectory() for one in played), "replica", 1.0, 2.0)
-    table = session_table(group, played)
+    return scored_table(group, played), [turns for _, turns in made]
+
+
+def scored_table(group: Group, played: Sequence[Played]) -> pa.Table:
+    """The row of a group whose sessions have the rewards that their environment gave."""
+    good = [one.ended.end == "done" for one in played]
     scored = {
-        "reward": [script.reward if script.end == "done" else None for script in scripts],
-        "advantage": [0.0 if script.end == "done" else None for script in scripts],
-        "status": ["ok" if script.end == "done" else script.end for script in scripts],
+        "reward": [one.ended.reward if one.ended.end == "done" else None for one in played],
+        "advantage": [0.0 if done else None for done in good],
+        "status": ["ok" if one.ended.end == "done" else one.ended.end for one in played],
         "failure": None,
         "scored_at": 3.0,
     }
+    table = session_table(group, played)
     for name, kind in SCORED_COLUMNS.items():
         table = table.append_column(name, pa.array([scored[name]], kind))
-    return table, [turns for _, turns in made]
+    return table
