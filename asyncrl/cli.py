@@ -44,7 +44,12 @@ SAMPLES = (
     "show whole prompts and completions of a run, with rewards, versions and staleness; works"
     " while it runs"
 )
+REPLAY = (
+    "replay recorded sessions against the run's environment, without a model: the same requests get"
+    " the recorded answers, and the end and the reward are compared"
+)
 EXPORT = "write a checkpoint's weights as a Hugging Face directory"
+ON_A_RUN = {"samples": SAMPLES, "replay": REPLAY, "audit": AUDIT, "export": EXPORT}
 PLAN_OPTIONS = {
     "brief": "show ten lines instead of the whole plan",
     "config": "also show every setting with its value",
@@ -102,7 +107,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     commands = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar=f"{{{','.join([*ON_A_CONFIG, 'samples', 'audit', 'export'])}}}",
+        metavar=f"{{{','.join([*ON_A_CONFIG, *ON_A_RUN])}}}",
     )
     for name, text in ON_A_CONFIG.items():
         command = commands.add_parser(
@@ -114,10 +119,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         commands.choices["plan"].add_argument(
             f"--{option}", action="store_true", dest=f"show_{option}", help=text
         )
-    for name, text in (("samples", SAMPLES), ("audit", AUDIT), ("export", EXPORT)):
+    for name, text in ON_A_RUN.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("run", metavar="RUN", help="run directory, such as runs/quickstart")
     _add_samples_options(commands.choices["samples"])
+    _add_replay_options(commands.choices["replay"])
     _add_export_options(commands.choices["export"])
     return parser, commands.choices
 
@@ -143,6 +149,21 @@ def _add_samples_options(command: argparse.ArgumentParser) -> None:
         metavar="V",
         dest="of_version",
         help="only completions whose first token is from policy version V",
+    )
+
+
+def _add_replay_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "ordinal", type=int, metavar="ORDINAL", help="number of the prompt, as `samples` shows it"
+    )
+    command.add_argument(
+        "--sample", type=int, metavar="N", help="only this session of the prompt; default: all"
+    )
+    command.add_argument(
+        "--attempt",
+        type=int,
+        metavar="N",
+        help="the run's attempt that recorded them; default: the newest one",
     )
 
 
@@ -275,6 +296,8 @@ def on_a_run(known: argparse.Namespace) -> int:
             return 0 if all(check.passed for check in checks) else 1
         if known.command == "samples":
             return _samples(directory, known.count, known.order, known.of_version)
+        if known.command == "replay":
+            return _replay(directory, known.ordinal, known.sample, known.attempt)
         return _export(directory.checkpoints_directory, directory.directory, known.step, known.out)
     except (RunNotFoundError, ConfigError) as error:
         print_shown(f"asyncrl: {error}", file=sys.stderr)
@@ -303,6 +326,16 @@ def _samples(directory: Run, count: int, order: str, version: int | None) -> int
         )
     print_shown(samples_text(rows))
     return 0
+
+
+def _replay(directory: Run, ordinal: int, sample: int | None, attempt: int | None) -> int:
+    from asyncrl.run.replay import replay_sessions, replay_text
+
+    # The environment may be in the current directory.
+    sys.path.insert(0, os.getcwd())
+    sessions = replay_sessions(directory, ordinal, sample, attempt)
+    print_shown(replay_text(sessions))
+    return 1 if any(session.difference for session in sessions) else 0
 
 
 def _export(checkpoints: Path, run_directory: Path, step: int | None, out: str | None) -> int:

@@ -289,8 +289,8 @@ SURFACE = {
     "rewards": "GroupCall RayScores RewardError call_reward",
     "rollout": "start_rollouts",
     "run": (
-        "AcrossAttempts RunFailedError Summary command_name concurrency_of launch_stations "
-        "run_training score_rows"
+        "AcrossAttempts Replayed RunFailedError Summary command_name concurrency_of "
+        "launch_stations replay_sessions run_training score_rows"
     ),
     "rundir": "Run RunDirectory RunNotFoundError open_run",
     "sandbox": (

@@ -7,9 +7,10 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.config import AlgorithmConfig, Config
-from asyncrl.config.derived import derived_settings
+from asyncrl.config import AlgorithmConfig, Config, EnvironmentConfig
+from asyncrl.config.derived import derived_settings, session_waves
 from asyncrl.config.schema import OnlinePreferenceConfig
+from asyncrl.environments.pool import GUARD_S
 from asyncrl.models.supported import chosen_packing, support
 from asyncrl.preflight.specs import data_spec
 
@@ -146,7 +147,7 @@ def environment_text(config: Config) -> list[str]:
         f" {environment.concurrency} sessions at once",
     ]
     if config.staleness.on_stale == "wait":
-        lines.append(f"on_stale: wait: one session may hold back steps for {seconds}")
+        lines += _longest_wait(config, environment)
     return ["\n  ".join(lines)]
 
 
@@ -157,6 +158,29 @@ def _player_text(config: Config) -> str:
         assert config.environment is not None
         return config.environment.function
     return agent.function or f"the program {shlex.join(agent.command or [])}"
+
+
+def _longest_wait(config: Config, environment: EnvironmentConfig) -> list[str]:
+    """What the active time of sessions can cost under on_stale: wait, in words and seconds."""
+    waves, steps = session_waves(config), config.staleness.max_staleness
+    most = waves * (environment.deadline_s + environment.block_s + GUARD_S)
+    lines = [
+        "on_stale: wait: a step waits for its oldest session, for at most",
+        f"  waves {waves} x (deadline_s {environment.deadline_s:g} + block_s"
+        f" {environment.block_s:g} + {GUARD_S:g} to end it) = {most:g} s",
+    ]
+    if steps:
+        lines.append(f"  less the time of max_staleness {steps} step(s), which are taken meanwhile")
+    lines.append(
+        "  a session begins again if another one ends its process; turns end after"
+        f" rollout.deadline_s = {config.deadline_s:g} s"
+    )
+    if waves > 1:
+        lines.append(
+            f"  {waves} waves: more sessions may start than run at once; raise"
+            " environment.concurrency or processes"
+        )
+    return lines
 
 
 def _refreshes_text(config: Config) -> str:

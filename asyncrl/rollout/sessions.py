@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from asyncrl.agents.server import AgentServer
     from asyncrl.contracts.rows import Group
 
-__all__ = ["Played", "Sessions", "session_table", "turn_seed"]
+__all__ = ["Played", "Sessions", "session_table", "session_template", "turn_seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +75,26 @@ def turn_seed(seed: int, ordinal: int, sample: int, retry: int, turn: int, attem
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")
 
 
+def session_template(spec: SessionsSpec) -> SessionTemplate:
+    """How the sessions of a run become tokens."""
+    tokenizer = load_tokenizer(spec.model_path)
+    stops = load_stops(spec.model_path, tokenizer, spec.rollout_stop, spec.rollout_stop_token_ids)
+    return SessionTemplate(
+        tokenizer,
+        frozenset(stops.tokens),
+        spec.max_length,
+        spec.environment.history,
+        spec.variables,
+        spec.max_length * max(map(len, tokenizer.get_vocab())),
+    )
+
+
 class Sessions:
     """Plays sessions in environment processes, which belong to this process."""
 
     def __init__(self, spec: SessionsSpec, seed: int) -> None:
-        tokenizer = load_tokenizer(spec.model_path)
-        stops = load_stops(
-            spec.model_path, tokenizer, spec.rollout_stop, spec.rollout_stop_token_ids
-        )
-        self._template = SessionTemplate(
-            tokenizer,
-            frozenset(stops.tokens),
-            spec.max_length,
-            spec.environment.history,
-            spec.variables,
-            spec.max_length * max(map(len, tokenizer.get_vocab())),
-        )
-        self._reader = ResponseReader(tokenizer)
+        self._template = session_template(spec)
+        self._reader = ResponseReader(self._template.tokenizer)
         self._seed = seed
         self._pool = EnvironmentPool(spec.environment)
         self._most_turns, self._turn_s = spec.environment.max_turns, spec.environment.turn_s
