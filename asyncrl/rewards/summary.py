@@ -51,6 +51,8 @@ COUNTED = (
     "session_end",
     "session_unparsed",
     "session_overridden",
+    "session_reusable",
+    "session_cached",
     "session_model_s",
     "session_other_s",
 )
@@ -287,6 +289,8 @@ def _counts(row: Mapping[str, Any]) -> SessionCounts:
         turns=len(row["turn_tokens"]),
         unparsed=sum(row["session_unparsed"]),
         overridden=sum(row["session_overridden"]),
+        reusable=sum(row["session_reusable"]),
+        cached=sum(row["session_cached"]),
         branches=sum(reason != "" for reason in row["turn_branch_reason"]),
         tokens=dict(tokens),
         model_s=sum(row["session_model_s"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from asyncrl.contracts.rows import SESSION_COLUMNS, TURN_COLUMNS, Completion, Pr
 from asyncrl.contracts.session_table import flat_completion, turns_of_group
 from asyncrl.environments.attempt import Ended
 from asyncrl.environments.pool import AttemptLostError, EnvironmentPool
+from asyncrl.rollout.prefixes import PrefixCounter
 from asyncrl.rollout.spec import SessionsSpec
 from asyncrl.runtime.together import together
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
@@ -40,6 +42,8 @@ class Played:
     load: EngineLoad | None
     unparsed: int
     """Turns whose tool calls or reasoning could not be parsed."""
+    prefixes: PrefixCounter
+    """What its turns found in the engines' caches."""
 
     @property
     def text(self) -> str:
@@ -52,8 +56,8 @@ class Played:
         return Trajectory(*flat_completion(self.session.nodes, self.text))
 
 
-Generates = Callable[[TurnRequest, int], "Coroutine[None, None, Generated]"]
-"""Generates the completions of a turn, with this seed."""
+Generates = Callable[[TurnRequest, int, str], "Coroutine[None, None, Generated]"]
+"""Generates the completions of a turn, with this seed, for the session of this name."""
 
 
 def turn_seed(seed: int, ordinal: int, sample: int, retry: int, turn: int, attempt: int) -> int:
@@ -86,6 +90,8 @@ class Sessions:
         )
         self._reader = ResponseReader(tokenizer)
         self._seed = seed
+        self._name = uuid.uuid4().hex[:8]
+        """Part of the sessions' names: other workers play sessions of the same prompts."""
         self._pool = EnvironmentPool(spec.environment)
 
     async def start(self) -> None:
@@ -115,6 +121,7 @@ class Sessions:
             turns = _Turns(
                 self._reader,
                 generate,
+                f"{self._name}-{prompt.ordinal}-{sample}-{retry}",
                 lambda turn, attempt, retry=retry: turn_seed(  # type: ignore[misc]
                     self._seed, prompt.ordinal, sample, retry, turn, attempt
                 ),
@@ -126,7 +133,7 @@ class Sessions:
             except AttemptLostError as error:
                 retry, alone = retry + 1, alone or error.alone
             else:
-                return Played(session, ended, turns.load, turns.unparsed)
+                return Played(session, ended, turns.load, turns.unparsed, turns.prefixes)
             finally:
                 session.close("the session has ended")
 
@@ -138,9 +145,12 @@ class _Turns:
         self,
         reader: ResponseReader,
         generate: Generates,
+        session: str,
         seed: Callable[[int, int], int],
     ) -> None:
         self._reader, self._generate, self._seed = reader, generate, seed
+        self._session = session
+        self.prefixes = PrefixCounter()
         self.load: EngineLoad | None = None
         self.unparsed = 0
 
@@ -155,13 +165,16 @@ class _Turns:
         return message
 
     async def generate(self, request: TurnRequest) -> Sequence[Sampled]:
-        generated = await self._generate(request, self._seed(request.turn, request.attempt))
+        expected = self.prefixes.expected(request.prompt_ids)
+        seed = self._seed(request.turn, request.attempt)
+        generated = await self._generate(request, seed, self._session)
         if len(generated.completions) != request.n:
             raise RuntimeError(
                 f"replica {generated.replica} returned {len(generated.completions)} completions,"
                 f" not {request.n}"
             )
         self.load = generated.load
+        self.prefixes.count(expected, request.prompt_ids, generated)
         return [
             Sampled(one, generated.replica, generated.started_at, generated.finished_at)
             for one in generated.completions
@@ -181,6 +194,8 @@ def session_table(group: Group, played: Sequence[Played]) -> pa.Table:
         "session_parts": [json.dumps(dict(end.parts)) for end in ends],
         "session_unparsed": [one.unparsed for one in played],
         "session_overridden": [end.overridden for end in ends],
+        "session_reusable": [one.prefixes.reusable for one in played],
+        "session_cached": [one.prefixes.cached for one in played],
         "session_model_s": [end.model_s for end in ends],
         "session_other_s": [end.other_s for end in ends],
     }

@@ -162,8 +162,10 @@ class RolloutWorker:
         played = await self._playing(self._spec.sessions).play_all(
             prompt,
             range(self._spec.rollout.n_samples_per_prompt),
-            lambda turn, seed: self._generate_until(
-                ends, prompt.ordinal, lambda left_s: self._turn_request(turn, seed, left_s)
+            lambda turn, seed, session: self._generate_until(
+                ends,
+                prompt.ordinal,
+                lambda left_s: self._turn_request(turn, seed, session, left_s),
             ),
         )
         from asyncrl.rollout.sessions import session_table
@@ -224,7 +226,9 @@ class RolloutWorker:
             **rollout.kept_tokens,
         )
 
-    def _turn_request(self, turn: TurnRequest, seed: int, remaining_s: float) -> GenerateRequest:
+    def _turn_request(
+        self, turn: TurnRequest, seed: int, session: str, remaining_s: float
+    ) -> GenerateRequest:
         rollout = self._spec.rollout
         least = max(self._committed, turn.min_version or 0)
         return GenerateRequest(
@@ -237,6 +241,7 @@ class RolloutWorker:
             min_weights=WeightsId(self._run_id, self._attempt, least),
             ignore_eos=rollout.ignore_eos,
             repetition=rollout.repetition,
+            session=session,
             **rollout.kept_tokens,
         )
 
