@@ -214,13 +214,16 @@ SESSION_COLUMNS: dict[str, pa.DataType] = {
     "session_output": pa.list_(pa.string()),
     "session_unparsed": pa.list_(pa.int32()),
     "session_overridden": pa.list_(pa.int32()),
+    "session_reusable": pa.list_(pa.int64()),
+    "session_cached": pa.list_(pa.int64()),
     "session_model_s": pa.list_(pa.float64()),
     "session_other_s": pa.list_(pa.float64()),
 }
 """Columns of groups whose trajectories are sessions, with one item per trajectory: how it ended,
 one line about an error, the chat of its last turn (JSON), the reward that its environment gave
 (null: none) with its parts (JSON) and a text that it returned, turns that could not be parsed,
-arguments of requests that had no effect, and seconds for the model and for everything else."""
+arguments of requests that had no effect, prompt tokens that its earlier turns had in a prefix cache
+and those of them that were there, and seconds for the model and for everything else."""
 
 SUMMARY_COLUMN = "scored_summary"
 """Column in which a group's `Scored` travels from the scoring task to the driver. It is not written

@@ -336,6 +336,12 @@ BATCH = (
         "rises",
     ),
     Metric(
+        "session/prefix_hit_ratio",
+        "share of a session's reusable prompt tokens that its replica had in the prefix cache."
+        " Reusable: whole cache blocks that earlier turns read or sampled with the same weights."
+        " NaN without any",
+    ),
+    Metric(
         "session/model_s, session/other_s",
         "mean seconds of a session in which it waited for the model; all its other seconds",
     ),

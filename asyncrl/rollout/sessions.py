@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from asyncrl.contracts.session_table import flat_completion, turn_rewards, turns
 from asyncrl.environments.attempt import Ended, end_of
 from asyncrl.environments.model import SessionUrl
 from asyncrl.environments.pool import AttemptLostError, EnvironmentPool
+from asyncrl.rollout.prefixes import PrefixCounter
 from asyncrl.rollout.spec import SessionsSpec
 from asyncrl.runtime.together import together
 from asyncrl.sessions.answers import Heard, TurnDeadlineError
@@ -47,6 +49,8 @@ class Played:
     load: EngineLoad | None
     unparsed: int
     """Turns whose tool calls or reasoning could not be parsed."""
+    prefixes: PrefixCounter
+    """What its turns found in the engines' caches."""
 
     @property
     def text(self) -> str:
@@ -59,8 +63,8 @@ class Played:
         return Trajectory(*flat_completion(self.session.nodes, self.text))
 
 
-Generates = Callable[[TurnRequest, int], "Coroutine[None, None, Generated]"]
-"""Generates the completions of a turn, with this seed."""
+Generates = Callable[[TurnRequest, int, str], "Coroutine[None, None, Generated]"]
+"""Generates the completions of a turn, with this seed, for the session of this name."""
 
 
 def turn_seed(seed: int, ordinal: int, sample: int, retry: int, turn: int, attempt: int) -> int:
@@ -96,6 +100,8 @@ class Sessions:
         self._template = session_template(spec)
         self._reader = ResponseReader(self._template.tokenizer)
         self._seed = seed
+        self._name = uuid.uuid4().hex[:8]
+        """Part of the sessions' names: other workers play sessions of the same prompts."""
         self._pool = EnvironmentPool(spec.environment)
         self._most_turns, self._turn_s = spec.environment.max_turns, spec.environment.turn_s
         self._server: AgentServer | None = None
@@ -136,6 +142,7 @@ class Sessions:
                 self._reader,
                 generate,
                 self._turn_s,
+                f"{self._name}-{prompt.ordinal}-{sample}-{retry}",
                 lambda turn, attempt, retry=retry: turn_seed(  # type: ignore[misc]
                     self._seed, prompt.ordinal, sample, retry, turn, attempt
                 ),
@@ -147,7 +154,7 @@ class Sessions:
             except AttemptLostError as error:
                 retry, alone = retry + 1, alone or error.alone
             else:
-                return Played(session, ended, turns.load, turns.unparsed)
+                return Played(session, ended, turns.load, turns.unparsed, turns.prefixes)
             finally:
                 session.close("the session has ended")
 
@@ -191,10 +198,12 @@ class _Turns:
         reader: ResponseReader,
         generate: Generates,
         turn_s: float | None,
+        session: str,
         seed: Callable[[int, int], int],
     ) -> None:
         self._reader, self._generate, self._seed = reader, generate, seed
-        self._turn_s = turn_s
+        self._turn_s, self._session = turn_s, session
+        self.prefixes = PrefixCounter()
         self.load: EngineLoad | None = None
         self.unparsed = 0
 
@@ -209,10 +218,11 @@ class _Turns:
         return message
 
     async def generate(self, request: TurnRequest, heard: Heard | None = None) -> Sequence[Sampled]:
+        expected = self.prefixes.expected(request.prompt_ids)
         seed = self._seed(request.turn, request.attempt)
         try:
             async with asyncio.timeout(self._turn_s) as limit:
-                generated = await self._generate(request, seed)
+                generated = await self._generate(request, seed, self._session)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -225,6 +235,7 @@ class _Turns:
                 f" not {request.n}"
             )
         self.load = generated.load
+        self.prefixes.count(expected, request.prompt_ids, generated)
         return [
             Sampled(
                 one,
@@ -256,6 +267,8 @@ def session_table(group: Group, played: Sequence[Played]) -> pa.Table:
         "session_output": [end.output for end in ends],
         "session_unparsed": [one.unparsed for one in played],
         "session_overridden": [end.overridden for end in ends],
+        "session_reusable": [one.prefixes.reusable for one in played],
+        "session_cached": [one.prefixes.cached for one in played],
         "session_model_s": [end.model_s for end in ends],
         "session_other_s": [end.other_s for end in ends],
     }

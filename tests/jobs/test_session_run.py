@@ -19,6 +19,7 @@ from asyncrl.text.tokenizer import load_tokenizer
 from jobs.guess.task import make_data, make_model
 
 STEPS, GROUPS, SAMPLES = 4, 4, 4
+REUSED = ("session_reusable", "session_cached")
 
 
 @pytest.mark.timeout(400)
@@ -74,6 +75,9 @@ def test_a_run_of_sessions_trains_what_was_sampled(
         # A step before which no new group was scored has no such mean.
         assert step.get("session/overridden", 3) == 3
         assert {name for name in step if name.startswith("session/")} <= known_names()
+    found = {name: sum(map(sum, (row[name] for row in rows))) for name in REUSED}
+    print("prefix cache:", found)
+    assert found["session_cached"] >= 0.9 * found["session_reusable"] > 0
     trajectories = run.trajectories()
     assert trajectories.num_rows == len(rows) * SAMPLES
     assert set(trajectories["session_end"].to_pylist()) == set(ends)
