@@ -8,5 +8,7 @@ from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool as EnvironmentPool
+    from asyncrl.environments.tools import ToolsRun as ToolsRun
+    from asyncrl.environments.tools import run_tools as run_tools
 
-__getattr__ = lazy_exports(__name__, EnvironmentPool="pool")
+__getattr__ = lazy_exports(__name__, EnvironmentPool="pool", ToolsRun="tools", run_tools="tools")

@@ -3,6 +3,7 @@
 They are deterministic, work in memory, and check their arguments. Use them to test control flow.
 """
 
+from asyncrl.testing.chats import FakeChatSession, tool_call
 from asyncrl.testing.clock import DeadlockError, VirtualTimeLoop
 from asyncrl.testing.control import (
     FakeCheckpoints,
@@ -24,6 +25,7 @@ from asyncrl.testing.sessions import FakeTurnGenerator
 
 __all__ = [
     "DeadlockError",
+    "FakeChatSession",
     "FakeCheckpoints",
     "FakeEngine",
     "FakeGenerate",
@@ -43,4 +45,5 @@ __all__ = [
     "FakeWords",
     "SeededGenerator",
     "VirtualTimeLoop",
+    "tool_call",
 ]
