@@ -300,8 +300,8 @@ SURFACE = {
     "serving": "build_reward_app build_standing_app",
     "testing": (
         "DeadlockError FakeChatSession FakeCheckpoints FakeEngine FakeGenerate FakeLearner "
-        "FakeLogprobCheck FakePrompts FakeRecorder FakeReferencePolicy FakeReplicas FakeRollouts FakeSandbox "
-        "FakeScores FakeServed FakeSink FakeTurnGenerator FakeWeightSync FakeWords"
+        "FakeLogprobCheck FakePrompts FakeRecorder FakeReferencePolicy FakeReplicas FakeRollouts "
+        "FakeSandbox FakeScores FakeServed FakeSink FakeTurnGenerator FakeWeightSync FakeWords"
         " SeededGenerator VirtualTimeLoop tool_call"
     ),
     "text": "ResponseReader decode load_stops load_tokenizer text_before",

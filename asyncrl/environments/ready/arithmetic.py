@@ -110,8 +110,9 @@ def _power(base: Number, exponent: Number) -> Number:
     """Raises CalculationError before a power that would be too large is calculated."""
     if base < 0 and not float(exponent).is_integer():
         raise CalculationError("a root of a negative number")
-    if isinstance(base, int) and isinstance(exponent, int) and exponent > 0 and abs(base) > 1:
-        if base.bit_length() * exponent > MOST_BITS:
+    if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1:
+        bits = base.bit_length() * exponent
+        if bits > MOST_BITS:
             raise CalculationError("a number is too large")
     power: Number = base**exponent
     return power

@@ -66,7 +66,7 @@ async def python(
             model's fault, so the session ends with env_error.
     """
     bounds = Limits(**{"wall_s": WALL_S, **(limits or {})})
-    box: Sandbox = sandbox or await asyncio.to_thread(_opened, level, service)
+    box = await asyncio.to_thread(_opened, level, service) if sandbox is None else sandbox
     broken: list[SandboxError] = []
 
     async def run_python(code: str) -> str:
