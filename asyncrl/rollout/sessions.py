@@ -28,7 +28,7 @@ from asyncrl.text.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from asyncrl.contracts.rows import Group
 
-__all__ = ["Played", "Sessions", "session_table", "turn_seed"]
+__all__ = ["Played", "Sessions", "session_table", "session_template", "turn_seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +68,32 @@ def turn_seed(seed: int, ordinal: int, sample: int, retry: int, turn: int, attem
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")
 
 
+def session_template(
+    spec: SessionsSpec,
+) -> tuple[SessionTemplate, ResponseReader]:
+    """What makes tokens of the chats of sessions, and what reads their turns.
+
+    Raises:
+        ValueError: the model's tokenizer or a stop cannot be used.
+    """
+    tokenizer = load_tokenizer(spec.model_path)
+    stops = load_stops(spec.model_path, tokenizer, spec.rollout_stop, spec.rollout_stop_token_ids)
+    template = SessionTemplate(
+        tokenizer,
+        frozenset(stops.tokens),
+        spec.max_length,
+        spec.environment.history,
+        spec.variables,
+        spec.max_length * max(map(len, tokenizer.get_vocab())),
+    )
+    return template, ResponseReader(tokenizer)
+
+
 class Sessions:
     """Plays sessions in environment processes, which belong to this process."""
 
     def __init__(self, spec: SessionsSpec, seed: int) -> None:
-        tokenizer = load_tokenizer(spec.model_path)
-        stops = load_stops(
-            spec.model_path, tokenizer, spec.rollout_stop, spec.rollout_stop_token_ids
-        )
-        self._template = SessionTemplate(
-            tokenizer,
-            frozenset(stops.tokens),
-            spec.max_length,
-            spec.environment.history,
-            spec.variables,
-            spec.max_length * max(map(len, tokenizer.get_vocab())),
-        )
-        self._reader = ResponseReader(tokenizer)
+        self._template, self._reader = session_template(spec)
         self._seed = seed
         self._pool = EnvironmentPool(spec.environment)
 
