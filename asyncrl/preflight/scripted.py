@@ -79,14 +79,19 @@ def turn_text(
         MessagesError: the template refuses the chat.
     """
     variables = template.variables or {}
-    begun = render_chat(template.tokenizer, messages, variables, tools)
+    start, before = (
+        render_chat(template.tokenizer, messages, variables, tools, begins)
+        for begins in (True, False)
+    )
     whole = render_chat(template.tokenizer, [*messages, message], variables, tools, False)
-    place = first_difference(begun, whole)
-    if place is None or place == len(begun):
-        return whole[len(begun) :]
+    if whole.startswith(start):
+        return whole[len(start) :]
     # The start of a turn may open the reasoning, which a whole turn without reasoning does not.
-    opened = "<think>" in begun[place:] and "</think>" not in begun[place:]
-    return ("\n</think>\n\n" if opened else "") + whole[place:]
+    head, opened, _ = start[first_difference(start, before) :].partition("<think>")
+    closing = "\n</think>\n\n" if opened and "</think>" not in start[len(before) :] else ""
+    if head and head in whole:
+        return closing + whole.rpartition(head)[2]
+    return closing + whole[first_difference(start, whole) :]
 
 
 def writes(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
