@@ -131,11 +131,30 @@ class TemplateChecks:
                 rewritten[kind] = by_template[0]
             else:
                 same.append(kind)
-        if same:
-            found.insert(
-                0, Finding("ok", "template", f"only appends over {TURNS} turns ({', '.join(same)})")
+        verbatim = self._template.history == "verbatim"
+        if one_row := [*same, *(rewritten if verbatim else ())]:
+            text = (
+                f"{TURNS} turns continue the sampled tokens ({', '.join(one_row)}), so a session is"
+                " one row"
             )
-        return [*found, *(self._history(kind, why) for kind, why in rewritten.items())]
+            found.insert(0, Finding("ok", "template", text))
+        return [*found, *([self._history(rewritten)] if rewritten else [])]
+
+    def _history(self, rewritten: Mapping[str, str]) -> Finding:
+        """What the run does where the template writes earlier turns in another way.
+
+        Args:
+            rewritten: kind of chat → how.
+        """
+        effect = (
+            "environment.history: verbatim keeps the sampled tokens. A model that is used with its"
+            " template sees other earlier turns than in training"
+            if self._template.history == "verbatim"
+            else "environment.history: template follows the template: each such turn is a row of"
+            " its own, whose context is computed again"
+        )
+        kinds, why = ", ".join(rewritten), next(iter(rewritten.values()))
+        return Finding("warn", "history", f"{kinds}: {why}. {effect}")
 
     def _first_other_token(self, played: _Played) -> str:
         """Where the chat of the second turn first differs from what was sampled in the first."""
@@ -151,17 +170,6 @@ class TemplateChecks:
             for ids in (sampled, rendered)
         )
         return f"; the template then writes {written} as token {place}, and {found} was there"
-
-    def _history(self, kind: str, why: str) -> Finding:
-        verbatim = self._template.history == "verbatim"
-        effect = (
-            "history: verbatim keeps the sampled tokens: all turns are one row, and the model sees"
-            " more than the template shows it in use"
-            if verbatim
-            else "history: template follows it: each such turn is a row of its own, and its context"
-            " is computed again"
-        )
-        return Finding("warn", "history", f"{kind}: {why}; {effect}")
 
     def _scripts(self) -> dict[str, list[tuple[Said, list[Message]]]]:
         """Kind → what the model says in each turn, and the messages that follow."""

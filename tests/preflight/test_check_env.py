@@ -89,7 +89,9 @@ def some(checked: Checked, verdict: str, check: str) -> str:
 def test_a_sound_environment_with_a_tool(config_of: Callable[..., Config]) -> None:
     checked = check_environment(config_of("with_tool"))
     assert not checked.failed, checked.text()
-    assert "text, a cut turn, tool calls" in found(checked, "ok", "template")
+    assert "sampled tokens (text, a cut turn, tool calls), so a session is one row" in found(
+        checked, "ok", "template"
+    )
     calls = found(checked, "ok", "tool calls")
     for case in ("note: plain", "note: quotes", "note: unicode", "note: two calls"):
         assert case in calls
@@ -99,7 +101,9 @@ def test_a_sound_environment_with_a_tool(config_of: Callable[..., Config]) -> No
     assert masks.startswith("8 turns have ") and "exactly what the model said" in masks
     assert "'<|im_end|>' ends a turn (text, a tool call)" in found(checked, "ok", "stops")
     assert "reward 0 to 1" in found(checked, "ok", "agent: right")
-    assert "10 sessions: done; at most 1 turn; reward 0" in found(checked, "ok", "agent: wrong")
+    assert "10 sessions (5 forms of the answer): done; at most 1 turn; reward 0" in found(
+        checked, "ok", "agent: wrong"
+    )
     assert "2 sessions: done; at most 3 turns" in found(checked, "ok", "agent: unknown tool")
     assert "at most 3 turns; reward 0" in found(checked, "ok", "agent: odd arguments")
     assert "1 turn; reward 0" in found(checked, "ok", "agent: broken tool call")
@@ -119,8 +123,9 @@ def test_without_tools_the_parser_is_still_tried(config_of: Callable[..., Config
 
 
 def test_earlier_reasoning_that_the_template_strips(config_of: Callable[..., Config]) -> None:
+    """The template still allows one row. `history` decides."""
     for history, effect in (
-        ("verbatim", "keeps the sampled tokens: all turns are one row"),
+        ("verbatim", "verbatim keeps the sampled tokens."),
         ("template", "each such turn is a row of its own"),
     ):
         changes = {"environment": {"function": f"{HERE}:sound", "history": history}}
@@ -129,6 +134,8 @@ def test_earlier_reasoning_that_the_template_strips(config_of: Callable[..., Con
         text = found(checked, "warn", "history")
         assert text.startswith("reasoning: the template writes '") and effect in text
         assert "'<think>' was there" in text
+        kinds = "text, a cut turn" + (", reasoning" if history == "verbatim" else "")
+        assert f"tokens ({kinds})" in found(checked, "ok", "template")
         assert "8 turns have" in found(checked, "ok", "masks")  # also of turns with reasoning
 
 
@@ -173,7 +180,7 @@ def test_a_template_that_hides_the_tools(config_of: Callable[..., Config]) -> No
 @pytest.mark.parametrize(
     ("function", "verdict", "check", "text"),
     [
-        ("raises", "FAIL", "agent: wrong", "10 of 10 sessions end with env_error"),
+        ("raises", "FAIL", "agent: wrong", "10 of 10 sessions end with env_error, for the same"),
         ("raises", "FAIL", "agent: right", "KeyError: 'no such table' ("),
         ("upside_down", "FAIL", "reward", "more than the right one: 1 and 0 for answers of the"),
         ("rewards_length", "FAIL", "reward", "get more: "),
@@ -190,6 +197,14 @@ def test_an_environment_with_a_fault(
     checked = check_environment(config_of(function))
     assert text in found(checked, verdict, check)
     assert checked.failed == (verdict == "FAIL"), checked.text()
+
+
+def test_one_reason_is_given_once(config_of: Callable[..., Config]) -> None:
+    checked = check_environment(config_of("raises"))
+    assert checked.text().count("no such table") == 1
+    assert "2 of 2 sessions end with env_error, for the same reason" in found(
+        checked, "warn", "agent: empty"
+    )
 
 
 def test_reward_functions_are_the_reward(config_of: Callable[..., Config]) -> None:

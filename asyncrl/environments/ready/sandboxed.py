@@ -11,7 +11,15 @@ from weakref import WeakKeyDictionary
 
 from asyncrl.environments.ready.graded import Grade, first_messages, graded
 from asyncrl.environments.tools import run_tools
-from asyncrl.sandbox import Limits, Program, Result, Sandbox, SandboxError, open_sandbox
+from asyncrl.sandbox import (
+    Limits,
+    Program,
+    Result,
+    Sandbox,
+    SandboxError,
+    SandboxUnavailableError,
+    open_sandbox,
+)
 from asyncrl.text.template import Schema
 
 __all__ = ["RUN_PYTHON", "python", "result_text"]
@@ -87,7 +95,12 @@ async def python(
 
 @functools.cache
 def _opened(level: str, service: str | None) -> Sandbox:
-    return open_sandbox(level, service=service)
+    try:
+        return open_sandbox(level, service=service)
+    except SandboxUnavailableError as error:
+        raise SandboxUnavailableError(
+            f"{error}; set level or service in environment.arguments"
+        ) from None
 
 
 def _slot() -> asyncio.Semaphore:
