@@ -33,6 +33,10 @@ ON_A_CONFIG = {
     "dpo": "train preferences between pairs of a dataset (objective: dpo)",
     "reward_model": "train a reward model on pairs of a dataset (objective: reward_model)",
     "plan": "check a config and show what it needs; allocates nothing",
+    "check-env": (
+        "check a config's environment with scripted agents, on this machine's CPU: template, tool"
+        " calls, masks, stops, rewards, secrets, cost"
+    ),
 }
 OFFLINE = ("sft", "dpo", "reward_model")
 """Commands that train on a dataset. Each is the objective of its config."""
@@ -196,6 +200,9 @@ def run(command: str, path: str, overrides: list[str], options: Collection[str] 
         if command == "plan":
             with _reader_may_leave():
                 return _plan(config, options)
+        if command == "check-env":
+            with _reader_may_leave():
+                return _check_env(config)
         return _train(command, config, path, overrides)
     except ConfigError as error:
         print_shown(f"asyncrl: {error}", file=sys.stderr)
@@ -257,6 +264,19 @@ def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
 
         print_shown(f"\n{memory_text(config)}")
     return 0
+
+
+def _check_env(config: Config | OfflineConfig) -> int:
+    from asyncrl.preflight.check_env import check_environment
+    from asyncrl.preflight.model_snapshot import resolve_models
+
+    if isinstance(config, OfflineConfig):
+        raise ConfigError(
+            f"objective: {config.objective} has no environment to check; run `asyncrl plan`"
+        )
+    checked = check_environment(resolve_models(config))
+    print_shown(checked.text())
+    return 2 if checked.failed else 0
 
 
 def _offline_plan(config: OfflineConfig, options: Collection[str]) -> int:

@@ -14,6 +14,7 @@ import pyarrow as pa
 from asyncrl.contracts.rows import SCORED_COLUMNS, Completion, Group, Prompt
 from asyncrl.environments.attempt import Ended
 from asyncrl.rollout.sessions import Played, session_table
+from asyncrl.sessions.answers import ChatRequest
 from asyncrl.sessions.session import Session, SessionTemplate
 from asyncrl.testing import FakeTurnGenerator
 from asyncrl.text.template import Message
@@ -54,8 +55,8 @@ class Recorder(FakeTurnGenerator):
 
     turns: list[Turn]
 
-    async def generate(self, request: Any) -> Any:
-        sampled = await super().generate(request)
+    async def generate(self, request: Any, heard: Any = None) -> Any:
+        sampled = await super().generate(request, heard)
         before = tuple(request.prompt_ids)
         self.turns += [Turn(before, one.completion.token_ids) for one in sampled]
         return sampled
@@ -74,7 +75,7 @@ async def play(tokenizer: Any, script: Script) -> tuple[Played, list[Turn]]:
             chat = [{"role": "user", "content": text}]
         elif number:
             chat.append({"role": "user", "content": text})
-        answers = await session.chat(chat, n=2 if kind == "two" else 1)
+        answers = await session.chat(ChatRequest(chat, n=2 if kind == "two" else 1))
         chat.append(answers[0].message)
     return Played(session, Ended(script.end, script.reward), None, 0), generator.turns
 

@@ -42,6 +42,7 @@ LAYERS = (
 """Folders from the bottom up. A folder imports only from those below it; `testing` is free."""
 STATIONS = LAYERS[6]
 BETWEEN_STATIONS = {
+    ("environments", "rewards"),
     ("frozen", "weights"),
     ("generation", "weights"),
     ("learning", "weights"),
@@ -271,7 +272,7 @@ SURFACE = {
         "Engine Generator GeneratorApp ServeGenerate begin_generators draw_in_blocks "
         "engine_environment wait_for_generators"
     ),
-    "environments": "AgentFailedError EnvironmentPool RewardFailedError",
+    "environments": ("AgentFailedError EnvironmentPool RewardFailedError ToolsRun run_tools"),
     "frozen": "start_reference",
     "learning": "LearnerGroup examples_with pairs_of LearnerRank Meeting start_rank",
     "models": (
@@ -300,11 +301,11 @@ SURFACE = {
     "sessions": "ChatRequest Sampled Session SessionTemplate TurnRequest",
     "serving": "build_reward_app build_standing_app",
     "testing": (
-        "DeadlockError FakeAgentSession FakeAgentSessions FakeCheckpoints FakeEngine "
-        "FakeGenerate FakeLearner FakeLogprobCheck "
+        "DeadlockError FakeAgentSession FakeAgentSessions FakeChatSession FakeCheckpoints "
+        "FakeEngine FakeGenerate FakeLearner FakeLogprobCheck "
         "FakePrompts FakeRecorder FakeReferencePolicy FakeReplicas FakeRollouts FakeSandbox "
         "FakeScores FakeServed FakeSink FakeTurnGenerator FakeWeightSync FakeWords"
-        " SeededGenerator VirtualTimeLoop"
+        " SeededGenerator VirtualTimeLoop tool_call"
     ),
     "text": "ResponseReader decode load_stops load_tokenizer text_before",
     "weights": (

@@ -28,6 +28,7 @@ from asyncrl.preflight.model_snapshot import resolve_models
 from asyncrl.preflight.specs import sessions_spec
 from asyncrl.rollout.sessions import session_template
 from asyncrl.runtime.redact import shown
+from asyncrl.sessions.answers import Heard
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.text.continuation import first_difference
 from asyncrl.text.response import ResponseReader
@@ -256,7 +257,7 @@ class _RecordedModel:
         """The message of a turn."""
         return self._reader.read(prompt_ids, completion.token_ids, completion.text, tools)[0]
 
-    async def generate(self, request: TurnRequest) -> Sequence[Sampled]:
+    async def generate(self, request: TurnRequest, heard: Heard | None = None) -> Sequence[Sampled]:
         """The next recorded answers to the request. Never returns if there are none."""
         left = self._left.get(tuple(request.prompt_ids), [])
         turns = left[: request.n]

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl.environments.ready import calculator, python, reasoning_gym
+
 
 async def three_questions(task: Mapping[str, Any], model: Any) -> float | None:
     """Asks three times, whatever the model answers. The first of each eight tasks fails. The reward
@@ -20,3 +22,13 @@ async def three_questions(task: Mapping[str, Any], model: Any) -> float | None:
     if task["hidden"] % 8 == 0:
         raise RuntimeError("this task fails")
     return len(re.findall(r"\d", text)) / max(1, len(text))
+
+
+async def ready(task: Mapping[str, Any], model: Any, level: str) -> dict[str, float]:
+    """The ready environment that the task's row names."""
+    match task["kind"]:
+        case "calculator":
+            return await calculator(task, model)
+        case "python":
+            return await python(task, model, level=level, limits={"wall_s": 5})
+    return await reasoning_gym(task, model, tries=2)

@@ -29,6 +29,7 @@ def test_the_recipes_that_the_docs_name_exist() -> None:
         "math",
         "code",
         "long_answers",
+        "tool_agent",
         "one_gpu",
         "two_gpus",
         "eight_gpus",
@@ -54,7 +55,7 @@ def test_a_recipe_is_planned(path: Path, data: Path, tiny_model: Path, tmp_path:
         "reward.overlong_buffer": min(given.reward.overlong_buffer, 8),
     }
     if given.data.max_length is not None:
-        changes["data.max_length"] = 32
+        changes["data.max_length"] = 64
     if given.eval.data is not None:
         changes["eval.data"] = data
     overrides = [part for name, value in changes.items() for part in (f"--{name}", str(value))]
