@@ -33,6 +33,7 @@ __all__ = [
     "RewardFailedError",
     "attempt",
     "end_of",
+    "turn_rewards_of",
 ]
 
 End: TypeAlias = Literal[
@@ -96,6 +97,8 @@ class Given:
     output: str = ""
     turns: Sequence[tuple[int, float]] = ()
     """Pairs of a turn's node and its reward."""
+    turns_at_url: Sequence[float | None] | None = None
+    """The same for turns that were taken at the URL: one item for each."""
 
 
 NOTHING = Given()
@@ -129,6 +132,8 @@ class Ended:
     """A text that the environment returned, for reward functions."""
     turn_rewards: Sequence[tuple[int, float]] = ()
     """Pairs of a turn's node in its session and its reward, for the turns that got one."""
+    rewards_at_url: Sequence[float | None] | None = None
+    """Rewards of the turns that were taken at the URL, which are not placed yet."""
 
 
 async def attempt(
@@ -172,6 +177,7 @@ async def attempt(
             other_s,
             given.output,
             given.turns,
+            given.turns_at_url,
         )
 
     try:
@@ -198,7 +204,8 @@ async def attempt(
             return ended(end_of(watched.ended), str(watched.ended))
         return ended(_blamed(failure), _place(failure))
     try:
-        given = _given(result, watched.taken)
+        # Turns that were taken at the URL are known to those who serve it.
+        given = _given(result, watched.taken if url is None or watched.turns else None)
     except (TypeError, ValueError) as nonsense:
         return ended("reward_error", _place(nonsense))
     # An environment may catch what ended it, and give a reward for what was reached.
@@ -272,13 +279,18 @@ def _messages(given: object) -> list[Any]:
     raise TypeError(f"{str(given)[:80]!r} is neither a text nor a list of messages")
 
 
-def _given(result: object, taken: Sequence[Sequence[int]]) -> Given:
+def _given(result: object, taken: Sequence[Sequence[int]] | None) -> Given:
     """What an environment returned: the reward, its parts, a text, and rewards of the turns taken,
-    each of which has these nodes. Raises TypeError or ValueError for nonsense."""
+    each of which has these nodes. None: they were taken elsewhere.
+
+    Raises:
+        TypeError, ValueError: it is nonsense.
+    """
     if result is None:
         return NOTHING
     values = dict(result) if isinstance(result, Mapping) else {REWARD: result}
-    turns = _turn_rewards(values.pop(TURNS), taken) if TURNS in values else ()
+    given = _turn_numbers(values.pop(TURNS)) if TURNS in values else None
+    turns = () if given is None or taken is None else turn_rewards_of(given, taken)
     output = values.pop(OUTPUT, "")
     if not isinstance(output, str):
         raise TypeError(f"{OUTPUT} is {short(repr(output))} ({type(output).__name__}), not a text")
@@ -286,25 +298,43 @@ def _given(result: object, taken: Sequence[Sequence[int]]) -> Given:
         if not isinstance(name, str) or not name or "/" in name or name != short(name):
             raise TypeError(f"{str(name)[:80]!r} is no name of a reward: a short text without '/'")
     found = {name: _number(name, value) for name, value in values.items()}
-    return Given(found.pop(REWARD, None), found, output[-MOST_OUTPUT:], turns)
+    at_url = given if taken is None else None
+    return Given(found.pop(REWARD, None), found, output[-MOST_OUTPUT:], turns, at_url)
 
 
-def _turn_rewards(given: object, taken: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
-    """The reward of each node of the turns that have one."""
+def _turn_numbers(given: object) -> list[float | None]:
+    """The rewards of turns. Raises TypeError for nonsense."""
     plain = given.tolist() if hasattr(given, "tolist") else given  # of numpy or torch
     if not isinstance(plain, Sequence) or isinstance(plain, str | bytes):
         raise TypeError(
             f"{TURNS} is {text_of(str, given)[:80]!r} ({type(given).__name__}), not a list with a"
             " number or None for each turn"
         )
-    if len(plain) != len(taken):
+    return [
+        None if value is None else _number(f"{TURNS}[{place}]", value)
+        for place, value in enumerate(plain)
+    ]
+
+
+def turn_rewards_of(
+    rewards: Sequence[float | None], taken: Sequence[Sequence[int]]
+) -> list[tuple[int, float]]:
+    """Pairs of a node and its reward.
+
+    Args:
+        taken: the nodes of each turn that the agent got.
+
+    Raises:
+        ValueError: the rewards are not one for each turn.
+    """
+    if len(rewards) != len(taken):
         raise ValueError(
-            f"{TURNS} has {len(plain)} rewards, and the session took {len(taken)} turns; give a"
+            f"{TURNS} has {len(rewards)} rewards, and the session took {len(taken)} turns; give a"
             " number or None for each turn, in their order"
         )
     return [
-        (node, _number(f"{TURNS}[{place}]", value))
-        for place, (nodes, value) in enumerate(zip(taken, plain, strict=True))
+        (node, value)
+        for nodes, value in zip(taken, rewards, strict=True)
         if value is not None
         for node in nodes
     ]

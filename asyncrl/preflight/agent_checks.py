@@ -17,7 +17,7 @@ import psutil
 from asyncrl.config import Config, EnvironmentConfig
 from asyncrl.contracts.rows import Prompt
 from asyncrl.environments.attempt import End, Ended
-from asyncrl.environments.pool import AttemptLostError, EnvironmentPool
+from asyncrl.environments.pool import AttemptLostError
 from asyncrl.preflight.finding import Finding
 from asyncrl.preflight.scripted import (
     Said,
@@ -32,6 +32,7 @@ from asyncrl.preflight.template_checks import example_arguments, tool_name
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import GroupCall, RewardError, Session
 from asyncrl.rewards.pool import RewardPool, total_rewards
+from asyncrl.rollout.player import Player
 from asyncrl.runtime.together import together
 from asyncrl.sessions.session import SessionTemplate
 from asyncrl.text.chat_messages import plain_text
@@ -102,7 +103,7 @@ class AgentChecks:
     async def play(self) -> list[Finding]:
         """Play all agents, and the cost. Raises EnvironmentFailedError."""
         shorter = {"processes": 1, "deadline_s": min(self._environment.deadline_s, LONGEST_S)}
-        pool = EnvironmentPool(self._environment.model_copy(update=shorter))
+        pool = Player(self._environment.model_copy(update=shorter))
         try:
             await pool.start()
             self.attempts = await together(
@@ -117,7 +118,7 @@ class AgentChecks:
 
     async def _attempt(
         self,
-        pool: EnvironmentPool,
+        pool: Player,
         agent: str,
         form: str,
         script: Script,
@@ -351,7 +352,7 @@ class AgentChecks:
     async def _slow(self) -> list[Finding]:
         """An agent whose model does not answer in time."""
         changes = {"processes": 1, "deadline_s": DEADLINE_S, "block_s": 1.0}
-        pool = EnvironmentPool(self._environment.model_copy(update=changes))
+        pool = Player(self._environment.model_copy(update=changes))
         try:
             await pool.start()
             began = time.monotonic()
@@ -370,7 +371,7 @@ class AgentChecks:
         text = f"ends {one.ended.end} instead of deadline after {took:.1f} s: {one.ended.note}"
         return [Finding("warn", check, text)]
 
-    async def _cost(self, pool: EnvironmentPool) -> list[Finding]:
+    async def _cost(self, pool: Player) -> list[Finding]:
         """CPU time of a turn, of sessions one after another."""
         template = TimedTemplate(
             *(getattr(self._template, name) for name in SessionTemplate.__slots__)

@@ -6,27 +6,25 @@ import asyncio
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from asyncrl.agents.served import ServedSession
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.messages import EngineLoad, Generated
 from asyncrl.contracts.nodes import CONSTRAINED
 from asyncrl.contracts.rows import SESSION_COLUMNS, TURN_COLUMNS, Completion, Prompt, Trajectory
 from asyncrl.contracts.session_table import flat_completion, turn_rewards, turns_of_group
-from asyncrl.environments.attempt import Ended, end_of
-from asyncrl.environments.model import SessionUrl
-from asyncrl.environments.pool import AttemptLostError, EnvironmentPool
+from asyncrl.environments.attempt import Ended
+from asyncrl.environments.pool import AttemptLostError
+from asyncrl.rollout.player import Player
 from asyncrl.rollout.prefixes import PrefixCounter
 from asyncrl.rollout.spec import SessionsSpec
 from asyncrl.runtime.together import together
 from asyncrl.sessions.answers import Heard, TurnDeadlineError
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
-from asyncrl.sessions.watched import Watched
 from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.stops import load_stops
@@ -34,7 +32,6 @@ from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from asyncrl.agents.server import AgentServer
     from asyncrl.contracts.rows import Group
 
 __all__ = ["Played", "Sessions", "session_table", "session_template", "turn_seed"]
@@ -102,25 +99,16 @@ class Sessions:
         self._seed = seed
         self._name = uuid.uuid4().hex[:8]
         """Part of the sessions' names: other workers play sessions of the same prompts."""
-        self._pool = EnvironmentPool(spec.environment)
-        self._most_turns, self._turn_s = spec.environment.max_turns, spec.environment.turn_s
-        self._server: AgentServer | None = None
-        if spec.environment.url:
-            from asyncrl.agents.server import AgentServer  # it imports a web framework
-
-            self._server = AgentServer()
+        self._player = Player(spec.environment)
+        self._turn_s = spec.environment.turn_s
 
     async def start(self) -> None:
         """Wait until the environment is imported. Raises EnvironmentFailedError."""
-        if self._server is not None:
-            await self._server.start()
-        await self._pool.start()
+        await self._player.start()
 
     async def close(self) -> None:
         """End the environment processes."""
-        await self._pool.close()
-        if self._server is not None:
-            await self._server.close()
+        await self._player.close()
 
     async def play_all(
         self, prompt: Prompt, samples: Iterable[int], generate: Generates
@@ -150,44 +138,13 @@ class Sessions:
             session = Session(self._template, turns, turns.read)
             task = {**prompt.columns, "prompt": prompt.text}
             try:
-                ended = await self._ended(task, session, alone)
+                ended = await self._player.play(task, session, alone)
             except AttemptLostError as error:
                 retry, alone = retry + 1, alone or error.alone
             else:
                 return Played(session, ended, turns.load, turns.unparsed, turns.prefixes)
             finally:
                 session.close("the session has ended")
-
-    async def _ended(self, task: Mapping[str, Any], session: Session, alone: bool) -> Ended:
-        """Play one session to its end, also at its URL if there is one."""
-        if self._server is None:
-            return await self._pool.play(task, session, alone)
-        served = ServedSession(session.chat, self._most_turns)
-        with self._server.serving(served) as key:
-            url = SessionUrl(self._server.address, key)
-            ended = await self._pool.play(task, session, alone, url)
-        return with_requests(ended, served, served.overridden.total())
-
-
-def with_requests(ended: Ended, served: Watched, overridden: int = 0) -> Ended:
-    """The end of a session with the requests that it made at its URL. If the model refused one for
-    good, that is why it ended.
-
-    Raises:
-        Exception: the model's side failed at its last request.
-    """
-    if served.failed is not None:
-        raise served.failed
-    if served.ended is not None and ended.end in ("done", "env_error", "agent_error"):
-        ended = replace(ended, end=end_of(served.ended), note=str(served.ended))
-    model_s = min(served.model_s, ended.other_s)
-    return replace(
-        ended,
-        turns=ended.turns + served.turns,
-        overridden=ended.overridden + overridden,
-        model_s=ended.model_s + model_s,
-        other_s=ended.other_s - model_s,
-    )
 
 
 class _Turns:

@@ -23,9 +23,10 @@ from asyncrl.contracts.nodes import Node
 from asyncrl.contracts.rows import SESSION_COLUMNS, Completion
 from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
 from asyncrl.environments.attempt import Ended
-from asyncrl.environments.pool import EnvironmentFailedError, EnvironmentPool
+from asyncrl.environments.pool import EnvironmentFailedError
 from asyncrl.preflight.model_snapshot import resolve_models
 from asyncrl.preflight.specs import sessions_spec
+from asyncrl.rollout.player import Player
 from asyncrl.rollout.sessions import session_template
 from asyncrl.runtime.redact import shown
 from asyncrl.sessions.answers import Heard
@@ -145,7 +146,7 @@ async def _replay(spec: SessionsSpec, table: pa.Table, samples: Sequence[int]) -
         spec.model_path, template.tokenizer, spec.rollout_stop, spec.rollout_stop_token_ids
     )
     reader = ResponseReader(template.tokenizer)
-    pool = EnvironmentPool(spec.environment.model_copy(update={"processes": 1}))
+    pool = Player(spec.environment.model_copy(update={"processes": 1}))
     try:
         await pool.start()
         replayed = []
@@ -180,7 +181,7 @@ def _recorded_end(row: Mapping[str, Any], sample: int) -> Ended:
 
 
 async def _play(
-    pool: EnvironmentPool,
+    pool: Player,
     task: Mapping[str, Any],
     template: SessionTemplate,
     model: _RecordedModel,
