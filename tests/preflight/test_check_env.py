@@ -17,6 +17,8 @@ from asyncrl import cli
 from asyncrl.config import Config, ConfigError
 from asyncrl.preflight.check_env import Checked, check_environment
 from asyncrl.preflight.template_checks import example_arguments
+from jobs.guess.game import question
+from jobs.guess.task import make_model
 
 HERE = "tests.preflight.environments_to_check"
 HERMES = (
@@ -137,6 +139,26 @@ def test_earlier_reasoning_that_the_template_strips(config_of: Callable[..., Con
         kinds = "text, a cut turn" + (", reasoning" if history == "verbatim" else "")
         assert f"tokens ({kinds})" in found(checked, "ok", "template")
         assert "8 turns have" in found(checked, "ok", "masks")  # also of turns with reasoning
+
+
+def test_the_game_of_the_demo(config_of: Callable[..., Config], tmp_path: Path) -> None:
+    """Its tokenizer can write calls of its own tool, and no others."""
+    make_model(tmp_path / "guess", seed=0)
+    rows = [{"prompt": question(20), "low": 20, "hidden": 30}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "guess.parquet")
+    changes: Any = {
+        "model": {"path": str(tmp_path / "guess")},
+        "data": {"train": str(tmp_path / "guess.parquet"), "max_length": 160},
+        "environment": {"function": "jobs.guess.game:play"},
+        "rollout": {"max_completion_length": 12},
+    }
+    checked = check_environment(config_of("sound", **changes))
+    assert not checked.failed, checked.text()
+    calls = found(checked, "ok", "tool calls")
+    assert "as they were written (guess: plain, guess: two calls)" in calls
+    assert "cannot write them: made-up: quotes, made-up: nested" in calls
+    assert "the data has no column answer" in found(checked, "warn", "agent: right")
+    assert "its columns: low, hidden" in found(checked, "warn", "agent: right")
 
 
 def test_a_template_that_drifts(config_of: Callable[..., Config]) -> None:
