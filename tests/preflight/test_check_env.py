@@ -41,6 +41,10 @@ NO_END = HERMES.replace("{{ '<|im_end|>\\n' }}{% endfor %}{% if", "{{ '\\n' }}{%
 ENDS_EARLY = HERMES.replace(
     "{% for c in m.tool_calls or [] %}{{ '", "{% for c in m.tool_calls or [] %}{{ '<|im_end|>"
 )
+ONE_CALL = (
+    "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
+    "{{ raise_exception('one call at a time') }}{% endif %}{% endfor %}" + HERMES
+)
 REFUSES_TOOLS = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no role tool') }}"
     "{% endif %}{% endfor %}" + HERMES
@@ -191,6 +195,14 @@ def test_a_template_with_which_tools_do_not_work(
     checked = check_environment(config_of("with_tool", template))
     mine = [one.text for one in checked.findings if (one.verdict, one.check) == ("FAIL", check)]
     assert any(text in one for one in mine), checked.text()
+
+
+def test_a_template_that_takes_one_call_at_a_time(config_of: Callable[..., Config]) -> None:
+    checked = check_environment(config_of("with_tool", ONE_CALL))
+    assert not checked.failed, checked.text()
+    warned = [one.text for one in checked.findings if one.verdict == "warn"]
+    refused = "two calls: the template refuses it: one call at a time"
+    assert warned == [f"note: {refused}", f"made-up: {refused}"]
 
 
 def test_a_template_that_hides_the_tools(config_of: Callable[..., Config]) -> None:
