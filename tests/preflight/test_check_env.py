@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from chat_families import CHATML, STRIPS_THINKING, save_chat_model
 
 from asyncrl import cli
 from asyncrl.config import Config, ConfigError
+from asyncrl.contracts.nodes import Node
 from asyncrl.preflight.check_env import Checked, check_environment
 from asyncrl.preflight.template_checks import example_arguments
+from asyncrl.sessions.rows import SessionRows, session_rows
 from jobs.guess.game import question
 from jobs.guess.task import make_model
 
@@ -49,6 +52,13 @@ REFUSES_TOOLS = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no role tool') }}"
     "{% endif %}{% endfor %}" + HERMES
 )
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slow agent waits, and the cost is measured, for less time than in use."""
+    monkeypatch.setattr("asyncrl.preflight.agent_checks.DEADLINE_S", 0.3)
+    monkeypatch.setattr("asyncrl.preflight.agent_checks.COSTED", 3)
 
 
 @pytest.fixture
@@ -115,7 +125,7 @@ def test_a_sound_environment_with_a_tool(config_of: Callable[..., Config]) -> No
     assert "1 turn; reward 0" in found(checked, "ok", "agent: broken tool call")
     for agent in ("empty", "injection", "special tokens", "spelled tokens", "very long"):
         assert "reward 0" in found(checked, "ok", f"agent: {agent}")
-    assert "ends deadline after 1" in found(checked, "ok", "agent: slow")
+    assert "with a deadline of 0.3 s here" in found(checked, "ok", "agent: slow")
     assert "right answers get 1, and all other agents less" in found(checked, "ok", "reward")
     assert "ms of CPU a turn: rendering " in found(checked, "ok", "cost")
 
@@ -143,6 +153,26 @@ def test_earlier_reasoning_that_the_template_strips(config_of: Callable[..., Con
         kinds = "text, a cut turn" + (", reasoning" if history == "verbatim" else "")
         assert f"tokens ({kinds})" in found(checked, "ok", "template")
         assert "8 turns have" in found(checked, "ok", "masks")  # also of turns with reasoning
+
+
+@pytest.mark.parametrize("fault", ["a context token", "half of the rows"])
+def test_wrong_masks_are_noticed(
+    config_of: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def broken(nodes: Sequence[Node]) -> SessionRows:
+        derived = session_rows(nodes)
+        if fault == "half of the rows":
+            return replace(derived, rows=derived.rows[: len(derived.rows) // 2])
+        first = derived.rows[0]
+        trained = first.trained.copy()
+        trained[1] = True
+        return replace(derived, rows=(replace(first, trained=trained), *derived.rows[1:]))
+
+    monkeypatch.setattr("asyncrl.preflight.template_checks.session_rows", broken)
+    checked = check_environment(config_of("sound"))
+    assert checked.failed
+    wanted = "other tokens are trained" if fault == "a context token" else "and [] are trained"
+    assert wanted in found(checked, "FAIL", "masks")
 
 
 def test_the_game_of_the_demo(config_of: Callable[..., Config], tmp_path: Path) -> None:
