@@ -19,6 +19,13 @@ from asyncrl.preflight.scripted import (
     turn_text,
     writes,
 )
+from asyncrl.preflight.tool_examples import (
+    MADE_UP,
+    PROBE,
+    example_arguments,
+    own_cases,
+    tool_name,
+)
 from asyncrl.sessions.rows import session_rows
 from asyncrl.sessions.session import SessionTemplate
 from asyncrl.text.continuation import first_difference, render_chat
@@ -26,31 +33,14 @@ from asyncrl.text.response import ResponseReader, response_template
 from asyncrl.text.template import Message, MessagesError, Schema
 from asyncrl.text.tokenizer import decode_prompt, encode_continuations
 
-__all__ = ["TemplateChecks", "example_arguments", "tool_name"]
+__all__ = ["TemplateChecks"]
 
 WORDS = ("fine", "so it is", "yes", "7", "a", "right")
 """Texts for turns. The first that the tokenizer can write is taken."""
+TURNS = 3
+"""Turns of a scripted chat."""
 LONGEST = 1 << 20
 """Tokens of a chat here. The run's own limit does not matter for its template."""
-QUOTES, UNICODE = "say \"hi\" \\ 'x'\n{}", "Grüße, 日本語 🙂"
-PROBE: Schema = {
-    "type": "function",
-    "function": {
-        "name": "probe",
-        "description": "A made-up tool.",
-        "parameters": {
-            "type": "object",
-            "properties": {"text": {"type": "string"}, "nested": {"type": "object"}},
-        },
-    },
-}
-MADE_UP: Mapping[str, Sequence[Mapping[str, object]]] = {
-    "quotes": [{"text": QUOTES}],
-    "nested": [{"nested": {"a": [1, {"b": None}], "c": True}}],
-    "unicode": [{"text": UNICODE}],
-    "no arguments": [{}],
-    "two calls": [{"text": "a"}, {"text": "b"}],
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +258,7 @@ class TemplateChecks:
         own = {
             f"{tool_name(tool)}: {kind}": [(tool_name(tool), arguments) for arguments in given]
             for tool in self._tools
-            for kind, given in _own_cases(tool).items()
+            for kind, given in own_cases(tool).items()
         }
         made_up = {
             f"made-up: {kind}": [("probe", arguments) for arguments in given]
@@ -429,16 +419,6 @@ class TemplateChecks:
         return "", end
 
 
-TURNS = 3
-"""Turns of a scripted chat."""
-
-
-def tool_name(tool: Schema) -> str:
-    """The name in a tool's schema."""
-    function: Any = tool.get("function")
-    return str((function if isinstance(function, Mapping) else tool).get("name"))
-
-
 def _answering(added: Sequence[Message], message: Message) -> list[Message]:
     """The added messages, with a tool's answer naming the call that it answers."""
     calls: Any = message.get("tool_calls")
@@ -447,57 +427,3 @@ def _answering(added: Sequence[Message], message: Message) -> list[Message]:
     return [
         {**one, "tool_call_id": calls[0]["id"]} if one["role"] == "tool" else one for one in added
     ]
-
-
-def _own_cases(tool: Schema) -> dict[str, list[dict[str, object]]]:
-    """Arguments that the schema of a tool allows, by kind. No two are the same."""
-    cases = {kind: [example_arguments(tool, kind)] for kind in ("plain", "quotes", "unicode")}
-    found = {
-        kind: given
-        for number, (kind, given) in enumerate(cases.items())
-        if given not in list(cases.values())[:number]
-    }
-    return {**found, "two calls": cases["plain"] * 2}
-
-
-def example_arguments(tool: Schema, kind: str) -> dict[str, object]:
-    """Arguments that a tool's schema allows.
-
-    Args:
-        kind: of texts in it: "plain", "quotes" or "unicode".
-    """
-    function: Any = tool.get("function", tool)
-    parameters = function.get("parameters") or {}
-    text = {"quotes": QUOTES, "unicode": UNICODE}.get(kind, "a")
-    example = _example(parameters, text, 0)
-    return dict(example) if isinstance(example, Mapping) else {}
-
-
-def _example(schema: object, text: str, depth: int) -> object:
-    """A value that a JSON schema allows, as far as its types say."""
-    if not isinstance(schema, Mapping) or depth > 8:
-        return text
-    if schema.get("enum"):
-        return schema["enum"][0]
-    for name in ("anyOf", "oneOf", "allOf"):
-        if schema.get(name):
-            return _example(schema[name][0], text, depth + 1)
-    kind = schema.get("type", "object" if "properties" in schema else "string")
-    kind = kind[0] if isinstance(kind, Sequence) and not isinstance(kind, str) else kind
-    match kind:
-        case "integer":
-            return max(42, int(schema.get("minimum", 42)))
-        case "number":
-            return 1.5
-        case "boolean":
-            return True
-        case "null":
-            return None
-        case "array":
-            return [_example(schema.get("items"), text, depth + 1)]
-        case "object":
-            named = schema.get("properties") or {}
-            if depth and not named:
-                return {"a": [1, {"b": text}]}
-            return {str(name): _example(one, text, depth + 1) for name, one in named.items()}
-    return text

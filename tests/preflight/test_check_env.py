@@ -18,7 +18,7 @@ from asyncrl import cli
 from asyncrl.config import Config, ConfigError
 from asyncrl.contracts.nodes import Node
 from asyncrl.preflight.check_env import Checked, check_environment
-from asyncrl.preflight.template_checks import example_arguments
+from asyncrl.preflight.tool_examples import example_arguments
 from asyncrl.sessions.rows import SessionRows, session_rows
 from jobs.guess.game import question
 from jobs.guess.task import make_model
