@@ -225,6 +225,7 @@ def first_prompts(spec: DataSpec, count: int) -> list[Prompt]:
     for start in range(0, table.num_rows, max(count, 1)):
         try:
             rendered = render_rows(table.slice(start, count), spec, start)
+            refuse_empty(rendered.ids, start, data, field)
             _, truncated = truncate_prompts(rendered.texts, rendered.ids, spec, start)
         except (TooLongError, TemplateError) as error:
             raise ConfigError(f"{named(data, field)}: {error}") from None

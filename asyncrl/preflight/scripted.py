@@ -16,7 +16,7 @@ from asyncrl.sessions.answers import Answer, ChatRequest, Heard
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.text.continuation import first_difference, render_chat
 from asyncrl.text.response import ResponseReader
-from asyncrl.text.template import Message, Schema
+from asyncrl.text.template import Message, MessagesError, Schema
 from asyncrl.text.tokenizer import decode, decode_prompt, encode_continuations
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "ScriptedSession",
     "TimedTemplate",
     "call_message",
+    "next_end",
     "turn_text",
     "writes",
 ]
@@ -92,6 +93,30 @@ def turn_text(
     if head and head in whole:
         return closing + whole.rpartition(head)[2]
     return closing + whole[first_difference(start, whole) :]
+
+
+def next_end(
+    template: SessionTemplate,
+    messages: Sequence[Message],
+    message: Message,
+    tools: Sequence[Schema] | None,
+) -> int | None:
+    """The token that ends a turn after which the template writes nothing: the first one of the next
+    message, as in GLM. None: that is no stop, or the template refuses such a message."""
+    calls = bool(message.get("tool_calls"))
+    # Without its reasoning, which the template may leave out when messages follow.
+    turn: Message = message if calls else {"role": "assistant", "content": "x"}
+    follows = {"role": "tool" if calls else "user", "tool_call_id": "call_0", "content": "x"}
+    chat = [*messages, turn]
+    try:
+        alone, whole = (
+            render_chat(template.tokenizer, one, template.variables or {}, tools, False)
+            for one in (chat, [*chat, follows])
+        )
+    except MessagesError:
+        return None
+    ids = encode_continuations(template.tokenizer, [whole.removeprefix(alone)])[0]
+    return ids[0] if ids and ids[0] in template.ends else None
 
 
 def writes(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
@@ -192,7 +217,9 @@ class ScriptedModel:
             ids = encode_continuations(tokenizer, [text])[0]
         place = next((place for place, token in enumerate(ids) if token in ends), None)
         if place is None:
-            end = min(ends)
+            usual: Message = {"role": "assistant", "content": text}
+            end = next_end(self._template, messages, said.message or usual, tools)
+            end = min(ends) if end is None else end
             return [*ids, end], text + decode_prompt(tokenizer, [end])
         after = decode_prompt(tokenizer, ids[place + 1 :])
         return ids[: place + 1], text.removesuffix(after) if after else text

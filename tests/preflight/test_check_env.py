@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,12 @@ from chat_families import CHATML, STRIPS_THINKING, save_chat_model
 
 from asyncrl import cli
 from asyncrl.config import Config, ConfigError
+from asyncrl.contracts.nodes import Node
 from asyncrl.preflight.check_env import Checked, check_environment
-from asyncrl.preflight.template_checks import example_arguments
+from asyncrl.preflight.tool_examples import example_arguments
+from asyncrl.sessions.rows import SessionRows, session_rows
+from jobs.guess.game import question
+from jobs.guess.task import make_model
 
 HERE = "tests.preflight.environments_to_check"
 HERMES = (
@@ -39,10 +44,21 @@ NO_END = HERMES.replace("{{ '<|im_end|>\\n' }}{% endfor %}{% if", "{{ '\\n' }}{%
 ENDS_EARLY = HERMES.replace(
     "{% for c in m.tool_calls or [] %}{{ '", "{% for c in m.tool_calls or [] %}{{ '<|im_end|>"
 )
+ONE_CALL = (
+    "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
+    "{{ raise_exception('one call at a time') }}{% endif %}{% endfor %}" + HERMES
+)
 REFUSES_TOOLS = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no role tool') }}"
     "{% endif %}{% endfor %}" + HERMES
 )
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slow agent waits, and the cost is measured, for less time than in use."""
+    monkeypatch.setattr("asyncrl.preflight.agent_checks.DEADLINE_S", 0.3)
+    monkeypatch.setattr("asyncrl.preflight.agent_checks.COSTED", 3)
 
 
 @pytest.fixture
@@ -109,7 +125,7 @@ def test_a_sound_environment_with_a_tool(config_of: Callable[..., Config]) -> No
     assert "1 turn; reward 0" in found(checked, "ok", "agent: broken tool call")
     for agent in ("empty", "injection", "special tokens", "spelled tokens", "very long"):
         assert "reward 0" in found(checked, "ok", f"agent: {agent}")
-    assert "ends deadline after 1" in found(checked, "ok", "agent: slow")
+    assert "with a deadline of 0.3 s here" in found(checked, "ok", "agent: slow")
     assert "right answers get 1, and all other agents less" in found(checked, "ok", "reward")
     assert "ms of CPU a turn: rendering " in found(checked, "ok", "cost")
 
@@ -137,6 +153,46 @@ def test_earlier_reasoning_that_the_template_strips(config_of: Callable[..., Con
         kinds = "text, a cut turn" + (", reasoning" if history == "verbatim" else "")
         assert f"tokens ({kinds})" in found(checked, "ok", "template")
         assert "8 turns have" in found(checked, "ok", "masks")  # also of turns with reasoning
+
+
+@pytest.mark.parametrize("fault", ["a context token", "half of the rows"])
+def test_wrong_masks_are_noticed(
+    config_of: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def broken(nodes: Sequence[Node]) -> SessionRows:
+        derived = session_rows(nodes)
+        if fault == "half of the rows":
+            return replace(derived, rows=derived.rows[: len(derived.rows) // 2])
+        first = derived.rows[0]
+        trained = first.trained.copy()
+        trained[1] = True
+        return replace(derived, rows=(replace(first, trained=trained), *derived.rows[1:]))
+
+    monkeypatch.setattr("asyncrl.preflight.template_checks.session_rows", broken)
+    checked = check_environment(config_of("sound"))
+    assert checked.failed
+    wanted = "other tokens are trained" if fault == "a context token" else "and [] are trained"
+    assert wanted in found(checked, "FAIL", "masks")
+
+
+def test_the_game_of_the_demo(config_of: Callable[..., Config], tmp_path: Path) -> None:
+    """Its tokenizer can write calls of its own tool, and no others."""
+    make_model(tmp_path / "guess", seed=0)
+    rows = [{"prompt": question(20), "low": 20, "hidden": 30}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "guess.parquet")
+    changes: Any = {
+        "model": {"path": str(tmp_path / "guess")},
+        "data": {"train": str(tmp_path / "guess.parquet"), "max_length": 160},
+        "environment": {"function": "jobs.guess.game:play"},
+        "rollout": {"max_completion_length": 12},
+    }
+    checked = check_environment(config_of("sound", **changes))
+    assert not checked.failed, checked.text()
+    calls = found(checked, "ok", "tool calls")
+    assert "as they were written (guess: plain, guess: two calls)" in calls
+    assert "cannot write them: made-up: quotes, made-up: nested" in calls
+    assert "the data has no column answer" in found(checked, "warn", "agent: right")
+    assert "its columns: low, hidden" in found(checked, "warn", "agent: right")
 
 
 def test_a_template_that_drifts(config_of: Callable[..., Config]) -> None:
@@ -169,6 +225,14 @@ def test_a_template_with_which_tools_do_not_work(
     checked = check_environment(config_of("with_tool", template))
     mine = [one.text for one in checked.findings if (one.verdict, one.check) == ("FAIL", check)]
     assert any(text in one for one in mine), checked.text()
+
+
+def test_a_template_that_takes_one_call_at_a_time(config_of: Callable[..., Config]) -> None:
+    checked = check_environment(config_of("with_tool", ONE_CALL))
+    assert not checked.failed, checked.text()
+    warned = [one.text for one in checked.findings if one.verdict == "warn"]
+    refused = "two calls: the template refuses it: one call at a time"
+    assert warned == [f"note: {refused}", f"made-up: {refused}"]
 
 
 def test_a_template_that_hides_the_tools(config_of: Callable[..., Config]) -> None:

@@ -22,6 +22,7 @@ from asyncrl.preflight.scripted import (
     ScriptedModel,
     ScriptedSession,
     call_message,
+    next_end,
     turn_text,
     writes,
 )
@@ -79,6 +80,21 @@ def test_a_turn_ends_at_its_first_end_token(tmp_path: Path) -> None:
     assert session.model.texts == ["a<|im_end|>"]
     answer, session = say(tmp_path, Said(text="no end"))
     assert (answer.message["content"], session.model.texts) == ("no end", ["no end<|im_end|>"])
+
+
+def test_the_next_message_may_end_a_turn(tmp_path: Path) -> None:
+    """The end of a text is the head of a user's message, and that of a call is a tool's."""
+    jinja = (
+        "{% for m in messages %}{{ {'user': '<|head|>', 'tool': '<|/head|>'}.get(m.role, '')"
+        " + m.content }}{% endfor %}{% if add_generation_prompt %}{{ ' ' }}{% endif %}"
+    )
+    tokenizer: Any = load_tokenizer(save_chat_model(tmp_path / "glm", jinja))
+    head, tool = tokenizer.convert_tokens_to_ids(["<|head|>", "<|/head|>"])
+    template = SessionTemplate(tokenizer, frozenset([head, tool]), 512)
+    text = {"role": "assistant", "content": "so"}
+    assert next_end(template, USER, text, None) == head
+    assert next_end(template, USER, call_message(("add", {})), None) == tool
+    assert next_end(template_of(tmp_path, CHATML), USER, text, None) is None
 
 
 def test_a_spelled_special_token_does_not_end_the_turn(tmp_path: Path) -> None:
