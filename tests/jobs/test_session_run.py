@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import asyncrl
 from asyncrl.observe.metric_catalog import known_names
+from asyncrl.run import replay_sessions
 from asyncrl.run.audit import audit, audit_text
+from asyncrl.rundir import Run
 from asyncrl.text.tokenizer import load_tokenizer
 from jobs.guess.task import make_data, make_model
 
@@ -81,8 +83,20 @@ def test_a_run_of_sessions_trains_what_was_sampled(
     trajectories = run.trajectories()
     assert trajectories.num_rows == len(rows) * SAMPLES
     assert set(trajectories["session_end"].to_pylist()) == set(ends)
+    assert_replayed(run, rows)
     first = run.records("evaluation")[0]
     assert 0 < first["eval/greedy_env"] <= 1 and first["eval/failed_ratio"] == 0
+
+
+def assert_replayed(run: Run, rows: list[dict[str, Any]]) -> None:
+    """A failed and another group are replayed in an environment process, without the model."""
+    by_end = {row["session_end"][0]: row["ordinal"] for row in rows}
+    for end, ordinal in by_end.items():
+        replayed = replay_sessions(run, ordinal)
+        assert [(one.turns, one.asked, one.difference) for one in replayed] == [
+            (3, 3, "")
+        ] * SAMPLES
+        assert {one.replayed.end for one in replayed if one.replayed is not None} == {end}
 
 
 def paths(row: dict[str, Any]) -> list[tuple[int, list[int], list[int], list[float], set[int]]]:
