@@ -99,14 +99,15 @@ def _flat(parts: Sequence[tuple[np.ndarray, Answer]], length: int, others: int |
         others: how many other tokens the answers have at each place; None: they have none.
     """
     places = [at for at, _ in parts]
-    logprobs = _spread([_logprobs(answer) for _, answer in parts], places, (length,))
+    logprobs = _spread([_logprobs(answer) for _, answer in parts], places, (length,), np.float32)
     if others is None:
         return logprobs
     top = [answer for _, answer in parts if isinstance(answer, TopLogprobs)]
+    shape = (length, others)
     return TopLogprobs(
         logprobs,
-        _spread([answer.other_ids for answer in top], places, (length, others)),
-        _spread([answer.other_logprobs for answer in top], places, (length, others)),
+        _spread([answer.other_ids for answer in top], places, shape, np.int32),
+        _spread([answer.other_logprobs for answer in top], places, shape, np.float32),
     )
 
 
@@ -115,14 +116,17 @@ def _logprobs(answer: Answer) -> np.ndarray:
 
 
 def _spread(
-    parts: Sequence[np.ndarray], places: Sequence[np.ndarray], shape: tuple[int, ...]
+    parts: Sequence[np.ndarray],
+    places: Sequence[np.ndarray],
+    shape: tuple[int, ...],
+    dtype: type[np.generic],
 ) -> np.ndarray:
     """The values of the parts at their places of an array, 0 elsewhere. NaN, if a part does not
     have one for each of its places."""
     fits = [part.shape == (len(at), *shape[1:]) for part, at in zip(parts, places, strict=True)]
     if not all(fits):
         return np.full(shape, math.nan)
-    whole = np.zeros(shape, parts[0].dtype if parts else np.float32)
+    whole = np.zeros(shape, dtype)
     for part, at in zip(parts, places, strict=True):
         whole[at] = part
     return whole

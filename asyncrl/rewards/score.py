@@ -225,7 +225,8 @@ def _has_others(answer: TopLogprobs | None, length: int) -> bool:
     if answer is None:
         return True
     ids, values = answer.other_ids, answer.other_logprobs
-    return len(ids) == length and ids.shape == values.shape and bool(np.isfinite(values).all())
+    finite = bool(np.isfinite(ids).all() and np.isfinite(values).all())
+    return len(ids) == length and ids.shape == values.shape and finite
 
 
 def _with_others(
