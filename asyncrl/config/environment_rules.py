@@ -54,8 +54,6 @@ def check_environment(config: Settings) -> None:
         )
     for refused, setting, fix in (
         (algorithm.preference is not None, "algorithm.preference", "leave it out"),
-        (algorithm.distillation is not None, "algorithm.distillation", "leave it out"),
-        (algorithm.has_reference, "a KL term", "set kl_coef and kl_loss_coef to 0"),
         (algorithm.needs_baseline, "algorithm.advantage: remax", "use grpo or rloo"),
         (algorithm.advantage == "gae", "algorithm.advantage: gae", "use grpo or rloo"),
         (reward.per_token, "rewards with per_token", "return one reward per trajectory"),

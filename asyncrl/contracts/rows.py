@@ -110,7 +110,9 @@ SCORED_COLUMNS: dict[str, pa.DataType] = {
 
 REFERENCE_COLUMN: Final = "reference_logprobs"
 REFERENCE_LOGPROBS = pa.list_(pa.list_(pa.float32()))
-"""Log-probs of the completions by the reference policy: a column of runs with a KL term."""
+"""Log-probs of the completions by the reference policy: a column of runs with a KL term. In a
+session, each turn that is trained has them, after the tokens that came before it; tokens of other
+turns have 0, which nothing reads."""
 
 REFERENCE_VERSION_COLUMN: Final = "reference_version"
 REFERENCE_VERSION = pa.int32()
@@ -140,7 +142,8 @@ TEACHER_TOKENS: dict[str, pa.DataType] = {
 }
 """Columns of runs that distill over top_k tokens: ids and log-probs of the K tokens other than the
 completion's that the teacher finds most probable. Each trajectory has K for its first token, then K
-for its second, and so on. Empty where the teacher failed."""
+for its second, and so on. Empty where the teacher failed. Tokens of a session that are not trained
+have K times 0."""
 
 BASELINE_COLUMNS: dict[str, pa.DataType] = {
     "baseline_text": pa.string(),

@@ -7,11 +7,10 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import NotRequired, Protocol, TypeAlias, TypedDict, cast
+from typing import NotRequired, Protocol, TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from asyncrl.algorithms.advantages import GroupInputs, group_advantages, soft_overlong_penalty
 from asyncrl.algorithms.kl import reward_kl
@@ -53,26 +52,22 @@ from asyncrl.contracts.session_table import (
 )
 from asyncrl.rewards.contract import GroupCall, Session
 from asyncrl.rewards.pool import GroupRewards, total_rewards
+from asyncrl.rewards.reference_rows import Logprobs
 from asyncrl.rewards.spec import ScoringSpec
 from asyncrl.runtime.failures import unforeseen
 from asyncrl.runtime.functions import FunctionError
 from asyncrl.sessions.rows import session_rows
 
 __all__ = [
-    "Logprobs",
     "attach_reference",
     "attach_reference_version",
     "attach_rewards",
     "attach_teacher",
     "completions_scored",
     "group_call",
-    "group_rows",
     "score_completions",
     "score_table",
 ]
-
-Logprobs: TypeAlias = "NDArray[np.float32] | NDArray[np.float64]"
-"""[T], of one trajectory's tokens."""
 
 COMPLETIONS = ["prompt_text", "completion_text", "completion_ids", "finish_reason"]
 """Columns that reward functions get."""
@@ -170,12 +165,6 @@ def attach_rewards(group: pa.Table, rewards: GroupRewards) -> pa.Table:
     return group.append_column("failure", pa.array([rewards.failure], SCORED_COLUMNS["failure"]))
 
 
-def group_rows(group: pa.Table) -> list[tuple[list[int], list[int]]]:
-    """(Prompt ids, completion ids) of each trajectory of a one-row table."""
-    prompt = group["prompt_ids"][0].as_py()
-    return [(prompt, ids) for ids in group["completion_ids"][0].as_py()]
-
-
 def attach_reference(group: pa.Table, logprobs: Sequence[Logprobs]) -> pa.Table:
     """Add the reference policy's log-probs, one array per trajectory, to one group's one-row
     table."""
@@ -236,7 +225,8 @@ def _has_others(answer: TopLogprobs | None, length: int) -> bool:
     if answer is None:
         return True
     ids, values = answer.other_ids, answer.other_logprobs
-    return len(ids) == length and ids.shape == values.shape and bool(np.isfinite(values).all())
+    finite = bool(np.isfinite(ids).all() and np.isfinite(values).all())
+    return len(ids) == length and ids.shape == values.shape and finite
 
 
 def _with_others(
@@ -290,7 +280,7 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         lengths = _lengths(row["finish_reason"], row["completion_ids"], longest)
         rewards = _less_overlong(total_rewards(parts, weights), lengths, longest, spec.reward)
         if spec.algorithm.kl_coef:
-            rewards = _less_kl(rewards, row["logprobs"], row[REFERENCE_COLUMN], spec.algorithm)
+            rewards = _less_kl(rewards, row, spec.algorithm)
         statuses = _statuses(row, rewards, spec)
         scored["reward"].append(rewards)
         scored["status"].append(statuses)
@@ -459,16 +449,15 @@ def _less_overlong(
 
 
 def _less_kl(
-    rewards: Sequence[float | None],
-    logprobs: Sequence[Sequence[float]],
-    reference: Sequence[Sequence[float]],
-    algorithm: AlgorithmConfig,
+    rewards: Sequence[float | None], row: _RewardedRow, algorithm: AlgorithmConfig
 ) -> list[float | None]:
-    """The rewards less kl_coef times each trajectory's KL divergence from the reference. A KL that
-    is not finite is ignored here: `trajectory_status` masks the trajectory."""
+    """The rewards less kl_coef times each trajectory's KL divergence from the reference, over its
+    tokens with loss. A KL that is not finite is ignored here: `trajectory_status` masks the
+    trajectory."""
     penalized: list[float | None] = []
-    for reward, ours, theirs in zip(rewards, logprobs, reference, strict=True):
-        kl = reward_kl(ours, theirs)
+    columns = (row["logprobs"], row[REFERENCE_COLUMN], row["loss_mask"])
+    for reward, ours, theirs, mask in zip(rewards, *columns, strict=True):
+        kl = reward_kl(ours, theirs, mask)
         penalized.append(
             None
             if reward is None

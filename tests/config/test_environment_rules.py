@@ -59,7 +59,7 @@ def test_the_deadline_of_a_group_follows_from_that_of_its_sessions() -> None:
         ({"rollout": {"deadline_s": 60}}, "is not above environment.deadline_s = 300"),
         ({"rollout": {"ignore_eos": True}}, "rollout.ignore_eos does not work with an environment"),
         ({"algorithm": {"advantage": "remax"}}, "algorithm.advantage: remax does not work"),
-        ({"algorithm": {"kl_coef": 0.1}}, "a KL term does not work"),
+        ({"algorithm": {"preference": {}}}, "algorithm.preference does not work"),
         ({"data": {"system_prompt": "x"}}, "data.system_prompt does not work"),
         (
             {"reward": {"functions": {"f": {"function": "m:f", "per_token": True}}}},
@@ -94,6 +94,22 @@ def test_the_deadline_of_a_group_follows_from_that_of_its_sessions() -> None:
 def test_what_does_not_work_is_refused_with_its_reason(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         config(**changes)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"kl_loss_coef": 0.1, "ref_update_interval": 4},
+        {"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k1", "ref_load": "other"},
+        {"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k1", "turn_coef": 1},
+        {"distillation": {"teacher": "other"}},
+        {"distillation": {"teacher": "other", "use": "top_k", "top_k": 4}},
+        {"distillation": {"teacher": "http://there/v1"}, "turn_coef": 1},
+        {"distillation": {"teacher": "other", "use": "ref_kl"}, "kl_loss_coef": 0.1},
+    ],
+)
+def test_sessions_take_a_reference_policy_and_a_teacher(algorithm: dict[str, Any]) -> None:
+    assert config(algorithm=algorithm).algorithm.has_reference
 
 
 PROGRAM = {"command": ["agent", "{prompt}"]}

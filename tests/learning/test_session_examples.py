@@ -165,8 +165,8 @@ def test_columns_that_do_not_agree_are_refused(changes: dict[str, Any], error: s
 
 def test_columns_that_sessions_do_not_support_are_refused() -> None:
     scored = table([SINGLE], [1.0])
-    with pytest.raises(ValueError, match=r"columns \['reference_logprobs'\] are not supported"):
-        examples_of(scored.append_column("reference_logprobs", pa.array([[[0.0, 0.0]]])))
+    with pytest.raises(ValueError, match="the column 'token_rewards' is not supported"):
+        examples_of(scored.append_column("token_rewards", pa.array([[[0.0, 0.0]]])))
 
 
 def test_a_context_after_the_last_turn_is_left_out() -> None:
