@@ -28,7 +28,7 @@ LONGEST_GAME = 8
 NUMBERS = range(LOWS.start, LOWS.stop + WIDTH - 1)
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<|im_end|>")
 WORDS = (
-    *(f"{gap}<|im_start|>{role}\n" for role in ("user", "assistant", "tool") for gap in ("", "\n")),
+    *(f"<|im_start|>{role}\n" for role in ("user", "assistant", "tool")),
     "higher",
     "lower",
     "right",
