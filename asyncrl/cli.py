@@ -33,6 +33,10 @@ ON_A_CONFIG = {
     "dpo": "train preferences between pairs of a dataset (objective: dpo)",
     "reward_model": "train a reward model on pairs of a dataset (objective: reward_model)",
     "plan": "check a config and show what it needs; allocates nothing",
+    "check-env": (
+        "check a config's environment with scripted agents, on this machine's CPU: template, tool"
+        " calls, masks, stops, rewards, secrets, cost"
+    ),
 }
 OFFLINE = ("sft", "dpo", "reward_model")
 """Commands that train on a dataset. Each is the objective of its config."""
@@ -44,7 +48,12 @@ SAMPLES = (
     "show whole prompts and completions of a run, with rewards, versions and staleness; works"
     " while it runs"
 )
+REPLAY = (
+    "replay recorded sessions against the run's environment, without a model: the same requests get"
+    " the recorded answers, and the end and the reward are compared"
+)
 EXPORT = "write a checkpoint's weights as a Hugging Face directory"
+ON_A_RUN = {"samples": SAMPLES, "replay": REPLAY, "audit": AUDIT, "export": EXPORT}
 PLAN_OPTIONS = {
     "brief": "show ten lines instead of the whole plan",
     "config": "also show every setting with its value",
@@ -102,7 +111,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     commands = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar=f"{{{','.join([*ON_A_CONFIG, 'samples', 'audit', 'export'])}}}",
+        metavar=f"{{{','.join([*ON_A_CONFIG, *ON_A_RUN])}}}",
     )
     for name, text in ON_A_CONFIG.items():
         command = commands.add_parser(
@@ -114,10 +123,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         commands.choices["plan"].add_argument(
             f"--{option}", action="store_true", dest=f"show_{option}", help=text
         )
-    for name, text in (("samples", SAMPLES), ("audit", AUDIT), ("export", EXPORT)):
+    for name, text in ON_A_RUN.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("run", metavar="RUN", help="run directory, such as runs/quickstart")
     _add_samples_options(commands.choices["samples"])
+    _add_replay_options(commands.choices["replay"])
     _add_export_options(commands.choices["export"])
     return parser, commands.choices
 
@@ -143,6 +153,21 @@ def _add_samples_options(command: argparse.ArgumentParser) -> None:
         metavar="V",
         dest="of_version",
         help="only completions whose first token is from policy version V",
+    )
+
+
+def _add_replay_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "ordinal", type=int, metavar="ORDINAL", help="number of the prompt, as `samples` shows it"
+    )
+    command.add_argument(
+        "--sample", type=int, metavar="N", help="only this session of the prompt; default: all"
+    )
+    command.add_argument(
+        "--attempt",
+        type=int,
+        metavar="N",
+        help="the run's attempt that recorded them; default: the newest one",
     )
 
 
@@ -175,6 +200,9 @@ def run(command: str, path: str, overrides: list[str], options: Collection[str] 
         if command == "plan":
             with _reader_may_leave():
                 return _plan(config, options)
+        if command == "check-env":
+            with _reader_may_leave():
+                return _check_env(config)
         return _train(command, config, path, overrides)
     except ConfigError as error:
         print_shown(f"asyncrl: {error}", file=sys.stderr)
@@ -238,6 +266,19 @@ def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
     return 0
 
 
+def _check_env(config: Config | OfflineConfig) -> int:
+    from asyncrl.preflight.check_env import check_environment
+    from asyncrl.preflight.model_snapshot import resolve_models
+
+    if isinstance(config, OfflineConfig):
+        raise ConfigError(
+            f"objective: {config.objective} has no environment to check; run `asyncrl plan`"
+        )
+    checked = check_environment(resolve_models(config))
+    print_shown(checked.text())
+    return 2 if checked.failed else 0
+
+
 def _offline_plan(config: OfflineConfig, options: Collection[str]) -> int:
     from asyncrl.preflight.model_snapshot import resolve_models
     from asyncrl.preflight.offline_plan import make_offline_plan
@@ -275,6 +316,8 @@ def on_a_run(known: argparse.Namespace) -> int:
             return 0 if all(check.passed for check in checks) else 1
         if known.command == "samples":
             return _samples(directory, known.count, known.order, known.of_version)
+        if known.command == "replay":
+            return _replay(directory, known.ordinal, known.sample, known.attempt)
         return _export(directory.checkpoints_directory, directory.directory, known.step, known.out)
     except (RunNotFoundError, ConfigError) as error:
         print_shown(f"asyncrl: {error}", file=sys.stderr)
@@ -303,6 +346,16 @@ def _samples(directory: Run, count: int, order: str, version: int | None) -> int
         )
     print_shown(samples_text(rows))
     return 0
+
+
+def _replay(directory: Run, ordinal: int, sample: int | None, attempt: int | None) -> int:
+    from asyncrl.run.replay import replay_sessions, replay_text
+
+    # The environment may be in the current directory.
+    sys.path.insert(0, os.getcwd())
+    sessions = replay_sessions(directory, ordinal, sample, attempt)
+    print_shown(replay_text(sessions))
+    return 1 if any(session.difference for session in sessions) else 0
 
 
 def _export(checkpoints: Path, run_directory: Path, step: int | None, out: str | None) -> int:

@@ -42,9 +42,11 @@ LAYERS = (
 """Folders from the bottom up. A folder imports only from those below it; `testing` is free."""
 STATIONS = LAYERS[6]
 BETWEEN_STATIONS = {
+    ("environments", "rewards"),
     ("frozen", "weights"),
     ("generation", "weights"),
     ("learning", "weights"),
+    ("rollout", "agents"),
     ("rollout", "environments"),
     ("serving", "generation"),
 }
@@ -257,10 +259,10 @@ SURFACE = {
     "": "open_run train",
     "algorithms": "CHUNK_ELEMENTS LIVE_CHUNKS supervised_loss token_logprobs token_weights",
     "config": (
-        "AlgorithmConfig CheckpointConfig Config ConfigError CorrectionConfig DataConfig "
-        "DistillationConfig DpoConfig EnvironmentConfig EvalConfig EvalSet GeneratorConfig "
-        "HUB_CACHE LearnerConfig LoraConfig ModelConfig ObserveConfig OfflineConfig "
-        "OfflineDataConfig RewardConfig RewardFunction RolloutConfig RunSettings "
+        "AgentConfig AlgorithmConfig CheckpointConfig Config ConfigError CorrectionConfig "
+        "DataConfig DistillationConfig DpoConfig EnvironmentConfig EvalConfig EvalSet "
+        "GeneratorConfig HUB_CACHE LearnerConfig LoraConfig ModelConfig ObserveConfig "
+        "OfflineConfig OfflineDataConfig RewardConfig RewardFunction RolloutConfig RunSettings "
         "SandboxConfig Section SftConfig Source Sources StalenessConfig WarmStartConfig "
         "WeightsConfig command_line completion_room explain field_names is_hub_data "
         "is_hub_name load_any load_config load_offline sources_of"
@@ -272,7 +274,7 @@ SURFACE = {
         "Engine Generator GeneratorApp ServeGenerate begin_generators draw_in_blocks "
         "engine_environment wait_for_generators"
     ),
-    "environments": "EnvironmentPool",
+    "environments": ("AgentFailedError EnvironmentPool RewardFailedError ToolsRun run_tools"),
     "frozen": "start_reference",
     "learning": "LearnerGroup examples_with pairs_of LearnerRank Meeting start_rank",
     "models": (
@@ -290,8 +292,8 @@ SURFACE = {
     "rewards": "GroupCall RayScores RewardError call_reward",
     "rollout": "start_rollouts",
     "run": (
-        "AcrossAttempts RunFailedError Summary command_name concurrency_of launch_stations "
-        "run_training score_rows"
+        "AcrossAttempts Replayed RunFailedError Summary command_name concurrency_of "
+        "launch_stations replay_sessions run_training score_rows"
     ),
     "rundir": "Run RunDirectory RunNotFoundError open_run",
     "sandbox": (
@@ -301,11 +303,11 @@ SURFACE = {
     "sessions": "ChatRequest Sampled Session SessionTemplate TurnRequest",
     "serving": "build_reward_app build_standing_app",
     "testing": (
-        "DeadlockError FakeAgentSession FakeAgentSessions FakeCheckpoints FakeEngine "
-        "FakeGenerate FakeLearner FakeLogprobCheck "
+        "DeadlockError FakeAgentSession FakeAgentSessions FakeChatSession FakeCheckpoints "
+        "FakeEngine FakeGenerate FakeLearner FakeLogprobCheck "
         "FakePrompts FakeRecorder FakeReferencePolicy FakeReplicas FakeRollouts FakeSandbox "
         "FakeScores FakeServed FakeSink FakeTurnGenerator FakeWeightSync FakeWords"
-        " SeededGenerator VirtualTimeLoop"
+        " SeededGenerator VirtualTimeLoop tool_call"
     ),
     "text": "ResponseReader decode load_stops load_tokenizer text_before",
     "weights": (

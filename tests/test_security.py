@@ -30,7 +30,14 @@ from asyncrl.preflight.specs import data_spec
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import MetricsWriter, read_metrics
 from asyncrl.rundir.reader import open_run
-from asyncrl.runtime.redact import RedactingFormatter, redact, redact_all, redact_tree, shown
+from asyncrl.runtime.redact import (
+    RedactingFormatter,
+    redact,
+    redact_all,
+    redact_tree,
+    secret_names,
+    shown,
+)
 from asyncrl.runtime.shared import size_and_checksum
 from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
 
@@ -611,6 +618,20 @@ def test_more_text_that_looks_like_a_secret_is_redacted(text: str) -> None:
     assert "[redacted]" in redact(text) and not re.search(
         "hunter22|aHVudGVy", redact(text), re.IGNORECASE
     ), redact(text)
+
+
+def test_variables_with_secrets_are_found_by_name() -> None:
+    variables = {
+        "OPENAI_API_KEY": "sk-x",
+        "HF_TOKEN": "hf",
+        "DB_PASSWORD": "p4",
+        "EMPTY_TOKEN": "",
+        "USE_AUTH": "false",
+        "PWD": "/here",
+        "HOME": "/root",
+        "KEYBOARD": "de",
+    }
+    assert secret_names(variables) == ["DB_PASSWORD", "HF_TOKEN", "OPENAI_API_KEY"]
 
 
 @pytest.mark.parametrize("value", ["p@ss w0rd/+é!x", "abcdefgh12345678", "first line\nsecond line"])

@@ -82,7 +82,7 @@ class AgentSession(Protocol):
     for `previous_response_id`. It ends with the session."""
 
     async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
-        """As `Session.chat`. Raises AgentError for what the agent can understand: 400, 409."""
+        """As `Session.chat`. It also raises TurnsExceededError, and TurnDeadlineError."""
         ...
 
     def override(self, names: Iterable[str]) -> None:

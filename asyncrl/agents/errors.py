@@ -9,6 +9,7 @@ from asyncrl.agents.contract import AgentError, Event
 from asyncrl.sessions.answers import (
     ContextTooLongError,
     SessionClosedError,
+    TurnDeadlineError,
     TurnsExceededError,
 )
 from asyncrl.text.template import MessagesError
@@ -34,6 +35,7 @@ ANTHROPIC_TYPES = {
 """HTTP status → the type of an error of Anthropic's API."""
 TOO_LONG = "context_length_exceeded"
 OTHERS: tuple[tuple[type[Exception], int, str], ...] = (
+    (TurnDeadlineError, 409, "turn_deadline"),
     (SessionClosedError, 409, "session_closed"),
     (TurnsExceededError, 409, "turns_exceeded"),
     (ContextTooLongError, 400, TOO_LONG),

@@ -17,10 +17,15 @@ LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ± this many nats. exp(20) is still finite in float32."""
 
 
-def reward_kl(logprobs: Sequence[float], reference_logprobs: Sequence[float]) -> float:
+def reward_kl(
+    logprobs: Sequence[float],
+    reference_logprobs: Sequence[float],
+    loss_mask: Sequence[int] | None = None,
+) -> float:
     """Estimate KL(behavior || reference) of one trajectory by k1, in nats.
 
     This is the sum of log μ - log π_ref over its T tokens, which the behavior policy μ sampled.
+    With a loss mask [T], it is over those with 1 only: a session has turns that are not trained.
     Log-ratios are clamped to ± 20 nats.
 
     In the gradient, a reward is a constant that multiplies ∇log μ, and E[k1 · ∇log μ] is the
@@ -40,4 +45,6 @@ def reward_kl(logprobs: Sequence[float], reference_logprobs: Sequence[float]) ->
         -LOG_RATIO_LIMIT,
         LOG_RATIO_LIMIT,
     )
+    if loss_mask is not None:
+        log_ratio = log_ratio[np.asarray(loss_mask, dtype=bool)]
     return float(-log_ratio.sum())

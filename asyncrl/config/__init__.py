@@ -21,6 +21,7 @@ from asyncrl.config.offline import DpoConfig, OfflineConfig, OfflineDataConfig, 
 from asyncrl.config.run_settings import RunSettings
 from asyncrl.config.schema import (
     HUB_CACHE,
+    AgentConfig,
     AlgorithmConfig,
     CheckpointConfig,
     CorrectionConfig,
@@ -52,6 +53,7 @@ from asyncrl.contracts.errors import ConfigError
 
 __all__ = [
     "HUB_CACHE",
+    "AgentConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
     "Config",

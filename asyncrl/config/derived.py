@@ -12,7 +12,14 @@ from pathlib import Path
 from asyncrl.config.schema import LOGPROB_BYTES
 from asyncrl.config.settings import Settings
 
-__all__ = ["MOST_SEQUENCES", "Derived", "derived_settings", "request_deadline_s", "stored_bytes"]
+__all__ = [
+    "MOST_SEQUENCES",
+    "Derived",
+    "derived_settings",
+    "request_deadline_s",
+    "session_waves",
+    "stored_bytes",
+]
 
 SLOWEST_TOKENS_PER_S = 5.0
 """Lowest expected tokens per second of one completion in a full engine. A large model on one GPU
@@ -86,8 +93,7 @@ def deadline(settings: Settings, tokens: int | None = None) -> Derived:
     """rollout.deadline_s for completions of at most `tokens` (default: those of rollouts)."""
     if settings.environment is not None:
         environment = settings.environment
-        at_once = settings.rollout.num_workers * environment.processes * environment.concurrency
-        waves = math.ceil(_completions_at_once(settings) / at_once)
+        at_once, waves = session_places(settings), session_waves(settings)
         queued = f", in {waves} waves, as {at_once} run at once" if waves > 1 else ""
         return Derived(
             "rollout.deadline_s",
@@ -111,6 +117,20 @@ def deadline(settings: Settings, tokens: int | None = None) -> Derived:
         "s",
         reason,
     )
+
+
+def session_places(settings: Settings) -> int:
+    """Sessions that the environment processes of all rollout workers run at once, in a run with an
+    environment."""
+    environment = settings.environment
+    assert environment is not None
+    return settings.rollout.num_workers * environment.processes * environment.concurrency
+
+
+def session_waves(settings: Settings) -> int:
+    """Into how many waves the most sessions are divided that a run with an environment may start at
+    once. Of more than one, the last waits until the others have ended."""
+    return math.ceil(_completions_at_once(settings) / session_places(settings))
 
 
 def request_deadline_s(tokens: int) -> float:

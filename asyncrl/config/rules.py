@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from asyncrl.config.derived import push_timeout_s, stall_timeout_s
 from asyncrl.config.distillation_rules import check_distillation
-from asyncrl.config.environment_rules import check_environment
+from asyncrl.config.environment_rules import check_environment, check_turn_rewards
 from asyncrl.config.placement_rules import check_placement
 from asyncrl.config.preference_rules import check_preference
 from asyncrl.config.schema import GeneratorConfig, Source
@@ -100,6 +100,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("algorithm.dppo_threshold", "algorithm.loss", ("dppo",), "algorithm.loss: dppo"),
     ("algorithm.allow_uncorrected", "algorithm.corrected", (False,), "an uncorrected loss"),
     ("algorithm.gamma", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
+    ("algorithm.turn_gamma", "algorithm.rewards_turns", (True,), "algorithm.turn_coef above 0"),
     ("algorithm.gae_lambda", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
     ("algorithm.value_coef", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
     ("learner.value_learning_rate", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
@@ -257,6 +258,7 @@ def check_rules(config: Settings) -> None:
     _check_lora(config)
     check_distillation(config)
     check_environment(config)
+    check_turn_rewards(config)
     _check_batches(config)
     _check_lengths_and_timeouts(config)
     _check_evaluation(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict
 
 from pydantic import (
     AfterValidator,
@@ -438,6 +438,33 @@ class RewardConfig(Section):
         return self.overlong_buffer > 0
 
 
+class AgentConfig(Section):
+    """An agent that runs as it is, and talks to its session at a URL. It is an environment, and the
+    section `environment` has its limits."""
+
+    command: list[str] | None = Field(default=None, min_length=1)
+    """A program and its arguments, run once for each session. `{NAME}` in them is the column NAME
+    of the task; `{prompt}` is its prompt. The program gets OPENAI_BASE_URL, OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and not the secrets of this process. Its standard
+    output reaches reward functions as `session_output`."""
+    function: str | None = Field(default=None, pattern=FUNCTION)
+    """`package.module:name` instead of a program: a function of a task and the model, async or not.
+    `model.base_url` and `model.api_key` are those of its session."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+    variables: dict[str, str] = {}
+    """Further environment variables of the program. They are saved and shown with the config, so do
+    not put secrets here."""
+    stdin: Literal["prompt", "task", "none"] = "prompt"
+    """What the program can read from its standard input: the prompt's text, the task as JSON, or
+    nothing."""
+
+
+SessionEnd: TypeAlias = Literal[
+    "done", "length", "turns", "deadline", "agent_error", "env_error", "reward_error", "closed"
+]
+
+
 class EnvironmentConfig(Section):
     """Sessions: each trajectory is one attempt of an environment at a prompt, with many turns of
     the model."""
@@ -452,14 +479,21 @@ class EnvironmentConfig(Section):
     """Most turns of one session."""
     deadline_s: float = Field(default=300.0, gt=0)
     """Seconds of one session, the model's and the environment's together."""
-    train_ends: list[Literal["done", "length", "turns", "deadline", "env_error", "closed"]] = [
+    turn_s: float | None = Field(default=None, gt=0)
+    """Seconds of one turn of the model. A session with a longer one ends with `deadline`. None =
+    only deadline_s counts."""
+    train_ends: list[SessionEnd] = [
         "done",
         "length",
         "turns",
     ]
     """Sessions with these ends are trained. Others are masked, and their reward counts nowhere.
-    `length`: the context is full. `turns`, `deadline`: a limit. `env_error`: the environment
-    raised, blocked its process or ended it. `closed`: the run ended the session."""
+    `length`: the context is full. `turns`, `deadline`: a limit. `agent_error`: the agent failed.
+    `env_error`: the environment raised, blocked its process or ended it. `reward_error`: it gave no
+    valid reward. `closed`: the run ended the session."""
+    url: bool = False
+    """Serve each session at a URL of its own on loopback, for agents that speak HTTP. The section
+    `agent` sets it."""
     history: Literal["verbatim", "template"] = "verbatim"
     """What a turn continues from. `verbatim`: the tokens that were sampled before it. `template`:
     the same, but only where the chat template would write the same tokens. A template that strips
@@ -940,6 +974,15 @@ class AlgorithmConfig(Section):
     kl_cov_coef: float = Field(default=1.0, gt=0)
     """Weight of abs(log ratio) in the loss of kl_cov's tokens: those with the highest
     covariances. It has no gradient where the ratio is 1."""
+    turn_coef: float = Field(default=0.0, ge=0)
+    """Weight of the rewards of turns, which an environment returns as `turns`. A token of turn k
+    then has the advantage A + turn_coef * C. A is that of its session. C compares the credit of its
+    turn with that of turn k of the group's other sessions, by `advantage` (MT-GRPO). Needs
+    advantage: grpo, dr_grpo or rloo. 0 = rewards of turns are only measured."""
+    turn_gamma: float = Field(default=0.0, ge=0, le=1)
+    """Discount of the rewards of later turns in the credit of a turn: its reward plus turn_gamma
+    times the credit of the next turn. 0 = its own reward, 1 = all rewards up to the end. Needs
+    turn_coef."""
     pass_k: int = Field(default=4, gt=0)
     """Trajectories of a subset (advantage: pass_at_k). Must be below n_samples_per_prompt."""
     pass_threshold: float = 1.0
@@ -1054,6 +1097,11 @@ class AlgorithmConfig(Section):
         return self.loss in ("clip_cov", "kl_cov")
 
     @property
+    def rewards_turns(self) -> bool:
+        """Whether rewards of turns are part of the advantages."""
+        return self.turn_coef > 0
+
+    @property
     def needs_one_advantage(self) -> bool:
         """Whether the loss is defined for one advantage per trajectory only."""
         return self.loss in ("gmpo", "vespo")
@@ -1081,6 +1129,8 @@ class AlgorithmConfig(Section):
         """The setting that gives each token its own advantage; None if none does."""
         if self.advantage == "gae":
             return "advantage: gae"
+        if self.turn_coef:
+            return "turn_coef"
         adds = self.distillation is not None and self.distillation.adds_advantage
         return "distillation.use: advantage" if adds else None
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from asyncrl.config.run_settings import Limits, RunSettings, located, root_of_runs
 from asyncrl.config.schema import (
+    AgentConfig,
     AlgorithmConfig,
     DataConfig,
     EnvironmentConfig,
@@ -31,6 +32,8 @@ __all__ = ["Settings", "completion_room"]
 
 ENVIRONMENT, BUILTIN = "environment", "asyncrl.rewards.builtin:environment"
 """Name and function of the reward that an environment gives."""
+AGENT = "asyncrl.environments.agent:play"
+"""Function of the environment that an agent program is."""
 
 SHARES = {
     "share": {"learner": 0.5, "generator": 0.35},
@@ -72,6 +75,8 @@ class Settings(RunSettings):
     reward: RewardConfig
     environment: EnvironmentConfig | None = None
     """None: each trajectory is one completion of its prompt."""
+    agent: AgentConfig | None = None
+    """An agent program as the environment."""
     generator: GeneratorConfig = GeneratorConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     staleness: StalenessConfig = StalenessConfig()
@@ -90,6 +95,35 @@ class Settings(RunSettings):
         if not isinstance(reward, dict):
             return tree
         return {**tree, "reward": {"functions": {ENVIRONMENT: {"function": BUILTIN}}, **reward}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def agents_are_environments(cls, tree: object) -> object:
+        """The section `agent` gives the function of the environment. It must come after the
+        validators that read `environment`: pydantic runs these in reverse order."""
+        if not isinstance(tree, dict) or not isinstance(tree.get("agent"), dict):
+            return tree
+        environment = tree.get("environment") or {}
+        if not isinstance(environment, dict):
+            return tree
+        try:
+            agent = AgentConfig.model_validate(tree["agent"])
+        except ValidationError:  # the field `agent` reports it
+            return tree
+        if environment.get("function", AGENT) != AGENT:
+            raise ValueError(
+                f"environment.function = {environment['function']!r} and the section agent are both"
+                " given; leave one out"
+            )
+        return {
+            **tree,
+            "environment": {
+                **environment,
+                "function": AGENT,
+                "arguments": agent.model_dump(mode="json"),
+                "url": True,
+            },
+        }
 
     @model_validator(mode="before")
     @classmethod

@@ -22,6 +22,7 @@ from asyncrl.contracts.rows import (
     SESSION_COLUMNS,
     TEACHER_TOKENS,
     TOKEN_REWARDS_COLUMN,
+    TURN_ADVANTAGE_COLUMN,
     TURN_COLUMNS,
 )
 
@@ -45,7 +46,16 @@ PER_TOKEN = frozenset(
     }
 )
 """Columns that grow with the tokens. Their Arrow bytes are hashed directly."""
-TYPED = frozenset({*COLUMNS, *SCORED_COLUMNS, *BASELINE_COLUMNS, *TURN_COLUMNS, *SESSION_COLUMNS})
+TYPED = frozenset(
+    {
+        *COLUMNS,
+        *SCORED_COLUMNS,
+        *BASELINE_COLUMNS,
+        *TURN_COLUMNS,
+        *SESSION_COLUMNS,
+        TURN_ADVANTAGE_COLUMN,
+    }
+)
 """Columns whose Arrow type never changes. Merging files may change the type of `reward_parts` or a
 dataset column, so those are hashed as plain values."""
 

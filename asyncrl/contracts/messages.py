@@ -165,6 +165,15 @@ class SessionCounts:
     model_s: float
     other_s: float
     """Seconds that the sessions waited for the model, and all other seconds."""
+    rewarded_turns: int = 0
+    """Turns to which the environment gave a reward of their own."""
+    turn_reward: float = 0.0
+    """The sum of these rewards."""
+    reusable: int = 0
+    """Prompt tokens in whole cache blocks that an earlier turn of the session had read or sampled
+    with the same weights."""
+    cached: int = 0
+    """Those of them that the engine had in its prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +362,10 @@ class GenerateRequest:
     replica: str | None = None
     """Id of the replica that an evaluation reserved. Only it may answer, with exactly
     `min_weights`. None = any replica."""
+    session: str | None = None
+    """Names the session that the request is a turn of. It may use the KV cache that earlier turns
+    of the session filled with the same weights. None = its completions share no cache with those
+    of other requests under `generator.in_flight: keep`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +382,11 @@ class Generated:
     """Load of the engine at the end."""
     baseline: Completion | None = None
     """The greedy completion, if it was requested."""
+    cached_tokens: tuple[int, ...] = ()
+    """For each completion, tokens of the prompt whose KV the engine had in its prefix cache: whole
+    blocks, and not the prompt's last token."""
+    cache_block: int = 0
+    """Tokens of a block of that cache; 0 without a prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)

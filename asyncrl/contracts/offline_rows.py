@@ -27,6 +27,7 @@ __all__ = [
     "SIDES",
     "UNPAIRED_REFERENCE_COLUMN",
     "UNPAIRED_SCHEMA",
+    "Scored",
     "TokenRow",
     "check_offline_table",
     "list_arrays",
@@ -34,6 +35,8 @@ __all__ = [
     "token_table",
 ]
 
+Scored = Sequence[Sequence[bool]]
+"""For each of some token rows, which of its second ids get a log-prob."""
 TokenRow = tuple[Sequence[int], Sequence[int]]
 """Prompt ids, and the ids that follow them."""
 

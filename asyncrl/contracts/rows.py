@@ -40,6 +40,8 @@ __all__ = [
     "TOKEN_REWARDS_COLUMN",
     "TRAJECTORY_COLUMNS",
     "TRUNCATED",
+    "TURN_ADVANTAGE",
+    "TURN_ADVANTAGE_COLUMN",
     "TURN_COLUMNS",
     "Baseline",
     "Completion",
@@ -108,7 +110,9 @@ SCORED_COLUMNS: dict[str, pa.DataType] = {
 
 REFERENCE_COLUMN: Final = "reference_logprobs"
 REFERENCE_LOGPROBS = pa.list_(pa.list_(pa.float32()))
-"""Log-probs of the completions by the reference policy: a column of runs with a KL term."""
+"""Log-probs of the completions by the reference policy: a column of runs with a KL term. In a
+session, each turn that is trained has them, after the tokens that came before it; tokens of other
+turns have 0, which nothing reads."""
 
 REFERENCE_VERSION_COLUMN: Final = "reference_version"
 REFERENCE_VERSION = pa.int32()
@@ -138,7 +142,8 @@ TEACHER_TOKENS: dict[str, pa.DataType] = {
 }
 """Columns of runs that distill over top_k tokens: ids and log-probs of the K tokens other than the
 completion's that the teacher finds most probable. Each trajectory has K for its first token, then K
-for its second, and so on. Empty where the teacher failed."""
+for its second, and so on. Empty where the teacher failed. Tokens of a session that are not trained
+have K times 0."""
 
 BASELINE_COLUMNS: dict[str, pa.DataType] = {
     "baseline_text": pa.string(),
@@ -191,10 +196,17 @@ TURN_COLUMNS: dict[str, pa.DataType] = {
     "turn_replica": pa.list_(pa.string()),
     "turn_started_at": pa.list_(pa.float64()),
     "turn_finished_at": pa.list_(pa.float64()),
+    "turn_reward": pa.list_(pa.float64()),
 }
 """Columns of groups whose trajectories are sessions. A group has N turns, and these lists have one
 item for each. A trajectory's completion ids, loss mask, log-probs and version spans are those of
-its sampled tokens, turn after turn. So `turn_tokens` cuts them into turns."""
+its sampled tokens, turn after turn. So `turn_tokens` cuts them into turns. `turn_reward` is null
+for a turn to which the environment gave none."""
+
+TURN_ADVANTAGE_COLUMN: Final = "turn_advantage"
+TURN_ADVANTAGE = pa.list_(pa.float32())
+"""The advantage of each turn: a column that scoring adds in runs with `algorithm.turn_coef`. Null
+for the turns of a session that is not trained, and for turns that the agent never received."""
 
 SESSION_COLUMNS: dict[str, pa.DataType] = {
     "session_end": pa.list_(pa.string()),
@@ -202,15 +214,19 @@ SESSION_COLUMNS: dict[str, pa.DataType] = {
     "session_messages": pa.list_(pa.string()),
     "session_reward": pa.list_(pa.float64()),
     "session_parts": pa.list_(pa.string()),
+    "session_output": pa.list_(pa.string()),
     "session_unparsed": pa.list_(pa.int32()),
     "session_overridden": pa.list_(pa.int32()),
+    "session_reusable": pa.list_(pa.int64()),
+    "session_cached": pa.list_(pa.int64()),
     "session_model_s": pa.list_(pa.float64()),
     "session_other_s": pa.list_(pa.float64()),
 }
 """Columns of groups whose trajectories are sessions, with one item per trajectory: how it ended,
 one line about an error, the chat of its last turn (JSON), the reward that its environment gave
-(null: none) with its parts (JSON), turns that could not be parsed, arguments of requests that had
-no effect, and seconds for the model and for everything else."""
+(null: none) with its parts (JSON) and a text that it returned, turns that could not be parsed,
+arguments of requests that had no effect, prompt tokens that its earlier turns had in a prefix cache
+and those of them that were there, and seconds for the model and for everything else."""
 
 SUMMARY_COLUMN = "scored_summary"
 """Column in which a group's `Scored` travels from the scoring task to the driver. It is not written
@@ -225,6 +241,7 @@ ADDED_COLUMNS = {
     *BASELINE_COLUMNS,
     *TURN_COLUMNS,
     *SESSION_COLUMNS,
+    TURN_ADVANTAGE_COLUMN,
     BASELINE_PARTS_COLUMN,
     "reward_parts",
     REFERENCE_COLUMN,

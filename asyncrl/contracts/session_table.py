@@ -14,6 +14,8 @@ __all__ = [
     "TurnsRow",
     "flat_completion",
     "nodes_of_group",
+    "received_turns",
+    "turn_rewards",
     "turns_of_group",
 ]
 
@@ -173,6 +175,28 @@ def nodes_of_group(row: SessionsRow) -> list[list[Node]]:
     if begins != lengths:
         raise ValueError(f"turns have {begins} tokens, and the trajectories {lengths}")
     return sessions
+
+
+def turn_rewards(nodes: Sequence[Node], given: Sequence[tuple[int, float]]) -> list[float | None]:
+    """The items of the column `turn_reward` for one session; None for a turn without a reward.
+
+    Args:
+        given: pairs of a turn's node and its reward.
+    """
+    of_node = dict(given)
+    return [of_node.get(index) for index, node in enumerate(nodes) if node.sampled]
+
+
+def received_turns(
+    turn_trajectory: Sequence[int], turn_status: Sequence[str], trajectories: int
+) -> list[list[int]]:
+    """For each trajectory of a group, the places of its turns among the group's turns, without
+    those that its agent never received."""
+    found: list[list[int]] = [[] for _ in range(trajectories)]
+    for place, (trajectory, status) in enumerate(zip(turn_trajectory, turn_status, strict=True)):
+        if status != ORPHAN:
+            found[trajectory].append(place)
+    return found
 
 
 def _turn_node(

@@ -140,6 +140,10 @@ def _sessions(arrived: Sequence[Scored]) -> dict[str, float]:
     if not count:
         return {}
     turns = sum(sessions.turns for sessions in known)
+    rewarded = sum(sessions.rewarded_turns for sessions in known)
+    turn_rewards = sum(sessions.turn_reward for sessions in known)
+    reusable = sum(sessions.reusable for sessions in known)
+    hits = sum(sessions.cached for sessions in known) / reusable if reusable else math.nan
     return {
         **{
             f"session/{end}_ratio": sum(sessions.ends.get(end, 0) for sessions in known) / count
@@ -149,8 +153,10 @@ def _sessions(arrived: Sequence[Scored]) -> dict[str, float]:
         "session/branch_ratio": sum(sessions.branches for sessions in known) / max(1, turns),
         "session/unparsed_ratio": sum(sessions.unparsed for sessions in known) / max(1, turns),
         "session/overridden": sum(sessions.overridden for sessions in known) / count,
+        "session/prefix_hit_ratio": hits,
         "session/model_s": sum(sessions.model_s for sessions in known) / count,
         "session/other_s": sum(sessions.other_s for sessions in known) / count,
+        **({"session/turn_reward": turn_rewards / rewarded} if rewarded else {}),
     }
 
 

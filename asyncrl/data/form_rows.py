@@ -22,6 +22,8 @@ REASONS: Final[Mapping[str, str]] = {
     "missing": "a value is missing",
     "type": "a value has the wrong type",
     "lengths": "lists have different lengths",
+    "turns": "recorded turns do not fit together",
+    "branched": "a session has several rows, and a pair compares whole sessions",
     "reward": "a reward is not finite",
     "vocabulary": "a token id is not in the vocabulary",
     "template": "the chat template refuses the chat",

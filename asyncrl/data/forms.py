@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from asyncrl.config import ConfigError, Source
+from asyncrl.contracts.rows import TURN_COLUMNS
+from asyncrl.contracts.session_table import NODE_COLUMNS
 from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
 
 __all__ = [
@@ -44,7 +46,8 @@ RECORDED: Final = (
     "reward",
     "status",
 )
-"""Columns that identify rows recorded by a run, and all that is read of each of them."""
+"""Columns that identify rows recorded by a run, and all that is read of each of them. Groups of
+sessions also have NODE_COLUMNS, which are read as well."""
 RECORDED_TEXTS: Final = ("prompt_text", "completion_text")
 """Columns of recorded rows that only show which tokenizer made the tokens."""
 VARIABLES: Final = "chat_template_kwargs"
@@ -79,7 +82,7 @@ def wanted_columns(spec: OfflineDataSpec, source: Source) -> set[str]:
     names = {
         "text", "messages", "conversations", "completion", "chosen", "rejected", "label",
         VARIABLES, spec.tools_column or TOOLS, source.prompt_column or spec.prompt_column,
-        *RECORDED, *RECORDED_TEXTS,
+        *RECORDED, *RECORDED_TEXTS, *NODE_COLUMNS,
     }  # fmt: skip
     return names | {spec.target_column} if spec.target_column else names
 
@@ -110,10 +113,10 @@ def form_of(
                 f"prompt_column of the source = {source.prompt_column!r} has no effect on the"
                 f" recorded groups of {where}; leave it out"
             )
-        if "turn_tokens" in there:
+        if there & TURN_COLUMNS.keys() and not there.issuperset(NODE_COLUMNS):
             raise ConfigError(
-                f"{where} has groups of sessions, whose rows are not read as training data yet; use"
-                " the column session_messages as a dataset with `messages`"
+                f"{where} has groups of sessions without the columns"
+                f" {sorted({*NODE_COLUMNS} - there)}; give the files as the run wrote them"
             )
         return Form("recorded groups", RECORDED, ())
     _refuse_missing(spec, source, there, where)

@@ -39,6 +39,7 @@ __all__ = [
     "PromptReport",
     "check_prompts",
     "first_prompt",
+    "first_prompts",
     "in_turn",
     "order_of",
     "prompt_ids_of",
@@ -208,6 +209,37 @@ def first_prompt(spec: DataSpec, report: PromptReport) -> Prompt:
             render_table(with_ordinals(table.slice(row, 1), [row], [0]), spec), report.schema
         )
     )
+
+
+def first_prompts(spec: DataSpec, count: int) -> list[Prompt]:
+    """The first used prompts of `data.train`, at most `count`. It renders only a few rows, so it
+    proves nothing about the others.
+
+    Raises:
+        ConfigError: a file, a column or one of the first prompts cannot be used, or none of the
+            first ROWS_PER_CHECK is used.
+    """
+    field, data = "data.train", spec.data.train
+    table = read_prompt_rows(data, spec, field).table.slice(0, ROWS_PER_CHECK)
+    rows: list[int] = []
+    for start in range(0, table.num_rows, max(count, 1)):
+        try:
+            rendered = render_rows(table.slice(start, count), spec, start)
+            refuse_empty(rendered.ids, start, data, field)
+            _, truncated = truncate_prompts(rendered.texts, rendered.ids, spec, start)
+        except (TooLongError, TemplateError) as error:
+            raise ConfigError(f"{named(data, field)}: {error}") from None
+        rows += (truncated.kept + start).tolist()
+        if len(rows) >= count:
+            break
+    if not rows:
+        raise ConfigError(
+            f"{named(data, field)}: no prompt of the first {table.num_rows} rows is left by the"
+            " length limits; raise them, or correct the data"
+        )
+    chosen = table.take(rows[:count])
+    rendered_rows = render_table(with_ordinals(chosen, rows[:count], [0] * chosen.num_rows), spec)
+    return list(prompts_of(rendered_rows, reward_schema(table, spec)))
 
 
 def in_turn(rows: Sequence[int], sources: Sequence[SourceRows]) -> list[int]:

@@ -1,21 +1,29 @@
 """Groups that a run recorded (groups/*.parquet) as training data. Token ids are used as they are:
-decoding and encoding again could give others."""
+decoding and encoding again could give others.
+
+The trajectories of a run with an environment are sessions. A session is one row for each leaf of
+its tree, as in the run itself: `asyncrl.sessions.rows.session_rows`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.contracts.rows import COLUMNS, SCORED_COLUMNS
+from asyncrl.contracts.nodes import Node
+from asyncrl.contracts.rows import COLUMNS, SCORED_COLUMNS, TURN_COLUMNS
+from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
 from asyncrl.data.conversations import Tokens
+from asyncrl.data.encoded_rows import paired
 from asyncrl.data.form_rows import MalformedError
 from asyncrl.data.forms import RECORDED, RECORDED_TEXTS
 from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
+from asyncrl.sessions.rows import SessionRow, session_rows
 from asyncrl.text.tokenizer import decode, decode_prompt
 
 if TYPE_CHECKING:
@@ -25,6 +33,8 @@ __all__ = ["RecordedGroups"]
 
 PER_TRAJECTORY = ("completion_ids", "loss_mask", "reward", "status")
 """Columns with one item for each trajectory of a group."""
+SESSIONS = NODE_COLUMNS[0]
+"""A column that only groups of sessions have."""
 
 
 class RecordedGroups:
@@ -55,8 +65,10 @@ class RecordedGroups:
             ValueError: a column has another type than a run writes, or another tokenizer made the
                 tokens.
         """
-        types = {**COLUMNS, **SCORED_COLUMNS}
-        for name in (*RECORDED, *(text for text in RECORDED_TEXTS if text in table.column_names)):
+        types = {**COLUMNS, **SCORED_COLUMNS, **TURN_COLUMNS}
+        sessions = NODE_COLUMNS if SESSIONS in table.column_names else ()
+        read = dict.fromkeys((*RECORDED, *sessions))
+        for name in (*read, *(text for text in RECORDED_TEXTS if text in table.column_names)):
             if table.schema.field(name).type != types[name]:
                 raise ValueError(
                     f"column {name!r} has type {table.schema.field(name).type}, where a run writes"
@@ -67,7 +79,7 @@ class RecordedGroups:
             if self._file is None or file.parent != self._file.parent:
                 self._met = set()
             self._file = file
-        columns = {name: table[name].combine_chunks() for name in RECORDED}
+        columns = {name: table[name].combine_chunks() for name in read}
         for row in range(table.num_rows):
             group = {name: column[row] for name, column in columns.items()}
             try:
@@ -104,11 +116,42 @@ class RecordedGroups:
         best = max(scored, key=lambda item: item[1])
         if self._objective == "sft":
             kept = good if least is not None else [best[0]]
-            return [(self._tokens(group, place),) for place in kept]
+            return [(tokens,) for tokens in self._rows(group, kept)]
         worst = min(scored, key=lambda item: item[1])
         if best[1] == worst[1]:
             return []
+        if SESSIONS in group:
+            return [self._compared(group, best[0], worst[0])]
         return [(self._tokens(group, best[0]), self._tokens(group, worst[0]))]
+
+    def _rows(self, group: dict[str, pa.Scalar], places: Sequence[int]) -> list[Tokens]:
+        """The rows of these trajectories: one of each, or all of each session."""
+        if SESSIONS not in group:
+            return [self._tokens(group, place) for place in places]
+        sessions = _sessions(group)
+        return [
+            self._session_tokens(row, place, int(row.trained.argmax()))
+            for place in places
+            for row in _trained_rows(sessions[place])
+        ]
+
+    def _compared(self, group: dict[str, pa.Scalar], best: int, worst: int) -> tuple[Tokens, ...]:
+        """Two sessions as the sides of a pair. Their prompt is what comes before the first turn."""
+        sessions = _sessions(group)
+        chosen, rejected = (self._only_row(sessions[place], place) for place in (best, worst))
+        return paired(chosen, rejected, implicit=False)
+
+    def _only_row(self, nodes: Sequence[Node], place: int) -> Tokens:
+        """The row of a session that has one, after a prompt of everything before its first turn."""
+        row, *others = _trained_rows(nodes)
+        if others:
+            raise MalformedError("branched", f"session {place} has {1 + len(others)} rows")
+        return self._session_tokens(row, place, int((row.nodes == row.nodes[0]).sum()))
+
+    def _session_tokens(self, row: SessionRow, place: int, prompt: int) -> Tokens:
+        """A row of a session, whose first `prompt` tokens are its prompt."""
+        self._check_vocabulary(row.token_ids, place)
+        return Tokens(row.token_ids.astype(np.int32), row.trained, prompt)
 
     def _tokens(self, group: dict[str, pa.Scalar], place: int) -> Tokens:
         """Prompt and completion of one trajectory, with its own mask."""
@@ -125,14 +168,18 @@ class RecordedGroups:
                 " token ids",
             )
         ids = np.concatenate([prompt.to_numpy(), completion.to_numpy()])
+        self._check_vocabulary(ids, place)
+        mask = np.concatenate([np.zeros(len(prompt), bool), own.to_numpy().astype(bool)])
+        return Tokens(ids, mask, len(prompt))
+
+    def _check_vocabulary(self, ids: np.ndarray, place: int) -> None:
+        """Raise MalformedError for a token of a trajectory that the model does not have."""
         if (unknown := ids[(ids < 0) | (ids >= self._vocabulary)]).size:
             raise MalformedError(
                 "vocabulary",
                 f"trajectory {place} has the id {unknown[0]}, and the model has ids from 0 to"
                 f" {self._vocabulary - 1}",
             )
-        mask = np.concatenate([np.zeros(len(prompt), bool), own.to_numpy().astype(bool)])
-        return Tokens(ids, mask, len(prompt))
 
     def _refuse_another_tokenizer(self, table: pa.Table) -> None:
         """Check the recorded tokens of a file's first group against its texts. The files name no
@@ -151,7 +198,9 @@ class RecordedGroups:
             raise ValueError(_another_tokenizer(f"prompt {text[:60]!r}"))
         pairs = zip(row["completion_ids"] or (), row["completion_text"] or (), strict=False)
         told = [(own, text) for own, text in pairs if text and _are_ids(own)]
-        if told and not any(decode(self._tokenizer, own).startswith(text) for own, text in told):
+        # The text of a session is that of its last turn alone.
+        fits = str.__contains__ if SESSIONS in table.column_names else str.startswith
+        if told and not any(fits(decode(self._tokenizer, own), text) for own, text in told):
             raise ValueError(_another_tokenizer(f"completion {told[0][1][:60]!r}"))
 
     def _makes_prompt(self, ids: Sequence[int], text: str) -> bool:
@@ -159,6 +208,34 @@ class RecordedGroups:
             self._tokenizer.encode(text, add_special_tokens=special) for special in (True, False)
         )
         return list(ids) in encoded or text in decode_prompt(self._tokenizer, ids)
+
+
+def _sessions(group: dict[str, pa.Scalar]) -> list[list[Node]]:
+    """The nodes of each session of a group.
+
+    Raises:
+        MalformedError: the columns do not fit together.
+    """
+    row = cast("SessionsRow", {name: group[name].as_py() for name in NODE_COLUMNS})
+    try:
+        return nodes_of_group(row)
+    except (TypeError, ValueError) as error:  # nulls raise TypeError
+        raise MalformedError("turns", str(error)) from None
+
+
+def _trained_rows(nodes: Sequence[Node]) -> tuple[SessionRow, ...]:
+    """The rows of a session.
+
+    Raises:
+        MalformedError: no token of it is trained, or its nodes are no tree.
+    """
+    try:
+        rows = session_rows(nodes).rows
+    except (TypeError, ValueError) as error:
+        raise MalformedError("turns", str(error)) from None
+    if not rows:
+        raise MalformedError("no_target")
+    return rows
 
 
 def _are_ids(ids: Sequence[int | None] | None) -> bool:

@@ -7,32 +7,51 @@ import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import asyncrl
-from asyncrl.environments.model import ChatSession, Model
+from asyncrl.environments.model import ChatSession, Model, SessionUrl
 from asyncrl.runtime.functions import short, text_of
 from asyncrl.runtime.single_precision import FLOAT32_MAX
 from asyncrl.sessions.answers import (
-    Answer,
-    ChatRequest,
     ContextTooLongError,
     SessionClosedError,
+    TurnDeadlineError,
     TurnsExceededError,
 )
-from asyncrl.text.template import MessagesError
+from asyncrl.sessions.watched import Watched
 
-__all__ = ["End", "Ended", "Environment", "Game", "Limits", "attempt"]
+__all__ = [
+    "AgentFailedError",
+    "End",
+    "Ended",
+    "Environment",
+    "Game",
+    "Limits",
+    "RewardFailedError",
+    "attempt",
+    "end_of",
+    "turn_rewards_of",
+]
 
-End: TypeAlias = Literal["done", "length", "turns", "deadline", "env_error", "closed"]
+End: TypeAlias = Literal[
+    "done", "length", "turns", "deadline", "agent_error", "env_error", "reward_error", "closed"
+]
 """How an attempt ends. `length`: no room is left in the context. `turns`, `deadline`: a limit was
-reached. `env_error`: the environment raised, or returned nonsense. `closed`: the run ended it."""
+reached. `agent_error`: its agent program failed. `env_error`: the environment raised, blocked or
+ended its process. `reward_error`: it gave no valid reward. `closed`: the run ended it."""
 
 HOME = str(Path(asyncrl.__file__).parent) + "/"
 REWARD = "reward"
-"""The key of the reward in a dict that an environment returns. Other keys are its parts."""
+TURNS = "turns"
+"""The keys of the reward and of the turns' rewards in a dict that an environment returns. Other
+keys are its parts."""
+OUTPUT = "output"
+"""The key of a text that reward functions get."""
+MOST_OUTPUT = 1 << 16
+"""Characters of that text that are kept, from its end."""
 
 
 class Game(Protocol):
@@ -61,6 +80,37 @@ class Limits:
     """Seconds of the attempt, tools included."""
 
 
+class AgentFailedError(RuntimeError):
+    """An environment raises it to say that its agent failed, and not the environment itself."""
+
+
+class RewardFailedError(RuntimeError):
+    """An environment raises it to say that it could not compute the reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What an environment returned."""
+
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    output: str = ""
+    turns: Sequence[tuple[int, float]] = ()
+    """Pairs of a turn's node and its reward."""
+    turns_at_url: Sequence[float | None] | None = None
+    """The same for turns that were taken at the URL: one item for each."""
+
+
+NOTHING = Given()
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a game has given so far."""
+
+    reward: object = None
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """The end of an attempt."""
@@ -78,49 +128,12 @@ class Ended:
     """Seconds in which the attempt waited for the model."""
     other_s: float = 0.0
     """The other seconds of the attempt: tools and the environment's own code."""
-
-
-class _Watched:
-    """A session that counts turns and the time that they take."""
-
-    def __init__(self, session: ChatSession, turns: int) -> None:
-        self._session, self._most = session, turns
-        self.turns, self.model_s = 0, 0.0
-        self.ended: BaseException | None = None
-        """Why the model refused a request for good. An environment may catch the exception."""
-        self.failed: Exception | None = None
-        """The error of the model's side at the last request. An environment may catch it, too."""
-        self._failed_after = 0
-        """Requests that were made when that error came. Only a later one shows that it is over."""
-        self.reward: object = None
-        """What a game has given so far."""
-
-    async def chat(self, request: ChatRequest) -> list[Answer]:
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        try:
-            if self.turns >= self._most:
-                raise TurnsExceededError(f"the session has taken its {self._most} turns")
-            self.turns += 1
-            began_as = self.turns
-            # A copy: games may use one dict for all their messages.
-            chat = [dict(message) for message in request.messages]
-            answers = await self._session.chat(replace(request, messages=chat))
-            if began_as > self._failed_after:
-                self.failed = None
-            if isinstance(self.ended, ContextTooLongError):
-                self.ended = None  # it has made its chat shorter
-            return answers
-        except (TurnsExceededError, ContextTooLongError, SessionClosedError) as error:
-            self.ended = error
-            raise
-        except MessagesError:  # what the environment asked
-            raise
-        except Exception as error:
-            self.failed, self._failed_after = error, self.turns
-            raise
-        finally:
-            self.model_s += clock() - began
+    output: str = ""
+    """A text that the environment returned, for reward functions."""
+    turn_rewards: Sequence[tuple[int, float]] = ()
+    """Pairs of a turn's node in its session and its reward, for the turns that got one."""
+    rewards_at_url: Sequence[float | None] | None = None
+    """Rewards of the turns that were taken at the URL, which are not placed yet."""
 
 
 async def attempt(
@@ -129,58 +142,74 @@ async def attempt(
     session: ChatSession,
     limits: Limits,
     arguments: Mapping[str, object] | None = None,
+    url: SessionUrl | None = None,
 ) -> Ended:
     """Run an attempt to its end.
 
     Args:
         task: the columns of the prompt's row.
         arguments: further keyword arguments of the function, or of the class of games.
+        url: where its session is served, if it is.
 
     Raises:
         Exception: whatever error of the model's side reaches the attempt's end, such as a dead
             engine. The environment has no part in it, so the attempt should be made again.
     """
     clock = asyncio.get_running_loop().time
-    watched, began = _Watched(session, limits.turns), clock()
-    model = Model(watched)
+    watched = Watched(lambda request, _: session.chat(request), limits.turns, clock)
+    progress, began = Progress(), clock()
+    model = Model(watched, url=url)
 
     failure: Exception | None = None
 
-    def ended(
-        end: End, note: str = "", given: tuple[float | None, Mapping[str, float]] = (None, {})
-    ) -> Ended:
-        reward, parts = given
+    def ended(end: End, note: str = "", given: Given = NOTHING) -> Ended:
         model_s = min(watched.model_s, clock() - began)
         other_s = clock() - began - model_s
         overridden = model.overridden.total()
-        return Ended(end, reward, parts, note, watched.turns, overridden, model_s, other_s)
+        return Ended(
+            end,
+            given.reward,
+            given.parts,
+            note,
+            watched.turns,
+            overridden,
+            model_s,
+            other_s,
+            given.output,
+            given.turns,
+            given.turns_at_url,
+        )
 
     try:
         deadline = None if math.isinf(limits.deadline_s) else limits.deadline_s
         async with asyncio.timeout(deadline) as timeout:
-            result = await _run(environment, task, model, watched, arguments or {})
+            result = await _run(environment, task, model, progress, arguments or {})
         if timeout.expired():  # and the environment has caught that
             raise TimeoutError
-        given = _rewards(result)
     except TimeoutError as error:
         if timeout.expired():
             return ended("deadline", f"it was not over after {limits.deadline_s:g} s")
         failure = error
     except (TurnsExceededError, ContextTooLongError, SessionClosedError) as error:
         try:
-            return ended(_end_of(error), str(error), _rewards(watched.reward))
-        except Exception as nonsense:  # what the game has given
-            failure = nonsense
+            return ended(end_of(error), str(error), _given(progress.reward, watched.taken))
+        except (TypeError, ValueError) as nonsense:  # what the game has given
+            return ended("reward_error", _place(nonsense))
     except Exception as error:  # the environment is a user's code, and may raise anything
         failure = error
     if watched.failed is not None:
         raise watched.failed
     if failure is not None:
         if watched.ended is not None and _comes_from(failure, watched.ended):
-            return ended(_end_of(watched.ended), str(watched.ended))
-        return ended("env_error", _place(failure))
+            return ended(end_of(watched.ended), str(watched.ended))
+        return ended(_blamed(failure), _place(failure))
+    try:
+        # Turns that were taken at the URL are known to those who serve it.
+        given = _given(result, watched.taken if url is None or watched.turns else None)
+    except (TypeError, ValueError) as nonsense:
+        return ended("reward_error", _place(nonsense))
     # An environment may catch what ended it, and give a reward for what was reached.
-    return ended("done" if watched.ended is None else _end_of(watched.ended), given=given)
+    return ended("done" if watched.ended is None else end_of(watched.ended), given=given)
 
 
 def _comes_from(error: BaseException, cause: BaseException) -> bool:
@@ -198,9 +227,19 @@ def _comes_from(error: BaseException, cause: BaseException) -> bool:
     return False
 
 
-def _end_of(error: BaseException) -> End:
+def _blamed(error: BaseException) -> End:
+    """The end of an attempt that raised an error of its own."""
+    if isinstance(error, AgentFailedError):
+        return "agent_error"
+    return "reward_error" if isinstance(error, RewardFailedError) else "env_error"
+
+
+def end_of(error: BaseException) -> End:
+    """How an attempt ended whose request the model refused with this error."""
     if isinstance(error, TurnsExceededError):
         return "turns"
+    if isinstance(error, TurnDeadlineError):
+        return "deadline"
     return "length" if isinstance(error, ContextTooLongError) else "closed"
 
 
@@ -208,7 +247,7 @@ async def _run(
     environment: Environment,
     task: Mapping[str, Any],
     model: Model,
-    watched: _Watched,
+    progress: Progress,
     arguments: Mapping[str, object],
 ) -> object:
     if not inspect.isclass(environment):
@@ -222,7 +261,7 @@ async def _run(
         if not isinstance(result, tuple) or len(result) != 3:
             raise TypeError(f"step returned {str(result)[:80]!r}, not (messages, reward, over)")
         more, reward, over = result
-        watched.reward = reward
+        progress.reward = reward
         if over:
             return reward
         chat = [*chat, message, *_messages(more)]
@@ -240,17 +279,65 @@ def _messages(given: object) -> list[Any]:
     raise TypeError(f"{str(given)[:80]!r} is neither a text nor a list of messages")
 
 
-def _rewards(result: object) -> tuple[float | None, Mapping[str, float]]:
-    """The reward and its parts of what an environment returned."""
+def _given(result: object, taken: Sequence[Sequence[int]] | None) -> Given:
+    """What an environment returned: the reward, its parts, a text, and rewards of the turns taken,
+    each of which has these nodes. None: they were taken elsewhere.
+
+    Raises:
+        TypeError, ValueError: it is nonsense.
+    """
     if result is None:
-        return None, {}
-    values = result if isinstance(result, Mapping) else {REWARD: result}
+        return NOTHING
+    values = dict(result) if isinstance(result, Mapping) else {REWARD: result}
+    given = _turn_numbers(values.pop(TURNS)) if TURNS in values else None
+    turns = () if given is None or taken is None else turn_rewards_of(given, taken)
+    output = values.pop(OUTPUT, "")
+    if not isinstance(output, str):
+        raise TypeError(f"{OUTPUT} is {short(repr(output))} ({type(output).__name__}), not a text")
     for name in values:
         if not isinstance(name, str) or not name or "/" in name or name != short(name):
             raise TypeError(f"{str(name)[:80]!r} is no name of a reward: a short text without '/'")
     found = {name: _number(name, value) for name, value in values.items()}
-    reward = found.pop(REWARD, None)
-    return reward, found
+    at_url = given if taken is None else None
+    return Given(found.pop(REWARD, None), found, output[-MOST_OUTPUT:], turns, at_url)
+
+
+def _turn_numbers(given: object) -> list[float | None]:
+    """The rewards of turns. Raises TypeError for nonsense."""
+    plain = given.tolist() if hasattr(given, "tolist") else given  # of numpy or torch
+    if not isinstance(plain, Sequence) or isinstance(plain, str | bytes):
+        raise TypeError(
+            f"{TURNS} is {text_of(str, given)[:80]!r} ({type(given).__name__}), not a list with a"
+            " number or None for each turn"
+        )
+    return [
+        None if value is None else _number(f"{TURNS}[{place}]", value)
+        for place, value in enumerate(plain)
+    ]
+
+
+def turn_rewards_of(
+    rewards: Sequence[float | None], taken: Sequence[Sequence[int]]
+) -> list[tuple[int, float]]:
+    """Pairs of a node and its reward.
+
+    Args:
+        taken: the nodes of each turn that the agent got.
+
+    Raises:
+        ValueError: the rewards are not one for each turn.
+    """
+    if len(rewards) != len(taken):
+        raise ValueError(
+            f"{TURNS} has {len(rewards)} rewards, and the session took {len(taken)} turns; give a"
+            " number or None for each turn, in their order"
+        )
+    return [
+        (node, value)
+        for nodes, value in zip(taken, rewards, strict=True)
+        if value is not None
+        for node in nodes
+    ]
 
 
 def _number(name: str, value: object) -> float:

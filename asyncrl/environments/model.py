@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.template import Message, MessagesError, Schema, are_messages
 
-__all__ = ["ChatSession", "Model", "Reply", "UnsupportedError"]
+__all__ = ["ChatSession", "Model", "Reply", "SessionUrl", "UnsupportedError"]
 
 WITHOUT_EFFECT = ("model", "user", "metadata", "store", "timeout", "stream_options", "seed")
 """Arguments that change nothing here, and need not be counted."""
@@ -37,6 +37,25 @@ REFUSED = ("response_format", "functions", "function_call", "audio", "modalities
 
 class UnsupportedError(ValueError):
     """A request has an argument that a session cannot follow. The message names it."""
+
+
+class SessionUrl(NamedTuple):
+    """Where a session is served to agents that speak HTTP."""
+
+    address: str
+    """Such as `http://127.0.0.1:4000`."""
+    key: str
+    """Of this session only. It is void when the session ends."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables that OpenAI's and Anthropic's clients read."""
+        return {
+            "OPENAI_BASE_URL": f"{self.address}/v1",
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.address,
+            "ANTHROPIC_API_KEY": self.key,
+        }
 
 
 class ChatSession(Protocol):
@@ -90,9 +109,37 @@ class Model:
     no effect and are counted in `overridden`.
     """
 
-    def __init__(self, session: ChatSession, name: str = "policy") -> None:
+    def __init__(
+        self, session: ChatSession, name: str = "policy", url: SessionUrl | None = None
+    ) -> None:
         self.overridden: Counter[str] = Counter()
+        self._url = url
         self.chat = _Chat(_Completions(session, name, self.overridden))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of a program that talks to this session: OPENAI_BASE_URL,
+        OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY.
+
+        Raises:
+            UnsupportedError: the session has no URL.
+        """
+        if self._url is None:
+            raise UnsupportedError(
+                "this session has no URL; set environment.url: true, or give the agent in the"
+                " section agent"
+            )
+        return self._url.variables
+
+    @property
+    def base_url(self) -> str:
+        """The URL for `openai.AsyncOpenAI`. Raises UnsupportedError."""
+        return self.variables["OPENAI_BASE_URL"]
+
+    @property
+    def api_key(self) -> str:
+        """The key of this session. Raises UnsupportedError."""
+        return self.variables["OPENAI_API_KEY"]
 
     async def __aenter__(self) -> Model:
         return self

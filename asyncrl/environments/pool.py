@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from asyncrl.config import EnvironmentConfig
 from asyncrl.environments.attempt import Ended, Limits
-from asyncrl.environments.model import ChatSession
+from asyncrl.environments.model import ChatSession, SessionUrl
 from asyncrl.environments.process import (
     ALIVE,
     NOBODY,
@@ -83,6 +83,7 @@ class _Attempt:
     task: Mapping[str, Any]
     session: AgentSession
     alone: bool
+    url: SessionUrl | None
     end: asyncio.Future[Ended]
     requests: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     answered: dict[int, Sequence[int]] = field(default_factory=dict)
@@ -125,13 +126,18 @@ class EnvironmentPool:
         await asyncio.shield(self._ready)
 
     async def play(
-        self, task: Mapping[str, Any], session: AgentSession, alone: bool = False
+        self,
+        task: Mapping[str, Any],
+        session: AgentSession,
+        alone: bool = False,
+        url: SessionUrl | None = None,
     ) -> Ended:
         """Make one attempt.
 
         Args:
             session: answers its requests, in this process.
             alone: whether no other attempt may run in its process.
+            url: where the session is served, if it is.
 
         Raises:
             AttemptLostError: its process ended, and it is not known to be the cause.
@@ -143,7 +149,7 @@ class EnvironmentPool:
         await self.start()
         self._count += 1
         end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
-        attempt = _Attempt(self._count, task, session, alone, end)
+        attempt = _Attempt(self._count, task, session, alone, url, end)
         self._waiting.append(attempt)
         self._dispatch()
         try:
@@ -385,7 +391,7 @@ class _Process(ChildProcess):
         why = f"it did not end within {limit_s:g} s, although it was canceled"
         attempt.guard = loop.call_later(limit_s, self._guard, attempt.number, why)
         self.running[attempt.number] = attempt
-        self.send(Play(attempt.number, attempt.task))
+        self.send(Play(attempt.number, attempt.task, attempt.url))
 
     def _guard(self, number: int, why: str) -> None:
         """Blame an attempt that has not ended, unless the loop stands still: then its deadline

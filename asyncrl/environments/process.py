@@ -23,7 +23,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, 
 from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
+from asyncrl.environments.agent import play
 from asyncrl.environments.attempt import Ended, Environment, Limits, attempt
+from asyncrl.environments.model import SessionUrl
 from asyncrl.runtime.child_process import MessageWriter, receive
 from asyncrl.runtime.functions import FunctionError, import_function, short, text_of
 from asyncrl.sessions.answers import (
@@ -31,6 +33,7 @@ from asyncrl.sessions.answers import (
     ChatRequest,
     ContextTooLongError,
     SessionClosedError,
+    TurnDeadlineError,
     TurnsExceededError,
 )
 from asyncrl.text.template import MessagesError
@@ -45,7 +48,13 @@ BEAT_S = 0.25
 """Seconds between two signs of life of the event loop."""
 REFUSALS = {
     kind.__name__: kind
-    for kind in (ContextTooLongError, SessionClosedError, TurnsExceededError, MessagesError)
+    for kind in (
+        ContextTooLongError,
+        MessagesError,
+        SessionClosedError,
+        TurnDeadlineError,
+        TurnsExceededError,
+    )
 }
 """Errors of a request that are the environment's business."""
 
@@ -72,6 +81,7 @@ class Play:
 
     number: int
     task: Mapping[str, Any]
+    url: SessionUrl | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +157,8 @@ def imported(function: str, arguments: Mapping[str, object]) -> Environment:
         ) from None
     except ValueError:  # it has no signature
         pass
+    if found is play and arguments.get("function") is not None:
+        import_function("agent.function", str(arguments["function"]))
     return cast("Environment", found)
 
 
@@ -205,12 +217,12 @@ class _Process:
 
     def _handle(self, message: object) -> None:
         match message:
-            case Play(number, task):
+            case Play(number, task, url):
                 context = contextvars.copy_context()
                 context.run(_NUMBER.set, number)
                 self._sessions[number] = _RemoteSession(self._send, number)
                 playing = self._attempts[number] = asyncio.get_running_loop().create_task(
-                    self._play(number, task), context=context
+                    self._play(number, task, url), context=context
                 )
                 playing.add_done_callback(functools.partial(self._ended, number))
             case Answered(number, request, answers, error, text):
@@ -231,7 +243,9 @@ class _Process:
         ended = {"failed": "stopped"} if playing.cancelled() else playing.result()
         self._send({"number": number, **ended})
 
-    async def _play(self, number: int, task: Mapping[str, Any]) -> dict[str, object]:
+    async def _play(
+        self, number: int, task: Mapping[str, Any], url: SessionUrl | None
+    ) -> dict[str, object]:
         """Run an attempt. Returns how it ended, as a message."""
         try:
             ended = await attempt(
@@ -240,6 +254,7 @@ class _Process:
                 self._sessions[number],
                 self._setup.limits,
                 self._setup.arguments,
+                url,
             )
         except asyncio.CancelledError:
             if number in self._stopped:

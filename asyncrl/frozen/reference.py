@@ -11,6 +11,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +30,7 @@ from asyncrl.weights.staging import StagingError
 
 if TYPE_CHECKING:
     from asyncrl.contracts.messages import Manifest
-    from asyncrl.contracts.offline_rows import TokenRow
+    from asyncrl.contracts.offline_rows import Scored, TokenRow
     from asyncrl.models.micro_batches import MicroBatch
     from asyncrl.models.policy import Policy
 
@@ -126,29 +127,37 @@ class Reference:
                 )
             )
 
-    def versioned_logprobs(self, rows: Sequence[TokenRow]) -> ReferenceLogprobs:
+    def versioned_logprobs(
+        self, rows: Sequence[TokenRow], scored: Scored | None = None
+    ) -> ReferenceLogprobs:
         """What `logprobs` returns, with the version that scored all of the rows."""
-        return ReferenceLogprobs(self.version, self.logprobs(rows))
+        return ReferenceLogprobs(self.version, self.logprobs(rows, scored))
 
-    def logprobs(self, rows: Sequence[TokenRow]) -> list[np.ndarray]:
+    def logprobs(self, rows: Sequence[TokenRow], scored: Scored | None = None) -> list[np.ndarray]:
         """Log-probs [C] float32 of each row's C second ids, given its first, in nats at the
-        rollouts' temperature."""
+        rollouts' temperature.
+
+        Args:
+            scored: which of each row's second ids get one. None: all of them.
+        """
         import torch
 
         found = [np.zeros(0, dtype=np.float32)] * len(rows)
         with torch.no_grad():
-            for places, batch in self._batches(rows):
+            for places, batch in self._batches(rows, scored):
                 values, *_ = self.policy(batch, with_entropy=False)
                 for place, part in zip(places, values.cpu().split(list(batch.counts)), strict=True):
                     found[place] = part.numpy()
         return found
 
-    def top_logprobs(self, rows: Sequence[TokenRow]) -> list[TopLogprobs]:
+    def top_logprobs(
+        self, rows: Sequence[TokenRow], scored: Scored | None = None
+    ) -> list[TopLogprobs]:
         """What `logprobs` returns, and ids and log-probs of the `spec.top_k` most probable other
         tokens."""
         spec, none = self.spec, np.zeros((0, self.spec.top_k), dtype=np.float32)
         found = [TopLogprobs(none[:, 0], none.astype(np.int32), none)] * len(rows)
-        for places, batch in self._batches(rows):
+        for places, batch in self._batches(rows, scored):
             parts = zip(
                 *(
                     values.cpu().split(list(batch.counts))
@@ -162,19 +171,27 @@ class Reference:
                 )
         return found
 
-    def _batches(self, rows: Sequence[TokenRow]) -> Iterator[tuple[list[int], MicroBatch]]:
+    def _batches(
+        self, rows: Sequence[TokenRow], scored: Scored | None
+    ) -> Iterator[tuple[list[int], MicroBatch]]:
         """The micro-batches of the rows with second ids, each with the rows' indices."""
         from asyncrl.models.micro_batches import micro_batch, token_example
         from asyncrl.packing.packing import pack
 
-        scored = [index for index, (_, following) in enumerate(rows) if len(following)]
-        examples = [token_example(rows[index]) for index in scored]
+        kept = [index for index, (_, following) in enumerate(rows) if len(following)]
+        examples = [token_example(rows[index]) for index in kept]
+        if scored is not None:
+            masks = [np.asarray(scored[index], dtype=bool) for index in kept]
+            examples = [
+                replace(example, loss_mask=mask)
+                for example, mask in zip(examples, masks, strict=True)
+            ]
         lengths = [len(example.tokens) for example in examples]
         limit = self.spec.learner.max_tokens_per_gpu
         packed = pack(lengths, limit, 1, one_each=self.policy.packing == "none")
         for indices in packed.micro_batches[0]:
             batch = micro_batch(examples, indices, self.device)
-            yield [scored[place] for place in batch.order], batch
+            yield [kept[place] for place in batch.order], batch
 
 
 class RayReference:

@@ -24,7 +24,7 @@ from asyncrl.contracts.errors import TeacherError
 from asyncrl.runtime.ray_objects import Actor
 
 if TYPE_CHECKING:
-    from asyncrl.contracts.offline_rows import TokenRow
+    from asyncrl.contracts.offline_rows import Scored, TokenRow
 
 __all__ = ["UrlTeacher", "request_headers", "scored_ids", "start_teacher"]
 
@@ -108,9 +108,14 @@ class UrlTeacher:
         """
         await self._named()
 
-    async def logprobs(self, rows: Sequence[TokenRow]) -> list[np.ndarray]:
+    async def logprobs(
+        self, rows: Sequence[TokenRow], scored: Scored | None = None
+    ) -> list[np.ndarray]:
         """Log-probs [C] float32 of each row's C second ids, given its first, in nats at temperature
         1. They are NaN for a row that the server did not score.
+
+        Args:
+            scored: which of each row's second ids get one. None: all of them.
 
         Raises:
             TeacherError: the server scored no row that has second ids. The message says why.
@@ -121,13 +126,19 @@ class UrlTeacher:
             raise TeacherError(reasons[-1])
         if reasons:
             logger.warning(
-                "the teacher at %s scored %d of %d completions: %s",
+                "the teacher at %s scored %d of %d rows: %s",
                 self._settings.teacher,
                 len(rows) - len(reasons),
                 len(rows),
                 reasons[-1],
             )
-        return [values for values, _ in found]
+        values = [of_row for of_row, _ in found]
+        if scored is None:
+            return values
+        return [
+            of_row[np.asarray(mask, dtype=bool)]
+            for of_row, mask in zip(values, scored, strict=True)
+        ]
 
     async def _row(self, row: TokenRow) -> tuple[np.ndarray, str | None]:
         """The log-probs of a row, and why there are none."""

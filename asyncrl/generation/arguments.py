@@ -102,6 +102,8 @@ def engine_config(
     )
     if app.max_model_len is not None:
         arguments.max_model_len = app.max_model_len
+    if app.cache_block is not None:
+        arguments.block_size = app.cache_block
     if app.max_lora_rank is not None:
         arguments.enable_lora = True
         arguments.max_lora_rank = next(

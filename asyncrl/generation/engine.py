@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict, cast
 
 import psutil
 
@@ -41,6 +41,7 @@ from asyncrl.generation.arguments import (
 )
 from asyncrl.generation.engine_stats import EngineStats, stat_logger
 from asyncrl.generation.outputs import scores, to_completion, to_piece, tokens_so_far
+from asyncrl.generation.session_requests import SessionRequests
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.generation.sleep import Sleep
 from asyncrl.runtime.environment import Caches, claim_caches, preload_openmp
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 
     from asyncrl.generation.rendezvous import NodePlace
 
-__all__ = ["Engine", "Update"]
+__all__ = ["Answered", "Engine", "Update"]
 
 Update: TypeAlias = Mapping[str, object] | Sequence[Mapping[str, object]]
 """The staging file of all workers of an engine (`Staged.update_info`), or of each by its rank."""
@@ -93,6 +94,14 @@ REASON_LENGTH = 400
 
 STOP_TIMEOUT_S = 10.0
 """Seconds that vLLM's processes get to end before they are killed."""
+
+
+class Answered(NamedTuple):
+    """What a request generated: the n completions, and then the greedy one if it has a baseline."""
+
+    completions: tuple[Completion, ...]
+    cached_tokens: tuple[int, ...]
+    """For each of them, see `Generated.cached_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +140,14 @@ class Engine:
         self.load: LoadTimes | None = None
         self.kv_cache_tokens = 0
         """Capacity of the KV cache in tokens."""
+        self.cache_block = 0
+        """Tokens of a block of the prefix cache; 0 without one."""
         self._llm: AsyncLLM | None = None
         self._ids = itertools.count()
         self._open = asyncio.Event()
         """Set while the engine takes requests: after the start, between updates, and not while it
         rests."""
+        self._turns = SessionRequests(self._open)
         self._rests = False
         """Whether the engine rests (see `rest`)."""
         self._sleep = Sleep(app.generator.gpu_memory_utilization) if app.sleeps else None
@@ -223,6 +235,7 @@ class Engine:
 
         cache = llm.vllm_config.cache_config
         self.kv_cache_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+        self.cache_block = int(cache.block_size) if cache.enable_prefix_caching else 0
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         if self.app.generator.pipeline_parallel_size > 1 and self.app.generator.device == "cpu":
             # Only a dummy run makes the buffers of what the parts of a pipeline pass on, and
@@ -275,8 +288,11 @@ class Engine:
         return max(map(len, self._running().get_tokenizer().get_vocab()))
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        """Return n completions of one prompt, and then the greedy one if the request has a
-        baseline.
+        """The completions of `answer`, which may raise."""
+        return (await self.answer(request)).completions
+
+    async def answer(self, request: GenerateRequest) -> Answered:
+        """Generate n completions of one prompt, and the greedy one if the request has a baseline.
 
         Raises:
             GenerationTimeoutError: not done within `deadline_s` seconds; aborted.
@@ -299,7 +315,12 @@ class Engine:
             raise _late(request) from None
         strings = self._stops(request).strings
         version = None if adapter is None else adapter.version
-        return tuple(to_completion(output, self._tokenizer, strings, version) for output in outputs)
+        return Answered(
+            tuple(
+                to_completion(output, self._tokenizer, strings, version) for output, _ in outputs
+            ),
+            tuple(cached for _, cached in outputs),
+        )
 
     async def stream(
         self, request: GenerateRequest, details: Details
@@ -389,6 +410,7 @@ class Engine:
             await llm.finish_weight_update(weight_version=str(version))
             self.version = version
             self._updates += 1
+            await self._turns.submit_again(llm)
 
         failure = f"the update of version {version} failed"
         await self._load_weights(failure)
@@ -610,9 +632,7 @@ class Engine:
         room for it."""
         await self._adapters.wait_for_slot()
         with self._adapters.using(self._running()) as adapter:
-            output = await self._last_output(
-                prompt + completion, scoring_params(), f"update {self._updates}", adapter
-            )
+            output = await self._last_output(prompt + completion, scoring_params(), None, adapter)
         return scores(output, len(prompt), completion)
 
     def _stops(self, request: GenerateRequest) -> Stops:
@@ -630,18 +650,25 @@ class Engine:
         does not: a request keeps its adapter, and vLLM's cache knows adapters by name and path."""
         return self.app.generator.in_flight == "keep" and self.app.max_lora_rank is None
 
-    def _salt(self) -> str:
+    def _salt(self, session: str | None = None) -> str:
         """A new request's salt: requests share cached KV blocks only under the same salt, and only
-        with the same adapter."""
-        if self._splits:
-            # The cache outlives an update: a completion that is first scheduled after it would use
-            # the prompt's KV of the old weights. So no two completions share blocks.
+        with the same adapter.
+
+        The cache outlives an update under `keep`: a completion that is first scheduled after it
+        would use the prompt's KV of the old weights. So no two completions share blocks, except
+        those of one session, whose requests are submitted again in that case
+        (`asyncrl.generation.session_requests`).
+        """
+        if not self._splits:
+            return f"update {self._updates}"
+        if session is None:
             return f"completion {next(self._ids)}"
-        return f"update {self._updates}"
+        return f"update {self._updates} session {session}"
 
     async def _run(
         self, request: GenerateRequest, adapter: Adapter | None
-    ) -> Sequence[CompletionOutput]:
+    ) -> list[tuple[CompletionOutput, int]]:
+        """The completions with their cached tokens."""
         prompt, stops = list(request.prompt_ids), self._stops(request)
         params = sampling_params(request, stops)
         wanted = (
@@ -652,7 +679,7 @@ class Engine:
         if request.baseline:
             wanted.append(sampling_params(greedy(request), stops))
         parts = [
-            asyncio.ensure_future(self._last_output(prompt, part, self._salt(), adapter))
+            asyncio.ensure_future(self._last_output(prompt, part, request.session, adapter))
             for part in wanted
         ]
         try:
@@ -668,19 +695,23 @@ class Engine:
             )
             raise
         return [
-            output
+            (output, answer.num_cached_tokens or 0)
             for answer in answers
             for output in sorted(answer.outputs, key=lambda output: output.index)
         ]
 
     async def _last_output(
-        self, prompt_ids: list[int], params: SamplingParams, salt: str, adapter: Adapter | None
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        session: str | None,
+        adapter: Adapter | None,
     ) -> RequestOutput:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._refuse_lost()
         name = f"request-{next(self._ids)}"
-        outputs = self._start_request(prompt_ids, salt, params, name, adapter)
+        outputs = self._start_request(prompt_ids, session, params, name, adapter)
         answer = asyncio.ensure_future(_last(outputs))
         try:
             await asyncio.wait([answer])
@@ -696,19 +727,26 @@ class Engine:
     def _start_request(
         self,
         prompt_ids: list[int],
-        salt: str,
+        session: str | None,
         params: SamplingParams,
         name: str,
         adapter: Adapter | None,
     ) -> AsyncGenerator[RequestOutput]:
+        """vLLM's outputs of a request."""
         from vllm.inputs.engine import tokens_input
 
-        return self._running().generate(
-            tokens_input(prompt_ids, cache_salt=salt),
-            params,
-            name,
-            lora_request=None if adapter is None else adapter.request,
-        )
+        def submit() -> AsyncGenerator[RequestOutput]:
+            self._refuse_lost()
+            return self._running().generate(
+                tokens_input(prompt_ids, cache_salt=self._salt(session)),
+                params,
+                name,
+                lora_request=None if adapter is None else adapter.request,
+            )
+
+        if session is None or not self._splits:
+            return submit()
+        return self._turns.outputs(name, submit)
 
     async def _outputs(
         self, request: GenerateRequest, details: Details, adapter: Adapter | None, deadline: float
@@ -730,7 +768,7 @@ class Engine:
             self._refuse_lost()
             params = stream_params(request, self._stops(request), details)
             outputs = self._start_request(
-                list(request.prompt_ids), self._salt(), params, name, adapter
+                list(request.prompt_ids), request.session, params, name, adapter
             )
             while not ended:
                 coming = asyncio.ensure_future(anext(outputs, None))

@@ -154,7 +154,9 @@ class Generator:
         elif not self._has(request.min_weights):
             await self._catch_up_for(request.min_weights)
         started_at = steady_time()
-        completions = await self._under_way(self.engine.generate(request), request.min_weights)
+        completions, cached = await self._under_way(
+            self.engine.answer(request), request.min_weights
+        )
         load = self.engine.stats.load(self.replica)
         return Generated(
             completions[: request.n],
@@ -163,6 +165,8 @@ class Generator:
             steady_time(),
             load,
             baseline=completions[request.n] if request.baseline else None,
+            cached_tokens=cached[: request.n],
+            cache_block=self.engine.cache_block,
         )
 
     async def generate_many(

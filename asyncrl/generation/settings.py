@@ -38,6 +38,9 @@ class GeneratorApp(Section):
     max_loras: int = Field(default=4, gt=0)
     """Adapters that vLLM computes with at the same time. Requests with further ones wait. A job
     sets it to staleness.max_staleness + 2."""
+    cache_block: int | None = Field(default=None, gt=0)
+    """Tokens of a KV cache block; the prefix cache shares whole blocks. Default: vLLM's choice, 128
+    on CPU, mostly 16 on GPUs. A job with an environment sets 32 on CPU."""
     http: bool = False
     """Also serve HTTP: `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and
     `/metrics`, under the application's route_prefix. A job's own generators do not serve HTTP."""

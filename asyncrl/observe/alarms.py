@@ -104,6 +104,16 @@ RANGES = {
         0.05,
         "the environment fails: the column session_note of groups/*.parquet says where",
     ),
+    "session/agent_error_ratio": Range(
+        0.0,
+        0.05,
+        "agent programs fail: the column session_note of groups/*.parquet says how",
+    ),
+    "session/reward_error_ratio": Range(
+        0.0,
+        0.05,
+        "environments give no valid reward: the column session_note of groups/*.parquet says why",
+    ),
     "session/deadline_ratio": Range(
         0.0, 0.05, "sessions end late and are not trained: raise environment.deadline_s"
     ),

@@ -305,15 +305,15 @@ BATCH = (
         " to learn from; not scored by the teacher",
     ),
     Metric(
-        "session/done_ratio, session/length_ratio, session/turns_ratio, session/agent_error_ratio,"
-        " session/reward_error_ratio, session/closed_ratio",
+        "session/done_ratio, session/length_ratio, session/turns_ratio, session/closed_ratio",
         "with an environment: share of the sessions scored since the previous step that ended in"
         " this way (docs/how_to/environments.md)",
     ),
     Metric(
-        "session/env_error_ratio, session/deadline_ratio",
-        "share of them whose environment failed; that reached `environment.deadline_s`. They are"
-        " not trained",
+        "session/env_error_ratio, session/agent_error_ratio, session/reward_error_ratio,"
+        " session/deadline_ratio",
+        "share of them whose environment failed; whose agent program failed; that got no valid"
+        " reward; that reached `environment.deadline_s` or turn_s. They are not trained",
     ),
     Metric("session/turns", "mean number of turns of a session"),
     Metric(
@@ -329,6 +329,17 @@ BATCH = (
         "session/overridden",
         "mean number of arguments of a session's requests that had no effect, such as a"
         " temperature: the run decides about sampling",
+    ),
+    Metric(
+        "session/turn_reward",
+        "mean reward of the turns to which the environment gave one of their own",
+        "rises",
+    ),
+    Metric(
+        "session/prefix_hit_ratio",
+        "share of a session's reusable prompt tokens that its replica had in the prefix cache."
+        " Reusable: whole cache blocks that earlier turns read or sampled with the same weights."
+        " NaN without any",
     ),
     Metric(
         "session/model_s, session/other_s",

@@ -45,6 +45,9 @@ class SampleRow(TypedDict):
     """The chat of a session as JSON, in runs with an environment, as are the following columns."""
     session_end: NotRequired[str | None]
     session_note: NotRequired[str | None]
+    turn_reward: NotRequired[Sequence[float | None] | None]
+    """Of each turn of a session, as is `turn_advantage`."""
+    turn_advantage: NotRequired[Sequence[float | None] | None]
 
 
 def choose_samples(
@@ -97,7 +100,7 @@ def _sample_text(row: SampleRow) -> str:
     )
     if row.get("baseline_reward") is not None:
         reward += f", greedy completion {_known(row['baseline_reward'])}"
-    head = [f"── {', '.join(facts)}", f"── {reward}"]
+    head = [f"── {', '.join(facts)}", f"── {reward}", *_turn_lines(row)]
     messages = row.get("session_messages")
     if messages is None:
         shown_texts = [("prompt:", row["prompt_text"]), ("completion:", row["completion"])]
@@ -109,6 +112,17 @@ def _sample_text(row: SampleRow) -> str:
         shown_texts.append(("note:", row.get("session_note")))
     texts = [line for title, text in shown_texts for line in (title, _indented(text))]
     return "\n".join([*head, *texts])
+
+
+def _turn_lines(row: SampleRow) -> list[str]:
+    """Rewards and advantages of the turns of a session, if the environment gave rewards to them."""
+    values = {"rewards": row.get("turn_reward"), "advantages": row.get("turn_advantage")}
+    rewarded = any(value is not None for value in values["rewards"] or ())
+    return [
+        f"── {name} of turns: {', '.join(map(_known, of_turns))}"
+        for name, of_turns in values.items()
+        if rewarded and of_turns
+    ]
 
 
 def _named(name: str, first: int | None, last: int | None) -> str:

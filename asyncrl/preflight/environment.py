@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from collections.abc import Collection
 
-from asyncrl.config import Config, ConfigError, EnvironmentConfig
+from asyncrl.config import AgentConfig, Config, ConfigError, EnvironmentConfig
+from asyncrl.environments.agent import command_columns
 from asyncrl.environments.pool import EnvironmentFailedError, EnvironmentPool
 from asyncrl.text.tokenizer import load_tokenizer
 
-__all__ = ["try_environment"]
+__all__ = ["check_agent", "try_environment"]
+
+
+def check_agent(agent: AgentConfig | None, columns: Collection[str]) -> None:
+    """Raise ConfigError if the agent's program is not on this machine, or if its command names a
+    column that a task does not have."""
+    if agent is None or agent.command is None:
+        return
+    if shutil.which(agent.command[0]) is None:
+        raise ConfigError(
+            f"agent.command: {agent.command[0]!r} is no program on this machine; install it, or"
+            " give its path"
+        )
+    if missing := set(command_columns(agent.command)) - {*columns, "prompt"}:
+        raise ConfigError(
+            f"agent.command names the columns {sorted(missing)}, and the tasks have"
+            f" {sorted({*columns, 'prompt'})}"
+        )
 
 
 def try_environment(config: Config) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.config import AlgorithmConfig, Config
-from asyncrl.config.derived import derived_settings
+from asyncrl.config import AlgorithmConfig, Config, EnvironmentConfig
+from asyncrl.config.derived import derived_settings, session_waves
 from asyncrl.config.schema import OnlinePreferenceConfig
+from asyncrl.environments.pool import GUARD_S
 from asyncrl.models.supported import chosen_packing, support
 from asyncrl.preflight.specs import data_spec
 
@@ -137,7 +139,7 @@ def environment_text(config: Config) -> list[str]:
     workers, seconds = config.rollout.num_workers, f"{environment.deadline_s:g} s"
     lines = [
         "# environment",
-        f"{environment.function}: at most {environment.max_turns} turns and {seconds}",
+        f"{_player_text(config)}: at most {environment.max_turns} turns and {seconds}",
         f"a row has at most {config.longest_trajectory} tokens, and a turn"
         f" {config.rollout.max_completion_length}",
         f"trained ends: {', '.join(environment.train_ends)}; history: {environment.history}",
@@ -145,8 +147,40 @@ def environment_text(config: Config) -> list[str]:
         f" {environment.concurrency} sessions at once",
     ]
     if config.staleness.on_stale == "wait":
-        lines.append(f"on_stale: wait: one session may hold back steps for {seconds}")
+        lines += _longest_wait(config, environment)
     return ["\n  ".join(lines)]
+
+
+def _player_text(config: Config) -> str:
+    """What plays the sessions."""
+    agent = config.agent
+    if agent is None:
+        assert config.environment is not None
+        return config.environment.function
+    return agent.function or f"the program {shlex.join(agent.command or [])}"
+
+
+def _longest_wait(config: Config, environment: EnvironmentConfig) -> list[str]:
+    """What the active time of sessions can cost under on_stale: wait, in words and seconds."""
+    waves, steps = session_waves(config), config.staleness.max_staleness
+    most = waves * (environment.deadline_s + environment.block_s + GUARD_S)
+    lines = [
+        "on_stale: wait: a step waits for its oldest session, for at most",
+        f"  waves {waves} x (deadline_s {environment.deadline_s:g} + block_s"
+        f" {environment.block_s:g} + {GUARD_S:g} to end it) = {most:g} s",
+    ]
+    if steps:
+        lines.append(f"  less the time of max_staleness {steps} step(s), which are taken meanwhile")
+    lines.append(
+        "  a session begins again if another one ends its process; turns end after"
+        f" rollout.deadline_s = {config.deadline_s:g} s"
+    )
+    if waves > 1:
+        lines.append(
+            f"  {waves} waves: more sessions may start than run at once; raise"
+            " environment.concurrency or processes"
+        )
+    return lines
 
 
 def _refreshes_text(config: Config) -> str:
@@ -208,6 +242,7 @@ def _policy_gradient_text(config: Config) -> str:
         algorithm.dual_clip,
         algorithm.entropy_coef,
         algorithm.ce_coef,
+        algorithm.turn_coef,
         # The cispo run in docs/evidence.md had a lower clip.
         algorithm.loss == "cispo" and algorithm.eps_clip is None,
     )
@@ -250,7 +285,8 @@ def _advantage_text(algorithm: AlgorithmConfig) -> str:
         else ""
     )
     if distillation is None:
-        return f"advantage {algorithm.advantage}{baseline}"
+        turns = f" + {algorithm.turn_coef:g} x that of each turn" if algorithm.turn_coef else ""
+        return f"advantage {algorithm.advantage}{turns}{baseline}"
     sources = ["from the teacher's log-probs"] if distillation.adds_advantage else []
     term = "the teacher's divergence" if distillation.uses_top_k else "the KL term"
     if distillation.reward_weight:

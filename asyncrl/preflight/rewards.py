@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.data.prompts import PromptReport, first_prompt
-from asyncrl.preflight.environment import try_environment
+from asyncrl.preflight.environment import check_agent, try_environment
 from asyncrl.preflight.specs import data_spec
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import GroupCall, RewardError, Session, with_notes
@@ -53,6 +53,7 @@ def reward_trial(config: Config) -> Iterator[Trial]:
 def _try_rewards(config: Config, pool: RewardPool, report: PromptReport) -> dict[str, float | None]:
     try_environment(config)
     prompt = first_prompt(data_spec(config), report)
+    check_agent(config.agent, prompt.columns)
     ids = load_tokenizer(config.model.path).encode(COMPLETION, add_special_tokens=False)
     call = GroupCall(
         [prompt.text],

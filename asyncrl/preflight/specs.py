@@ -322,6 +322,7 @@ def generator_app(config: Config) -> GeneratorApp:
         model=config.model.path,
         dtype=config.model.dtype,
         max_model_len=config.longest_trajectory,
+        cache_block=_cache_block(config),
         generator=config.generator.model_copy(update={"max_num_seqs": config.max_num_seqs}),
         seed=config.seed,
         rollout_stop=config.rollout.rollout_stop,
@@ -332,6 +333,13 @@ def generator_app(config: Config) -> GeneratorApp:
         sleeps=config.takes_turns_on_gpus,
         **adapters,
     )
+
+
+def _cache_block(config: Config) -> int | None:
+    """Tokens of a KV cache block. A turn reuses whole blocks of the turns before it, so blocks of
+    vLLM's default on CPU, 128 tokens, would be too large for many sessions."""
+    on_cpu = config.generator.device == "cpu"
+    return 32 if config.environment is not None and on_cpu else None
 
 
 def observe_spec(config: Config) -> ObserveSpec:

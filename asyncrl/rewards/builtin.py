@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping, Sequence
+
+from asyncrl.runtime.single_precision import FLOAT32_MAX
 
 __all__ = [
     "check_builtin",
@@ -13,6 +16,7 @@ __all__ = [
     "llm_judge",
     "math_verify",
     "pairwise_judge",
+    "printed_reward",
     "reasoning_gym_score",
     "reward_model",
 ]
@@ -47,6 +51,34 @@ def environment(
     names = dict.fromkeys(name for parts in session_parts for name in parts)
     return {name: [parts.get(name) for parts in session_parts] for name in names} | {
         "reward": list(session_reward)
+    }
+
+
+def printed_reward(
+    session_output: Sequence[str], session_end: Sequence[str], **_: object
+) -> dict[str, list[float | None]]:
+    """The reward on the last line that each session's program printed: a number, or a JSON object
+    with `reward`. Its other numbers are parts. None where there is none."""
+    printed = [
+        _printed(output) if end == "done" else {}
+        for output, end in zip(session_output, session_end, strict=True)
+    ]
+    names = dict.fromkeys(["reward", *(name for values in printed for name in values)])
+    return {name: [values.get(name) for values in printed] for name in names}
+
+
+def _printed(output: str) -> dict[str, float]:
+    """The numbers on the last line that is not empty."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except (ValueError, RecursionError):
+        return {}
+    values = found if isinstance(found, dict) else {"reward": found}
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and abs(value) <= FLOAT32_MAX and "/" not in name
     }
 
 

@@ -18,6 +18,7 @@ session_messages with an environment, each trajectory's messages with all its tu
 session_end      with an environment, how each session ended: "done", "turns", …
 session_reward   with an environment, the reward that it returned for each session, or None
 session_parts    with an environment, a dict of the other values that it returned
+session_output   with an environment, a text that it returned, or "": what an agent program wrote
 anything else    a column of the dataset, n times, or an entry of the function's `arguments`,
                  unchanged
 
@@ -101,6 +102,8 @@ class Session:
     given: float | None = None
     """The reward that the environment returned; None: none."""
     parts: Mapping[str, float] = field(default_factory=dict)
+    output: str = ""
+    """A text that it returned, such as what an agent program wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +220,7 @@ def keyword_arguments(
             "session_end": [session.end for session in call.sessions],
             "session_reward": [session.given for session in call.sessions],
             "session_parts": [dict(session.parts) for session in call.sessions],
+            "session_output": [session.output for session in call.sessions],
         }
     available |= {
         "prompts": list(call.prompts),

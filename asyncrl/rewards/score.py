@@ -7,15 +7,15 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import NotRequired, Protocol, TypeAlias, TypedDict, cast
+from typing import NotRequired, Protocol, TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from asyncrl.algorithms.advantages import GroupInputs, group_advantages, soft_overlong_penalty
 from asyncrl.algorithms.kl import reward_kl
 from asyncrl.algorithms.own import own_verdict
+from asyncrl.algorithms.turn_credit import turn_advantages
 from asyncrl.config import AlgorithmConfig, RewardConfig
 from asyncrl.contracts.columns import column_values
 from asyncrl.contracts.group_table import reward_parts_type
@@ -37,34 +37,37 @@ from asyncrl.contracts.rows import (
     TOKEN_REWARDS,
     TOKEN_REWARDS_COLUMN,
     TRUNCATED,
+    TURN_ADVANTAGE,
+    TURN_ADVANTAGE_COLUMN,
     Completion,
     GroupRow,
     Prompt,
     TopLogprobs,
 )
-from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
+from asyncrl.contracts.session_table import (
+    NODE_COLUMNS,
+    SessionsRow,
+    nodes_of_group,
+    received_turns,
+)
 from asyncrl.rewards.contract import GroupCall, Session
 from asyncrl.rewards.pool import GroupRewards, total_rewards
+from asyncrl.rewards.reference_rows import Logprobs
 from asyncrl.rewards.spec import ScoringSpec
 from asyncrl.runtime.failures import unforeseen
 from asyncrl.runtime.functions import FunctionError
 from asyncrl.sessions.rows import session_rows
 
 __all__ = [
-    "Logprobs",
     "attach_reference",
     "attach_reference_version",
     "attach_rewards",
     "attach_teacher",
     "completions_scored",
     "group_call",
-    "group_rows",
     "score_completions",
     "score_table",
 ]
-
-Logprobs: TypeAlias = "NDArray[np.float32] | NDArray[np.float64]"
-"""[T], of one trajectory's tokens."""
 
 COMPLETIONS = ["prompt_text", "completion_text", "completion_ids", "finish_reason"]
 """Columns that reward functions get."""
@@ -72,12 +75,14 @@ BASELINE = ["baseline_text", "baseline_ids", "baseline_finish_reason"]
 """The same columns of a baseline, except the prompt."""
 
 
-SESSIONS = ("session_messages", "session_end", "session_reward", "session_parts")
+SESSIONS = ("session_messages", "session_end", "session_reward", "session_parts", "session_output")
 """Columns of sessions that reward functions get."""
 
 
 TURNS = [name for name in NODE_COLUMNS if name not in ("completion_ids", "logprobs")]
 """Columns of sessions that their rows are derived from, in addition to those of all groups."""
+TURN_CREDITS = ("turn_trajectory", "turn_status", "turn_reward")
+"""Columns of sessions that advantages of turns are from."""
 
 
 class _RewardedRow(TypedDict):
@@ -91,6 +96,9 @@ class _RewardedRow(TypedDict):
     reward_parts: list[dict[str, float | None]]
     failure: str | None
     session_end: NotRequired[list[str]]
+    turn_trajectory: NotRequired[list[int]]
+    turn_status: NotRequired[list[str]]
+    turn_reward: NotRequired[list[float | None]]
     reference_logprobs: NotRequired[list[list[float]]]
     baseline_ids: NotRequired[list[int]]
     baseline_finish_reason: NotRequired[str]
@@ -134,8 +142,8 @@ def _sessions(group: pa.Table) -> list[Session] | None:
         return None
     columns = (group[name][0].as_py() for name in SESSIONS)
     return [
-        Session(json.loads(messages), end, given, json.loads(parts))
-        for messages, end, given, parts in zip(*columns, strict=True)
+        Session(json.loads(messages), end, given, json.loads(parts), output)
+        for messages, end, given, parts, output in zip(*columns, strict=True)
     ]
 
 
@@ -155,12 +163,6 @@ def attach_rewards(group: pa.Table, rewards: GroupRewards) -> pa.Table:
         tokens = pa.array([rewards.tokens[:n]], TOKEN_REWARDS)
         group = group.append_column(TOKEN_REWARDS_COLUMN, tokens)
     return group.append_column("failure", pa.array([rewards.failure], SCORED_COLUMNS["failure"]))
-
-
-def group_rows(group: pa.Table) -> list[tuple[list[int], list[int]]]:
-    """(Prompt ids, completion ids) of each trajectory of a one-row table."""
-    prompt = group["prompt_ids"][0].as_py()
-    return [(prompt, ids) for ids in group["completion_ids"][0].as_py()]
 
 
 def attach_reference(group: pa.Table, logprobs: Sequence[Logprobs]) -> pa.Table:
@@ -223,7 +225,8 @@ def _has_others(answer: TopLogprobs | None, length: int) -> bool:
     if answer is None:
         return True
     ids, values = answer.other_ids, answer.other_logprobs
-    return len(ids) == length and ids.shape == values.shape and bool(np.isfinite(values).all())
+    finite = bool(np.isfinite(ids).all() and np.isfinite(values).all())
+    return len(ids) == length and ids.shape == values.shape and finite
 
 
 def _with_others(
@@ -259,11 +262,17 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         "reward_parts",
         "failure",
         *(["session_end"] if spec.train_ends is not None else []),
-        *(TURNS if spec.most_session_tokens is not None else []),
+        *dict.fromkeys(
+            [
+                *(TURNS if spec.most_session_tokens is not None else []),
+                *(TURN_CREDITS if spec.algorithm.turn_coef else []),
+            ]
+        ),
         *([REFERENCE_COLUMN] if spec.algorithm.has_reference else []),
         *([*BASELINE[1:], BASELINE_PARTS_COLUMN] if spec.algorithm.needs_baseline else []),
     ]
     baselines: list[float | None] = []
+    of_turns: list[list[float | None]] = []
     rows: list[_RewardedRow] = table.select(columns).to_pylist()
     for row in rows:
         parts = {name: [part[name] for part in row["reward_parts"]] for name in weights}
@@ -271,7 +280,7 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         lengths = _lengths(row["finish_reason"], row["completion_ids"], longest)
         rewards = _less_overlong(total_rewards(parts, weights), lengths, longest, spec.reward)
         if spec.algorithm.kl_coef:
-            rewards = _less_kl(rewards, row["logprobs"], row[REFERENCE_COLUMN], spec.algorithm)
+            rewards = _less_kl(rewards, row, spec.algorithm)
         statuses = _statuses(row, rewards, spec)
         scored["reward"].append(rewards)
         scored["status"].append(statuses)
@@ -287,10 +296,14 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         if spec.algorithm.preference is not None:
             advantages = [None] * len(advantages)  # pairs are trained instead
         scored["advantage"].append(advantages)
+        if spec.algorithm.turn_coef:
+            of_turns.append(_turn_advantages(row, advantages, spec.algorithm))
         failures.append(row["failure"] or failure)
         scored["scored_at"].append(time.time())
     for name, values in scored.items():
         table = table.append_column(name, pa.array(values, SCORED_COLUMNS[name]))
+    if spec.algorithm.turn_coef:
+        table = table.append_column(TURN_ADVANTAGE_COLUMN, pa.array(of_turns, TURN_ADVANTAGE))
     if spec.algorithm.needs_baseline:
         kind = BASELINE_COLUMNS["baseline_reward"]
         table = table.append_column("baseline_reward", pa.array(baselines, kind))
@@ -398,6 +411,27 @@ def _advantages(
         return [None] * len(ok), unforeseen("the group could not be scored", error)
 
 
+def _turn_advantages(
+    row: _RewardedRow, advantages: Sequence[float | None], algorithm: AlgorithmConfig
+) -> list[float | None]:
+    """The items of the column `turn_advantage` for one group. A turn that its agent never received
+    has none, and its number counts nowhere."""
+    places = received_turns(row["turn_trajectory"], row["turn_status"], len(advantages))
+    found = turn_advantages(
+        [[row["turn_reward"][place] for place in session] for session in places],
+        advantages,
+        [advantage is not None for advantage in advantages],
+        algorithm.advantage,
+        algorithm.turn_coef,
+        algorithm.turn_gamma,
+    )
+    items: list[float | None] = [None] * len(row["turn_reward"])
+    for session, values in zip(places, found, strict=True):
+        for place, value in zip(session, values or (), strict=False):
+            items[place] = value
+    return items
+
+
 def _less_overlong(
     rewards: Sequence[float | None], lengths: Sequence[int], longest: int, reward: RewardConfig
 ) -> list[float | None]:
@@ -415,16 +449,15 @@ def _less_overlong(
 
 
 def _less_kl(
-    rewards: Sequence[float | None],
-    logprobs: Sequence[Sequence[float]],
-    reference: Sequence[Sequence[float]],
-    algorithm: AlgorithmConfig,
+    rewards: Sequence[float | None], row: _RewardedRow, algorithm: AlgorithmConfig
 ) -> list[float | None]:
-    """The rewards less kl_coef times each trajectory's KL divergence from the reference. A KL that
-    is not finite is ignored here: `trajectory_status` masks the trajectory."""
+    """The rewards less kl_coef times each trajectory's KL divergence from the reference, over its
+    tokens with loss. A KL that is not finite is ignored here: `trajectory_status` masks the
+    trajectory."""
     penalized: list[float | None] = []
-    for reward, ours, theirs in zip(rewards, logprobs, reference, strict=True):
-        kl = reward_kl(ours, theirs)
+    columns = (row["logprobs"], row[REFERENCE_COLUMN], row["loss_mask"])
+    for reward, ours, theirs, mask in zip(rewards, *columns, strict=True):
+        kl = reward_kl(ours, theirs, mask)
         penalized.append(
             None
             if reward is None

@@ -23,19 +23,18 @@ import ray.exceptions
 from asyncrl.config import DistillationConfig, RewardConfig
 from asyncrl.contracts.errors import OutboxClosedError, TeacherError
 from asyncrl.contracts.group_table import table_from_ipc, table_to_ipc
-from asyncrl.contracts.rows import SCORED_COLUMNS, ReferenceLogprobs, TopLogprobs
+from asyncrl.contracts.rows import SCORED_COLUMNS, ReferenceLogprobs
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import RewardError, with_notes
 from asyncrl.rewards.pool import GroupRewards, RewardPool, no_rewards
+from asyncrl.rewards.reference_rows import Answer, ReferenceRows, reference_rows
 from asyncrl.rewards.score import (
-    Logprobs,
     attach_reference,
     attach_reference_version,
     attach_rewards,
     attach_teacher,
     completions_scored,
     group_call,
-    group_rows,
 )
 from asyncrl.runtime.failures import unforeseen
 from asyncrl.runtime.ray_objects import DEATHS, Actor
@@ -76,6 +75,7 @@ class _Compared:
     """A group with raw rewards whose reference log-probs are done, or have failed."""
 
     group: pa.Table
+    asked: ReferenceRows
     answer: Future[ReferenceLogprobs]
 
 
@@ -84,7 +84,8 @@ class _Referred:
     """A group with raw rewards whose log-probs of a teacher are done, or have failed."""
 
     group: pa.Table
-    logprobs: Future[list[Logprobs | TopLogprobs]]
+    asked: ReferenceRows
+    logprobs: Future[list[Answer]]
     seconds: float
 
 
@@ -183,10 +184,10 @@ class _Stages:
                 if self.reference is None:
                     return group
                 self._ask(self.reference, group, events)
-            case _Compared(group, answer):
-                return _with_reference(group, answer)
-            case _Referred(group, logprobs, seconds):
-                return _with_teacher(group, logprobs, seconds, self._top_k)
+            case _Compared(group, asked, answer):
+                return _with_reference(group, asked, answer)
+            case _Referred(group, asked, logprobs, seconds):
+                return _with_teacher(group, asked, logprobs, seconds, self._top_k)
         return None
 
     @property
@@ -195,13 +196,14 @@ class _Stages:
 
     def _ask(self, reference: Actor, group: pa.Table, events: _Events) -> None:
         """Ask the reference policy for its log-probs of a group."""
+        asked = reference_rows(group)
         if self.distillation is None:
-            answer = reference.versioned_logprobs.remote(group_rows(group)).future()
-            answer.add_done_callback(partial(_compared, events, group))
+            answer = reference.versioned_logprobs.remote(asked.rows, asked.scored).future()
+            answer.add_done_callback(partial(_compared, events, group, asked))
             return
         ask = reference.top_logprobs if self._top_k else reference.logprobs
-        logprobs = ask.remote(group_rows(group)).future()
-        logprobs.add_done_callback(partial(_referred, events, group, time.monotonic()))
+        logprobs = ask.remote(asked.rows, asked.scored).future()
+        logprobs.add_done_callback(partial(_referred, events, group, asked, time.monotonic()))
 
 
 def _blocks(events: _Events, stages: _Stages) -> Iterator[list[pa.Table]]:
@@ -254,17 +256,20 @@ def _done(events: _Events, group: pa.Table, rewards: Future[GroupRewards]) -> No
     events.put(_Rewarded(group, rewards))
 
 
-def _compared(events: _Events, group: pa.Table, answer: Future[ReferenceLogprobs]) -> None:
-    events.put(_Compared(group, answer))
+def _compared(
+    events: _Events, group: pa.Table, asked: ReferenceRows, answer: Future[ReferenceLogprobs]
+) -> None:
+    events.put(_Compared(group, asked, answer))
 
 
 def _referred(
     events: _Events,
     group: pa.Table,
+    asked: ReferenceRows,
     started: float,
-    logprobs: Future[list[Logprobs | TopLogprobs]],
+    logprobs: Future[list[Answer]],
 ) -> None:
-    events.put(_Referred(group, logprobs, time.monotonic() - started))
+    events.put(_Referred(group, asked, logprobs, time.monotonic() - started))
 
 
 def _result(config: RewardConfig, group: pa.Table, rewards: Future[GroupRewards]) -> GroupRewards:
@@ -277,12 +282,15 @@ def _result(config: RewardConfig, group: pa.Table, rewards: Future[GroupRewards]
         return no_rewards(config, n, unforeseen("the group could not be scored", error))
 
 
-def _with_reference(group: pa.Table, answer: Future[ReferenceLogprobs]) -> pa.Table:
+def _with_reference(
+    group: pa.Table, asked: ReferenceRows, answer: Future[ReferenceLogprobs]
+) -> pa.Table:
     """The group with the reference policy's log-probs and version. If the reference raised, the
     group has failed; if its process died, the stream breaks."""
     try:
         version, logprobs = answer.result()
-        return attach_reference_version(attach_reference(group, logprobs), version)
+        flat, _ = asked.of_trajectories(logprobs)
+        return attach_reference_version(attach_reference(group, flat), version)
     except DEATHS:
         raise
     except Exception as error:
@@ -298,16 +306,15 @@ def _with_reference(group: pa.Table, answer: Future[ReferenceLogprobs]) -> pa.Ta
 
 def _with_teacher(
     group: pa.Table,
-    logprobs: Future[list[Logprobs | TopLogprobs]],
+    asked: ReferenceRows,
+    logprobs: Future[list[Answer]],
     seconds: float,
     top_k: bool = False,
 ) -> pa.Table:
     """The group with the teacher's log-probs, or with the reason why it has none. If the teacher's
     process died, the stream breaks."""
     try:
-        answer = logprobs.result()
-        of_tokens = [one.logprobs if isinstance(one, TopLogprobs) else one for one in answer]
-        top = [one for one in answer if isinstance(one, TopLogprobs)]
+        of_tokens, top = asked.of_trajectories(logprobs.result())
         return attach_teacher(group, of_tokens, None, seconds, top if top_k else None)
     except DEATHS:
         raise

@@ -51,8 +51,11 @@ COUNTED = (
     "session_end",
     "session_unparsed",
     "session_overridden",
+    "session_reusable",
+    "session_cached",
     "session_model_s",
     "session_other_s",
+    "turn_reward",
 )
 """Columns of sessions that are counted."""
 
@@ -282,15 +285,20 @@ def _counts(row: Mapping[str, Any]) -> SessionCounts:
         status = row["status"][trajectory]
         reason = status if status != "ok" else "trained" if how == "ok" else how
         tokens[reason] += count
+    rewards = [reward for reward in row["turn_reward"] if reward is not None]
     return SessionCounts(
         ends=dict(Counter(row["session_end"])),
         turns=len(row["turn_tokens"]),
         unparsed=sum(row["session_unparsed"]),
         overridden=sum(row["session_overridden"]),
+        reusable=sum(row["session_reusable"]),
+        cached=sum(row["session_cached"]),
         branches=sum(reason != "" for reason in row["turn_branch_reason"]),
         tokens=dict(tokens),
         model_s=sum(row["session_model_s"]),
         other_s=sum(row["session_other_s"]),
+        rewarded_turns=len(rewards),
+        turn_reward=sum(rewards),
     )
 
 

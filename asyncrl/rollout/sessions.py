@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,12 +16,14 @@ from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.messages import EngineLoad, Generated
 from asyncrl.contracts.nodes import CONSTRAINED
 from asyncrl.contracts.rows import SESSION_COLUMNS, TURN_COLUMNS, Completion, Prompt, Trajectory
-from asyncrl.contracts.session_table import flat_completion, turns_of_group
+from asyncrl.contracts.session_table import flat_completion, turn_rewards, turns_of_group
 from asyncrl.environments.attempt import Ended
-from asyncrl.environments.pool import AttemptLostError, EnvironmentPool
+from asyncrl.environments.pool import AttemptLostError
+from asyncrl.rollout.player import Player
+from asyncrl.rollout.prefixes import PrefixCounter
 from asyncrl.rollout.spec import SessionsSpec
 from asyncrl.runtime.together import together
-from asyncrl.sessions.answers import Heard
+from asyncrl.sessions.answers import Heard, TurnDeadlineError
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.response import ResponseReader
@@ -30,7 +34,7 @@ from asyncrl.text.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from asyncrl.contracts.rows import Group
 
-__all__ = ["Played", "Sessions", "session_table", "turn_seed"]
+__all__ = ["Played", "Sessions", "session_table", "session_template", "turn_seed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class Played:
     load: EngineLoad | None
     unparsed: int
     """Turns whose tool calls or reasoning could not be parsed."""
+    prefixes: PrefixCounter
+    """What its turns found in the engines' caches."""
 
     @property
     def text(self) -> str:
@@ -54,8 +60,8 @@ class Played:
         return Trajectory(*flat_completion(self.session.nodes, self.text))
 
 
-Generates = Callable[[TurnRequest, int], "Coroutine[None, None, Generated]"]
-"""Generates the completions of a turn, with this seed."""
+Generates = Callable[[TurnRequest, int, str], "Coroutine[None, None, Generated]"]
+"""Generates the completions of a turn, with this seed, for the session of this name."""
 
 
 def turn_seed(seed: int, ordinal: int, sample: int, retry: int, turn: int, attempt: int) -> int:
@@ -70,33 +76,39 @@ def turn_seed(seed: int, ordinal: int, sample: int, retry: int, turn: int, attem
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")
 
 
+def session_template(spec: SessionsSpec) -> SessionTemplate:
+    """How the sessions of a run become tokens."""
+    tokenizer = load_tokenizer(spec.model_path)
+    stops = load_stops(spec.model_path, tokenizer, spec.rollout_stop, spec.rollout_stop_token_ids)
+    return SessionTemplate(
+        tokenizer,
+        frozenset(stops.tokens),
+        spec.max_length,
+        spec.environment.history,
+        spec.variables,
+        spec.max_length * max(map(len, tokenizer.get_vocab())),
+    )
+
+
 class Sessions:
     """Plays sessions in environment processes, which belong to this process."""
 
     def __init__(self, spec: SessionsSpec, seed: int) -> None:
-        tokenizer = load_tokenizer(spec.model_path)
-        stops = load_stops(
-            spec.model_path, tokenizer, spec.rollout_stop, spec.rollout_stop_token_ids
-        )
-        self._template = SessionTemplate(
-            tokenizer,
-            frozenset(stops.tokens),
-            spec.max_length,
-            spec.environment.history,
-            spec.variables,
-            spec.max_length * max(map(len, tokenizer.get_vocab())),
-        )
-        self._reader = ResponseReader(tokenizer)
+        self._template = session_template(spec)
+        self._reader = ResponseReader(self._template.tokenizer)
         self._seed = seed
-        self._pool = EnvironmentPool(spec.environment)
+        self._name = uuid.uuid4().hex[:8]
+        """Part of the sessions' names: other workers play sessions of the same prompts."""
+        self._player = Player(spec.environment)
+        self._turn_s = spec.environment.turn_s
 
     async def start(self) -> None:
         """Wait until the environment is imported. Raises EnvironmentFailedError."""
-        await self._pool.start()
+        await self._player.start()
 
     async def close(self) -> None:
         """End the environment processes."""
-        await self._pool.close()
+        await self._player.close()
 
     async def play_all(
         self, prompt: Prompt, samples: Iterable[int], generate: Generates
@@ -117,6 +129,8 @@ class Sessions:
             turns = _Turns(
                 self._reader,
                 generate,
+                self._turn_s,
+                f"{self._name}-{prompt.ordinal}-{sample}-{retry}",
                 lambda turn, attempt, retry=retry: turn_seed(  # type: ignore[misc]
                     self._seed, prompt.ordinal, sample, retry, turn, attempt
                 ),
@@ -124,11 +138,11 @@ class Sessions:
             session = Session(self._template, turns, turns.read)
             task = {**prompt.columns, "prompt": prompt.text}
             try:
-                ended = await self._pool.play(task, session, alone)
+                ended = await self._player.play(task, session, alone)
             except AttemptLostError as error:
                 retry, alone = retry + 1, alone or error.alone
             else:
-                return Played(session, ended, turns.load, turns.unparsed)
+                return Played(session, ended, turns.load, turns.unparsed, turns.prefixes)
             finally:
                 session.close("the session has ended")
 
@@ -140,9 +154,13 @@ class _Turns:
         self,
         reader: ResponseReader,
         generate: Generates,
+        turn_s: float | None,
+        session: str,
         seed: Callable[[int, int], int],
     ) -> None:
         self._reader, self._generate, self._seed = reader, generate, seed
+        self._turn_s, self._session = turn_s, session
+        self.prefixes = PrefixCounter()
         self.load: EngineLoad | None = None
         self.unparsed = 0
 
@@ -157,13 +175,24 @@ class _Turns:
         return message
 
     async def generate(self, request: TurnRequest, heard: Heard | None = None) -> Sequence[Sampled]:
-        generated = await self._generate(request, self._seed(request.turn, request.attempt))
+        expected = self.prefixes.expected(request.prompt_ids)
+        seed = self._seed(request.turn, request.attempt)
+        try:
+            async with asyncio.timeout(self._turn_s) as limit:
+                generated = await self._generate(request, seed, self._session)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise TurnDeadlineError(
+                f"a turn took longer than environment.turn_s = {self._turn_s:g} s"
+            ) from None
         if len(generated.completions) != request.n:
             raise RuntimeError(
                 f"replica {generated.replica} returned {len(generated.completions)} completions,"
                 f" not {request.n}"
             )
         self.load = generated.load
+        self.prefixes.count(expected, request.prompt_ids, generated)
         return [
             Sampled(
                 one,
@@ -182,13 +211,21 @@ def session_table(group: Group, played: Sequence[Played]) -> pa.Table:
     ends = [one.ended for one in played]
     columns = {
         **turns_of_group([one.session.nodes for one in played]),
+        "turn_reward": [
+            reward
+            for one in played
+            for reward in turn_rewards(one.session.nodes, one.ended.turn_rewards)
+        ],
         "session_end": [end.end for end in ends],
         "session_note": [end.note for end in ends],
         "session_messages": [json.dumps(one.session.chat_so_far) for one in played],
         "session_reward": [end.reward for end in ends],
         "session_parts": [json.dumps(dict(end.parts)) for end in ends],
+        "session_output": [end.output for end in ends],
         "session_unparsed": [one.unparsed for one in played],
         "session_overridden": [end.overridden for end in ends],
+        "session_reusable": [one.prefixes.reusable for one in played],
+        "session_cached": [one.prefixes.cached for one in played],
         "session_model_s": [end.model_s for end in ends],
         "session_other_s": [end.other_s for end in ends],
     }

@@ -163,8 +163,10 @@ class RolloutWorker:
         played = await self._playing(self._spec.sessions).play_all(
             prompt,
             range(self._spec.rollout.n_samples_per_prompt),
-            lambda turn, seed: self._generate_until(
-                ends, prompt.ordinal, lambda left_s: self._turn_request(turn, seed, left_s)
+            lambda turn, seed, session: self._generate_until(
+                ends,
+                prompt.ordinal,
+                lambda left_s: self._turn_request(turn, seed, session, left_s),
             ),
         )
         from asyncrl.rollout.sessions import session_table
@@ -225,7 +227,9 @@ class RolloutWorker:
             **rollout.kept_tokens,
         )
 
-    def _turn_request(self, turn: TurnRequest, seed: int, remaining_s: float) -> GenerateRequest:
+    def _turn_request(
+        self, turn: TurnRequest, seed: int, session: str, remaining_s: float
+    ) -> GenerateRequest:
         rollout = self._spec.rollout
         least = max(self._committed, turn.min_version or 0)
         return GenerateRequest(
@@ -240,6 +244,7 @@ class RolloutWorker:
             repetition=rollout.repetition,
             stop=turn.stop,
             schema=None if turn.schema is None else json.dumps(turn.schema),
+            session=session,
             **rollout.kept_tokens,
         )
 

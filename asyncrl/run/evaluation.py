@@ -283,7 +283,7 @@ class Evaluator:
         errors: list[Exception] = []
         replicas: list[str] = []
 
-        async def generate(turn: TurnRequest, seed: int) -> Generated:
+        async def generate(turn: TurnRequest, seed: int, session: str) -> Generated:
             assert request.min_weights is not None
             newest = turn.min_version if request.replica is None else None
             least = max(request.min_weights.version, newest or 0)
@@ -297,6 +297,7 @@ class Evaluator:
                         # Other seeds than those of rollouts.
                         seed=((request.seed or 0) + seed) % SEEDS,
                         min_weights=replace(request.min_weights, version=least),
+                        session=session,
                     )
                 )
             except Exception as error:

@@ -26,6 +26,7 @@ from asyncrl.contracts.rows import (
     SPAN,
     TEACHER_TOKENS,
     TOKEN_REWARDS_COLUMN,
+    TURN_ADVANTAGE_COLUMN,
     TURN_COLUMNS,
 )
 from asyncrl.rundir.metrics import read_metrics
@@ -51,6 +52,9 @@ PER_TRAJECTORY = (
     *SESSION_COLUMNS,
 )
 """List columns of a group with one item per trajectory."""
+
+OF_TURNS = ("turn_reward", TURN_ADVANTAGE_COLUMN)
+"""List columns of a group with one item per turn that a table of trajectories has, too."""
 
 SINGULAR = {"completion_text": "completion"}
 """Group column → its name in a table of trajectories, if different."""
@@ -180,7 +184,8 @@ class Run:
         Additional columns: `index` (place in its group), `completion` (text), `tokens` (of the
         completion), `oldest_version` and `newest_version` (of its tokens), and `reward/NAME` per
         reward function. `outcome` is null until the group has one, and `staleness` is null unless
-        the group was trained.
+        the group was trained. Sessions have `turn_reward`, and with `algorithm.turn_coef`
+        `turn_advantage`: a list with an item for each of their turns.
         """
         return _with_outcomes(_explode(self.groups()), self.outcomes())
 
@@ -241,7 +246,8 @@ def _distinct(table: pa.Table) -> pa.Table:
 
 
 def _explode(groups: pa.Table) -> pa.Table:
-    """The table of trajectories for a table of groups. It leaves out the columns of turns."""
+    """The table of trajectories for a table of groups. Of the columns of turns, it has those in
+    OF_TURNS, as one list per trajectory."""
     groups = groups.combine_chunks()
     parents = pc.list_parent_indices(groups["completion_ids"])
     for name in (REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN, *TEACHER_TOKENS):
@@ -254,7 +260,12 @@ def _explode(groups: pa.Table) -> pa.Table:
     table = table.append_column(
         "index", pa.array([index for count in counts for index in range(count)], pa.int32())
     )
-    table = table.drop_columns([name for name in TURN_COLUMNS if name in table.column_names])
+    of_turns = (TURN_ADVANTAGE_COLUMN, *TURN_COLUMNS)
+    table = table.drop_columns([name for name in of_turns if name in table.column_names])
+    for name in OF_TURNS:
+        if name in groups.column_names:
+            column = pa.array(_turn_lists(groups, name, counts), groups.schema.field(name).type)
+            table = table.append_column(name, column)
     for name in lists:
         values = pc.list_flatten(groups[name])
         if name == "reward_parts":
@@ -265,6 +276,25 @@ def _explode(groups: pa.Table) -> pa.Table:
         else:
             table = table.append_column(SINGULAR.get(name, name), values)
     return _with_versions(table)
+
+
+def _turn_lists(groups: pa.Table, name: str, counts: list[int]) -> list[list[object] | None]:
+    """The items of a column of turns for each trajectory, in order; None where it is missing.
+
+    Args:
+        counts: trajectories of each group.
+    """
+    found: list[list[object] | None] = []
+    columns = (groups["turn_trajectory"].to_pylist(), groups[name].to_pylist(), counts)
+    for trajectories, values, count in zip(*columns, strict=True):
+        if values is None:
+            found += [None] * count
+            continue
+        lists: list[list[object]] = [[] for _ in range(count)]
+        for trajectory, value in zip(trajectories, values, strict=True):
+            lists[trajectory].append(value)
+        found += lists
+    return found
 
 
 def _with_versions(table: pa.Table) -> pa.Table:

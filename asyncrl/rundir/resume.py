@@ -103,6 +103,7 @@ SCORED_WITH = (
     "algorithm.group_filter",
     "algorithm.kl_",
     "algorithm.pass_",
+    "algorithm.turn_",
     "algorithm.ref_load",
     "algorithm.distillation",
     *LONGEST,

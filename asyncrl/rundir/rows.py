@@ -20,6 +20,7 @@ from asyncrl.contracts.rows import (
     SCORED_COLUMNS,
     STATUSES,
     TRUNCATED,
+    TURN_ADVANTAGE_COLUMN,
     GroupRow,
     SpanRow,
 )
@@ -28,9 +29,11 @@ from asyncrl.rundir.baselines import impossible_baselines, odd_advantages
 from asyncrl.rundir.turns import (
     BEGIN,
     Generation,
+    TurnCredit,
     broken_sessions,
     generations,
     has_turns,
+    turn_credit,
     turn_starts,
 )
 from asyncrl.runtime import parquet
@@ -53,6 +56,8 @@ READ = (
     "finish_reason",
 )
 """Columns whose values `Row` needs as Python objects."""
+CREDIT = (TURN_ADVANTAGE_COLUMN, "turn_trajectory", "turn_status", "turn_reward", "advantage")
+"""Columns that advantages of turns are from, and themselves."""
 GENERATION = ("replica", "started_at", "finished_at", "completion_ids", "logprobs")
 """Columns that identify a generation: where, when, and what was sampled."""
 
@@ -91,6 +96,8 @@ class Row:
     """Version of the reference policy that scored the group; None without one."""
     turns: tuple[Generation, ...] | None = None
     """The turns of its sessions that have tokens; None if its trajectories are completions."""
+    credit: TurnCredit | None = None
+    """Of its turns; None if they have no advantages of their own."""
 
     @property
     def oldest(self) -> int | None:
@@ -192,6 +199,7 @@ def _rows(table: pa.Table) -> Iterator[Row]:
     read = [*READ, *({REFERENCE_VERSION_COLUMN, "baseline_versions"} & set(table.column_names))]
     sessions = has_turns(table)
     turns = table.select(list(NODE_COLUMNS)).to_pylist() if sessions else []
+    credits = table.select(list(CREDIT)).to_pylist() if CREDIT[0] in table.column_names else []
     groups: list[GroupRow] = table.select(read).to_pylist()
     hashes = zip(content_hashes(table), content_hashes(table.select(list(GENERATION))), strict=True)
     for number, (group, (content, generation)) in enumerate(zip(groups, hashes, strict=True)):
@@ -231,6 +239,7 @@ def _rows(table: pa.Table) -> Iterator[Row]:
             faults=tuple(name for name, found in bad.items() if found[mine].any()),
             reference=group.get(REFERENCE_VERSION_COLUMN),
             turns=generations(turns[number]) if sessions else None,
+            credit=turn_credit(credits[number]) if credits else None,
         )
 
 

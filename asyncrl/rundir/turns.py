@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 
 from asyncrl.contracts.nodes import Node
-from asyncrl.contracts.rows import SESSION_ENDS
-from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
+from asyncrl.contracts.rows import SESSION_ENDS, TURN_ADVANTAGE_COLUMN
+from asyncrl.contracts.session_table import (
+    NODE_COLUMNS,
+    SessionsRow,
+    nodes_of_group,
+    received_turns,
+)
 from asyncrl.sessions.rows import session_rows
 
-__all__ = ["BEGIN", "Generation", "broken_sessions", "generations", "has_turns", "turn_starts"]
+__all__ = [
+    "BEGIN",
+    "Generation",
+    "TurnCredit",
+    "broken_sessions",
+    "generations",
+    "has_turns",
+    "turn_credit",
+    "turn_starts",
+]
 
 BEGIN = 1 << 40
 """More than the tokens of a trajectory."""
@@ -30,6 +44,39 @@ class Generation:
     oldest: int
     newest: int
     """Oldest and newest version of its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCredit:
+    """What the advantages of a group's turns are from, for each of its sessions, and what they
+    are. Turns that an agent never received are left out."""
+
+    rewards: tuple[tuple[float | None, ...], ...]
+    advantages: tuple[float | None, ...]
+    """Of the sessions. None: it is not trained."""
+    written: tuple[tuple[float | None, ...], ...]
+    """The advantages of the turns."""
+
+
+def turn_credit(row: Mapping[str, Any]) -> TurnCredit | None:
+    """The credit of the turns of a group's row; None if its turns have no advantages.
+
+    Raises:
+        ValueError, IndexError, TypeError: its columns do not agree.
+    """
+    if row.get(TURN_ADVANTAGE_COLUMN) is None:
+        return None
+    advantages = row["advantage"]
+    places = received_turns(row["turn_trajectory"], row["turn_status"], len(advantages))
+
+    def of_sessions(values: Sequence[float | None]) -> tuple[tuple[float | None, ...], ...]:
+        return tuple(tuple(values[place] for place in session) for session in places)
+
+    return TurnCredit(
+        of_sessions(row["turn_reward"]),
+        tuple(advantages),
+        of_sessions(row[TURN_ADVANTAGE_COLUMN]),
+    )
 
 
 def has_turns(table: pa.Table) -> bool:

@@ -14,7 +14,16 @@ from urllib.parse import quote, quote_plus
 
 import yaml
 
-__all__ = ["RedactingFormatter", "print_shown", "redact", "redact_all", "redact_tree", "shown"]
+__all__ = [
+    "RedactingFormatter",
+    "is_secret_name",
+    "print_shown",
+    "redact",
+    "redact_all",
+    "redact_tree",
+    "secret_names",
+    "shown",
+]
 
 SECRET_NAME = re.compile(
     r"(?:^|[_.-])(?:api_?key|key|token|credentials?|pat|auth|bearer|cookie|dsn|pem)(?:[_-]?\d+)?$"
@@ -61,13 +70,12 @@ BETWEEN_TEXTS = "\n\x00\n"
 def redact(text: str) -> str:
     """Replace every secret in the text by `[redacted]`: values of this process's secret variables,
     plain or escaped, and texts that match `PATTERNS`."""
-    for name, value in os.environ.items():
-        if len(value) > 1 and _is_secret(name) and value.lower() not in FLAGS:
-            for form in _forms(value):
-                if len(form) >= SHORT:
-                    text = text.replace(form, f"[redacted {name}]")
-                else:
-                    text = re.sub(rf"(?<!\w){re.escape(form)}(?!\w)", f"[redacted {name}]", text)
+    for name in secret_names(os.environ):
+        for form in _forms(os.environ[name]):
+            if len(form) >= SHORT:
+                text = text.replace(form, f"[redacted {name}]")
+            else:
+                text = re.sub(rf"(?<!\w){re.escape(form)}(?!\w)", f"[redacted {name}]", text)
     for pattern in PATTERNS:
         text = pattern.sub(lambda found: (found.groupdict().get("kept") or "") + "[redacted]", text)
     return text
@@ -83,8 +91,18 @@ def redact_all(texts: Sequence[str]) -> list[str]:
     return [redact(text) for text in texts]
 
 
+def secret_names(variables: Mapping[str, str]) -> list[str]:
+    """Names of the variables whose values `redact` takes for secrets, sorted."""
+    return sorted(
+        name
+        for name, value in variables.items()
+        if len(value) > 1 and is_secret_name(name) and value.lower() not in FLAGS
+    )
+
+
 @functools.lru_cache(maxsize=1024)
-def _is_secret(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
+    """Whether a variable or setting of this name has a secret value."""
     return SECRET_NAME.search(name) is not None
 
 

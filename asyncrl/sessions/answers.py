@@ -15,6 +15,7 @@ __all__ = [
     "ContextTooLongError",
     "Heard",
     "SessionClosedError",
+    "TurnDeadlineError",
     "TurnsExceededError",
 ]
 
@@ -26,6 +27,10 @@ reasoning."""
 
 class SessionClosedError(RuntimeError):
     """A request came after the end of its session. The message says why it ended."""
+
+
+class TurnDeadlineError(SessionClosedError):
+    """A turn took longer than it may."""
 
 
 class ContextTooLongError(ValueError):

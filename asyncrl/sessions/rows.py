@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from asyncrl.contracts.nodes import Node, check_nodes
 
-__all__ = ["NOT_SAMPLED", "SessionRow", "SessionRows", "TokenCounts", "session_rows"]
+__all__ = ["NOT_SAMPLED", "NO_PLACE", "SessionRow", "SessionRows", "TokenCounts", "session_rows"]
 
 NOT_SAMPLED = -1
 """The version of a context token."""
+NO_PLACE = -1
+"""The place of a context token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +35,14 @@ class SessionRow:
     """[T] int32. NOT_SAMPLED at context tokens."""
     nodes: np.ndarray
     """[T] int32: index of each token's node among the session's nodes."""
+    places: np.ndarray
+    """[T] int64: index of each token among the session's sampled tokens, turn after turn, as
+    `asyncrl.contracts.session_table.flat_completion` has them. NO_PLACE at context tokens."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first trained one."""
+        return int(np.flatnonzero(self.trained)[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +92,13 @@ def session_rows(nodes: Sequence[Node], reason: str | None = None) -> SessionRow
             trained += len(node.token_ids)
         else:
             masked[reason or node.status] += len(node.token_ids)
+    begins = _begins(nodes)
     rows: list[SessionRow] = []
     repeated, left = 0, set(trains)
     for leaf in _last_of(trains, nodes):
         path = _path(nodes, leaf)
         own = left.intersection(path)
-        rows.append(_row(leaf, nodes, path, own))
+        rows.append(_row(leaf, nodes, path, own, begins))
         others = trains.intersection(path) - own
         repeated += sum(len(nodes[index].token_ids) for index in others)
         left -= own
@@ -125,8 +137,26 @@ def _path(nodes: Sequence[Node], leaf: int) -> list[int]:
     return path[::-1]
 
 
-def _row(leaf: int, nodes: Sequence[Node], path: Sequence[int], own: Set[int]) -> SessionRow:
-    """The row of a path, which trains the nodes `own`."""
+def _begins(nodes: Sequence[Node]) -> list[int]:
+    """For each turn, the sampled tokens of the turns before it."""
+    lengths = [len(node.token_ids) if node.sampled else 0 for node in nodes]
+    return [0, *accumulate(lengths)][:-1]
+
+
+def _places(node: Node, begin: int) -> np.ndarray:
+    """The place of each token of a node whose sampled tokens begin at `begin`."""
+    count = len(node.token_ids)
+    return np.arange(begin, begin + count) if node.sampled else np.full(count, NO_PLACE)
+
+
+def _row(
+    leaf: int, nodes: Sequence[Node], path: Sequence[int], own: Set[int], begins: Sequence[int]
+) -> SessionRow:
+    """The row of a path, which trains the nodes `own`.
+
+    Args:
+        begins: by `_begins`.
+    """
     members = [nodes[index] for index in path]
     lengths = [len(node.token_ids) for node in members]
     return SessionRow(
@@ -141,4 +171,5 @@ def _row(leaf: int, nodes: Sequence[Node], path: Sequence[int], own: Set[int]) -
         ),
         np.concatenate([_versions(node) for node in members]),
         np.repeat(np.array(path, dtype=np.int32), lengths),
+        np.concatenate([_places(nodes[index], begins[index]) for index in path]),
     )

@@ -308,16 +308,14 @@ class Session:
         prompt = str(request.prompt)
         _refuse_unencodable([{"content": prompt}], None)
         digest = prompt_digest(prompt)
-        place = self.tree.find([digest])
-        if place.node is None:
-            place, known = self._path_of(prompt)
+        context = self.tree.find([digest]).node
+        if context is None:
+            turn, known = self._path_of(prompt)
+            if turn is not None:
+                self._prefer(turn)
             (ids,), _ = encode_prompts(self._template.tokenizer, [prompt[known:]], rendered=True)
-            reason = "" if place is not None or not self.tree.nodes else NO_BEGINNING
-            if place is not None:
-                self._prefer(place)
-            context = self.tree.add_context(Node(place, tuple(ids), branch_reason=reason), digest)
-        else:
-            context = place.node
+            reason = "" if turn is not None or not self.tree.nodes else NO_BEGINNING
+            context = self.tree.add_context(Node(turn, tuple(ids), branch_reason=reason), digest)
         return context, lambda message: prompt_digest(f"{prompt}{message.get('content')}")
 
     def _path_of(self, prompt: str) -> tuple[int | None, int]:

@@ -4,6 +4,7 @@ They are deterministic, work in memory, and check their arguments. Use them to t
 """
 
 from asyncrl.testing.agents import FakeAgentSession, FakeAgentSessions
+from asyncrl.testing.chats import FakeChatSession, tool_call
 from asyncrl.testing.clock import DeadlockError, VirtualTimeLoop
 from asyncrl.testing.control import (
     FakeCheckpoints,
@@ -27,6 +28,7 @@ __all__ = [
     "DeadlockError",
     "FakeAgentSession",
     "FakeAgentSessions",
+    "FakeChatSession",
     "FakeCheckpoints",
     "FakeEngine",
     "FakeGenerate",
@@ -46,4 +48,5 @@ __all__ = [
     "FakeWords",
     "SeededGenerator",
     "VirtualTimeLoop",
+    "tool_call",
 ]

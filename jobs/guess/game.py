@@ -43,9 +43,10 @@ def call(number: int) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "guess", "arguments": {"number": number}}}
 
 
-async def play(task: Mapping[str, Any], model: Any) -> dict[str, float]:
-    """Play one game. The reward says how evenly the guesses divide what is left, in the mean: 1 if
-    each halves it. It does not depend on luck, as a win does.
+async def play(task: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """Play one game. The reward of a turn says how evenly its guess divides what is left: 1 if it
+    halves it, and -1 if it is none of it. The reward of the game is their mean. Neither depends on
+    luck, as a win does.
 
     Args:
         task: `low`, the first number of the range, and `hidden`.
@@ -61,26 +62,29 @@ async def play(task: Mapping[str, Any], model: Any) -> dict[str, float]:
         message = completion.choices[0].message
         number = guessed(message.tool_calls)
         if number is None:
-            evenness += [0.0] * (GUESSES - len(evenness))
-            return {"reward": sum(evenness) / GUESSES, "won": 0.0}
+            return _ended([*evenness, -1.0], 0.0)
         evenness.append(even(number, first, last))
         said = answer(number, task["hidden"])
         if said == "right":
-            return {"reward": sum(evenness) / len(evenness), "won": 1.0}
+            return _ended(evenness, 1.0)
         reply = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": said}
         messages += [message.model_dump(exclude_none=True), reply]
         if said == "higher":
             first = max(first, number + 1)
         else:
             last = min(last, number - 1)
-    return {"reward": sum(evenness) / len(evenness), "won": 0.0}
+    return _ended(evenness, 0.0)
+
+
+def _ended(evenness: list[float], won: float) -> dict[str, Any]:
+    return {"reward": sum(evenness) / len(evenness), "turns": evenness, "won": won}
 
 
 def even(number: int, first: int, last: int) -> float:
     """How evenly a guess divides the numbers from `first` to `last`: 1 = into halves, 0 = not at
-    all, or outside."""
+    all, -1 = it is none of them."""
     if not first <= number <= last:
-        return 0.0
+        return -1.0
     smaller, half = min(number - first, last - number), (last - first) // 2
     return smaller / half if half else 1.0
 

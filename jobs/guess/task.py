@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -12,38 +13,37 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.guess.game import GUESSES, WIDTH, answer, call, question
+from jobs.guess.game import WIDTH, call, question
 
 __all__ = ["make_data", "make_model"]
 
 LOWS = range(10, 37)
 """First numbers of the ranges. All numbers have two digits."""
 HELD_OUT_LOWS = (13, 18, 24, 29, 33)
-GAMES = 16_000
-PLACE, SPREAD = 0.25, 0.12
-"""Where the mediocre player guesses, as shares of the range that is left: mean and deviation."""
-SPECIAL_TOKENS = (
-    "<pad>",
-    "<unk>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<tool_call>",
-    "</tool_call>",
-)
+GAMES = 32_000
+UNEVEN = (0.1, 0.3)
+"""Shares of the range that is left which mediocre players cut off."""
+LONGEST_GAME = 8
+"""Most guesses of a game of a mediocre player."""
+NUMBERS = range(LOWS.start, LOWS.stop + WIDTH - 1)
+SPECIAL_TOKENS = ("<pad>", "<unk>", "<|im_end|>")
 WORDS = (
-    "user\n",
-    "assistant\n",
-    "tool\n",
+    *(f"<|im_start|>{role}\n" for role in ("user", "assistant", "tool")),
     "higher",
     "lower",
     "right",
     "..",
-    '{"name": "guess", "arguments": {"number": ',
-    "}}",
+    '<tool_call>{"name": "guess", "arguments": {"number": ',
+    "}}</tool_call>",
     "\n",
     " ",
     *"0123456789",
+    *map(str, NUMBERS),
 )
+"""A guess has four tokens: one for all before its number, the number, one for all after it, and
+the end."""
+WAVES = 16
+"""Of the numbers' first embeddings."""
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
@@ -55,21 +55,22 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
-LONGEST = 160
-"""Tokens of a game with six guesses, and some to spare."""
 
 
 def make_model(directory: Path, seed: int) -> int:
     """Write a tiny Qwen3 (random weights from `seed`) and its tokenizer as a Hugging Face
-    checkpoint, and return its number of parameters."""
+    checkpoint, and return its number of parameters.
+
+    The embeddings of numbers begin as waves of different lengths, so that near numbers are alike.
+    A model that was trained on text knows that, too."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     end = SPECIAL_TOKENS.index("<|im_end|>")
     config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=512,
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=256,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -85,6 +86,13 @@ def make_model(directory: Path, seed: int) -> int:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
+    lengths = torch.logspace(math.log10(4), math.log10(300), WAVES)
+    angles = torch.tensor(NUMBERS)[:, None] * (2 * math.pi / lengths)
+    waves = torch.cat([angles.cos(), angles.sin()], dim=1) * 2 * config.initializer_range
+    first = len(SPECIAL_TOKENS) + WORDS.index(str(NUMBERS[0]))
+    numbers = model.get_input_embeddings().weight.data[first : first + len(NUMBERS)]
+    numbers *= 0.1
+    numbers[:, : waves.shape[1]] += waves
     model.generation_config = GenerationConfig(
         eos_token_id=end, pad_token_id=config.pad_token_id, do_sample=True
     )
@@ -105,7 +113,8 @@ def make_data(directory: Path, seed: int) -> tuple[int, int]:
     held_out = [task for task in tasks if task[0] in HELD_OUT_LOWS]
     train = [task for task in tasks if task[0] not in HELD_OUT_LOWS]
     directory.mkdir(parents=True, exist_ok=True)
-    games = [{"messages": _game(*draw.choice(train), draw)} for _ in range(GAMES)]
+    lows = [low for low in LOWS if low not in HELD_OUT_LOWS]
+    games = [{"messages": _game(draw.choice(lows), draw)} for _ in range(GAMES)]
     (directory / "games.jsonl").write_text("".join(f"{json.dumps(game)}\n" for game in games))
     for name, rows in (("train", train), ("held_out", held_out)):
         unfinished = directory / f".{name}.parquet"
@@ -119,29 +128,27 @@ def _tasks(tasks: list[tuple[int, int]]) -> pa.Table:
     return pa.Table.from_pylist(rows)
 
 
-def _game(low: int, hidden: int, draw: random.Random) -> list[dict[str, Any]]:
-    """The messages of a game of a mediocre player. It guesses about a quarter into the range that
-    is left, instead of in its middle, and wins about half of its games."""
+def _game(low: int, draw: random.Random) -> list[dict[str, Any]]:
+    """The messages of a game of a mediocre player. Each of its guesses is near one end of the range
+    that is left, and never in the middle. No number is hidden: the answers are drawn, so that short
+    ranges come early enough. They fit together, until only one number is left."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question(low)}]
     first, last = low, low + WIDTH - 1
-    for _ in range(GUESSES):
-        wide = last - first
-        number = round(draw.gauss(first + PLACE * wide, SPREAD * (wide + 1)))
-        number = min(last, max(first, number))
+    share = draw.uniform(*UNEVEN)
+    for _ in range(LONGEST_GAME):
+        number = round(first + draw.choice((share, 1 - share)) * (last - first))
         messages.append({"role": "assistant", "content": "", "tool_calls": [call(number)]})
-        said = answer(number, hidden)
-        if said == "right":
-            break
+        if first == last:
+            return messages
+        said = draw.choice(["higher"] * (number < last) + ["lower"] * (number > first))
         messages.append({"role": "tool", "content": said})
         first, last = (number + 1, last) if said == "higher" else (first, number - 1)
-    if messages[-1]["role"] == "tool":
-        messages.pop()
-    return messages
+    return messages[:-1]
 
 
 def _tokenizer() -> Any:
-    """One token for each digit and for each word of the game."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    """One token for each number and for each word of the game."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *WORDS))}
@@ -157,14 +164,12 @@ def _tokenizer() -> Any:
         clean_up_tokenization_spaces=False,
         model_max_length=256,
     )
-    marks = [AddedToken(mark, special=True) for mark in SPECIAL_TOKENS[2:]]
-    found.add_special_tokens({"additional_special_tokens": marks})
     found.chat_template = CHAT_TEMPLATE
     return found
 
 
 def _escaped(word: str) -> str:
-    return "".join(f"\\{one}" if one in '.{}"' else one for one in word)
+    return "".join(f"\\{one}" if one in '.{}"|' else one for one in word)
 
 
 def main() -> None:

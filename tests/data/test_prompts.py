@@ -9,7 +9,7 @@ import pytest
 from asyncrl.config import Config, ConfigError
 from asyncrl.data.length_limits import Cuts, LengthReport
 from asyncrl.data.mixture import ordinal_to_row
-from asyncrl.data.prompts import check_prompts, read_prompts
+from asyncrl.data.prompts import check_prompts, first_prompts, read_prompts
 from asyncrl.data.rendering import render_table, with_ordinals
 from asyncrl.preflight.specs import data_spec
 
@@ -151,6 +151,21 @@ def test_policy_drop_counts_long_prompts(prompt_config):
         "0+1=",
         "1+1=",
     ]
+
+
+def test_the_first_prompts_are_those_of_the_check(prompt_config, monkeypatch):
+    """Dropped rows are passed over, and only a few rows are rendered."""
+    rows = [{"prompt": "1" * (30 if index in (0, 3) else index + 1)} for index in range(10)]
+    config = prompt_config(rows, prompt_policy="drop", max_prompt_length=20)
+    spec = data_spec(config)
+    assert first_prompts(spec, 3) == read_prompts(config.data.train, spec, 3)
+    assert [prompt.ordinal for prompt in first_prompts(spec, 3)] == [1, 2, 4]
+    assert len(first_prompts(spec, 99)) == 8
+    monkeypatch.setattr("asyncrl.data.prompts.ROWS_PER_CHECK", 1)
+    with pytest.raises(ConfigError, match="no prompt of the first 1 rows is left"):
+        first_prompts(spec, 3)
+    with pytest.raises(ConfigError, match="row 0 has an empty prompt"):
+        first_prompts(data_spec(prompt_config([{"prompt": ""}])), 1)
 
 
 def test_row_numbers_continue_over_the_blocks_of_the_check(prompt_config, monkeypatch):

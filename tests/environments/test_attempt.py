@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +89,98 @@ def test_a_function_returns_its_reward(returned: Any, reward: Any, parts: Any) -
 
     ended = run(solve)
     assert (ended.end, ended.reward, ended.parts, ended.turns) == ("done", reward, parts, 2)
+
+
+class NumberedSession(FakeSession):
+    """Its answers are nodes 1, 3, 5, …. A request with a key that it knows gets its answer again,
+    and one with several choices gets two nodes."""
+
+    def __init__(self, fails_at: int | None = None, error: Exception | None = None) -> None:
+        super().__init__(fails_at=fails_at, error=error)
+        self.known: dict[str, list[Answer]] = {}
+        self.node = -1
+
+    async def chat(self, request: ChatRequest) -> list[Answer]:
+        if request.key in self.known:
+            return self.known[request.key]
+        (answer,) = await super().chat(request)
+        answers = []
+        for _ in range(request.n):
+            self.node += 2
+            answers.append(replace(answer, node=self.node))
+        if request.key is not None:
+            self.known[request.key] = answers
+        return answers
+
+
+class Scores(Count):
+    """Each turn is worth its answer, and the game their sum."""
+
+    def reset(self, task: Mapping[str, Any]) -> str:
+        self.turns: list[float] = []
+        return super().reset(task)
+
+    def step(self, message: Mapping[str, Any]) -> Any:  # type: ignore[override]
+        self.turns.append(int(message["content"]))
+        more, total, over = super().step(message)
+        return more, {"reward": total, "turns": self.turns}, over
+
+
+def test_rewards_of_turns_belong_to_the_nodes_of_their_answers() -> None:
+    async def solve(task: Any, model: Any) -> Any:
+        for _ in range(3):
+            await ask(model)
+        return {"reward": 1, "turns": [0.5, None, True]}
+
+    ended = run(solve, NumberedSession())
+    assert (ended.end, ended.reward, dict(ended.parts)) == ("done", 1.0, {})
+    assert ended.turn_rewards == [(1, 0.5), (5, 1.0)]
+    assert run(Scores, NumberedSession()).turn_rewards == [(1, 1.0), (3, 2.0), (5, 3.0)]
+    # A game keeps the rewards of the turns that it had when a limit ended it.
+    cut = run(Scores, NumberedSession(), turns=2)
+    assert (cut.end, cut.reward, cut.turn_rewards) == ("turns", 3.0, [(1, 1.0), (3, 2.0)])
+
+
+def test_a_turn_is_a_request_with_an_answer() -> None:
+    """One that failed or was canceled is none, nor is one that was asked again. All choices of a
+    turn have its reward, and turns come in the order of their requests."""
+
+    async def solve(task: Any, model: Any) -> Any:
+        create, chat = model.chat.completions.create, [{"role": "user", "content": "q"}]
+        with contextlib.suppress(ContextTooLongError):
+            await create(messages=chat)
+        for _ in range(2):
+            await create(messages=chat, extra_headers={"Idempotency-Key": "a"})
+        await create(messages=chat, n=2)
+        late = asyncio.create_task(create(messages=chat))
+        await asyncio.sleep(0)
+        late.cancel()
+        return {"turns": [1, 2]}
+
+    session = NumberedSession(fails_at=1, error=ContextTooLongError("full"))
+    assert run(solve, session).turn_rewards == [(1, 1.0), (3, 2.0), (5, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("turns", "note"),
+    [
+        ([1.0], "turns has 1 rewards, and the session took 2 turns; give a number or None for"),
+        ([1, 2, 3], "turns has 3 rewards, and the session took 2 turns"),
+        (2, "turns is '2' (int), not a list with a number or None for each turn"),
+        ("ab", "turns is 'ab' (str), not a list"),
+        ([1.0, float("nan")], "turns[1] is 'nan' (float), not a finite number"),
+        ([1.0, "2"], "turns[1] is '2' (str), not a finite number"),
+    ],
+)
+def test_rewards_of_turns_that_do_not_fit_fail_their_session(turns: Any, note: str) -> None:
+    async def solve(task: Any, model: Any) -> Any:
+        await ask(model)
+        await ask(model)
+        return {"reward": 1.0, "turns": turns}
+
+    ended = run(solve, NumberedSession())
+    assert (ended.end, ended.reward, ended.turn_rewards) == ("reward_error", None, ())
+    assert note in ended.note
 
 
 @pytest.mark.parametrize("game", [Count, AsyncCount])
@@ -202,7 +295,8 @@ def not_async(task: Any, model: Any) -> float:
 )
 def test_errors_of_the_environment_are_its_own(environment: Any, note: str) -> None:
     ended = run(environment, deadline_s=60)
-    assert ended.end == "env_error" and ended.reward is None
+    nonsense = environment in (gives_nonsense, gives_text)
+    assert ended.end == ("reward_error" if nonsense else "env_error") and ended.reward is None
     assert ended.note.startswith(note) and "\n" not in ended.note
     assert environment is not raises or "test_attempt.py:" in ended.note
 
@@ -279,7 +373,7 @@ def test_a_reward_that_single_precision_does_not_hold_is_nonsense(reward: float)
     async def gives(task: Any, model: Any) -> float:
         return reward
 
-    assert run(gives).end == "env_error"
+    assert run(gives).end == "reward_error"
 
 
 def test_a_game_may_use_one_dict_for_all_its_messages() -> None:

@@ -85,11 +85,13 @@ async def slow(body: Any) -> Response:
     return await good(body)
 
 
-def ask(server: SimpleNamespace, rows: Any = ROWS, **settings: Any) -> list[np.ndarray]:
+def ask(
+    server: SimpleNamespace, rows: Any = ROWS, scored: Any = None, **settings: Any
+) -> list[np.ndarray]:
     distillation = DistillationConfig(teacher=server.address, retries=1, **settings)
 
     async def scenario() -> list[np.ndarray]:
-        return await UrlTeacher(distillation).logprobs(rows)
+        return await UrlTeacher(distillation).logprobs(rows, scored)
 
     return asyncio.run(scenario())
 
@@ -105,6 +107,16 @@ def test_the_exact_ids_are_sent_and_the_completions_log_probs_come_back(
         (body["model"], body["max_tokens"], body["echo"], body["logprobs"])
         for body in server.bodies
     } == {("listed", 0, True, 0)}
+
+
+def test_of_a_session_only_the_scored_tokens_come_back(server: SimpleNamespace) -> None:
+    scored = [[True, False, True], [], [True]]
+    assert [values.tolist() for values in ask(server, scored=scored)] == [[-3.0, -5.0], [], [-6.0]]
+    assert sorted(body["prompt"] for body in server.bodies) == [[7, 8, 3, 4, 5], [9, 6]]
+    server.answers = [good, refused]
+    found = ask(server, [([7], [3]), ([9], [6, 8])], [[True], [False, True]], at_once=1)
+    assert [len(values) for values in found] == [1, 1]
+    assert sorted(math.isnan(values[0]) for values in found) == [False, True]
 
 
 def test_the_key_comes_from_the_environment(

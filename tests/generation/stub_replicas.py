@@ -20,6 +20,7 @@ from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.generation import app as app_module
 from asyncrl.generation import replica
 from asyncrl.generation.app import start_generators, stop_generators
+from asyncrl.generation.engine import Answered
 from asyncrl.generation.engine_stats import EngineStats
 from asyncrl.generation.settings import GeneratorApp, registry_name
 from asyncrl.text.stops import Stops
@@ -39,6 +40,7 @@ class StubEngine:
         self.kv_cache_tokens = self.max_model_len = 0
         self.stops, self.tokenizer_hash = Stops({}), ""
         self.rests = False
+        self.cache_block = 0
 
     async def start(self) -> None: ...
 
@@ -71,6 +73,10 @@ class StubEngine:
         return (
             Completion((3,) * tokens, (-0.1,) * tokens, tuple(spans), "length", "3" * tokens),
         ) * request.n
+
+    async def answer(self, request: GenerateRequest) -> Answered:
+        completions = await self.generate(request)
+        return Answered(completions, (0,) * len(completions))
 
     async def apply(self, update: Any, version: int) -> dict[str, float]:
         self.version = version

@@ -13,6 +13,7 @@ from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import GenerateRequest, Manifest, WeightsId
 from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.generation import replica
+from asyncrl.generation.engine import Answered
 from asyncrl.generation.engine_stats import EngineStats
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
@@ -40,13 +41,14 @@ async def started(
             fetch_s=0.0,
         )
 
-    async def generate(request: GenerateRequest) -> tuple[Completion, ...]:
-        return (Completion((1,), (0.0,), (VersionSpan(0, 0, 1),), "stop"),)
+    async def answer(request: GenerateRequest) -> Answered:
+        return Answered((Completion((1,), (0.0,), (VersionSpan(0, 0, 1),), "stop"),), (0,))
 
     engine = SimpleNamespace(
         start=nothing,
         apply=apply,
-        generate=generate,
+        answer=answer,
+        cache_block=0,
         check=nothing,
         rests=False,
         stats=EngineStats(),
@@ -227,7 +229,7 @@ def test_a_replica_gives_up_the_requests_of_an_ended_attempt(
 
     async def scenario() -> None:
         made = await started(monkeypatch, apply, [])
-        answer, arrived, ended = made.engine.generate, asyncio.Semaphore(0), []
+        answer, arrived, ended = made.engine.answer, asyncio.Semaphore(0), []
         proceed = asyncio.Event()
 
         async def long(request: GenerateRequest) -> Any:
@@ -239,7 +241,7 @@ def test_a_replica_gives_up_the_requests_of_an_ended_attempt(
                 raise
             return await answer(request)
 
-        monkeypatch.setattr(made.engine, "generate", long)
+        monkeypatch.setattr(made.engine, "answer", long)
         await made.apply_version(Manifest("run", 0, 3, (), (), (), ()))
         without_run = asyncio.create_task(made.generate(GenerateRequest((1,), 1, 4, 1.0)))
         abandoned = asyncio.create_task(made.generate(request(3)))
@@ -291,14 +293,16 @@ def test_a_baseline_is_apart_from_the_completions(monkeypatch: pytest.MonkeyPatc
     async def scenario() -> None:
         made = await started(monkeypatch, apply, [])
 
-        async def generate(asked: GenerateRequest) -> tuple[Completion, ...]:
-            return tuple(map(completion, range(asked.n + asked.baseline)))
+        async def answer(asked: GenerateRequest) -> Answered:
+            count = asked.n + asked.baseline
+            return Answered(tuple(map(completion, range(count))), tuple(range(count)))
 
-        monkeypatch.setattr(made.engine, "generate", generate)
+        monkeypatch.setattr(made.engine, "answer", answer)
         for baseline in (False, True):
             given = await made.generate(GenerateRequest((1,), 2, 4, 1.0, baseline=baseline))
             assert given.completions == (completion(0), completion(1))
             assert given.baseline == (completion(2) if baseline else None)
+            assert given.cached_tokens == (0, 1)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 

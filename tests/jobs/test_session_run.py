@@ -14,11 +14,14 @@ from transformers import AutoModelForCausalLM
 
 import asyncrl
 from asyncrl.observe.metric_catalog import known_names
+from asyncrl.run import replay_sessions
 from asyncrl.run.audit import audit, audit_text
+from asyncrl.rundir import Run
 from asyncrl.text.tokenizer import load_tokenizer
 from jobs.guess.task import make_data, make_model
 
 STEPS, GROUPS, SAMPLES = 4, 4, 4
+REUSED = ("session_reusable", "session_cached")
 
 
 @pytest.mark.timeout(400)
@@ -47,6 +50,7 @@ def test_a_run_of_sessions_trains_what_was_sampled(
             "max_completion_length": 12,
         },
         "eval": {"data": str(tmp_path / "held_out.parquet"), "max_prompts": 8},
+        "algorithm": {"advantage": "dr_grpo", "turn_coef": 0.01},
         "checkpoint.every_steps": 0,
     }
     started = start_run(changes)
@@ -63,6 +67,7 @@ def test_a_run_of_sessions_trains_what_was_sampled(
     assert_chats(tmp_path / "model", rows)
     ends = [end for row in rows for end in row["session_end"]]
     assert set(ends) == {"done", "env_error"}
+    assert_turn_advantages(rows)
     for row in rows:
         fails = row["hidden"] % 8 == 0
         assert set(row["status"]) == ({"env_error"} if fails else {"ok"})
@@ -73,12 +78,29 @@ def test_a_run_of_sessions_trains_what_was_sampled(
         assert step["session/tokens_trained"] == step["tokens"]
         # A step before which no new group was scored has no such mean.
         assert step.get("session/overridden", 3) == 3
+        assert step.get("session/turn_reward", 1) > 0
         assert {name for name in step if name.startswith("session/")} <= known_names()
+    found = {name: sum(map(sum, (row[name] for row in rows))) for name in REUSED}
+    print("prefix cache:", found)
+    assert found["session_cached"] >= 0.9 * found["session_reusable"] > 0
     trajectories = run.trajectories()
     assert trajectories.num_rows == len(rows) * SAMPLES
     assert set(trajectories["session_end"].to_pylist()) == set(ends)
+    assert_replayed(run, rows)
+    assert {len(turns) for turns in trajectories["turn_advantage"].to_pylist()} == {3}
     first = run.records("evaluation")[0]
     assert 0 < first["eval/greedy_env"] <= 1 and first["eval/failed_ratio"] == 0
+
+
+def assert_replayed(run: Run, rows: list[dict[str, Any]]) -> None:
+    """A failed and another group are replayed in an environment process, without the model."""
+    by_end = {row["session_end"][0]: row["ordinal"] for row in rows}
+    for end, ordinal in by_end.items():
+        replayed = replay_sessions(run, ordinal)
+        assert [(one.turns, one.asked, one.difference) for one in replayed] == [
+            (3, 3, "")
+        ] * SAMPLES
+        assert {one.replayed.end for one in replayed if one.replayed is not None} == {end}
 
 
 def paths(row: dict[str, Any]) -> list[tuple[int, list[int], list[int], list[float], set[int]]]:
@@ -102,6 +124,21 @@ def paths(row: dict[str, Any]) -> list[tuple[int, list[int], list[int], list[flo
         found.append((trajectory, before, ids, row["logprobs"][trajectory][own], versions))
         whole.append([*before, *ids])
     return found
+
+
+def assert_turn_advantages(rows: list[dict[str, Any]]) -> None:
+    """By their formula, in groups whose sessions have three turns each."""
+    for row in rows:
+        advantages, given = row["advantage"], row["turn_reward"]
+        if row["status"][0] != "ok":
+            assert set(advantages) == {None} == set(row["turn_advantage"]) == set(given)
+            continue
+        assert row["turn_trajectory"] == [place // 3 for place in range(3 * SAMPLES)]
+        for place, found in enumerate(row["turn_advantage"]):
+            siblings = given[place % 3 :: 3]
+            term = 0 if place % 3 == 2 else given[place] - sum(siblings) / SAMPLES
+            assert found == pytest.approx(advantages[place // 3] + 0.01 * term, abs=1e-5)
+        assert set(given[2::3]) == {None}
 
 
 def assert_log_probs(model_path: Path, rows: list[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ import torch
 from recorded import learner_config, state_without_model
 
 from asyncrl.contracts.nodes import CONSTRAINED, Node
-from asyncrl.contracts.rows import COLUMNS, TURN_COLUMNS, VersionSpan
+from asyncrl.contracts.rows import COLUMNS, TURN_ADVANTAGE, TURN_COLUMNS, VersionSpan
 from asyncrl.contracts.session_table import flat_completion, nodes_of_group, turns_of_group
 from asyncrl.learning import policy_step
 from asyncrl.learning.batches import examples_of
@@ -165,8 +165,8 @@ def test_columns_that_do_not_agree_are_refused(changes: dict[str, Any], error: s
 
 def test_columns_that_sessions_do_not_support_are_refused() -> None:
     scored = table([SINGLE], [1.0])
-    with pytest.raises(ValueError, match=r"columns \['reference_logprobs'\] are not supported"):
-        examples_of(scored.append_column("reference_logprobs", pa.array([[[0.0, 0.0]]])))
+    with pytest.raises(ValueError, match="the column 'token_rewards' is not supported"):
+        examples_of(scored.append_column("token_rewards", pa.array([[[0.0, 0.0]]])))
 
 
 def test_a_context_after_the_last_turn_is_left_out() -> None:
@@ -279,6 +279,46 @@ def test_plain_objectives_split_a_session_freely() -> None:
     correction = {"truncation": "token", "mask_above": 2.0}
     algorithm = {"old_policy": "learner", "correction": correction}
     assert not learner_config(Path("model"), algorithm=algorithm).algorithm.compares_sequences
+
+
+def test_each_turn_has_its_own_advantage() -> None:
+    scored = table([CHAIN, TREE, SINGLE], [1.0, -2.0, 0.5])
+    # TREE's second turn on its second branch has another status, and is not trained.
+    of_turns = [1.5, 0.25, -1.0, -3.0, -4.0, None, -5.0, None]
+    scored = scored.append_column("turn_advantage", pa.array([of_turns], TURN_ADVANTAGE))
+    first, second, third, single = examples_of(scored)
+    assert at_loss_tokens(first) == [1.5, 1.5, 1.5, 0.25, -1.0, -1.0]
+    assert at_loss_tokens(second) == [-3.0, -3.0, -3.0, -4.0]
+    assert at_loss_tokens(third) == [-5.0, -5.0]
+    assert single.advantage == 0.5  # none of its own
+
+
+def at_loss_tokens(example: Example) -> list[float]:
+    values = np.broadcast_to(np.asarray(example.advantage), len(example.loss_mask))
+    return [float(value) for value in values[example.loss_mask]]
+
+
+def test_turns_with_advantages_of_their_own_are_separately_weighted(tiny_model: Path) -> None:
+    """The gradient of a session whose turns have advantages is the sum, over its turns, of the
+    gradient with only that turn trained, times its advantage."""
+    correction = {"truncation": "token"}
+    algorithm = {"loss": "reinforce", "old_policy": "learner", "correction": correction}
+    state = state_without_model(learner_config(tiny_model, algorithm=algorithm))
+    scored = table([CHAIN, SINGLE], [1.0, 1.0])
+    of_turns = pa.array([[2.0, -1.5, 0.5, 1.0]], TURN_ADVANTAGE)
+    mine, single = examples_of(scored.append_column("turn_advantage", of_turns))
+    (plain, _) = examples_of(scored)
+    whole = gradient(state, tiny_model, [mine, single], [[0, 1]])
+    parts = [replace(single, advantage=1.0), *in_three_rows(plain)]
+    wanted = torch.zeros_like(whole)
+    for place, advantage in enumerate((1.0, 2.0, -1.5, 0.5)):
+        alone = [replace(one, advantage=float(place == number)) for number, one in enumerate(parts)]
+        wanted += advantage * gradient(state, tiny_model, alone, [[0, 1, 2, 3]])
+    torch.testing.assert_close(whole, wanted, atol=1e-6, rtol=1e-4)
+    assert whole.abs().max() > 1e-4
+    # One advantage for all turns is another gradient.
+    other = gradient(state, tiny_model, [plain, single], [[0, 1]])
+    assert (other - whole).abs().max() > 1e-4
 
 
 def gradient(

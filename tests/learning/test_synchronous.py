@@ -39,11 +39,11 @@ from asyncrl.generation.engine import Engine
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.preflight.specs import learner_spec, objective_spec, scoring_spec, worker_spec
 from asyncrl.rewards.pool import GroupRewards
+from asyncrl.rewards.reference_rows import reference_rows
 from asyncrl.rewards.score import (
     attach_reference,
     attach_rewards,
     group_call,
-    group_rows,
     score_table,
 )
 from asyncrl.rewards.summary import summaries
@@ -118,7 +118,7 @@ class InProcess:
         rewards = [reward(tuple(row)) for row in call.completion_ids]
         rewarded = attach_rewards(table, GroupRewards({"even": rewards}, None))
         if self.reference is not None:
-            logprobs = self.reference.logprobs(group_rows(rewarded))
+            logprobs = self.reference.logprobs(reference_rows(rewarded).rows)
             rewarded = attach_reference(rewarded, logprobs)
         scored = score_table(rewarded, scoring_spec(self.config))
         self.rewards[scored["ordinal"][0].as_py()] = scored["reward"][0].as_py()

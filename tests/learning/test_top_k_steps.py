@@ -21,7 +21,8 @@ from asyncrl.frozen.reference import Reference
 from asyncrl.learning.batches import examples_of, with_next_token
 from asyncrl.models.micro_batches import Example, micro_batch
 from asyncrl.preflight.specs import learner_spec, reference_spec
-from asyncrl.rewards.score import attach_teacher, group_rows
+from asyncrl.rewards.reference_rows import reference_rows
+from asyncrl.rewards.score import attach_teacher
 
 TOP_K = 4
 COEF = 0.5
@@ -59,7 +60,7 @@ def tables(model_path: Path, teacher_path: Path) -> dict[str, list[pa.Table]]:
     for name, top_k in CASES.items():
         reference = Reference(reference_spec(config(model_path, teacher_path, top_k=top_k)))
         plain = [groups_to_table([recorded_group(ordinal)]) for ordinal in range(4)]
-        answers = [reference.top_logprobs(group_rows(table)) for table in plain]
+        answers = [reference.top_logprobs(reference_rows(table).rows) for table in plain]
         found[name] = [
             attach_teacher(table, [one.logprobs for one in answer], None, 0.1, answer)
             for table, answer in zip(plain, answers, strict=True)

@@ -324,7 +324,7 @@ def two_groups(config, directory, policy):
 class OddReference:
     """Fails at one group, like a model that runs out of memory on a long one."""
 
-    def versioned_logprobs(self, rows):
+    def versioned_logprobs(self, rows, scored=None):
         if len(rows[0][0]) == 2:
             raise ValueError("too long for me")
         return ReferenceLogprobs(0, [np.zeros(len(ids), np.float32) for _, ids in rows])
@@ -352,7 +352,7 @@ def test_a_reference_that_fails_at_one_group_costs_that_group_under_every_policy
 class OddTeacher:
     """Returns two other tokens for each token. Fails at one group."""
 
-    def top_logprobs(self, rows):
+    def top_logprobs(self, rows, scored=None):
         if len(rows[0][0]) == 2:
             raise ValueError("too long for me")
         return [

@@ -21,6 +21,7 @@ from asyncrl.learning.distillation import distillation_metrics, with_teacher_adv
 from asyncrl.observe.alarms import alarms
 from asyncrl.preflight.specs import scoring_spec
 from asyncrl.rewards.pool import GroupRewards
+from asyncrl.rewards.reference_rows import reference_rows
 from asyncrl.rewards.score import attach_rewards, attach_teacher, score_table
 from asyncrl.rewards.scoring import _unscored_in_a_row
 from asyncrl.rewards.source import _with_teacher
@@ -103,7 +104,7 @@ def test_a_group_without_any_answer_names_the_reason() -> None:
 def test_an_error_of_the_teacher_costs_its_group(error: Exception, line: str) -> None:
     failed: Future[Any] = Future()
     failed.set_exception(error)
-    table = _with_teacher(rewarded(), failed, 1.5)
+    table = _with_teacher(rewarded(), reference_rows(rewarded()), failed, 1.5)
     assert table["teacher_failure"].to_pylist() == [line]
     assert table["teacher_s"].to_pylist() == [1.5]
 
@@ -121,7 +122,7 @@ def answered(answers: list[TopLogprobs] | Exception) -> pa.Table:
         future.set_exception(answers)
     else:
         future.set_result(answers)
-    table = _with_teacher(rewarded(), future, 0.25, top_k=True)
+    table = _with_teacher(rewarded(), reference_rows(rewarded()), future, 0.25, top_k=True)
     return score_table(table, scoring_spec(config(use="top_k", top_k=2)))
 
 

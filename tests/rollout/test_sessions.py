@@ -140,16 +140,17 @@ def test_games_are_won_on_exactly_the_tokens_that_were_sampled(model: Path) -> N
     assert row["reward"] == [1.0] * 3 and row["status"] == ["ok"] * 3
     assert row["session_end"] == ["done"] * 3 and row["session_note"] == [""] * 3
     assert [part["environment/won"] for part in row["reward_parts"]] == [1.0] * 3
+    assert row["turn_reward"] == [1.0] * 18
     sessions = nodes_of_group(cast("SessionsRow", row))
     for nodes, messages in zip(sessions, group_call(table).sessions or [], strict=True):
         (only,) = session_rows(nodes).rows
         text = render_messages(player.tokenizer, values_of(messages.messages), {}, None, False)
         assert decode_prompt(player.tokenizer, only.token_ids.tolist()) == text.rstrip("\n")
-        assert only.trained.sum() == 6 * 7  # six calls of seven tokens
+        assert only.trained.sum() == 6 * 4  # six calls of four tokens
         # A turn never uses older weights than the one before it.
         versions = only.versions[only.trained]
         assert (versions[1:] >= versions[:-1]).all()
-    assert finished.tokens == 3 * 6 * 7
+    assert finished.tokens == 3 * 6 * 4
     assert finished.oldest_version == 0
     (group,) = groups_from_table(table)
     assert [len(t.completion.turns) for t in group.trajectories] == [6] * 3
@@ -173,12 +174,12 @@ def test_the_summary_of_a_group_survives_its_way_to_the_driver(model: Path) -> N
     (example,) = examples(block)
     assert example.completion.startswith("user: q\nassistant: ")
     assert found.sessions.ends == {"done": 2, "env_error": 1}
-    assert found.sessions.tokens == {"trained": 14, "env_error": 7}
+    assert found.sessions.tokens == {"trained": 8, "env_error": 4}
     assert sum(found.sessions.tokens.values()) == found.tokens
     assert (found.sessions.turns, found.sessions.branches, found.usable) == (3, 0, 2)
     metrics = scoring_metrics([found]) | batch_metrics([found], 3, [0], 2)
     assert metrics["session/env_error_ratio"] == pytest.approx(1 / 3)
-    assert metrics["session/tokens_sampled"] == 21 == metrics["session/tokens_trained"] + 7
+    assert metrics["session/tokens_sampled"] == 12 == metrics["session/tokens_trained"] + 4
     assert {name for name in metrics if name.startswith("session/")} <= (
         known_names() | {"session/tokens_env_error"}
     )
@@ -203,12 +204,11 @@ def test_the_same_seeds_give_the_same_requests(model: Path) -> None:
 
 def test_a_call_that_does_not_parse_stays_text(model: Path) -> None:
     config = make_config(model, "jobs.guess.game:play")
-    table, _ = made(
-        config, Player(model, lambda number: "<tool_call>}}"), {"low": LOW, "hidden": 30}
-    )
+    writes = '<tool_call>{"name": "guess", "arguments": {"number": }}</tool_call>'
+    table, _ = made(config, Player(model, lambda _: writes), {"low": LOW, "hidden": 30})
     row = scored(config, table)
-    assert row["reward"] == [0.0] * 3 and row["completion_text"] == ["text"] * 3
-    assert row["session_unparsed"] == [1] * 3
+    assert row["reward"] == [-1.0] * 3 and row["completion_text"] == ["text"] * 3
+    assert row["session_unparsed"] == [1] * 3 and row["turn_reward"] == [-1.0] * 3
     assert [part["environment/won"] for part in row["reward_parts"]] == [0.0] * 3
 
 

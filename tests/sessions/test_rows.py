@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.contracts.nodes import CONSTRAINED, NODE_STATUSES, ORPHAN, Node
 from asyncrl.contracts.rows import VersionSpan
-from asyncrl.sessions.rows import NOT_SAMPLED, SessionRows, session_rows
+from asyncrl.sessions.rows import NO_PLACE, NOT_SAMPLED, SessionRows, session_rows
 
 TREES = 2000
 
@@ -178,6 +178,7 @@ def check(nodes: list[Node], found: SessionRows, reason: str | None) -> None:
     ends = [row.leaf for row in found.rows]
     assert ends == sorted(set(ends))
     paths = [tuple(row.token_ids.tolist()) for row in found.rows]
+    sampled = [token for node in nodes if node.sampled for token in node.token_ids]
     assert not any(a != b and b[: len(a)] == a for a in paths for b in paths), "a row in a row"
     for row in found.rows:
         ids = row.token_ids.tolist()
@@ -190,9 +191,12 @@ def check(nodes: list[Node], found: SessionRows, reason: str | None) -> None:
         expected = [token for token in own if token not in before]
         assert row.token_ids[row.trained].tolist() == expected, "the first row trains a token"
         trained.update(row.token_ids[row.trained].tolist())
-        for token, logprob, version, node in zip(
-            ids, row.logprobs.tolist(), row.versions.tolist(), row.nodes.tolist(), strict=True
+        assert row.prompt_length == row.trained.tolist().index(True)
+        columns = (row.logprobs, row.versions, row.nodes, row.places)
+        for token, logprob, version, node, place in zip(
+            ids, *(column.tolist() for column in columns), strict=True
         ):
+            assert place == (sampled.index(token) if token in versions else NO_PLACE)
             assert version == versions.get(token, NOT_SAMPLED)
             assert logprob == (-float(token) if token in versions else 0)
             assert token in nodes[node].token_ids

@@ -8,14 +8,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from asyncrl.config import ConfigError
+from asyncrl.algorithms.turn_credit import turn_advantages
+from asyncrl.config import AlgorithmConfig, ConfigError
 from asyncrl.data.prompts import prompt_ids_of
 from asyncrl.preflight.specs import data_spec
 from asyncrl.run.audit.books import Books, Key, key_of, trained_at
 from asyncrl.run.audit.check import Check, listed
 from asyncrl.rundir.resume import data_hash, model_hash
 from asyncrl.rundir.rows import FAULTS, UNEVEN, Row
-from asyncrl.rundir.turns import Generation
+from asyncrl.rundir.turns import Generation, TurnCredit
 
 __all__ = [
     "check_content",
@@ -25,10 +26,13 @@ __all__ = [
     "check_possible",
     "check_prompts",
     "check_reference",
+    "check_turn_advantages",
     "check_versions_exist",
     "check_whole",
 ]
 
+ROUNDING = 1e-4
+"""Tolerance of an advantage: it is float32, and so are those that it is from."""
 BIAS = 0.05
 """Largest allowed distance between the length distributions of trained and generated completions,
 as a share. The distance that chance explains is added."""
@@ -163,6 +167,46 @@ def check_reference(books: Books) -> Check:
             wrong.append(f"{row.ordinal} (version {row.reference})")
     summary = f"{compared} groups"
     return Check(name, not wrong, summary + (f"; wrong: {listed(wrong)}" if wrong else ""))
+
+
+def check_turn_advantages(books: Books) -> Check:
+    """The advantages of turns follow from their rewards, recomputed with the settings of the last
+    attempt. Groups of earlier attempts, which may have had others, are not compared."""
+    name = "advantages of turns follow from their rewards"
+    try:
+        algorithm = books.run.config.algorithm
+    except ConfigError as error:
+        return Check(name, True, f"not checked: {error}")
+    mine = [row for row in books.rows.values() if row.attempt == books.last]
+    wrong = [row.ordinal for row in mine if not _follows(row.credit, algorithm)]
+    compared = sum(row.credit is not None for row in mine)
+    summary = f"{compared} groups" + (f"; wrong: {listed(wrong)}" if wrong else "")
+    return Check(name, not wrong, summary)
+
+
+def _follows(credit: TurnCredit | None, algorithm: AlgorithmConfig) -> bool:
+    """Whether the advantages of a group's turns are those of the algorithm; without turn_coef, it
+    has none."""
+    if credit is None or not algorithm.turn_coef:
+        return credit is None and not algorithm.turn_coef
+    wanted = turn_advantages(
+        credit.rewards,
+        credit.advantages,
+        [advantage is not None for advantage in credit.advantages],
+        algorithm.advantage,
+        algorithm.turn_coef,
+        algorithm.turn_gamma,
+    )
+    return all(
+        np.allclose(
+            np.array(written, float),
+            np.array(session or [np.nan] * len(written)),
+            rtol=ROUNDING,
+            atol=ROUNDING,
+            equal_nan=True,
+        )
+        for session, written in zip(wanted, credit.written, strict=True)
+    )
 
 
 def check_prompts(books: Books) -> Check:

@@ -17,6 +17,7 @@ from asyncrl.run.audit.group_checks import (
     check_possible,
     check_prompts,
     check_reference,
+    check_turn_advantages,
     check_versions_exist,
     check_whole,
 )
@@ -53,6 +54,7 @@ CHECKS: Sequence[Callable[[Books], Check]] = (
     check_possible,
     check_versions_exist,
     check_reference,
+    check_turn_advantages,
     check_steps,
     check_prompts,
     check_tokens,

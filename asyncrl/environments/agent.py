@@ -1,0 +1,156 @@
+"""The environment whose attempts are an agent: a program or a function that talks to its session at
+the session's URL. The section `agent` of a config names it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from asyncrl.environments.attempt import OUTPUT, AgentFailedError
+from asyncrl.environments.model import Model
+from asyncrl.runtime.functions import import_function, short
+from asyncrl.runtime.redact import is_secret_name
+
+__all__ = ["command_columns", "play", "program_environment"]
+
+PLACE = re.compile(r"\{(\w+)\}")
+"""In an argument of a command: the name of a column of the task."""
+MOST_KEPT = 1 << 16
+"""Bytes of a program's output that are kept, from its end."""
+END_S = 2.0
+"""Seconds that a program gets to end after SIGTERM."""
+NOT_PASSED = ("RAY_", "ASYNCRL_", "OPENAI_", "ANTHROPIC_")
+"""Prefixes of variables that an agent does not get from this process."""
+
+
+async def play(
+    task: Mapping[str, Any],
+    model: Model,
+    *,
+    command: Sequence[str] | None = None,
+    function: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    variables: Mapping[str, str] | None = None,
+    stdin: str = "prompt",
+) -> object:
+    """One attempt of an agent at a task. The arguments are those of the section `agent`.
+
+    Returns:
+        Of a program: its standard output, as `{"output": text}`. Of a function: what it returned.
+
+    Raises:
+        AgentFailedError: the program cannot start, or its exit code is not 0.
+    """
+    if function is not None:
+        return await _call(function, task, model, arguments or {})
+    given = _stdin(task, stdin)
+    argv = _filled(command or (), task)
+    environment = program_environment(os.environ, {**(variables or {}), **model.variables})
+    return {OUTPUT: await _run(argv, given, environment)}
+
+
+def program_environment(process: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables of a program: those of this process without its secrets and without
+    those of Ray, and `variables`."""
+    kept = {
+        name: value
+        for name, value in process.items()
+        if not is_secret_name(name) and not name.startswith(NOT_PASSED)
+    }
+    return {**kept, **variables}
+
+
+def command_columns(command: Sequence[str]) -> list[str]:
+    """The columns that a command names, such as `prompt` in `--task={prompt}`."""
+    return sorted({name for argument in command for name in PLACE.findall(argument)})
+
+
+def _filled(command: Sequence[str], task: Mapping[str, Any]) -> list[str]:
+    """The command with the values of the task's columns. A text with NUL bytes is no argument."""
+
+    def value(found: re.Match[str]) -> str:
+        name = found.group(1)
+        if name not in task:
+            raise KeyError(f"agent.command names {{{name}}}; the task has {sorted(task)}")
+        given = task[name]
+        return given if isinstance(given, str) else json.dumps(given, default=str)
+
+    return [PLACE.sub(value, argument).replace("\0", "") for argument in command]
+
+
+def _stdin(task: Mapping[str, Any], kind: str) -> bytes:
+    if kind == "none":
+        return b""
+    text = str(task["prompt"]) if kind == "prompt" else json.dumps(dict(task), default=str)
+    return text.encode(errors="replace")
+
+
+async def _run(argv: Sequence[str], given: bytes, environment: Mapping[str, str]) -> str:
+    """Run a program to its end. Returns what it wrote. It ends with everything that it has started
+    if the attempt is canceled."""
+    # Files, not pipes: a process that the program leaves behind would keep a pipe open.
+    with TemporaryFile() as stdin, TemporaryFile() as stdout, TemporaryFile() as stderr:
+        stdin.write(given)
+        stdin.seek(0)
+        try:
+            program = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            raise AgentFailedError(f"{argv[0]!r} cannot start: {error}") from None
+        try:
+            code = await program.wait()
+        finally:
+            await _end(program)
+        if code:
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            lines = _last_text(stderr).strip().splitlines()
+            said = f": {short(lines[-1])}" if lines else ""
+            raise AgentFailedError(f"{os.path.basename(argv[0])} ended with {how}{said}")
+        return _last_text(stdout)
+
+
+def _last_text(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_KEPT))
+    return file.read().decode(errors="replace")
+
+
+async def _end(program: asyncio.subprocess.Process) -> None:
+    """End a program and its process group, first with SIGTERM."""
+    if program.returncode is None:
+        _signal(program, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await program.wait()
+    _signal(program, signal.SIGKILL)
+    await program.wait()
+
+
+def _signal(program: asyncio.subprocess.Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(program.pid, number)
+
+
+async def _call(
+    function: str, task: Mapping[str, Any], model: Model, arguments: Mapping[str, Any]
+) -> object:
+    """Call an agent's function: async, or a blocking one in a thread."""
+    found: Any = import_function("agent.function", function)
+    if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(
+        getattr(found, "__call__", None)  # noqa: B004
+    ):
+        return await found(task, model, **arguments)
+    return await asyncio.to_thread(found, task, model, **arguments)

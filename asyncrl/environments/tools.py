@@ -1,0 +1,126 @@
+"""A loop for agents with tools: ask the model, run the calls of its answer, ask again."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from asyncrl.environments.model import Reply
+from asyncrl.runtime.functions import text_of
+from asyncrl.sessions.answers import ContextTooLongError
+from asyncrl.text.chat_messages import plain_text
+from asyncrl.text.template import Message, Schema
+
+__all__ = ["MOST_CHARACTERS", "Tools", "ToolsRun", "run_tools"]
+
+Tools: TypeAlias = Mapping[str, tuple[Schema, Callable[..., Awaitable[object]]]]
+"""Name → its schema in OpenAI's form, and the async function that gets the call's arguments."""
+MOST_CHARACTERS = 8000
+"""Characters of a tool's answer that the model gets."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolsRun:
+    """What `run_tools` did."""
+
+    answer: str
+    """The text of the last turn, which called no tool. Empty if there is no such turn."""
+    ended: Literal["answer", "turns", "length"]
+    """`turns`: the last turn still called a tool. `length`: no room was left in the context."""
+    messages: Sequence[Message]
+    """The whole chat."""
+    calls: int
+    """Tool calls, those that failed included."""
+    failed: int
+    """Calls whose answer is an error."""
+
+    def parts(self) -> dict[str, float]:
+        """What an environment may report beside its reward."""
+        return {"calls": float(self.calls), "failed_calls": float(self.failed)}
+
+
+async def run_tools(
+    model: Any, messages: Sequence[Message | Reply], tools: Tools, most_turns: int = 8
+) -> ToolsRun:
+    """Ask the model, run the tool calls of its answer in their order, and go on until an answer
+    calls no tool.
+
+    A call of an unknown tool, arguments that are no JSON object or not those of the function, and
+    a function that raises do not end the session. The model gets a text that begins with "error:".
+
+    Args:
+        model: behaves as `openai.AsyncOpenAI()`.
+        messages: the chat so far. It is not changed.
+        most_turns: turns after which the loop ends, even if the last one calls a tool.
+
+    Raises:
+        ValueError: `most_turns` is below 1.
+        ContextTooLongError: there is no room for the first turn.
+        Any other error of the model.
+    """
+    if most_turns < 1:
+        raise ValueError(f"most_turns = {most_turns}: give at least 1")
+    chat: list[Any] = list(messages)
+    schemas = [schema for schema, _ in tools.values()]
+    calls = failed = 0
+
+    def done(answer: str, ended: Literal["answer", "turns", "length"]) -> ToolsRun:
+        return ToolsRun(answer, ended, chat, calls, failed)
+
+    for turn in range(most_turns):
+        try:
+            completion = await model.chat.completions.create(
+                model="policy", messages=chat, tools=schemas
+            )
+        except ContextTooLongError:
+            if not turn:
+                raise
+            return done("", "length")
+        message = completion.choices[0].message
+        chat.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            return done(str(plain_text(message.content)), "answer")
+        for call in message.tool_calls:
+            text, worked = await _called(tools, call.function.name, call.function.arguments)
+            calls, failed = calls + 1, failed + (not worked)
+            chat.append({"role": "tool", "tool_call_id": call.id, "content": text})
+    return done("", "turns")
+
+
+async def _called(tools: Tools, name: str, written: object) -> tuple[str, bool]:
+    """What the model gets for a call, and whether the tool worked."""
+    if name not in tools:
+        return f"error: there is no tool {name!r}; the tools are: {', '.join(tools)}", False
+    _, function = tools[name]
+    try:
+        arguments = _arguments(written)
+        inspect.signature(function).bind(**arguments)
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"error: {name} cannot be called with these arguments: {error}", False
+    try:
+        return _text(await function(**arguments)), True
+    except Exception as error:  # a tool's own code may raise anything
+        return _cut(f"error: {type(error).__name__}: {text_of(str, error)}"), False
+
+
+def _arguments(written: object) -> dict[str, Any]:
+    """Raises ValueError unless the arguments are a JSON object. No text means no arguments."""
+    found = json.loads(written or "{}") if isinstance(written, str) else written
+    if not isinstance(found, Mapping):
+        raise ValueError("they are no JSON object")
+    return {str(name): value for name, value in found.items()}
+
+
+def _text(result: object) -> str:
+    if isinstance(result, str):
+        return _cut(result)
+    return _cut(json.dumps(result, ensure_ascii=False, default=str))
+
+
+def _cut(text: str) -> str:
+    more = len(text) - MOST_CHARACTERS
+    text = text if more <= 0 else f"{text[:MOST_CHARACTERS]}… ({more} more characters)"
+    return text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no text

@@ -1,0 +1,94 @@
+"""Plays sessions: in environment processes, and at a URL if their agents need one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from asyncrl.agents.served import ServedSession
+from asyncrl.config import EnvironmentConfig
+from asyncrl.environments.attempt import Ended, end_of, turn_rewards_of
+from asyncrl.environments.model import SessionUrl
+from asyncrl.environments.pool import AgentSession, EnvironmentPool
+from asyncrl.sessions.answers import Answer, ChatRequest, Heard
+
+if TYPE_CHECKING:
+    from asyncrl.agents.server import AgentServer
+
+__all__ = ["Player", "with_requests"]
+
+
+class PlayedSession(AgentSession, Protocol):
+    """The session of an attempt, which may also be served at a URL."""
+
+    async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
+        """See `Session.chat`."""
+        ...
+
+
+class Player:
+    """Plays sessions of one environment. Use it on one event loop, and close it."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._pool = EnvironmentPool(config)
+        self._most_turns = config.max_turns
+        self._server: AgentServer | None = None
+        if config.url:
+            from asyncrl.agents.server import AgentServer  # it imports a web framework
+
+            self._server = AgentServer()
+
+    async def start(self) -> None:
+        """Wait until the environment is imported. Raises EnvironmentFailedError."""
+        if self._server is not None:
+            await self._server.start()
+        await self._pool.start()
+
+    async def close(self) -> None:
+        """End the environment processes and the server."""
+        await self._pool.close()
+        if self._server is not None:
+            await self._server.close()
+
+    async def play(
+        self, task: Mapping[str, Any], session: PlayedSession, alone: bool = False
+    ) -> Ended:
+        """Play one session to its end. Raises as `EnvironmentPool.play` does."""
+        if self._server is None:
+            return await self._pool.play(task, session, alone)
+        await self._server.start()
+        served = ServedSession(session.chat, self._most_turns)
+        with self._server.serving(served) as key:
+            url = SessionUrl(self._server.address, key)
+            ended = await self._pool.play(task, session, alone, url)
+        return with_requests(ended, served)
+
+
+def with_requests(ended: Ended, served: ServedSession) -> Ended:
+    """The end of a session with the requests that it made at its URL. If the model refused one for
+    good, that is why it ended.
+
+    Raises:
+        Exception: the model's side failed at its last request.
+    """
+    if served.failed is not None:
+        raise served.failed
+    if served.ended is not None and ended.end in ("done", "env_error", "agent_error"):
+        ended = replace(ended, end=end_of(served.ended), note=str(served.ended))
+    if ended.rewards_at_url is not None:
+        try:
+            placed = turn_rewards_of(ended.rewards_at_url, served.taken)
+        except ValueError as error:
+            ended = replace(ended, end="reward_error", reward=None, parts={}, note=str(error))
+        else:
+            ended = replace(ended, turn_rewards=placed)
+    model_s = min(served.model_s, ended.other_s)
+    return replace(
+        ended,
+        turns=ended.turns + served.turns,
+        overridden=ended.overridden + served.overridden.total(),
+        model_s=ended.model_s + model_s,
+        other_s=ended.other_s - model_s,
+        rewards_at_url=None,
+    )

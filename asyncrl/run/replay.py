@@ -1,0 +1,341 @@
+"""Replays recorded sessions against their environment, without a model.
+
+The environment runs in a process of its own, as in training. Each of its requests must have exactly
+the tokens of a recorded one, and gets the recorded answers. So a replay shows whether an
+environment still does what it did: the same requests, the same end, the same reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from asyncrl.config import ConfigError
+from asyncrl.contracts.columns import row_values
+from asyncrl.contracts.group_table import groups_from_table
+from asyncrl.contracts.nodes import Node
+from asyncrl.contracts.rows import SESSION_COLUMNS, Completion
+from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
+from asyncrl.environments.attempt import Ended
+from asyncrl.environments.pool import EnvironmentFailedError
+from asyncrl.preflight.model_snapshot import resolve_models
+from asyncrl.preflight.specs import sessions_spec
+from asyncrl.rollout.player import Player
+from asyncrl.rollout.sessions import session_template
+from asyncrl.runtime.redact import shown
+from asyncrl.sessions.answers import Heard
+from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
+from asyncrl.text.continuation import first_difference
+from asyncrl.text.response import ResponseReader
+from asyncrl.text.stops import load_stops, text_before
+from asyncrl.text.tokenizer import decode, decode_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from asyncrl.rollout.spec import SessionsSpec
+    from asyncrl.rundir.reader import Run
+    from asyncrl.text.template import Message, Schema
+
+__all__ = ["Replayed", "replay_sessions", "replay_text"]
+
+BEFORE, AFTER = 8, 24
+"""Tokens that a difference shows before its place, and from there on."""
+CUT_OFF = ("deadline", "closed")
+"""Ends that came from outside. Their time is not recorded, so they are not compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What became of one session."""
+
+    ordinal: int
+    attempt: int
+    """The run's attempt that recorded it."""
+    sample: int
+    """Its place in its group."""
+    turns: int
+    """Recorded turns."""
+    asked: int
+    """Recorded turns that the environment asked for again."""
+    recorded: Ended
+    replayed: Ended | None
+    """None: the replay was stopped at a difference, or where the record was cut off."""
+    difference: str
+    """What differs, in words; "" if nothing does."""
+
+
+def replay_sessions(
+    run: Run, ordinal: int, sample: int | None = None, attempt: int | None = None
+) -> list[Replayed]:
+    """Replay the recorded sessions of one prompt against the run's environment, as it is now.
+
+    Args:
+        sample: the place of one session in its group. None: all of them.
+        attempt: the run's attempt that recorded the group. None: the newest one that did.
+
+    Raises:
+        ConfigError: the run has no environment or no such session, the environment cannot be
+            imported, or the columns of the group do not fit together.
+    """
+    config = resolve_models(run.config)
+    spec = sessions_spec(config)
+    if spec is None:
+        raise ConfigError(
+            f"{run.directory} is a run without an environment, whose completions cannot be replayed"
+        )
+    table = _group(run, ordinal, attempt)
+    samples = _samples(len(table["completion_ids"][0]), sample, ordinal)
+    try:
+        return asyncio.run(_replay(spec, table, samples))
+    except EnvironmentFailedError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _group(run: Run, ordinal: int, attempt: int | None) -> pa.Table:
+    """The only row of a recorded group."""
+    groups = run.groups()
+    found = groups.filter(pc.equal(groups["ordinal"], ordinal))
+    if attempt is not None:
+        found = found.filter(pc.equal(found["attempt"], attempt))
+    if not found.num_rows:
+        of = "" if attempt is None else f" of attempt {attempt}"
+        ordinals = groups["ordinal"].to_pylist()
+        there = f"{min(ordinals)} to {max(ordinals)}" if ordinals else "no group yet"
+        raise ConfigError(f"{run.directory} has no group {ordinal}{of}; groups/ has {there}")
+    newest = found.slice(found.num_rows - 1)
+    missing = [
+        name
+        for name in dict.fromkeys((*NODE_COLUMNS, *SESSION_COLUMNS))
+        if name not in newest.column_names or newest[name].null_count
+    ]
+    if missing:
+        raise ConfigError(
+            f"{run.directory}: group {ordinal} has no {missing}, so its trajectories are no"
+            " sessions; name another one"
+        )
+    return newest
+
+
+def _samples(there: int, sample: int | None, ordinal: int) -> Sequence[int]:
+    if sample is None:
+        return range(there)
+    if not 0 <= sample < there:
+        raise ConfigError(
+            f"--sample = {sample}: group {ordinal} has the sessions 0 to {there - 1}; name one"
+        )
+    return [sample]
+
+
+async def _replay(spec: SessionsSpec, table: pa.Table, samples: Sequence[int]) -> list[Replayed]:
+    (row,) = row_values(table)
+    (group,) = groups_from_table(table)
+    try:
+        sessions = nodes_of_group(cast("SessionsRow", row))
+    except ValueError as error:
+        raise ConfigError(f"group {group.prompt.ordinal}: {error}; restore the file") from None
+    task = {**group.prompt.columns, "prompt": group.prompt.text}
+    template = session_template(spec)
+    stops = load_stops(
+        spec.model_path, template.tokenizer, spec.rollout_stop, spec.rollout_stop_token_ids
+    )
+    reader = ResponseReader(template.tokenizer)
+    pool = Player(spec.environment.model_copy(update={"processes": 1}))
+    try:
+        await pool.start()
+        replayed = []
+        for sample in samples:
+            ended = _recorded_end(row, sample)
+            model = _RecordedModel(sessions[sample], template.tokenizer, reader, stops.strings)
+            again = await _play(pool, task, template, model)
+            replayed.append(
+                Replayed(
+                    group.prompt.ordinal,
+                    group.attempt,
+                    sample,
+                    model.turns,
+                    model.asked,
+                    ended,
+                    again,
+                    _difference(model, ended, again),
+                )
+            )
+        return replayed
+    finally:
+        await pool.close()
+
+
+def _recorded_end(row: Mapping[str, Any], sample: int) -> Ended:
+    return Ended(
+        row["session_end"][sample],
+        row["session_reward"][sample],
+        json.loads(row["session_parts"][sample]),
+        row["session_note"][sample],
+    )
+
+
+async def _play(
+    pool: Player,
+    task: Mapping[str, Any],
+    template: SessionTemplate,
+    model: _RecordedModel,
+) -> Ended | None:
+    """The end of a session with recorded answers. None: a request has none, which `model` knows."""
+    session = Session(template, model, model.read)
+    playing = asyncio.ensure_future(pool.play(task, session, alone=True))
+    try:
+        either: list[asyncio.Future[Any]] = [playing, model.stopped]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return None if model.stopped.done() else playing.result()
+    finally:
+        playing.cancel()
+        session.close("the replay has ended")
+        await asyncio.gather(playing, return_exceptions=True)
+
+
+def _difference(model: _RecordedModel, recorded: Ended, replayed: Ended | None) -> str:
+    """What differs between a recorded session and its replay; "" if nothing does."""
+    cut_off = recorded.end in CUT_OFF
+    if replayed is None:
+        return "" if model.exhausted and cut_off else model.stopped.result()
+    if left := model.turns - model.asked:
+        return (
+            f"the environment ended ({_end_text(replayed)}) and did not ask for {left} of"
+            f" {model.turns} recorded turns"
+        )
+    if cut_off or _compared(recorded) == _compared(replayed):
+        return ""
+    return f"the record ends with {_end_text(recorded)}, and the replay with {_end_text(replayed)}"
+
+
+def _compared(ended: Ended) -> tuple[object, ...]:
+    return ended.end, ended.reward, dict(ended.parts)
+
+
+def _end_text(ended: Ended) -> str:
+    """Such as "done, reward 1, won 1"."""
+    reward = "no reward" if ended.reward is None else f"reward {ended.reward!r}"
+    parts = [f"{name} {value!r}" for name, value in ended.parts.items()]
+    note = [ended.note] if ended.note else []
+    return ", ".join([ended.end, reward, *parts, *note])
+
+
+class _RecordedModel:
+    """`TurnGenerator` that answers from a record: the answers to the same tokens, in order."""
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        tokenizer: PreTrainedTokenizerBase,
+        reader: ResponseReader,
+        stop: Sequence[str],
+    ) -> None:
+        self._tokenizer, self._reader, self._stop = tokenizer, reader, stop
+        self._left: dict[tuple[int, ...], list[Node]] = {}
+        """Tokens before a turn → the turns after them that no request has got yet."""
+        paths: list[tuple[int, ...]] = []
+        for node in nodes:
+            before = () if node.parent is None else paths[node.parent]
+            paths.append((*before, *node.token_ids))
+            if node.sampled:
+                self._left.setdefault(before, []).append(node)
+        self.turns = sum(node.sampled for node in nodes)
+        self.asked = 0
+        self.exhausted = False
+        """Whether a request came after all recorded turns."""
+        self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """What differs at the first request that is not in the record."""
+
+    def read(
+        self, prompt_ids: Sequence[int], completion: Completion, tools: Sequence[Schema] | None
+    ) -> Message:
+        """The message of a turn."""
+        return self._reader.read(prompt_ids, completion.token_ids, completion.text, tools)[0]
+
+    async def generate(self, request: TurnRequest, heard: Heard | None = None) -> Sequence[Sampled]:
+        """The next recorded answers to the request. Never returns if there are none."""
+        left = self._left.get(tuple(request.prompt_ids), [])
+        turns = left[: request.n]
+        difference = self._differs(request, turns)
+        if difference:
+            if not self.stopped.done():
+                self.exhausted = self.asked == self.turns
+                self.stopped.set_result(difference)
+            await asyncio.get_running_loop().create_future()  # the attempt is canceled
+        del left[: request.n]
+        self.asked += len(turns)
+        return [self._sampled(turn) for turn in turns]
+
+    def _sampled(self, turn: Node) -> Sampled:
+        completion = Completion(
+            turn.token_ids,
+            turn.logprobs,
+            turn.versions,
+            turn.finish_reason,
+            text_before(decode(self._tokenizer, turn.token_ids), self._stop),
+        )
+        return Sampled(completion, turn.replica, turn.started_at, turn.finished_at)
+
+    def _differs(self, request: TurnRequest, turns: Sequence[Node]) -> str:
+        """Why a request is not in the record; "" if it is."""
+        number = self.asked + 1
+        longest = max((len(turn.token_ids) for turn in turns), default=0)
+        if len(turns) == request.n and longest <= request.max_tokens:
+            return ""
+        if self.asked == self.turns:
+            return f"the environment asks for turn {number}, and the record has {self.turns}"
+        if len(turns) == request.n:
+            return (
+                f"turn {number}: the request allows {request.max_tokens} tokens, and the recorded"
+                f" answer has {longest}"
+            )
+        if turns or tuple(request.prompt_ids) in self._left:
+            return (
+                f"turn {number}: the environment asks for {request.n} more answers to the same"
+                f" messages, and the record has {len(turns)}"
+            )
+        return f"turn {number}: {self._other_messages(tuple(request.prompt_ids))}"
+
+    def _other_messages(self, prompt: tuple[int, ...]) -> str:
+        """Where the messages of a request leave those of the most similar recorded one."""
+        waiting = [before for before, turns in self._left.items() if turns]
+        places = [_place(before, prompt) for before in waiting]
+        place = max(places)
+        recorded = waiting[places.index(place)]
+        begin = max(0, place - BEFORE)
+        was, now = (
+            decode_prompt(self._tokenizer, ids[begin : place + AFTER]) for ids in (recorded, prompt)
+        )
+        return (
+            f"the messages differ at token {place}: the record has {was!r}, and the replay {now!r}"
+        )
+
+
+def _place(recorded: tuple[int, ...], asked: tuple[int, ...]) -> int:
+    """The first place where two sequences differ, one of which may be the other's beginning."""
+    place = first_difference(recorded, asked)
+    return min(len(recorded), len(asked)) if place is None else place
+
+
+def replay_text(sessions: Sequence[Replayed]) -> str:
+    """One line for each session, and one in total. Control characters are replaced."""
+    lines = [_line(one) for one in sessions]
+    differ = sum(bool(one.difference) for one in sessions)
+    total = f"{len(sessions)} replayed, {differ} differ from the record"
+    return shown("\n".join([*lines, total]))
+
+
+def _line(one: Replayed) -> str:
+    head = f"prompt {one.ordinal} (attempt {one.attempt}), session {one.sample}: "
+    if one.difference:
+        return f"{head}DIFFERS: {one.difference}"
+    same = f"{head}{one.turns} turns as recorded, "
+    if one.replayed is None or one.recorded.end in CUT_OFF:
+        return f"{same}until the run ended it ({one.recorded.end}); the end is not compared"
+    return f"{same}ends with {_end_text(one.replayed)}"

@@ -1,0 +1,77 @@
+"""Counts the requests of a session, and keeps why it refused one. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from asyncrl.sessions.answers import (
+    Answer,
+    ChatRequest,
+    ContextTooLongError,
+    Heard,
+    SessionClosedError,
+    TurnsExceededError,
+)
+from asyncrl.text.template import MessagesError
+
+__all__ = ["Ask", "Watched"]
+
+Ask = Callable[[ChatRequest, "Heard | None"], Awaitable[list[Answer]]]
+"""Answers a request, as `Session.chat` does."""
+
+
+class Watched:
+    """The requests of one attempt at a session, which may take at most `most` turns."""
+
+    def __init__(self, ask: Ask, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ask, self._most, self._clock = ask, most, clock
+        self.turns, self.model_s = 0, 0.0
+        self.ended: BaseException | None = None
+        """Why the model refused a request for good. An environment may catch the exception."""
+        self.failed: Exception | None = None
+        """The error of the model's side at the last request. An environment may catch it, too."""
+        self._failed_after = 0
+        """Requests that were made when that error came. Only a later one shows that it is over."""
+        self._answered: dict[int, tuple[int, ...]] = {}
+        """Number of each request with an answer → the nodes of its choices."""
+
+    @property
+    def taken(self) -> list[tuple[int, ...]]:
+        """The nodes of each turn that the agent got, in the order of its requests. An answer that
+        it got twice, because it asked again, is one turn."""
+        return list(dict.fromkeys(nodes for _, nodes in sorted(self._answered.items())))
+
+    async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
+        """Answer a request.
+
+        Raises:
+            TurnsExceededError: the attempt has taken its turns.
+            Any error of `ask`.
+        """
+        began = self._clock()
+        try:
+            if self.turns >= self._most:
+                raise TurnsExceededError(f"the session has taken its {self._most} turns")
+            self.turns += 1
+            began_as = self.turns
+            # A copy: games may use one dict for all their messages.
+            chat = [dict(message) for message in request.messages]
+            answers = await self._ask(replace(request, messages=chat), heard)
+            self._answered[began_as] = tuple(answer.node for answer in answers)
+            if began_as > self._failed_after:
+                self.failed = None
+            if isinstance(self.ended, ContextTooLongError):
+                self.ended = None  # it has made its chat shorter
+            return answers
+        except (TurnsExceededError, ContextTooLongError, SessionClosedError) as error:
+            self.ended = error
+            raise
+        except MessagesError:  # what the environment asked
+            raise
+        except Exception as error:
+            self.failed, self._failed_after = error, self.turns
+            raise
+        finally:
+            self.model_s += self._clock() - began

@@ -1,0 +1,122 @@
+"""The keys of sessions at a URL, and what their agents may do."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncrl.agents import served
+from asyncrl.agents.contract import AgentError
+from asyncrl.agents.errors import as_agent_error
+from asyncrl.agents.served import ServedSession, ServedSessions
+from asyncrl.sessions.answers import (
+    Answer,
+    ChatRequest,
+    ContextTooLongError,
+    Heard,
+    SessionClosedError,
+    TurnDeadlineError,
+    TurnsExceededError,
+)
+from asyncrl.text.template import MessagesError
+
+CHAT = ChatRequest([{"role": "user", "content": "q"}])
+
+
+async def answers(request: ChatRequest, heard: Heard | None) -> list[Answer]:
+    return [Answer({"role": "assistant", "content": "a"}, "stop", 1, 1, 0)]
+
+
+def test_each_session_has_a_key_of_its_own_which_is_void_at_its_end() -> None:
+    sessions = ServedSessions()
+    one, two = ServedSession(answers, 5), ServedSession(answers, 5)
+    first, second = sessions.open(one), sessions.open(two)
+    assert first != second and sessions.of(first) is one and sessions.of(second) is two
+    sessions.close(first, "the session has ended")
+    with pytest.raises(AgentError, match="the session has ended") as refused:
+        sessions.of(first)
+    assert (refused.value.status, refused.value.code) == (409, "session_closed")
+    assert sessions.of(second) is two
+    for unknown in ("", "EMPTY", f"{second} ", second[:-1], "\udce9"):
+        with pytest.raises(AgentError) as refused:
+            sessions.of(unknown)
+        assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
+
+
+def test_keys_are_kept_only_hashed() -> None:
+    sessions = ServedSessions()
+    key = sessions.open(ServedSession(answers, 5))
+    sessions.close(key, "over")
+    other = sessions.open(ServedSession(answers, 5))
+    for kept in (key, other):
+        assert kept.removeprefix("sk-asyncrl-") not in repr(vars(sessions))
+
+
+def test_the_oldest_ended_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "MOST_ENDED", 2)
+    sessions = ServedSessions()
+    keys = [sessions.open(ServedSession(answers, 5)) for _ in range(3)]
+    for key in keys:
+        sessions.close(key, "over")
+    statuses = []
+    for key in keys:
+        with pytest.raises(AgentError) as refused:
+            sessions.of(key)
+        statuses.append(refused.value.status)
+    assert statuses == [401, 409, 409]
+
+
+def test_an_agent_takes_only_the_turns_that_it_may() -> None:
+    session = ServedSession(answers, 2)
+
+    async def talk() -> None:
+        await session.chat(CHAT)
+        await session.chat(CHAT)
+        await session.chat(CHAT)
+
+    with pytest.raises(TurnsExceededError, match="has taken its 2 turns") as refused:
+        asyncio.run(talk())
+    shown = as_agent_error(refused.value)
+    assert (shown.status, shown.code) == (409, "turns_exceeded")
+    assert session.turns == 2 and session.ended is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "final"),
+    [
+        (ContextTooLongError("too long"), 400, "context_length_exceeded", True),
+        (MessagesError("no roles"), 400, "invalid_value", False),
+        (TurnDeadlineError("too slow"), 409, "turn_deadline", True),
+        (SessionClosedError("over"), 409, "session_closed", True),
+    ],
+)
+def test_an_agent_learns_why_it_is_refused(
+    error: Exception, status: int, code: str, final: bool
+) -> None:
+    async def refuses(request: ChatRequest, heard: Heard | None) -> list[Answer]:
+        raise error
+
+    session = ServedSession(refuses, 5)
+    with pytest.raises(type(error)) as refused:
+        asyncio.run(session.chat(CHAT))
+    shown = as_agent_error(refused.value)
+    assert (shown.status, shown.code, str(shown)) == (status, code, str(error))
+    assert (session.ended is error) == final and session.failed is None
+
+
+def test_an_error_of_the_model_is_kept_until_a_later_request_succeeds() -> None:
+    failing = True
+
+    async def sometimes(request: ChatRequest, heard: Heard | None) -> list[Answer]:
+        if failing:
+            raise RuntimeError("the engine died")
+        return await answers(request, heard)
+
+    session = ServedSession(sometimes, 5)
+    with pytest.raises(RuntimeError, match="the engine died"):
+        asyncio.run(session.chat(CHAT))
+    assert isinstance(session.failed, RuntimeError) and session.ended is None
+    failing = False
+    asyncio.run(session.chat(CHAT))
+    assert session.failed is None

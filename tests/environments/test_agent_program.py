@@ -1,0 +1,151 @@
+"""Agents that are programs or functions of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.environments.agent import command_columns, play, program_environment
+from asyncrl.environments.attempt import AgentFailedError, Ended, Limits, attempt
+from asyncrl.environments.model import Model, SessionUrl, UnsupportedError
+from asyncrl.sessions.answers import Answer, ChatRequest
+
+URL = SessionUrl("http://127.0.0.1:9", "sk-of-this-session")
+TASK = {"prompt": "find {x}", "number": 7, "x": "not this"}
+
+
+class Silent:
+    async def chat(self, request: ChatRequest) -> list[Answer]:
+        raise AssertionError("the program asks at the URL")
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", code, *arguments]
+
+
+def run(deadline_s: float = 20.0, url: SessionUrl | None = URL, **agent: Any) -> Ended:
+    return asyncio.run(attempt(play, TASK, Silent(), Limits(5, deadline_s), agent, url))
+
+
+def test_a_program_gets_its_task_and_where_its_session_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "of the run")
+    monkeypatch.setenv("OPENAI_ORG_ID", "of the user")
+    code = (
+        "import json, os, sys; print(json.dumps([sys.argv[1:], sys.stdin.read(),"
+        " dict(os.environ)]))"
+    )
+    command = python(code, "--task={prompt}", "{number}", "{}", "{ x }")
+    ended = run(command=command, variables={"EXTRA": "1"})
+    assert ended.end == "done" and ended.reward is None
+    arguments, given, variables = json.loads(ended.output)
+    assert arguments == ["--task=find {x}", "7", "{}", "{ x }"] and given == "find {x}"
+    assert variables["OPENAI_BASE_URL"] == "http://127.0.0.1:9/v1"
+    assert variables["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:9"
+    assert variables["OPENAI_API_KEY"] == variables["ANTHROPIC_API_KEY"] == URL.key
+    assert variables["EXTRA"] == "1" and variables["PATH"] == os.environ["PATH"]
+    assert not {"WANDB_API_KEY", "OPENAI_ORG_ID"} & set(variables)
+
+
+@pytest.mark.parametrize(
+    ("stdin", "expected"), [("none", ""), ("task", json.dumps(TASK)), ("prompt", TASK["prompt"])]
+)
+def test_what_a_program_can_read(stdin: str, expected: str) -> None:
+    command = python("import sys; print(sys.stdin.read(), end='')")
+    assert run(command=command, stdin=stdin).output == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "note"),
+    [
+        (python("raise SystemExit(3)"), "ended with exit code 3"),
+        (python("raise KeyError('no key')"), "ended with exit code 1: KeyError: 'no key'"),
+        (python("import os; os.kill(os.getpid(), 9)"), "ended with signal SIGKILL"),
+        (["/no/such/program"], "'/no/such/program' cannot start: [Errno 2]"),
+    ],
+)
+def test_a_program_that_fails(command: list[str], note: str) -> None:
+    ended = run(command=command)
+    assert ended.end == "agent_error" and ended.reward is None
+    assert note in ended.note
+
+
+def test_a_column_that_no_task_has_is_named() -> None:
+    ended = run(command=["echo", "{missing}"])
+    assert ended.end == "env_error" and "agent.command names {missing}" in ended.note
+
+
+def test_a_program_that_reads_nothing_and_writes_much() -> None:
+    command = python("import sys; sys.stdout.write('x' * (1 << 22) + 'end')")
+    ended = run(command=command, stdin="task")
+    assert ended.end == "done" and len(ended.output) == 1 << 16 and ended.output.endswith("xend")
+
+
+def test_a_program_ends_with_its_session_and_all_that_it_has_started(tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    code = (
+        "import os, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        f"open({str(note)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); time.sleep(600)"
+    )
+    ended = run(command=python(code), deadline_s=1.5)
+    assert (ended.end, ended.note) == ("deadline", "it was not over after 1.5 s")
+    for pid in map(int, note.read_text().split()):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+
+
+def test_a_child_that_holds_the_output_does_not_hold_the_session() -> None:
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '600']); print('done')"
+    began = time.monotonic()
+    ended = run(command=python(code))
+    assert ended.end == "done" and ended.output == "done\n"
+    assert time.monotonic() - began < 15
+
+
+def blocking(task: Any, model: Model, worth: float = 1.0) -> float:
+    assert model.api_key == URL.key and model.base_url.endswith("/v1")
+    time.sleep(0.01)
+    return worth
+
+
+async def not_blocking(task: Any, model: Model, worth: float = 1.0) -> float:
+    return worth
+
+
+def gives_up(task: Any, model: Model) -> float:
+    raise AgentFailedError("no idea")
+
+
+@pytest.mark.parametrize("name", ["blocking", "not_blocking"])
+def test_a_function_may_block(name: str) -> None:
+    ended = run(function=f"{__name__}:{name}", arguments={"worth": 0.25})
+    assert (ended.end, ended.reward) == ("done", 0.25)
+
+
+def test_a_function_may_say_that_the_agent_failed() -> None:
+    ended = run(function=f"{__name__}:gives_up")
+    assert ended.end == "agent_error" and "no idea" in ended.note
+
+
+def test_without_a_url_the_model_says_how_to_get_one() -> None:
+    with pytest.raises(UnsupportedError, match=r"set environment\.url: true"):
+        _ = Model(Silent()).base_url
+    assert run(url=None, function=f"{__name__}:blocking").end == "env_error"
+
+
+def test_columns_of_a_command() -> None:
+    assert command_columns(["a", "--x={prompt}{n}", "{}", "{n}"]) == ["n", "prompt"]
+
+
+def test_secrets_and_rays_variables_are_not_passed() -> None:
+    process = {"HF_TOKEN": "1", "RAY_ADDRESS": "2", "ASYNCRL_RUNS": "3", "HOME": "4"}
+    assert program_environment(process, {"MY_TOKEN": "5"}) == {"HOME": "4", "MY_TOKEN": "5"}

@@ -1,0 +1,117 @@
+"""Runs of sessions with a KL term, with everything real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from independent_audit import wrong
+from test_session_run import paths
+from transformers import AutoModelForCausalLM
+
+import asyncrl
+from asyncrl.run.audit import audit, audit_text
+from jobs.guess.task import make_data, make_model
+
+STEPS, GROUPS, SAMPLES = 3, 4, 4
+COEF = 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"advantage": "rloo", "kl_coef": COEF, "kl_estimator": "k1"},
+        {"kl_loss_coef": COEF, "ref_update_interval": 2},
+    ],
+    ids=["reward", "loss"],
+)
+def test_sessions_are_compared_with_the_reference_policy(
+    start_run: Callable[..., Any], tmp_path: Path, algorithm: dict[str, Any]
+) -> None:
+    make_model(tmp_path / "model", seed=0)
+    make_data(tmp_path, seed=0)
+    changes = {
+        "max_steps": STEPS,
+        "model.path": str(tmp_path / "model"),
+        "data": {
+            "train": str(tmp_path / "train.parquet"),
+            "max_prompt_length": 16,
+            "max_length": 120,
+        },
+        "environment": {"function": "branching_sessions:branches", "processes": 1},
+        "reward": {
+            "functions": {"env": {"function": "asyncrl.rewards.builtin:environment"}},
+            "processes": 1,
+        },
+        "rollout": {
+            "rollout_batch_size": GROUPS,
+            "n_samples_per_prompt": SAMPLES,
+            "max_completion_length": 12,
+        },
+        "algorithm": algorithm,
+        "eval": {},
+        "checkpoint.every_steps": 0,
+    }
+    started = start_run(changes)
+    assert started.wait() == 0, started.output
+    directory = tmp_path / "runs" / "run"
+    run = asyncrl.open_run(directory)
+    checks = audit(run)
+    assert all(check.passed for check in checks), audit_text(checks)
+    assert wrong(directory) == []
+    steps = [record for record in run.records("step") if record["applied"]]
+    assert len(steps) == STEPS
+    # The weights move away from the reference, and sampled tokens are compared with it.
+    divergences = [step["kl"] for step in steps]
+    assert all(np.isfinite(divergences)) and max(divergences) > 0, divergences
+    rows = run.groups().to_pylist()
+    assert_reference(tmp_path / "model", rows)
+    versions = {row["reference_version"] for row in rows}
+    assert versions >= {0, 2} if "ref_update_interval" in algorithm else versions == {0}
+    for row in rows:
+        assert set(row["status"]) == {"ok"}
+        assert row["turn_status"].count("orphan") == SAMPLES
+        assert len(row["turn_status"]) == 5 * SAMPLES
+        for index in range(SAMPLES):
+            divergence = kl(row, index) if "kl_coef" in algorithm else 0.0
+            expected = row["session_reward"][index] - COEF * divergence
+            assert row["reward"][index] == pytest.approx(expected, abs=1e-4)
+
+
+def kl(row: dict[str, Any], trajectory: int) -> float:
+    """The divergence of a session by its trained tokens, in nats."""
+    names = ("logprobs", "reference_logprobs", "loss_mask")
+    ours, theirs, mask = (np.array(row[name][trajectory]) for name in names)
+    return float((ours - theirs)[mask == 1].sum())
+
+
+def assert_reference(model_path: Path, rows: list[dict[str, Any]]) -> None:
+    """What the first reference policy gave to each turn is what transformers computes after its
+    tokens; an orphan has 0."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    later = 0
+    for row in rows:
+        if row["reference_version"] != 0:
+            continue
+        begins = [0] * SAMPLES
+        for (trajectory, before, ids, _, _), status in zip(
+            paths(row), row["turn_status"], strict=True
+        ):
+            begin = begins[trajectory]
+            begins[trajectory] += len(ids)
+            found = np.array(row["reference_logprobs"][trajectory][begin : begin + len(ids)])
+            if status != "ok":
+                assert not found.any()
+                continue
+            with torch.no_grad():
+                logits = model(torch.tensor([[*before, *ids]])).logits[0, len(before) - 1 : -1]
+            known = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].numpy()
+            np.testing.assert_allclose(found, known, atol=1e-4)
+            later += len(before) > 30
+    assert later > GROUPS * SAMPLES
