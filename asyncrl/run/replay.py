@@ -337,5 +337,5 @@ def _line(one: Replayed) -> str:
         return f"{head}DIFFERS: {one.difference}"
     same = f"{head}{one.turns} turns as recorded, "
     if one.replayed is None or one.recorded.end in CUT_OFF:
-        return f"{same}until the run ended it ({one.recorded.end}); the end is not compared"
+        return f"{same}until it was cut off ({one.recorded.end}); the end is not compared"
     return f"{same}ends with {_end_text(one.replayed)}"
