@@ -31,7 +31,7 @@ ABSENT = (
     "tool_calls",
 )
 """Fields that openai's models always have."""
-REFUSED = ("response_format", "functions", "function_call", "audio", "modalities", "prediction")
+REFUSED = ("functions", "function_call", "audio", "modalities")
 """Arguments without which the answer would not be what the agent asked for."""
 
 
@@ -170,6 +170,10 @@ class _Completions:
         max_tokens: int | None = None,
         max_completion_tokens: int | None = None,
         stream: bool | None = False,
+        stop: str | Sequence[str] | None = None,
+        logprobs: bool | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         **more: Any,
     ) -> Any:
         """Take a turn. Returns a chat completion, or an async iterator of its chunks with
@@ -181,7 +185,7 @@ class _Completions:
         """
         self._check_numbers(n, max_tokens, max_completion_tokens)
         extra_headers = dict(more.pop("extra_headers", None) or {})
-        self._check(more, tools)
+        self._check(more, tool_choice)
         chat = [
             message.model_dump() if isinstance(message, Reply) else message for message in messages
         ]
@@ -193,7 +197,17 @@ class _Completions:
             (str(value) for name, value in extra_headers.items() if name.lower() == RETRY_KEY), None
         )
         answers = await self._session.chat(
-            ChatRequest(chat, tools or None, n or 1, max_completion_tokens or max_tokens, key)
+            ChatRequest(
+                chat,
+                tools or None,
+                n or 1,
+                max_completion_tokens or max_tokens,
+                key,
+                _stops(stop),
+                bool(logprobs),
+                _schema(response_format),
+                tool_choice != "none",
+            )
         )
         self._answers += 1
         head = {
@@ -212,18 +226,40 @@ class _Completions:
             if value is not None and (type(value) is not int or value < 1):
                 raise UnsupportedError(f"{value!r} is not a number of choices or tokens above 0")
 
-    def _check(self, more: Mapping[str, Any], tools: object) -> None:
+    def _check(self, more: Mapping[str, Any], tool_choice: object) -> None:
         for name, value in more.items():
             if value is None or name in WITHOUT_EFFECT:
                 continue
             if name in REFUSED:
                 raise UnsupportedError(f"{name} is not supported in a session; leave it out")
-            if name == "tool_choice" and value != "auto" and (value != "none" or tools):
-                raise UnsupportedError(
-                    f"tool_choice = {value!r} is not supported in a session; use 'auto'"
-                )
-            if name != "tool_choice":
-                self._overridden[name] += 1
+            self._overridden[name] += 1
+        # A forced call would not be the policy's.
+        if tool_choice not in (None, "auto", "none"):
+            self._overridden["tool_choice"] += 1
+
+
+def _stops(given: object) -> tuple[str, ...]:
+    stops = (given,) if isinstance(given, str) else given or ()
+    if not isinstance(stops, Sequence) or not all(isinstance(one, str) and one for one in stops):
+        raise UnsupportedError(f"stop = {str(given)[:80]!r} is neither a text nor a list of texts")
+    return tuple(stops)
+
+
+def _schema(form: object) -> Mapping[str, Any] | None:
+    """The JSON schema of a response_format."""
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if form is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    named = form.get("json_schema") if isinstance(form, Mapping) else None
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    if kind != "json_schema" or not isinstance(schema, Mapping):
+        raise UnsupportedError(
+            f"response_format = {str(form)[:80]!r} is not supported; use text, json_object, or"
+            " json_schema with a schema"
+        )
+    return schema
 
 
 def _message(answer: Answer) -> Reply:
@@ -262,12 +298,20 @@ def _completion(head: Mapping[str, Any], answers: Sequence[Answer]) -> Reply:
                 index=index,
                 message=_message(answer),
                 finish_reason=_finish_reason(answer),
-                logprobs=None,
+                logprobs=_logprobs(answer),
             )
             for index, answer in enumerate(answers)
         ],
         usage=_usage(answers),
     )
+
+
+def _logprobs(answer: Answer) -> Reply | None:
+    """The log-prob of each sampled token, if they were asked for."""
+    if not answer.tokens:
+        return None
+    content = [Reply(token=text, logprob=value, top_logprobs=[]) for text, value in answer.tokens]
+    return Reply(content=content, refusal=None)
 
 
 def _usage(answers: Sequence[Answer]) -> Reply:

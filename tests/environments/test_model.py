@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,8 +107,9 @@ def test_sampling_of_the_agents_own_is_counted_and_has_no_effect() -> None:
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
-        ({"tool_choice": "required"}, "tool_choice = 'required' is not supported"),
+        ({"response_format": {"type": "xml"}}, r"response_format = .* is not supported"),
+        ({"response_format": {"type": "json_schema"}}, r"response_format = .* is not supported"),
+        ({"stop": [""]}, r"stop = .* is neither a text nor a list of texts"),
         ({"functions": []}, "functions is not supported"),
     ],
 )
@@ -168,3 +170,31 @@ def test_answers_can_be_changed_as_openais_can() -> None:
     assert completion.system_fingerprint is None
     with pytest.raises(AttributeError):
         _ = completion.no_such_field
+
+
+def test_a_request_says_how_its_answer_must_be() -> None:
+    class Keeps(FakeSession):
+        async def chat(self, request: ChatRequest) -> list[Answer]:
+            self.asked = request
+            (answer,) = await super().chat(request)
+            return [replace(answer, tokens=(("a", -0.5),))]
+
+    session = Keeps(said)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    body = {"messages": USER, "tool_choice": "none", "logprobs": True}
+    answer = create(session, stop="END", response_format=form, **body)
+    assert (session.asked.stop, session.asked.schema) == (("END",), schema)
+    assert not session.asked.calls and session.asked.logprobs
+    (token,) = answer.choices[0].logprobs.content
+    assert (token.token, token.logprob) == ("a", -0.5)
+    create(session, stop=["a", "b"], response_format={"type": "json_object"}, **body)
+    assert (session.asked.stop, session.asked.schema) == (("a", "b"), {"type": "object"})
+
+
+def test_a_forced_tool_call_is_overridden() -> None:
+    session = FakeSession(called)
+    model = Model(session)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    asyncio.run(model.chat.completions.create(messages=USER, tools=tools, tool_choice="required"))
+    assert model.overridden == {"tool_choice": 1}

@@ -8,8 +8,8 @@ from typing import Any
 
 
 async def branches(task: Mapping[str, Any], model: Any) -> float:
-    """Asks, takes the second of two answers to the next question, and goes on. Then it asks something
-    else after the first answer. The reward is the share of digits in the answers."""
+    """Asks, takes the second of two answers to the next question, and goes on. Then it asks another
+    question after the first answer. The reward is the share of digits in the answers."""
     create = model.chat.completions.create
     start: list[Any] = [{"role": "user", "content": str(task["low"])}]
     first = (await create(messages=start)).choices[0].message
