@@ -8,7 +8,7 @@ from typing import Any
 
 
 async def branches(task: Mapping[str, Any], model: Any) -> float:
-    """Asks, takes the second of two answers to the next question, and goes on. Then it asks something
+    """Asks, takes the second of two answers to the next question, and goes on. Then asks something
     else after the first answer. The reward is the share of digits in the answers."""
     create = model.chat.completions.create
     start: list[Any] = [{"role": "user", "content": str(task["low"])}]
