@@ -1007,9 +1007,9 @@ class AlgorithmConfig(Section):
     """Least reward of a completion in the next-token loss of ce_coef."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Subtract this times the trajectory's KL divergence from the reference policy, summed over its
-    tokens, from the reward. Needs kl_estimator: k1, the only estimator with the right gradient in
-    the reward. Needs advantage: dr_grpo, rloo, opo or reinforce_plus_plus_baseline, because
-    dividing by the rewards' std would undo the coefficient. Not with kl_loss_coef or
+    trained tokens, from the reward. Needs kl_estimator: k1, the only estimator with the right
+    gradient in the reward. Needs advantage: dr_grpo, rloo, opo or reinforce_plus_plus_baseline,
+    because dividing by the rewards' std would undo the coefficient. Not with kl_loss_coef or
     filter_zero_variance."""
     kl_loss_coef: float = Field(default=0.0, ge=0)
     """Add this times the KL divergence from the reference policy to the loss, aggregated like the

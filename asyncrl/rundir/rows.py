@@ -16,6 +16,7 @@ from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.contracts.rows import (
     COLUMNS,
     FINISH_REASONS,
+    REFERENCE_COLUMN,
     REFERENCE_VERSION_COLUMN,
     SCORED_COLUMNS,
     STATUSES,
@@ -356,6 +357,18 @@ def _not_finite_or_positive_logprobs(table: pa.Table, lengths: np.ndarray) -> np
     return np.asarray(found & _ok(table))
 
 
+def _odd_reference(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
+    """Trajectories with status ok whose log-probs by the reference policy or a teacher are not one
+    finite number for each token. Tables in which some group has none are not checked."""
+    if REFERENCE_COLUMN not in table.column_names or table[REFERENCE_COLUMN].null_count:
+        return np.zeros(len(lengths), bool)
+    counts = _token_counts(table, REFERENCE_COLUMN)
+    found = counts != lengths
+    owner = np.repeat(np.arange(len(counts)), counts)
+    found[owner[~np.isfinite(_flat(table, REFERENCE_COLUMN))]] = True
+    return np.asarray(found & _ok(table))
+
+
 def _impossible_rewards(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     """Rewards and advantages that are NaN or infinite, and missing rewards of trajectories with
     status ok."""
@@ -397,6 +410,7 @@ FAULTS: Mapping[str, Callable[[pa.Table, np.ndarray], np.ndarray]] = {
     "overlapping or impossible version spans": _impossible_spans,
     "times that go back": _times_that_go_back,
     "invalid log-probs": _not_finite_or_positive_logprobs,
+    "invalid log-probs of the reference policy": _odd_reference,
     "rewards or advantages that are not numbers": _impossible_rewards,
     "an unknown status or finish reason": _unknown_words,
     "negative or missing token ids": _negative_tokens,

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from recorded import learner_config, state_without_model
@@ -23,6 +24,7 @@ from asyncrl.config import Config
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.nodes import ORPHAN, Node
 from asyncrl.contracts.rows import (
+    REFERENCE_LOGPROBS,
     Completion,
     Group,
     Prompt,
@@ -43,6 +45,7 @@ from asyncrl.rewards.reference_rows import ReferenceRows, reference_rows
 from asyncrl.rewards.score import attach_rewards, score_table
 from asyncrl.rewards.source import _with_reference, _with_teacher
 from asyncrl.rollout.sessions import Played, session_table
+from asyncrl.rundir.rows import read_rows
 
 TOP_K = 3
 COEF = 0.5
@@ -225,6 +228,25 @@ def test_a_row_that_is_not_scored_masks_its_session() -> None:
     lost = referred(row_values(asked)[1:])
     assert "4 rows of sessions got 3 answers" in lost["failure"][0].as_py()
     assert lost["reference_version"].to_pylist() == [None]
+
+
+def test_the_audit_notices_log_probs_that_do_not_fit(tmp_path: Path) -> None:
+    table = referred(row_values(reference_rows(rewarded())))
+    place = table.schema.get_field_index("reference_logprobs")
+    right = table["reference_logprobs"][0].as_py()
+    for index, values, odd in (
+        (0, right[0], False),
+        (0, right[0][1:], True),
+        (1, [*right[1][1:], math.nan], True),
+        (3, [math.nan] * len(right[3]), False),  # no token of it is trained
+    ):
+        changed = [*right[:index], values, *right[index + 1 :]]
+        column = pa.array([changed], REFERENCE_LOGPROBS)
+        pq.write_table(
+            table.set_column(place, "reference_logprobs", column), tmp_path / "groups.parquet"
+        )
+        (row,) = read_rows(tmp_path / "groups.parquet")
+        assert ("invalid log-probs of the reference policy" in row.faults) == odd
 
 
 def test_a_teacher_that_misses_a_row_masks_its_session_only() -> None:
