@@ -291,6 +291,8 @@ RENAMED = {
     "rollout_is_level": "algorithm.correction.truncation",
     "lam": "algorithm.gae_lambda",
     "lambd": "algorithm.gae_lambda",
+    "step_advantage_w": "algorithm.turn_coef",
+    "gigpo.step_advantage_w": "algorithm.turn_coef",
     "entropy_coeff": "algorithm.entropy_coef",
     "use_kl_loss": "algorithm.kl_loss_coef (0: none)",
     "use_kl_in_reward": "algorithm.kl_coef (0: none)",

@@ -20,7 +20,7 @@ __all__ = ["make_data", "make_model"]
 LOWS = range(10, 37)
 """First numbers of the ranges. All numbers have two digits."""
 HELD_OUT_LOWS = (13, 18, 24, 29, 33)
-GAMES = 32_000
+GAMES = 24_000
 UNEVEN = (0.1, 0.3)
 """Shares of the range that is left which mediocre players cut off."""
 LONGEST_GAME = 8
