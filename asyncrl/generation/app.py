@@ -5,6 +5,7 @@ build it the same way."""
 # against it only if it is a class.
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,6 +20,7 @@ from ray.serve.schema import ApplicationStatus
 
 from asyncrl.contracts.errors import EngineDiedError, GenerationTimeoutError, StaleReplicaError
 from asyncrl.contracts.messages import Generated, GenerateRequest, ReplicaStatus, WeightsId
+from asyncrl.generation.affinity import session_replica
 from asyncrl.generation.arguments import engine_environment
 from asyncrl.generation.followers import bundle
 from asyncrl.generation.replica import Generator
@@ -211,7 +213,7 @@ class ServeGenerate:
                 still retried.
         """
         self._handle, self._lost = handle, lost
-        self._calls = SharedCalls(handle)
+        self._calls = SharedCalls(handle, lambda request: session_replica(handle, request))
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Return the request's completions.
@@ -221,9 +223,12 @@ class ServeGenerate:
             StaleReplicaError: the replica that the request names cannot answer it any more.
         """
 
+        tries = itertools.count(request.tries)
+
         async def once(left: float) -> Generated:
+            asked = replace(request, deadline_s=left, tries=next(tries))
             try:
-                return await self._calls.generate(replace(request, deadline_s=left))
+                return await self._calls.generate(asked)
             except DIED as error:
                 self._lost(request, error)
                 raise

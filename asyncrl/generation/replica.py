@@ -30,10 +30,10 @@ from asyncrl.contracts.messages import (
     StreamPiece,
     WeightsId,
 )
+from asyncrl.generation.affinity import FULL, HELD, WEIGHTS
 from asyncrl.generation.engine import Engine, Update
 from asyncrl.generation.followers import Followers
 from asyncrl.generation.rendezvous import Meeting, use_own_address
-from asyncrl.generation.router import HELD, WEIGHTS
 from asyncrl.generation.settings import GeneratorApp, registry_name
 from asyncrl.runtime.clock import steady_time
 from asyncrl.runtime.many_calls import Answers, Calls
@@ -264,6 +264,7 @@ class Generator:
         weights = self.weights
         return {
             HELD: self.held,
+            FULL: self.engine.stats.waiting >= self.settings.max_num_seqs,
             WEIGHTS: (
                 None if weights is None else (weights.run_id, weights.attempt, weights.version)
             ),
