@@ -56,7 +56,7 @@ class Maker:
         spans = (VersionSpan(0, 0, len(self.ids)),)
         self.completion = Completion(self.ids, (-1.0,) * len(self.ids), spans, "stop", "text")
 
-    async def generate(self, request: TurnRequest) -> list[Sampled]:
+    async def generate(self, request: TurnRequest, heard: object = None) -> list[Sampled]:
         if self.wait is not None:
             await self.wait.wait()
         self.turns += request.n

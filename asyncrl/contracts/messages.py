@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import ray
 
 __all__ = [
+    "Accepted",
     "Details",
     "EngineLoad",
     "Finished",
@@ -364,6 +365,9 @@ class GenerateRequest:
     tries: int = 0
     """Tries of this request that a replica could not answer. With a session, each makes another
     replica the first choice."""
+    continued: int = 0
+    """Last tokens of `prompt_ids` that another replica has sampled for this completion before it
+    died. A streamed text begins with theirs, and the tokens do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +389,17 @@ class Generated:
     blocks, and not the prompt's last token."""
     cache_block: int = 0
     """Tokens of a block of that cache; 0 without a prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A replica has accepted a request whose completion it sends in pieces."""
+
+    replica: str
+    version: int
+    """Of its weights at that moment."""
+    at: float
+    """By its process's `steady_time`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +438,8 @@ class StreamPiece:
     """Set on the last piece."""
     versions: tuple[VersionSpan, ...] = ()
     """Set on the last piece, for the whole completion."""
+    cached_tokens: int = 0
+    """Set on the last piece, see `Generated.cached_tokens`."""
     prompt: Tokens | None = None
     """Set on the first piece, if requested."""
 

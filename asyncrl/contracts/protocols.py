@@ -3,9 +3,9 @@ fake in `asyncrl.testing`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from asyncrl.contracts.messages import (
     Finished,
@@ -23,6 +23,7 @@ from asyncrl.contracts.state import State
 __all__ = [
     "Checkpoints",
     "Generate",
+    "Heard",
     "Learner",
     "PromptSource",
     "ReferencePolicy",
@@ -210,11 +211,18 @@ class Checkpoints(Protocol):
         ...
 
 
+Heard: TypeAlias = Callable[[int, str], None]
+"""Is called with the index of a completion and its new text."""
+
+
 class Generate(Protocol):
     """One generator, or several behind a router."""
 
-    async def generate(self, request: GenerateRequest) -> Generated:
+    async def generate(self, request: GenerateRequest, heard: Heard | None = None) -> Generated:
         """Generate the completions of one request.
+
+        Args:
+            heard: called with the text of each completion as it comes, and with none of it twice.
 
         Raises:
             StaleReplicaError: no replica could serve the requested version.

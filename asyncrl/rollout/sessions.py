@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.messages import EngineLoad, Generated
+from asyncrl.contracts.protocols import Heard
 from asyncrl.contracts.rows import SESSION_COLUMNS, TURN_COLUMNS, Completion, Prompt, Trajectory
 from asyncrl.contracts.session_table import flat_completion, turns_of_group
 from asyncrl.environments.attempt import Ended
@@ -56,8 +57,9 @@ class Played:
         return Trajectory(*flat_completion(self.session.nodes, self.text))
 
 
-Generates = Callable[[TurnRequest, int, str], "Coroutine[None, None, Generated]"]
-"""Generates the completions of a turn, with this seed, for the session of this name."""
+Generates = Callable[[TurnRequest, int, str, Heard | None], "Coroutine[None, None, Generated]"]
+"""Generates the completions of a turn, with this seed, for the session of this name, and for one
+who hears their text as it comes."""
 
 
 def turn_seed(seed: int, ordinal: int, sample: int, retry: int, turn: int, attempt: int) -> int:
@@ -164,10 +166,10 @@ class _Turns:
         self.unparsed += not parsed
         return message
 
-    async def generate(self, request: TurnRequest) -> Sequence[Sampled]:
+    async def generate(self, request: TurnRequest, heard: Heard | None = None) -> Sequence[Sampled]:
         expected = self.prefixes.expected(request.prompt_ids)
         seed = self._seed(request.turn, request.attempt)
-        generated = await self._generate(request, seed, self._session)
+        generated = await self._generate(request, seed, self._session, heard)
         if len(generated.completions) != request.n:
             raise RuntimeError(
                 f"replica {generated.replica} returned {len(generated.completions)} completions,"

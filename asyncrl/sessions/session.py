@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from asyncrl.contracts.nodes import ORPHAN, Node
+from asyncrl.contracts.protocols import Heard
 from asyncrl.contracts.rows import Completion
 from asyncrl.sessions.answers import Answer, ContextTooLongError, SessionClosedError
 from asyncrl.sessions.messages import Chat, ChatDigests
@@ -146,7 +147,12 @@ class Sampled:
 class TurnGenerator(Protocol):
     """Samples the completions of a turn."""
 
-    async def generate(self, request: TurnRequest) -> Sequence[Sampled]: ...
+    async def generate(self, request: TurnRequest, heard: Heard | None = None) -> Sequence[Sampled]:
+        """
+        Args:
+            heard: see `Generate.generate`.
+        """
+        ...
 
 
 ReadMessage = Callable[[Sequence[int], Completion, "Sequence[Schema] | None"], Message]
@@ -201,6 +207,7 @@ class Session:
         n: int = 1,
         max_tokens: int | None = None,
         key: str | None = None,
+        heard: Heard | None = None,
     ) -> list[Answer]:
         """Answer a chat with n turns.
 
@@ -208,6 +215,8 @@ class Session:
             max_tokens: most tokens of an answer; None: as many as fit.
             key: names a request that a client may send again. The second one gets the answers of
                 the first, also while they are sampled. Without a key, it is another attempt.
+            heard: called with the text of each answer as it comes, for the first of several
+                requests with the same key.
 
         Raises:
             SessionClosedError: the session has ended.
@@ -218,9 +227,9 @@ class Session:
         if self._closed is not None:
             raise SessionClosedError(self._closed)
         if key is None:
-            return await self._answer(messages, tools, n, max_tokens)
+            return await self._answer(messages, tools, n, max_tokens, heard)
         if key not in self._answers:
-            task = asyncio.ensure_future(self._answer(messages, tools, n, max_tokens))
+            task = asyncio.ensure_future(self._answer(messages, tools, n, max_tokens, heard))
             task.add_done_callback(lambda done: self._forget_failed(key, done))
             self._answers[key] = task
         # A client that leaves does not end what its retry will ask for.
@@ -247,6 +256,7 @@ class Session:
         tools: Sequence[Schema] | None,
         n: int,
         max_tokens: int | None,
+        heard: Heard | None,
     ) -> list[Answer]:
         if not messages:
             raise MessagesError("a request needs at least one message")
@@ -273,7 +283,8 @@ class Session:
                 self.tree.turns_to(before),
                 attempt,
                 self.tree.newest_version(before),
-            )
+            ),
+            heard,
         )
         answers = [self._add(context, one, chat, tools, prompt_ids) for one in sampled]
         self._last = messages, answers[0].message

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from asyncrl.contracts.protocols import Heard
 from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.sessions.session import Sampled, TurnRequest
 from asyncrl.text.tokenizer import decode
@@ -41,7 +42,7 @@ class FakeTurnGenerator:
         self.requests: list[TurnRequest] = []
         self._answers = 0
 
-    async def generate(self, request: TurnRequest) -> Sequence[Sampled]:
+    async def generate(self, request: TurnRequest, heard: Heard | None = None) -> Sequence[Sampled]:
         self.requests.append(request)
         if request.min_version is not None and self.version < request.min_version:
             raise AssertionError(
@@ -52,6 +53,9 @@ class FakeTurnGenerator:
         await asyncio.sleep(self._latency(first))
         if self._fails(first):
             raise RuntimeError(f"answer {first} failed")
+        for index, answer in enumerate(answers if heard is not None else ()):
+            if heard is not None:
+                heard(index, answer.completion.text)
         return answers
 
     def _sampled(self, number: int, max_tokens: int) -> Sampled:
