@@ -43,9 +43,10 @@ from asyncrl.agents.errors import as_agent_error, error_body, error_event
 from asyncrl.agents.events import EventStream
 from asyncrl.agents.heard import CertainText, parts_of
 from asyncrl.agents.retries import Attempts
+from asyncrl.contracts.heard import Heard
 from asyncrl.runtime.clock import steady_time
 from asyncrl.runtime.connection import ClientLeftError, while_connected
-from asyncrl.sessions.answers import Answer, ChatRequest, Heard
+from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.template import Message
 
 __all__ = ["LARGEST_BODY", "agent_app"]

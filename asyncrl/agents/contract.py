@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from asyncrl.sessions.answers import Answer, ChatRequest, Heard
+from asyncrl.contracts.heard import Heard
+from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.template import Message
 
 __all__ = ["AgentError", "AgentSession", "AgentSessions", "Dialect", "Event", "HeardText", "Part"]

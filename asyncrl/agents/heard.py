@@ -7,7 +7,8 @@ import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from asyncrl.agents.contract import HeardText, Part
-from asyncrl.sessions.answers import Answer, Heard
+from asyncrl.contracts.heard import Heard
+from asyncrl.sessions.answers import Answer
 
 __all__ = ["CertainText", "parts_of"]
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import ray
 
 __all__ = [
+    "Accepted",
     "Details",
     "EngineLoad",
     "Finished",
@@ -364,8 +365,15 @@ class GenerateRequest:
     `min_weights`. None = any replica."""
     session: str | None = None
     """Names the session that the request is a turn of. It may use the KV cache that earlier turns
-    of the session filled with the same weights. None = its completions share no cache with those
-    of other requests under `generator.in_flight: keep`."""
+    of the session filled with the same weights, and goes to the same replica as they if it can.
+    None = its completions share no cache with those of other requests under
+    `generator.in_flight: keep`."""
+    tries: int = 0
+    """Tries of this request that a replica could not answer. With a session, each makes another
+    replica the first choice."""
+    continued: int = 0
+    """Last tokens of `prompt_ids` that another replica has sampled for this completion before it
+    died. A streamed text begins with theirs, and the tokens do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +395,17 @@ class Generated:
     blocks, and not the prompt's last token."""
     cache_block: int = 0
     """Tokens of a block of that cache; 0 without a prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A replica has accepted a request whose completion it sends in pieces."""
+
+    replica: str
+    version: int
+    """Of its weights at that moment."""
+    at: float
+    """By its process's `steady_time`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,6 +444,8 @@ class StreamPiece:
     """Set on the last piece."""
     versions: tuple[VersionSpan, ...] = ()
     """Set on the last piece, for the whole completion."""
+    cached_tokens: int = 0
+    """Set on the last piece, see `Generated.cached_tokens`."""
     prompt: Tokens | None = None
     """Set on the first piece, if requested."""
 

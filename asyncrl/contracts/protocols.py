@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.messages import (
     Finished,
     Generated,
@@ -213,8 +214,11 @@ class Checkpoints(Protocol):
 class Generate(Protocol):
     """One generator, or several behind a router."""
 
-    async def generate(self, request: GenerateRequest) -> Generated:
+    async def generate(self, request: GenerateRequest, heard: Heard | None = None) -> Generated:
         """Generate the completions of one request.
+
+        Args:
+            heard: called with the text of each completion as it comes, and with none of it twice.
 
         Raises:
             StaleReplicaError: no replica could serve the requested version.

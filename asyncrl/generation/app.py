@@ -5,10 +5,12 @@ build it the same way."""
 # against it only if it is a class.
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from ray import serve
@@ -18,15 +20,19 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus
 
 from asyncrl.contracts.errors import EngineDiedError, GenerationTimeoutError, StaleReplicaError
+from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.messages import Generated, GenerateRequest, ReplicaStatus, WeightsId
+from asyncrl.generation.affinity import session_replica
 from asyncrl.generation.arguments import engine_environment
 from asyncrl.generation.followers import bundle
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.router import VersionRouter
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.generation.shared_calls import SharedCalls
+from asyncrl.generation.streamed import StreamedCompletion
 from asyncrl.runtime.ray_objects import DEATHS
 from asyncrl.runtime.serve_calls import Handle, ask_all
+from asyncrl.runtime.together import together
 
 __all__ = [
     "ServeGenerate",
@@ -211,19 +217,29 @@ class ServeGenerate:
                 still retried.
         """
         self._handle, self._lost = handle, lost
-        self._calls = SharedCalls(handle)
+        self._calls = SharedCalls(handle, lambda request: session_replica(handle, request))
 
-    async def generate(self, request: GenerateRequest) -> Generated:
+    async def generate(self, request: GenerateRequest, heard: Heard | None = None) -> Generated:
         """Return the request's completions.
+
+        Args:
+            heard: called with the index of a completion and its new text, as text comes. A request
+                without a baseline is sent as one for each completion. If a replica dies, another
+                one continues from the tokens that have come.
 
         Raises:
             GenerationTimeoutError: no replica answered within `request.deadline_s` seconds.
             StaleReplicaError: the replica that the request names cannot answer it any more.
         """
+        if heard is not None:
+            return await self._stream(request, heard)
+
+        tries = itertools.count(request.tries)
 
         async def once(left: float) -> Generated:
+            asked = replace(request, deadline_s=left, tries=next(tries))
             try:
-                return await self._calls.generate(replace(request, deadline_s=left))
+                return await self._calls.generate(asked)
             except DIED as error:
                 self._lost(request, error)
                 raise
@@ -237,6 +253,35 @@ class ServeGenerate:
             raise StaleReplicaError(
                 f"replica {request.replica} cannot answer any more: {why}"
             ) from None
+
+    async def _stream(self, request: GenerateRequest, heard: Heard) -> Generated:
+        """The completions of a request without a baseline. Raises as `generate` does."""
+
+        async def choice(index: int) -> Generated:
+            seed = None if request.seed is None else request.seed + index
+            streamed = StreamedCompletion(
+                self._handle, replace(request, n=1, seed=seed), partial(heard, index)
+            )
+            tries = itertools.count(request.tries)
+
+            async def once(left: float) -> Generated:
+                try:
+                    return await streamed.ask(left, next(tries))
+                except DIED as error:
+                    self._lost(request, error)
+                    raise
+
+            retried = UNABLE if request.replica is None else ()
+            return await self._ask(request.deadline_s, once, retried)
+
+        answers = await together(choice(index) for index in range(request.n))
+        return replace(
+            answers[-1],
+            completions=tuple(answer.completions[0] for answer in answers),
+            started_at=min(answer.started_at for answer in answers),
+            finished_at=max(answer.finished_at for answer in answers),
+            cached_tokens=tuple(answer.cached_tokens[0] for answer in answers),
+        )
 
     async def logprobs(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None

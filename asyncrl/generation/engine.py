@@ -14,7 +14,7 @@ import itertools
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict, cast
@@ -326,13 +326,15 @@ class Engine:
         self, request: GenerateRequest, details: Details
     ) -> AsyncGenerator[StreamPiece]:
         """Yield one completion (`request.n` is 1) in pieces, as the engine generates it. With
-        `max_tokens` 0 the engine only reads the prompt. Closing the stream aborts the request.
+        `max_tokens` 0 the engine only reads the prompt. Closing the stream aborts the request. The
+        text includes that of the request's `continued` tokens.
 
         Raises:
             The errors of `generate`, also between two pieces.
         """
         self._refuse_long(request)
         text = TextStream(self._tokenizer, self._stops(request).strings)
+        before = text.add(request.prompt_ids[len(request.prompt_ids) - request.continued :])
         deadline = time.monotonic() + request.deadline_s
         try:
             async with asyncio.timeout(request.deadline_s):
@@ -345,7 +347,9 @@ class Engine:
             outputs_of = self._outputs(request, details, adapter, deadline)
             async with contextlib.aclosing(outputs_of) as outputs:
                 async for output in outputs:
-                    yield to_piece(output, request, text, details, version)
+                    piece = to_piece(output, request, text, details, version)
+                    yield replace(piece, text=before + piece.text) if before else piece
+                    before = ""
 
     def _refuse_long(self, request: GenerateRequest) -> None:
         longest = self.max_model_len

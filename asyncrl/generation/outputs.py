@@ -72,11 +72,13 @@ def to_piece(
         else None
     )
     if not request.max_tokens:
-        return StreamPiece(Tokens((), ()), "", "length", (), prompt)
+        return StreamPiece(Tokens((), ()), "", "length", prompt=prompt)
     added = text.add(completion.token_ids, output.finished)
-    versions = _spans(completion, text.tokens, version) if output.finished else ()
+    made = text.tokens - request.continued
+    versions = _spans(completion, made, version) if output.finished else ()
+    cached = (output.num_cached_tokens or 0) if output.finished else 0
     tokens = _tokens(completion.token_ids, completion.logprobs, details)
-    return StreamPiece(tokens, added, finish_reason, versions, prompt)
+    return StreamPiece(tokens, added, finish_reason, versions, cached, prompt)
 
 
 def version_spans(labels: Sequence[WeightVersionSpan], tokens: int) -> tuple[VersionSpan, ...]:

@@ -21,6 +21,7 @@ from asyncrl.contracts.errors import (
     StaleReplicaError,
 )
 from asyncrl.contracts.messages import (
+    Accepted,
     Details,
     Generated,
     GenerateRequest,
@@ -30,10 +31,11 @@ from asyncrl.contracts.messages import (
     StreamPiece,
     WeightsId,
 )
+from asyncrl.contracts.rows import Completion
+from asyncrl.generation.affinity import FULL, HELD, WEIGHTS
 from asyncrl.generation.engine import Engine, Update
 from asyncrl.generation.followers import Followers
 from asyncrl.generation.rendezvous import Meeting, use_own_address
-from asyncrl.generation.router import HELD, WEIGHTS
 from asyncrl.generation.settings import GeneratorApp, registry_name
 from asyncrl.runtime.clock import steady_time
 from asyncrl.runtime.many_calls import Answers, Calls
@@ -216,6 +218,50 @@ class Generator:
             async for piece in pieces:
                 yield piece
 
+    async def stream_turn(
+        self, request: GenerateRequest
+    ) -> AsyncIterator[Accepted | StreamPiece | Generated]:
+        """One completion (`request.n` is 1) in pieces, with weights as for `generate`. The last
+        item is what `generate` returns, with the tokens and the text of all pieces and the last
+        ones.
+
+        Raises:
+            The errors of `generate`, also between two pieces.
+        """
+        if request.replica is not None:
+            self._refuse_unless_exact(request)
+        elif not self._has(request.min_weights):
+            await self._catch_up_for(request.min_weights)
+        accepted = Accepted(self.replica, self.engine.version, steady_time())
+        yield accepted
+        ids, logprobs, texts = list[int](), list[float](), list[str]()
+        pieces_of = self.engine.stream(request, Details())
+        async with contextlib.aclosing(pieces_of) as pieces, self._dropped_with(request):
+            async for piece in pieces:
+                ids += piece.tokens.ids
+                # Only a prompt's first token has none.
+                logprobs += [one for one in piece.tokens.logprobs if one is not None]
+                texts.append(piece.text)
+                if piece.finish_reason is None:
+                    yield piece
+        yield Generated(
+            (
+                Completion(
+                    tuple(ids),
+                    tuple(logprobs),
+                    piece.versions,
+                    piece.finish_reason or "",
+                    "".join(texts),
+                ),
+            ),
+            self.replica,
+            accepted.at,
+            steady_time(),
+            self.engine.stats.load(self.replica),
+            cached_tokens=(piece.cached_tokens,),
+            cache_block=self.engine.cache_block,
+        )
+
     async def logprobs(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None
     ) -> tuple[str, list[tuple[float, ...]]]:
@@ -264,6 +310,7 @@ class Generator:
         weights = self.weights
         return {
             HELD: self.held,
+            FULL: self.engine.stats.waiting >= self.settings.max_num_seqs,
             WEIGHTS: (
                 None if weights is None else (weights.run_id, weights.attempt, weights.version)
             ),
@@ -440,6 +487,19 @@ class Generator:
                 f"replica {self.replica} dropped the request for {weights}: that attempt has ended"
             )
         return task.result()
+
+    @contextlib.asynccontextmanager
+    async def _dropped_with(self, request: GenerateRequest) -> AsyncIterator[None]:
+        """Cancel this task if the attempt of the request ends in the meantime."""
+        task = asyncio.current_task()
+        if task is None or request.min_weights is None:
+            yield
+            return
+        self._pending[task] = request.min_weights
+        try:
+            yield
+        finally:
+            del self._pending[task]
 
     def _give_up(self, ended: Callable[[WeightsId], bool]) -> None:
         for task in [task for task, weights in self._pending.items() if ended(weights)]:

@@ -1,32 +1,35 @@
-"""The choice of a replica for a request: the replica that it names, or one that no evaluation
-holds."""
+"""The choice of a replica for a request: the replica that it names, the one that has its session's
+prefix, or one that no evaluation holds.
+
+Serve pickles this module's class with its globals, so state of the process must be elsewhere.
+"""
 
 from __future__ import annotations
 
 import random
-from typing import TypeAlias
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from asyncrl.contracts.messages import GenerateRequest, WeightsId
+from asyncrl.contracts.messages import GenerateRequest
+from asyncrl.generation.affinity import able_replicas, note_router, of_session
 
-__all__ = ["HELD", "WEIGHTS", "VersionRouter"]
-
-HELD, WEIGHTS = "held", "weights"
-"""Keys of a replica's routing stats: whether an evaluation holds it, and its weights."""
-
-Weights: TypeAlias = tuple[str, int, int]
-"""(run, attempt, version)"""
+__all__ = ["VersionRouter"]
 
 
 class VersionRouter(RequestRouter):
-    """Sends a call whose requests name a replica to that replica. Every other call goes to the one
-    of two random replicas that has fewer calls. Replicas that are held, or known to be behind the
-    version that is needed, are left out.
+    """Sends a call whose requests name a replica to that replica, and one of a session to the
+    session's (`asyncrl.generation.affinity`). Every other call goes to the one of two random
+    replicas that has fewer calls. Replicas that are held, or known to be behind the version that is
+    needed, are left out.
 
-    Serve's own router with a filter is not enough. It assigns a replica to the oldest waiting
-    request, which may not be the request that names it.
+    Serve's own routers are not enough. One with a filter assigns a replica to the oldest waiting
+    request, which may not be the request that names it. `ConsistentHashRouter` sends a retry to the
+    replica that has just failed, and knows no versions.
     """
+
+    def initialize_state(self, **kwargs: object) -> None:
+        """Called by Serve once the router can be used."""
+        note_router(self.app_name, self)
 
     async def choose_replicas(
         self,
@@ -40,23 +43,21 @@ class VersionRouter(RequestRouter):
         """
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
-        name = _named(pending_request)
-        if name is not None:
+        request = _request(pending_request)
+        if request is not None and request.replica is not None:
             return [
-                [replica for replica in candidate_replicas if replica.replica_id.unique_id == name]
+                [
+                    replica
+                    for replica in candidate_replicas
+                    if replica.replica_id.unique_id == request.replica
+                ]
                 or candidate_replicas
             ]
-        free = [
-            replica for replica in candidate_replicas if not replica.routing_stats.get(HELD)
-        ] or candidate_replicas
-        request = _request(pending_request)
-        able = [
-            replica
-            for replica in free
-            if request is None
-            or not _is_behind(replica.routing_stats.get(WEIGHTS), request.min_weights)
-        ] or free
-        return [random.sample(able, min(2, len(able)))]
+        able = able_replicas(candidate_replicas, request)
+        two = random.sample(able, min(2, len(able)))
+        if request is None or request.session is None:
+            return [two]
+        return [[of_session(able, request.session, request.tries)], two]
 
 
 def _request(pending: PendingRequest | None) -> GenerateRequest | None:
@@ -65,17 +66,3 @@ def _request(pending: PendingRequest | None) -> GenerateRequest | None:
     if isinstance(request, dict):
         request = next(iter(request.values()), None)
     return request if isinstance(request, GenerateRequest) else None
-
-
-def _named(pending: PendingRequest | None) -> str | None:
-    """The replica that the request names, if it names one."""
-    request = _request(pending)
-    return None if request is None else request.replica
-
-
-def _is_behind(known: Weights | None, wanted: WeightsId | None) -> bool:
-    """Whether a replica's weights were older than wanted when it last reported, at most a second
-    ago. A replica with unknown weights does not count as behind."""
-    if wanted is None or known is None:
-        return False
-    return (known[0], known[1]) != (wanted.run_id, wanted.attempt) or known[2] < wanted.version

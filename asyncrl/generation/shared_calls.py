@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,17 @@ class _Pending:
 class SharedCalls:
     """Sends requests to the replicas of a Serve application. Use it on one event loop."""
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        prefers: Callable[[GenerateRequest], str | None] = lambda request: None,
+    ) -> None:
+        """
+        Args:
+            prefers: the replica that a request should go to; None: any. Requests with different
+                ones do not share a call.
+        """
+        self._prefers = prefers
         self._handle, self._streaming = handle, handle.options(stream=True)
         self._name, self._numbers = uuid.uuid4().hex, itertools.count()
         self._waiting: list[_Pending] = []
@@ -70,7 +80,8 @@ class SharedCalls:
         alike: dict[object, list[_Pending]] = {}
         for pending in waiting:
             if not pending.answer.done():
-                demands = pending.request.replica, pending.request.min_weights
+                request = pending.request
+                demands = request.replica, request.min_weights, self._prefers(request)
                 alike.setdefault(demands, []).append(pending)
         for some in alike.values():
             for first in range(0, len(some), MOST_IN_CALL):

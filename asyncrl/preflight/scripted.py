@@ -11,8 +11,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.rows import Completion, VersionSpan
-from asyncrl.sessions.answers import Answer, ChatRequest, Heard
+from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.text.continuation import first_difference, render_chat
 from asyncrl.text.response import ResponseReader

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncrl.agents.served import ServedSession
 from asyncrl.config import EnvironmentConfig
+from asyncrl.contracts.heard import Heard
 from asyncrl.environments.attempt import Ended, end_of, turn_rewards_of
 from asyncrl.environments.model import SessionUrl
 from asyncrl.environments.pool import AgentSession, EnvironmentPool
-from asyncrl.sessions.answers import Answer, ChatRequest, Heard
+from asyncrl.sessions.answers import Answer, ChatRequest
 
 if TYPE_CHECKING:
     from asyncrl.agents.server import AgentServer

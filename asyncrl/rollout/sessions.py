@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from asyncrl.contracts.group_table import groups_to_table
+from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.messages import EngineLoad, Generated
 from asyncrl.contracts.nodes import CONSTRAINED
 from asyncrl.contracts.rows import SESSION_COLUMNS, TURN_COLUMNS, Completion, Prompt, Trajectory
@@ -23,7 +24,7 @@ from asyncrl.rollout.player import Player
 from asyncrl.rollout.prefixes import PrefixCounter
 from asyncrl.rollout.spec import SessionsSpec
 from asyncrl.runtime.together import together
-from asyncrl.sessions.answers import Heard, TurnDeadlineError
+from asyncrl.sessions.answers import TurnDeadlineError
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.response import ResponseReader
@@ -60,8 +61,9 @@ class Played:
         return Trajectory(*flat_completion(self.session.nodes, self.text))
 
 
-Generates = Callable[[TurnRequest, int, str], "Coroutine[None, None, Generated]"]
-"""Generates the completions of a turn, with this seed, for the session of this name."""
+Generates = Callable[[TurnRequest, int, str, Heard | None], "Coroutine[None, None, Generated]"]
+"""Generates the completions of a turn, with this seed, for the session of this name, and for one
+who hears their text as it comes."""
 
 
 def turn_seed(seed: int, ordinal: int, sample: int, retry: int, turn: int, attempt: int) -> int:
@@ -177,9 +179,11 @@ class _Turns:
     async def generate(self, request: TurnRequest, heard: Heard | None = None) -> Sequence[Sampled]:
         expected = self.prefixes.expected(request.prompt_ids)
         seed = self._seed(request.turn, request.attempt)
+        # With a model's own response template, the text need not begin the message's content.
+        heard = heard if self._reader.text_begins_content else None
         try:
             async with asyncio.timeout(self._turn_s) as limit:
-                generated = await self._generate(request, seed, self._session)
+                generated = await self._generate(request, seed, self._session, heard)
         except TimeoutError:
             if not limit.expired():
                 raise

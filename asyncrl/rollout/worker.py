@@ -16,6 +16,7 @@ import pyarrow as pa
 from asyncrl.config import completion_room
 from asyncrl.contracts.errors import GenerationTimeoutError, RolloutFailedError, StaleReplicaError
 from asyncrl.contracts.group_table import groups_to_table, table_to_ipc
+from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.messages import (
     EngineLoad,
     Finished,
@@ -163,10 +164,11 @@ class RolloutWorker:
         played = await self._playing(self._spec.sessions).play_all(
             prompt,
             range(self._spec.rollout.n_samples_per_prompt),
-            lambda turn, seed, session: self._generate_until(
+            lambda turn, seed, session, heard: self._generate_until(
                 ends,
                 prompt.ordinal,
                 lambda left_s: self._turn_request(turn, seed, session, left_s),
+                heard,
             ),
         )
         from asyncrl.rollout.sessions import session_table
@@ -183,7 +185,11 @@ class RolloutWorker:
         return self._sessions
 
     async def _generate_until(
-        self, ends: float, ordinal: int, request: Callable[[float], GenerateRequest]
+        self,
+        ends: float,
+        ordinal: int,
+        request: Callable[[float], GenerateRequest],
+        heard: Heard | None = None,
     ) -> Generated:
         """What a request generates. It is sent again, until the group's deadline, if its replica is
         behind or has died.
@@ -191,14 +197,31 @@ class RolloutWorker:
         Args:
             ends: the group's deadline, by `time.monotonic`.
             request: takes the seconds until then.
+            heard: see `Generate.generate`. A request whose text has been heard is not sent again.
         """
+        spoken = False
+
+        def hear(index: int, text: str) -> None:
+            nonlocal spoken
+            spoken = True
+            assert heard is not None
+            heard(index, text)
+
         pause, reason = FIRST_PAUSE_S, "no answer"
         try:
             async with asyncio.timeout(max(0.0, ends - time.monotonic())):
                 while True:
                     try:
-                        return await self._generate.generate(request(ends - time.monotonic()))
+                        asked = request(ends - time.monotonic())
+                        if heard is None:
+                            return await self._generate.generate(asked)
+                        return await self._generate.generate(asked, hear)
                     except RETRIED as error:
+                        if spoken:
+                            raise RolloutFailedError(
+                                f"a turn of group {ordinal} broke off after a part of its text:"
+                                f" {type(error).__name__}: {_last_line(error)}"
+                            ) from error
                         reason = f"{type(error).__name__}: {_last_line(error)}"
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE_S)

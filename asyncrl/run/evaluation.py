@@ -19,6 +19,7 @@ from asyncrl.config import Config, EvalSet
 from asyncrl.config.schema import Source
 from asyncrl.contracts.errors import EvaluationLostError, GenerationTimeoutError, StaleReplicaError
 from asyncrl.contracts.group_table import reward_parts_type
+from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.messages import Generated, GenerateRequest, WeightsId
 from asyncrl.contracts.protocols import Generate
 from asyncrl.contracts.rows import ANSWER_COLUMNS, TRUNCATED, Completion, Prompt, VersionSpan
@@ -283,22 +284,27 @@ class Evaluator:
         errors: list[Exception] = []
         replicas: list[str] = []
 
-        async def generate(turn: TurnRequest, seed: int, session: str) -> Generated:
+        async def generate(
+            turn: TurnRequest, seed: int, session: str, heard: Heard | None
+        ) -> Generated:
             assert request.min_weights is not None
             newest = turn.min_version if request.replica is None else None
             least = max(request.min_weights.version, newest or 0)
             try:
-                generated = await self.generate.generate(
-                    replace(
-                        request,
-                        prompt_ids=tuple(turn.prompt_ids),
-                        n=turn.n,
-                        max_tokens=min(request.max_tokens, turn.max_tokens),
-                        # Other seeds than those of rollouts.
-                        seed=((request.seed or 0) + seed) % SEEDS,
-                        min_weights=replace(request.min_weights, version=least),
-                        session=session,
-                    )
+                asked = replace(
+                    request,
+                    prompt_ids=tuple(turn.prompt_ids),
+                    n=turn.n,
+                    max_tokens=min(request.max_tokens, turn.max_tokens),
+                    # Other seeds than those of rollouts.
+                    seed=((request.seed or 0) + seed) % SEEDS,
+                    min_weights=replace(request.min_weights, version=least),
+                    session=session,
+                )
+                generated = await (
+                    self.generate.generate(asked)
+                    if heard is None
+                    else self.generate.generate(asked, heard)
                 )
             except Exception as error:
                 errors.append(error)

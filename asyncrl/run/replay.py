@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from asyncrl.config import ConfigError
 from asyncrl.contracts.columns import row_values
 from asyncrl.contracts.group_table import groups_from_table
+from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.nodes import Node
 from asyncrl.contracts.rows import SESSION_COLUMNS, Completion
 from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
@@ -29,7 +30,6 @@ from asyncrl.preflight.specs import sessions_spec
 from asyncrl.rollout.player import Player
 from asyncrl.rollout.sessions import session_template
 from asyncrl.runtime.redact import shown
-from asyncrl.sessions.answers import Heard
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.text.continuation import first_difference
 from asyncrl.text.response import ResponseReader

@@ -3,9 +3,9 @@ processes need it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from asyncrl.text.template import Message, Schema
 
@@ -13,16 +13,10 @@ __all__ = [
     "Answer",
     "ChatRequest",
     "ContextTooLongError",
-    "Heard",
     "SessionClosedError",
     "TurnDeadlineError",
     "TurnsExceededError",
 ]
-
-Heard: TypeAlias = Callable[[int, str], None]
-"""Called with (choice, new text) while a turn is sampled. The texts of a choice together begin the
-turn's text, without special tokens. It is not called for a turn whose template begins with
-reasoning."""
 
 
 class SessionClosedError(RuntimeError):

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.nodes import ORPHAN, Node
 from asyncrl.contracts.rows import Completion
 from asyncrl.sessions.answers import (
     Answer,
     ChatRequest,
     ContextTooLongError,
-    Heard,
     SessionClosedError,
 )
 from asyncrl.sessions.messages import ChatDigests, prompt_digest

@@ -6,11 +6,11 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+from asyncrl.contracts.heard import Heard
 from asyncrl.sessions.answers import (
     Answer,
     ChatRequest,
     ContextTooLongError,
-    Heard,
     SessionClosedError,
     TurnsExceededError,
 )

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from asyncrl.agents.contract import AgentError
-from asyncrl.sessions.answers import Answer, ChatRequest, Heard
+from asyncrl.contracts.heard import Heard
+from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.sessions.session import Session
 from asyncrl.text.template import Message
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.messages import (
     Details,
     EngineLoad,
@@ -41,7 +42,7 @@ class FakeGenerate:
     def __init__(self, vocabulary: int = 40, version: int = 0, latency: float = 0.0) -> None:
         self.vocabulary, self.version, self.latency = vocabulary, version, latency
 
-    async def generate(self, request: GenerateRequest) -> Generated:
+    async def generate(self, request: GenerateRequest, heard: Heard | None = None) -> Generated:
         if request.min_weights is not None and request.min_weights.version > self.version:
             raise AssertionError(
                 f"version {request.min_weights.version} was requested, but this is version"
@@ -49,7 +50,7 @@ class FakeGenerate:
             )
         started_at = time.time()
         await asyncio.sleep(self.latency)
-        return Generated(
+        generated = Generated(
             tuple(self._completion(request, index) for index in range(request.n)),
             "fake",
             started_at,
@@ -58,6 +59,8 @@ class FakeGenerate:
                 self._completion(replace(request, seed=None), 0) if request.baseline else None
             ),
         )
+        _say(generated, heard)
+        return generated
 
     async def logprobs(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None
@@ -84,6 +87,15 @@ class FakeGenerate:
             reason,
             text=" ".join(map(str, ids)),
         )
+
+
+def _say(generated: Generated, heard: Heard | None) -> None:
+    """Pass on each text in two parts."""
+    for index, completion in enumerate(generated.completions if heard is not None else ()):
+        half = len(completion.text) // 2
+        for part in (completion.text[:half], completion.text[half:]):
+            if part and heard is not None:
+                heard(index, part)
 
 
 class FakeWords:
@@ -149,7 +161,7 @@ class FakeServed(FakeGenerate):
         self.requests.append(request)
         prompt = self._tokens(request.prompt_ids, details, first=True) if details.prompt else None
         if not request.max_tokens:
-            yield StreamPiece(Tokens((), ()), "", "length", (), prompt)
+            yield StreamPiece(Tokens((), ()), "", "length", prompt=prompt)
             return
         whole = self._completion(request, 0)
         size = len(whole.token_ids) if details.whole else 2
@@ -163,7 +175,7 @@ class FakeServed(FakeGenerate):
                 "".join(map(chr, ids)),
                 whole.finish_reason if last else None,
                 whole.versions if last else (),
-                prompt if not start else None,
+                prompt=prompt if not start else None,
             )
 
     def _tokens(self, ids: Sequence[int], details: Details, first: bool) -> Tokens:
@@ -240,15 +252,17 @@ class SeededGenerator:
         self.model, self.eos_token_id = model, eos_token_id
         self.version = 0
 
-    async def generate(self, request: GenerateRequest) -> Generated:
+    async def generate(self, request: GenerateRequest, heard: Heard | None = None) -> Generated:
         started_at = time.time()
-        return Generated(
+        generated = Generated(
             tuple(self._sample(request, index) for index in range(request.n)),
             "seeded",
             started_at,
             time.time(),
             baseline=self._sample(request, 0, greedy=True) if request.baseline else None,
         )
+        _say(generated, heard)
+        return generated
 
     async def logprobs(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.rows import Completion, VersionSpan
-from asyncrl.sessions.answers import Heard
 from asyncrl.sessions.session import Sampled, TurnRequest
 from asyncrl.text.tokenizer import decode
 
@@ -58,6 +58,9 @@ class FakeTurnGenerator:
         await asyncio.sleep(self._latency(first))
         if self._fails(first):
             raise RuntimeError(f"answer {first} failed")
+        for index, answer in enumerate(answers if heard is not None else ()):
+            if heard is not None:
+                heard(index, answer.completion.text)
         return answers
 
     def _sampled(self, number: int, max_tokens: int) -> Sampled:

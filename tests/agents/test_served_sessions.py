@@ -10,11 +10,11 @@ from asyncrl.agents import served
 from asyncrl.agents.contract import AgentError
 from asyncrl.agents.errors import as_agent_error
 from asyncrl.agents.served import ServedSession, ServedSessions
+from asyncrl.contracts.heard import Heard
 from asyncrl.sessions.answers import (
     Answer,
     ChatRequest,
     ContextTooLongError,
-    Heard,
     SessionClosedError,
     TurnDeadlineError,
     TurnsExceededError,

@@ -165,3 +165,12 @@ def test_the_plan_shows_derived_values_and_their_reasons(tmp_path):
     assert "learner.logprob_memory_bytes = 224 MiB: chunks of logits that suit cpu" in lines
     assert "weights.commit_grace_s = 61 s: a fifth of weights.push_timeout_s = 305 s" in lines
     assert len(lines) == 8
+
+
+def test_an_environment_on_cpu_gets_small_cache_blocks():
+    """A turn reuses whole blocks of the turns before it."""
+    data = {**SMALL["data"], "max_length": 256}
+    agent = {"environment": {"function": "jobs.guess.game:play"}, "data": data}
+    assert generator_app(config(**agent)).cache_block == 32
+    assert generator_app(config(**agent, generator={"device": "cuda"})).cache_block is None
+    assert generator_app(config()).cache_block is None

@@ -114,6 +114,7 @@ def test_a_held_replica_keeps_its_weights_and_answers_only_with_them(
         )
         assert await made.hold("a", WeightsId("run", 0, 3)) and made.record_routing_stats() == {
             "held": True,
+            "full": False,
             "weights": ("run", 0, 3),
         }
         await made.apply_version(manifests[4], "a")
@@ -137,6 +138,7 @@ def test_a_held_replica_keeps_its_weights_and_answers_only_with_them(
         await made.release("a")
         assert made.weights == WeightsId("run", 0, 4) and made.record_routing_stats() == {
             "held": False,
+            "full": False,
             "weights": ("run", 0, 4),
         }
         assert await made.hold("a", WeightsId("run", 0, 4))

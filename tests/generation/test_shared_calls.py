@@ -133,6 +133,24 @@ def test_a_call_has_requests_with_the_same_demands(handle):
     assert run(scenario) == [{(None, 3)}, {(None, 4)}, {("held", 3)}]
 
 
+def test_sessions_of_different_replicas_do_not_share_calls(handle):
+    """Those of the same replica do: one call has several sessions."""
+
+    async def scenario():
+        shared = SharedCalls(handle, lambda request: request.session and request.session[0])
+        names = ["a1", "b1", "a2", "b2", "a3", None]
+        tasks = [
+            asyncio.create_task(shared.generate(replace(REQUEST, session=name))) for name in names
+        ]
+        await some_turns()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return [[request.session for request in call.requests.values()] for call in handle.calls]
+
+    assert run(scenario) == [["a1", "a2", "a3"], ["b1", "b2"], [None]]
+
+
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
