@@ -59,8 +59,8 @@ class Replicas:
             if isinstance(item, StreamPiece):
                 ids += item.tokens.ids
                 if len(ids) == len(item.tokens.ids) and request.continued:
-                    begun = request.prompt_ids[-request.continued :]
-                    item = replace(item, text="".join(map(chr, begun)) + item.text)
+                    before = request.prompt_ids[-request.continued :]
+                    item = replace(item, text="".join(map(chr, before)) + item.text)
             if isinstance(item, VersionSpan):  # the end of an answer
                 whole = (*request.prompt_ids[2:], *ids)
                 completion = Completion(
