@@ -115,7 +115,7 @@ class _ChunkedContext(FunctionCtx):
     """What `_Chunked.forward` keeps for its backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
-    """Hidden states, targets, and the head: its weight, and its bias if it has one."""
+    """Hidden states, targets, entropies, and the head: its weight, and its bias if it has one."""
     settings: tuple[float, int, bool, LogitMap]
     """Temperature, rows of a chunk, entropy_gradient and logit_map."""
 
@@ -141,16 +141,16 @@ class _Chunked(torch.autograd.Function):
         logit_map: LogitMap,
     ) -> tuple[Tensor, Tensor]:
         head = [weight] if bias is None else [weight, bias]
-        ctx.save_for_backward(hidden, targets, *head)
         ctx.settings = temperature, rows, entropy_gradient, logit_map
         logprobs, entropy = _of_chunks(hidden, weight, targets, temperature, bias, rows, logit_map)
+        ctx.save_for_backward(hidden, targets, entropy, *head)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: _ChunkedContext, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, targets, *head = ctx.saved_tensors
+        hidden, targets, entropy, *head = ctx.saved_tensors
         temperature, rows, entropy_gradient, logit_map = ctx.settings
         weight, *rest = head
         of_hidden = []
@@ -164,7 +164,7 @@ class _Chunked(torch.autograd.Function):
                 rest[0] if rest else None,
                 logit_map,
                 outer[0][chunk],
-                outer[1][chunk] if entropy_gradient else None,
+                (entropy[chunk], outer[1][chunk]) if entropy_gradient else None,
             )
             of_hidden.append(of_part)
             for total, gradient in zip(sums, of_head, strict=True):
@@ -316,10 +316,13 @@ def _chunk_gradients(
     bias: Tensor | None,
     logit_map: LogitMap,
     of_logprobs: Tensor,
-    of_entropy: Tensor | None,
+    entropies: tuple[Tensor, Tensor] | None,
 ) -> list[Tensor]:
-    """Return the gradients of hidden states, weight and bias (if there is one) of one chunk, from
-    those of its log-probs and, unless None, of its entropies [N].
+    """Return the gradients of hidden states, weight and bias (if there is one) of one chunk.
+
+    Args:
+        of_logprobs: the gradients of the log-probs, in the shape of `targets`.
+        entropies: the entropies [N] and their gradients [N]; None = they have no gradient.
 
     With z the tempered logits, p their softmax and H the entropy: d log p(t) / dz = 1(t) - p, and
     dH / dz = -p (log p + H). autograd would keep three times as many tensors of a chunk's size.
@@ -331,16 +334,16 @@ def _chunk_gradients(
     tempered = _tempered(outputs, temperature, logit_map)
     if logit_map == IDENTITY:
         del outputs
-    if of_entropy is None:
+    if entropies is None:
         gradient = torch.softmax(tempered, dim=-1, dtype=torch.float32).mul_(of_sum)
         del tempered
     else:
         log_probs = torch.log_softmax(tempered, dim=-1, dtype=torch.float32)
         del tempered
         gradient = log_probs.exp()
-        entropy = -torch.linalg.vecdot(gradient, log_probs)[:, None]
-        slopes = of_entropy[:, None] / temperature
-        gradient.mul_(log_probs.add_(entropy).mul_(-slopes).add_(of_sum))
+        entropy, of_entropy = (tensor[:, None] for tensor in entropies)
+        slopes = -of_entropy / temperature
+        gradient.mul_(log_probs.add_(entropy).mul_(slopes).add_(of_sum))
         del log_probs
     gradient.scatter_add_(-1, places, of_targets)
     if logit_map != IDENTITY:
