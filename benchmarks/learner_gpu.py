@@ -14,8 +14,8 @@ plain loop, memory beside the estimate of `asyncrl plan`, and a gathered version
   `rows_per_pass` rows per forward pass. All rows have one length, so that no variant pads.
   `plain` is transformers and torch alone, without float32 master weights, and with half the rows
   per pass if it runs out of memory. `packed` is asyncrl's policy in the same loop. `learner` is the
-  learner's own rank with DeepSpeed ZeRO-3, `policy` a GRPO step of the same rank. With
-  `/checkpointed`, each layer is computed again in the backward pass.
+  learner's own rank with DeepSpeed ZeRO-3. With `/checkpointed`, each
+  layer is computed again in the backward pass.
 - memory: the learner's rank at two sizes and two caps, beside the estimate.
 
 Each measurement has its own process. The model is a seeded random Qwen3. Model FLOP/s count 6 per
@@ -50,7 +50,6 @@ VARIANTS = (
     "plain",
     "packed",
     "learner",
-    "policy",
     "plain/checkpointed",
     "learner/checkpointed",
 )
@@ -231,7 +230,7 @@ def _attention(options: argparse.Namespace) -> dict[str, float]:
     """One float32 layer's attention over 16 × `length` tokens: milliseconds and peak GiB."""
     import torch
 
-    from asyncrl.models.attention import Segments, segment_attention
+    from asyncrl.models import Segments, segment_attention
 
     _, _, _, heads, kv_heads, width, _ = MODELS[options.model]
     tokens, found = 16 * options.length, {}
@@ -257,7 +256,7 @@ def _head(options: argparse.Namespace) -> dict[str, float]:
     """The log-probs of a pass's tokens in bfloat16: milliseconds and peak GiB."""
     import torch
 
-    from asyncrl.algorithms.logprobs import chunk_elements, token_logprobs
+    from asyncrl.algorithms import chunk_elements, token_logprobs
 
     width, vocabulary = MODELS[options.model][0], MODELS[options.model][6]
     tokens = options.rows_per_pass * options.length
@@ -323,8 +322,8 @@ def _step(options: argparse.Namespace, variant: str, path: str) -> dict[str, flo
     """One variant's fastest step."""
     kind, _, checkpointed = variant.partition("/")
     rows = _rows(options)
-    made = {"plain": _plain, "packed": _packed, "learner": _learner, "policy": _learner}[kind]
-    step, more = made(options, path, bool(checkpointed), kind == "policy")
+    made = {"plain": _plain, "packed": _packed, "learner": _learner}[kind]
+    step, more = made(options, path, bool(checkpointed))
     step(rows)
     _wait(options.device)
     _reset_peak(options.device)
@@ -350,7 +349,7 @@ def _step(options: argparse.Namespace, variant: str, path: str) -> dict[str, flo
     }
 
 
-def _plain(options: argparse.Namespace, path: str, checkpointed: bool, _: bool):
+def _plain(options: argparse.Namespace, path: str, checkpointed: bool):
     """transformers and torch alone: no padding, no mask, full logits, bfloat16 weights."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -396,14 +395,19 @@ def _plain(options: argparse.Namespace, path: str, checkpointed: bool, _: bool):
     return step, lambda: used
 
 
-def _packed(options: argparse.Namespace, path: str, checkpointed: bool, _: bool):
+def _packed(options: argparse.Namespace, path: str, checkpointed: bool):
     """asyncrl's policy and packing in a plain loop."""
     import torch
 
     from asyncrl.algorithms import supervised_loss, token_weights
     from asyncrl.config import LearnerConfig
-    from asyncrl.models import load_policy, micro_batch, token_example
-    from asyncrl.models.policy import checkpoint_activations, head_settings
+    from asyncrl.models import (
+        checkpoint_activations,
+        head_settings,
+        load_policy,
+        micro_batch,
+        token_example,
+    )
     from asyncrl.packing import pack
 
     head = head_settings(LearnerConfig(device=options.device))
@@ -441,22 +445,17 @@ _PUBLISHED = {
 }
 
 
-def _learner(options: argparse.Namespace, path: str, checkpointed: bool, policy: bool):
+def _learner(options: argparse.Namespace, path: str, checkpointed: bool):
     """The learner's rank; afterwards a gathered version, and a turn off the GPU and back."""
     rank = _start_rank(options, path, checkpointed)
 
     def supervised(rows: list) -> float:
         return rank.supervised_step(_token_table(rows))["loss"]
 
-    def policy_step(rows: list) -> float:
-        result = rank.step(_groups(rows, MODELS[options.model][6]))
-        assert result.applied, result.reason
-        return result.metrics["loss"]
-
     def more() -> dict[str, float]:
-        return {} if policy or checkpointed else _published(rank, options)
+        return {} if checkpointed else _published(rank, options)
 
-    return policy_step if policy else supervised, more
+    return supervised, more
 
 
 def _start_rank(options: argparse.Namespace, path: str, checkpointed: bool):
@@ -492,9 +491,8 @@ def _published(rank, options: argparse.Namespace) -> dict[str, float]:
     """Seconds and bytes of a gathered version, and of a turn."""
     import torch
 
-    from asyncrl.learning.turns import DeviceTurns
-    from asyncrl.weights.gather import gather_buckets, weight_layout
-    from asyncrl.weights.layout import bucket_checksum
+    from asyncrl.learning import DeviceTurns
+    from asyncrl.weights import bucket_checksum, gather_buckets, weight_layout
 
     state = rank.state
     states = _allocated(options.device)
@@ -555,7 +553,7 @@ def _memory(options: argparse.Namespace, path: str) -> dict[str, float]:
 def _plan(options: argparse.Namespace, path: str) -> dict[str, float]:
     """The estimate of `asyncrl plan` for that rank, in bytes. It makes DeepSpeed choose the CPU, so
     it needs a process of its own."""
-    from asyncrl.preflight.memory_estimate import estimate
+    from asyncrl.preflight import estimate
 
     needs = estimate(_config(options, path, True))
     return {
@@ -588,25 +586,6 @@ def _token_table(rows: list) -> pa.Table:
             "loss_mask": pa.array(masks, MASK),
         }
     )
-
-
-def _groups(rows: list, vocabulary: int) -> list[pa.Table]:
-    """The rows as scored groups of 8, with rewards of 0 and 1, sampled from a uniform policy."""
-    from asyncrl.contracts.group_table import groups_to_table
-    from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
-
-    tables, logprob = [], -float(np.log(vocabulary))
-    for ordinal in range(len(rows) // 8):
-        members = []
-        for index, (_, following) in enumerate(rows[8 * ordinal : 8 * ordinal + 8]):
-            ids, count = tuple(following), len(following)
-            completion = Completion(ids, (logprob,) * count, (VersionSpan(0, 0, count),), "stop")
-            reward = float(index % 2)
-            members.append(Trajectory(completion, (1,) * count, reward, {}, reward - 0.5, "ok"))
-        prompt = Prompt(ordinal, 0, "p", tuple(rows[8 * ordinal][0]))
-        group = Group(1, prompt, tuple(members), "replica", 0.0, 1.0, 2.0)
-        tables.append(groups_to_table([group]))
-    return tables
 
 
 def _flops_per_token(options: argparse.Namespace) -> float:
