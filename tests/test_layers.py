@@ -257,7 +257,9 @@ def test_every_way_to_a_whole_config_is_found(line: str) -> None:
 
 SURFACE = {
     "": "open_run train",
-    "algorithms": "CHUNK_ELEMENTS LIVE_CHUNKS supervised_loss token_logprobs token_weights",
+    "algorithms": (
+        "CHUNK_ELEMENTS LIVE_CHUNKS chunk_elements supervised_loss token_logprobs token_weights"
+    ),
     "config": (
         "AgentConfig AlgorithmConfig CheckpointConfig Config ConfigError CorrectionConfig "
         "DataConfig DistillationConfig DpoConfig EnvironmentConfig EvalConfig EvalSet "
@@ -276,8 +278,9 @@ SURFACE = {
     ),
     "environments": ("AgentFailedError EnvironmentPool RewardFailedError ToolsRun run_tools"),
     "frozen": "start_reference",
-    "learning": "LearnerGroup examples_with pairs_of LearnerRank Meeting start_rank",
+    "learning": "DeviceTurns LearnerGroup examples_with pairs_of LearnerRank Meeting start_rank",
     "models": (
+        "head_settings segment_attention "
         "Example MicroBatch Policy Segments check_isolation checkpoint_activations load_policy "
         "packing_units micro_batch register_attention support token_example"
     ),
@@ -286,6 +289,7 @@ SURFACE = {
     ),
     "packing": "pack pack_blocks pack_rows",
     "preflight": (
+        "estimate "
         "HEAD_GRADIENTS data_spec learner_spec make_plan model_context offline_learner_spec "
         "offline_reference_spec ray_cluster scoring_spec start_local_ray worker_spec"
     ),
@@ -311,6 +315,7 @@ SURFACE = {
     ),
     "text": "ResponseReader decode load_stops load_tokenizer text_before",
     "weights": (
+        "gather_buckets weight_layout "
         "BACKEND CannotPublishError TOKENIZER_MODE bucket_checksum expected_tensors fetch_version "
         "version_table"
     ),

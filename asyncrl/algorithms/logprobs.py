@@ -22,11 +22,12 @@ __all__ = [
     "top_logprobs",
 ]
 
-LIVE_CHUNKS = 7
-"""Peak memory of the backward pass, in float32 tensors of the size of one chunk of logits.
-`benchmarks/memory.py` measures 6.8."""
+LIVE_CHUNKS = 4
+"""Peak memory of the backward pass, in float32 tensors of the size of one chunk of logits."""
+AUTOGRAD_LIVE = 7
+"""The same for one chunk whose backward pass is autograd's."""
 CHUNK_ELEMENTS = 1 << 23
-"""Default number of logits in a chunk. Peak memory is 224 MiB."""
+"""Default number of logits in a chunk. Peak memory is 128 MiB."""
 
 
 def chunk_elements(memory_bytes: int) -> int:
@@ -59,6 +60,13 @@ class LogitMap:
         scaled = logits if self.scale == 1.0 else logits * self.scale
         return scaled if self.softcap is None else torch.tanh(scaled / self.softcap) * self.softcap
 
+    def derivative(self, logits: Tensor) -> Tensor | float:
+        """The derivative of the changed logits by the logits: their shape, or one number."""
+        if self.softcap is None:
+            return self.scale
+        tanh = (logits * (self.scale / self.softcap)).tanh_()
+        return tanh.square_().neg_().add_(1.0).mul_(self.scale)
+
 
 IDENTITY = LogitMap()
 
@@ -81,8 +89,9 @@ def token_logprobs(
     Without `with_entropy`, which needs `torch.no_grad()`, the entropies are empty.
 
     `hidden` is [N, H], `weight` [V, H], `bias` [V]. The entropies have a gradient only with
-    `entropy_gradient`. With more than one chunk, the backward pass computes the logits again. It
-    sums the gradients of weight and bias over the chunks in float32, whatever their dtype.
+    `entropy_gradient`. Unless all logits are much less than a chunk, the backward pass computes
+    them again. It sums the gradients of weight and bias over the chunks in float32, whatever their
+    dtype.
 
     Raises:
         ValueError: the temperature is not above 0.
@@ -90,12 +99,12 @@ def token_logprobs(
     if temperature <= 0:
         raise ValueError(f"temperature = {temperature} gives no log-probs; use one above 0")
     rows = _chunk_rows(weight, chunk_elements)
-    if len(targets) <= rows:
+    if not torch.is_grad_enabled() and len(targets) > rows:
+        return _of_chunks(hidden, weight, targets, temperature, bias, rows, logit_map, with_entropy)
+    if not torch.is_grad_enabled() or len(targets) * AUTOGRAD_LIVE <= rows * LIVE_CHUNKS:
         return _chunk(
             hidden, weight, targets, temperature, bias, entropy_gradient, logit_map, with_entropy
         )
-    if not torch.is_grad_enabled():
-        return _of_chunks(hidden, weight, targets, temperature, bias, rows, logit_map, with_entropy)
     logprobs, entropy = _Chunked.apply(
         hidden, weight, bias, targets, temperature, rows, entropy_gradient, logit_map
     )  # type: ignore[no-untyped-call]
@@ -106,13 +115,14 @@ class _ChunkedContext(FunctionCtx):
     """What `_Chunked.forward` keeps for its backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
-    """Hidden states, targets, and the head: its weight, and its bias if it has one."""
+    """Hidden states, targets, entropies, and the head: its weight, and its bias if it has one."""
     settings: tuple[float, int, bool, LogitMap]
     """Temperature, rows of a chunk, entropy_gradient and logit_map."""
 
 
 class _Chunked(torch.autograd.Function):
-    """Applies `_chunk` to `rows` rows at a time, and keeps only the results of each chunk.
+    """Applies `_chunk` to `rows` rows at a time, and keeps only the results of each chunk. Its
+    backward pass applies `_chunk_gradients`.
 
     Autograd alone would sum the head's gradient in the weight's dtype. In bfloat16, the sum of 600
     similar chunks then loses a sixth or more: a term much smaller than the sum is rounded away.
@@ -131,38 +141,30 @@ class _Chunked(torch.autograd.Function):
         logit_map: LogitMap,
     ) -> tuple[Tensor, Tensor]:
         head = [weight] if bias is None else [weight, bias]
-        ctx.save_for_backward(hidden, targets, *head)
         ctx.settings = temperature, rows, entropy_gradient, logit_map
         logprobs, entropy = _of_chunks(hidden, weight, targets, temperature, bias, rows, logit_map)
+        ctx.save_for_backward(hidden, targets, entropy, *head)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: _ChunkedContext, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, targets, *saved_head = ctx.saved_tensors
+        hidden, targets, entropy, *head = ctx.saved_tensors
         temperature, rows, entropy_gradient, logit_map = ctx.settings
-        # Detached, so that a chunk's gradients are returned here and do not reach the parameters.
-        head = [tensor.detach().requires_grad_() for tensor in saved_head]
-        weight, bias = head[0], head[1] if len(head) > 1 else None
-        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in head]
+        weight, *rest = head
         of_hidden = []
+        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in head]
         for chunk in _chunks(len(targets), rows):
-            part = hidden[chunk].detach().requires_grad_()
-            with torch.enable_grad():
-                results = _chunk(
-                    part,
-                    weight,
-                    targets[chunk],
-                    temperature,
-                    bias,
-                    entropy_gradient,
-                    logit_map,
-                    with_entropy=entropy_gradient,
-                )
-            used = 1 + entropy_gradient
-            of_part, *of_head = torch.autograd.grad(
-                results[:used], [part, *head], [gradient[chunk] for gradient in outer[:used]]
+            of_part, *of_head = _chunk_gradients(
+                hidden[chunk],
+                weight,
+                targets[chunk],
+                temperature,
+                rest[0] if rest else None,
+                logit_map,
+                outer[0][chunk],
+                (entropy[chunk], outer[1][chunk]) if entropy_gradient else None,
             )
             of_hidden.append(of_part)
             for total, gradient in zip(sums, of_head, strict=True):
@@ -280,9 +282,11 @@ def _chunk(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs of the targets, in their shape, and the entropies [N] of one chunk.
     `with_entropy` is false where the entropies are not used; they are then empty."""
-    logits = _logits(hidden, weight, bias, logit_map)
-    # A division by 1 changes nothing, but on a CPU it costs as much as a softmax.
-    log_probs = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+    log_probs = torch.log_softmax(
+        _tempered(torch.nn.functional.linear(hidden, weight, bias), temperature, logit_map),
+        dim=-1,
+        dtype=torch.float32,
+    )
     if not with_entropy:
         entropy = log_probs.new_zeros(0)
     elif entropy_gradient and torch.is_grad_enabled():
@@ -293,3 +297,58 @@ def _chunk(
     if targets.dim() == 2:
         return log_probs.gather(-1, targets), entropy
     return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+
+def _tempered(outputs: Tensor, temperature: float, logit_map: LogitMap) -> Tensor:
+    """The head's outputs, mapped and divided by the temperature in float32. Where nothing changes
+    they keep their dtype, because a softmax converts them at no cost."""
+    if temperature == 1.0 and logit_map == IDENTITY:
+        # A division by 1 changes nothing, but on a CPU it costs as much as a softmax.
+        return outputs
+    return logit_map(outputs.float()) / temperature
+
+
+def _chunk_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    bias: Tensor | None,
+    logit_map: LogitMap,
+    of_logprobs: Tensor,
+    entropies: tuple[Tensor, Tensor] | None,
+) -> list[Tensor]:
+    """Return the gradients of hidden states, weight and bias (if there is one) of one chunk.
+
+    Args:
+        of_logprobs: the gradients of the log-probs, in the shape of `targets`.
+        entropies: the entropies [N] and their gradients [N]; None = they have no gradient.
+
+    With z the tempered logits, p their softmax and H the entropy: d log p(t) / dz = 1(t) - p, and
+    dH / dz = -p (log p + H). autograd would keep three times as many tensors of a chunk's size.
+    """
+    outputs = torch.nn.functional.linear(hidden, weight, bias)
+    places = targets[:, None] if targets.dim() == 1 else targets
+    of_targets = (of_logprobs.view(places.shape) / temperature).float()
+    of_sum = -of_targets.sum(-1, keepdim=True)
+    tempered = _tempered(outputs, temperature, logit_map)
+    if logit_map == IDENTITY:
+        del outputs
+    if entropies is None:
+        gradient = torch.softmax(tempered, dim=-1, dtype=torch.float32).mul_(of_sum)
+        del tempered
+    else:
+        log_probs = torch.log_softmax(tempered, dim=-1, dtype=torch.float32)
+        del tempered
+        gradient = log_probs.exp()
+        entropy, of_entropy = (tensor[:, None] for tensor in entropies)
+        slopes = -of_entropy / temperature
+        gradient.mul_(log_probs.add_(entropy).mul_(slopes).add_(of_sum))
+        del log_probs
+    gradient.scatter_add_(-1, places, of_targets)
+    if logit_map != IDENTITY:
+        gradient.mul_(logit_map.derivative(outputs.float()))
+        del outputs
+    of_outputs = gradient.to(hidden.dtype)
+    found = [of_outputs @ weight, of_outputs.mT @ hidden]
+    return found if bias is None else [*found, gradient.sum(0)]

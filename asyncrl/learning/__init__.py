@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from asyncrl.learning.rank import LearnerRank as LearnerRank
     from asyncrl.learning.rank import start_rank as start_rank
     from asyncrl.learning.state import Meeting as Meeting
+    from asyncrl.learning.turns import DeviceTurns as DeviceTurns
 
 __getattr__ = lazy_exports(
     __name__,
+    DeviceTurns="turns",
     LearnerGroup="group",
     examples_with="offline_examples",
     pairs_of="offline_examples",

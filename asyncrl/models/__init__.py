@@ -9,6 +9,7 @@ from asyncrl.runtime.exports import lazy_exports
 if TYPE_CHECKING:
     from asyncrl.models.attention import Segments as Segments
     from asyncrl.models.attention import register_attention as register_attention
+    from asyncrl.models.attention import segment_attention as segment_attention
     from asyncrl.models.isolation import check_isolation as check_isolation
     from asyncrl.models.micro_batches import Example as Example
     from asyncrl.models.micro_batches import MicroBatch as MicroBatch
@@ -17,11 +18,14 @@ if TYPE_CHECKING:
     from asyncrl.models.micro_batches import token_example as token_example
     from asyncrl.models.policy import Policy as Policy
     from asyncrl.models.policy import checkpoint_activations as checkpoint_activations
+    from asyncrl.models.policy import head_settings as head_settings
     from asyncrl.models.policy import load_policy as load_policy
     from asyncrl.models.supported import support as support
 
 __getattr__ = lazy_exports(
     __name__,
+    head_settings="policy",
+    segment_attention="attention",
     Example="micro_batches",
     packing_units="micro_batches",
     MicroBatch="micro_batches",

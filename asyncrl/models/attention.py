@@ -188,20 +188,34 @@ def _causal(
 
     On a CPU, torch's flash kernel needs D = W. It keeps one block of scores at a time in the
     forward and backward pass, also for grouped heads. On a GPU, this function gets the inputs that
-    the flash kernels there do not support: float32, or D other than W.
+    the flash kernels there do not support: float32, or D other than W. torch's memory-efficient
+    kernel takes them, if keys have as many heads as queries.
     """
-    length, grouped = query.shape[2], query.shape[1] != key.shape[1]
+    length = query.shape[2]
+    if query.is_cuda:
+        key, value = _for_each_query_head(query, key, value)
     windowed = window is not None and length > window
-    if windowed or (length > BLOCK and (query.is_cuda or key.shape[-1] != value.shape[-1])):
+    if windowed or (length > BLOCK and not query.is_cuda and key.shape[-1] != value.shape[-1]):
         return _by_blocks(query, key, value, scaling, window)
     # Without this, torch could silently use its plain implementation, which stores all L² scores.
-    only_flash = (
-        sdpa_kernel(SDPBackend.FLASH_ATTENTION) if length > BLOCK else contextlib.nullcontext()
-    )
-    with only_flash:
+    kernel = SDPBackend.EFFICIENT_ATTENTION if query.is_cuda else SDPBackend.FLASH_ATTENTION
+    with sdpa_kernel(kernel) if length > BLOCK else contextlib.nullcontext():
         return scaled_dot_product_attention(
-            query, key, value, is_causal=length > 1, scale=scaling, enable_gqa=grouped
+            query,
+            key,
+            value,
+            is_causal=length > 1,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+def _for_each_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat keys and values [count, kv_heads, L, D] for the query heads that share them."""
+    times = query.shape[1] // key.shape[1]
+    if times == 1:
+        return key, value
+    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
 
 def _by_blocks(

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from asyncrl.preflight.cluster import ray_cluster as ray_cluster
     from asyncrl.preflight.cluster import start_local_ray as start_local_ray
     from asyncrl.preflight.memory_estimate import HEAD_GRADIENTS as HEAD_GRADIENTS
+    from asyncrl.preflight.memory_estimate import estimate as estimate
     from asyncrl.preflight.model_limits import model_context as model_context
     from asyncrl.preflight.plan import make_plan as make_plan
     from asyncrl.preflight.specs import data_spec as data_spec
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
+    estimate="memory_estimate",
     scoring_spec="specs",
     worker_spec="specs",
     start_local_ray="cluster",

@@ -9,6 +9,8 @@ from asyncrl.runtime.exports import lazy_exports
 if TYPE_CHECKING:
     from asyncrl.weights.engine import BACKEND as BACKEND
     from asyncrl.weights.engine import TOKENIZER_MODE as TOKENIZER_MODE
+    from asyncrl.weights.gather import gather_buckets as gather_buckets
+    from asyncrl.weights.gather import weight_layout as weight_layout
     from asyncrl.weights.layout import bucket_checksum as bucket_checksum
     from asyncrl.weights.manifest import expected_tensors as expected_tensors
     from asyncrl.weights.published import CannotPublishError as CannotPublishError
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
+    weight_layout="gather",
+    gather_buckets="gather",
     bucket_checksum="layout",
     expected_tensors="manifest",
     fetch_version="staging",
