@@ -91,7 +91,7 @@ class StreamedCompletion:
             seed=seed,
             deadline_s=left_s,
             tries=tries,
-            continued=had,
+            continued=request.continued + had,
         )
 
     def _say(self, whole: str) -> None:
