@@ -21,7 +21,7 @@ LOWS = range(10, 37)
 """First numbers of the ranges. All numbers have two digits."""
 HELD_OUT_LOWS = (13, 18, 24, 29, 33)
 GAMES = 24_000
-UNEVEN = (0.1, 0.3)
+UNEVEN = (0.05, 0.25)
 """Shares of the range that is left which mediocre players cut off."""
 LONGEST_GAME = 8
 """Most guesses of a game of a mediocre player."""
