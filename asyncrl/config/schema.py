@@ -455,9 +455,10 @@ class AgentConfig(Section):
     variables: dict[str, str] = {}
     """Further environment variables of the program. They are saved and shown with the config, so do
     not put secrets here."""
-    stdin: Literal["prompt", "task", "none"] = "prompt"
+    stdin: Literal["prompt", "task", "none"] | None = None
     """What the program can read from its standard input: the prompt's text, the task as JSON, or
-    nothing."""
+    nothing. None = the prompt, unless an argument has `{prompt}`: some programs add what they read
+    to their arguments."""
 
 
 SessionEnd: TypeAlias = Literal[

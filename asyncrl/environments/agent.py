@@ -39,7 +39,7 @@ async def play(
     function: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     variables: Mapping[str, str] | None = None,
-    stdin: str = "prompt",
+    stdin: str | None = None,
 ) -> object:
     """One attempt of an agent at a task. The arguments are those of the section `agent`.
 
@@ -51,7 +51,8 @@ async def play(
     """
     if function is not None:
         return await _call(function, task, model, arguments or {})
-    given = _stdin(task, stdin)
+    named = "prompt" in command_columns(command or ())
+    given = _stdin(task, stdin or ("none" if named else "prompt"))
     argv = _filled(command or (), task)
     environment = program_environment(os.environ, {**(variables or {}), **model.variables})
     return {OUTPUT: await _run(argv, given, environment)}

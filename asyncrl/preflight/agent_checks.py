@@ -39,8 +39,9 @@ __all__ = ["AgentChecks", "Attempted"]
 
 DEADLINE_S, LATENCY_S = 1.0, 60.0
 """Of the slow agent: the deadline of its session here, and the seconds of a turn."""
-LONGEST_S = 30.0
-"""Deadline of other sessions here, unless that of the config is shorter."""
+LONGEST_S, LONGEST_AT_URL_S = 30.0, 120.0
+"""Deadline of other sessions here, and of those of programs, which take long to start. That of the
+config counts if it is shorter."""
 COSTED, COSTED_S = 100, 1.0
 """Sessions whose cost is measured, and the seconds after which no further one begins."""
 BUILTIN = "asyncrl.rewards.builtin:environment"
@@ -89,7 +90,8 @@ class AgentChecks:
 
     async def play(self) -> list[Finding]:
         """Play all agents, and the cost. Raises EnvironmentFailedError."""
-        shorter = {"processes": 1, "deadline_s": min(self._environment.deadline_s, LONGEST_S)}
+        longest = LONGEST_AT_URL_S if self._environment.url else LONGEST_S
+        shorter = {"processes": 1, "deadline_s": min(self._environment.deadline_s, longest)}
         pool = Player(self._environment.model_copy(update=shorter))
         try:
             await pool.start()
@@ -158,15 +160,21 @@ class AgentChecks:
         mine = [(one, reward) for one, reward in found if one.agent == name]
         normal = name in (RIGHT, WRONG)
         check = f"agent: {name}"
-        errors = [one.ended for one, _ in mine if one.ended.end == "env_error"]
+        errors = [one.ended for one, _ in mine if one.ended.end in ("env_error", "agent_error")]
         if errors:
+            end = errors[0].end
+            # A program may end with an error because the answer is wrong, but not each time.
+            fails = normal and (end == "env_error" or len(errors) == len(mine))
             return Finding(
-                "FAIL" if normal else "warn",
+                "FAIL" if fails else "warn",
                 check,
-                f"{len(errors)} of {len(mine)} sessions end with env_error{NOT_TRAINED}"
+                f"{len(errors)} of {len(mine)} sessions end with {end}{NOT_TRAINED}"
                 f"{errors[0].note}",
             )
         ends = Counter(one.ended.end for one, _ in mine)
+        if self._environment.url and not any(one.session.requests for one, _ in mine):
+            text = f"{len(mine)} sessions: {_counts(ends)}; the model was asked for no turn"
+            return Finding("FAIL" if normal else "warn", check, text)
         turns = max(one.ended.turns for one, _ in mine)
         unparsed = sum(one.session.unparsed for one, _ in mine)
         given = sorted({reward for _, reward in mine if reward is not None})
@@ -269,21 +277,24 @@ class AgentChecks:
 
     async def _slow(self) -> list[Finding]:
         """An agent whose model does not answer in time."""
-        changes = {"processes": 1, "deadline_s": DEADLINE_S, "block_s": 1.0}
+        # A program gets the time that it needs to start and to end.
+        usual_s = max(one.ended.other_s for one in self.attempts) if self._environment.url else 0.0
+        deadline_s, latency_s = DEADLINE_S + usual_s, LATENCY_S + usual_s
+        changes = {"processes": 1, "deadline_s": deadline_s, "block_s": 1.0}
         pool = Player(self._environment.model_copy(update=changes))
         try:
             await pool.start()
             began = time.monotonic()
-            one = await self._attempt(pool, "slow", "", says("{}", ""), self._prompts[0], LATENCY_S)
+            one = await self._attempt(pool, "slow", "", says("{}", ""), self._prompts[0], latency_s)
             took = time.monotonic() - began
         finally:
             await pool.close()
         check = "agent: slow"
-        if one.ended.end == "deadline":
-            text = f"ends deadline after {took:.1f} s, with a deadline of {DEADLINE_S:g} s here"
-            return [Finding("ok", check, text)]
         if not one.session.requests:
             return [Finding("warn", check, "the environment asked the model for no turn")]
+        if one.ended.end == "deadline":
+            text = f"ends deadline after {took:.1f} s, with a deadline of {deadline_s:.3g} s here"
+            return [Finding("ok", check, text)]
         text = f"ends {one.ended.end} instead of deadline after {took:.1f} s: {one.ended.note}"
         return [Finding("warn", check, text)]
 
@@ -335,7 +346,11 @@ def _call(prompt: Prompt, attempts: Sequence[Attempted]) -> GroupCall:
         [False] * len(attempts),
         [
             Session(
-                one.session.session.chat_so_far, one.ended.end, one.ended.reward, one.ended.parts
+                one.session.session.chat_so_far,
+                one.ended.end,
+                one.ended.reward,
+                one.ended.parts,
+                one.ended.output,
             )
             for one in attempts
         ],

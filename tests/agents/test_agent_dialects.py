@@ -185,12 +185,12 @@ def test_a_conversation_of_messages_is_one_row(tmp_path: Path, stream: bool) -> 
         assert done.usage.output_tokens == server.tokens[-1]
         assert done.usage.input_tokens == len(server.generator.requests[-1].prompt_ids)
         thoughts = [
-            block.thinking
+            (block.thinking, bool(block.signature))  # clients rewrite a block without a signature
             for one in chat
             for block in one["content"]
             if getattr(block, "type", "") == "thinking"
         ]
-        assert thoughts == ["3 is right"]
+        assert thoughts == [("3 is right", True)]
 
     asyncio.run(talk())
     check(server, said)

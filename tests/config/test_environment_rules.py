@@ -126,7 +126,7 @@ def test_an_agent_program_is_an_environment_with_a_url() -> None:
     assert found.environment is not None and found.environment.url
     assert found.environment.function == "asyncrl.environments.agent:play"
     assert found.environment.max_turns == 3
-    assert {"function": None, "stdin": "prompt", **PROGRAM}.items() <= (
+    assert {"function": None, "stdin": None, **PROGRAM}.items() <= (
         found.environment.arguments.items()
     )
     # A run saves its config, and reads it again.

@@ -48,7 +48,8 @@ def test_a_program_gets_its_task_and_where_its_session_is(
     ended = run(command=command, variables={"EXTRA": "1"})
     assert ended.end == "done" and ended.reward is None
     arguments, given, variables = json.loads(ended.output)
-    assert arguments == ["--task=find {x}", "7", "{}", "{ x }"] and given == "find {x}"
+    assert arguments == ["--task=find {x}", "7", "{}", "{ x }"]
+    assert given == ""  # it has the prompt as an argument
     assert variables["OPENAI_BASE_URL"] == "http://127.0.0.1:9/v1"
     assert variables["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:9"
     assert variables["OPENAI_API_KEY"] == variables["ANTHROPIC_API_KEY"] == URL.key
@@ -57,9 +58,15 @@ def test_a_program_gets_its_task_and_where_its_session_is(
 
 
 @pytest.mark.parametrize(
-    ("stdin", "expected"), [("none", ""), ("task", json.dumps(TASK)), ("prompt", TASK["prompt"])]
+    ("stdin", "expected"),
+    [
+        ("none", ""),
+        ("task", json.dumps(TASK)),
+        ("prompt", TASK["prompt"]),
+        (None, TASK["prompt"]),
+    ],
 )
-def test_what_a_program_can_read(stdin: str, expected: str) -> None:
+def test_what_a_program_can_read(stdin: str | None, expected: str) -> None:
     command = python("import sys; print(sys.stdin.read(), end='')")
     assert run(command=command, stdin=stdin).output == expected
 

@@ -18,7 +18,12 @@ TESTS = json.dumps([{"input": "1\n", "output": "2\n"}])
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("recipes") / "rows.parquet"
-    rows = {"prompt": ["1 + 2 ="] * 4, "answer": ["3"] * 4, "tests": [TESTS] * 4}
+    rows = {
+        "prompt": ["1 + 2 ="] * 4,
+        "answer": ["3"] * 4,
+        "tests": [TESTS] * 4,
+        "number": range(4),
+    }
     pq.write_table(pa.table(rows), path)
     return path
 
@@ -35,6 +40,7 @@ def test_the_recipes_that_the_docs_name_exist() -> None:
         "eight_gpus",
         "two_nodes",
         "black_box_agent",
+        "verifiers_agent",
     }
     page = (ROOT / "docs" / "recipes.md").read_text()
     assert all(f"`jobs/recipes/{name}.yaml`" in page for name in names)

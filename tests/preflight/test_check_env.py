@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -54,6 +55,19 @@ REFUSES_TOOLS = (
 )
 
 
+ASKS = """
+import json, os, sys, urllib.request
+body = {"messages": [{"role": "user", "content": sys.argv[1]}]}
+key = "Bearer " + os.environ["OPENAI_API_KEY"]
+headers = {"Content-Type": "application/json", "Authorization": key}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print(float(said == sys.argv[2]))
+"""
+"""A program that asks once, and prints its reward."""
+
+
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slow agent waits, and the cost is measured, for less time than in use."""
@@ -86,6 +100,16 @@ def config_of(tmp_path: Path) -> Callable[..., Config]:
         return Config.model_validate(tree)
 
     return make
+
+
+def agent_of(config_of: Callable[..., Config], code: str) -> Config:
+    """The config of a run with an agent program."""
+    tree = config_of("silent").model_dump(mode="json", exclude={"environment", "reward"})
+    printed = {"function": "asyncrl.rewards.builtin:printed_reward"}
+    agent = {"command": [sys.executable, "-c", code, "{prompt}", "{answer}"]}
+    return Config.model_validate(
+        {**tree, "agent": agent, "reward": {"functions": {"printed": printed}}}
+    )
 
 
 def found(checked: Checked, verdict: str, check: str) -> str:
@@ -261,6 +285,32 @@ def test_an_environment_with_a_fault(
     checked = check_environment(config_of(function))
     assert text in found(checked, verdict, check)
     assert checked.failed == (verdict == "FAIL"), checked.text()
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("raise SystemExit('no such task')", "ended with exit code 1: no such task"),
+        ("print(1)", "10 sessions: done; the model was asked for no turn"),
+    ],
+)
+def test_a_program_that_cannot_be_trained(
+    config_of: Callable[..., Config], code: str, text: str
+) -> None:
+    checked = check_environment(agent_of(config_of, code))
+    assert text in "\n".join(
+        found(checked, "FAIL", f"agent: {name}") for name in ("right", "wrong")
+    )
+    assert "asked the model for no turn" in found(checked, "warn", "agent: slow")
+
+
+def test_a_program_gets_the_time_that_it_needs_to_start(config_of: Callable[..., Config]) -> None:
+    """It takes longer than the deadline of slow agents here."""
+    checked = check_environment(agent_of(config_of, "import time; time.sleep(0.4)\n" + ASKS))
+    assert not checked.failed, checked.text()
+    assert "done; at most 1 turn; reward 0 to 1" in found(checked, "ok", "agent: right")
+    assert "done; at most 1 turn; reward 0" in found(checked, "ok", "agent: wrong")
+    assert found(checked, "ok", "agent: slow").startswith("ends deadline after ")
 
 
 def test_one_reason_is_given_once(config_of: Callable[..., Config]) -> None:

@@ -1349,6 +1349,27 @@ def test_training_that_prefers_short_completions(run):
     assert not checks_of(run)["trained lengths match generated lengths"].passed
 
 
+def test_sessions_that_sampled_nothing_have_no_length(run):
+    """As those of an agent that could not start, whose groups are dropped."""
+    empty = {ended["ordinal"] for ended in surviving_trained(run) if ended["ordinal"] % 3}
+    change(
+        run,
+        "outcomes",
+        lambda rows: [
+            {**row, "outcome": "dropped"} if row["ordinal"] in empty else row for row in rows
+        ],
+    )
+    columns = ("completion_ids", "loss_mask", "logprobs", "versions")
+    for ordinal in empty:
+        change(
+            run,
+            "groups",
+            in_row(ordinal, **dict.fromkeys(columns, lambda lists: [[] for _ in lists])),
+        )
+    check = checks_of(run)["trained lengths match generated lengths"]
+    assert check.passed and ", 0, " not in check.summary, check.summary
+
+
 def test_a_run_without_a_record_is_refused(tmp_path, capsys, no_threads):
     attempt(tmp_path, 3, None)
     (tmp_path / "run" / "run.json").write_text('{"run_id": "x", "attempts": 2}')

@@ -37,6 +37,8 @@ REFUSED = {
     "container": "run code in the agent",
 }
 """Fields without which the answer would not be what the agent asked for → what to do."""
+SIGNATURE = "YXN5bmNybA=="
+"""Of thinking blocks. It proves nothing, but some clients rewrite a block that has none."""
 
 
 class Block(Open):
@@ -241,7 +243,7 @@ def _delta(index: int, kind: str, **fields: Any) -> Event:
 def _block_events(index: int, block: Mapping[str, Any], answer: Answer) -> Iterator[Event]:
     """The events of one whole block."""
     if block["type"] == "thinking":
-        yield _begin(index, {**block, "thinking": ""})
+        yield _begin(index, {**block, "thinking": "", "signature": ""})
         yield _delta(index, "thinking_delta", thinking=block["thinking"])
         yield _delta(index, "signature_delta", signature=block["signature"])
     elif block["type"] == "tool_use":
@@ -257,7 +259,7 @@ def _block_events(index: int, block: Mapping[str, Any], answer: Answer) -> Itera
 def _blocks(answer: Answer) -> Iterator[dict[str, Any]]:
     """The content of an answer."""
     if reasoning := str(answer.message.get("reasoning") or ""):
-        yield {"type": "thinking", "thinking": reasoning, "signature": ""}
+        yield {"type": "thinking", "thinking": reasoning, "signature": SIGNATURE}
     calls, text = calls_of(answer), content_of(answer)
     if text or not calls:
         yield {"type": "text", "text": text, "citations": None}

@@ -271,7 +271,8 @@ def check_lengths(books: Books) -> Check:
     lengths of trained groups and of all generated groups is small.
 
     Groups without an outcome are left out because they may still be trained. Groups filtered for
-    zero variance are left out because training excludes them on purpose.
+    zero variance are left out because training excludes them on purpose. Sessions without a sampled
+    token, such as those of an agent that cannot start, have no length.
     """
     generated = _sorted_lengths(
         row for key, row in books.rows.items() if books.outcome.get(key, "filtered") != "filtered"
@@ -296,7 +297,7 @@ def check_lengths(books: Books) -> Check:
 
 
 def _sorted_lengths(rows: Iterable[Row]) -> np.ndarray:
-    return np.sort(np.array([length for row in rows for length in row.lengths], np.int64))
+    return np.sort(np.array([length for row in rows for length in row.lengths if length], np.int64))
 
 
 def _quantiles(lengths: np.ndarray) -> str:
