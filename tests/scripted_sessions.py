@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from asyncrl.contracts.rows import SCORED_COLUMNS, Completion, Group, Prompt
 from asyncrl.environments.attempt import Ended
+from asyncrl.rollout.prefixes import PrefixCounter
 from asyncrl.rollout.sessions import Played, session_table
 from asyncrl.sessions.answers import ChatRequest
 from asyncrl.sessions.session import Session, SessionTemplate
@@ -77,7 +78,8 @@ async def play(tokenizer: Any, script: Script) -> tuple[Played, list[Turn]]:
             chat.append({"role": "user", "content": text})
         answers = await session.chat(ChatRequest(chat, n=2 if kind == "two" else 1))
         chat.append(answers[0].message)
-    return Played(session, Ended(script.end, script.reward), None, 0), generator.turns
+    ended = Ended(script.end, script.reward)
+    return Played(session, ended, None, 0, PrefixCounter()), generator.turns
 
 
 def record(

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import inspect
 import json
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Any
 
@@ -117,11 +120,16 @@ async def _run(argv: Sequence[str], given: bytes, environment: Mapping[str, str]
         finally:
             await _end(program)
         if code:
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            how = _signal_name(-code) if code < 0 else f"exit code {code}"
             lines = _last_text(stderr).strip().splitlines()
             said = f": {short(lines[-1])}" if lines else ""
             raise AgentFailedError(f"{os.path.basename(argv[0])} ended with {how}{said}")
         return _last_text(stdout)
+
+
+def _signal_name(number: int) -> str:
+    known = {each.value: each.name for each in signal.Signals}
+    return f"signal {known.get(number, number)}"
 
 
 def _last_text(file: IO[bytes]) -> str:
@@ -131,12 +139,14 @@ def _last_text(file: IO[bytes]) -> str:
 
 async def _end(program: asyncio.subprocess.Process) -> None:
     """End a program and its process group, first with SIGTERM."""
-    if program.returncode is None:
-        _signal(program, signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_S):
-                await program.wait()
-    _signal(program, signal.SIGKILL)
+    try:
+        if program.returncode is None:
+            _signal(program, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_S):
+                    await program.wait()
+    finally:  # also if the attempt is canceled again
+        _signal(program, signal.SIGKILL)
     await program.wait()
 
 
@@ -154,4 +164,31 @@ async def _call(
         getattr(found, "__call__", None)  # noqa: B004
     ):
         return await found(task, model, **arguments)
-    return await asyncio.to_thread(found, task, model, **arguments)
+    return await _in_thread(partial(found, task, model, **arguments))
+
+
+async def _in_thread(call: Callable[[], object]) -> object:
+    """What a call returns, in a thread of its own: those of the event loop are few, and a call that
+    hangs would keep one."""
+    loop = asyncio.get_running_loop()
+    end: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: object, error: BaseException | None) -> None:
+        if not end.done():
+            end.set_result((result, error))
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = context.run(call)
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, daemon=True).start()
+    result, failure = await end
+    if failure is not None:
+        raise failure
+    return result

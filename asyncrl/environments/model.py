@@ -3,6 +3,8 @@ does not import openai, which takes 60 MB."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +15,7 @@ from asyncrl.text.template import Message, MessagesError, Schema, are_messages
 
 __all__ = ["ChatSession", "Model", "Reply", "SessionUrl", "UnsupportedError"]
 
-WITHOUT_EFFECT = ("model", "user", "metadata", "store", "timeout", "stream_options", "seed")
+WITHOUT_EFFECT = ("model", "user", "metadata", "store", "timeout", "stream_options")
 """Arguments that change nothing here, and need not be counted."""
 RETRY_KEY = "idempotency-key"
 """Header that names a request which a client may send again."""
@@ -193,13 +195,11 @@ class _Completions:
             raise MessagesError(
                 f"messages = {str(messages)[:80]!r} is not a list of messages with roles"
             )
-        key = next(
-            (str(value) for name, value in extra_headers.items() if name.lower() == RETRY_KEY), None
-        )
+        key = _key(extra_headers, chat, tools, n, stop, response_format)
         answers = await self._session.chat(
             ChatRequest(
                 chat,
-                tools or None,
+                self._tools(tools),
                 n or 1,
                 max_completion_tokens or max_tokens,
                 key,
@@ -226,6 +226,19 @@ class _Completions:
             if value is not None and (type(value) is not int or value < 1):
                 raise UnsupportedError(f"{value!r} is not a number of choices or tokens above 0")
 
+    def _tools(self, tools: Sequence[Schema] | None) -> list[Schema] | None:
+        """The tools without `strict`, which would force tokens. At a URL they are the same."""
+        found: list[Schema] = []
+        for tool in tools or ():
+            function = tool.get("function")
+            if isinstance(function, Mapping) and "strict" in function:
+                self._overridden["strict"] += bool(function["strict"])
+                function = {name: one for name, one in function.items() if name != "strict"}
+                found.append({**tool, "function": function})
+            else:
+                found.append(tool)
+        return found or None
+
     def _check(self, more: Mapping[str, Any], tool_choice: object) -> None:
         for name, value in more.items():
             if value is None or name in WITHOUT_EFFECT:
@@ -236,6 +249,16 @@ class _Completions:
         # A forced call would not be the policy's.
         if tool_choice not in (None, "auto", "none"):
             self._overridden["tool_choice"] += 1
+
+
+def _key(headers: Mapping[str, object], *request: object) -> str | None:
+    """The name of a request with an idempotency key. The key alone would give another request with
+    it the answer of this one."""
+    for name, value in headers.items():
+        if name.lower() == RETRY_KEY:
+            named = json.dumps([str(value), *request], sort_keys=True, default=str)
+            return hashlib.blake2b(named.encode(errors="replace"), digest_size=16).hexdigest()
+    return None
 
 
 def _stops(given: object) -> tuple[str, ...]:

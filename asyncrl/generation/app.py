@@ -271,7 +271,7 @@ class ServeGenerate:
                     self._lost(request, error)
                     raise
 
-            retried = UNABLE if request.replica is None else ()
+            retried = (*UNABLE, ConnectionError) if request.replica is None else ()
             return await self._ask(request.deadline_s, once, retried)
 
         answers = await together(choice(index) for index in range(request.n))

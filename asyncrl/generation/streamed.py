@@ -84,8 +84,13 @@ class StreamedCompletion:
             # The draws of the first tokens must not repeat.
             digest = hashlib.blake2b(f"{seed}:{had}".encode(), digest_size=6).digest()
             seed = int.from_bytes(digest, "big")
+        least = request.min_weights
+        if least is not None and self._spans:
+            # A completion never goes back to older weights.
+            least = replace(least, version=max(least.version, self._spans[-1].version))
         return replace(
             request,
+            min_weights=least,
             prompt_ids=(*request.prompt_ids, *self._ids),
             max_tokens=request.max_tokens - had,
             seed=seed,

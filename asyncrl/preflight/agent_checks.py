@@ -188,6 +188,9 @@ class AgentChecks:
         if None in trained:
             why = f"{text}; some sessions have no reward, so they are not trained"
             return Finding("FAIL" if normal and not given else "warn", check, why)
+        if normal and not trained:
+            note = next((one.ended.note for one, _ in mine if one.ended.note), "")
+            return Finding("FAIL", check, f"{text}; no session is trained ({note})")
         if normal and len(trained) < len(mine):
             return Finding("warn", check, f"{text}; some ends are not trained")
         return Finding("ok", check, text)

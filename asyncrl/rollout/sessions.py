@@ -179,8 +179,10 @@ class _Turns:
     async def generate(self, request: TurnRequest, heard: Heard | None = None) -> Sequence[Sampled]:
         expected = self.prefixes.expected(request.prompt_ids)
         seed = self._seed(request.turn, request.attempt)
-        # With a model's own response template, the text need not begin the message's content.
-        heard = heard if self._reader.text_begins_content else None
+        # With a model's own response template, the text need not begin the message's content. A
+        # grammar cannot go on in the middle of a text, which a replica's death would need.
+        if not self._reader.text_begins_content or request.schema is not None:
+            heard = None
         try:
             async with asyncio.timeout(self._turn_s) as limit:
                 generated = await self._generate(request, seed, self._session, heard)

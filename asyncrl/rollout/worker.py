@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -266,7 +265,7 @@ class RolloutWorker:
             ignore_eos=rollout.ignore_eos,
             repetition=rollout.repetition,
             stop=turn.stop,
-            schema=None if turn.schema is None else json.dumps(turn.schema),
+            schema=turn.schema_text,
             session=session,
             **rollout.kept_tokens,
         )

@@ -300,6 +300,8 @@ class Evaluator:
                     seed=((request.seed or 0) + seed) % SEEDS,
                     min_weights=replace(request.min_weights, version=least),
                     session=session,
+                    stop=turn.stop,
+                    schema=turn.schema_text,
                 )
                 generated = await (
                     self.generate.generate(asked)
@@ -319,7 +321,9 @@ class Evaluator:
             return self._lost(errors[-1] if errors else error, request)
         ended = played.ended
         answer = self._kept(played.trajectory().completion, (replicas or [""])[-1], version)
-        session = Session(played.session.chat_so_far, ended.end, ended.reward, ended.parts)
+        session = Session(
+            played.session.chat_so_far, ended.end, ended.reward, ended.parts, ended.output
+        )
         reason = "" if ended.end == "done" else f"{ended.end}: {ended.note}"
         return replace(answer, session=session, reason=answer.reason or reason)
 

@@ -270,15 +270,15 @@ class _RecordedModel:
             await asyncio.get_running_loop().create_future()  # the attempt is canceled
         del left[: request.n]
         self.asked += len(turns)
-        return [self._sampled(turn) for turn in turns]
+        return [self._sampled(turn, request.stop) for turn in turns]
 
-    def _sampled(self, turn: Node) -> Sampled:
+    def _sampled(self, turn: Node, stop: Sequence[str]) -> Sampled:
         completion = Completion(
             turn.token_ids,
             turn.logprobs,
             turn.versions,
             turn.finish_reason,
-            text_before(decode(self._tokenizer, turn.token_ids), self._stop),
+            text_before(decode(self._tokenizer, turn.token_ids), (*self._stop, *stop)),
         )
         return Sampled(completion, turn.replica, turn.started_at, turn.finished_at)
 

@@ -29,6 +29,7 @@ SECRET_NAME = re.compile(
     r"(?:^|[_.-])(?:api_?key|key|token|credentials?|pat|auth|bearer|cookie|dsn|pem)(?:[_-]?\d+)?$"
     r"|[_.-](?:pwd|pass|pw)(?:[_-]?\d+)?$"
     r"|(?:secret|password|passwd|passphrase|apikey|authorization)(?:[_-]?\d+)?$"
+    r"|(?:access_key_id|auth_config|connection_string|_jwt|webhook_url|database_url|redis_url)$"
     r"|(?-i:[a-z](?:Key|Token)(?:[_-]?\d+)?)$",
     re.IGNORECASE,
 )

@@ -141,6 +141,11 @@ class TurnRequest:
     schema: Mapping[str, Any] | None = None
     """JSON schema that its text must follow."""
 
+    @property
+    def schema_text(self) -> str | None:
+        """The schema as JSON."""
+        return None if self.schema is None else json.dumps(self.schema)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -237,7 +242,8 @@ class Session:
         # A client that leaves does not end what its retry will ask for.
         answers = await asyncio.shield(self._answers[key])
         self._received.add(key)
-        if self.tree.nodes[answers[0].node].status == ORPHAN:
+        chosen = self._continued & {answer.node for answer in answers}
+        if self.tree.nodes[answers[0].node].status == ORPHAN and not chosen:
             self.tree.set_status(answers[0].node, "ok")  # an earlier client had left
         return answers
 
@@ -282,6 +288,8 @@ class Session:
             ),
             heard,
         )
+        if self._closed is not None:  # meanwhile
+            raise SessionClosedError(self._closed)
         answers = [self._add(context, one, chat, request, prompt_ids) for one in sampled]
         self._last = _chat_of(request), answers[0].message
         # Most clients go on with the first choice. Another one counts once a request continues it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from asyncrl.contracts.nodes import ORPHAN, Node
+from asyncrl.contracts.nodes import CONSTRAINED, ORPHAN, Node
 
 __all__ = ["Place", "SessionTree"]
 
@@ -120,7 +120,10 @@ class SessionTree:
         return index
 
     def set_status(self, index: int, status: str) -> None:
-        """Give a turn another status, such as `orphan`."""
+        """Give a turn another status, such as `orphan`. A turn that a grammar restricted keeps its
+        own: its tokens are not the policy's, whoever got them."""
+        if self._known(index).status == CONSTRAINED:
+            return
         self._nodes[index] = replace(self._known(index), status=status)
 
     def _known(self, index: int) -> Node:

@@ -34,6 +34,9 @@ class Watched:
         """The error of the model's side at the last request. An environment may catch it, too."""
         self._failed_after = 0
         """Requests that were made when that error came. Only a later one shows that it is over."""
+        self._requests = 0
+        self._keys: set[str] = set()
+        """Of the requests so far."""
         self._answered: dict[int, tuple[int, ...]] = {}
         """Number of each request with an answer → the nodes of its choices."""
 
@@ -52,10 +55,14 @@ class Watched:
         """
         began = self._clock()
         try:
-            if self.turns >= self._most:
+            again = request.key is not None and request.key in self._keys
+            if self.turns >= self._most and not again:
                 raise TurnsExceededError(f"the session has taken its {self._most} turns")
-            self.turns += 1
-            began_as = self.turns
+            self.turns += not again  # a retry is no further turn
+            if request.key is not None:
+                self._keys.add(request.key)
+            self._requests += 1
+            began_as = self._requests
             # A copy: games may use one dict for all their messages.
             chat = [dict(message) for message in request.messages]
             answers = await self._ask(replace(request, messages=chat), heard)
@@ -71,7 +78,7 @@ class Watched:
         except MessagesError:  # what the environment asked
             raise
         except Exception as error:
-            self.failed, self._failed_after = error, self.turns
+            self.failed, self._failed_after = error, self._requests
             raise
         finally:
             self.model_s += self._clock() - began

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.contracts.heard import Heard
+from asyncrl.contracts.nodes import CONSTRAINED
 from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.sessions.session import Sampled, TurnRequest
 from asyncrl.text.tokenizer import decode
@@ -24,6 +25,7 @@ class FakeTurnGenerator:
         texts: the text of the answer with this number, counted over all requests.
         end: the token that ends a turn.
         latency: seconds of an answer, by its number.
+        constrained: whether a grammar restricts the answers.
         fails: whether a request raises RuntimeError, by the number of its first answer.
     """
 
@@ -34,9 +36,11 @@ class FakeTurnGenerator:
         end: int,
         latency: Callable[[int], float] = lambda number: 0.0,
         fails: Callable[[int], bool] = lambda number: False,
+        constrained: bool = False,
     ) -> None:
         self._tokenizer, self._texts, self._end = tokenizer, texts, end
         self._latency, self._fails = latency, fails
+        self._status = CONSTRAINED if constrained else "ok"
         self.version = 0
         """The version of the next answers."""
         self.requests: list[TurnRequest] = []
@@ -73,4 +77,4 @@ class FakeTurnGenerator:
             "stop" if len(kept) == len(ids) else "length",
             decode(self._tokenizer, kept),
         )
-        return Sampled(completion, "fake 0", float(number), float(number) + 1)
+        return Sampled(completion, "fake 0", float(number), float(number) + 1, self._status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -120,3 +121,17 @@ def test_an_error_of_the_model_is_kept_until_a_later_request_succeeds() -> None:
     failing = False
     asyncio.run(session.chat(CHAT))
     assert session.failed is None
+
+
+def test_a_retry_is_no_further_turn() -> None:
+    session = ServedSession(answers, 1)
+    named = replace(CHAT, key="k")
+
+    async def talk() -> None:
+        await session.chat(named)
+        await session.chat(named)  # its client lost the first answer
+        await session.chat(replace(CHAT, key="other"))
+
+    with pytest.raises(TurnsExceededError):
+        asyncio.run(talk())
+    assert session.turns == 1

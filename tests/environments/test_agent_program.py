@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -156,3 +157,47 @@ def test_columns_of_a_command() -> None:
 def test_secrets_and_rays_variables_are_not_passed() -> None:
     process = {"HF_TOKEN": "1", "RAY_ADDRESS": "2", "ASYNCRL_RUNS": "3", "HOME": "4"}
     assert program_environment(process, {"MY_TOKEN": "5"}) == {"HOME": "4", "MY_TOKEN": "5"}
+
+
+def hangs(task: Any, model: Model) -> float:
+    time.sleep(600)
+    return 0.0
+
+
+def test_functions_that_hang_leave_room_for_others() -> None:
+    async def work() -> list[Ended]:
+        stuck = {"function": f"{__name__}:hangs"}
+        quick = {"function": f"{__name__}:blocking"}
+        limits = [*([(stuck, 0.3)] * 40), (quick, 20.0)]
+        return await asyncio.gather(
+            *(attempt(play, TASK, Silent(), Limits(5, one), agent, URL) for agent, one in limits)
+        )
+
+    ends = [ended.end for ended in asyncio.run(work())]
+    assert ends == [*["deadline"] * 40, "done"]
+
+
+def test_a_program_that_ignores_its_end_is_killed_also_if_its_attempt_is_canceled_again(
+    tmp_path: Path,
+) -> None:
+    note = tmp_path / "pid"
+    code = (
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        f"open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+
+    async def cancel() -> int:
+        agent = {"command": python(code)}
+        playing = asyncio.ensure_future(attempt(play, TASK, Silent(), Limits(5, 60), agent, URL))
+        while not note.exists() or not note.read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for _ in range(2):
+            playing.cancel()
+            await asyncio.sleep(0.1)
+        await asyncio.gather(playing, return_exceptions=True)
+        return int(note.read_text())
+
+    pid = asyncio.run(cancel())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(10)
+    assert not psutil.pid_exists(pid)

@@ -89,7 +89,9 @@ def test_arguments_reach_the_session() -> None:
     body: Body = {"tools": tools, "n": 2, "max_tokens": 5}
     create(session, messages=USER, **body, extra_headers={"Idempotency-Key": "k"})
     create(session, messages=USER, max_completion_tokens=4, tools=[])
-    assert session.requests == [(USER, tools, 2, 5, "k"), (USER, None, 1, 4, None)]
+    (*first, key), second = session.requests
+    assert first == [USER, tools, 2, 5] and key is not None
+    assert second == (USER, None, 1, 4, None)
 
 
 def test_sampling_of_the_agents_own_is_counted_and_has_no_effect() -> None:
@@ -101,7 +103,7 @@ def test_sampling_of_the_agents_own_is_counted_and_has_no_effect() -> None:
             )
         return model
 
-    assert asyncio.run(ask()).overridden == {"temperature": 2, "top_p": 2}
+    assert asyncio.run(ask()).overridden == {"temperature": 2, "top_p": 2, "seed": 2}
 
 
 @pytest.mark.parametrize(
@@ -198,3 +200,26 @@ def test_a_forced_tool_call_is_overridden() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     asyncio.run(model.chat.completions.create(messages=USER, tools=tools, tool_choice="required"))
     assert model.overridden == {"tool_choice": 1}
+
+
+def test_an_idempotency_key_names_only_one_request() -> None:
+    session = FakeSession(said)
+
+    async def ask() -> None:
+        create = Model(session).chat.completions.create
+        for content in ("a", "a", "b"):
+            messages = [{"role": "user", "content": content}]
+            await create(messages=messages, extra_headers={"Idempotency-Key": "k"})
+
+    asyncio.run(ask())
+    keys = [request[-1] for request in session.requests]
+    assert keys[0] == keys[1] != keys[2] and None not in keys
+
+
+def test_strict_tools_are_as_they_are_at_a_url() -> None:
+    session = FakeSession(said)
+    model = Model(session)
+    tool = {"type": "function", "function": {"name": "add", "strict": True}}
+    asyncio.run(model.chat.completions.create(messages=USER, tools=[tool]))
+    assert session.requests[0][1] == [{"type": "function", "function": {"name": "add"}}]
+    assert model.overridden == {"strict": 1}

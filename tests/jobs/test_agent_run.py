@@ -68,6 +68,9 @@ def test_a_program_that_knows_nothing_of_asyncrl_is_trained(
             assert row["reward"] == [1.0] * SAMPLES
             assert all(output.startswith("log\n{") for output in row["session_output"])
         assert all(seconds > 0 for seconds in row["session_model_s"])
+    # The held-out tasks that do not fail have the reward 1, and the others none.
+    evaluated = run.records("evaluation")[0]
+    assert evaluated["eval/greedy_printed"] == 1.0
     steps = [record for record in run.records("step") if record["applied"]]
     assert len(steps) == STEPS
     for step in steps:

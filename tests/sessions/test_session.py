@@ -342,3 +342,45 @@ def test_random_agents_never_lose_or_change_a_sampled_token(chatml: Model) -> No
         prompts = [tuple(request.prompt_ids) for request in generator.requests]
         for node in sampled:
             assert tuple(session.tree.path_ids(node.parent)) in prompts
+
+
+def test_tokens_that_a_grammar_forced_are_never_trained(chatml: Model) -> None:
+    session, _ = chatml.session(counted, constrained=True)
+
+    async def agent() -> None:
+        answers = await session.chat(ChatRequest([user("a")], n=2, schema={"type": "object"}))
+        for answer in answers:
+            await session.chat(ChatRequest([user("a"), answer.message, user("b")], schema={}))
+
+    asyncio.run(agent())
+    counts = session_rows(session.nodes).counts
+    assert counts.trained == 0 and set(counts.masked) == {"constrained"}
+    assert counts.masked["constrained"] == counts.sampled > 0
+
+
+def test_an_answer_that_comes_after_the_end_leaves_no_turn(chatml: Model) -> None:
+    session, _ = chatml.session(counted, latency=lambda number: 0.02)
+
+    async def agent() -> None:
+        asking = asyncio.ensure_future(session.chat(ChatRequest([user("a")])))
+        await asyncio.sleep(0)
+        session.close("the session has ended")
+        with pytest.raises(SessionClosedError):
+            await asking
+
+    asyncio.run(agent())
+    assert not any(node.sampled for node in session.nodes)
+
+
+def test_a_retry_does_not_bring_back_an_answer_that_was_not_chosen(chatml: Model) -> None:
+    session, _ = chatml.session(counted)
+
+    async def agent() -> None:
+        first = ChatRequest([user("a")], n=2, key="k")
+        answers = await session.chat(first)
+        await session.chat(ChatRequest([user("a"), answers[1].message, user("b")]))
+        await session.chat(first)
+
+    asyncio.run(agent())
+    statuses = [node.status for node in session.nodes if node.sampled]
+    assert statuses == [ORPHAN, "ok", "ok"]
