@@ -294,7 +294,7 @@ SURFACE = {
         "offline_reference_spec ray_cluster scoring_spec start_local_ray worker_spec"
     ),
     "rewards": "GroupCall RayScores RewardError call_reward",
-    "rollout": "start_rollouts",
+    "rollout": "Player start_rollouts",
     "run": (
         "AcrossAttempts Replayed RunFailedError Summary command_name concurrency_of "
         "launch_stations replay_sessions run_training score_rows"

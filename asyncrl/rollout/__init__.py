@@ -8,5 +8,6 @@ from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
     from asyncrl.rollout.group import start_rollouts as start_rollouts
+    from asyncrl.rollout.player import Player as Player
 
-__getattr__ = lazy_exports(__name__, start_rollouts="group")
+__getattr__ = lazy_exports(__name__, Player="player", start_rollouts="group")
