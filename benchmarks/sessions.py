@@ -95,7 +95,7 @@ class Parts:
     def __init__(self, folder: Path) -> None:
         make_model(folder, 0)
         self.tokenizer: Any = load_tokenizer(str(folder))
-        end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        end: Any = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.template = SessionTemplate(self.tokenizer, frozenset({end}), 1 << 20)
         self.reader = ResponseReader(self.tokenizer)
         call = '<tool_call>{"name": "guess", "arguments": {"number": 51}}</tool_call><|im_end|>'
