@@ -235,7 +235,7 @@ async def _body(request: Request, largest: int) -> bytes:
 def _parsed(body: bytes) -> object:
     """The JSON of a body. Raises AgentError, 400."""
     try:
-        tree: object = json.loads(body, parse_constant=_no_number)
+        tree: object = json.loads(body.decode(), parse_constant=_no_number)
         if b"\\ud" in body.lower():  # half of a surrogate pair is no text
             json.dumps(tree, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

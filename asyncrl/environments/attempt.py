@@ -192,8 +192,9 @@ async def attempt(
         failure = error
     except (TurnsExceededError, ContextTooLongError, SessionClosedError) as error:
         try:
-            return ended(end_of(error), str(error), _given(progress.reward, watched.taken))
-        except (TypeError, ValueError) as nonsense:  # what the game has given
+            taken = watched.taken if url is None else None
+            return ended(end_of(error), str(error), _given(progress.reward, taken))
+        except Exception as nonsense:  # what the game has given
             return ended("reward_error", _place(nonsense))
     except Exception as error:  # the environment is a user's code, and may raise anything
         failure = error
@@ -205,8 +206,8 @@ async def attempt(
         return ended(_blamed(failure), _place(failure))
     try:
         # Turns that were taken at the URL are known to those who serve it.
-        given = _given(result, watched.taken if url is None or watched.turns else None)
-    except (TypeError, ValueError) as nonsense:
+        given = _given(result, watched.taken if url is None else None)
+    except Exception as nonsense:  # a value of any class
         return ended("reward_error", _place(nonsense))
     # An environment may catch what ended it, and give a reward for what was reached.
     return ended("done" if watched.ended is None else end_of(watched.ended), given=given)
@@ -229,6 +230,9 @@ def _comes_from(error: BaseException, cause: BaseException) -> bool:
 
 def _blamed(error: BaseException) -> End:
     """The end of an attempt that raised an error of its own."""
+    if isinstance(error, BaseExceptionGroup):
+        causes = {_blamed(one) for one in error.exceptions}
+        return causes.pop() if len(causes) == 1 else "env_error"
     if isinstance(error, AgentFailedError):
         return "agent_error"
     return "reward_error" if isinstance(error, RewardFailedError) else "env_error"
@@ -293,13 +297,16 @@ def _given(result: object, taken: Sequence[Sequence[int]] | None) -> Given:
     turns = () if given is None or taken is None else turn_rewards_of(given, taken)
     output = values.pop(OUTPUT, "")
     if not isinstance(output, str):
-        raise TypeError(f"{OUTPUT} is {short(repr(output))} ({type(output).__name__}), not a text")
+        shown = short(text_of(repr, output))
+        raise TypeError(f"{OUTPUT} is {shown} ({type(output).__name__}), not a text")
+    # Half of a surrogate pair is no text.
+    output = output[-MOST_OUTPUT:].encode("utf-8", "backslashreplace").decode()
     for name in values:
         if not isinstance(name, str) or not name or "/" in name or name != short(name):
             raise TypeError(f"{str(name)[:80]!r} is no name of a reward: a short text without '/'")
     found = {name: _number(name, value) for name, value in values.items()}
     at_url = given if taken is None else None
-    return Given(found.pop(REWARD, None), found, output[-MOST_OUTPUT:], turns, at_url)
+    return Given(found.pop(REWARD, None), found, output, turns, at_url)
 
 
 def _turn_numbers(given: object) -> list[float | None]:

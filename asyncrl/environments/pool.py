@@ -231,7 +231,10 @@ class EnvironmentPool:
         except TimeoutError:
             return f"an environment process was not ready after {START_TIMEOUT_S:g} s"
         except EOFError:
-            return "an environment process ended while it imported environment.function"
+            return (
+                f"a process ended while it imported environment.function ="
+                f" {self._config.function!r}; its module must not exit"
+            )
         except (OSError, ValueError, RecursionError) as error:  # or what it sends is no JSON
             return f"an environment process failed ({error})"
         finally:

@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Mapping, Sequence
 
+from asyncrl.runtime.functions import short
 from asyncrl.runtime.single_precision import FLOAT32_MAX
 
 __all__ = [
@@ -54,6 +55,10 @@ def environment(
     }
 
 
+MOST_PRINTED = 32
+"""Numbers of a printed line that count. A program may write what its model wrote."""
+
+
 def printed_reward(
     session_output: Sequence[str], session_end: Sequence[str], **_: object
 ) -> dict[str, list[float | None]]:
@@ -69,17 +74,19 @@ def printed_reward(
 
 def _printed(output: str) -> dict[str, float]:
     """The numbers on the last line that is not empty."""
-    lines = [line for line in output.splitlines() if line.strip()]
+    lines = [line for line in output.split("\n") if line.strip()]
     try:
         found = json.loads(lines[-1]) if lines else None
     except (ValueError, RecursionError):
         return {}
     values = found if isinstance(found, dict) else {"reward": found}
-    return {
+    numbers = {
         name: float(value)
         for name, value in values.items()
-        if isinstance(value, int | float) and abs(value) <= FLOAT32_MAX and "/" not in name
+        if isinstance(value, int | float) and abs(value) <= FLOAT32_MAX
+        if name and name == short(name) and "/" not in name
     }
+    return dict(list(numbers.items())[:MOST_PRINTED])
 
 
 def check_builtin(function: str, arguments: Mapping[str, object], deadline_s: float) -> None:

@@ -28,6 +28,16 @@ class PlayedSession(AgentSession, Protocol):
         ...
 
 
+class _Counted:
+    """A session whose requests in process count together with those at its URL."""
+
+    def __init__(self, session: PlayedSession, served: ServedSession) -> None:
+        self.abandon, self._served = session.abandon, served
+
+    async def chat(self, request: ChatRequest) -> list[Answer]:
+        return await self._served.chat(request)
+
+
 class Player:
     """Plays sessions of one environment. Use it on one event loop, and close it."""
 
@@ -62,12 +72,12 @@ class Player:
         served = ServedSession(session.chat, self._most_turns)
         with self._server.serving(served) as key:
             url = SessionUrl(self._server.address, key)
-            ended = await self._pool.play(task, session, alone, url)
+            ended = await self._pool.play(task, _Counted(session, served), alone, url)
         return with_requests(ended, served)
 
 
 def with_requests(ended: Ended, served: ServedSession) -> Ended:
-    """The end of a session with the requests that it made at its URL. If the model refused one for
+    """The end of a session with its requests, also those at its URL. If the model refused one for
     good, that is why it ended.
 
     Raises:
@@ -84,12 +94,13 @@ def with_requests(ended: Ended, served: ServedSession) -> Ended:
             ended = replace(ended, end="reward_error", reward=None, parts={}, note=str(error))
         else:
             ended = replace(ended, turn_rewards=placed)
-    model_s = min(served.model_s, ended.other_s)
+    whole = ended.model_s + ended.other_s
+    model_s = min(served.model_s, whole)
     return replace(
         ended,
-        turns=ended.turns + served.turns,
+        turns=served.turns,
         overridden=ended.overridden + served.overridden.total(),
-        model_s=ended.model_s + model_s,
-        other_s=ended.other_s - model_s,
+        model_s=model_s,
+        other_s=whole - model_s,
         rewards_at_url=None,
     )

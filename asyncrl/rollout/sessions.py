@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from asyncrl.contracts.errors import InvalidRequestError
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.messages import EngineLoad, Generated
@@ -29,7 +30,7 @@ from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequ
 from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.stops import load_stops
-from asyncrl.text.template import Message, Schema
+from asyncrl.text.template import Message, MessagesError, Schema
 from asyncrl.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -186,6 +187,8 @@ class _Turns:
         try:
             async with asyncio.timeout(self._turn_s) as limit:
                 generated = await self._generate(request, seed, self._session, heard)
+        except InvalidRequestError as error:  # such as a schema that the engine cannot follow
+            raise MessagesError(str(error)) from None
         except TimeoutError:
             if not limit.expired():
                 raise

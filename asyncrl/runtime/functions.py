@@ -49,7 +49,8 @@ def import_function(kind: str, function: str) -> Callable[..., object]:
         ) from None
     except Exception as error:
         # A module may raise anything while it is imported.
-        cause = f"{type(error).__name__}: {text_of(str, error)}{_place_in_module(error)}"
+        text = " ".join(text_of(str, error).split())
+        cause = f"{type(error).__name__}: {text}{_place_in_module(error)}"
         raise FunctionError(
             f"{kind} {function!r} cannot be imported ({cause}); repair its module"
         ) from None

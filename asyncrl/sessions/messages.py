@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import marshal
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -27,10 +28,12 @@ class Chat(NamedTuple):
     """Number of each tool call id."""
     exact: bytes
     """Of the whole chat with its reasoning, which the other digests leave out."""
+    thoughts: list[str]
+    """The reasoning of each message, wherever a client has put it."""
 
-    def with_answer(self, message: Mapping[str, object]) -> bytes:
-        """The digest of the chat with an answer."""
-        return _digest(self.digests[-1], _compared(message, dict(self.ids)))
+    def with_answer(self, message: Mapping[str, object]) -> tuple[bytes, str]:
+        """The digest of the chat with an answer, and the answer's reasoning."""
+        return _digest(self.digests[-1], _compared(message, dict(self.ids))), _thought(message)
 
 
 class ChatDigests:
@@ -45,9 +48,10 @@ class ChatDigests:
     """
 
     def __init__(self) -> None:
-        self._head: object = None
-        self._messages: list[Mapping[str, object]] = []
-        self._chat = Chat([], {}, b"")
+        self._messages = 0
+        self._known: bytes | None = None
+        """The messages and the head of the last chat, in a form that tells True from 1."""
+        self._chat = Chat([], {}, b"", [])
 
     def of(self, messages: Sequence[Mapping[str, object]], head: object = None) -> Chat:
         """The digests of a chat. Its messages must not be changed afterwards.
@@ -56,19 +60,23 @@ class ChatDigests:
             head: what decides what the template writes around the messages: the tools and all
                 variables. It must be JSON.
         """
-        known = len(self._messages)
-        if not known or head != self._head or list(messages[:known]) != self._messages:
-            chat, known = Chat([], {}, b""), 0
+        known = self._messages
+        if not known or self._known is None or _frozen(messages[:known], head) != self._known:
+            chat, known = Chat([], {}, b"", []), 0
         else:
-            chat = self._chat._replace(digests=list(self._chat.digests), ids=dict(self._chat.ids))
+            digests, ids, _, thoughts = self._chat
+            chat = self._chat._replace(
+                digests=list(digests), ids=dict(ids), thoughts=list(thoughts)
+            )
         digest, exact = chat.digests[-1] if known else _digest(b"", head), chat.exact
         for message in messages[known:]:
             compared = _compared(message, chat.ids)
             digest = _digest(digest, compared)
             exact = _digest(exact, [digest.hex(), _reasoning(message)])
             chat.digests.append(digest)
+            chat.thoughts.append(_thought(message))
         chat = chat._replace(exact=exact)
-        self._head, self._messages, self._chat = head, list(messages), chat
+        self._messages, self._known, self._chat = len(messages), _frozen(messages, head), chat
         return chat
 
 
@@ -80,6 +88,26 @@ def chat_digests(messages: Sequence[Mapping[str, object]], head: object = None) 
 def prompt_digest(prompt: str) -> bytes:
     """The digest of a text to continue. It differs from those of chats."""
     return _digest(b"prompt", prompt)
+
+
+def _frozen(messages: Sequence[Mapping[str, object]], head: object) -> bytes | None:
+    """A chat as bytes; None if it has values that are not JSON."""
+    try:
+        return marshal.dumps([list(messages), head], 2)  # a version without references
+    except ValueError:
+        return None
+
+
+def _thought(message: Mapping[str, object]) -> str:
+    """The reasoning of a message, in a field of its own or in its text."""
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        if isinstance(given := message.get(name), str) and given.strip():
+            return given.strip()
+    text = plain_text(message.get("content"))
+    found = REASONING.match(text) if isinstance(text, str) else None
+    if found is None:
+        return ""
+    return found.group().strip().removeprefix("<think>").removesuffix("</think>").strip()
 
 
 def _reasoning(message: Mapping[str, object]) -> list[object]:

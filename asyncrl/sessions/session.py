@@ -19,6 +19,7 @@ from asyncrl.sessions.answers import (
 )
 from asyncrl.sessions.messages import ChatDigests, prompt_digest
 from asyncrl.sessions.tree import Place, SessionTree
+from asyncrl.text.chat_messages import argument_values
 from asyncrl.text.continuation import (
     ContinuationError,
     continuation,
@@ -114,11 +115,20 @@ class SessionTemplate:
         return ids
 
 
+def _call_values(messages: Sequence[Message]) -> list[object]:
+    """The arguments of all tool calls as values: JSON text can hide half of a surrogate pair."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]  # type: ignore[attr-defined]
+    functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
+    return [argument_values(one.get("arguments")) for one in functions if isinstance(one, Mapping)]
+
+
 def _refuse_unencodable(messages: Sequence[Message], tools: Sequence[Schema] | None) -> None:
     """Raise MessagesError for text that no tokenizer reads: surrogates, as of file names that are
     not UTF-8."""
     try:
-        json.dumps([messages, tools], ensure_ascii=False, default=str).encode()
+        json.dumps(
+            [messages, tools, _call_values(messages)], ensure_ascii=False, default=str
+        ).encode()
     except (UnicodeEncodeError, RecursionError, ValueError) as error:
         raise MessagesError(f"the messages are no text: {error}") from None
 
@@ -171,8 +181,8 @@ class TurnGenerator(Protocol):
 NO_BEGINNING = "no turn has the beginning of the chat"
 """Why a request branches from all turns."""
 
-WithAnswer = Callable[[Message], bytes]
-"""The digest of a request with this answer."""
+WithAnswer = Callable[[Message], tuple[bytes, str]]
+"""The digest of a request with this answer, and the answer's reasoning."""
 ReadMessage = Callable[[Sequence[int], Completion, "Sequence[Schema] | None"], Message]
 """The assistant's message of a completion after these tokens: text, reasoning and tool calls."""
 
@@ -198,6 +208,8 @@ class Session:
         self._choices: dict[int, list[Answer]] = {}
         """Turn → all choices of its request, if there are several."""
         self._continued: set[int] = set()
+        self._texts: dict[int, str] = {}
+        """Turn → the text of its path, for requests that continue a text."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -234,7 +246,9 @@ class Session:
         if self._closed is not None:
             raise SessionClosedError(self._closed)
         if (key := request.key) is None:
-            return await self._answer(request, heard)
+            answers = await self._answer(request, heard)
+            self._last = _chat_of(request), answers[0].message
+            return answers
         if key not in self._answers:
             task = asyncio.ensure_future(self._answer(request, heard))
             task.add_done_callback(lambda done: self._forget_failed(key, done))
@@ -242,6 +256,7 @@ class Session:
         # A client that leaves does not end what its retry will ask for.
         answers = await asyncio.shield(self._answers[key])
         self._received.add(key)
+        self._last = _chat_of(request), answers[0].message
         chosen = self._continued & {answer.node for answer in answers}
         if self.tree.nodes[answers[0].node].status == ORPHAN and not chosen:
             self.tree.set_status(answers[0].node, "ok")  # an earlier client had left
@@ -291,7 +306,6 @@ class Session:
         if self._closed is not None:  # meanwhile
             raise SessionClosedError(self._closed)
         answers = [self._add(context, one, chat, request, prompt_ids) for one in sampled]
-        self._last = _chat_of(request), answers[0].message
         # Most clients go on with the first choice. Another one counts once a request continues it.
         for answer in answers[1:]:
             self.tree.set_status(answer.node, ORPHAN)
@@ -307,7 +321,7 @@ class Session:
         if not request.messages:
             raise MessagesError("a request needs at least one message")
         chat = self._digests.of(request.messages, request.tools)
-        place = self.tree.find(chat.digests, chat.exact)
+        place = self.tree.find(chat.digests, chat.exact, chat.thoughts)
         context = self._context(place, request.messages, request.tools, chat.exact)
         return context, chat.with_answer
 
@@ -324,7 +338,7 @@ class Session:
             (ids,), _ = encode_prompts(self._template.tokenizer, [prompt[known:]], rendered=True)
             reason = "" if turn is not None or not self.tree.nodes else NO_BEGINNING
             context = self.tree.add_context(Node(turn, tuple(ids), branch_reason=reason), digest)
-        return context, lambda message: prompt_digest(f"{prompt}{message.get('content')}")
+        return context, lambda message: (prompt_digest(f"{prompt}{message.get('content')}"), "")
 
     def _path_of(self, prompt: str) -> tuple[int | None, int]:
         """The turn whose path has the longest text that begins the prompt, and that text's length.
@@ -332,7 +346,9 @@ class Session:
         longest: tuple[int | None, int] = (None, 0)
         for index, node in enumerate(self.tree.nodes):
             if node.sampled:
-                text = decode_prompt(self._template.tokenizer, self.tree.path_ids(index))
+                if (text := self._texts.get(index)) is None:
+                    text = decode_prompt(self._template.tokenizer, self.tree.path_ids(index))
+                    self._texts[index] = text
                 if len(text) > longest[1] and prompt.startswith(text):
                     longest = index, len(text)
         return longest
@@ -399,7 +415,7 @@ class Session:
                 started_at=sampled.started_at,
                 finished_at=sampled.finished_at,
             ),
-            chat(message),
+            *chat(message),
         )
         return Answer(
             message,

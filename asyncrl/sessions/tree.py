@@ -33,6 +33,8 @@ class SessionTree:
         self._nodes: list[Node] = []
         self._contexts: dict[bytes, int] = {}
         self._turns: dict[bytes, list[int]] = {}
+        self._thoughts: dict[int, str] = {}
+        """Turn → the reasoning of its answer."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -64,12 +66,18 @@ class SessionTree:
             node = self._nodes[node].parent
         return newest
 
-    def find(self, chat: Sequence[bytes], exact: bytes | None = None) -> Place:
+    def find(
+        self,
+        chat: Sequence[bytes],
+        exact: bytes | None = None,
+        thoughts: Sequence[str] | None = None,
+    ) -> Place:
         """Where a request with this chat belongs: at the context of the same chat, else at the
-        deepest turn whose chat it begins with. Of several equal answers, the last one that is no
-        orphan counts.
+        deepest turn whose chat it begins with. Of several equal answers, those with the same
+        reasoning count before others, then those that are no orphans, then the last one.
 
         Args:
+            thoughts: the reasoning of each message.
             exact: digest of the whole chat with everything that it renders, by which contexts are
                 known. None: chat[-1].
         """
@@ -79,8 +87,11 @@ class SessionTree:
             return Place(node, len(chat))
         for count in range(len(chat) - 1, 0, -1):
             if turns := self._turns.get(chat[count - 1]):
-                known = [turn for turn in turns if self._nodes[turn].status != ORPHAN]
-                return Place((known or turns)[-1], count)
+                thought = thoughts[count - 1] if thoughts else ""
+                same = [turn for turn in turns if self._thoughts[turn] == thought]
+                among = same if thought and same else turns
+                known = [turn for turn in among if self._nodes[turn].status != ORPHAN]
+                return Place((known or among)[-1], count)
         return Place(None, 0)
 
     def add_context(self, node: Node, chat: bytes) -> int:
@@ -102,10 +113,11 @@ class SessionTree:
         self._contexts[chat] = index
         return index
 
-    def add_turn(self, node: Node, chat: bytes) -> int:
+    def add_turn(self, node: Node, chat: bytes, thought: str = "") -> int:
         """Add a turn, and return its index.
 
         Args:
+            thought: the reasoning of its answer.
             chat: digest of the request's chat with the answer.
 
         Raises:
@@ -117,6 +129,7 @@ class SessionTree:
             raise ValueError("the parent of a turn is the context of its request")
         index = self._add(node)
         self._turns.setdefault(chat, []).append(index)
+        self._thoughts[index] = thought
         return index
 
     def set_status(self, index: int, status: str) -> None:

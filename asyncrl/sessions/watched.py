@@ -76,6 +76,7 @@ class Watched:
             self.ended = error
             raise
         except MessagesError:  # what the environment asked
+            self.turns -= not again
             raise
         except Exception as error:
             self.failed, self._failed_after = error, self._requests

@@ -62,9 +62,6 @@ class FakeTurnGenerator:
         await asyncio.sleep(self._latency(first))
         if self._fails(first):
             raise RuntimeError(f"answer {first} failed")
-        for index, answer in enumerate(answers if heard is not None else ()):
-            if heard is not None:
-                heard(index, answer.completion.text)
         return answers
 
     def _sampled(self, number: int, max_tokens: int) -> Sampled:

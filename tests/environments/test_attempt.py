@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl.environments.attempt import Ended, Limits, attempt
+from asyncrl.environments.attempt import (
+    AgentFailedError,
+    Ended,
+    Limits,
+    attempt,
+)
 from asyncrl.sessions.answers import Answer, ChatRequest, ContextTooLongError, SessionClosedError
 from asyncrl.testing import VirtualTimeLoop
 from asyncrl.text.template import MessagesError
@@ -219,7 +224,9 @@ def test_limits_end_an_attempt() -> None:
 def test_the_models_refusals_end_an_attempt(error: Exception, end: str) -> None:
     ended = run(Count, FakeSession(fails_at=2, error=error))
     # A game keeps the reward that it had reached.
-    assert (ended.end, ended.turns, ended.reward) == (end, 2, None if end == "env_error" else 1.0)
+    # A request that the template refuses is no turn.
+    turns, reward = (1, None) if end == "env_error" else (2, 1.0)
+    assert (ended.end, ended.turns, ended.reward) == (end, turns, reward)
     assert str(error) in ended.note
 
 
@@ -391,3 +398,35 @@ def test_a_game_may_use_one_dict_for_all_its_messages() -> None:
     session = FakeSession()
     assert run(Reuses, session).end == "done"
     assert session.chats[0][0]["content"] == "0"
+
+
+class Odd:
+    """A value whose conversion fails, as that of a tensor with two elements."""
+
+    def item(self) -> float:
+        raise RuntimeError("it has 2 elements")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("it cannot be shown")
+
+
+@pytest.mark.parametrize("given", [Odd(), {"reward": Odd()}, {"output": Odd()}, {"turns": Odd()}])
+def test_odd_values_are_nonsense_and_not_an_error_of_the_model(given: object) -> None:
+    async def gives(task: Any, model: Any) -> object:
+        return given
+
+    assert run(gives).end == "reward_error"
+
+
+def test_an_output_is_text() -> None:
+    async def gives(task: Any, model: Any) -> object:
+        return {"reward": 1.0, "output": "caf\udce9"}
+
+    assert run(gives).output.encode() == b"caf\\udce9"
+
+
+def test_an_error_of_the_agent_in_a_group_is_the_agents() -> None:
+    async def gives(task: Any, model: Any) -> None:
+        raise ExceptionGroup("of tasks", [AgentFailedError("no idea")])
+
+    assert run(gives).end == "agent_error"

@@ -384,3 +384,63 @@ def test_a_retry_does_not_bring_back_an_answer_that_was_not_chosen(chatml: Model
     asyncio.run(agent())
     statuses = [node.status for node in session.nodes if node.sampled]
     assert statuses == [ORPHAN, "ok", "ok"]
+
+
+def test_of_equal_answers_the_one_with_the_same_reasoning_is_continued(chatml: Model) -> None:
+    texts = ["<think>way 0</think>42", "<think>way 1</think>42", "x", "y"]
+    generator = FakeTurnGenerator(chatml.tokenizer, lambda number: texts[number], chatml.end)
+    template = SessionTemplate(chatml.tokenizer, frozenset({chatml.end}), 500)
+
+    def reads(prompt_ids: object, completion: Completion, tools: object) -> Message:
+        thought, _, text = chatml.text(completion.token_ids).partition("</think>")
+        return {**assistant(text.removesuffix("<|im_end|>")), "reasoning": thought[7:]}
+
+    session = Session(template, generator, reads)
+
+    async def agent(chosen: int) -> int | None:
+        answers = await session.chat(ChatRequest([user("a")], n=2))
+        sent = {"role": "assistant", "content": "42", "reasoning_content": f"way {chosen}"}
+        (after,) = await session.chat(ChatRequest([user("a"), sent, user("b")]))
+        context = session.nodes[after.node].parent
+        assert context is not None
+        assert [answer.node for answer in answers] == [1, 2]
+        return session.nodes[context].parent
+
+    assert asyncio.run(agent(1)) == 2
+    assert [node.status for node in session.nodes if node.sampled] == [ORPHAN, "ok", "ok"]
+
+
+def test_the_chat_so_far_is_that_of_the_last_answer_that_was_received(chatml: Model) -> None:
+    session, _ = chatml.session(counted, latency=lambda number: 0.05 if number == 0 else 0.0)
+
+    async def agent() -> None:
+        slow = asyncio.ensure_future(session.chat(ChatRequest([user("slow")], key="1")))
+        await asyncio.sleep(0)
+        slow.cancel()  # the client leaves, and its answer comes later
+        await session.chat(ChatRequest([user("fast")], key="2"))
+        await asyncio.sleep(0.1)
+
+    asyncio.run(agent())
+    assert [message["content"] for message in session.chat_so_far] == ["fast", "answer 1"]
+
+
+def test_true_is_not_one(chatml: Model) -> None:
+    session, generator = chatml.session(counted)
+
+    def asked(value: object) -> ChatRequest:
+        call = {"type": "function", "function": {"name": "f", "arguments": {"a": value}}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return ChatRequest([user("q"), said, user("b")], [{"strict": value}])
+
+    asyncio.run(session.chat(asked(1)))
+    asyncio.run(session.chat(asked(True)))
+    contexts = [node for node in session.nodes if not node.sampled]
+    assert len(contexts) == 2 and len(generator.requests) == 2
+
+
+def test_half_of_a_surrogate_pair_in_arguments_is_refused(chatml: Model) -> None:
+    session, _ = chatml.session(counted)
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with pytest.raises(MessagesError, match="no text"):
+        asyncio.run(session.chat(ChatRequest([user("q"), said, user("b")])))

@@ -324,7 +324,7 @@ def _message(message: Mapping[str, Any], place: int) -> Message:
     }
 
 
-def _call(call_id: str, name: str, arguments: str, **_: object) -> dict[str, Any]:
+def _call(call_id: str, /, name: str, arguments: str, **_: object) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 

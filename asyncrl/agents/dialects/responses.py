@@ -444,6 +444,8 @@ def _part_of_turn(item: Mapping[str, Any], param: str) -> dict[str, Any] | None:
         return {"tool_calls": [{"id": call_id, "type": "function", "function": function}]}
     if kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
+        if not isinstance(parts, list):
+            raise invalid(f"{param} has no list as content or summary", "input")
         texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
         reasoning = "\n".join(text for text in texts if isinstance(text, str))
         return {"reasoning": reasoning} if reasoning else {}
