@@ -12,6 +12,7 @@ from recorded import learner_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from asyncrl.algorithms.logprobs import LIVE_CHUNKS
 from asyncrl.config import LearnerConfig
 from asyncrl.models.micro_batches import micro_batch, token_example
 from asyncrl.models.policy import Policy, head_settings, load_policy
@@ -91,7 +92,12 @@ class LogitRows(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("memory", "rows"),
-    [(7 * 4 * VOCABULARY * 4, 4), (7 * 4 * VOCABULARY * 4 - 1, 3), (1, 1), (1 << 30, 30)],
+    [
+        (LIVE_CHUNKS * 4 * VOCABULARY * 4, 4),
+        (LIVE_CHUNKS * 4 * VOCABULARY * 4 - 1, 3),
+        (1, 1),
+        (1 << 30, 30),
+    ],
 )
 def test_chunks_are_as_large_as_their_memory_allows(tmp_path: Path, memory: int, rows: int) -> None:
     path = family("llama").save(tmp_path, hidden_size=32, num_attention_heads=1)

@@ -44,6 +44,7 @@ from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.reference_rows import ReferenceRows, reference_rows
 from asyncrl.rewards.score import attach_rewards, score_table
 from asyncrl.rewards.source import _with_reference, _with_teacher
+from asyncrl.rollout.prefixes import PrefixCounter
 from asyncrl.rollout.sessions import Played, session_table
 from asyncrl.rundir.rows import read_rows
 
@@ -86,6 +87,7 @@ def rewarded(sessions: Sequence[Sequence[Node]] = SESSIONS) -> pa.Table:
     played = [
         SimpleNamespace(
             session=SimpleNamespace(nodes=nodes, chat_so_far=chat),
+            prefixes=PrefixCounter(),
             ended=Ended("done", 0.0),
             unparsed=0,
         )

@@ -36,7 +36,7 @@ TALK = """
             answer = await model.chat.completions.create(messages=messages)
             messages += [answer.choices[0].message, {"role": "user", "content": word}]
         answer = await model.chat.completions.create(messages=messages)
-        return {"reward": float(len(answer.choices[0].message.content)), "turns": 3}
+        return {"reward": float(len(answer.choices[0].message.content)), "asked": 3}
 """
 BRANCHES = """
     import asyncio
@@ -101,7 +101,7 @@ class Recorded:
             }
         )
 
-    async def generate(self, request: TurnRequest, seed: int) -> Generated:
+    async def generate(self, request: TurnRequest, seed: int, *_: object) -> Generated:
         """Another number in each answer."""
         end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         completions = []
@@ -159,7 +159,7 @@ def test_a_session_is_replayed_with_the_recorded_answers(recorded: Recorded) -> 
     for one in sessions:
         assert one.replayed is not None and one.replayed.end == "done"
         assert one.replayed.reward == one.recorded.reward == 1.0
-        assert one.replayed.parts == {"turns": 3.0}
+        assert one.replayed.parts == {"asked": 3.0}
 
 
 def test_choices_branches_and_repeated_requests_are_replayed(recorded: Recorded) -> None:
@@ -179,9 +179,9 @@ CHANGES = {
     "the reward": (
         "content)), ",
         "content)) + 1, ",
-        "ends with done, reward 1.0, turns 3.0, and the replay with done, reward 2.0, turns 3.0",
+        "ends with done, reward 1.0, asked 3.0, and the replay with done, reward 2.0, asked 3.0",
     ),
-    "a part": ('"turns": 3', '"turns": 4', "reward 1.0, turns 3.0, and .*reward 1.0, turns 4.0"),
+    "a part": ('"asked": 3', '"asked": 4', "reward 1.0, asked 3.0, and .*reward 1.0, asked 4.0"),
     "fewer turns": ('"higher", "lower"', '"higher",', "did not ask for 1 of 3 recorded turns"),
     "more turns": (
         LAST,
@@ -267,7 +267,7 @@ def test_the_command_prints_each_session_and_fails_at_a_difference(
     assert text.splitlines() == [
         *(
             f"prompt 7 (attempt 2), session {sample}: 3 turns as recorded, ends with done, reward"
-            " 1.0, turns 3.0"
+            " 1.0, asked 3.0"
             for sample in (0, 1)
         ),
         "2 replayed, 0 differ from the record",

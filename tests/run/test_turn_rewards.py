@@ -26,6 +26,7 @@ from asyncrl.preflight.specs import scoring_spec
 from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.score import attach_rewards, score_table
 from asyncrl.rewards.summary import scored_from_text, scored_to_text, summaries
+from asyncrl.rollout.prefixes import PrefixCounter
 from asyncrl.rollout.sessions import Played, session_table
 from asyncrl.run.audit.books import Books
 from asyncrl.run.audit.group_checks import check_turn_advantages
@@ -83,7 +84,10 @@ def scored(chosen: Config) -> pa.Table:
         cast(
             Played,
             SimpleNamespace(
-                session=SimpleNamespace(nodes=nodes, chat_so_far=chat), ended=ended, unparsed=0
+                session=SimpleNamespace(nodes=nodes, chat_so_far=chat),
+                ended=ended,
+                unparsed=0,
+                prefixes=PrefixCounter(),
             ),
         )
         for nodes, ended in GIVEN
