@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import marshal
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -50,7 +49,7 @@ class ChatDigests:
     def __init__(self) -> None:
         self._messages = 0
         self._known: bytes | None = None
-        """The messages and the head of the last chat, in a form that tells True from 1."""
+        """Digest of the messages and the head of the last chat."""
         self._chat = Chat([], {}, b"", [])
 
     def of(self, messages: Sequence[Mapping[str, object]], head: object = None) -> Chat:
@@ -91,11 +90,12 @@ def prompt_digest(prompt: str) -> bytes:
 
 
 def _frozen(messages: Sequence[Mapping[str, object]], head: object) -> bytes | None:
-    """A chat as bytes; None if it has values that are not JSON."""
+    """A digest of a chat that tells True from 1; None if it is nested too deep."""
     try:
-        return marshal.dumps([list(messages), head], 2)  # a version without references
-    except ValueError:
+        text = repr([list(messages), head])
+    except RecursionError:
         return None
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=BYTES).digest()
 
 
 def _thought(message: Mapping[str, object]) -> str:
