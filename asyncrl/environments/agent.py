@@ -171,18 +171,21 @@ async def _in_thread(call: Callable[[], object]) -> object:
     """What a call returns, in a thread of its own: those of the event loop are few, and a call that
     hangs would keep one."""
     loop = asyncio.get_running_loop()
-    end: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
+    end: asyncio.Future[tuple[object, Exception | None]] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(result: object, error: BaseException | None) -> None:
+    def settle(result: object, error: Exception | None) -> None:
         if not end.done():
             end.set_result((result, error))
 
     def run() -> None:
-        result, failure = None, None
+        result: object = None
+        failure: Exception | None = None
         try:
             result = context.run(call)
-        except BaseException as error:
+        except SystemExit as leaving:  # it would end the process, with all other sessions
+            failure = AgentFailedError(f"the function called sys.exit({leaving.code!r})")
+        except Exception as error:  # raised again where the function is awaited
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, result, failure)

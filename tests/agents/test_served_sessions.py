@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from asyncrl.agents import served
 from asyncrl.agents.contract import AgentError
 from asyncrl.agents.errors import as_agent_error
 from asyncrl.agents.served import ServedSession, ServedSessions
+from asyncrl.agents.server import AgentServer
 from asyncrl.contracts.heard import Heard
 from asyncrl.sessions.answers import (
     Answer,
@@ -135,3 +137,16 @@ def test_a_retry_is_no_further_turn() -> None:
     with pytest.raises(TurnsExceededError):
         asyncio.run(talk())
     assert session.turns == 1
+
+
+def test_answers_do_not_wait_for_acknowledgments() -> None:
+    async def option() -> int:
+        server = AgentServer()
+        await server.start()
+        try:
+            assert server._socket is not None  # accepted connections inherit its options
+            return server._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        finally:
+            await server.close()
+
+    assert asyncio.run(option()) != 0

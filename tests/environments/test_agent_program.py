@@ -201,3 +201,12 @@ def test_a_program_that_ignores_its_end_is_killed_also_if_its_attempt_is_cancele
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(10)
     assert not psutil.pid_exists(pid)
+
+
+def leaves(task: Any, model: Model) -> float:
+    sys.exit(3)
+
+
+def test_a_blocking_function_that_leaves_ends_only_its_session() -> None:
+    ended = run(function=f"{__name__}:leaves")
+    assert ended.end == "agent_error" and "called sys.exit(3)" in ended.note
