@@ -243,10 +243,9 @@ def test_a_submitted_job_trains_in_its_runs_folder(cluster, runs, engine_starts)
         for path in cluster.temp.glob("session_*/runtime_resources/working_dir_files/_ray_pkg_*")
         if path.is_dir()
     ]
-    assert (
-        uploads
-        and sum(file.stat().st_size for file in uploads[0].rglob("*") if file.is_file()) < 6 << 20
-    )
+    uploaded = [file for file in uploads[0].rglob("*") if file.is_file()]
+    assert {file.relative_to(uploads[0]).parts[0] for file in uploaded} & {"tests", ".venv"} == set()
+    assert sum(file.stat().st_size for file in uploaded) < 6 << 20
 
     cluster.stop()
     run = asyncrl.open_run(runs / "quickstart")
