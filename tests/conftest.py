@@ -55,6 +55,7 @@ BESIDE = (
     "sessions",
     "testing",
     "text",
+    "web",
 )
 """Folders whose tests may run beside a Ray cluster and its engines, unless they use one."""
 STARTS_RAY = (

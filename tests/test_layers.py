@@ -17,7 +17,7 @@ PACKAGE = ROOT / "asyncrl"
 LAYERS = (
     ("contracts", "sandbox"),
     ("runtime",),
-    ("config", "text"),
+    ("config", "text", "web"),
     ("algorithms", "packing", "sessions"),
     ("models",),
     ("control",),
@@ -75,7 +75,7 @@ HOMES = {
     "ray.data": ["runtime.ray_stream"],
     "ray._private": ["preflight"],
     "ray._common": ["preflight.cluster_address"],
-    "starlette": ["agents", "serving"],
+    "starlette": ["agents", "serving", "web"],
 }
 """Library → the folders and modules that import it; each of them does."""
 NO_FILES = {"io", "os", "pathlib", "shutil", "tempfile"}

@@ -18,13 +18,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from asyncrl.agents.contract import (
-    AgentError,
-    AgentSession,
-    AgentSessions,
-    Dialect,
-    Part,
-)
+from asyncrl.agents.contract import AgentSession, AgentSessions, Dialect, Part
 from asyncrl.agents.dialects.chat import Chat, ChatAnswer, ChatBody
 from asyncrl.agents.dialects.completions import (
     Completions,
@@ -39,22 +33,21 @@ from asyncrl.agents.dialects.messages import (
     MessagesBody,
 )
 from asyncrl.agents.dialects.responses import Responses, ResponsesAnswer, ResponsesBody
-from asyncrl.agents.errors import as_agent_error, error_body, error_event
-from asyncrl.agents.events import EventStream
+from asyncrl.agents.errors import as_api_error, error_body, error_event
 from asyncrl.agents.heard import CertainText, parts_of
 from asyncrl.agents.retries import Attempts
 from asyncrl.contracts.heard import Heard
 from asyncrl.runtime.clock import steady_time
-from asyncrl.runtime.connection import ClientLeftError, while_connected
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.template import Message
+from asyncrl.web.connection import ClientLeftError, while_connected
+from asyncrl.web.errors import CLIENT_LEFT, ApiError, refused
+from asyncrl.web.events import EventStream
 
 __all__ = ["LARGEST_BODY", "agent_app"]
 
 LARGEST_BODY = 16 << 20
 """Upper limit of a request body, in bytes."""
-CLIENT_LEFT = 499
-"""Status code when the client disconnects before the answer, as in nginx."""
 MODELS = "/v1/models"
 ERRORS = (400, 401, 404, 409, 413, 415, 500)
 MODEL_ERRORS = (401, 404, 409, 500)
@@ -127,7 +120,7 @@ class _Server:
         except ClientLeftError:
             return Response(status_code=CLIENT_LEFT)
         except Exception as error:
-            return _refusal(request.url.path, as_agent_error(error))
+            return _refusal(request.url.path, as_api_error(error))
 
     async def models(self, request: Request, name: str | None) -> Response:
         """One model of any name, or the list of models, for clients of both companies."""
@@ -172,22 +165,22 @@ class _Server:
         return EventStream(
             dialect.events(_again(first, parts)),
             parts,
-            lambda error, sent: error_event(path, as_agent_error(error), sent),
+            lambda error, sent: error_event(path, as_api_error(error), sent),
             lambda: self._attempts.left(name),
         )
 
     async def _chat(
         self, key: str, session: AgentSession, asked: ChatRequest, heard: Heard | None
     ) -> list[Answer]:
-        """The answers. Raises AgentError, 409, if the session ends meanwhile."""
+        """The answers. Raises ApiError, 409, if the session ends meanwhile."""
         try:
             return await session.chat(asked, heard)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # the client has left
-        self._sessions.of(key)  # raises AgentError with the reason
-        raise AgentError(409, "the session has ended", "session_closed")
+        self._sessions.of(key)  # raises ApiError with the reason
+        raise ApiError(409, "the session has ended", "session_closed")
 
 
 def _text_filters(request: ChatRequest) -> list[CertainText] | None:
@@ -210,15 +203,15 @@ def _key(headers: Mapping[str, str]) -> str:
 
 
 async def _body(request: Request, largest: int) -> bytes:
-    """The body of a request. Raises AgentError: 413, or 415."""
+    """The body of a request. Raises ApiError: 413, or 415."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise AgentError(415, "Content-Type is not application/json; set it", "invalid_type")
+        raise ApiError(415, "Content-Type is not application/json; set it", "invalid_type")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise AgentError(415, "the body is compressed; send it uncompressed", "invalid_encoding")
+        raise ApiError(415, "the body is compressed; send it uncompressed", "invalid_encoding")
     size = request.headers.get("content-length", "")
     parts, total = [], int(size[:20]) if size.isascii() and size.isdigit() else 0
-    too_large = AgentError(
+    too_large = ApiError(
         413, f"the body is above {largest:,} bytes; send fewer messages", "request_too_large"
     )
     if total > largest:
@@ -233,14 +226,14 @@ async def _body(request: Request, largest: int) -> bytes:
 
 
 def _parsed(body: bytes) -> object:
-    """The JSON of a body. Raises AgentError, 400."""
+    """The JSON of a body. Raises ApiError, 400."""
     try:
         tree: object = json.loads(body.decode(), parse_constant=_no_number)
         if b"\\ud" in body.lower():  # half of a surrogate pair is no text
             json.dumps(tree, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         problem = "has half of a surrogate pair" if "surrogates" in str(error) else "is not JSON"
-        raise AgentError(400, f"the body {problem}; send a JSON object", "invalid_body") from None
+        raise ApiError(400, f"the body {problem}; send a JSON object", "invalid_body") from None
     return tree
 
 
@@ -262,7 +255,7 @@ def _model(name: str) -> dict[str, Any]:
     }
 
 
-def _refusal(path: str, error: AgentError) -> JSONResponse:
+def _refusal(path: str, error: ApiError) -> JSONResponse:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.status == 409:
         headers["x-should-retry"] = "false"  # the official clients would retry it
@@ -271,14 +264,8 @@ def _refusal(path: str, error: AgentError) -> JSONResponse:
 
 async def _refused_by_fastapi(request: Request, error: Exception) -> Response:
     """The answer to an unknown path or a wrong method."""
-    status = error.status_code if isinstance(error, StarletteHTTPException) else 500
-    texts = {
-        404: f"no such path; the paths are {', '.join((*APIS, MODELS))}",
-        405: f"method not allowed; use GET for {MODELS}, and POST for other paths",
-    }
-    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "refused")
-    refused = AgentError(status, texts.get(status, "the request was refused"), code)
-    response = _refusal(request.url.path, refused)
+    methods = f"use GET for {MODELS}, and POST for other paths"
+    response = _refusal(request.url.path, refused(error, (*APIS, MODELS), methods))
     allowed = getattr(error, "headers", None) or {}
     response.headers.update(allowed)
     return response

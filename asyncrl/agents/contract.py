@@ -7,30 +7,16 @@ agent ──HTTP──► app ──body──► Dialect.request ──► Agen
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from asyncrl.contracts.heard import Heard
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.template import Message
+from asyncrl.web.events import Event
 
-__all__ = ["AgentError", "AgentSession", "AgentSessions", "Dialect", "Event", "HeardText", "Part"]
-
-
-class AgentError(Exception):
-    """An error answer.
-
-    Args:
-        status: of HTTP. 409: the session has ended, and `code` says how.
-        message: one line.
-        code: for programs, such as `context_length_exceeded` or `session_closed`.
-        param: the field of the body that is wrong.
-    """
-
-    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+__all__ = ["AgentSession", "AgentSessions", "Dialect", "HeardText", "Part"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +32,9 @@ Part: TypeAlias = HeardText | Sequence[Answer]
 """Of a streamed answer. The answers, one for each choice, are the last part."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A server-sent event. `data` is sent as JSON, or as it is if it is a text (`[DONE]`)."""
-
-    data: Mapping[str, Any] | str
-    name: str | None = None
-    """Of the event's type, if the API gives one."""
-
-
 class Dialect(Protocol):
     """One request in the form of one API. It is made of the parsed JSON body and the session's
-    notes, and raises AgentError (400) for a body that it cannot follow."""
+    notes, and raises ApiError (400) for a body that it cannot follow."""
 
     request: ChatRequest
     """Without `key`, which the app reads from the headers."""
@@ -69,7 +46,7 @@ class Dialect(Protocol):
         """The body of the answer."""
         ...
 
-    def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
+    def events(self, parts: AsyncIterator[Part]) -> AsyncGenerator[Event, None]:
         """The events of a streamed answer. The texts of a choice begin its message's content; what
         is left of it, tool calls and reasoning are sent when the answers come."""
         ...
@@ -95,6 +72,6 @@ class AgentSessions(Protocol):
     """The sessions that a server serves."""
 
     def of(self, key: str) -> AgentSession:
-        """The session of a key. Raises AgentError: 401 for no key or an unknown one, 409 with the
+        """The session of a key. Raises ApiError: 401 for no key or an unknown one, 409 with the
         reason if its session has ended."""
         ...

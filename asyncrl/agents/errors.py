@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from asyncrl.agents.contract import AgentError, Event
 from asyncrl.sessions.answers import (
     ContextTooLongError,
     SessionClosedError,
@@ -13,8 +12,10 @@ from asyncrl.sessions.answers import (
     TurnsExceededError,
 )
 from asyncrl.text.template import MessagesError
+from asyncrl.web.errors import ApiError, server_failed
+from asyncrl.web.events import Event
 
-__all__ = ["ANTHROPIC_TYPES", "as_agent_error", "error_body", "error_event"]
+__all__ = ["ANTHROPIC_TYPES", "as_api_error", "error_body", "error_event"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +45,21 @@ OTHERS: tuple[tuple[type[Exception], int, str], ...] = (
 """Errors of a session, their HTTP status and their code."""
 
 
-def as_agent_error(error: Exception) -> AgentError:
+def as_api_error(error: Exception) -> ApiError:
     """Convert the exception of a failed request. The message of an unexpected exception only goes
     to the log, because it may contain private data."""
-    if isinstance(error, AgentError):
+    if isinstance(error, ApiError):
         return error
     for kind, status, code in OTHERS:
         if isinstance(error, kind):
-            return AgentError(status, " ".join(str(error).split()), code)
+            return ApiError(status, " ".join(str(error).split()), code)
     if isinstance(error, RecursionError):
-        return AgentError(400, "the body is nested too deep; flatten it", "invalid_body")
+        return ApiError(400, "the body is nested too deep; flatten it", "invalid_body")
     logger.error("a request of an agent failed", exc_info=error)
-    return AgentError(500, "the server failed; see its log", "internal_error")
+    return server_failed()
 
 
-def error_body(path: str, error: AgentError) -> dict[str, Any]:
+def error_body(path: str, error: ApiError) -> dict[str, Any]:
     """The body of an error answer in the form of this path's API."""
     if path.startswith(ANTHROPIC):
         default = "invalid_request_error" if error.status < 500 else "api_error"
@@ -67,12 +68,10 @@ def error_body(path: str, error: AgentError) -> dict[str, Any]:
         kind = ANTHROPIC_TYPES.get(error.status, default)
         shown = {"type": kind, "message": f"{before}{error}", "code": error.code}
         return {"type": "error", "error": shown}
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    fields = {"param": error.param, "code": error.code}
-    return {"error": {"message": str(error), "type": kind, **fields}}
+    return error.body()
 
 
-def error_event(path: str, error: AgentError, sent: int) -> Event:
+def error_event(path: str, error: ApiError, sent: int) -> Event:
     """The last event of a stream that failed.
 
     Args:

@@ -7,9 +7,9 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from asyncrl.agents.contract import AgentError
 from asyncrl.sessions.watched import Ask, Watched
 from asyncrl.text.template import Message
+from asyncrl.web.errors import ApiError
 
 __all__ = ["ServedSession", "ServedSessions"]
 
@@ -53,13 +53,13 @@ class ServedSessions:
             self._ended.popitem(last=False)
 
     def of(self, key: str) -> ServedSession:
-        """The session of a key. Raises AgentError."""
+        """The session of a key. Raises ApiError."""
         hashed = _hashed(key)
         if (session := self._sessions.get(hashed)) is not None:
             return session
         if (reason := self._ended.get(hashed)) is not None:
-            raise AgentError(409, reason, "session_closed")
-        raise AgentError(
+            raise ApiError(409, reason, "session_closed")
+        raise ApiError(
             401,
             "the key belongs to no session; send the one in OPENAI_API_KEY or ANTHROPIC_API_KEY",
             "invalid_api_key",

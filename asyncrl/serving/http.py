@@ -28,14 +28,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError, StaleReplicaError
 from asyncrl.contracts.messages import Details, GenerateRequest, ServedWeights, StreamPiece
-from asyncrl.runtime.connection import ClientLeftError, while_connected
 from asyncrl.serving.answers import ChoicePiece, Dialect, Head, Words, ask
 from asyncrl.serving.dialects.chat import Chat
 from asyncrl.serving.dialects.completions import Completions
-from asyncrl.serving.errors import ApiError, as_api_error, printable
-from asyncrl.serving.events import EventStream
+from asyncrl.serving.errors import as_api_error
 from asyncrl.serving.identity import ServedModel, model_list, weights
 from asyncrl.serving.metrics import CONTENT_TYPE, HttpStatus, Traffic, TrafficCounter, exposition
+from asyncrl.web.connection import ClientLeftError, while_connected
+from asyncrl.web.errors import CLIENT_LEFT, ApiError, printable, refused
+from asyncrl.web.events import DONE, Event, EventStream
 
 __all__ = [
     "KEY_VARIABLE",
@@ -63,11 +64,10 @@ an IPv6 address."""
 LARGEST_BODY = 4 << 20
 """Upper limit of a request body, in bytes. A model with a short context has a lower one."""
 
+METHODS = "use POST to generate or score, and GET for other paths"
+
 ENCODES_AT_ONCE = 2
 """Number of requests tokenized at once. Each occupies a core, and many times its size in memory."""
-
-CLIENT_LEFT = 499
-"""Status code when the client disconnects before the answer, as in nginx."""
 
 
 class Served(Protocol):
@@ -212,7 +212,7 @@ async def _generate(
     return EventStream(
         _events(dialect, head, identity, first, pieces),
         pieces,
-        lambda error: as_api_error(error).body(),
+        lambda error, _: Event(as_api_error(error).body()),
     )
 
 
@@ -236,7 +236,7 @@ def handle_errors(app: FastAPI, paths: Sequence[str]) -> None:
     client_left = ApiError(CLIENT_LEFT, "the client has left", "client_left")
     app.add_exception_handler(ClientLeftError, lambda request, error: _refusal(client_left))
     app.add_exception_handler(
-        StarletteHTTPException, lambda request, error: _refusal(_refused_by_fastapi(error, paths))
+        StarletteHTTPException, lambda request, error: _refusal(refused(error, paths, METHODS))
     )
 
 
@@ -252,14 +252,15 @@ async def _events(
     identity: dict[str, object],
     first: ChoicePiece,
     pieces: AsyncGenerator[ChoicePiece, None],
-) -> AsyncGenerator[dict[str, object], None]:
+) -> AsyncGenerator[Event, None]:
     """The events of a stream, including that of `first`. The last event of a choice names the
     weights."""
-    yield dialect.event(head, first) | (identity if first.piece.finish_reason else {})
+    yield Event(dialect.event(head, first) | (identity if first.piece.finish_reason else {}))
     async for part in pieces:
-        yield dialect.event(head, part) | (identity if part.piece.finish_reason else {})
+        yield Event(dialect.event(head, part) | (identity if part.piece.finish_reason else {}))
     if (last := dialect.last_event(head)) is not None:
-        yield last
+        yield Event(last)
+    yield DONE
 
 
 class Guard:
@@ -385,20 +386,6 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
             400, f"{printable(name)} appears twice in one object; send it once", "invalid_body"
         )
     return tree
-
-
-def _refused_by_fastapi(error: Exception, paths: Sequence[str]) -> ApiError:
-    """The answer to an unknown path, a wrong method or a large body."""
-    assert isinstance(error, StarletteHTTPException)  # registered for no other class
-    if error.status_code == 404:
-        return ApiError(404, f"no such path; the paths are {', '.join(paths)}", "not_found")
-    if error.status_code == 405:
-        return ApiError(
-            405,
-            "method not allowed; use POST to generate or score, and GET for other paths",
-            "method_not_allowed",
-        )
-    return ApiError(error.status_code, str(error.detail), "refused")
 
 
 def _refusal(error: ApiError) -> JSONResponse:

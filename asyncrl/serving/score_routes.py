@@ -8,10 +8,10 @@ from typing import Protocol
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from asyncrl.runtime.connection import while_connected
-from asyncrl.serving.errors import ApiError, printable
 from asyncrl.serving.http import Guard, handle_errors, json_body, new_app
 from asyncrl.serving.score_rows import FIELDS
+from asyncrl.web.connection import while_connected
+from asyncrl.web.errors import ApiError, printable
 
 __all__ = ["SCORE_PATHS", "ScoreServed", "score_routes"]
 

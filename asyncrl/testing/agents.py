@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from asyncrl.agents.contract import AgentError
 from asyncrl.contracts.heard import Heard
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.sessions.session import Session
 from asyncrl.text.template import Message
+from asyncrl.web.errors import ApiError
 
 __all__ = ["FakeAgentSession", "FakeAgentSessions"]
 
@@ -40,9 +40,9 @@ class FakeAgentSessions:
 
     def of(self, key: str) -> FakeAgentSession:
         if key in self._ended:
-            raise AgentError(409, f"the session has ended: {self._ended[key]}", self._ended[key])
+            raise ApiError(409, f"the session has ended: {self._ended[key]}", self._ended[key])
         if key not in self.by_key:
-            raise AgentError(401, "the key is missing or unknown", "invalid_api_key")
+            raise ApiError(401, "the key is missing or unknown", "invalid_api_key")
         return self.by_key[key]
 
     def end(self, key: str, reason: str) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
 
-from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError, StaleReplicaError
+from starlette.exceptions import HTTPException
 
-__all__ = ["ApiError", "as_api_error", "printable"]
+__all__ = ["CLIENT_LEFT", "ApiError", "printable", "refused", "server_failed"]
 
-logger = logging.getLogger(__name__)
+CLIENT_LEFT = 499
+"""Status code when the client disconnects before the answer, as in nginx."""
 
 
 class ApiError(Exception):
-    """An error answer: HTTP status, a one-line message, OpenAI's code, and the invalid field."""
+    """An error answer.
+
+    Args:
+        status: of HTTP. 409: a session has ended, and `code` says how.
+        message: one line.
+        code: for programs, such as `context_length_exceeded` or `session_closed`.
+        param: the field of the body that is wrong.
+    """
 
     def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -26,19 +34,26 @@ class ApiError(Exception):
         }
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """Convert the exception of a failed request. The message of an unexpected exception only goes
-    to the log, because it may contain private data."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, StaleReplicaError):
-        return ApiError(503, "no replica can answer now; try again", "unavailable")
-    if isinstance(error, InvalidRequestError):
-        return ApiError(400, str(error), "invalid_value")
-    if isinstance(error, GenerationTimeoutError):
-        return ApiError(504, f"{error}; request fewer tokens", "timeout")
-    logger.error("a request failed", exc_info=error)
+def server_failed() -> ApiError:
+    """The answer to a request that failed unexpectedly. It does not say how, because the message
+    of an exception may contain private data."""
     return ApiError(500, "the server failed; see its log", "internal_error")
+
+
+def refused(error: Exception, paths: Sequence[str], methods: str) -> ApiError:
+    """The answer to what Starlette or FastAPI refuses: an unknown path, a wrong method or a large
+    body.
+
+    Args:
+        paths: those of the application.
+        methods: which HTTP methods to use.
+    """
+    assert isinstance(error, HTTPException)  # registered for no other class
+    if error.status_code == 404:
+        return ApiError(404, f"no such path; the paths are {', '.join(paths)}", "not_found")
+    if error.status_code == 405:
+        return ApiError(405, f"method not allowed; {methods}", "method_not_allowed")
+    return ApiError(error.status_code, str(error.detail), "refused")
 
 
 def printable(name: str) -> str:

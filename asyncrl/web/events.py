@@ -1,18 +1,32 @@
-"""Sends the server-sent events of a streamed answer."""
+"""Server-sent events: streams an answer, and ends its work when the client disconnects."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from asyncrl.agents.contract import Event, Part
-from asyncrl.runtime.connection import ClientLeftError, while_connected
+from asyncrl.web.connection import ClientLeftError, while_connected
 
-__all__ = ["EventStream", "event_text"]
+__all__ = ["DONE", "Event", "EventStream", "event_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A server-sent event. `data` is sent as JSON, or as it is if it is a text (`[DONE]`)."""
+
+    data: Mapping[str, Any] | str
+    name: str | None = None
+    """Of the event's type, if the API gives one."""
+
+
+DONE = Event("[DONE]")
+"""The last event of a complete answer in OpenAI's older APIs. It is not sent after an error."""
 
 
 class EventStream(Response):
@@ -22,10 +36,10 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncIterator[Event],
-        source: AsyncGenerator[Part, None],
+        events: AsyncGenerator[Event, None],
+        source: AsyncGenerator[Any, None],
         failed: Callable[[Exception, int], Event],
-        left: Callable[[], None],
+        left: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -53,14 +67,15 @@ class EventStream(Response):
 
         await put({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         sent = 0
-        try:
-            async for event in self._events:
-                await put(_body(event_text(event)))
-                sent += 1
-        except ClientLeftError:
-            raise
-        except Exception as error:
-            await put(_body(event_text(self._failed(error, sent))))
+        async with contextlib.aclosing(self._events) as events:
+            try:
+                async for event in events:
+                    await put(_body(event_text(event)))
+                    sent += 1
+            except ClientLeftError:
+                raise
+            except Exception as error:
+                await put(_body(event_text(self._failed(error, sent))))
         await put({"type": "http.response.body", "body": b"", "more_body": False})
 
 

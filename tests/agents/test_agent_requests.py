@@ -14,10 +14,10 @@ import openai
 import pytest
 from agent_server import ADD_TOOL, KEY, Server
 
-from asyncrl.agents.contract import AgentError
 from asyncrl.agents.retries import Attempts
 from asyncrl.contracts.nodes import ORPHAN
 from asyncrl.sessions.rows import session_rows
+from asyncrl.web.errors import ApiError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -536,7 +536,7 @@ def test_an_error_of_the_session_keeps_its_status(tmp_path: Path) -> None:
     server = Server(tmp_path, answers)
 
     async def refused(*_: Any) -> Any:
-        raise AgentError(409, "the turns are used up", "turns")
+        raise ApiError(409, "the turns are used up", "turns")
 
     server.agent.chat = refused  # type: ignore[method-assign]
     for path in PATHS:

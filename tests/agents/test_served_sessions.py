@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.agents import served
-from asyncrl.agents.contract import AgentError
-from asyncrl.agents.errors import as_agent_error
+from asyncrl.agents.errors import as_api_error
 from asyncrl.agents.served import ServedSession, ServedSessions
 from asyncrl.agents.server import AgentServer
 from asyncrl.contracts.heard import Heard
@@ -23,6 +22,7 @@ from asyncrl.sessions.answers import (
     TurnsExceededError,
 )
 from asyncrl.text.template import MessagesError
+from asyncrl.web.errors import ApiError
 
 CHAT = ChatRequest([{"role": "user", "content": "q"}])
 
@@ -37,12 +37,12 @@ def test_each_session_has_a_key_of_its_own_which_is_void_at_its_end() -> None:
     first, second = sessions.open(one), sessions.open(two)
     assert first != second and sessions.of(first) is one and sessions.of(second) is two
     sessions.close(first, "the session has ended")
-    with pytest.raises(AgentError, match="the session has ended") as refused:
+    with pytest.raises(ApiError, match="the session has ended") as refused:
         sessions.of(first)
     assert (refused.value.status, refused.value.code) == (409, "session_closed")
     assert sessions.of(second) is two
     for unknown in ("", "EMPTY", f"{second} ", second[:-1], "\udce9"):
-        with pytest.raises(AgentError) as refused:
+        with pytest.raises(ApiError) as refused:
             sessions.of(unknown)
         assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
 
@@ -64,7 +64,7 @@ def test_the_oldest_ended_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch
         sessions.close(key, "over")
     statuses = []
     for key in keys:
-        with pytest.raises(AgentError) as refused:
+        with pytest.raises(ApiError) as refused:
             sessions.of(key)
         statuses.append(refused.value.status)
     assert statuses == [401, 409, 409]
@@ -80,7 +80,7 @@ def test_an_agent_takes_only_the_turns_that_it_may() -> None:
 
     with pytest.raises(TurnsExceededError, match="has taken its 2 turns") as refused:
         asyncio.run(talk())
-    shown = as_agent_error(refused.value)
+    shown = as_api_error(refused.value)
     assert (shown.status, shown.code) == (409, "turns_exceeded")
     assert session.turns == 2 and session.ended is not None
 
@@ -103,7 +103,7 @@ def test_an_agent_learns_why_it_is_refused(
     session = ServedSession(refuses, 5)
     with pytest.raises(type(error)) as refused:
         asyncio.run(session.chat(CHAT))
-    shown = as_agent_error(refused.value)
+    shown = as_api_error(refused.value)
     assert (shown.status, shown.code, str(shown)) == (status, code, str(error))
     assert (session.ended is error) == final and session.failed is None
 

@@ -13,12 +13,12 @@ from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece, To
 from asyncrl.serving.answers import ask
 from asyncrl.serving.dialects.chat import Chat
 from asyncrl.serving.dialects.completions import Completions
-from asyncrl.serving.errors import ApiError
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.words import ModelWords
 from asyncrl.testing import FakeServed
 from asyncrl.text.template import MessagesError, Template
 from asyncrl.text.tokenizer import load_tokenizer
+from asyncrl.web.errors import ApiError
 
 MESSAGES = [{"role": "user", "content": "What is 2 plus 40?"}]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
-from asyncrl.agents.contract import Event, HeardText, Part
+from asyncrl.agents.contract import HeardText, Part
 from asyncrl.agents.dialects.fields import (
-    MOST_CHOICES,
     Body,
     Open,
     Whole,
@@ -17,18 +16,20 @@ from asyncrl.agents.dialects.fields import (
     check,
     content_of,
     finish_reason,
-    finite,
-    function_tool,
+    function_tools,
     invalid,
     new_id,
     overridden_of,
     rest_of,
+    schema_of,
     stops_of,
     text_of,
 )
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.template import Message, Schema
+from asyncrl.web.answers import MOST_CHOICES, finite, usage
+from asyncrl.web.events import DONE, Event
 
 __all__ = ["Chat", "ChatAnswer", "ChatBody", "Usage", "usage_of"]
 
@@ -41,7 +42,6 @@ REFUSED = {
 """Fields without which the answer would not be what the agent asked for → what to do."""
 MESSAGE_FIELDS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 """Fields of a message that are kept as they are, beside its role, text and tool calls."""
-JSON_OBJECT: Schema = {"type": "object"}
 
 
 class ContentPart(Open):
@@ -171,14 +171,14 @@ class Chat:
     """One request, and its answer."""
 
     def __init__(self, tree: object, notes: Mapping[str, list[Message]]) -> None:
-        """Raises AgentError, 400."""
+        """Raises ApiError, 400."""
         self._refuse(tree)
         body = self._body = check(ChatBody, tree)
         given: Mapping[str, Any] = tree  # type: ignore[assignment]  # it was checked
         if set(body.modalities or ()) - {"text"}:
             raise invalid("modalities: the model writes text only; use ['text']", "modalities")
         self.streams = bool(body.stream)
-        tools, unused = _tools(given.get("tools") or ())
+        tools, unused = function_tools(_functions(given.get("tools") or ()), "parameters")
         calls, forced = chosen(body.tool_choice)
         named = {
             **dict.fromkeys(unused, True),
@@ -227,7 +227,7 @@ class Chat:
             "usage": usage_of(answers),
         }
 
-    async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
+    async def events(self, parts: AsyncIterator[Part]) -> AsyncGenerator[Event, None]:
         """The events of a streamed answer."""
         sent: dict[int, str] = {}
         async for part in parts:
@@ -243,7 +243,7 @@ class Chat:
             first = {} if part.choice in sent else {"role": "assistant"}
             sent[part.choice] = sent.get(part.choice, "") + part.text
             yield self._event(part.choice, {**first, "content": part.text})
-        yield Event("[DONE]")
+        yield DONE
 
     @property
     def _wants_usage(self) -> bool:
@@ -285,12 +285,7 @@ class Chat:
 def usage_of(answers: Sequence[Answer]) -> dict[str, int]:
     """The numbers of tokens of an answer."""
     prompt = answers[0].prompt_tokens if answers else 0
-    sampled = sum(answer.completion_tokens for answer in answers)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-    }
+    return usage(prompt, sum(answer.completion_tokens for answer in answers))
 
 
 def chosen(choice: object, none: str = "none") -> tuple[bool, bool]:
@@ -329,24 +324,18 @@ def _call(call_id: str, /, name: str, arguments: str, **_: object) -> dict[str, 
     return {"id": call_id, "type": "function", "function": function}
 
 
-def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Schema], list[str]]:
-    """The tools as sessions take them, and those of their fields that have no effect."""
-    found = [
-        function_tool(tool["function"], "parameters", f"tools.{place}.function")
-        for place, tool in enumerate(tools)
-    ]
-    return [tool for tool, _ in found], [name for _, names in found for name in names]
+def _functions(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Where each function is in the body, and what the body says of it."""
+    for place, tool in enumerate(tools):
+        yield f"tools.{place}.function", tool["function"]
 
 
-def _schema(form: ResponseFormat | None) -> Mapping[str, Any] | None:
-    if form is None or form.type == "text":
+def _schema(form: ResponseFormat | None) -> Schema | None:
+    if form is None:
         return None
-    if form.type == "json_object":
-        return JSON_OBJECT
     schema = None if form.json_schema is None else form.json_schema.schema_
-    if schema is None:
-        raise invalid("response_format has no json_schema.schema; set it", "response_format")
-    return schema
+    problem = invalid("response_format has no json_schema.schema; set it", "response_format")
+    return schema_of(form.type, schema, problem)
 
 
 def _shown(answer: Answer) -> dict[str, Any]:

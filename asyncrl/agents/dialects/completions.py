@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
 from pydantic import Field
 
-from asyncrl.agents.contract import Event, HeardText, Part
+from asyncrl.agents.contract import HeardText, Part
 from asyncrl.agents.dialects.chat import StreamOptions, Usage, usage_of
 from asyncrl.agents.dialects.fields import (
-    MOST_CHOICES,
     Body,
     Open,
     Whole,
     check,
     content_of,
-    finite,
     invalid,
     new_id,
     overridden_of,
@@ -27,6 +25,8 @@ from asyncrl.agents.dialects.fields import (
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.template import Message
+from asyncrl.web.answers import MOST_CHOICES, end_reason, finite
+from asyncrl.web.events import DONE, Event
 
 __all__ = ["Completions", "CompletionsAnswer", "CompletionsBody"]
 
@@ -71,7 +71,7 @@ class Completions:
     """One request, and its answer."""
 
     def __init__(self, tree: object, notes: Mapping[str, list[Message]]) -> None:
-        """Raises AgentError, 400."""
+        """Raises ApiError, 400."""
         body = self._body = check(CompletionsBody, tree)
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if len(prompts) != 1 or not prompts[0]:
@@ -99,7 +99,7 @@ class Completions:
         ]
         return {**self._head, "choices": choices, "usage": usage_of(answers)}
 
-    async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
+    async def events(self, parts: AsyncIterator[Part]) -> AsyncGenerator[Event, None]:
         """The events of a streamed answer."""
         sent: dict[int, str] = {}
         async for part in parts:
@@ -112,7 +112,7 @@ class Completions:
                 yield self._chunk([self._choice(index, rest, answer)], None)
             if self._wants_usage:
                 yield self._chunk([], usage_of(part))
-        yield Event("[DONE]")
+        yield DONE
 
     @property
     def _wants_usage(self) -> bool:
@@ -125,7 +125,7 @@ class Completions:
 
     def _choice(self, index: int, text: str, answer: Answer | None = None) -> dict[str, Any]:
         """A choice, or an event of one if there is no answer yet."""
-        ended = answer and ("stop" if answer.finish_reason == "stop" else "length")
+        ended = None if answer is None else end_reason(answer.finish_reason)
         logprobs = None if answer is None else self._logprobs(answer)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": ended}
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from asyncrl.agents.contract import AgentError
 from asyncrl.sessions.answers import Answer
 from asyncrl.text.template import Schema
+from asyncrl.web.answers import end_reason
+from asyncrl.web.errors import ApiError, printable
 
 __all__ = [
-    "MOST_CHOICES",
     "Body",
     "ErrorBody",
     "Open",
@@ -22,21 +22,18 @@ __all__ = [
     "check",
     "content_of",
     "finish_reason",
-    "finite",
-    "function_tool",
+    "function_tools",
     "invalid",
     "new_id",
     "overridden_of",
     "part_text",
     "rest_of",
+    "schema_of",
     "stops_of",
     "text_of",
 ]
 
-MOST_CHOICES = 128
 MOST_STOPS = 16
-LEAST = -9999.0
-"""Replaces a log-prob of minus infinity, which JSON does not have."""
 LABELS = frozenset(
     {
         "cache_control",
@@ -56,6 +53,7 @@ LABELS = frozenset(
     }
 )
 """Fields that change no answer, so they are not counted."""
+JSON_OBJECT: Schema = {"type": "object"}
 TEXT_PARTS = ("text", "input_text", "output_text")
 UNREADABLE = "the model reads text only; leave it out"
 
@@ -106,13 +104,13 @@ class ErrorBody(BaseModel):
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> AgentError:
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """The error of a body that cannot be followed."""
-    return AgentError(400, message, code, param)
+    return ApiError(400, message, code, param)
 
 
 def check(kind: type[Kind], tree: object) -> Kind:
-    """Validate a body. Raises AgentError, 400, for the first invalid field."""
+    """Validate a body. Raises ApiError, 400, for the first invalid field."""
     if not isinstance(tree, dict):
         raise invalid(
             f"the body is a JSON {type(tree).__name__}; send an object", code="invalid_body"
@@ -142,12 +140,8 @@ def _place(location: Sequence[int | str], tree: object) -> str:
             tree = tree[part]  # type: ignore[index]
         elif not isinstance(tree, dict) or number < len(location) - 1:
             continue
-        names.append(_printable(str(part)))
+        names.append(printable(str(part)))
     return ".".join(names) or "the body"
-
-
-def _printable(name: str) -> str:
-    return "".join(one if one.isprintable() else "\ufffd" for one in name[:64])
 
 
 def overridden_of(body: Open, known: Mapping[str, bool]) -> tuple[str, ...]:
@@ -158,9 +152,7 @@ def overridden_of(body: Open, known: Mapping[str, bool]) -> tuple[str, ...]:
     """
     extra = body.model_extra or {}
     unknown = [
-        _printable(name)
-        for name, value in extra.items()
-        if value is not None and name not in LABELS
+        printable(name) for name, value in extra.items() if value is not None and name not in LABELS
     ]
     return (*unknown, *(name for name, given in known.items() if given))
 
@@ -169,7 +161,7 @@ def text_of(content: object, param: str) -> str:
     """The text of a content: a text, or text parts joined with line breaks.
 
     Raises:
-        AgentError: 400 for a part that is no text, such as an image.
+        ApiError: 400 for a part that is no text, such as an image.
     """
     if content is None:
         return ""
@@ -181,7 +173,7 @@ def text_of(content: object, param: str) -> str:
 
 
 def part_text(part: object, param: str) -> str:
-    """The text of a part. Raises AgentError, 400, if it is something else."""
+    """The text of a part. Raises ApiError, 400, if it is something else."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
@@ -189,13 +181,26 @@ def part_text(part: object, param: str) -> str:
     if isinstance(part, Mapping):
         text = part.get("refusal" if kind == "refusal" else "text")
     if kind not in (*TEXT_PARTS, "refusal"):
-        raise invalid(f"{param} has the type {_printable(str(kind))!r}; {UNREADABLE}", param)
+        raise invalid(f"{param} has the type {printable(str(kind))!r}; {UNREADABLE}", param)
     if not isinstance(text, str):
         raise invalid(f"{param} has no text; set it", param)
     return text
 
 
-def function_tool(
+def function_tools(
+    tools: Iterable[tuple[str, Mapping[str, Any]]], parameters: str
+) -> tuple[list[Schema], list[str]]:
+    """The tools as sessions take them, and those of their fields that have no effect.
+
+    Args:
+        tools: where each tool is in the body, and what it says of its function.
+        parameters: the name of the JSON schema of its arguments.
+    """
+    found = [_function_tool(tool, parameters, param) for param, tool in tools]
+    return [tool for tool, _ in found], [name for _, names in found for name in names]
+
+
+def _function_tool(
     given: Mapping[str, Any], parameters: str, param: str
 ) -> tuple[Schema, list[str]]:
     """A tool in the form of chat completions, and those of its fields that have no effect.
@@ -216,6 +221,21 @@ def function_tool(
         if field in ("name", "description", parameters) and value is not None
     }
     return {"type": "function", "function": function}, ["strict"] if given.get("strict") else []
+
+
+def schema_of(form: str, schema: Schema | None, problem: ApiError) -> Schema | None:
+    """The JSON schema that the text must follow. None: any text.
+
+    Args:
+        form: `text`, `json_object` or `json_schema`.
+        schema: what the client gave for the last of them.
+        problem: raised if it gave none.
+    """
+    if form != "json_schema":
+        return JSON_OBJECT if form == "json_object" else None
+    if schema is None:
+        raise problem
+    return schema
 
 
 def stops_of(stop: object, param: str) -> tuple[str, ...]:
@@ -248,26 +268,20 @@ def calls_of(answer: Answer) -> list[dict[str, Any]]:
 
 def finish_reason(answer: Answer) -> str:
     """Why an answer ended: `tool_calls`, `stop` or `length`."""
-    if answer.finish_reason != "stop":
-        return "length"
-    return "tool_calls" if calls_of(answer) else "stop"
+    reason = end_reason(answer.finish_reason)
+    return "tool_calls" if reason == "stop" and calls_of(answer) else reason
 
 
 def rest_of(content: str, sent: str) -> str:
     """What is left of a message's content.
 
     Raises:
-        AgentError: 500 if the content does not begin with what was sent.
+        ApiError: 500 if the content does not begin with what was sent.
     """
     if not content.startswith(sent):
-        raise AgentError(
+        raise ApiError(
             500,
             "the text that was streamed is not the beginning of the message; ask without stream",
             "stream_differs",
         )
     return content[len(sent) :]
-
-
-def finite(logprob: float) -> float:
-    """Replace minus infinity, which JSON does not have."""
-    return max(logprob, LEAST)

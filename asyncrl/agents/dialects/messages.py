@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from asyncrl.agents.contract import Event, HeardText, Part
+from asyncrl.agents.contract import HeardText, Part
 from asyncrl.agents.dialects.chat import chosen
 from asyncrl.agents.dialects.fields import (
     Body,
@@ -17,7 +17,7 @@ from asyncrl.agents.dialects.fields import (
     calls_of,
     check,
     content_of,
-    function_tool,
+    function_tools,
     invalid,
     new_id,
     overridden_of,
@@ -28,7 +28,8 @@ from asyncrl.agents.dialects.fields import (
 )
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.chat_messages import argument_values
-from asyncrl.text.template import Message, Schema
+from asyncrl.text.template import Message
+from asyncrl.web.events import Event
 
 __all__ = ["AnthropicErrorBody", "Messages", "MessagesAnswer", "MessagesBody"]
 
@@ -143,14 +144,14 @@ class Messages:
     """One request, and its answer."""
 
     def __init__(self, tree: object, notes: Mapping[str, list[Message]]) -> None:
-        """Raises AgentError, 400."""
+        """Raises ApiError, 400."""
         for name, fix in REFUSED.items():
             if isinstance(tree, dict) and tree.get(name):
                 raise invalid(f"{name} is not supported; {fix}", name, "unsupported_parameter")
         body = check(MessagesBody, tree)
         given: Mapping[str, Any] = tree  # type: ignore[assignment]  # it was checked
         self.streams = bool(body.stream)
-        tools, unused = _tools(given.get("tools") or ())
+        tools, unused = function_tools(_tools(given.get("tools") or ()), "input_schema")
         choice = body.tool_choice or {}
         calls, forced = chosen(choice.get("type"))
         chat = [
@@ -199,7 +200,7 @@ class Messages:
             "usage": _usage(answer),
         }
 
-    async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
+    async def events(self, parts: AsyncIterator[Part]) -> AsyncGenerator[Event, None]:
         """The events of a streamed answer."""
         empty: dict[str, Any] = {"content": [], "usage": _usage(None)}
         ended = {"stop_reason": None, "stop_sequence": None}
@@ -295,9 +296,8 @@ def _usage(answer: Answer | None) -> dict[str, int]:
     }
 
 
-def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Schema], list[str]]:
-    """The tools as sessions take them, and those of their fields that have no effect."""
-    found = []
+def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Where each tool is in the body, and the tool. Raises ApiError, 400, for other types."""
     for place, tool in enumerate(tools):
         if tool.get("type") not in (None, "custom"):
             raise invalid(
@@ -305,8 +305,7 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Schema], list[str]]
                 " know; send tools with an input_schema",
                 "tools",
             )
-        found.append(function_tool(tool, "input_schema", f"tools.{place}"))
-    return [tool for tool, _ in found], [name for _, names in found for name in names]
+        yield f"tools.{place}", tool
 
 
 def _messages(message: Mapping[str, Any], param: str) -> list[dict[str, Any]]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, Literal
 
 from pydantic import Field
 
-from asyncrl.agents.contract import AgentError, Event, HeardText, Part
-from asyncrl.agents.dialects.chat import JSON_OBJECT, chosen
+from asyncrl.agents.contract import HeardText, Part
+from asyncrl.agents.dialects.chat import chosen
 from asyncrl.agents.dialects.fields import (
     Body,
     Open,
@@ -16,17 +23,20 @@ from asyncrl.agents.dialects.fields import (
     calls_of,
     check,
     content_of,
-    finite,
-    function_tool,
+    function_tools,
     invalid,
     new_id,
     overridden_of,
     rest_of,
+    schema_of,
     text_of,
 )
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.template import Message, Schema
+from asyncrl.web.answers import finite
+from asyncrl.web.errors import ApiError
+from asyncrl.web.events import Event
 
 __all__ = ["Responses", "ResponsesAnswer", "ResponsesBody"]
 
@@ -113,7 +123,7 @@ class Responses:
     """One request, and its answer."""
 
     def __init__(self, tree: object, notes: MutableMapping[str, list[Message]]) -> None:
-        """Raises AgentError: 400, or 404 for an unknown previous answer."""
+        """Raises ApiError: 400, or 404 for an unknown previous answer."""
         for name, fix in REFUSED.items():
             if isinstance(tree, dict) and tree.get(name):
                 raise invalid(f"{name} is not supported; {fix}", name, "unsupported_parameter")
@@ -121,7 +131,10 @@ class Responses:
         given: Mapping[str, Any] = tree  # type: ignore[assignment]  # it was checked
         self._given, self._notes = given, notes
         self.streams = bool(body.stream)
-        tools, unused = _tools(given.get("tools") or ())
+        functions = enumerate(given.get("tools") or ())
+        tools, unused = function_tools(
+            [(f"tools.{place}", tool) for place, tool in functions], "parameters"
+        )
         calls, forced = chosen(body.tool_choice)
         self._chat = [*self._before(), *_messages(given.get("input"))]
         instructions: list[Message] = [{"role": "system", "content": body.instructions}]
@@ -151,7 +164,7 @@ class Responses:
         if previous is None:
             return []
         if previous not in self._notes:
-            raise AgentError(
+            raise ApiError(
                 404,
                 "previous_response_id is not one of this session's last answers; send all items",
                 "previous_response_not_found",
@@ -238,7 +251,7 @@ class Responses:
             "usage": usage,
         }
 
-    async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
+    async def events(self, parts: AsyncIterator[Part]) -> AsyncGenerator[Event, None]:
         """The events of a streamed answer."""
         events = _Events()
         yield events.next("response.created", response=self._response(None, []))
@@ -377,22 +390,10 @@ def _usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Schema], list[str]]:
-    """The tools as sessions take them, and those of their fields that have no effect."""
-    found = [
-        function_tool(tool, "parameters", f"tools.{place}") for place, tool in enumerate(tools)
-    ]
-    return [tool for tool, _ in found], [name for _, names in found for name in names]
-
-
-def _schema(form: TextFormat | None) -> Mapping[str, Any] | None:
-    if form is None or form.type == "text":
+def _schema(form: TextFormat | None) -> Schema | None:
+    if form is None:
         return None
-    if form.type == "json_object":
-        return JSON_OBJECT
-    if form.schema_ is None:
-        raise invalid("text.format has no schema; set it", "text")
-    return form.schema_
+    return schema_of(form.type, form.schema_, invalid("text.format has no schema; set it", "text"))
 
 
 def _messages(given: object) -> list[Message]:

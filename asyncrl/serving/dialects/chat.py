@@ -18,10 +18,11 @@ from asyncrl.serving.dialects.fields import (
     check_top,
     refuse_long_text,
 )
-from asyncrl.serving.dialects.render import TokenUsage, ending, envelope, finite
-from asyncrl.serving.errors import ApiError
+from asyncrl.serving.dialects.render import TokenUsage, ending, envelope
 from asyncrl.serving.identity import ServedModel
 from asyncrl.text.template import MessagesError
+from asyncrl.web.answers import finite
+from asyncrl.web.errors import ApiError
 
 __all__ = ["Chat", "ChatBody"]
 

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece, Tokens
 from asyncrl.serving.answers import ChoicePiece, Head, Words, siblings
 from asyncrl.serving.dialects.fields import (
-    MOST_CHOICES,
     MOST_LOGPROBS,
     Sampling,
     check,
@@ -20,9 +19,10 @@ from asyncrl.serving.dialects.fields import (
     refuse_long_prompt,
     refuse_long_text,
 )
-from asyncrl.serving.dialects.render import TokenUsage, ending, envelope, finite
-from asyncrl.serving.errors import ApiError
+from asyncrl.serving.dialects.render import TokenUsage, ending, envelope
 from asyncrl.serving.identity import ServedModel
+from asyncrl.web.answers import MOST_CHOICES, finite
+from asyncrl.web.errors import ApiError
 
 __all__ = ["CompletionBody", "Completions"]
 

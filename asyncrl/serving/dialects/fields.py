@@ -12,11 +12,11 @@ from pydantic_core import ErrorDetails
 
 from asyncrl.config.derived import request_deadline_s
 from asyncrl.contracts.messages import GenerateRequest
-from asyncrl.serving.errors import ApiError, printable
 from asyncrl.serving.identity import ServedModel
+from asyncrl.web.answers import MOST_CHOICES
+from asyncrl.web.errors import ApiError, printable
 
 __all__ = [
-    "MOST_CHOICES",
     "MOST_LOGPROBS",
     "SEED_LIMIT",
     "Sampling",
@@ -27,9 +27,6 @@ __all__ = [
     "refuse_long_prompt",
     "refuse_long_text",
 ]
-
-MOST_CHOICES = 128
-"""Most completions of one HTTP request."""
 
 MOST_LOGPROBS = 20
 """Upper limit of the most probable tokens at one position, as in vLLM."""

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Sequence
 from asyncrl.contracts.messages import StreamPiece
 from asyncrl.serving.answers import Head
 from asyncrl.serving.dialects.fields import Sampling
+from asyncrl.web.answers import end_reason, usage
 
-__all__ = ["TokenUsage", "ending", "envelope", "finite"]
-
-LEAST = -9999.0
-"""Replaces a log-prob of minus infinity, which JSON cannot represent."""
+__all__ = ["TokenUsage", "ending", "envelope"]
 
 
 class TokenUsage:
@@ -24,11 +22,7 @@ class TokenUsage:
         self.prompt = sum(map(len, prompts))
 
     def shown(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-        }
+        return usage(self.prompt, self.completion)
 
     def in_event(self, body: Sampling) -> dict[str, object]:
         """The field of an event before the last: null, if the client wants usage."""
@@ -62,11 +56,6 @@ def ending(piece: StreamPiece) -> dict[str, object]:
         {"version": span.version, "start": span.start, "end": span.end} for span in piece.versions
     ]
     return {
-        "finish_reason": "stop" if piece.finish_reason == "stop" else "length",
+        "finish_reason": end_reason(piece.finish_reason),
         "versions": versions,
     }
-
-
-def finite(logprob: float | None) -> float | None:
-    """Replace minus infinity with a number that JSON can represent."""
-    return None if logprob is None else max(logprob, LEAST)

@@ -1,0 +1,1 @@
+"""What the HTTP servers share: error answers, fields of answers, and event streams."""
