@@ -17,7 +17,8 @@ from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from asyncrl.environments.attempt import OUTPUT, AgentFailedError
+from asyncrl.environments.attempt import AgentFailedError
+from asyncrl.environments.given import OUTPUT
 from asyncrl.environments.model import Model
 from asyncrl.runtime.functions import import_function, short
 from asyncrl.runtime.redact import is_secret_name

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import asyncrl
+from asyncrl.environments.given import NOTHING, Given, given_by
 from asyncrl.environments.model import ChatSession, Model, SessionUrl
 from asyncrl.runtime.functions import short, text_of
-from asyncrl.runtime.single_precision import FLOAT32_MAX
 from asyncrl.sessions.answers import (
     ContextTooLongError,
     SessionClosedError,
@@ -33,7 +33,6 @@ __all__ = [
     "RewardFailedError",
     "attempt",
     "end_of",
-    "turn_rewards_of",
 ]
 
 End: TypeAlias = Literal[
@@ -44,14 +43,6 @@ reached. `agent_error`: its agent program failed. `env_error`: the environment r
 ended its process. `reward_error`: it gave no valid reward. `closed`: the run ended it."""
 
 HOME = str(Path(asyncrl.__file__).parent) + "/"
-REWARD = "reward"
-TURNS = "turns"
-"""The keys of the reward and of the turns' rewards in a dict that an environment returns. Other
-keys are its parts."""
-OUTPUT = "output"
-"""The key of a text that reward functions get."""
-MOST_OUTPUT = 1 << 16
-"""Characters of that text that are kept, from its end."""
 
 
 class Game(Protocol):
@@ -86,29 +77,6 @@ class AgentFailedError(RuntimeError):
 
 class RewardFailedError(RuntimeError):
     """An environment raises it to say that it could not compute the reward."""
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What an environment returned."""
-
-    reward: float | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
-    output: str = ""
-    turns: Sequence[tuple[int, float]] = ()
-    """Pairs of a turn's node and its reward."""
-    turns_at_url: Sequence[float | None] | None = None
-    """The same for turns that were taken at the URL: one item for each."""
-
-
-NOTHING = Given()
-
-
-@dataclass(slots=True)
-class Progress:
-    """What a game has given so far."""
-
-    reward: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,62 +123,101 @@ async def attempt(
         Exception: whatever error of the model's side reaches the attempt's end, such as a dead
             engine. The environment has no part in it, so the attempt should be made again.
     """
-    clock = asyncio.get_running_loop().time
-    watched = Watched(lambda request, _: session.chat(request), limits.turns, clock)
-    progress, began = Progress(), clock()
-    model = Model(watched, url=url)
-
+    course = _Course(session, limits, url)
+    work = _run(environment, task, course, arguments or {})
+    result: object = None
     failure: Exception | None = None
+    try:
+        result = await _within(limits.deadline_s, work)
+    except _OverdueError:
+        return course.ended("deadline", f"it was not over after {limits.deadline_s:g} s")
+    except (TurnsExceededError, ContextTooLongError, SessionClosedError) as error:
+        return course.refused(error)
+    except Exception as error:  # the environment is a user's code, and may raise anything
+        failure = error
+    return course.returned(result) if failure is None else course.failed(failure)
 
-    def ended(end: End, note: str = "", given: Given = NOTHING) -> Ended:
-        model_s = min(watched.model_s, clock() - began)
-        other_s = clock() - began - model_s
-        overridden = model.overridden.total()
+
+class _Course:
+    """The course of one attempt: what it has taken so far, and how it ends."""
+
+    def __init__(self, session: ChatSession, limits: Limits, url: SessionUrl | None) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._began = self._clock()
+        self._watched = Watched(lambda request, _: session.chat(request), limits.turns, self._clock)
+        self._at_url = url is not None
+        self.model = Model(self._watched, url=url)
+        self.reward: object = None
+        """What a game has given so far."""
+
+    def returned(self, result: object) -> Ended:
+        """The end of an attempt that returned."""
+        self._raise_failure_of_model()
+        ended = self._watched.ended
+        # An environment may catch what ended it, and give a reward for what was reached.
+        return self._rewarded("done" if ended is None else end_of(ended), "", result)
+
+    def refused(self, error: Exception) -> Ended:
+        """The end of an attempt that raised the model's refusal. A game has given a reward."""
+        return self._rewarded(end_of(error), str(error), self.reward)
+
+    def failed(self, error: Exception) -> Ended:
+        """The end of an attempt that raised an error."""
+        self._raise_failure_of_model()
+        ended = self._watched.ended
+        if ended is not None and _comes_from(error, ended):
+            return self.ended(end_of(ended), str(ended))
+        return self.ended(_blamed(error), _place(error))
+
+    def _raise_failure_of_model(self) -> None:
+        if self._watched.failed is not None:
+            raise self._watched.failed
+
+    def _rewarded(self, end: End, note: str, result: object) -> Ended:
+        """The end of an attempt that gave this."""
+        # Turns that were taken at the URL are known to those who serve it.
+        taken = None if self._at_url else self._watched.taken
+        try:
+            return self.ended(end, note, given_by(result, taken))
+        except Exception as nonsense:  # a value of any class
+            return self.ended("reward_error", _place(nonsense))
+
+    def ended(self, end: End, note: str = "", given: Given = NOTHING) -> Ended:
+        """The end, with what the attempt took."""
+        whole_s = self._clock() - self._began
+        model_s = min(self._watched.model_s, whole_s)
         return Ended(
             end,
             given.reward,
             given.parts,
             note,
-            watched.turns,
-            overridden,
+            self._watched.turns,
+            self.model.overridden.total(),
             model_s,
-            other_s,
+            whole_s - model_s,
             given.output,
             given.turns,
             given.turns_at_url,
         )
 
+
+class _OverdueError(Exception):
+    """An attempt was not over in time."""
+
+
+async def _within(deadline_s: float, work: Awaitable[object]) -> object:
+    """The result of `work`. Raises _OverdueError after the deadline, even if `work` catches that it
+    is canceled."""
     try:
-        deadline = None if math.isinf(limits.deadline_s) else limits.deadline_s
-        async with asyncio.timeout(deadline) as timeout:
-            result = await _run(environment, task, model, progress, arguments or {})
-        if timeout.expired():  # and the environment has caught that
-            raise TimeoutError
-    except TimeoutError as error:
+        async with asyncio.timeout(None if math.isinf(deadline_s) else deadline_s) as timeout:
+            result = await work
+    except TimeoutError:
         if timeout.expired():
-            return ended("deadline", f"it was not over after {limits.deadline_s:g} s")
-        failure = error
-    except (TurnsExceededError, ContextTooLongError, SessionClosedError) as error:
-        try:
-            taken = watched.taken if url is None else None
-            return ended(end_of(error), str(error), _given(progress.reward, taken))
-        except Exception as nonsense:  # what the game has given
-            return ended("reward_error", _place(nonsense))
-    except Exception as error:  # the environment is a user's code, and may raise anything
-        failure = error
-    if watched.failed is not None:
-        raise watched.failed
-    if failure is not None:
-        if watched.ended is not None and _comes_from(failure, watched.ended):
-            return ended(end_of(watched.ended), str(watched.ended))
-        return ended(_blamed(failure), _place(failure))
-    try:
-        # Turns that were taken at the URL are known to those who serve it.
-        given = _given(result, watched.taken if url is None else None)
-    except Exception as nonsense:  # a value of any class
-        return ended("reward_error", _place(nonsense))
-    # An environment may catch what ended it, and give a reward for what was reached.
-    return ended("done" if watched.ended is None else end_of(watched.ended), given=given)
+            raise _OverdueError from None
+        raise
+    if timeout.expired():
+        raise _OverdueError
+    return result
 
 
 def _comes_from(error: BaseException, cause: BaseException) -> bool:
@@ -250,22 +257,27 @@ def end_of(error: BaseException) -> End:
 async def _run(
     environment: Environment,
     task: Mapping[str, Any],
-    model: Model,
-    progress: Progress,
+    course: _Course,
     arguments: Mapping[str, object],
 ) -> object:
-    if not inspect.isclass(environment):
-        return await cast("Callable[..., Awaitable[object]]", environment)(task, model, **arguments)
-    game = cast("Callable[..., Game]", environment)(**arguments)
+    """What the environment returns."""
+    if inspect.isclass(environment):
+        return await _play(cast("Callable[..., Game]", environment)(**arguments), task, course)
+    solve = cast("Callable[..., Awaitable[object]]", environment)
+    return await solve(task, course.model, **arguments)
+
+
+async def _play(game: Game, task: Mapping[str, Any], course: _Course) -> object:
+    """The last reward of a game."""
     chat = _messages(await _awaited(game.reset(task)))
     while True:
-        answer = await model.chat.completions.create(messages=chat)
+        answer = await course.model.chat.completions.create(messages=chat)
         message = {"content": "", **answer.choices[0].message.model_dump(exclude_none=True)}
         result = await _awaited(game.step(message))
         if not isinstance(result, tuple) or len(result) != 3:
             raise TypeError(f"step returned {str(result)[:80]!r}, not (messages, reward, over)")
         more, reward, over = result
-        progress.reward = reward
+        course.reward = reward
         if over:
             return reward
         chat = [*chat, message, *_messages(more)]
@@ -281,79 +293,6 @@ def _messages(given: object) -> list[Any]:
     if isinstance(given, Sequence) and given and all(isinstance(one, Mapping) for one in given):
         return list(given)
     raise TypeError(f"{str(given)[:80]!r} is neither a text nor a list of messages")
-
-
-def _given(result: object, taken: Sequence[Sequence[int]] | None) -> Given:
-    """What an environment returned: the reward, its parts, a text, and rewards of the turns taken,
-    each of which has these nodes. None: they were taken elsewhere.
-
-    Raises:
-        TypeError, ValueError: it is nonsense.
-    """
-    if result is None:
-        return NOTHING
-    values = dict(result) if isinstance(result, Mapping) else {REWARD: result}
-    given = _turn_numbers(values.pop(TURNS)) if TURNS in values else None
-    turns = () if given is None or taken is None else turn_rewards_of(given, taken)
-    output = values.pop(OUTPUT, "")
-    if not isinstance(output, str):
-        shown = short(text_of(repr, output))
-        raise TypeError(f"{OUTPUT} is {shown} ({type(output).__name__}), not a text")
-    # Half of a surrogate pair is no text.
-    output = output[-MOST_OUTPUT:].encode("utf-8", "backslashreplace").decode()
-    for name in values:
-        if not isinstance(name, str) or not name or "/" in name or name != short(name):
-            raise TypeError(f"{str(name)[:80]!r} is no name of a reward: a short text without '/'")
-    found = {name: _number(name, value) for name, value in values.items()}
-    at_url = given if taken is None else None
-    return Given(found.pop(REWARD, None), found, output, turns, at_url)
-
-
-def _turn_numbers(given: object) -> list[float | None]:
-    """The rewards of turns. Raises TypeError for nonsense."""
-    plain = given.tolist() if hasattr(given, "tolist") else given  # of numpy or torch
-    if not isinstance(plain, Sequence) or isinstance(plain, str | bytes):
-        raise TypeError(
-            f"{TURNS} is {text_of(str, given)[:80]!r} ({type(given).__name__}), not a list with a"
-            " number or None for each turn"
-        )
-    return [
-        None if value is None else _number(f"{TURNS}[{place}]", value)
-        for place, value in enumerate(plain)
-    ]
-
-
-def turn_rewards_of(
-    rewards: Sequence[float | None], taken: Sequence[Sequence[int]]
-) -> list[tuple[int, float]]:
-    """Pairs of a node and its reward.
-
-    Args:
-        taken: the nodes of each turn that the agent got.
-
-    Raises:
-        ValueError: the rewards are not one for each turn.
-    """
-    if len(rewards) != len(taken):
-        raise ValueError(
-            f"{TURNS} has {len(rewards)} rewards, and the session took {len(taken)} turns; give a"
-            " number or None for each turn, in their order"
-        )
-    return [
-        (node, value)
-        for nodes, value in zip(taken, rewards, strict=True)
-        if value is not None
-        for node in nodes
-    ]
-
-
-def _number(name: str, value: object) -> float:
-    plain = value.item() if hasattr(value, "item") else value  # of numpy or torch
-    if isinstance(plain, bool | int | float) and abs(plain) <= FLOAT32_MAX:
-        return float(plain)
-    raise TypeError(
-        f"{name} is {text_of(str, value)[:80]!r} ({type(value).__name__}), not a finite number"
-    )
 
 
 def _place(error: BaseException) -> str:

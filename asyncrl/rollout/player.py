@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from asyncrl.agents.served import ServedSession
 from asyncrl.config import EnvironmentConfig
 from asyncrl.contracts.heard import Heard
-from asyncrl.environments.attempt import Ended, end_of, turn_rewards_of
+from asyncrl.environments.attempt import Ended, end_of
+from asyncrl.environments.given import turn_rewards_of
 from asyncrl.environments.model import SessionUrl
 from asyncrl.environments.pool import AgentSession, EnvironmentPool
 from asyncrl.sessions.answers import Answer, ChatRequest
