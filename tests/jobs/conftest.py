@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from run_variables import HERE, run_variables
 
-ROOT = Path(__file__).parents[2]
 DIGITS = "rewards_for_runs:digits"
 
 
@@ -40,6 +40,32 @@ def task(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str
         "checkpoint": {"every_steps": 2},
         "weights": {"check_every_versions": 4},
         "placement_timeout_s": 120,
+    }
+
+
+@pytest.fixture
+def session_task(tmp_path: Path) -> dict[str, Any]:
+    """The guessing game for its tiny model, as changes of `task`. It has no environment or agent
+    yet, and no evaluation; the held-out tasks are in `tmp_path / "held_out.parquet"`."""
+    from jobs.guess.task import make_data, make_model
+
+    make_model(tmp_path / "model", seed=0)
+    make_data(tmp_path, seed=0)
+    return {
+        "model.path": str(tmp_path / "model"),
+        "data": {
+            "train": str(tmp_path / "train.parquet"),
+            "max_prompt_length": 16,
+            "max_length": 120,
+        },
+        # The environment's own reward. `task` names another one.
+        "reward": {
+            "functions": {"env": {"function": "asyncrl.rewards.builtin:environment"}},
+            "processes": 1,
+        },
+        "rollout.max_completion_length": 12,
+        "eval": {},
+        "checkpoint.every_steps": 0,
     }
 
 
@@ -87,12 +113,11 @@ class RunProcess:
     ) -> None:
         self.log = log
         command = [Path(sys.executable).with_name("asyncrl"), "train", config, *arguments]
-        here = Path(__file__).parent  # where the rewards are
         self.process = subprocess.Popen(
             command,
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
-            cwd=here,
+            cwd=HERE,  # where the rewards are
             env=environment,
             start_new_session=True,
         )
@@ -174,21 +199,13 @@ def start_run(
                 merged(task, {"name": name, "runs_root": str(tmp_path / "runs"), **(changes or {})})
             )
         )
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if not key.startswith(("RAY_", "PYTHONPATH"))
-        } | variables
         if starts_engine:
             engine_starts.append(
                 "a run of"
                 f" {os.environ.get('PYTEST_CURRENT_TEST', '').split('::')[-1].split(' ')[0]}"
             )
-        started.append(
-            RunProcess(
-                config, tmp_path / f"{name}-{len(started)}.log", list(arguments), environment
-            )
-        )
+        log = tmp_path / f"{name}-{len(started)}.log"
+        started.append(RunProcess(config, log, list(arguments), run_variables() | variables))
         return started[-1]
 
     yield start
@@ -204,12 +221,8 @@ def start_config(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], RunProce
     def start(tree: dict[str, Any]) -> RunProcess:
         config = tmp_path / f"{tree['name']}.yaml"
         config.write_text(yaml.safe_dump(tree))
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if not key.startswith(("RAY_", "PYTHONPATH"))
-        }
-        started.append(RunProcess(config, tmp_path / f"{tree['name']}.log", [], environment))
+        log = tmp_path / f"{tree['name']}.log"
+        started.append(RunProcess(config, log, [], run_variables()))
         return started[-1]
 
     yield start

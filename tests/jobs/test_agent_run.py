@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from independent_audit import wrong
-
-import asyncrl
-from asyncrl.run.audit import audit, audit_text
-from jobs.guess.task import make_data, make_model
+from audited_runs import audited
 
 STEPS, GROUPS, SAMPLES = 3, 3, 3
 PROGRAM = Path(__file__).parent / "agent_program.py"
@@ -20,39 +16,23 @@ PROGRAM = Path(__file__).parent / "agent_program.py"
 
 @pytest.mark.timeout(400)
 def test_a_program_that_knows_nothing_of_asyncrl_is_trained(
-    start_run: Callable[..., Any], tmp_path: Path
+    start_run: Callable[..., Any], session_task: dict[str, Any], tmp_path: Path
 ) -> None:
-    make_model(tmp_path / "model", seed=0)
-    make_data(tmp_path, seed=0)
-    changes = {
+    changes = session_task | {
         "max_steps": STEPS,
-        "model.path": str(tmp_path / "model"),
-        "data": {
-            "train": str(tmp_path / "train.parquet"),
-            "max_prompt_length": 16,
-            "max_length": 120,
-        },
         "agent": {"command": [sys.executable, str(PROGRAM), "{low}", "{hidden}"]},
         "environment": {"processes": 1, "concurrency": 16},
         "reward": {
             "functions": {"printed": {"function": "asyncrl.rewards.builtin:printed_reward"}},
             "processes": 1,
         },
-        "rollout": {
-            "rollout_batch_size": GROUPS,
-            "n_samples_per_prompt": SAMPLES,
-            "max_completion_length": 12,
-        },
+        "rollout.rollout_batch_size": GROUPS,
+        "rollout.n_samples_per_prompt": SAMPLES,
         "eval": {"data": str(tmp_path / "held_out.parquet"), "max_prompts": 4},
-        "checkpoint.every_steps": 0,
     }
     started = start_run(changes)
     assert started.wait() == 0, started.output
-    directory = tmp_path / "runs" / "run"
-    run = asyncrl.open_run(directory)
-    checks = audit(run)
-    assert all(check.passed for check in checks), audit_text(checks)
-    assert wrong(directory) == []
+    run = audited(tmp_path / "runs" / "run")
     rows = run.groups().to_pylist()
     assert len(rows) >= STEPS * GROUPS
     for row in rows:

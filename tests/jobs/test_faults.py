@@ -16,6 +16,7 @@ from typing import Literal
 
 import psutil
 import pytest
+from run_variables import PYTHON_PATH
 
 import asyncrl
 from asyncrl.rewards.scoring import scored_block
@@ -263,9 +264,7 @@ class TwoNodes:
 @pytest.fixture
 def two_nodes():
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    cluster = TwoNodes(
-        os.environ | token | {"PYTHONPATH": str(Path(__file__).parent)}
-    )  # where the rewards are
+    cluster = TwoNodes(os.environ | token | {"PYTHONPATH": PYTHON_PATH})
     yield cluster, {**token, "RAY_ADDRESS": cluster.address}
     started = [
         *cluster.started,

@@ -3,7 +3,6 @@ corrected one under the same name."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from run_variables import PYTHON_PATH, ROOT, run_variables
 
 SCRIPT = """
 import asyncio, sys
@@ -45,16 +45,13 @@ def test_a_run_is_awaited_where_an_event_loop_runs(
     engine_starts.append("a run from Python")
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump({**task, "name": "cell", "runs_root": str(tmp_path / "runs")}))
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith("RAY_")
-    } | {"PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, config],
         capture_output=True,
         text=True,
         timeout=500,
-        cwd=Path(__file__).parents[2],
-        env=environment,
+        cwd=ROOT,
+        env=run_variables() | {"PYTHONPATH": PYTHON_PATH},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "REFUSED " in done.stdout and "is above learner.max_tokens_per_gpu = 3" in done.stdout

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 from llama_checkpoint import BOS, END, EOS, SPECIAL
+from run_variables import PYTHON_PATH, ROOT
 
 import asyncrl
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -77,7 +76,7 @@ def test_another_family_trains_from_chat_prompts_to_a_plain_checkpoint(
         text=True,
         timeout=300,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        env=os.environ | {"PYTHONPATH": PYTHON_PATH},
     )
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     assert "held-out greedy accuracy on " in evaluated.stdout

@@ -11,11 +11,10 @@ from typing import Any
 
 import psutil
 import pytest
-from independent_audit import wrong
+from audited_runs import audited
 
 import asyncrl
 from asyncrl.rewards.scoring import scored_block
-from asyncrl.run.audit import audit, audit_text
 from asyncrl.rundir.directory import read_record
 
 STEPS_AFTER = 3
@@ -127,9 +126,7 @@ class Faults:
     def check(self) -> None:
         """No process is left, and the books agree."""
         assert self.run.gone() == []
-        checks = audit(asyncrl.open_run(self.directory))
-        assert all(check.passed for check in checks), audit_text(checks)
-        assert wrong(self.directory) == []
+        audited(self.directory)
         assert len(read_record(self.directory)["attempts"]) == self.attempts
 
     def finish(self, placement: str, max_staleness: int) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from audited_runs import audited
 
-import asyncrl
-from asyncrl.run.audit import audit, audit_text
 from asyncrl.sandbox import probe
-from jobs.guess.task import CHAT_TEMPLATE, SPECIAL_TOKENS, make_model
+from jobs.guess.task import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 SUM, CODE = "6 * 7", "print(6 * 7)"
 CALLS = tuple(
@@ -77,17 +76,16 @@ def rows() -> list[dict[str, str]]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_of_ready_environments_calls_their_tools(
-    start_run: Callable[..., Any], tmp_path: Path
+    start_run: Callable[..., Any], session_task: dict[str, Any], tmp_path: Path
 ) -> None:
-    make_model(tmp_path / "model", seed=0)
     save_tokenizer(tmp_path / "model")
     pq.write_table(pa.Table.from_pylist(rows()), tmp_path / "train.parquet")
     level = probe().best
     assert level is not None
     started = start_run(
-        {
+        session_task
+        | {
             "max_steps": 4,
-            "model.path": str(tmp_path / "model"),
             "data": {
                 "train": str(tmp_path / "train.parquet"),
                 "max_prompt_length": 32,
@@ -99,23 +97,13 @@ def test_a_run_of_ready_environments_calls_their_tools(
                 "arguments": {"level": level.value},
                 "processes": 1,
             },
-            "reward": {
-                "functions": {"env": {"function": "asyncrl.rewards.builtin:environment"}},
-                "processes": 1,
-            },
-            "rollout": {
-                "rollout_batch_size": 6,
-                "n_samples_per_prompt": 8,
-                "max_completion_length": 8,
-            },
-            "eval": {},
-            "checkpoint.every_steps": 0,
+            "rollout.rollout_batch_size": 6,
+            "rollout.n_samples_per_prompt": 8,
+            "rollout.max_completion_length": 8,
         }
     )
     assert started.wait() == 0, started.output
-    run = asyncrl.open_run(tmp_path / "runs" / "run")
-    checks = audit(run)
-    assert all(check.passed for check in checks), audit_text(checks)
+    run = audited(tmp_path / "runs" / "run")
     told: dict[str, set[str]] = {kind: set() for kind in KINDS}
     ends: dict[str, set[str]] = {kind: set() for kind in KINDS}
     turns: dict[str, int] = dict.fromkeys(KINDS, 0)

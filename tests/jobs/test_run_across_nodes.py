@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from audited_runs import audited
 from cable import may_cable, may_unshare
-from independent_audit import wrong
 from ray_nodes import Nodes
-
-import asyncrl
-from asyncrl.run.audit import audit, audit_text
+from run_variables import PYTHON_PATH
 
 STEPS = 20
 
@@ -23,8 +20,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     if not may_unshare("-m") or not may_cable():
         pytest.skip("this machine does not allow private mount and network namespaces")
     made = Nodes(tmp_path, cable=True)
-    # Where the rewards are.
-    made.environment["PYTHONPATH"] = os.fspath(Path(__file__).parent)
+    made.environment["PYTHONPATH"] = PYTHON_PATH
     try:
         made.start()
         made.start(Path("/dev/shm"))
@@ -53,11 +49,7 @@ def test_an_engine_on_two_nodes_trains_and_agrees_with_the_learner(
     token = {name: nodes.environment[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
     run = start_run(changes, RAY_ADDRESS=nodes.address, **token)
     assert run.wait(700) == 0, run.output
-    directory = tmp_path / "runs" / "run"
-    checks = audit(asyncrl.open_run(directory))
-    assert all(check.passed for check in checks), audit_text(checks)
-    assert wrong(directory) == []
-    finished = asyncrl.open_run(directory)
+    finished = audited(tmp_path / "runs" / "run")
     assert len(finished.records("step")) == STEPS
     differences = [one["check/logprob_max_diff"] for one in finished.records("logprob_check")]
     assert len(differences) >= STEPS // 5 and max(differences) <= 1e-4

@@ -9,13 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from independent_audit import wrong
+from audited_runs import audited
 from test_session_run import paths
 from transformers import AutoModelForCausalLM
-
-import asyncrl
-from asyncrl.run.audit import audit, audit_text
-from jobs.guess.task import make_data, make_model
 
 STEPS, GROUPS, SAMPLES = 4, 4, 4
 COEF = 0.05
@@ -32,41 +28,23 @@ COEF = 0.05
     ids=["reward", "loss"],
 )
 def test_sessions_are_compared_with_the_reference_policy(
-    start_run: Callable[..., Any], tmp_path: Path, algorithm: dict[str, Any]
+    start_run: Callable[..., Any],
+    session_task: dict[str, Any],
+    tmp_path: Path,
+    algorithm: dict[str, Any],
 ) -> None:
-    make_model(tmp_path / "model", seed=0)
-    make_data(tmp_path, seed=0)
-    changes = {
+    changes = session_task | {
         "max_steps": STEPS,
-        "model.path": str(tmp_path / "model"),
-        "data": {
-            "train": str(tmp_path / "train.parquet"),
-            "max_prompt_length": 16,
-            "max_length": 120,
-        },
         "environment": {"function": "branching_sessions:branches", "processes": 1},
-        "reward": {
-            "functions": {"env": {"function": "asyncrl.rewards.builtin:environment"}},
-            "processes": 1,
-        },
-        "rollout": {
-            "rollout_batch_size": GROUPS,
-            "n_samples_per_prompt": SAMPLES,
-            "max_completion_length": 12,
-        },
+        "rollout.rollout_batch_size": GROUPS,
+        "rollout.n_samples_per_prompt": SAMPLES,
         "algorithm": algorithm,
         # So later sessions are sampled by other weights than the reference policy's.
         "staleness.max_staleness": 0,
-        "eval": {},
-        "checkpoint.every_steps": 0,
     }
     started = start_run(changes)
     assert started.wait() == 0, started.output
-    directory = tmp_path / "runs" / "run"
-    run = asyncrl.open_run(directory)
-    checks = audit(run)
-    assert all(check.passed for check in checks), audit_text(checks)
-    assert wrong(directory) == []
+    run = audited(tmp_path / "runs" / "run")
     steps = [record for record in run.records("step") if record["applied"]]
     assert len(steps) == STEPS
     # The weights move away from the reference, and sampled tokens are compared with it.

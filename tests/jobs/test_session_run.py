@@ -9,16 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from independent_audit import wrong
+from audited_runs import audited
 from transformers import AutoModelForCausalLM
 
-import asyncrl
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.run import replay_sessions
-from asyncrl.run.audit import audit, audit_text
 from asyncrl.rundir import Run
 from asyncrl.text.tokenizer import load_tokenizer
-from jobs.guess.task import make_data, make_model
 
 STEPS, GROUPS, SAMPLES = 4, 4, 4
 REUSED = ("session_reusable", "session_cached")
@@ -26,40 +23,19 @@ REUSED = ("session_reusable", "session_cached")
 
 @pytest.mark.timeout(400)
 def test_a_run_of_sessions_trains_what_was_sampled(
-    start_run: Callable[..., Any], tmp_path: Path
+    start_run: Callable[..., Any], session_task: dict[str, Any], tmp_path: Path
 ) -> None:
-    make_model(tmp_path / "model", seed=0)
-    make_data(tmp_path, seed=0)
-    changes = {
+    changes = session_task | {
         "max_steps": STEPS,
-        "model.path": str(tmp_path / "model"),
-        "data": {
-            "train": str(tmp_path / "train.parquet"),
-            "max_prompt_length": 16,
-            "max_length": 120,
-        },
         "environment": {"function": "environments_for_runs:three_questions", "processes": 1},
-        # The environment's own reward. `task` of the fixture names another one.
-        "reward": {
-            "functions": {"env": {"function": "asyncrl.rewards.builtin:environment"}},
-            "processes": 1,
-        },
-        "rollout": {
-            "rollout_batch_size": GROUPS,
-            "n_samples_per_prompt": SAMPLES,
-            "max_completion_length": 12,
-        },
+        "rollout.rollout_batch_size": GROUPS,
+        "rollout.n_samples_per_prompt": SAMPLES,
         "eval": {"data": str(tmp_path / "held_out.parquet"), "max_prompts": 8},
         "algorithm": {"advantage": "dr_grpo", "turn_coef": 0.01},
-        "checkpoint.every_steps": 0,
     }
     started = start_run(changes)
     assert started.wait() == 0, started.output
-    directory = tmp_path / "runs" / "run"
-    run = asyncrl.open_run(directory)
-    checks = audit(run)
-    assert all(check.passed for check in checks), audit_text(checks)
-    assert wrong(directory) == []
+    run = audited(tmp_path / "runs" / "run")
     steps = [record for record in run.records("step") if record["applied"]]
     assert len(steps) == STEPS
     rows = run.groups().to_pylist()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import nbformat
 import psutil
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from nbclient import NotebookClient
+from run_variables import PYTHON_PATH, ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
@@ -25,7 +25,6 @@ from asyncrl.run.audit import Books, audit, audit_text
 from asyncrl.rundir import metrics
 from asyncrl.rundir.directory import read_record
 
-ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks" / "01_quickstart.ipynb"
 
 
@@ -357,7 +356,7 @@ def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one_of_each(
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        env=os.environ | {"PYTHONPATH": PYTHON_PATH},
     )
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     assert (

@@ -22,10 +22,10 @@ import yaml
 from free_ports import free_port
 from openai import BadRequestError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
+from run_variables import ROOT, run_variables
 
 import asyncrl
 
-ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 CLOSED = "asyncrl.serving.http.close_own_routes"
 CALL = """
@@ -58,12 +58,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.port, self.dashboard = free_port(), free_port()
         self.temp = Path(f"/tmp/asyncrl-{os.getpid()}")  # Ray's sockets need a short path
-        self.environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("RAY_", "ASYNCRL_", "PYTHONPATH"))
-        }
-        self.environment |= {
+        self.environment = run_variables("ASYNCRL_") | {
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
