@@ -234,7 +234,9 @@ def keyword_arguments(
 
 def failed(function: str, error: BaseException) -> RewardError:
     """The RewardError for an exception of a reward function, with the function's name and the line
-    that raised. Its note is the traceback, from the function on."""
+    that raised. Its note is the traceback, from the function on. A RewardError stays as it is."""
+    if isinstance(error, RewardError):  # of a built-in function, which refuses its input
+        return error
     if isinstance(error, MemoryError):
         return RewardError(
             f"reward function {function!r} needs more memory than reward.memory_bytes allows;"

@@ -9,6 +9,9 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from asyncrl.rewards.contract import RewardError
+from asyncrl.rewards.evaluated import why_not_scored
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)  # from a package that reasoning_gym imports
     import reasoning_gym
@@ -16,7 +19,9 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
-__all__ = ["reasoning_gym_score"]
+__all__ = ["own_score", "reasoning_gym_score"]
+
+FIX = "write a reward function that evaluates nothing"
 
 
 def reasoning_gym_score(
@@ -31,17 +36,24 @@ def reasoning_gym_score(
     (such as "chain_sum").
 
     Columns `question` and `answer` come from the task's entry. `metadata` is its metadata as JSON.
+
+    Raises:
+        RewardError: the scorer of a task would evaluate the model's text as code.
     """
+    for name in task:
+        if why := why_not_scored(name, FIX):
+            raise RewardError(f"asyncrl.rewards.builtin:reasoning_gym_score: {why}")
     entries = zip(completions, answer, question, task, metadata, strict=True)
     return [
-        float(
-            _task(name).score_answer(
-                completion.strip(),
-                {"question": asked, "answer": expected, "metadata": json.loads(details)},
-            )
-        )
+        own_score(completion, expected, asked, name, details)
         for completion, expected, asked, name, details in entries
     ]
+
+
+def own_score(completion: str, answer: str, question: str, task: str, metadata: str) -> float:
+    """The score of one completion. The scorers of EVALUATED tasks run the completion as code."""
+    entry = {"question": question, "answer": answer, "metadata": json.loads(metadata)}
+    return float(_task(task).score_answer(completion.strip(), entry))
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,28 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.environments.ready.graded import first_messages
+from asyncrl.rewards.evaluated import why_not_scored
 from asyncrl.sessions.answers import ContextTooLongError
 from asyncrl.text.chat_messages import plain_text
 
-__all__ = ["EVALUATED", "final_answer", "reasoning_gym"]
+__all__ = ["final_answer", "reasoning_gym"]
 
 COLUMNS = ("task", "question", "answer", "metadata")
 """What reasoning-gym's scorer needs of a row."""
-EVALUATED = frozenset(
-    {
-        "binary_matrix",
-        "countdown",
-        "intermediate_integration",
-        "n_queens",
-        "polynomial_multiplication",
-        "puzzle24",
-        "simple_integration",
-        "spiral_matrix",
-        "string_insertion",
-    }
-)
-"""Tasks whose scorers evaluate the answer as Python code, also through sympy. A model could run
-anything with them."""
 MARKED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 AGAIN = "That is wrong. Try again."
 
@@ -53,8 +39,8 @@ async def reasoning_gym(
         tries: answers that the model may give until one has the score 1.
         again: what it is told after a lower score.
         system: text of a system message.
-        evaluate_answers: allow tasks whose scorers evaluate the model's text as code (EVALUATED),
-            with your rights.
+        evaluate_answers: allow tasks whose scorers evaluate the model's text as code
+            (`asyncrl.rewards.evaluated`), with your rights.
 
     Raises:
         ValueError: `tries` is below 1, the row has no such columns, or its task is one of these.
@@ -92,15 +78,12 @@ def _check(task: Mapping[str, Any], tries: int, evaluate_answers: bool) -> None:
         raise ValueError(
             f"the data has no column {missing[0]}; rows of reasoning-gym have {', '.join(COLUMNS)}"
         )
-    if task["task"] in EVALUATED and not evaluate_answers:
-        raise ValueError(
-            f"reasoning-gym's scorer of {task['task']!r} evaluates the model's answer as Python"
-            " code; choose another task, or set environment.arguments.evaluate_answers: true"
-        )
+    why = why_not_scored(task["task"], "set environment.arguments.evaluate_answers: true")
+    if why and not evaluate_answers:
+        raise ValueError(why)
 
 
 def _score(task: Mapping[str, Any], answer: str) -> float:
-    from asyncrl.rewards.reasoning import reasoning_gym_score
+    from asyncrl.rewards.reasoning import own_score
 
-    columns = {name: [task[name]] for name in COLUMNS}
-    return reasoning_gym_score(completions=[answer], **columns)[0]
+    return own_score(answer, **{name: task[name] for name in COLUMNS})
