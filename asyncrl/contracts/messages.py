@@ -175,6 +175,8 @@ class SessionCounts:
     with the same weights."""
     cached: int = 0
     """Those of them that the engine had in its prefix cache."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """How and why sessions failed that are not trained → how many did."""
 
 
 @dataclass(frozen=True, slots=True)

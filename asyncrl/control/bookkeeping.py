@@ -17,6 +17,7 @@ from asyncrl.contracts.outcomes import Outcome
 from asyncrl.contracts.state import State
 from asyncrl.control.buffer import Outstanding
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
+from asyncrl.control.failed_sessions import FailedSessions
 
 __all__ = ["Bookkeeping", "Recorder", "RunProgress"]
 
@@ -89,6 +90,9 @@ class Bookkeeping:
         self._outcomes: list[Outcome] = []
         self._ended_since_step: Counter[str] = Counter()
         self._scored_since_step: list[Scored] = []
+        self._failed_sessions = FailedSessions()
+        """Since the last record about them."""
+        self._failed_since_step = FailedSessions()
         self._idle_since: float | None = None
         self._at_last_step = (0, 0.0, 0.0)
         """Generated tokens, seconds that generators waited, and the loop's clock."""
@@ -136,14 +140,15 @@ class Bookkeeping:
             counts = ", ".join(f"{count} {name}" for name, count in ended.items())
             raise RuntimeError(
                 f"no step since {ended.total()} groups ended ({counts};"
-                f" last: {reason}): nothing is left to train on. Read the reasons in"
-                " outcomes/*.parquet; then change the prompts, the reward,"
-                " algorithm.filter_zero_variance or group_filter, or repair an engine whose"
-                " log-probs are NaN"
+                f" last: {reason}{self._failed_since_step.why()}): nothing is left to train on."
+                " Read the reasons in outcomes/*.parquet; then change the prompts, the reward, the"
+                " environment, algorithm.filter_zero_variance or group_filter, or repair an engine"
+                " whose log-probs are NaN"
             )
 
     def run_ended(self, groups: Mapping[int, Outstanding]) -> None:
         """Record the groups that have no outcome when the run ends."""
+        self._record_failed_sessions()
         self._outcomes += [
             Outcome(
                 self.made_in(group),
@@ -165,6 +170,19 @@ class Bookkeeping:
     def scored(self, scored: Scored) -> None:
         """Count a group that has been scored, for the metrics of the next step."""
         self._scored_since_step.append(scored)
+        if scored.sessions is not None:
+            failed = self._failed_sessions
+            failed.add(scored.sessions)
+            self._failed_since_step.add(scored.sessions)
+            # There may be no step to wait for.
+            if failed.mostly and failed.groups >= self._groups_per_step:
+                self._record_failed_sessions()
+
+    def _record_failed_sessions(self) -> None:
+        """Record the sessions that failed since the last such record, if any did."""
+        found, self._failed_sessions = self._failed_sessions.metrics(), FailedSessions()
+        if found:
+            self.record("failed_sessions", self.progress.version, found)
 
     def errors(self, count: int, last: str) -> None:
         """Record unexpected errors, with the stack of the last one.
@@ -227,7 +245,10 @@ class Bookkeeping:
         return {**result.metrics, **found}
 
     def since_last_step(self) -> dict[str, object]:
-        """Return the metrics of everything that happened since the previous step."""
+        """Return the metrics of everything that happened since the previous step, and record its
+        failed sessions."""
+        self._record_failed_sessions()
+        self._failed_since_step = FailedSessions()
         progress, now = self.progress, asyncio.get_running_loop().time()
         generated, waited, then = self._at_last_step
         self._at_last_step = progress.generated_tokens, progress.generators_waited_s, now

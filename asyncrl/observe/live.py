@@ -12,6 +12,7 @@ from asyncrl.contracts.outcomes import Outcome
 from asyncrl.contracts.protocols import TableRow
 from asyncrl.control.coordinator import Coordinator
 from asyncrl.observe.alarms import Alarms
+from asyncrl.observe.failed_sessions import FailureNotes
 from asyncrl.observe.log_lines import record_line
 from asyncrl.observe.metric_values import number
 from asyncrl.observe.progress import Progress, ProgressView, time_left
@@ -51,6 +52,7 @@ class RunRecorder:
         """
         self.writer, self.outcomes_writer, self.live = writer, outcomes, live
         self._alarms = Alarms(live.spec.cuts_distribution, entropies)
+        self._failures = FailureNotes()
         self._alarmed: set[str] = set()
         """Metrics whose alarm the terminal has shown."""
 
@@ -78,6 +80,9 @@ class RunRecorder:
             self._raise_alarms(step, version, metrics)
         if event == "kept_batch":
             self.live.note(f"step {step}: {metrics['note']}")
+        if event == "failed_sessions" and (note := self._failures.note(metrics)) is not None:
+            logger.warning("step %d: %s", step, note)
+            self.live.note(f"step {step}: {note}")
 
     def _raise_alarms(self, step: int, version: int, metrics: Mapping[str, object]) -> None:
         """Record every alarm. A new one also goes to the log, and the first of each metric to the

@@ -640,6 +640,12 @@ OTHER = (
         " so far in the attempt (limit `rollout.max_errors`), one line, and the stack."
         " `evaluation_lost`: `reason` says why its replica is gone; the evaluation is repeated",
     ),
+    Metric(
+        "sessions, failed, times",
+        "`failed_sessions`: sessions that were scored since the last such record; how many failed"
+        " and are not trained; how many of these failed for the most frequent `reason`. It is"
+        " written before a step, or at once if most sessions fail",
+    ),
     Metric("alarm", "`alarm`: the line that the log shows"),
     Metric("checkpoint/save_s", "`checkpoint`: seconds to save it"),
 )
@@ -656,7 +662,8 @@ TABLES = (
     MetricTable("Start and warm start", "startup, first_step, truncation, warm_start", START),
     MetricTable(
         "Other events",
-        "stall, kept_batch, error, evaluation_lost, push_failed, alarm, checkpoint",
+        "stall, kept_batch, error, evaluation_lost, push_failed, failed_sessions, alarm,"
+        " checkpoint",
         OTHER,
     ),
 )

@@ -19,6 +19,7 @@ from asyncrl.contracts.columns import SOURCE_COLUMN
 from asyncrl.contracts.messages import Scored, ScoredBaseline, SessionCounts, TrajectoryText
 from asyncrl.contracts.rows import REFERENCE_VERSION_COLUMN, TRUNCATED
 from asyncrl.rewards.text_quality import looping, unprintable
+from asyncrl.runtime.functions import short
 from asyncrl.runtime.redact import redact_all
 from asyncrl.text.transcript import transcript
 
@@ -49,6 +50,7 @@ COUNTED = (
     "turn_status",
     "turn_branch_reason",
     "session_end",
+    "session_note",
     "session_unparsed",
     "session_overridden",
     "session_reusable",
@@ -58,6 +60,11 @@ COUNTED = (
     "turn_reward",
 )
 """Columns of sessions that are counted."""
+
+FAILED_ENDS = ("deadline", "agent_error", "env_error", "reward_error")
+"""Ends of sessions that someone should repair."""
+REASON_LENGTH = 240
+"""Characters that are kept of the reason why a session failed."""
 
 CARRIED = tuple(field.name for field in fields(Scored) if field.name not in ("ref", "example"))
 """Fields of a summary that the scoring task knows."""
@@ -299,6 +306,21 @@ def _counts(row: Mapping[str, Any]) -> SessionCounts:
         other_s=sum(row["session_other_s"]),
         rewarded_turns=len(rewards),
         turn_reward=sum(rewards),
+        failures=_failures(row["session_end"], row["session_note"], row["status"]),
+    )
+
+
+def _failures(
+    ends: Sequence[str], notes: Sequence[str | None], statuses: Sequence[str]
+) -> dict[str, int]:
+    """How and why sessions failed → how many did. One that `environment.train_ends` leaves out has
+    its end as its status."""
+    return dict(
+        Counter(
+            short(f"{end}: {note}" if note else end, REASON_LENGTH)
+            for end, note, status in zip(ends, notes, statuses, strict=True)
+            if end == status and end in FAILED_ENDS
+        )
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl.config import Config
+from asyncrl.observe.failed_sessions import failed_in_all
 from asyncrl.observe.summary import before_and_after
 from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.preflight.model_snapshot import resolve_models
@@ -52,8 +53,8 @@ class TrainingJob:
         return Attempt(self.config, self.plan, directory, across, writer)
 
     def changes(self, records: Sequence[Mapping[str, object]]) -> list[str]:
-        """Accuracy and rewards before and after."""
-        return before_and_after(observe_spec(self.config), records)
+        """Accuracy and rewards before and after, and why sessions failed."""
+        return [*before_and_after(observe_spec(self.config), records), *failed_in_all(records)]
 
     def results(self, directory: Path) -> Sequence[str]:
         """Where the trajectories are, and how to look at them."""

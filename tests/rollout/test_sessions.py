@@ -11,7 +11,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config import Config, EnvironmentConfig
 from asyncrl.contracts.errors import RolloutFailedError
 from asyncrl.contracts.group_table import groups_from_table, table_from_ipc
 from asyncrl.contracts.messages import Generated, GenerateRequest
@@ -24,7 +24,7 @@ from asyncrl.rewards.contract import call_reward
 from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.score import attach_rewards, group_call, score_table
 from asyncrl.rewards.scoring import scored_block
-from asyncrl.rewards.summary import examples, scored_from_text
+from asyncrl.rewards.summary import examples, scored_from_text, scored_to_text, summaries
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.sessions.rows import session_rows
 from asyncrl.testing import FakeGenerate
@@ -133,6 +133,13 @@ def scored(config: Config, table: pa.Table) -> dict[str, Any]:
     return cast("dict[str, Any]", row)
 
 
+def trains(config: Config, end: str) -> EnvironmentConfig:
+    """The environment of a config, which also trains sessions with this end."""
+    assert config.environment is not None
+    ends = [*config.environment.train_ends, end]
+    return config.environment.model_copy(update={"train_ends": ends})
+
+
 def test_games_are_won_on_exactly_the_tokens_that_were_sampled(model: Path) -> None:
     config, player = make_config(model, "jobs.guess.game:play"), Player(model)
     table, finished = made(config, player, {"low": LOW, "hidden": HIDDEN})
@@ -223,6 +230,14 @@ def test_a_session_that_fails_is_masked_and_its_siblings_are_trained(model: Path
     assert row["status"][failed] == "env_error"
     assert row["reward"][failed] is None and row["advantage"][failed] is None
     assert [row["status"][place] for place in range(3) if place != failed] == ["ok", "ok"]
+    (summary,) = summaries(score_table(rewarded(config, table), scoring_spec(config)))
+    assert summary.sessions is not None
+    ((why, count),) = summary.sessions.failures.items()
+    assert why.startswith("env_error: RuntimeError: unlucky") and count == 1
+    assert scored_from_text(scored_to_text(summary)) == summary
+    trained = config.model_copy(update={"environment": trains(config, "env_error")})
+    (summary,) = summaries(score_table(rewarded(trained, table), scoring_spec(trained)))
+    assert summary.sessions is not None and not summary.sessions.failures
 
 
 def test_a_session_whose_process_another_ended_begins_again(model: Path) -> None:

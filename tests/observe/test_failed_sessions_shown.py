@@ -1,0 +1,64 @@
+"""The terminal, the log and the summary say why sessions fail, in one line without control
+characters."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_config import small_config
+
+from asyncrl.observe.failed_sessions import WHERE, failed_in_all
+from asyncrl.observe.live import Live, RunRecorder
+from asyncrl.observe.progress import ProgressView
+from asyncrl.preflight.specs import observe_spec
+from asyncrl.rundir.metrics import MetricsWriter, read_metrics
+from asyncrl.rundir.outcomes import OutcomesWriter
+from asyncrl.runtime.redact import RedactingFormatter
+
+REASON = "env_error: RuntimeError: the \x1b[31mdatabase\x1b[0m is down"
+SHOWN = "env_error: RuntimeError: the �[31mdatabase�[0m is down"
+
+
+def failed(failed: int, reason: str = REASON, sessions: int = 16) -> dict[str, Any]:
+    return {"sessions": sessions, "failed": failed, "reason": reason, "times": failed - 1}
+
+
+def test_it_is_shown_while_it_happens_and_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    stream = io.StringIO()
+    with MetricsWriter(tmp_path) as writer, ProgressView(stream=stream, live=False) as view:
+        live = Live(observe_spec(small_config()), 0.0)
+        recorder = RunRecorder(writer, OutcomesWriter(tmp_path / "outcomes", 0), live)
+        for metrics in (failed(14), failed(15), failed(2, "agent_error: rare", 64)):
+            recorder.record("failed_sessions", 0, 0, metrics)
+        view.show(live.progress)
+    line = f"14 of 16 sessions failed, most often (13 times) {SHOWN}; {WHERE}"
+    assert [part for part in stream.getvalue().splitlines() if "sessions failed" in part] == [
+        f"  note: step 0: {line}"
+    ]
+    assert "\x1b" not in stream.getvalue()
+    logged = [RedactingFormatter("%(message)s").format(one) for one in caplog.records]
+    assert logged == [f"step 0: {line}"]
+    (whole,) = failed_in_all(list(read_metrics(tmp_path)))
+    assert whole.startswith(
+        f"31 sessions failed, most often (at least 27 times) {REASON.split()[0]}"
+    )
+
+
+def test_reasons_that_all_differ_do_not_fill_the_terminal(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        live = Live(observe_spec(small_config()), 0.0)
+        recorder = RunRecorder(writer, OutcomesWriter(tmp_path / "outcomes", 0), live)
+        for step in range(9):
+            recorder.record("failed_sessions", step, step, failed(16, f"env_error: task {step}"))
+        assert "step 4: 16 of 16 sessions failed" in live.progress.notes[-1]
+
+
+def test_a_run_without_failures_says_nothing() -> None:
+    assert failed_in_all([{"event": "step", "step": 1}]) == []
