@@ -47,11 +47,13 @@ def failed_in_all(records: Sequence[Mapping[str, object]]) -> list[str]:
     known = [record for record in records if record["event"] == "failed_sessions"]
     if not known:
         return []
-    failed, reasons = 0, Counter[str]()
+    failed, reasons, others = 0, Counter[str](), False
     for record in known:
         count, times = record["failed"], record["times"]
         assert isinstance(count, int) and isinstance(times, int)
         failed += count
         reasons[str(record["reason"])] += times
+        others |= times < count
     reason, times = reasons.most_common(1)[0]
-    return [f"{failed} sessions failed, most often (at least {times} times) {reason}; {WHERE}"]
+    least = "at least " if others else ""  # a record has its most frequent reason only
+    return [f"{failed} sessions failed, most often ({least}{times} times) {reason}; {WHERE}"]
