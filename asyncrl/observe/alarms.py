@@ -169,6 +169,7 @@ def alarms(metrics: Mapping[str, object], restricted: bool = False) -> list[str]
             (restricted and name in RATIO_METRICS)
             or (name == "reward/zero_variance_ratio" and "distill/reverse_kl" in metrics)
             or value is None
+            or (name == "reward/unscored_ratio" and value - _failed(metrics) <= healthy.high)
             or math.isnan(value)
             or healthy.low <= value <= healthy.high
         ):
@@ -176,6 +177,15 @@ def alarms(metrics: Mapping[str, object], restricted: bool = False) -> list[str]
         advice = _advice(name, healthy, metrics)
         lines.append(f"{name} = {value:.3g} is {_outside(healthy)}: {advice}")
     return lines
+
+
+def _failed(metrics: Mapping[str, object]) -> float:
+    """The share of sessions that failed. They have no reward, and alarms of their own."""
+    return sum(
+        number(metrics, name) or 0.0
+        for name in RANGES
+        if name.startswith("session/") and name != "session/branch_ratio"
+    )
 
 
 def _advice(name: str, healthy: Range, metrics: Mapping[str, object]) -> str:

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 SHOW_EVERY_S = 0.5
 """Seconds between two updates of the live table."""
 
+MOST_NOTES = 10
+"""Notes that are kept until the next line of a log."""
+
 MOST_ROWS, MOST_CHARACTERS = 16, 4096
 """Limits of a table of completions in a sink: its rows, and the characters of each text."""
 
@@ -82,7 +85,7 @@ class RunRecorder:
             self.live.note(f"step {step}: {metrics['note']}")
         if event == "failed_sessions" and (note := self._failures.note(metrics)) is not None:
             logger.warning("step %d: %s", step, note)
-            self.live.note(f"step {step}: {note}")
+            self.live.pin(f"step {step}: {note}")
 
     def _raise_alarms(self, step: int, version: int, metrics: Mapping[str, object]) -> None:
         """Record every alarm. A new one also goes to the log, and the first of each metric to the
@@ -129,6 +132,8 @@ class Live:
         """Phase that has ended → its seconds."""
         self._phase_began = started
         self._coordinator: Coordinator | None = None
+        self._notes: list[str] = []
+        self._pinned: list[str] = []
         self._lag = 0.0
         self._training_began = started
         self._counts: list[tuple[float, int, int]] = []
@@ -163,15 +168,25 @@ class Live:
         }
 
     def note(self, text: str) -> None:
-        """Add a line below the table, which shows the last three."""
-        self.progress.notes = (*self.progress.notes[-2:], text)
+        """Add a line below the table, which shows the last three. A log gets all of them."""
+        self._notes = [*self._notes, text][-MOST_NOTES:]
+        self._show_notes()
+
+    def pin(self, text: str) -> None:
+        """Show a line below all others, until another one takes its place."""
+        self._pinned = [text]
+        self._show_notes()
+
+    def _show_notes(self) -> None:
+        self.progress.notes = (*self._notes, *self._pinned)
 
     def follow(self, coordinator: Coordinator) -> None:
         """Begin training: show this coordinator's counters from now on."""
         self.phase("training")
         self._coordinator = coordinator
         self._training_began = time.monotonic()
-        self.progress.notes = ()
+        self._notes, self._pinned = [], []
+        self._show_notes()
 
     def recorded(self, event: str, metrics: Mapping[str, object]) -> None:
         """Take from a record what the table shows."""

@@ -224,3 +224,12 @@ def test_a_metric_that_returns_to_its_range_can_raise_a_new_alarm():
         for metrics in (*[outside] * 4, {"ess": 1.0}, outside, inside, *[outside] * 3)
     ]
     assert seen == [[], [], [True], [False], [], [False], [], [], [], [True]]
+
+
+def test_sessions_that_failed_are_no_fault_of_the_reward() -> None:
+    """Their own alarm says why they have no reward."""
+    failed = {"session/env_error_ratio": 0.5, "session/deadline_ratio": 0.25}
+    names = [line.split(" ")[0] for line in alarms({**failed, "reward/unscored_ratio": 0.8})]
+    assert names == list(failed)
+    names = [line.split(" ")[0] for line in alarms({**failed, "reward/unscored_ratio": 0.9})]
+    assert names == [*failed, "reward/unscored_ratio"]

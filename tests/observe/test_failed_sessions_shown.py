@@ -37,14 +37,17 @@ def test_it_is_shown_while_it_happens_and_at_the_end(
         recorder = RunRecorder(writer, OutcomesWriter(tmp_path / "outcomes", 0), live)
         for metrics in (failed(14), failed(15), failed(2, "agent_error: rare", 64)):
             recorder.record("failed_sessions", 0, 0, metrics)
+        alarms = {"kl_k3": 3.0, "ess": 0.1, "clip_fraction": 0.9, "chi2": 7.0}
+        recorder.record("step", 1, 1, {"applied": 1.0, **alarms})
         view.show(live.progress)
+        assert len(live.progress.notes) == 5 and "sessions failed" in live.progress.notes[-1]
     line = f"14 of 16 sessions failed, most often (13 times) {SHOWN}; {WHERE}"
     assert [part for part in stream.getvalue().splitlines() if "sessions failed" in part] == [
         f"  note: step 0: {line}"
     ]
     assert "\x1b" not in stream.getvalue()
     logged = [RedactingFormatter("%(message)s").format(one) for one in caplog.records]
-    assert logged == [f"step 0: {line}"]
+    assert logged[0] == f"step 0: {line}" and len(logged) == 5
     (whole,) = failed_in_all(list(read_metrics(tmp_path)))
     assert whole.startswith(
         f"31 sessions failed, most often (at least 27 times) {REASON.split()[0]}"
