@@ -21,7 +21,7 @@ from asyncrl.contracts.columns import row_values
 from asyncrl.contracts.group_table import groups_from_table
 from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.nodes import Node
-from asyncrl.contracts.rows import SESSION_COLUMNS, Completion
+from asyncrl.contracts.rows import Completion
 from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
 from asyncrl.environments.attempt import Ended
 from asyncrl.environments.pool import EnvironmentFailedError
@@ -47,6 +47,10 @@ __all__ = ["Replayed", "replay_sessions", "replay_text"]
 
 BEFORE, AFTER = 8, 24
 """Tokens that a difference shows before its place, and from there on."""
+SESSION = "session_end"
+"""A column that each version of asyncrl has written for sessions."""
+END_COLUMNS = (SESSION, "session_reward", "session_parts", "session_note")
+"""Columns with the recorded ends."""
 CUT_OFF = ("deadline", "closed")
 """Ends that came from outside. Their time is not recorded, so they are not compared."""
 
@@ -112,13 +116,19 @@ def _group(run: Run, ordinal: int, attempt: int | None) -> pa.Table:
     newest = found.slice(found.num_rows - 1)
     missing = [
         name
-        for name in dict.fromkeys((*NODE_COLUMNS, *SESSION_COLUMNS))
+        for name in dict.fromkeys((*NODE_COLUMNS, *END_COLUMNS))
         if name not in newest.column_names or newest[name].null_count
     ]
+    if SESSION in missing:
+        raise ConfigError(
+            f"{run.directory}: group {ordinal} has no column {SESSION}, so its trajectories are no"
+            " sessions; name another one"
+        )
     if missing:
         raise ConfigError(
-            f"{run.directory}: group {ordinal} has no {missing}, so its trajectories are no"
-            " sessions; name another one"
+            f"{run.directory}: group {ordinal} was recorded by an earlier version of asyncrl, and"
+            f" lacks the column {', '.join(missing)}; replay it with that version, or a session of"
+            " a newer run"
         )
     return newest
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from chat_families import CHATML, save_chat_model
@@ -303,3 +304,34 @@ def test_a_run_without_sessions_is_refused(recorded: Recorded) -> None:
     )
     with pytest.raises(ConfigError, match="is a run without an environment"):
         replay_sessions(open_run(run.directory), ORDINAL)
+
+
+def without(run: Run, *columns: str) -> Run:
+    """The run, as if these columns had never been written."""
+    path = run.directory / "groups" / "a.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(list(columns)), path)
+    return open_run(run.directory)
+
+
+def test_a_run_of_an_earlier_version_is_named_as_such(recorded: Recorded) -> None:
+    run = without(recorded.record(TALK), "turn_request_hash", "session_parts")
+    with pytest.raises(ConfigError) as refused:
+        replay_sessions(run, ORDINAL)
+    assert str(refused.value).endswith(
+        "group 7 was recorded by an earlier version of asyncrl, and lacks the column turn_request_hash,"
+        " session_parts; replay it with that version, or a session of a newer run"
+    )
+    with pytest.raises(ConfigError, match="no column session_end, so its trajectories are no sess"):
+        replay_sessions(without(run, "session_end"), ORDINAL)
+
+
+def test_columns_that_a_replay_does_not_read_may_be_missing(recorded: Recorded) -> None:
+    unread = (
+        "turn_reward",
+        "session_cached",
+        "session_reusable",
+        "session_output",
+        "session_model_s",
+    )
+    run = without(recorded.record(TALK), *unread)
+    assert [one.difference for one in replay_sessions(run, ORDINAL)] == ["", ""]
