@@ -95,6 +95,8 @@ def join_process_group(
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=collective_timeout_s),
+        # A rank sees one GPU. Without this NCCL guesses which from the rank's number, and warns.
+        device_id=torch.device("cuda", 0) if backend == "nccl" else None,
     )
     # DeepSpeed's shared-memory all-reduce compiles for a minute at first use, and ZeRO-3 never
     # calls it: it uses reduce-scatter and all-gather.

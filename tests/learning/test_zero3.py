@@ -41,6 +41,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
 TINY_RATE, TINY_STEPS = 1.6e-5, 25
 
 
+@pytest.mark.parametrize(("backend", "device"), [("nccl", torch.device("cuda:0")), ("gloo", None)])
+def test_nccl_is_told_which_gpu_is_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, backend: str, device: torch.device | None
+) -> None:
+    """Ray shows each rank one GPU only, whatever its number."""
+    given: dict[str, Any] = {}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(zero3.dist, "TCPStore", lambda *_, **__: "store")
+    monkeypatch.setattr(
+        zero3.dist, "init_process_group", lambda backend, **rest: given.update(rest)
+    )
+    monkeypatch.setattr(zero3.deepspeed, "init_distributed", lambda **_: None)
+    zero3.join_process_group(3, 8, "127.0.0.1", 1, backend, None)
+    assert given["device_id"] == device and (given["rank"], given["world_size"]) == (3, 8)
+
+
 def test_settings_offload_as_configured_and_sum_gradients_in_fp32() -> None:
     plain = zero3.settings(LearnerConfig(bf16=True))
     assert (
