@@ -147,19 +147,43 @@ def imported(function: str, arguments: Mapping[str, object]) -> Environment:
             f"environment.function {function!r} is not an async function; write `async def`, or"
             " name a class with reset and step"
         )
-    given = () if inspect.isclass(found) else (None, None)  # the task and the model
+    _check_arguments("environment", function, found, 0 if inspect.isclass(found) else 2, arguments)
+    if found is play and arguments.get("function") is not None:
+        agent = str(arguments["function"])
+        own = cast("Mapping[str, object]", arguments.get("arguments") or {})
+        _check_arguments("agent", agent, import_function("agent.function", agent), 2, own)
+    return cast("Environment", found)
+
+
+def _check_arguments(
+    section: str,
+    name: str,
+    function: Callable[..., object],
+    first: int,
+    arguments: Mapping[str, object],
+) -> None:
+    """Raise FunctionError if a function cannot take the arguments of its section.
+
+    Args:
+        first: arguments that it gets before them: none, or the task and the model.
+    """
     try:
-        inspect.signature(found).bind(*given, **arguments)
+        signature = inspect.signature(function)
+        signature.bind(*[None] * first, **arguments)
     except TypeError as error:
+        takes = [
+            one.name
+            for one in list(signature.parameters.values())[first:]
+            if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)
+        ]
+        gets = "it gets the task and the model, and takes" if first else "it takes"
         raise FunctionError(
-            f"environment.function {function!r} cannot be called with environment.arguments ="
-            f" {dict(arguments)}: {error}"
+            f"{section}.function {name!r} cannot be called with {section}.arguments ="
+            f" {short(repr(dict(arguments)))}: {error}; {gets} of {section}.arguments:"
+            f" {', '.join(takes) or 'nothing'}"
         ) from None
     except ValueError:  # it has no signature
         pass
-    if found is play and arguments.get("function") is not None:
-        import_function("agent.function", str(arguments["function"]))
-    return cast("Environment", found)
 
 
 class _Process:

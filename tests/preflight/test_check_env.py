@@ -19,6 +19,7 @@ from asyncrl import cli
 from asyncrl.config import Config, ConfigError
 from asyncrl.contracts.nodes import Node
 from asyncrl.preflight.check_env import Checked, check_environment
+from asyncrl.preflight.environment import try_environment
 from asyncrl.preflight.tool_examples import example_arguments
 from asyncrl.sessions.rows import SessionRows, session_rows
 from jobs.guess.game import question
@@ -302,6 +303,21 @@ def test_a_program_that_cannot_be_trained(
         found(checked, "FAIL", f"agent: {name}") for name in ("right", "wrong")
     )
     assert "asked the model for no turn" in found(checked, "warn", "agent: slow")
+
+
+@pytest.mark.parametrize("check", [check_environment, try_environment])
+def test_arguments_that_do_not_fit_the_agents_function_are_refused(
+    config_of: Callable[..., Config], check: Callable[[Config], object]
+) -> None:
+    """By check-env, and before a run starts anything."""
+    tree = config_of("silent").model_dump(mode="json", exclude={"environment"})
+    agent = {"function": f"{HERE}:sound", "arguments": {"most": 3}}
+    with pytest.raises(ConfigError) as refused:
+        check(Config.model_validate({**tree, "agent": agent}))
+    text = str(refused.value)
+    assert f"agent.function '{HERE}:sound' cannot be called with agent.arguments" in text
+    assert "unexpected keyword argument 'most'" in text and "takes of agent.arguments:" in text
+    assert "\n" not in text
 
 
 def test_a_program_gets_the_time_that_it_needs_to_start(config_of: Callable[..., Config]) -> None:
