@@ -11,9 +11,12 @@ import json
 import os
 import re
 import signal
+import site
+import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
@@ -23,7 +26,7 @@ from asyncrl.environments.model import Model
 from asyncrl.runtime.functions import import_function, short
 from asyncrl.runtime.redact import is_secret_name
 
-__all__ = ["command_columns", "play", "program_environment"]
+__all__ = ["command_columns", "own_folder", "play", "program_environment"]
 
 PLACE = re.compile(r"\{(\w+)\}")
 """In an argument of a command: the name of a column of the task."""
@@ -33,6 +36,9 @@ END_S = 2.0
 """Seconds that a program gets to end after SIGTERM."""
 NOT_PASSED = ("RAY_", "ASYNCRL_", "OPENAI_", "ANTHROPIC_")
 """Prefixes of variables that an agent does not get from this process."""
+OWN_FOLDERS = ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")
+"""Variables with folders that are by default in HOME. A program does not get them from this
+process, so that its own HOME counts."""
 
 
 async def play(
@@ -58,19 +64,45 @@ async def play(
     named = "prompt" in command_columns(command or ())
     given = _stdin(task, stdin or ("none" if named else "prompt"))
     argv = _filled(command or (), task)
-    environment = program_environment(os.environ, {**(variables or {}), **model.variables})
-    return {OUTPUT: await _run(argv, given, environment)}
+    async with _folder() as folder:
+        own = {**own_folder(folder, os.environ), **(variables or {}), **model.variables}
+        return {OUTPUT: await _run(argv, given, program_environment(os.environ, own))}
 
 
 def program_environment(process: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of a program: those of this process without its secrets and without
-    those of Ray, and `variables`."""
+    """The environment variables of a program: those of this process without its secrets, those of
+    Ray and OWN_FOLDERS, and `variables`."""
     kept = {
         name: value
         for name, value in process.items()
-        if not is_secret_name(name) and not name.startswith(NOT_PASSED)
+        if not is_secret_name(name) and not name.startswith(NOT_PASSED) and name not in OWN_FOLDERS
     }
     return {**kept, **variables}
+
+
+def own_folder(folder: Path, process: Mapping[str, str]) -> dict[str, str]:
+    """Variables that give a program a home and temporary files in a folder of its own. Caches and
+    the user's Python packages stay those of this process: to fetch them again would take long."""
+    home = Path(process.get("HOME") or Path.home())
+    return {
+        "HOME": str(folder),
+        "TMPDIR": str(folder / "tmp"),
+        "XDG_CACHE_HOME": process.get("XDG_CACHE_HOME") or str(home / ".cache"),
+        "PYTHONUSERBASE": process.get("PYTHONUSERBASE") or site.getuserbase(),
+    }
+
+
+@contextlib.asynccontextmanager
+async def _folder() -> AsyncIterator[Path]:
+    """A folder of one session, among the temporary files of this process. It is removed in a
+    thread, because it may be large."""
+    folder = tempfile.TemporaryDirectory(prefix="session_", ignore_cleanup_errors=True)
+    try:
+        home = Path(folder.name)
+        (home / "tmp").mkdir()
+        yield home
+    finally:
+        await asyncio.shield(asyncio.to_thread(folder.cleanup))
 
 
 def command_columns(command: Sequence[str]) -> list[str]:

@@ -37,6 +37,8 @@ from asyncrl.sessions.answers import ChatRequest
 __all__ = ["AttemptLostError", "EnvironmentFailedError", "EnvironmentPool", "ModelFailedError"]
 
 SERVE = "asyncrl.environments.process:serve"
+FOLDER = "environment"
+"""Kind of the temporary folder of each process."""
 START_TIMEOUT_S = 180.0
 """Seconds until a new process must be ready, imports included."""
 RESTART_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
@@ -367,7 +369,7 @@ class _Process(ChildProcess):
     async def start_with(self, setup: Setup) -> None:
         RUNNING.pack_into(self._memory, 0, NOBODY, 0.0)
         ALIVE.pack_into(self._memory, RUNNING.size, time.monotonic())
-        await self.start(SERVE, setup, (self.shared,))
+        await self.start(SERVE, setup, (self.shared,), FOLDER)
 
     def running_now(self) -> tuple[int, float]:
         """The number of the attempt whose code has control, or NOBODY, and since when."""

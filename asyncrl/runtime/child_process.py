@@ -41,12 +41,15 @@ class ChildProcess:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def start(self, serve: str, setup: object, inherited: Sequence[int] = ()) -> None:
+    async def start(
+        self, serve: str, setup: object, inherited: Sequence[int] = (), folder: str = ""
+    ) -> None:
         """Start the process and send it its first message.
 
         Args:
             serve: `module:function`, which the process calls with its socket.
             inherited: further file descriptors that it has, under the same numbers.
+            folder: kind of a temporary folder that ends with the process; "" = none.
         """
         ours, theirs = socket.socketpair()
         end, self._lifeline = os.pipe()
@@ -54,7 +57,7 @@ class ChildProcess:
             # A new session: Ctrl-C in the terminal is for the driver only.
             self._supervisor = await asyncio.to_thread(
                 subprocess.Popen,
-                command(end, theirs.fileno(), serve),
+                command(end, theirs.fileno(), serve, folder),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(end, theirs.fileno(), *inherited),
                 env=cluster_environment(),

@@ -7,8 +7,8 @@ started, even processes that try to escape.
 
 The supervisor is a subreaper: a descendant whose parent dies becomes its child, not init's, even in
 another session. When the process ends, or the pool closes the lifeline or dies, the supervisor
-stops and kills all its descendants until none is left. Then it exits with the process's code:
-128 + n after signal n, the supervisor's own SIGKILL included.
+stops and kills all its descendants until none is left, and removes their temporary folder. Then it
+exits with the process's code: 128 + n after signal n, the supervisor's own SIGKILL included.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 
 import psutil
+
+from asyncrl.runtime.temporary import TemporaryPlace, temporary_folder
 
 __all__ = ["command", "main"]
 
@@ -32,23 +35,25 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_AGAIN_S = 0.005
 
 
-def command(lifeline: int, connection: int, serve: str) -> list[str]:
+def command(lifeline: int, connection: int, serve: str, folder: str = "") -> list[str]:
     """The command line of a supervisor that inherits these file descriptors. It imports modules
     from where this process does.
 
     Args:
         serve: `module:function` that the process calls with its connection, a socket.
+        folder: kind of the temporary folder that the process gets; "" = it gets none.
     """
     start = (
         "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from asyncrl.runtime.supervisor"
-        " import main; main(*map(int, sys.argv[2:4]), sys.argv[4])"
+        " import main; main(*map(int, sys.argv[2:4]), *sys.argv[4:])"
     )
-    given = [json.dumps(sys.path), str(lifeline), str(connection), serve]
+    given = [json.dumps(sys.path), str(lifeline), str(connection), serve, folder]
     return [sys.executable, "-c", start, *given]
 
 
-def main(lifeline: int, connection: int, serve: str) -> None:
-    """Run one process until it ends or the lifeline closes."""
+def main(lifeline: int, connection: int, serve: str, folder: str = "") -> None:
+    """Run one process until it ends or the lifeline closes. With the kind of a `folder`, temporary
+    files of the process and its descendants are in one that ends with them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     # The interpreter writes to this pipe at each signal, so that poll() wakes.
@@ -56,6 +61,9 @@ def main(lifeline: int, connection: int, serve: str) -> None:
     os.set_blocking(waker, False)
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    place = temporary_folder(folder, TemporaryPlace.where()) if folder else None
+    if place is not None:
+        os.environ["TMPDIR"] = tempfile.tempdir = place.name
     ended: list[int] = []
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: ended.append(signal.SIGTERM))
@@ -70,6 +78,9 @@ def main(lifeline: int, connection: int, serve: str) -> None:
     # A process closes its connection before the kernel reports its exit. If the pool reacts in
     # between, the code is known only once the process is reaped.
     reaped = _kill_descendants()
+    if place is not None:
+        with contextlib.suppress(OSError):
+            place.cleanup()
     code = os.waitstatus_to_exitcode(reaped.get(process, 0) if status is None else status)
     os._exit(code if code >= 0 else 128 - code)
 

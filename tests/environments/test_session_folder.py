@@ -1,0 +1,171 @@
+"""Each program has a home of its own, which ends with its session, however that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import EnvironmentConfig
+from asyncrl.environments.agent import own_folder, play, program_environment
+from asyncrl.environments.attempt import Ended, Limits, attempt
+from asyncrl.environments.model import SessionUrl
+from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.runtime.temporary import SHORT
+from asyncrl.sessions.answers import Answer, ChatRequest
+
+URL = SessionUrl("http://127.0.0.1:9", "sk-of-this-session")
+MEETS = """
+import json, os, pathlib, sys, tempfile, time
+me, other, meeting = sys.argv[1:]
+home = pathlib.Path.home()
+(home / "state").write_text(me)
+pathlib.Path("~/.config/tool").expanduser().mkdir(parents=True)
+meeting = pathlib.Path(meeting)
+(meeting / me).write_text(str(home))
+while not (meeting / other).exists():
+    time.sleep(0.01)
+temporary = tempfile.gettempdir()
+print(json.dumps([str(home), (home / "state").read_text(), temporary, os.getcwd()]))
+"""
+"""Writes into its home, waits for the other program, and says what it finds there."""
+
+
+class Silent:
+    def abandon(self, nodes: Any) -> None: ...
+
+    async def chat(self, request: ChatRequest) -> list[Answer]:
+        raise AssertionError("the program asks at the URL")
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary directory of this process and of those that it starts. Its path is short, as
+    folders with sockets need."""
+    with tempfile.TemporaryDirectory(dir=SHORT) as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(folder)
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def plays(task: dict[str, Any], deadline_s: float = 60.0, **agent: Any) -> Awaitable[Ended]:
+    return attempt(play, task, Silent(), Limits(5, deadline_s), agent, URL)
+
+
+def test_two_sessions_at_once_do_not_share_a_home(tmp_path: Path, place: Path) -> None:
+    command = python(MEETS, "{me}", "{other}", tmp_path)
+
+    async def both() -> list[Ended]:
+        tasks = [{"me": "a", "other": "b"}, {"me": "b", "other": "a"}]
+        return await asyncio.gather(
+            *(plays({"prompt": "p", **task}, command=command) for task in tasks)
+        )
+
+    found = [json.loads(ended.output) for ended in asyncio.run(both())]
+    assert [state for _, state, _, _ in found] == ["a", "b"]
+    homes = [Path(home) for home, *_ in found]
+    assert homes[0] != homes[1] and {home.parent for home in homes} == {place}
+    assert [temporary for _, _, temporary, _ in found] == [str(home / "tmp") for home in homes]
+    # So that `command: [python, my_agent.py]` finds its file.
+    assert [folder for *_, folder in found] == [os.getcwd()] * 2
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        ("import time; time.sleep(600)", "deadline"),
+        ("raise SystemExit(3)", "agent_error"),
+        ("import os; os.kill(os.getpid(), 9)", "agent_error"),
+        ("import os; os.chmod('.', 0o500)", "done"),
+    ],
+)
+def test_nothing_is_left_behind(place: Path, code: str, end: str) -> None:
+    home = "import os, pathlib; os.chdir(os.environ['HOME']); os.mkdir('d');"
+    writes = f"{home} open('d/file', 'w').write('x'); os.chmod('d', 0o500); {code}"
+    ended = asyncio.run(plays({"prompt": "p"}, deadline_s=2.0, command=python(writes)))
+    assert ended.end == end
+    assert list(place.iterdir()) == []
+
+
+def test_variables_of_the_config_come_first(place: Path) -> None:
+    code = "import os; print(os.environ['HOME'], os.environ['XDG_CONFIG_HOME'])"
+    given = {"HOME": "/home/me", "XDG_CONFIG_HOME": "/home/me/.other"}
+    ended = asyncio.run(plays({"prompt": "p"}, command=python(code), variables=given))
+    assert ended.output == "/home/me /home/me/.other\n"
+
+
+def test_caches_and_packages_of_the_user_stay() -> None:
+    process = {"HOME": "/home/me", "XDG_CONFIG_HOME": "/home/me/.config", "XDG_DATA_HOME": "/d"}
+    own = own_folder(Path("/t/session_1"), {**process, "PYTHONUSERBASE": "/home/me/.local"})
+    assert program_environment(process, own) == {
+        "HOME": "/t/session_1",
+        "TMPDIR": "/t/session_1/tmp",
+        "XDG_CACHE_HOME": "/home/me/.cache",
+        "PYTHONUSERBASE": "/home/me/.local",
+    }
+
+
+def in_pool(work: Callable[[EnvironmentPool], Awaitable[None]], command: list[str]) -> None:
+    async def run() -> None:
+        pool = EnvironmentPool(
+            EnvironmentConfig(
+                function="asyncrl.environments.agent:play",
+                arguments={"command": command},
+                processes=1,
+            )
+        )
+        try:
+            await work(pool)
+        finally:
+            await pool.close()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def playing(pool: EnvironmentPool) -> asyncio.Task[Ended]:
+    return asyncio.ensure_future(pool.play({"prompt": "p"}, Silent(), url=URL))
+
+
+async def until_written(place: Path) -> None:
+    while not any(place.glob("asyncrl_environment_*/session_*/file")):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+WRITES = python(
+    "import pathlib, time; (pathlib.Path.home() / 'file').write_text('x'); time.sleep(600)"
+)
+
+
+def test_nothing_is_left_behind_if_the_pool_closes_during_a_session(place: Path) -> None:
+    async def work(pool: EnvironmentPool) -> None:
+        playing(pool)
+        await until_written(place)
+
+    in_pool(work, WRITES)
+    assert list(place.iterdir()) == []
+
+
+def test_nothing_is_left_behind_if_the_process_of_the_sessions_is_killed(place: Path) -> None:
+    async def work(pool: EnvironmentPool) -> None:
+        session = playing(pool)
+        await until_written(place)
+        (old,) = place.iterdir()
+        pool._processes[0].kill()
+        assert (await session).end == "env_error"
+        assert (await asyncio.to_thread(pool._processes[0]._supervisor.wait, 60)) != 0  # type: ignore[union-attr]
+        assert not old.exists()
+
+    in_pool(work, WRITES)
+    assert list(place.iterdir()) == []
