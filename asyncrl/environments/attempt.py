@@ -304,4 +304,6 @@ def _place(error: BaseException) -> str:
     ]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     text = " ".join(text_of(str, error).split())[:300]
-    return short(f"{type(error).__name__}: {text}{where}")
+    # An environment says that its agent or its reward failed. Then the end has the kind.
+    said = isinstance(error, AgentFailedError | RewardFailedError)
+    return short(f"{text if said and text else f'{type(error).__name__}: {text}'}{where}")

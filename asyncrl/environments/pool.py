@@ -206,7 +206,9 @@ class EnvironmentPool:
                 self._handle_end(process, code)
                 pause = RESTART_PAUSE_S
             else:
-                self._not_started(f"{problem} (exit code {code})")
+                # What the process says itself is whole. Its exit code then says how it was ended.
+                how = "" if process.refused else f" (exit code {code})"
+                self._not_started(f"{problem}{how}")
                 pause = min(2 * pause, LONGEST_PAUSE_S)
             process.forget()
             self._dispatch()
@@ -223,6 +225,7 @@ class EnvironmentPool:
                 process.kill()
             ready = await asyncio.wait_for(process.read(), START_TIMEOUT_S)
             if why := str(ready["ready"]):
+                process.refused = True
                 return why
             process.ready = True
             watch = asyncio.create_task(self._watch(process))
@@ -354,6 +357,8 @@ class _Process(ChildProcess):
     def __init__(self) -> None:
         super().__init__()
         self.ready = False
+        self.refused = False
+        """Whether it said itself why it cannot be used."""
         self.running: dict[int, _Attempt] = {}
         self.blamed: tuple[int, str] | None = None
         """The number of the attempt that is the reason to kill it, and why."""
@@ -423,5 +428,5 @@ class _Process(ChildProcess):
         lost = list(self.running.values())
         for attempt in lost:
             self.done(attempt)
-        self.blamed, self.ready, self.killed = None, False, False
+        self.blamed, self.ready, self.refused, self.killed = None, False, False, False
         return lost

@@ -11,6 +11,7 @@ from asyncrl.config import Config, ConfigError
 from asyncrl.data.prompts import first_prompts
 from asyncrl.environments.pool import EnvironmentFailedError
 from asyncrl.preflight.agent_checks import AgentChecks
+from asyncrl.preflight.environment import check_agent
 from asyncrl.preflight.finding import Finding, findings_text
 from asyncrl.preflight.plan_sections import environment_text
 from asyncrl.preflight.specs import data_spec, sessions_spec
@@ -66,6 +67,7 @@ def check_environment(config: Config) -> Checked:
             " environment are chats; add chat_template.jinja to the model's folder"
         )
     prompts = first_prompts(data_spec(config), ROWS)
+    check_agent(config.agent, prompts[0].columns)
     agents = AgentChecks(config, environment, template, reader, prompts)
     try:
         played = asyncio.run(agents.play())

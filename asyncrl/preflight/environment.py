@@ -21,8 +21,8 @@ def check_agent(agent: AgentConfig | None, columns: Collection[str]) -> None:
         return
     if shutil.which(agent.command[0]) is None:
         raise ConfigError(
-            f"agent.command: {agent.command[0]!r} is no program on this machine; install it, or"
-            " give its path"
+            f"agent.command: {agent.command[0]!r} is no program on this machine that may be run;"
+            " install it, give its path, or make it executable"
         )
     if missing := set(command_columns(agent.command)) - {*columns, "prompt"}:
         raise ConfigError(

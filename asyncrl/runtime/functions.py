@@ -55,7 +55,9 @@ def import_function(kind: str, function: str) -> Callable[..., object]:
             f"{kind} {function!r} cannot be imported ({cause}); repair its module"
         ) from None
     if not callable(found):
-        raise FunctionError(f"{kind} {function!r} is a {type(found).__name__}; name a function")
+        raise FunctionError(
+            f"{kind} {function!r} is of type {type(found).__name__}; name a function"
+        )
     return found
 
 

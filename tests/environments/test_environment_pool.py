@@ -7,6 +7,7 @@ import contextlib
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -315,3 +316,43 @@ def test_nothing_is_left_after_the_end() -> None:
     found = with_pool(work)
     assert any("sleep" in process.name() for process in found if process.is_running()) is False
     assert not [process for process in found if process.is_running()]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            "import no_such_package_at_all",
+            "cannot be imported (No module named 'no_such_package_at_all' at {file}:1, in"
+            " <module>); check its name and that its package is installed",
+        ),
+        (
+            "async def solve(task, model)\n    return 1.0",
+            "cannot be imported (SyntaxError: expected ':' (odd_module.py, line 1)); repair its"
+            " module",
+        ),
+        ("raise SystemExit(4)", "its module must not exit (exit code 4)"),
+        ("solve = 7", "is of type int; name a function"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, expected: str
+) -> None:
+    """It says why, and nothing about the process that said so."""
+    file = tmp_path / "odd_module.py"
+    file.write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+
+    async def refused() -> str:
+        pool = EnvironmentPool(EnvironmentConfig(function="odd_module:solve", processes=1))
+        try:
+            with pytest.raises(EnvironmentFailedError) as error:
+                await pool.start()
+        finally:
+            await pool.close()
+        return str(error.value)
+
+    text = asyncio.run(asyncio.wait_for(refused(), 120))
+    assert text.endswith(expected.format(file=file)), text
+    assert "odd_module:solve" in text and "\n" not in text

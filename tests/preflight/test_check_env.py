@@ -320,6 +320,50 @@ def test_arguments_that_do_not_fit_the_agents_function_are_refused(
     assert "\n" not in text
 
 
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (["no_such_agent", "{prompt}"], "'no_such_agent' is no program on this machine that may"),
+        (
+            ["{here}/not_executable"],
+            "not_executable' is no program on this machine that may be run",
+        ),
+        (["echo", "{no_such_column}"], "names the columns ['no_such_column'], and the tasks have"),
+    ],
+)
+def test_a_program_that_cannot_start_is_one_line(
+    config_of: Callable[..., Config], tmp_path: Path, command: list[str], text: str
+) -> None:
+    """As at a run's start, and not one line for each scripted agent."""
+    (tmp_path / "not_executable").write_text("#!/bin/sh\n")
+    config = agent_of(config_of, "")
+    assert config.agent is not None
+    command = [part.replace("{here}", str(tmp_path)) for part in command]
+    agent = config.agent.model_copy(update={"command": command})
+    with pytest.raises(ConfigError) as refused:
+        check_environment(config.model_copy(update={"agent": agent}))
+    assert text in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_what_a_program_prints_cannot_act_on_the_terminal(
+    config_of: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "import os; os.write(1, bytes(range(256)) * 99);"
+        "os.write(2, b'\\xff\\x00 \\x1b[31mred\\x1b[0m ' + b'x' * 5000); raise SystemExit(1)"
+    )
+    path = tmp_path / "config.yaml"
+    config = agent_of(config_of, code)
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude={"environment"})))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["check-env", str(path)])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and not printed.err
+    assert "agent_error and are not trained: " in printed.out and "[31mred" in printed.out
+    assert not {"\x1b", "\x00"} & set(printed.out)
+    assert max(map(len, printed.out.splitlines())) < 600
+
+
 def test_a_program_gets_the_time_that_it_needs_to_start(config_of: Callable[..., Config]) -> None:
     """It takes longer than the deadline of slow agents here."""
     checked = check_environment(agent_of(config_of, "import time; time.sleep(0.4)\n" + ASKS))
