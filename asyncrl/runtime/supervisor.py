@@ -47,11 +47,12 @@ def command(lifeline: int, connection: int, serve: str, folder: str = "") -> lis
         "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from asyncrl.runtime.supervisor"
         " import main; main(*map(int, sys.argv[2:4]), *sys.argv[4:])"
     )
-    given = [json.dumps(sys.path), str(lifeline), str(connection), serve, folder]
+    # What it serves is last: `asyncrl.observe.memory` names the process after it.
+    given = [json.dumps(sys.path), str(lifeline), str(connection), folder, serve]
     return [sys.executable, "-c", start, *given]
 
 
-def main(lifeline: int, connection: int, serve: str, folder: str = "") -> None:
+def main(lifeline: int, connection: int, folder: str, serve: str) -> None:
     """Run one process until it ends or the lifeline closes. With the kind of a `folder`, temporary
     files of the process and its descendants are in one that ends with them."""
     if sys.platform == "linux":
