@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
@@ -169,3 +170,35 @@ def test_nothing_is_left_behind_if_the_process_of_the_sessions_is_killed(place: 
 
     in_pool(work, WRITES)
     assert list(place.iterdir()) == []
+
+
+OWNS_A_POOL = """
+import asyncio, json, sys
+from asyncrl.config import EnvironmentConfig
+from asyncrl.environments.model import SessionUrl
+from asyncrl.environments.pool import EnvironmentPool
+
+async def main():
+    arguments = {"command": json.loads(sys.argv[1])}
+    function = "asyncrl.environments.agent:play"
+    pool = EnvironmentPool(EnvironmentConfig(function=function, arguments=arguments, processes=1))
+    await pool.play({"prompt": "p"}, None, url=SessionUrl("http://127.0.0.1:9", "sk"))
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_left_behind_if_the_pools_own_process_is_killed(place: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNS_A_POOL, json.dumps(WRITES)])
+
+    async def scenario() -> None:
+        await until_written(place)
+        owner.kill()
+        while any(place.iterdir()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 120))
+    finally:
+        owner.kill()
+        owner.wait()
