@@ -50,10 +50,15 @@ class Silent:
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The temporary directory of this process and of those that it starts. Its path is short, as
     folders with sockets need."""
-    with tempfile.TemporaryDirectory(dir=SHORT) as folder:
+    with (
+        tempfile.TemporaryDirectory(dir=SHORT) as folder,
+        tempfile.TemporaryDirectory(dir=SHORT) as home,
+    ):
+        monkeypatch.setenv("HOME", home)  # a broken run must not write into the user's own
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", None)
         yield Path(folder)
+        assert not list(Path(home).iterdir())
 
 
 def python(code: str, *arguments: object) -> list[str]:
