@@ -318,8 +318,9 @@ def test_a_run_of_an_earlier_version_is_named_as_such(recorded: Recorded) -> Non
     with pytest.raises(ConfigError) as refused:
         replay_sessions(run, ORDINAL)
     assert str(refused.value).endswith(
-        "group 7 was recorded by an earlier version of asyncrl, and lacks the column turn_request_hash,"
-        " session_parts; replay it with that version, or a session of a newer run"
+        "group 7 was recorded by an earlier version of asyncrl, and lacks the column"
+        " turn_request_hash, session_parts; replay it with that version, or a session of a newer"
+        " run"
     )
     with pytest.raises(ConfigError, match="no column session_end, so its trajectories are no sess"):
         replay_sessions(without(run, "session_end"), ORDINAL)
