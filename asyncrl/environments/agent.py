@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import inspect
 import json
 import os
 import re
@@ -23,7 +22,7 @@ from typing import IO, Any
 from asyncrl.environments.attempt import AgentFailedError
 from asyncrl.environments.given import OUTPUT
 from asyncrl.environments.model import Model
-from asyncrl.runtime.functions import import_function, short
+from asyncrl.runtime.functions import import_function, is_async, short
 from asyncrl.runtime.redact import is_secret_name
 
 __all__ = ["command_columns", "own_folder", "play", "program_environment"]
@@ -192,10 +191,8 @@ async def _call(
     function: str, task: Mapping[str, Any], model: Model, arguments: Mapping[str, Any]
 ) -> object:
     """Call an agent's function: async, or a blocking one in a thread."""
-    found: Any = import_function("agent.function", function)
-    if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(
-        getattr(found, "__call__", None)  # noqa: B004
-    ):
+    found = import_function("agent.function", function)
+    if is_async(found):
         return await found(task, model, **arguments)
     return await _in_thread(partial(found, task, model, **arguments))
 

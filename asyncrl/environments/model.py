@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.template import Message, MessagesError, Schema, are_messages
+from asyncrl.web.answers import end_reason, usage
 
 __all__ = ["ChatSession", "Model", "Reply", "SessionUrl", "UnsupportedError"]
 
@@ -307,9 +308,8 @@ def _reply(value: Any) -> Any:
 
 
 def _finish_reason(answer: Answer) -> str:
-    if answer.finish_reason != "stop":
-        return "length"
-    return "tool_calls" if answer.message.get("tool_calls") else "stop"
+    reason = end_reason(answer.finish_reason)
+    return "tool_calls" if reason == "stop" and answer.message.get("tool_calls") else reason
 
 
 def _completion(head: Mapping[str, Any], answers: Sequence[Answer]) -> Reply:
@@ -338,9 +338,8 @@ def _logprobs(answer: Answer) -> Reply | None:
 
 
 def _usage(answers: Sequence[Answer]) -> Reply:
-    sampled = sum(answer.completion_tokens for answer in answers)
     prompt = answers[0].prompt_tokens if answers else 0
-    return Reply(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
+    return Reply(usage(prompt, sum(answer.completion_tokens for answer in answers)))
 
 
 class Stream:
@@ -366,7 +365,7 @@ class Stream:
 
 
 async def _chunks(
-    head: Mapping[str, Any], answers: Sequence[Answer], usage: bool
+    head: Mapping[str, Any], answers: Sequence[Answer], wants_usage: bool
 ) -> AsyncIterator[Reply]:
     """Each choice as one chunk with its whole message, and one with its end."""
     for index, answer in enumerate(answers):
@@ -378,6 +377,6 @@ async def _chunks(
         for delta, finish in ((message, None), (Reply(), _finish_reason(answer))):
             choice = Reply(index=index, delta=delta, finish_reason=finish, logprobs=None)
             yield Reply(**head, object="chat.completion.chunk", choices=[choice], usage=None)
-    if usage:
+    if wants_usage:
         end = _usage(answers)
         yield Reply(**head, object="chat.completion.chunk", choices=[], usage=end)

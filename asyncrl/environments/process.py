@@ -27,7 +27,7 @@ from asyncrl.environments.agent import play
 from asyncrl.environments.attempt import Ended, Environment, Limits, attempt
 from asyncrl.environments.model import SessionUrl
 from asyncrl.runtime.child_process import MessageWriter, receive
-from asyncrl.runtime.functions import FunctionError, import_function, short, text_of
+from asyncrl.runtime.functions import FunctionError, import_function, is_async, short, text_of
 from asyncrl.sessions.answers import (
     Answer,
     ChatRequest,
@@ -139,10 +139,7 @@ def imported(function: str, arguments: Mapping[str, object]) -> Environment:
                 f"environment.function {function!r} is a class without {' and '.join(missing)};"
                 " a game needs both"
             )
-    elif not any(
-        inspect.iscoroutinefunction(one)
-        for one in (inspect.unwrap(found), getattr(found, "__call__", None))  # noqa: B004
-    ):
+    elif not is_async(found) and not is_async(inspect.unwrap(found)):
         raise FunctionError(
             f"environment.function {function!r} is not an async function; write `async def`, or"
             " name a class with reset and step"

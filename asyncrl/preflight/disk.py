@@ -12,7 +12,7 @@ from pathlib import Path
 from asyncrl.config import ConfigError, RunSettings
 from asyncrl.preflight.adapter import trained_bytes
 
-__all__ = ["Disk", "checkpoint_bytes", "disks", "refuse_full"]
+__all__ = ["Disk", "checkpoint_bytes", "disk_text", "disks", "refuse_full"]
 
 MIB = 1 << 20
 
@@ -28,6 +28,16 @@ class Disk:
     not counted."""
     free: int
     """Free bytes."""
+
+
+def disk_text(disks: Sequence[Disk]) -> str:
+    """Needed and free space of each file system."""
+    lines = [
+        f"  {' and '.join(map(str, disk.directories))}: needed {disk.needed / MIB:,.1f} MiB,"
+        f" free {disk.free / MIB:,.0f} MiB"
+        for disk in disks
+    ]
+    return "\n".join(["# disk, for checkpoints and exported models", *lines])
 
 
 def checkpoint_bytes(config: RunSettings, version_bytes: int) -> int:

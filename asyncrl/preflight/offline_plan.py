@@ -22,7 +22,7 @@ from asyncrl.data.rendering import Data
 from asyncrl.data.token_file import TokenFile, open_token_file
 from asyncrl.models.supported import chosen_packing
 from asyncrl.preflight.adapter import adapter_text, check_targets, trained_elements
-from asyncrl.preflight.disk import Disk, disks, refuse_full
+from asyncrl.preflight.disk import Disk, disk_text, disks, refuse_full
 from asyncrl.preflight.model_limits import model_context
 from asyncrl.preflight.plan import check_heads, check_sinks, version_outline
 from asyncrl.preflight.specs import offline_data_spec
@@ -32,7 +32,6 @@ from asyncrl.weights.outline import Outline
 
 __all__ = ["ORDER_FILE", "OfflinePlan", "make_offline_plan"]
 
-MIB = 1 << 20
 ORDER_FILE = "order.json"
 """File beside the token rows with the fields of their `Order` and the checksums of the rows."""
 
@@ -195,7 +194,7 @@ class OfflinePlan:
                 self.learner_text(),
                 *filter(None, [adapter_text(self.config, self.version)]),
                 self.cpu_table(),
-                self.disk_text(),
+                disk_text(self.disks),
                 self.rows_text(),
             ]
         )
@@ -229,15 +228,6 @@ class OfflinePlan:
         total = math.fsum(count * cpus for _, count, cpus in parts)
         last = f"  {'total':<48} = {total:5.2f}   (this machine has {os.cpu_count()})"
         return "\n".join(["# logical CPUs", *rows, last])
-
-    def disk_text(self) -> str:
-        """Needed and free space."""
-        lines = [
-            f"  {' and '.join(map(str, disk.directories))}: needed {disk.needed / MIB:,.1f} MiB,"
-            f" free {disk.free / MIB:,.0f} MiB"
-            for disk in self.disks
-        ]
-        return "\n".join(["# disk, for checkpoints and exported models", *lines])
 
 
 def make_offline_plan(config: OfflineConfig) -> OfflinePlan:

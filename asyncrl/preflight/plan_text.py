@@ -12,7 +12,7 @@ import yaml
 
 from asyncrl.config import Config
 from asyncrl.preflight.adapter import adapter_text, published_bytes
-from asyncrl.preflight.disk import Disk
+from asyncrl.preflight.disk import Disk, disk_text
 from asyncrl.preflight.evaluation import evaluation_text
 from asyncrl.preflight.model_limits import kv_bytes_per_token, kv_tokens
 from asyncrl.preflight.plan_sections import (
@@ -132,7 +132,7 @@ class Plan:
                 self._version(),
                 *filter(None, [adapter_text(config, self.version)]),
                 self._memory(),
-                self._disk(),
+                disk_text(self.disks),
                 self._kv_cache(),
                 self.evaluation_text(),
                 self.prompts_text(),
@@ -198,14 +198,6 @@ class Plan:
             f" (2 versions + {replicas} staged) {self.shared_memory_needed / mib:.1f} MiB; free in"
             f" /dev/shm {self.shared_memory_free / mib:.0f} MiB"
         )
-
-    def _disk(self) -> str:
-        lines = [
-            f"  {' and '.join(map(str, disk.directories))}: needed {disk.needed / (1 << 20):,.1f}"
-            f" MiB, free {disk.free / (1 << 20):,.0f} MiB"
-            for disk in self.disks
-        ]
-        return "\n".join(["# disk, for checkpoints and exported models", *lines])
 
     def _kv_cache(self) -> str:
         """On a GPU, the engine reports its cache, which is what `gpu_memory_utilization` leaves."""

@@ -18,10 +18,10 @@ import resource
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypedDict, TypeGuard, TypeVar
+from typing import TypedDict, TypeVar
 
 from asyncrl.rewards.contract import (
     FunctionRewards,
@@ -33,6 +33,7 @@ from asyncrl.rewards.contract import (
     keyword_arguments,
 )
 from asyncrl.runtime.child_process import MessageWriter, receive
+from asyncrl.runtime.functions import is_async
 
 __all__ = ["CANCEL_S", "Call", "Cancel", "Named", "ProcessMessage", "Setup", "serve"]
 
@@ -223,7 +224,7 @@ class _Process:
         values: object
         try:
             arguments = keyword_arguments(reward, group, named.arguments)
-            if _is_async(reward):
+            if is_async(reward):
                 values = await reward(**arguments)
             else:
                 stage.in_thread = True
@@ -255,11 +256,6 @@ class _Stage:
     """Whether a call runs in a thread, where only the end of the process can end it."""
 
     in_thread: bool = False
-
-
-def _is_async(reward: Callable[..., object]) -> TypeGuard[Callable[..., Awaitable[object]]]:
-    method = getattr(reward, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(method)
 
 
 def _outcome(work: Callable[[], object]) -> tuple[object, BaseException | None]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeGuard
 
 __all__ = [
     "FUNCTION",
@@ -14,6 +15,7 @@ __all__ = [
     "call_function",
     "chosen_arguments",
     "import_function",
+    "is_async",
     "place_of",
     "refuse_main",
     "short",
@@ -59,6 +61,12 @@ def import_function(kind: str, function: str) -> Callable[..., object]:
             f"{kind} {function!r} is of type {type(found).__name__}; name a function"
         )
     return found
+
+
+def is_async(function: object) -> TypeGuard[Callable[..., Awaitable[object]]]:
+    """Whether a function, or the `__call__` of an object, is defined with `async`."""
+    method = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
 def _place_in_module(error: BaseException) -> str:

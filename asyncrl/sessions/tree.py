@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl.contracts.nodes import CONSTRAINED, ORPHAN, Node
@@ -42,29 +42,24 @@ class SessionTree:
 
     def path_ids(self, node: int | None) -> list[int]:
         """The token ids from the first node to this one."""
-        parts: list[tuple[int, ...]] = []
-        while node is not None:
-            parts.append(self._nodes[node].token_ids)
-            node = self._nodes[node].parent
-        return [token for part in reversed(parts) for token in part]
+        path = list(self._path_back(node))
+        return [token for one in reversed(path) for token in one.token_ids]
 
     def turns_to(self, node: int | None) -> int:
         """The number of turns from the first node to this one."""
-        turns = 0
-        while node is not None:
-            turns += self._nodes[node].sampled
-            node = self._nodes[node].parent
-        return turns
+        return sum(one.sampled for one in self._path_back(node))
 
     def newest_version(self, node: int | None) -> int | None:
         """The newest version that sampled a token from the first node to this one. None: no
         token was sampled."""
-        newest: int | None = None
+        spans = (span for one in self._path_back(node) for span in one.versions)
+        return max((span.version for span in spans), default=None)
+
+    def _path_back(self, node: int | None) -> Iterator[Node]:
+        """This node, its parent, and so on."""
         while node is not None:
-            for span in self._nodes[node].versions:
-                newest = span.version if newest is None else max(newest, span.version)
+            yield self._nodes[node]
             node = self._nodes[node].parent
-        return newest
 
     def find(
         self,
