@@ -47,8 +47,8 @@ class Dialect(Protocol):
         ...
 
     def events(self, parts: AsyncIterator[Part]) -> AsyncGenerator[Event, None]:
-        """The events of a streamed answer. The texts of a choice begin its message's content; what
-        is left of it, tool calls and reasoning are sent when the answers come."""
+        """The events of a streamed answer. The heard texts of a choice are the beginning of its
+        message's content. Tool calls, reasoning and the rest come with the answers."""
         ...
 
 

@@ -1,8 +1,8 @@
 """A process that runs the attempts of an environment, many at once in one event loop. It imports
 nothing heavy.
 
-Its pool kills it if an attempt blocks the loop. So it writes the number of the attempt whose code
-runs, and the time when that code got control, to memory that the pool can read."""
+Its pool kills it if an attempt blocks the loop. So the process writes to memory that the pool can
+read: the number of the attempt whose code runs, and the time when that code got control."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ async def run_tools(
     """Ask the model, run the tool calls of its answer in their order, and go on until an answer
     calls no tool.
 
-    A call of an unknown tool, arguments that are no JSON object or not those of the function, and
-    a function that raises do not end the session. The model gets a text that begins with "error:".
+    A failed call does not end the session: one of an unknown tool, one with other arguments than
+    the function's, or one whose function raises. The model gets a text that begins with "error:".
 
     Args:
         model: behaves as `openai.AsyncOpenAI()`.

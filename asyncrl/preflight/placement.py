@@ -490,8 +490,8 @@ def _survey(prefix: str) -> tuple[int, list[str]]:
 
 
 def _unmet_demand(config: Config) -> bool:
-    """Whether a task, actor or engine of several nodes with the CPUs of one of our parts waits for
-    resources, instead of for its process to start."""
+    """Whether something with the CPUs of one of our parts waits for resources: a task, an actor, or
+    an engine of several nodes. One that waits for its process to start does not count."""
     ours = {round(part.cpus, 4) for part in logical_cpus(config)}
     demands = get_cluster_status(ray.get_runtime_context().gcs_address).resource_demands
     groups = demands.placement_group_demand if config.generator.nnodes > 1 else []

@@ -336,8 +336,8 @@ def generator_app(config: Config) -> GeneratorApp:
 
 
 def _cache_block(config: Config) -> int | None:
-    """Tokens of a KV cache block. A turn reuses whole blocks of the turns before it, so blocks of
-    vLLM's default on CPU, 128 tokens, would be too large for many sessions."""
+    """Tokens of a KV cache block. A turn reuses whole blocks of the turns before it. vLLM's default
+    on CPU, 128 tokens, would be too large for many sessions."""
     on_cpu = config.generator.device == "cpu"
     return 32 if config.environment is not None and on_cpu else None
 

@@ -63,8 +63,8 @@ class Played:
 
 
 Generates = Callable[[TurnRequest, int, str, Heard | None], "Coroutine[None, None, Generated]"]
-"""Generates the completions of a turn, with this seed, for the session of this name, and for one
-who hears their text as it comes."""
+"""Generates the completions of a turn with this seed, for the session of this name. The last
+argument gets their text as it comes."""
 
 
 def turn_seed(seed: int, ordinal: int, sample: int, retry: int, turn: int, attempt: int) -> int:

@@ -40,8 +40,8 @@ class ChatDigests:
     its new messages.
 
     Two chats have the same digest where they begin with the same messages. Two messages are the
-    same if they have the same role, text, tool calls and `tool_call_id`, and the same `name` if
-    they are not an assistant's. Clients add other fields to an answer and send it back in their own
+    same if they have the same role, text, tool calls and `tool_call_id`. The `name` counts too,
+    except an assistant's. Clients add other fields to an answer and send it back in their own
     way: text as a list of parts, arguments with other spaces, without reasoning. They may also give
     tool calls other ids, so ids count by their order in the chat.
     """
