@@ -467,14 +467,14 @@ SessionEnd: TypeAlias = Literal[
 
 
 class EnvironmentConfig(Section):
-    """Sessions: each trajectory is one attempt of an environment at a prompt, with many turns of
+    """Sessions: each trajectory is one try of an environment at a prompt, with many turns of
     the model."""
 
     function: str = Field(pattern=FUNCTION)
     """`package.module:name`, importable in a new process: an async function of a task and the
     model, or a class with reset and step. docs/how_to/environments.md has both."""
     arguments: dict[str, Any] = {}
-    """Keyword arguments of the function, or of the class, for every attempt. They are saved and
+    """Keyword arguments of the function, or of the class, for every session. They are saved and
     shown with the config, so do not put secrets here."""
     max_turns: int = Field(default=16, gt=0)
     """Most turns of one session."""
