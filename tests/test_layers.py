@@ -291,7 +291,8 @@ SURFACE = {
     "preflight": (
         "estimate "
         "HEAD_GRADIENTS data_spec learner_spec make_plan model_context offline_learner_spec "
-        "offline_reference_spec ray_cluster scoring_spec start_local_ray worker_spec"
+        "offline_reference_spec ray_cluster scoring_spec start_local_ray "
+        "ToolTurns tool_turns worker_spec"
     ),
     "rewards": "GroupCall RayScores RewardError call_reward",
     "rollout": "Player start_rollouts",

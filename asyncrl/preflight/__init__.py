@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from asyncrl.preflight.specs import offline_reference_spec as offline_reference_spec
     from asyncrl.preflight.specs import scoring_spec as scoring_spec
     from asyncrl.preflight.specs import worker_spec as worker_spec
+    from asyncrl.preflight.tool_round_trip import ToolTurns as ToolTurns
+    from asyncrl.preflight.tool_round_trip import tool_turns as tool_turns
 
 __getattr__ = lazy_exports(
     __name__,
@@ -34,4 +36,6 @@ __getattr__ = lazy_exports(
     learner_spec="specs",
     make_plan="plan",
     model_context="model_limits",
+    tool_turns="tool_round_trip",
+    ToolTurns="tool_round_trip",
 )

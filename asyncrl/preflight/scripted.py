@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
+    "CALL_ID",
     "Said",
     "Script",
     "ScriptedModel",
@@ -34,6 +35,10 @@ __all__ = [
     "turn_text",
     "writes",
 ]
+
+
+CALL_ID = "call{:05d}"
+"""Name of a tool call. Mistral's templates take only nine letters and digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ def call_message(*calls: tuple[str, Mapping[str, object]]) -> dict[str, object]:
         "content": "",
         "tool_calls": [
             {
-                "id": f"call_{number}",
+                "id": CALL_ID.format(number),
                 "type": "function",
                 "function": {"name": name, "arguments": dict(arguments)},
             }
@@ -90,10 +95,13 @@ def turn_text(
         return whole[len(start) :]
     # The start of a turn may open the reasoning, which a whole turn without reasoning does not.
     head, opened, _ = start[first_difference(start, before) :].partition("<think>")
-    closing = "\n</think>\n\n" if opened and "</think>" not in start[len(before) :] else ""
     if head and head in whole:
-        return closing + whole.rpartition(head)[2]
-    return closing + whole[first_difference(start, whole) :]
+        rest = whole.rpartition(head)[2]
+    else:
+        ids = [encode_continuations(template.tokenizer, [text])[0] for text in (start, whole)]
+        rest = decode_prompt(template.tokenizer, ids[1][first_difference(*ids) :])
+    opens = opened and "</think>" not in start[len(before) :]
+    return rest if not opens or rest.startswith("</think>") else "\n</think>\n\n" + rest
 
 
 def next_end(
@@ -107,7 +115,11 @@ def next_end(
     calls = bool(message.get("tool_calls"))
     # Without its reasoning, which the template may leave out when messages follow.
     turn: Message = message if calls else {"role": "assistant", "content": "x"}
-    follows = {"role": "tool" if calls else "user", "tool_call_id": "call_0", "content": "x"}
+    follows = {
+        "role": "tool" if calls else "user",
+        "tool_call_id": CALL_ID.format(0),
+        "content": "x",
+    }
     chat = [*messages, turn]
     try:
         alone, whole = (

@@ -11,6 +11,7 @@ from typing import Any
 
 from asyncrl.preflight.finding import Finding
 from asyncrl.preflight.scripted import (
+    CALL_ID,
     Said,
     ScriptedModel,
     ScriptedSession,
@@ -30,9 +31,10 @@ from asyncrl.sessions.answers import ChatRequest
 from asyncrl.sessions.rows import session_rows
 from asyncrl.sessions.session import SessionTemplate
 from asyncrl.text.continuation import first_difference, render_chat
-from asyncrl.text.response import ResponseReader, response_template
+from asyncrl.text.response import ResponseReader, format_name
 from asyncrl.text.template import Message, MessagesError, Schema
 from asyncrl.text.tokenizer import decode_prompt, encode_continuations
+from asyncrl.text.turn_formats import TAKES_TOOLS
 
 __all__ = ["TemplateChecks"]
 
@@ -173,9 +175,9 @@ class TemplateChecks:
         }
         if (thought := self._reasoning()) is not None:
             scripts["reasoning"] = [(Said(thought), [user])] * TURNS
-        parsed = response_template(self._template.tokenizer) is not None
+        parsed = format_name(self._template.tokenizer) is not None
         if parsed and (call := self._own_call()) is not None:
-            reply: Message = {"role": "tool", "tool_call_id": "call_0", "content": word}
+            reply: Message = {"role": "tool", "tool_call_id": CALL_ID.format(0), "content": word}
             scripts["tool calls"] = [*[(Said(call), [reply])] * (TURNS - 1), (Said(said), [user])]
         return scripts
 
@@ -248,14 +250,8 @@ class TemplateChecks:
         found: list[Finding] = []
         if self._tools:
             found += self._shown_tools()
-        if response_template(tokenizer) is None:
-            if not self._tools:
-                return [Finding("ok", "tool calls", "the environment offers no tools")]
-            text = (
-                "the model has no response_template in tokenizer_config.json, and its chat template"
-                " writes no <tool_call> in ChatML: every call stays text, and no tool runs"
-            )
-            return [*found, Finding("FAIL", "tool calls", text)]
+        if format_name(tokenizer) is None:
+            return [*found, self._unreadable()]
         own = {
             f"{tool_name(tool)}: {kind}": [(tool_name(tool), arguments) for arguments in given]
             for tool in self._tools
@@ -270,6 +266,18 @@ class TemplateChecks:
             *self._round_trips(own, self._tools, "FAIL"),
             *self._round_trips(made_up, [*self._tools, PROBE], "warn"),
         ]
+
+    def _unreadable(self) -> Finding:
+        """What follows if no format of the model's tool calls is known."""
+        takes = TAKES_TOOLS.search(str(getattr(self._template.tokenizer, "chat_template", "")))
+        if not self._tools and not takes:
+            return Finding("ok", "tool calls", "the environment offers no tools")
+        shows = "takes tools, but" if takes else "shows no tools, and"
+        text = (
+            f"the template {shows} asyncrl cannot read its tool calls: every call stays text, and"
+            " no tool runs; give response_template in the model's tokenizer_config.json"
+        )
+        return Finding("FAIL" if self._tools else "warn", "tool calls", text)
 
     def _shown_tools(self) -> list[Finding]:
         """Whether the template writes the schemas of the tools."""
@@ -291,6 +299,7 @@ class TemplateChecks:
     ) -> list[Finding]:
         came: list[str] = []
         unwritten: list[str] = []
+        missing: list[str] = []
         found: list[Finding] = []
         for case, calls in cases.items():
             try:
@@ -309,13 +318,23 @@ class TemplateChecks:
                 unwritten.append(case)
             elif back == [[name, arguments] for name, arguments in calls]:
                 came.append(case)
+            elif not back and calls[0][0] not in text:
+                missing.append(case)
             else:
                 what = f"comes back as {json.dumps(back, ensure_ascii=False)[:120]}"
                 problem = what if back else "stays text: it cannot be parsed"
                 found.append(Finding(verdict, "tool calls", f"{case}: {text[:160]!r} {problem}"))
         if came:
-            text = f"come back as they were written ({', '.join(came)})"
+            how = format_name(self._template.tokenizer)
+            text = f"come back as they were written, by {how} ({', '.join(came)})"
             found.insert(0, Finding("ok", "tool calls", text))
+        if missing:
+            text = (
+                "not checked, because the template leaves the calls of earlier turns out:"
+                f" {', '.join(missing)}. The model sees its own only with environment.history:"
+                " verbatim"
+            )
+            found.append(Finding("warn", "tool calls", text))
         if unwritten:
             text = f"not checked, because the tokenizer cannot write them: {', '.join(unwritten)}"
             found.append(Finding("ok", "tool calls", text))

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 __all__ = ["argument_values", "plain_text", "template_messages"]
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of a message's reasoning."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -48,19 +50,27 @@ def argument_values(arguments: object) -> object:
 
 
 def template_messages(
-    messages: Sequence[Mapping[str, object]], values: bool = True
+    messages: Sequence[Mapping[str, object]], values: bool = True, reasoning: Sequence[str] = ()
 ) -> list[dict[str, object]]:
     """The messages as chat templates read them: text instead of parts, and no empty list of tool
     calls.
 
     Args:
         values: whether the arguments of tool calls are values. A few templates need JSON text.
+        reasoning: names under which the template reads a message's reasoning. Empty: it stays
+            under the names that the message has.
     """
-    return [_template_message(message, values) for message in messages]
+    return [_template_message(message, values, reasoning) for message in messages]
 
 
-def _template_message(message: Mapping[str, object], values: bool) -> dict[str, object]:
+def _template_message(
+    message: Mapping[str, object], values: bool, reasoning: Sequence[str]
+) -> dict[str, object]:
     kept = {**message, "content": plain_text(message.get("content"))}
+    thought = next((message[name] for name in REASONING if message.get(name)), None)
+    if reasoning and thought is not None:
+        kept = {name: value for name, value in kept.items() if name not in REASONING}
+        kept |= dict.fromkeys(reasoning, thought)
     calls = kept.pop("tool_calls", None)
     if isinstance(calls, Sequence) and not isinstance(calls, str) and calls:
         kept["tool_calls"] = [_template_call(call, values) for call in calls]

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 
 from asyncrl.text.chat_messages import template_messages
 from asyncrl.text.template import Message, MessagesError, Schema, render_messages
-from asyncrl.text.tokenizer import decode_prompt, encode_continuations, encode_prompts
+from asyncrl.text.tokenizer import (
+    decode_prompt,
+    encode_continuations,
+    encode_prompts,
+    special_tokens,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,7 +25,7 @@ PROBE = f"asyncrl-probe-{secrets.token_hex(8)}"
 """Stands for the text of the sampled turn. No message contains it."""
 THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 """Reasoning, which many templates strip from earlier turns."""
-REASONING_FIELDS = ("reasoning_content", "reasoning")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 class ContinuationError(ValueError):
@@ -59,8 +64,10 @@ def _rendered_chats(
         MessagesError: the template refuses the chat.
     """
 
+    names = [name for name in REASONING_FIELDS if _reads(tokenizer, name)]
+
     def rendered(values: bool) -> list[str]:
-        chat = template_messages(messages, values)
+        chat = template_messages(messages, values, names)
         return [
             render_messages(tokenizer, chat[:count], variables, tools, begins)
             for count, begins in wanted
@@ -104,12 +111,31 @@ def continuation(
             another way when messages follow, or does not write `end` after the turn; or the turn
             was cut after a tool call.
     """
-    probe = PROBE
-    turn = _probed(messages[-1], probe, cut=end is None)
+    turn = _probed(messages[-1], PROBE, cut=end is None)
+    try:
+        return _follows(tokenizer, [*messages[:-1], turn], added, end, variables, tools)
+    except ContinuationError:
+        if not turn.get("tool_calls") or end is None or messages[-1].get("content"):
+            raise
+        # Some templates write the text of a turn after the answers of its tools. It has none.
+        quiet = {**turn, "content": ""}
+        return _follows(tokenizer, [*messages[:-1], quiet], added, end, variables, tools)
+
+
+def _follows(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    added: Sequence[Message],
+    end: int | None,
+    variables: Mapping[str, object],
+    tools: Sequence[Schema] | None,
+) -> list[int]:
+    """See `continuation`. The last of the messages has the probe as its text, or no text."""
+    probe, turn = PROBE, messages[-1]
     calls = bool(turn.get("tool_calls"))
     if calls and end is None:
         raise ContinuationError("the turn was cut after a tool call")
-    chat = [*messages[:-1], turn, *added]
+    chat = [*messages, *added]
     wanted = [(len(messages), False), (len(chat), True)]
     try:
         alone, whole = _rendered_chats(tokenizer, wanted, chat, variables, tools)
@@ -133,7 +159,22 @@ def continuation(
     # Otherwise the template writes tool calls without the turn's text, so whole chats are compared.
     if end is None:
         return encode_continuations(tokenizer, [whole])[0]
-    return _after_end(tokenizer, alone, whole, end, calls)
+    try:
+        return _after_end(tokenizer, alone, whole, end, calls)
+    except ContinuationError:
+        last = whole
+        if added:
+            last = _rendered_chats(tokenizer, [(len(chat), False)], chat, variables, tools)[0]
+        follows = _after_another_end(tokenizer, alone, whole, end, last)
+        if follows is None:
+            raise
+        return follows
+
+
+def _reads(tokenizer: PreTrainedTokenizerBase, field: str) -> bool:
+    """Whether a chat template reads this field of messages."""
+    written = str(getattr(tokenizer, "chat_template", None))
+    return re.search(rf"[.'\"]{field}\b", written) is not None
 
 
 def _probed(message: Message, probe: str, cut: bool) -> dict[str, object]:
@@ -171,6 +212,23 @@ def _after_end(
     if ids[:1] != [end]:
         raise ContinuationError(f"{closing!r} is not one token where the template writes it")
     return ids[1:]
+
+
+def _after_another_end(
+    tokenizer: PreTrainedTokenizerBase, alone: str, whole: str, end: int, chat: str
+) -> list[int] | None:
+    """The ids after the turn's end where the template ends only the last turn of a chat with it,
+    and all others with another token, as gpt-oss's. None: that is not proven.
+
+    Args:
+        chat: with the messages that follow, and without the start of the next turn. The other token
+            must end them, too: otherwise it may be a part of theirs.
+    """
+    if alone.strip() != decode_prompt(tokenizer, [end]):
+        return None
+    (ids, last), _ = encode_prompts(tokenizer, [whole, chat], rendered=True)
+    special = set(special_tokens(tokenizer).values())
+    return ids[1:] if ids and ids[0] in special and ids[0] == last[-1] else None
 
 
 def first_difference(first: Sequence[object], second: Sequence[object]) -> int | None:

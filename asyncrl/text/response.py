@@ -1,8 +1,8 @@
 """Reads a sampled turn as an assistant's message: text, reasoning and tool calls.
 
 transformers parses it, by the model's own response template (`response_template` in
-tokenizer_config.json). A model without one that writes tool calls as Hermes and Qwen do gets
-theirs. Any other answer is text.
+tokenizer_config.json), or by that of the first format whose marks the chat template has. Any other
+answer is text.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.text.call_texts import Calls
 from asyncrl.text.template import Message, Schema
-from asyncrl.text.tokenizer import decode_prompt
+from asyncrl.text.tokenizer import decode_prompt, special_tokens
+from asyncrl.text.turn_formats import STARTS, TurnFormat, turn_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PREFIX_TOKENS", "ResponseReader", "in_reasoning", "response_template"]
+__all__ = ["PREFIX_TOKENS", "ResponseReader", "format_name", "in_reasoning"]
 
 PREFIX_TOKENS = 64
 """Tokens before the turn that the parser sees: some templates write the turn's first ones."""
@@ -26,20 +28,7 @@ REASONING = ("reasoning", "reasoning_content", "thinking")
 """Names that response templates give to reasoning."""
 THINKING = re.compile(r"[<\[](?P<end>/?)(?:\w+:)?think(?:ing)?[>\]]", re.IGNORECASE)
 """How templates mark the start and the end of reasoning."""
-HERMES: dict[str, Any] = {
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning": {"open": "<think>", "close": "</think>"},
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close": "</tool_call>",
-            "content": "json",
-            "repeats": True,
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close": "<|im_end|>", "repeats": True},
-    },
-}
+OWN = "its own response_template"
 
 
 class ResponseReader:
@@ -50,22 +39,30 @@ class ResponseReader:
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
-        self._own = getattr(tokenizer, "response_template", None)
-        spec = response_template(tokenizer)
+        own = getattr(tokenizer, "response_template", None)
+        self._format = known = None if own is not None else _format(tokenizer)
+        spec = known.response_template if known is not None else own
         # Loaded once: to compile its patterns takes longer than to parse a turn.
         self._template: Any = None if spec is None else load_response_template(dict(spec))
+        special = special_tokens(tokenizer)
+        kept = "" if known is None else known.closing + known.last
+        self._ends = frozenset(tokenizer.all_special_ids) - {
+            token for text, token in special.items() if text in kept
+        }
+        """Special tokens that are no part of a turn, if they end it."""
+        self._seen = spec is None or (known is not None and _is_seen(known, special))
 
     @property
     def text_begins_content(self) -> bool:
         """Whether the content of a message begins with the turn's text, up to the first marker of
-        reasoning or of a tool call. With a model's own response template, it need not."""
-        return self._template is None or self._own is None
+        reasoning or of a tool call. With a model's own response template, it need not. Nor if a
+        special token is such a marker, because the text is without it."""
+        return self._seen
 
     def _without_end(self, token_ids: Sequence[int]) -> Sequence[int]:
         """The tokens without the special ones at their end."""
         last = len(token_ids)
-        while last and token_ids[last - 1] in self._special:
+        while last and token_ids[last - 1] in self._ends:
             last -= 1
         return token_ids[:last]
 
@@ -88,15 +85,75 @@ class ResponseReader:
         if self._template is None:
             return _said(text), True
         try:
+            turn = decode_prompt(self._tokenizer, self._without_end(token_ids))
             parsed: object = self._tokenizer.parse_response(
-                decode_prompt(self._tokenizer, self._without_end(token_ids)),
+                turn,
                 self._template,
-                prefix=decode_prompt(self._tokenizer, prompt_ids[-PREFIX_TOKENS:]),
+                prefix=self._start(prompt_ids),
                 tools=None if tools is None else [dict(tool) for tool in tools],
             )
-            return _message(parsed, text, len(prompt_ids), tools), True
+            return self._message(parsed, turn, text, len(prompt_ids), tools), True
         except Exception:  # a model can write anything, and parsers raise anything
             return _said(text), False
+
+    def _start(self, prompt_ids: Sequence[int]) -> str:
+        """The end of the prompt, from before the start of the turn on."""
+        prefix = decode_prompt(self._tokenizer, prompt_ids[-PREFIX_TOKENS:])
+        if self._format is None or any(start in prefix for start in STARTS):
+            return prefix
+        # Without a start, transformers would take all of it for the turn.
+        marks = list(THINKING.finditer(prefix))
+        return prefix[marks[-1].start() :] if in_reasoning(prefix) else ""
+
+    def _message(
+        self, parsed: object, turn: str, text: str, place: int, tools: object
+    ) -> dict[str, object]:
+        """The message of what the template found. Raises ValueError for an unusable tool call.
+
+        Args:
+            turn: with special tokens.
+            text: without them.
+            place: tokens before the turn. It makes the ids of a chat's tool calls differ.
+        """
+        if not isinstance(parsed, Mapping):
+            raise ValueError("no message")
+        calls = parsed.get("tool_calls") or []
+        if calls and not tools:
+            return _said(text)  # no tool was offered
+        reasoning = next((parsed[name] for name in REASONING if parsed.get(name)), None)
+        content = parsed.get("content") or ""
+        # A turn may go on with text after a tool call.
+        parts = [str(part) for part in content] if isinstance(content, list) else [str(content)]
+        content = "\n".join(part for part in parts if part)
+        if not calls and reasoning is None and not (content and self._marks_content(turn)):
+            return _said(text)
+        message = _said(content)
+        if reasoning is not None:
+            message["reasoning"] = str(reasoning)
+        if calls:
+            short = self._format is not None and self._format.short_ids
+            name = f"{place % 10**6:06d}{{:03d}}" if short else f"call_{place}_{{}}"
+            message["tool_calls"] = [
+                _call(call, name.format(number))
+                for number, call in enumerate(self._calls(calls, turn))
+            ]
+        return message
+
+    def _marks_content(self, turn: str) -> bool:
+        """Whether a turn has marks beside its content, even without calls and reasoning."""
+        return self._format is not None and (
+            self._format.marked_content or THINKING.search(turn) is not None
+        )
+
+    def _calls(self, found: Any, turn: str) -> Calls:
+        """The calls of a turn. Raises ValueError, for example if the last one was cut."""
+        if self._format is None:
+            return list(found)
+        if self._format.was_cut(turn):
+            raise ValueError("the tool call was cut")
+        if self._format.calls is None:
+            return list(found)
+        return [call for text in found for call in self._format.calls(text)]
 
 
 def in_reasoning(text: str) -> bool:
@@ -106,45 +163,40 @@ def in_reasoning(text: str) -> bool:
     return bool(marks) and not marks[-1]
 
 
-def response_template(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | None:
-    """How to parse the model's turns; None: they are only text."""
-    own = getattr(tokenizer, "response_template", None)
-    if own is not None:
-        return own  # type: ignore[no-any-return]
-    written = str(getattr(tokenizer, "chat_template", None))
-    return HERMES if "<tool_call>" in written and "<|im_start|>" in written else None
+def format_name(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """What the model's turns are parsed by. None: they are only text."""
+    if getattr(tokenizer, "response_template", None) is not None:
+        return OWN
+    known = _format(tokenizer)
+    return None if known is None else f"the format of {known.name}"
+
+
+def _format(tokenizer: PreTrainedTokenizerBase) -> TurnFormat | None:
+    added = map(str, tokenizer.added_tokens_decoder.values())
+    return turn_format(str(getattr(tokenizer, "chat_template", None)), added)
+
+
+def _is_seen(known: TurnFormat, special: Mapping[str, int]) -> bool:
+    """Whether all marks of a format are in a turn's text, which has no special tokens."""
+    thought = known.fields["reasoning"].get("open")
+    return (
+        not known.marked_content
+        and isinstance(thought, str)
+        and thought not in special
+        and not any(token in special for token in (known.opening, known.closing) if token)
+    )
 
 
 def _said(text: str) -> dict[str, object]:
     return {"role": "assistant", "content": text}
 
 
-def _message(parsed: object, text: str, place: int, tools: object) -> dict[str, object]:
-    """The message of what the template found. Raises ValueError for an unusable tool call.
+def _call(call: Any, identity: str) -> dict[str, object]:
+    """A tool call as clients get it, with its arguments as JSON text.
 
     Args:
-        place: tokens before the turn. It makes the ids of a chat's tool calls differ.
+        identity: its id, if the model wrote none.
     """
-    if not isinstance(parsed, Mapping):
-        raise ValueError("no message")
-    calls = parsed.get("tool_calls") or []
-    if calls and not tools:
-        return _said(text)  # no tool was offered
-    reasoning = next((parsed[name] for name in REASONING if parsed.get(name)), None)
-    if not calls and reasoning is None:
-        return _said(text)
-    content = parsed.get("content") or ""
-    # A turn may go on with text after a tool call.
-    message = _said("\n".join(map(str, content)) if isinstance(content, list) else str(content))
-    if reasoning is not None:
-        message["reasoning"] = str(reasoning)
-    if calls:
-        message["tool_calls"] = [_call(call, place, number) for number, call in enumerate(calls)]
-    return message
-
-
-def _call(call: Any, place: int, number: int) -> dict[str, object]:
-    """A tool call as clients get it, with its arguments as JSON text."""
     function = call["function"]
     name, arguments = function["name"], function.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
@@ -153,7 +205,7 @@ def _call(call: Any, place: int, number: int) -> dict[str, object]:
     # Half a surrogate pair is no text.
     json.dumps([name, arguments], ensure_ascii=False).encode()
     return {
-        "id": f"call_{place}_{number}",
+        "id": call.get("id") or identity,
         "type": "function",
         "function": {"name": name, "arguments": written},
     }

@@ -40,6 +40,7 @@ COUNTS = HERMES.replace("{% for m in", "{{ '(' ~ (messages | length) ~ ')' }}{% 
 OTHER_CALLS = HERMES.replace("</tool_call>", "</call>")
 """Calls that the Hermes parser does not find."""
 PLAIN_CALLS = HERMES.replace("<tool_call>", "call").replace("</tool_call>", "end")
+LEAVES_CALLS_OUT = HERMES.replace("in m.tool_calls or []", "in []")
 SAYS_QUOTES = HERMES.replace("| tojson) + '}", "| tojson | replace('say', 'tell')) + '}")
 HIDES_TOOLS = HERMES.replace("{% if tools %}", "{% if false %}")
 NO_END = HERMES.replace("{{ '<|im_end|>\\n' }}{% endfor %}{% if", "{{ '\\n' }}{% endfor %}{% if")
@@ -214,7 +215,8 @@ def test_the_game_of_the_demo(config_of: Callable[..., Config], tmp_path: Path) 
     checked = check_environment(config_of("sound", **changes))
     assert not checked.failed, checked.text()
     calls = found(checked, "ok", "tool calls")
-    assert "as they were written (guess: plain, guess: two calls)" in calls
+    how = "by the format of Hermes, Qwen 2.5 and Qwen3"
+    assert f"as they were written, {how} (guess: plain, guess: two calls)" in calls
     assert "cannot write them: made-up: quotes, made-up: nested" in calls
     assert "the data has no column answer" in found(checked, "warn", "agent: right")
     assert "its columns: low, hidden" in found(checked, "warn", "agent: right")
@@ -258,6 +260,22 @@ def test_a_template_that_takes_one_call_at_a_time(config_of: Callable[..., Confi
     warned = [one.text for one in checked.findings if one.verdict == "warn"]
     refused = "two calls: the template refuses it: one call at a time"
     assert warned == [f"note: {refused}", f"made-up: {refused}"]
+
+
+def test_a_template_whose_calls_cannot_be_read(config_of: Callable[..., Config]) -> None:
+    """Without tools in the environment, that is only a warning."""
+    checked = check_environment(config_of("sound", PLAIN_CALLS))
+    warned = found(checked, "warn", "tool calls")
+    assert "the template takes tools, but asyncrl cannot read its tool calls" in warned
+    assert "give response_template in the model's tokenizer_config.json" in warned
+    assert not checked.failed, checked.text()
+
+
+def test_a_template_that_leaves_calls_out(config_of: Callable[..., Config]) -> None:
+    checked = check_environment(config_of("with_tool", LEAVES_CALLS_OUT))
+    warned = found(checked, "warn", "tool calls")
+    assert "the template leaves the calls of earlier turns out: note: plain, " in warned
+    assert not checked.failed, checked.text()
 
 
 def test_a_template_that_hides_the_tools(config_of: Callable[..., Config]) -> None:

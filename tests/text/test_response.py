@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from chat_families import CHATML, HEADERS, save_chat_model
 
-from asyncrl.text.response import ResponseReader, in_reasoning, response_template
+from asyncrl.testing.families import byte_tokenizer
+from asyncrl.text.response import ResponseReader, format_name, in_reasoning
 from asyncrl.text.template import Message
 from asyncrl.text.tokenizer import load_tokenizer
 
@@ -113,7 +114,7 @@ def test_the_models_own_template_comes_first(tmp_path: Path) -> None:
     settings = Path(folder) / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "response_template": OWN}))
     tokenizer: Any = load_tokenizer(folder)
-    assert response_template(tokenizer) == OWN
+    assert format_name(tokenizer) == "its own response_template"
     message, parsed = read(tokenizer, 'now call add{"a": 2};<|eot|>')
     (call,) = message["tool_calls"]  # type: ignore[misc]
     assert parsed and call["function"] == {"name": "add", "arguments": '{"a": 2}'}
@@ -121,7 +122,7 @@ def test_the_models_own_template_comes_first(tmp_path: Path) -> None:
 
 def test_a_model_without_calls_writes_text(tmp_path: Path) -> None:
     tokenizer: Any = load_tokenizer(save_chat_model(tmp_path / "model", CHATML))
-    assert response_template(tokenizer) is None
+    assert format_name(tokenizer) is None
     assert read(tokenizer, "<tool_call>x</tool_call>")[0]["content"] == "plain"
 
 
@@ -140,7 +141,10 @@ def test_where_reasoning_goes_on(text: str, within: bool) -> None:
     assert in_reasoning(text) is within
 
 
-def test_an_own_template_may_write_content_elsewhere(hermes: Any) -> None:
-    assert ResponseReader(hermes).text_begins_content
-    hermes.response_template = OWN
-    assert not ResponseReader(hermes).text_begins_content
+def test_text_does_not_begin_the_content_where_marks_are_unseen(hermes: Any) -> None:
+    assert not ResponseReader(hermes).text_begins_content  # <think> is a special token here
+    seen: Any = byte_tokenizer()
+    seen.chat_template = HERMES
+    assert ResponseReader(seen).text_begins_content
+    seen.response_template = OWN
+    assert not ResponseReader(seen).text_begins_content
