@@ -52,6 +52,11 @@ def check_environment(config: Settings) -> None:
             f" environment.deadline_s = {environment.deadline_s:g}, so a slow session would fail"
             " its group; raise it, or leave it out"
         )
+    if environment.tool_s is not None and environment.tool_s >= environment.deadline_s:
+        raise ValueError(
+            f"environment.tool_s = {environment.tool_s:g} is not below environment.deadline_s ="
+            f" {environment.deadline_s:g}, so it has no effect; lower it, or leave it out"
+        )
     for refused, setting, fix in (
         (algorithm.preference is not None, "algorithm.preference", "leave it out"),
         (algorithm.needs_baseline, "algorithm.advantage: remax", "use grpo or rloo"),

@@ -483,6 +483,10 @@ class EnvironmentConfig(Section):
     turn_s: float | None = Field(default=None, gt=0)
     """Seconds of one turn of the model. A session with a longer one ends with `deadline`. None =
     only deadline_s counts."""
+    tool_s: float | None = Field(default=None, gt=0)
+    """Seconds from an answer to the session's next request, or to its end: its tools, its own code
+    and its scoring. A session that takes longer ends with `deadline`. None = only deadline_s
+    counts."""
     train_ends: list[SessionEnd] = [
         "done",
         "length",

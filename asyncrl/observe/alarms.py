@@ -115,7 +115,10 @@ RANGES = {
         "environments give no valid reward: the column session_note of groups/*.parquet says why",
     ),
     "session/deadline_ratio": Range(
-        0.0, 0.05, "sessions end late and are not trained: raise environment.deadline_s"
+        0.0,
+        0.05,
+        "sessions end late and are not trained: raise environment.deadline_s, or the limit that the"
+        " column session_note of groups/*.parquet names",
     ),
     "session/branch_ratio": Range(
         0.0,

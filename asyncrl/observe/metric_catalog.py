@@ -313,7 +313,7 @@ BATCH = (
         "session/env_error_ratio, session/agent_error_ratio, session/reward_error_ratio,"
         " session/deadline_ratio",
         "share of them whose environment failed; whose agent program failed; that got no valid"
-        " reward; that reached `environment.deadline_s` or turn_s. They are not trained",
+        " reward; that reached `environment.deadline_s`, turn_s or tool_s. They are not trained",
     ),
     Metric("session/turns", "mean number of turns of a session"),
     Metric(

@@ -139,7 +139,8 @@ def environment_text(config: Config) -> list[str]:
     workers, seconds = config.rollout.num_workers, f"{environment.deadline_s:g} s"
     lines = [
         "# environment",
-        f"{_player_text(config)}: at most {environment.max_turns} turns and {seconds}",
+        f"{_player_text(config)}: at most {environment.max_turns} turns and {seconds}, its tools"
+        f" included{_limits_text(environment)}",
         f"a row has at most {config.longest_trajectory} tokens, and a turn"
         f" {config.rollout.max_completion_length}",
         f"trained ends: {', '.join(environment.train_ends)}; history: {environment.history}",
@@ -149,6 +150,12 @@ def environment_text(config: Config) -> list[str]:
     if config.staleness.on_stale == "wait":
         lines += _longest_wait(config, environment)
     return ["\n  ".join(lines)]
+
+
+def _limits_text(environment: EnvironmentConfig) -> str:
+    """The limits of a turn and of the tools after it, if there are any."""
+    limits = {"turn": environment.turn_s, "tools after an answer": environment.tool_s}
+    return "".join(f"; {name}: {most:g} s" for name, most in limits.items() if most is not None)
 
 
 def _player_text(config: Config) -> str:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.agents.served import ServedSession
 from asyncrl.config import EnvironmentConfig
-from asyncrl.contracts.heard import Heard
 from asyncrl.environments.attempt import Ended, end_of
 from asyncrl.environments.given import turn_rewards_of
 from asyncrl.environments.model import SessionUrl
-from asyncrl.environments.pool import AgentSession, EnvironmentPool
+from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.rollout.paced import PacedSession, PlayedSession
 from asyncrl.sessions.answers import Answer, ChatRequest
 
 if TYPE_CHECKING:
     from asyncrl.agents.server import AgentServer
 
 __all__ = ["Player", "with_requests"]
-
-
-class PlayedSession(AgentSession, Protocol):
-    """The session of an attempt, which may also be served at a URL."""
-
-    async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
-        """See `Session.chat`."""
-        ...
 
 
 class _Counted:
@@ -44,7 +36,7 @@ class Player:
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._pool = EnvironmentPool(config)
-        self._most_turns = config.max_turns
+        self._most_turns, self._tool_s = config.max_turns, config.tool_s
         self._server: AgentServer | None = None
         if config.url:
             from asyncrl.agents.server import AgentServer  # it imports a web framework
@@ -67,14 +59,37 @@ class Player:
         self, task: Mapping[str, Any], session: PlayedSession, alone: bool = False
     ) -> Ended:
         """Play one session to its end. Raises as `EnvironmentPool.play` does."""
+        paced = PacedSession(session, self._tool_s)
         if self._server is None:
-            return await self._pool.play(task, session, alone)
+            return await self._in_time(paced, self._pool.play(task, paced, alone))
         await self._server.start()
-        served = ServedSession(session.chat, self._most_turns)
+        served = ServedSession(paced.chat, self._most_turns)
         with self._server.serving(served) as key:
             url = SessionUrl(self._server.address, key)
-            ended = await self._pool.play(task, _Counted(session, served), alone, url)
+            played = self._pool.play(task, _Counted(session, served), alone, url)
+            ended = await self._in_time(paced, played)
         return with_requests(ended, served)
+
+    async def _in_time(self, paced: PacedSession, played: Awaitable[Ended]) -> Ended:
+        """The end of a session, which comes at once if its tools take too long."""
+        try:
+            async with paced:
+                return await played
+        except TimeoutError:
+            if not paced.expired:
+                raise
+            note = (
+                f"it asked for no turn within environment.tool_s = {self._tool_s:g} s after an"
+                " answer: a tool, or its own code, took longer"
+            )
+            model_s = paced.model_s
+            return Ended(
+                "deadline",
+                note=note,
+                turns=paced.turns,
+                model_s=model_s,
+                other_s=paced.played_s - model_s,
+            )
 
 
 def with_requests(ended: Ended, served: ServedSession) -> Ended:

@@ -93,7 +93,16 @@ FREE = ("resume", "name", "runs_root", "checkpoint.load", "checkpoint.ckpt_step"
 SCORED_WITH = (
     *(
         f"environment.{name}"
-        for name in ("function", "arguments", "max_turns", "deadline_s", "history", "train_ends")
+        for name in (
+            "function",
+            "arguments",
+            "max_turns",
+            "deadline_s",
+            "turn_s",
+            "tool_s",
+            "history",
+            "train_ends",
+        )
     ),
     "reward.functions",
     "reward.sandbox",

@@ -46,6 +46,12 @@ def test_sessions_that_wait_for_a_place_count() -> None:
     assert f"= {3 * (110 + GUARD_S):g} s" in found and "environment.concurrency" in found
 
 
+def test_the_plan_names_the_limits_of_a_session() -> None:
+    assert "at most 16 turns and 300 s, its tools included\n" in text({})
+    limited = text({}, turn_s=60, tool_s=20)
+    assert "300 s, its tools included; turn: 60 s; tools after an answer: 20 s\n" in limited
+
+
 def test_other_bounds_say_something_else() -> None:
     assert "less the time" not in text({"max_staleness": 0})
     assert "waits for its oldest session" not in text({"max_staleness": 2, "on_stale": "drop"})

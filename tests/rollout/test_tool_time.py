@@ -1,0 +1,195 @@
+"""The limit of a session's tools: the time from an answer to its next request, or to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import psutil
+import pytest
+from small_config import small_config
+
+from asyncrl.config import EnvironmentConfig
+from asyncrl.contracts.heard import Heard
+from asyncrl.environments.attempt import Ended
+from asyncrl.rollout.paced import PacedSession
+from asyncrl.rollout.player import Player
+from asyncrl.sessions.answers import Answer, ChatRequest
+from asyncrl.testing import VirtualTimeLoop
+
+FAULTY = "tests.environments.environments_under_test:faulty"
+QUESTION = ChatRequest([{"role": "user", "content": "q"}], None)
+ASKS = """
+import json, os, sys, time, urllib.request
+def ask():
+    body = {"messages": [{"role": "user", "content": "q"}]}
+    headers = {"Content-Type": "application/json"}
+    headers["Authorization"] = "Bearer " + os.environ["OPENAI_API_KEY"]
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+"""
+
+
+class Slow:
+    """Answers after some seconds."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def abandon(self, nodes: Sequence[int]) -> None:
+        pass
+
+    async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
+        await asyncio.sleep(self.seconds)
+        return [Answer({"role": "assistant", "content": "a"}, "stop", 2, 5, 1)]
+
+
+def paced(work: Callable[[PacedSession], Awaitable[None]], tool_s: float | None = 3.0) -> Any:
+    """The session after this work, in virtual time, with answers that take ten seconds."""
+
+    async def run() -> PacedSession:
+        session = PacedSession(Slow(10.0), tool_s)
+        try:
+            async with session:
+                await work(session)
+        except TimeoutError:
+            assert session.expired
+        return session
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(run())
+
+
+def test_only_the_time_after_an_answer_counts() -> None:
+    async def patient(session: PacedSession) -> None:
+        await asyncio.sleep(100)
+        await session.chat(QUESTION)
+        await asyncio.sleep(2.9)
+        await asyncio.gather(session.chat(QUESTION), session.chat(QUESTION))
+        await asyncio.sleep(2.9)
+        assert session.played_s == pytest.approx(125.8)
+
+    session = paced(patient)
+    assert not session.expired and session.turns == 3
+    assert session.model_s == pytest.approx(20.0)
+
+
+def test_one_request_under_way_is_enough() -> None:
+    async def overlapping(session: PacedSession) -> None:
+        later = asyncio.create_task(session.chat(QUESTION))
+        await asyncio.sleep(5)
+        await asyncio.gather(session.chat(QUESTION), later)
+        assert session.model_s == pytest.approx(15.0)
+
+    assert not paced(overlapping).expired
+
+
+@pytest.mark.parametrize("tool_s", [3.0, None])
+def test_a_session_that_asks_too_late_ends(tool_s: float | None) -> None:
+    async def late(session: PacedSession) -> None:
+        await session.chat(QUESTION)
+        await asyncio.sleep(3.1)
+
+    assert paced(late, tool_s).expired is (tool_s is not None)
+
+
+def test_a_request_that_ends_after_its_session_starts_no_clock() -> None:
+    async def leaves(session: PacedSession) -> None:
+        asyncio.get_running_loop().leftover = asyncio.create_task(  # type: ignore[attr-defined]
+            session.chat(QUESTION)
+        )
+        await asyncio.sleep(0)
+
+    async def run() -> None:
+        session = PacedSession(Slow(10.0), 3.0)
+        async with session:
+            await leaves(session)
+        await asyncio.get_running_loop().leftover  # type: ignore[attr-defined]
+        await asyncio.sleep(10)
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(run())
+
+
+def played(*plays: tuple[dict[str, object], Slow], **settings: Any) -> list[Ended]:
+    """The ends of sessions that one environment process plays at once."""
+
+    async def run() -> list[Ended]:
+        player = Player(
+            EnvironmentConfig.model_validate({"function": FAULTY, "processes": 1, **settings})
+        )
+        try:
+            return await asyncio.gather(*(player.play(task, slow) for task, slow in plays))
+        finally:
+            await player.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_a_tool_that_hangs_ends_its_session_alone() -> None:
+    late, slow, done = played(
+        ({"fault": "waits long"}, Slow()),
+        ({"fault": "none"}, Slow(4.0)),
+        ({"fault": "waits"}, Slow()),
+        tool_s=3.0,
+    )
+    assert (late.end, late.turns, late.reward) == ("deadline", 1, None)
+    assert late.note.startswith("it asked for no turn within environment.tool_s = 3 s after an")
+    assert late.other_s >= 3.0 > late.model_s
+    assert (slow.end, slow.reward) == ("done", 1.0) and slow.model_s >= 4.0
+    assert (done.end, done.reward) == ("done", 1.0)
+
+
+def test_an_environment_that_swallows_the_end_has_ended() -> None:
+    ended, other = played(
+        ({"fault": "swallows its deadline"}, Slow()), ({"fault": "none"}, Slow()), tool_s=0.3
+    )
+    assert (ended.end, ended.reward, other.end) == ("deadline", None, "done")
+
+
+def at_url(code: str, **settings: Any) -> tuple[Ended, Ended]:
+    """The ends of an agent program with this code, and of one that asks once and is over."""
+
+    async def run() -> tuple[Ended, Ended]:
+        command = [sys.executable, "-c", "{program}"]
+        config = EnvironmentConfig.model_validate(
+            {
+                "function": "asyncrl.environments.agent:play",
+                "arguments": {"command": command, "stdin": "none"},
+                "processes": 1,
+                "url": True,
+                **settings,
+            }
+        )
+        player = Player(config)
+        try:
+            programs = (ASKS + code, ASKS + "ask()")
+            plays = (player.play({"program": one, "prompt": ""}, Slow()) for one in programs)
+            first, second = await asyncio.gather(*plays)
+            return first, second
+        finally:
+            await player.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_a_program_whose_tool_hangs_is_ended() -> None:
+    ended, other = at_url("ask()\ntime.sleep(600)  # hangs in its tool", tool_s=3.0)
+    assert (ended.end, ended.turns, other.end) == ("deadline", 1, "done")
+    assert "environment.tool_s = 3 s" in ended.note
+    running = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
+    assert not any("hangs in its tool" in one for one in running)
+
+
+def test_a_program_may_take_its_time_before_it_asks() -> None:
+    ended, _ = at_url("time.sleep(3.5)\nask()", tool_s=3.0)
+    assert (ended.end, ended.turns) == ("done", 1)
+
+
+def test_a_limit_without_an_effect_is_refused() -> None:
+    environment = {"function": FAULTY, "deadline_s": 5, "tool_s": 5}
+    data = {"train": "t", "max_prompt_length": 8, "max_length": 64}
+    with pytest.raises(ValueError, match=r"tool_s = 5 is not below environment\.deadline_s = 5"):
+        small_config(environment=environment, data=data)
