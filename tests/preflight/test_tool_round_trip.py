@@ -1,5 +1,5 @@
-"""A tool call through chat templates of several families. The templates are our own, and write turns
-as each family does."""
+"""A tool call through chat templates of several families. The templates are our own, and write
+turns as each family does."""
 
 from __future__ import annotations
 
@@ -68,9 +68,11 @@ TEMPLATES = {
     ),
     # The arguments are JSON text.
     "DeepSeek V3 and R1": chat(
-        BEFORE="{% if not loop.previtem or loop.previtem.role == 'user' %}<｜Assistant｜>{% endif %}",
-        CALL="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ f.name + '\n```json\n'"
-        " + f.arguments + '\n```' }}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        BEFORE="{% if not loop.previtem or loop.previtem.role == 'user' %}"
+        "<｜Assistant｜>{% endif %}",
+        CALL="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+        "{{ f.name + '\n```json\n' + f.arguments + '\n```' }}"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         AFTER="<｜end▁of▁sentence｜>",
         TOOL="<｜tool▁outputs▁begin｜>{{ m.content }}<｜tool▁outputs▁end｜>",
         USER="<｜User｜>",
