@@ -64,7 +64,8 @@ def _rendered_chats(
         MessagesError: the template refuses the chat.
     """
 
-    names = [name for name in REASONING_FIELDS if _reads(tokenizer, name)]
+    thought = any(message.get(name) for message in messages for name in REASONING_FIELDS)
+    names = [name for name in REASONING_FIELDS if thought and _reads(tokenizer, name)]
 
     def rendered(values: bool) -> list[str]:
         chat = template_messages(messages, values, names)
@@ -162,10 +163,10 @@ def _follows(
     try:
         return _after_end(tokenizer, alone, whole, end, calls)
     except ContinuationError:
-        last = whole
-        if added:
-            last = _rendered_chats(tokenizer, [(len(chat), False)], chat, variables, tools)[0]
-        follows = _after_another_end(tokenizer, alone, whole, end, last)
+        if not added or alone.strip() != decode_prompt(tokenizer, [end]):
+            raise
+        (closed,) = _rendered_chats(tokenizer, [(len(chat), False)], chat, variables, tools)
+        follows = _after_another_end(tokenizer, whole, closed)
         if follows is None:
             raise
         return follows
@@ -215,20 +216,19 @@ def _after_end(
 
 
 def _after_another_end(
-    tokenizer: PreTrainedTokenizerBase, alone: str, whole: str, end: int, chat: str
+    tokenizer: PreTrainedTokenizerBase, whole: str, closed: str
 ) -> list[int] | None:
-    """The ids after the turn's end where the template ends only the last turn of a chat with it,
-    and all others with another token, as gpt-oss's. None: that is not proven.
+    """The ids after a turn's end where the template ends only the last turn of a chat as it was
+    sampled, and all others with another token, as gpt-oss's. None: that is not proven.
 
     Args:
-        chat: with the messages that follow, and without the start of the next turn. The other token
-            must end them, too: otherwise it may be a part of theirs.
+        whole: what the template writes after the turn's text if messages follow.
+        closed: the chat with these messages, and without the start of the next turn. The other
+            token must end it: otherwise it may begin the next message.
     """
-    if alone.strip() != decode_prompt(tokenizer, [end]):
-        return None
-    (ids, last), _ = encode_prompts(tokenizer, [whole, chat], rendered=True)
-    special = set(special_tokens(tokenizer).values())
-    return ids[1:] if ids and ids[0] in special and ids[0] == last[-1] else None
+    (ids, last), _ = encode_prompts(tokenizer, [whole, closed.rstrip()], rendered=True)
+    other = ids[0] if ids else None
+    return ids[1:] if other in special_tokens(tokenizer).values() and last[-1:] == ids[:1] else None
 
 
 def first_difference(first: Sequence[object], second: Sequence[object]) -> int | None:

@@ -271,6 +271,15 @@ def test_a_template_whose_calls_cannot_be_read(config_of: Callable[..., Config])
     assert not checked.failed, checked.text()
 
 
+def test_a_template_that_writes_one_call_of_a_turn(config_of: Callable[..., Config]) -> None:
+    first = HERMES.replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]")
+    checked = check_environment(config_of("with_tool", first))
+    assert not checked.failed, checked.text()
+    warned = [one.text for one in checked.findings if one.verdict == "warn"]
+    only = "two calls: the template writes only the first call of a turn, as gpt-oss's"
+    assert warned == [f"note: {only}", f"made-up: {only}"]
+
+
 def test_a_template_that_leaves_calls_out(config_of: Callable[..., Config]) -> None:
     checked = check_environment(config_of("with_tool", LEAVES_CALLS_OUT))
     warned = found(checked, "warn", "tool calls")

@@ -235,6 +235,44 @@ def test_a_template_that_strips_earlier_tool_calls_proves_nothing(chat_of):
         continuation(chat.tokenizer, messages, added, chat.token("<|im_end|>"), {})
 
 
+ENDS_THE_LAST = CHATML.replace(
+    "<|im_end|>\\n' }}",
+    "' }}{{ '<|eot|>' if loop.last and not add_generation_prompt else '<|im_end|>\\n' }}",
+)
+STARTS_AND_EOS = STARTS_ONLY + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+
+
+def test_the_last_turn_of_a_chat_may_have_an_end_of_its_own(chat_of):
+    """As gpt-oss's. The sampled end stays where the template would write the other one."""
+    always = CHATML.replace(
+        "<|im_end|>\\n' }}",
+        "' }}{{ '<|eot|>' if loop.last and m.role == 'assistant' else '<|im_end|>\\n' }}",
+    )
+    chat = chat_of(always)
+    messages, added = [user("a"), assistant("b")], [user("c")]
+    follows = continuation(chat.tokenizer, messages, added, chat.token("<|eot|>"), {})
+    assert decode_prompt(chat.tokenizer, follows) == (
+        "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [(STARTS_AND_EOS, "</s>"), (ENDS_THE_LAST, "<|eot|>")]
+)
+def test_a_token_that_does_not_end_the_next_message_is_no_other_end(chat_of, template, end):
+    chat = chat_of(template)
+    with pytest.raises(ContinuationError, match="the turn ended with"):
+        continuation(chat.tokenizer, [user("a"), assistant("b")], [user("c")], chat.token(end), {})
+
+
+@pytest.mark.parametrize("given", ["reasoning", "reasoning_content", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning", "reasoning_content", "thinking"])
+def test_a_template_gets_reasoning_under_the_name_that_it_reads(chat_of, given, read):
+    chat = chat_of(WITH_REASONING.replace("m.reasoning_content", f"m.{read}"))
+    messages = [user("a"), assistant("b", **{given: "so"})]
+    assert "<think>so</think>b" in render_chat(chat.tokenizer, messages, {}, None)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "place"),
     [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [], None), ([1], [], 0)],
