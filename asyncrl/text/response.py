@@ -46,9 +46,7 @@ class ResponseReader:
         self._template: Any = None if spec is None else load_response_template(dict(spec))
         special = special_tokens(tokenizer)
         kept = "" if known is None else known.closing + known.last
-        self._ends = frozenset(tokenizer.all_special_ids) - {
-            token for text, token in special.items() if text in kept
-        }
+        self._ends = frozenset(token for text, token in special.items() if text not in kept)
         """Special tokens that are no part of a turn, if they end it."""
         self._seen = spec is None or (known is not None and _is_seen(known, special))
 
