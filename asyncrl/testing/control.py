@@ -190,9 +190,10 @@ class FakeRollouts:
             await asyncio.sleep(latency)
         newest = oldest_version
         if self.updates_in_flight:
-            newest = (
+            current = (
                 self.newest_committed if self.replicas is None else self.replicas.versions[replica]
             )
+            newest = max(oldest_version, current)  # a replica that was restarted has no version yet
         self.versions[ordinal] = tuple(range(oldest_version, newest + 1))
         load = (
             None
