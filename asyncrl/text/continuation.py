@@ -218,8 +218,8 @@ def _after_end(
 def _after_another_end(
     tokenizer: PreTrainedTokenizerBase, whole: str, closed: str
 ) -> list[int] | None:
-    """The ids after a turn's end where the template ends only the last turn of a chat as it was
-    sampled, and all others with another token, as gpt-oss's. None: that is not proven.
+    """The ids after a turn's end, for templates such as gpt-oss's: they end the last turn of a chat
+    as it was sampled, and all others with another token. None: that is not proven.
 
     Args:
         whole: what the template writes after the turn's text if messages follow.

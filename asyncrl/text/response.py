@@ -1,8 +1,8 @@
 """Reads a sampled turn as an assistant's message: text, reasoning and tool calls.
 
-transformers parses it, by the model's own response template (`response_template` in
-tokenizer_config.json), or by that of the first format whose marks the chat template has. Any other
-answer is text.
+transformers parses it by the model's own response template (`response_template` in
+tokenizer_config.json). A model without one gets that of the first format whose marks its chat
+template has. Any other answer is text.
 """
 
 from __future__ import annotations
