@@ -1,9 +1,10 @@
 """The task of `benchmarks.stale_learning`: count down, with a letter beside each number.
 
-The prompt `bE57=` asks for `57b56b…40b39E…1E`: beside a number of at least SWITCH stands the small
-letter, and beside one below it the capital. Starts are lognormal, so most completions are short and
-need only the capital. Only long ones need the small letter, and only in their first part, which is
-what `staleness.on_stale: mask` leaves out. The warm start has a random one of the two letters.
+The prompt `bgCF57=` asks for `57b56b…20b19C…1C`: beside a number of at least SWITCH stands the
+first of the two small letters, and beside one below it the first of the two capitals. Starts are
+lognormal, so most completions are short and have no small letter. Only long ones teach which one is
+right, and only in their first part, which is what `staleness.on_stale: mask` leaves out. In the
+warm start, the letter is a random one of the two.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import random
 import re
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +31,18 @@ __all__ = [
     "quarters_by_length",
 ]
 
-SMALL, CAPITAL = "abcdefgh", "ABCDEFGH"
-LONGEST, SWITCH = 150, 40
+SMALL, CAPITAL = ("abcd", "efgh"), ("ABCD", "EFGH")
+"""Right and wrong letters, of which a prompt has one each."""
+LONGEST, SWITCH = 150, 20
 """Largest start; least number with a small letter."""
-MEDIAN, SIGMA = 14, 0.9
+MEDIAN, SIGMA = 14, 1.0
 """Of the lognormal starts. A completion has two tokens for each number, and its end."""
 TRAIN_ROWS, HELD_OUT_ROWS, WARM_START_ROWS = 6000, 512, 12_800
-HELD_OUT_PAIRS = 8
-"""Pairs of letters that training never sees, of 64."""
+HELD_OUT_LETTERS = 32
+"""Combinations of letters that training never sees, of 256."""
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<eos>")
 NUMBERS = range(1, LONGEST + 1)
-WORDS = ("=", *SMALL, *CAPITAL, *map(str, NUMBERS))
+WORDS = ("=", *"".join(SMALL + CAPITAL), *map(str, NUMBERS))
 WAVES = 16
 """Of the numbers' first embeddings."""
 ITEM = re.compile(r"(\d+)([a-hA-H])")
@@ -47,7 +50,12 @@ ITEM = re.compile(r"(\d+)([a-hA-H])")
 
 def answer(letters: str, start: int) -> str:
     """The right completion."""
-    return "".join(f"{number}{letters[number < SWITCH]}" for number in range(start, 0, -1))
+    return "".join(f"{number}{right_letter(letters, number)}" for number in range(start, 0, -1))
+
+
+def right_letter(letters: str, number: int) -> str:
+    """The letter beside a number, of a prompt's four."""
+    return letters[0 if number >= SWITCH else 2]
 
 
 def letters_right(
@@ -58,10 +66,13 @@ def letters_right(
     from SWITCH (`first_part`), and below it (`last_part`), without those that should not be there;
     None where the start has no such number."""
     found: dict[str, list[float | None]] = {"reward": [], "first_part": [], "last_part": []}
-    for text, pair, first in zip(completions, letters, start, strict=True):
+    for text, of_prompt, first in zip(completions, letters, start, strict=True):
         items = ITEM.findall(text)
         given = dict(reversed(items))
-        right = [given.get(str(number)) == pair[number < SWITCH] for number in range(first, 0, -1)]
+        right = [
+            given.get(str(number)) == right_letter(of_prompt, number)
+            for number in range(first, 0, -1)
+        ]
         above = max(0, first - SWITCH + 1)
         found["reward"].append(sum(right) / max(first, len(items)))
         found["first_part"].append(_mean(right[:above]))
@@ -138,9 +149,9 @@ def make_data(directory: Path, seed: int) -> None:
 
     Columns: `prompt`, `letters`, `start`, and `answer` in warm_start.parquet."""
     draw = random.Random(seed)
-    pairs = [small + capital for small in SMALL for capital in CAPITAL]
-    draw.shuffle(pairs)
-    held_out, train = pairs[:HELD_OUT_PAIRS], pairs[HELD_OUT_PAIRS:]
+    combinations = ["".join(letters) for letters in product(*SMALL, *CAPITAL)]
+    draw.shuffle(combinations)
+    held_out, train = combinations[:HELD_OUT_LETTERS], combinations[HELD_OUT_LETTERS:]
     rows = [_row(draw.choice(held_out), _long_tailed(draw)) for _ in range(HELD_OUT_ROWS)]
     short, long = quarters_by_length(rows)
     tables = {
@@ -175,7 +186,10 @@ def _row(letters: str, start: int) -> dict[str, Any]:
 def _noisy_row(letters: str, draw: random.Random) -> dict[str, Any]:
     """A row of the warm start: the right numbers, each with a random one of the two letters."""
     start = draw.choice((draw.choice(NUMBERS), _long_tailed(draw)))
-    text = "".join(f"{number}{draw.choice(letters)}" for number in range(start, 0, -1))
+    text = "".join(
+        f"{number}{draw.choice(letters[:2] if number >= SWITCH else letters[2:])}"
+        for number in range(start, 0, -1)
+    )
     return {**_row(letters, start), "answer": text}
 
 

@@ -11,32 +11,33 @@ import pytest
 from asyncrl.config import load_config, load_offline
 from benchmarks import countdown, stale_learning
 
-START = countdown.SWITCH + 1
-RIGHT = countdown.answer("bE", START)
+SWITCH = countdown.SWITCH
+START = SWITCH + 1
+RIGHT = countdown.answer("bgCF", START)
 
 
 @pytest.mark.parametrize(
     ("completion", "reward", "first_part", "last_part"),
     [
         (RIGHT, 1.0, 1.0, 1.0),
-        (RIGHT.replace("b", "E"), 1 - 2 / START, 0.0, 1.0),
-        (RIGHT.replace("40b", ""), 1 - 1 / START, 0.5, 1.0),
-        (RIGHT.replace("40b", "40E40b"), 1 - 2 / (START + 1), 0.5, 1.0),
-        (RIGHT + "7E", START / (START + 1), 1.0, 1.0),
+        (RIGHT.replace("b", "g"), 1 - 2 / START, 0.0, 1.0),
+        (RIGHT.replace(f"{SWITCH}b", ""), 1 - 1 / START, 0.5, 1.0),
+        (RIGHT.replace(f"{SWITCH}b", f"{SWITCH}g{SWITCH}b"), 1 - 2 / (START + 1), 0.5, 1.0),
+        (RIGHT + "7C", START / (START + 1), 1.0, 1.0),
         ("", 0.0, 0.0, 0.0),
     ],
 )
 def test_the_reward_counts_each_number_once(
     completion: str, reward: float, first_part: float, last_part: float
 ) -> None:
-    found = countdown.letters_right([completion], ["bE"], [START])
+    found = countdown.letters_right([completion], ["bgCF"], [START])
     assert found["first_part"] == [first_part] and found["last_part"] == [last_part]
     assert found["reward"] == pytest.approx([reward])
 
 
 def test_a_short_answer_has_no_first_part_and_only_capitals() -> None:
-    assert countdown.answer("bE", 3) == "3E2E1E"
-    found = countdown.letters_right(["3E2b1E"], ["bE"], [3])
+    assert countdown.answer("bgCF", 3) == "3C2C1C"
+    found = countdown.letters_right(["3C2F1C"], ["bgCF"], [3])
     assert found == {"reward": [2 / 3], "first_part": [None], "last_part": [2 / 3]}
 
 
@@ -44,7 +45,7 @@ def test_held_out_letters_are_new_and_the_warm_start_knows_no_rule(tmp_path: Pat
     countdown.make_data(tmp_path, seed=0)
     tables = {path.stem: pq.read_table(path).to_pylist() for path in tmp_path.glob("*.parquet")}
     letters = {name: {row["letters"] for row in rows} for name, rows in tables.items()}
-    assert len(letters["all"]) == countdown.HELD_OUT_PAIRS
+    assert len(letters["all"]) == countdown.HELD_OUT_LETTERS
     assert letters["all"].isdisjoint(letters["train"] | letters["warm_start"])
     quarter = countdown.HELD_OUT_ROWS // 4
     starts = sorted(row["start"] for row in tables["all"])
