@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["own_score", "reasoning_gym_score"]
 
 FIX = "write a reward function that evaluates nothing"
+MOST_CHARACTERS = 10_000
+"""A longer completion scores 0, unless the right answer has more than half of that. Scorers may
+take a time that grows with the square of the length."""
+FEWER_CHARACTERS = {"codeio": 2_000, "propositional_logic": 500}
+"""Tasks whose scorers take seconds for MOST_CHARACTERS → their own limit."""
+LARGE_EXPONENT = re.compile(r"e[-+]?\d{4}", re.IGNORECASE)
+"""In a number of coin_flip, whose scorer makes an integer with that many digits of it."""
 
 
 def reasoning_gym_score(
@@ -36,6 +44,7 @@ def reasoning_gym_score(
     (such as "chain_sum").
 
     Columns `question` and `answer` come from the task's entry. `metadata` is its metadata as JSON.
+    A completion for which the scorer raises has the score 0, as has a very long one (`own_score`).
 
     Raises:
         RewardError: the scorer of a task would evaluate the model's text as code.
@@ -51,9 +60,30 @@ def reasoning_gym_score(
 
 
 def own_score(completion: str, answer: str, question: str, task: str, metadata: str) -> float:
-    """The score of one completion. The scorers of EVALUATED tasks run the completion as code."""
+    """The score of one completion. It is 0 if the completion is too long, or if the task's scorer
+    raises for it. The scorers of EVALUATED tasks run the completion as code.
+
+    Raises:
+        Exception: what the scorer raises for the right answer too, so the row is at fault.
+    """
+    text = completion.strip()
+    score = _task(task).score_answer
     entry = {"question": question, "answer": answer, "metadata": json.loads(metadata)}
-    return float(_task(task).score_answer(completion.strip(), entry))
+    if _costly(text, str(answer), task):
+        return 0.0
+    try:
+        return float(score(text, entry))
+    except Exception:
+        score(str(answer), entry)
+        return 0.0
+
+
+def _costly(text: str, answer: str, task: str) -> bool:
+    """Whether a task's scorer might take very long for a text."""
+    if len(text) > max(FEWER_CHARACTERS.get(task, MOST_CHARACTERS), 2 * len(answer)):
+        return True
+    digits = text.replace(",", "").replace("_", "")  # as the scorer reads a number
+    return task == "coin_flip" and LARGE_EXPONENT.search(digits) is not None
 
 
 @functools.lru_cache(maxsize=64)

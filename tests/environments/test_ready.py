@@ -239,6 +239,11 @@ def test_a_puzzle_has_the_packages_own_score() -> None:
     assert ended.parts == {"tries": 1.0, "first_score": ended.reward}
 
 
+def test_an_answer_for_which_the_scorer_raises_is_wrong() -> None:
+    ended, _ = play(reasoning_gym, puzzle("prime_factorization"), ["I do not know."])
+    assert (ended.end, ended.reward) == ("done", 0.0)
+
+
 def test_a_wrong_answer_may_be_tried_again() -> None:
     task = puzzle()
     ended, session = play(reasoning_gym, task, ["x", "y", task["answer"], "z"], tries=4)
