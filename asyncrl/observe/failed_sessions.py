@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from asyncrl.runtime.reasons import reason_key
+
 __all__ = ["WHERE", "FailureNotes", "failed_in_all", "failure_line"]
 
 WHERE = "the column session_note of groups/*.parquet has every reason"
@@ -26,15 +28,16 @@ class FailureNotes:
     """Which records of failed sessions the terminal shows."""
 
     def __init__(self) -> None:
-        self._shown: set[object] = set()
+        self._shown: set[str] = set()
 
     def note(self, metrics: Mapping[str, object]) -> str | None:
         """The line about a record. None: its reason was shown, or hardly any session failed."""
-        failed, sessions, reason = metrics["failed"], metrics["sessions"], metrics["reason"]
+        failed, sessions = metrics["failed"], metrics["sessions"]
+        key = reason_key(str(metrics["reason"]))
         assert isinstance(failed, int) and isinstance(sessions, int)
-        if failed <= SHARE * sessions or reason in self._shown or len(self._shown) >= MOST_NOTES:
+        if failed <= SHARE * sessions or key in self._shown or len(self._shown) >= MOST_NOTES:
             return None
-        self._shown.add(reason)
+        self._shown.add(key)
         return failure_line(metrics)
 
 
@@ -48,12 +51,16 @@ def failed_in_all(records: Sequence[Mapping[str, object]]) -> list[str]:
     if not known:
         return []
     failed, reasons, others = 0, Counter[str](), False
+    texts: dict[str, str] = {}
     for record in known:
         count, times = record["failed"], record["times"]
         assert isinstance(count, int) and isinstance(times, int)
         failed += count
-        reasons[str(record["reason"])] += times
+        reason = str(record["reason"])
+        key = reason_key(reason)
+        texts.setdefault(key, reason)
+        reasons[key] += times
         others |= times < count
-    reason, times = reasons.most_common(1)[0]
+    key, times = reasons.most_common(1)[0]
     least = "at least " if others else ""  # a record has its most frequent reason only
-    return [f"{failed} sessions failed, most often ({least}{times} times) {reason}; {WHERE}"]
+    return [f"{failed} sessions failed, most often ({least}{times} times) {texts[key]}; {WHERE}"]

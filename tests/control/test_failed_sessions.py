@@ -45,12 +45,61 @@ def test_the_most_frequent_reason_counts() -> None:
     assert failed.metrics() == {"sessions": 8, "failed": 5, "reason": KEY, "times": 3}
 
 
-def test_reasons_that_all_differ_take_bounded_memory() -> None:
+def task(number: int) -> str:
+    """A reason with a name that no other number has."""
+    name = "".join("ghijklmnop"[int(digit)] for digit in str(number))
+    return f"env_error: task {name}"
+
+
+@pytest.mark.parametrize("more", [0, 1, 9])
+def test_reasons_that_all_differ_take_bounded_memory(more: int) -> None:
     failed = FailedSessions()
-    for number in range(MOST_REASONS + 9):
-        failed.add(counts(0, {f"env_error: task {number}": 1}))
-    assert failed.metrics()["failed"] == MOST_REASONS + 9
-    assert len(failed._reasons) == MOST_REASONS
+    for number in range(MOST_REASONS + more):
+        failed.add(counts(0, {task(number): 1}))
+        assert (
+            len(failed._reasons) <= MOST_REASONS and failed._texts.keys() == failed._reasons.keys()
+        )
+    shown = failed.metrics()
+    assert shown["failed"] == MOST_REASONS + more and shown["times"] == 1
+    assert str(shown["reason"]).startswith("env_error: task ")
+
+
+def test_a_frequent_reason_is_found_after_many_others() -> None:
+    failed = FailedSessions()
+    for number in range(20 * MOST_REASONS):
+        failed.add(counts(0, {task(number): 1}))
+    for _ in range(25 * MOST_REASONS):
+        failed.add(counts(0, {BROKEN: 1}))
+    for number in range(20 * MOST_REASONS):
+        failed.add(counts(0, {task(number): 1}))
+    found = failed.metrics()
+    assert found["reason"] == BROKEN and isinstance(found["times"], int)
+    assert 0 <= 25 * MOST_REASONS - found["times"] <= 65 * MOST_REASONS / (MOST_REASONS + 1)
+
+
+def test_reasons_that_differ_by_paths_and_numbers_are_one() -> None:
+    failed = FailedSessions()
+    for number in range(3):
+        failed.add(counts(0, {f"env_error: KeyError: {number}{number}": 2}))
+        failed.add(
+            counts(0, {f"env_error: OSError: '/tmp/session_a_{number}b/x/tmpab_cde9{number}.t'": 1})
+        )
+        failed.add(
+            counts(0, {f"env_error: OSError: '/tmp/session_{number}xyzuvw/x/{number}9abcd.t'": 1})
+        )
+    assert failed.metrics() == {
+        "sessions": 12,
+        "failed": 12,
+        "reason": "env_error: OSError: '/tmp/session_a_0b/x/tmpab_cde90.t'",
+        "times": 6,
+    }
+
+
+def test_a_reason_is_one_line() -> None:
+    failed = FailedSessions()
+    failed.add(counts(0, {"env_error: SystemExit: red\nstep 9: all\r\n\u2028is well": 1}))
+    assert failed.metrics()["reason"] == "env_error: SystemExit: red step 9: all is well"
+    assert failed.why().endswith("(1 times) env_error: SystemExit: red step 9: all is well")
 
 
 def test_they_are_recorded_before_a_step_if_most_fail() -> None:

@@ -65,3 +65,21 @@ def test_reasons_that_all_differ_do_not_fill_the_terminal(tmp_path: Path) -> Non
 
 def test_a_run_without_failures_says_nothing() -> None:
     assert failed_in_all([{"event": "step", "step": 1}]) == []
+
+
+def test_reasons_that_differ_by_a_number_are_shown_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    reasons = [f"env_error: no server at port {port}" for port in (40001, 40002)]
+    with MetricsWriter(tmp_path) as writer:
+        live = Live(observe_spec(small_config()), 0.0)
+        recorder = RunRecorder(writer, OutcomesWriter(tmp_path / "outcomes", 0), live)
+        for step, reason in enumerate((*reasons, "env_error: other")):
+            times = 10 if step < 2 else 15
+            metrics = {"sessions": 16, "failed": 16, "reason": reason, "times": times}
+            recorder.record("failed_sessions", step, step, metrics)
+    shown = [one.message for one in caplog.records if "sessions failed" in one.message]
+    assert len(shown) == 2 and reasons[0] in shown[0] and "env_error: other" in shown[1]
+    (whole,) = failed_in_all(list(read_metrics(tmp_path)))
+    assert f"most often (at least 20 times) {reasons[0]}; " in whole
