@@ -156,16 +156,30 @@ def _add_samples_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _recorded_number(text: str) -> int:
+    """A number that a 64-bit column can have."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 0 to 2**63 - 1")
+    return number
+
+
 def _add_replay_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "ordinal", type=int, metavar="ORDINAL", help="number of the prompt, as `samples` shows it"
+        "ordinal",
+        type=_recorded_number,
+        metavar="ORDINAL",
+        help="number of the prompt, as `samples` shows it",
     )
     command.add_argument(
         "--sample", type=int, metavar="N", help="only this session of the prompt; default: all"
     )
     command.add_argument(
         "--attempt",
-        type=int,
+        type=_recorded_number,
         metavar="N",
         help="the run's attempt that recorded them; default: the newest one",
     )

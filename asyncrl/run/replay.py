@@ -21,8 +21,8 @@ from asyncrl.contracts.columns import row_values
 from asyncrl.contracts.group_table import groups_from_table
 from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.nodes import Node
-from asyncrl.contracts.rows import Completion
-from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
+from asyncrl.contracts.rows import Completion, Group
+from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, TurnsRow, nodes_of_group
 from asyncrl.environments.attempt import Ended
 from asyncrl.environments.pool import EnvironmentFailedError
 from asyncrl.preflight.model_snapshot import resolve_models
@@ -86,7 +86,7 @@ def replay_sessions(
 
     Raises:
         ConfigError: the run has no environment or no such session, the environment cannot be
-            imported, or the columns of the group do not fit together.
+            imported, or the columns of the group are damaged.
     """
     config = resolve_models(run.config)
     spec = sessions_spec(config)
@@ -144,12 +144,8 @@ def _samples(there: int, sample: int | None, ordinal: int) -> Sequence[int]:
 
 
 async def _replay(spec: SessionsSpec, table: pa.Table, samples: Sequence[int]) -> list[Replayed]:
-    (row,) = row_values(table)
-    (group,) = groups_from_table(table)
-    try:
-        sessions = nodes_of_group(cast("SessionsRow", row))
-    except ValueError as error:
-        raise ConfigError(f"group {group.prompt.ordinal}: {error}; restore the file") from None
+    record = _read(table)
+    group = record.group
     task = {**group.prompt.columns, "prompt": group.prompt.text}
     template = session_template(spec)
     stops = load_stops(
@@ -161,8 +157,10 @@ async def _replay(spec: SessionsSpec, table: pa.Table, samples: Sequence[int]) -
         await pool.start()
         replayed = []
         for sample in samples:
-            ended = _recorded_end(row, sample)
-            model = _RecordedModel(sessions[sample], template.tokenizer, reader, stops.strings)
+            ended = record.ends[sample]
+            model = _RecordedModel(
+                record.sessions[sample], template.tokenizer, reader, stops.strings
+            )
             again = await _play(pool, task, template, model)
             replayed.append(
                 Replayed(
@@ -181,13 +179,49 @@ async def _replay(spec: SessionsSpec, table: pa.Table, samples: Sequence[int]) -
         await pool.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A recorded group, and the turns and the end of each of its sessions."""
+
+    group: Group
+    sessions: Sequence[Sequence[Node]]
+    ends: Sequence[Ended]
+
+
+def _read(table: pa.Table) -> _Record:
+    """The record of a group's row.
+
+    Raises:
+        ConfigError: its columns are damaged.
+    """
+    try:
+        (row,) = row_values(table)
+        (group,) = groups_from_table(table)
+        for name in TurnsRow.__annotations__:
+            if None in cast("Sequence[object]", row[name]):
+                raise ValueError(f"{name} is null for a turn")
+        sessions = nodes_of_group(cast("SessionsRow", row))
+        for node in (node for nodes in sessions for node in nodes):
+            for token in node.token_ids:
+                if not isinstance(token, int) or token < 0:
+                    raise ValueError(f"a turn has the token {token}")
+        ends = [_recorded_end(row, sample) for sample in range(len(sessions))]
+    except (ValueError, TypeError, LookupError) as error:
+        ordinal = table["ordinal"][0].as_py()
+        why = " ".join(str(error).split())
+        raise ConfigError(
+            f"group {ordinal}: its columns are damaged ({why}); restore the file"
+        ) from None
+    return _Record(group, sessions, ends)
+
+
 def _recorded_end(row: Mapping[str, Any], sample: int) -> Ended:
-    return Ended(
-        row["session_end"][sample],
-        row["session_reward"][sample],
-        json.loads(row["session_parts"][sample]),
-        row["session_note"][sample],
-    )
+    end, parts = row["session_end"][sample], json.loads(row["session_parts"][sample])
+    if end is None:
+        raise ValueError(f"session_end is {end} for session {sample}")
+    if not isinstance(parts, dict):
+        raise ValueError(f"session_parts is no JSON object for session {sample}")
+    return Ended(end, row["session_reward"][sample], parts, row["session_note"][sample])
 
 
 async def _play(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -279,6 +280,8 @@ def test_the_command_prints_each_session_and_fails_at_a_difference(
     assert "1 replayed, 1 differ" in text and "\x1b" not in text
     for arguments, message in (
         (("8",), "has no group 8; groups/ has 7 to 7"),
+        ((str(2**63),), "give a whole number from 0 to 2**63 - 1"),
+        (("7", "--attempt", str(2**63)), "give a whole number from 0 to 2**63 - 1"),
         ((str(ORDINAL), "--attempt", "1"), "no group 7 of attempt 1"),
         ((str(ORDINAL), "--sample", "2"), "--sample = 2: group 7 has the sessions 0 to 1"),
     ):
@@ -336,3 +339,37 @@ def test_columns_that_a_replay_does_not_read_may_be_missing(recorded: Recorded) 
     )
     run = without(recorded.record(TALK), *unread)
     assert [one.difference for one in replay_sessions(run, ORDINAL)] == ["", ""]
+
+
+DAMAGE: Mapping[str, tuple[str, object, str]] = {
+    "parts no JSON": ("session_parts", ["{nope"], "Expecting property name"),
+    "parts a list": ("session_parts", ["[1]"], "session_parts is no JSON object for session 0"),
+    "parts null": ("session_parts", [None], "JSON object must be str"),
+    "end null": ("session_end", [None], "session_end is None for session 0"),
+    "no end": ("session_end", [], "list index out of range"),
+    "many tokens": ("turn_tokens", [10**6, 1, 1], "turns of 1000002 tokens have"),
+    "negative tokens": ("turn_tokens", [-1, 1, 1], "turns of 1 tokens have"),
+    "null tokens": ("turn_tokens", [None, 1, 1], ""),
+    "null context": ("turn_context", [None, [1], [1]], "turn_context is null for a turn"),
+    "null in context": ("turn_context", [[None], [1], [1]], "a turn has the token None"),
+    "negative context": ("turn_context", [[-1], [1], [1]], "a turn has the token -1"),
+    "null finish": ("turn_finish_reason", ["stop", None, "stop"], "turn_finish_reason is null"),
+    "a turn's parent": ("turn_parent", [0, 0, 1], "turn 0 continues turn 0, which is not an"),
+}
+"""What is damaged → the column, its value, and what is said."""
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_row_is_refused_in_one_line(recorded: Recorded, damage: str) -> None:
+    column, value, why = DAMAGE[damage]
+    run = recorded.record(TALK, samples=1)
+    path = run.directory / "groups" / "a.parquet"
+    table = pq.read_table(path)
+    index = table.column_names.index(column)
+    field = table.schema.field(index)
+    pq.write_table(table.set_column(index, field, pa.array([value], field.type)), path)
+    with pytest.raises(ConfigError) as refused:
+        replay_sessions(open_run(run.directory), ORDINAL)
+    text = str(refused.value)
+    assert text.startswith("group 7: its columns are damaged (") and why in text
+    assert text.endswith("); restore the file") and "\n" not in text
