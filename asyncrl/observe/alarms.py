@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from asyncrl.observe.metric_values import number
@@ -156,15 +156,29 @@ RATIO_METRICS = {"ess", "chi2", "ratio_mean", "kl_k3"}
 """Metrics of the ratio of learner to generator probability. With restricted sampling the two sides
 have different distributions, and the ratio measures more than staleness."""
 
+FAILED_ENDS = ("env_error", "agent_error", "reward_error", "deadline")
+"""Ends of sessions without a reward, each with a metric `session/<end>_ratio` and an alarm."""
 
-def alarms(metrics: Mapping[str, object], restricted: bool = False) -> list[str]:
+
+def alarms(
+    metrics: Mapping[str, object],
+    restricted: bool = False,
+    trained_ends: Collection[str] = (),
+) -> list[str]:
     """One line for each metric outside its range. Missing, NaN and non-numeric values are skipped.
     With a teacher, groups with equal rewards teach as well.
 
     Args:
         restricted: rollouts sample from a restricted set of tokens (top_p, top_k, min_p), so
             RATIO_METRICS are skipped.
+        trained_ends: the run's `environment.train_ends`. Sessions with another of FAILED_ENDS are
+            masked, so it is no fault of the reward that they have none.
     """
+    masked = sum(
+        number(metrics, f"session/{end}_ratio") or 0.0
+        for end in FAILED_ENDS
+        if end not in trained_ends
+    )
     lines = []
     for name, healthy in RANGES.items():
         value = number(metrics, name)
@@ -172,7 +186,7 @@ def alarms(metrics: Mapping[str, object], restricted: bool = False) -> list[str]
             (restricted and name in RATIO_METRICS)
             or (name == "reward/zero_variance_ratio" and "distill/reverse_kl" in metrics)
             or value is None
-            or (name == "reward/unscored_ratio" and value - _failed(metrics) <= healthy.high)
+            or (name == "reward/unscored_ratio" and value - masked <= healthy.high)
             or math.isnan(value)
             or healthy.low <= value <= healthy.high
         ):
@@ -180,15 +194,6 @@ def alarms(metrics: Mapping[str, object], restricted: bool = False) -> list[str]
         advice = _advice(name, healthy, metrics)
         lines.append(f"{name} = {value:.3g} is {_outside(healthy)}: {advice}")
     return lines
-
-
-def _failed(metrics: Mapping[str, object]) -> float:
-    """The share of sessions that failed. They have no reward, and alarms of their own."""
-    return sum(
-        number(metrics, name) or 0.0
-        for name in RANGES
-        if name.startswith("session/") and name != "session/branch_ratio"
-    )
 
 
 def _advice(name: str, healthy: Range, metrics: Mapping[str, object]) -> str:
@@ -208,13 +213,18 @@ def _advice(name: str, healthy: Range, metrics: Mapping[str, object]) -> str:
 class Alarms:
     """Raises the alarms of one run, step by step."""
 
-    def __init__(self, restricted: bool = False, entropies: Iterable[float] = ()) -> None:
+    def __init__(
+        self,
+        restricted: bool = False,
+        entropies: Iterable[float] = (),
+        trained_ends: Collection[str] = (),
+    ) -> None:
         """
         Args:
-            restricted: as in `alarms`.
+            restricted, trained_ends: as in `alarms`.
             entropies: of the run's first steps, if it resumes from a checkpoint.
         """
-        self._restricted = restricted
+        self._restricted, self._trained_ends = restricted, trained_ends
         self._first_entropies = list(entropies)[:FIRST_STEPS]
         self._outside: Counter[str] = Counter()
         """Metric → consecutive steps that it has been outside its range."""
@@ -234,7 +244,8 @@ class Alarms:
 
         An alarm is new on the step on which the metric has been outside its range long enough.
         """
-        lines = {line.split(" ")[0]: line for line in alarms(metrics, self._restricted)}
+        found = alarms(metrics, self._restricted, self._trained_ends)
+        lines = {line.split(" ")[0]: line for line in found}
         for name in RANGES.keys() & metrics.keys():
             self._outside[name] = self._outside[name] + 1 if name in lines else 0
         return {

@@ -54,7 +54,7 @@ class RunRecorder:
             entropies: as in `Alarms`.
         """
         self.writer, self.outcomes_writer, self.live = writer, outcomes, live
-        self._alarms = Alarms(live.spec.cuts_distribution, entropies)
+        self._alarms = Alarms(live.spec.cuts_distribution, entropies, live.spec.trained_ends)
         self._failures = FailureNotes()
         self._alarmed: set[str] = set()
         """Metrics whose alarm the terminal has shown."""

@@ -24,3 +24,5 @@ class ObserveSpec:
     """Whether rollouts sample only from some tokens (top_p, top_k, min_p)."""
     completions_every: int
     """Steps between two tables of completions in the sinks; 0 = no tables."""
+    trained_ends: tuple[str, ...] = ()
+    """Ends of sessions that are trained (`environment.train_ends`)."""

@@ -352,4 +352,5 @@ def observe_spec(config: Config) -> ObserveSpec:
         evaluation_sets=tuple(config.evaluation_sets),
         cuts_distribution=config.rollout.cuts_distribution,
         completions_every=config.observe.completions_every,
+        trained_ends=tuple(config.environment.train_ends) if config.environment else (),
     )

@@ -6,8 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from small_config import small_config
 
-from asyncrl.observe.alarms import FIRST_STEPS, RANGES, Alarms, Range, alarms
+from asyncrl.observe.alarms import FAILED_ENDS, FIRST_STEPS, RANGES, Alarms, Range, alarms
+from asyncrl.preflight.specs import observe_spec
 from asyncrl.rundir.metrics import MetricsWriter, first_entropies
 
 
@@ -233,3 +235,23 @@ def test_sessions_that_failed_are_no_fault_of_the_reward() -> None:
     assert names == list(failed)
     names = [line.split(" ")[0] for line in alarms({**failed, "reward/unscored_ratio": 0.9})]
     assert names == [*failed, "reward/unscored_ratio"]
+
+
+def test_sessions_that_failed_and_are_trained_need_a_reward() -> None:
+    failed = {"session/agent_error_ratio": 0.5, "session/deadline_ratio": 0.25}
+    unscored = {**failed, "reward/unscored_ratio": 0.8}
+    for trained, reported in (((), False), (("done", "deadline"), True)):
+        lines = alarms(unscored, trained_ends=trained)
+        assert any(line.startswith("reward/unscored_ratio") for line in lines) == reported
+        assert ("reward/unscored_ratio" in Alarms(trained_ends=trained).check(unscored)) == reported
+    config = small_config(
+        data={"train": "t", "max_length": 16},
+        environment={"function": "m:f", "train_ends": ["done", "deadline"]},
+    )
+    assert observe_spec(config).trained_ends == ("done", "deadline")
+
+
+def test_each_end_that_excuses_a_missing_reward_has_an_alarm() -> None:
+    for end in FAILED_ENDS:
+        metrics = {f"session/{end}_ratio": 0.5, "reward/unscored_ratio": 0.5}
+        assert [line.split(" ")[0] for line in alarms(metrics)] == [f"session/{end}_ratio"]
