@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from small_config import small_config
@@ -15,9 +15,13 @@ from asyncrl.observe.failed_sessions import WHERE, failed_in_all
 from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.progress import ProgressView
 from asyncrl.preflight.specs import observe_spec
+from asyncrl.run.train import TrainingJob
 from asyncrl.rundir.metrics import MetricsWriter, read_metrics
 from asyncrl.rundir.outcomes import OutcomesWriter
 from asyncrl.runtime.redact import RedactingFormatter
+
+if TYPE_CHECKING:
+    from asyncrl.preflight.plan_text import Plan
 
 REASON = "env_error: RuntimeError: the \x1b[31mdatabase\x1b[0m is down"
 SHOWN = "env_error: RuntimeError: the �[31mdatabase�[0m is down"
@@ -83,3 +87,10 @@ def test_reasons_that_differ_by_a_number_are_shown_once(
     assert len(shown) == 2 and reasons[0] in shown[0] and "env_error: other" in shown[1]
     (whole,) = failed_in_all(list(read_metrics(tmp_path)))
     assert f"most often (at least 20 times) {reasons[0]}; " in whole
+
+
+def test_the_summary_of_a_run_says_why_sessions_failed() -> None:
+    job = TrainingJob(small_config(), cast("Plan", None))  # only a description needs the plan
+    record = {"event": "failed_sessions", "step": 1, **failed(14)}
+    assert job.changes([record]) == failed_in_all([record]) != []
+    assert job.changes([]) == []

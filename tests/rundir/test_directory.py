@@ -397,6 +397,26 @@ def test_waiting_groups_scored_with_old_settings_are_generated_again(tmp_path, c
         )
 
 
+@pytest.mark.parametrize("name", ["turn_s", "tool_s"])
+def test_waiting_groups_of_sessions_with_another_limit_are_generated_again(tmp_path, name):
+    def limited(seconds, **changes):
+        environment = {"function": "package.module:solve", name: seconds}
+        data = {"train": "train.parquet", "max_length": 40}
+        return config(tmp_path, environment=environment, data=data, **changes)
+
+    with RunDirectory(limited(5.0)) as directory:
+        write(
+            directory,
+            replace(directory.state, version=1, waiting=((0, 17),)),
+            [Scored(17, 1, None, 4, (0.0, 1.0), {}, 2, 0)],
+        )
+    with RunDirectory(limited(5.0, resume="must")) as directory:
+        assert directory.state.waiting == ((0, 17),)
+    with RunDirectory(limited(6.0, resume="must")) as directory:
+        assert directory.state.waiting == ()
+        assert directory.notes[-1].endswith(f"depend on the old environment.{name}")
+
+
 def test_a_faster_driver_is_noticed(tmp_path, monkeypatch):
     """Another driver runs a whole attempt between this one's check of the directory and its
     lock."""

@@ -25,15 +25,17 @@ class Streamed:
         self.response = EventStream(self._events(source), source, self._failed, self._left)
 
     async def _source(self) -> AsyncGenerator[Event | Exception, None]:
+        closed = self.closed
         try:
             for item in self._items:
                 yield item
         finally:
-            self.closed.append("source")
+            closed.append("source")
 
     async def _events(
         self, source: AsyncGenerator[Event | Exception, None]
     ) -> AsyncGenerator[Event, None]:
+        closed = self.closed
         try:
             async for item in source:
                 if isinstance(item, Exception):
@@ -41,7 +43,7 @@ class Streamed:
                 yield item
             yield DONE
         finally:
-            self.closed.append("events")
+            closed.append("events")
 
     @staticmethod
     def _failed(error: Exception, sent: int) -> Event:
@@ -60,7 +62,11 @@ class Streamed:
         self.sent.append(message.get("body", b"start").decode())
 
     def run(self) -> list[str]:
-        asyncio.run(self.response({}, self._receive, self._send))
+        async def answer() -> None:
+            await self.response({}, self._receive, self._send)
+            self.closed = list(self.closed)  # the end of the loop closes what is left
+
+        asyncio.run(answer())
         return self.sent
 
 
