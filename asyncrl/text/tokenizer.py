@@ -75,8 +75,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     callers must not change it.
 
     Raises:
-        TokenizerError: the directory has no tokenizer, or an unreadable one.
+        TokenizerError: there is no such directory, or it has no tokenizer, or an unreadable one.
     """
+    if not Path(path).is_dir():
+        raise TokenizerError(
+            f"model.path = {path!r}: there is no such directory; give a Hugging Face checkpoint"
+            " directory"
+        )
     try:
         if (Path(path) / "tokenizer.json").exists():
             # tokenizer.json is complete. AutoTokenizer would import torch, which costs seconds in

@@ -220,3 +220,13 @@ def test_the_tokenizers_files_are_copied_unchanged(misnamed: Path, tmp_path: Pat
     names = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert {file.name for file in target.iterdir()} == names
     assert filecmp.cmpfiles(misnamed, target, names, shallow=False)[0] == [*names]
+
+
+def test_a_missing_directory_is_named_as_such(tmp_path: Path) -> None:
+    path = str(tmp_path / "nowhere")
+    with pytest.raises(TokenizerError) as refused:
+        load_tokenizer(path)
+    assert str(refused.value) == (
+        f"model.path = {path!r}: there is no such directory; give a Hugging Face checkpoint"
+        " directory"
+    )
