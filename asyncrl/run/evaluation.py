@@ -27,13 +27,14 @@ from asyncrl.rewards.contract import RewardError, Session
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.functions import short
+from asyncrl.runtime.reasons import reason_key
 from asyncrl.runtime.together import together
 
 if TYPE_CHECKING:
     from asyncrl.rollout.sessions import Sessions
     from asyncrl.sessions.session import TurnRequest
 
-__all__ = ["STATUSES", "Answer", "Evaluator", "Score", "answers_table", "measure"]
+__all__ = ["STATUSES", "Answer", "Evaluator", "Score", "answers_table", "lost_text", "measure"]
 
 logger = logging.getLogger("asyncrl")
 
@@ -42,6 +43,8 @@ Score = Callable[..., Awaitable[Mapping[str, Sequence[float | None]]]]
 """Scores completions of one prompt, and with an environment their sessions: reward function → the
 raw reward of each completion."""
 
+FAILED = ("env_error", "agent_error", "reward_error")
+"""Ends of sessions without a reward."""
 AT_A_LIMIT = ("length", "turns", "deadline")
 """Ends of sessions that count as 0 in an evaluation, if they have no reward."""
 SEEDS = 1 << 48
@@ -364,17 +367,9 @@ class Evaluator:
     def _keep(
         self, name: str, settings: EvalSet, version: int, answers: Sequence[Sequence[Answer]]
     ) -> None:
-        """Write the completions, and log how many were lost and why the first was."""
-        lost = [answer for siblings in answers for answer in siblings if answer.completion is None]
-        if lost:
-            logger.warning(
-                "evaluation set %s at version %d: %d completions were late or failed; the"
-                " first: %s",
-                name,
-                version,
-                len(lost),
-                lost[0].reason,
-            )
+        """Write the completions, and log how many were lost and the most frequent reason."""
+        if why := lost_text(answers):
+            logger.warning("evaluation set %s at version %d: %s", name, version, why)
         make_directory(self.directory)
         weights = {
             reward: function.weight for reward, function in self.config.reward.functions.items()
@@ -392,6 +387,23 @@ class Evaluator:
             table,
             self.directory / f"attempt_{self.attempt:04d}-version_{version:08d}-{name}.parquet",
         )
+
+
+def lost_text(answers: Sequence[Sequence[Answer]]) -> str:
+    """How many completions were late or failed, with the most frequent reason; "" if none did.
+    With an environment, sessions that failed are counted too."""
+    lost = [
+        answer.reason
+        for siblings in answers
+        for answer in siblings
+        if answer.completion is None
+        or (answer.session is not None and answer.session.end in FAILED)
+    ]
+    if not lost:
+        return ""
+    key, times = Counter(map(reason_key, lost)).most_common(1)[0]
+    reason = next(reason for reason in lost if reason_key(reason) == key)
+    return f"{len(lost)} completions were late or failed, most often ({times} times): {reason}"
 
 
 def measure(

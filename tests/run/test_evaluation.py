@@ -10,7 +10,8 @@ from small_config import SMALL
 from asyncrl.config import Config
 from asyncrl.contracts.errors import EvaluationLostError, GenerationTimeoutError, StaleReplicaError
 from asyncrl.contracts.rows import Completion, Prompt, VersionSpan
-from asyncrl.run.evaluation import Answer, Evaluator, measure
+from asyncrl.rewards.contract import Session
+from asyncrl.run.evaluation import Answer, Evaluator, lost_text, measure
 from asyncrl.testing import FakeGenerate
 
 REWARD = {"functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match"}}}
@@ -159,6 +160,30 @@ def test_a_completion_of_another_version_counts_as_failed(tmp_path):
     metrics = evaluate(tmp_path, config_of({"data": "d"}), Recording(version=4), version=3)
     assert metrics["eval/greedy_failed_ratio"] == 1.0 and metrics["eval/greedy_accuracy"] == 0.0
     assert rows(tmp_path, "greedy")[0]["reason"] == "made by versions [4], not only by 3"
+
+
+def test_the_log_has_the_most_frequent_reason_of_lost_completions(tmp_path, caplog):
+    evaluate(tmp_path, config_of({"data": "d"}), Recording(version=4), version=3)
+    count = len(PROMPTS)
+    assert (
+        f"evaluation set greedy at version 3: {count} completions were late or failed, most often"
+        f" ({count} times): made by versions [4], not only by 3"
+    ) in caplog.messages
+
+
+def test_sessions_that_failed_are_lost_completions():
+    def ended(end, reason):
+        completion = Completion((1,), (-0.5,), (VersionSpan(0, 0, 1),), "stop", "x")
+        return Answer(completion, "ok", reason, session=Session((), end, None, {}, None))
+
+    answers = [
+        [Answer(None, "late", "too late"), ended("done", ""), ended("turns", "turns: 8")],
+        [ended("env_error", f"env_error: no port {port}") for port in (40001, 40002)],
+    ]
+    assert lost_text(answers) == (
+        "3 completions were late or failed, most often (2 times): env_error: no port 40001"
+    )
+    assert lost_text([[ended("done", "")]]) == ""
 
 
 def test_an_evaluation_whose_replica_is_gone_is_lost_and_not_wrong(tmp_path):
