@@ -79,7 +79,9 @@ HOMES = {
 }
 """Library → the folders and modules that import it; each of them does."""
 NO_FILES = {"io", "os", "pathlib", "shutil", "tempfile"}
-FILE_MODULES = {f"runtime.{name}" for name in ("files", "merging", "parquet", "temporary")}
+FILE_MODULES = {
+    f"runtime.{name}" for name in ("files", "merging", "parquet", "removal", "temporary")
+}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import site
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from asyncrl.environments.given import OUTPUT
 from asyncrl.environments.model import Model
 from asyncrl.runtime.functions import import_function, is_async, short
 from asyncrl.runtime.redact import is_secret_name
+from asyncrl.runtime.temporary import TemporaryFolder
 
 __all__ = ["command_columns", "own_folder", "play", "program_environment"]
 
@@ -94,8 +94,8 @@ def own_folder(folder: Path, process: Mapping[str, str]) -> dict[str, str]:
 @contextlib.asynccontextmanager
 async def _folder() -> AsyncIterator[Path]:
     """A folder of one session, among the temporary files of this process. It is removed in a
-    thread, because it may be large."""
-    folder = tempfile.TemporaryDirectory(prefix="session_", ignore_cleanup_errors=True)
+    thread, because it may be large, and also if the attempt is canceled again meanwhile."""
+    folder = TemporaryFolder("session_")
     try:
         home = Path(folder.name)
         (home / "tmp").mkdir()

@@ -80,8 +80,7 @@ def main(lifeline: int, connection: int, folder: str, serve: str) -> None:
     # between, the code is known only once the process is reaped.
     reaped = _kill_descendants()
     if place is not None:
-        with contextlib.suppress(OSError):
-            place.cleanup()
+        place.cleanup()
     code = os.waitstatus_to_exitcode(reaped.get(process, 0) if status is None else status)
     os._exit(code if code >= 0 else 128 - code)
 

@@ -9,14 +9,22 @@ import multiprocessing.process
 import multiprocessing.resource_sharer
 import os
 import re
-import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-__all__ = ["TemporaryPlace", "remove_left_behind", "temporary_folder", "temporary_within"]
+from asyncrl.runtime.removal import remove_folder
+
+__all__ = [
+    "TemporaryFolder",
+    "TemporaryPlace",
+    "remove_left_behind",
+    "temporary_folder",
+    "temporary_within",
+]
 
 OURS = re.compile(r"asyncrl_[A-Za-z-]+_([0-9]+)_([0-9]+)_\w+")
 SHORT = Path("/tmp")
@@ -31,7 +39,32 @@ SHARER_S = 5.0
 """Seconds for multiprocessing's listener to stop."""
 
 
-def temporary_folder(kind: str, place: Path | None = None) -> tempfile.TemporaryDirectory[str]:
+class TemporaryFolder:
+    """A new folder, until `cleanup`, the end of a `with` block, or the end of the process. Unlike
+    that of `tempfile`, its removal changes nothing outside it, and never fails: see
+    `remove_folder`.
+
+    Args:
+        prefix: beginning of its name.
+        place: parent directory. Default: the temporary directory.
+    """
+
+    def __init__(self, prefix: str, place: Path | None = None) -> None:
+        self.name = tempfile.mkdtemp(prefix=prefix, dir=place)
+        self._remove = weakref.finalize(self, remove_folder, Path(self.name))
+
+    def __enter__(self) -> str:
+        return self.name
+
+    def __exit__(self, *error: object) -> None:
+        self.cleanup()
+
+    def cleanup(self) -> None:
+        """Remove the folder. May be called twice."""
+        self._remove()
+
+
+def temporary_folder(kind: str, place: Path | None = None) -> TemporaryFolder:
     """Create a folder `asyncrl_KIND_PROCESS_START_…`, after removing those of dead processes.
 
     Args:
@@ -41,9 +74,7 @@ def temporary_folder(kind: str, place: Path | None = None) -> tempfile.Temporary
     place = place or Path(tempfile.gettempdir())
     remove_left_behind(place)
     this = psutil.Process()
-    return tempfile.TemporaryDirectory(
-        prefix=f"asyncrl_{kind}_{this.pid}_{int(this.create_time())}_", dir=place
-    )
+    return TemporaryFolder(f"asyncrl_{kind}_{this.pid}_{int(this.create_time())}_", place)
 
 
 @contextlib.contextmanager
@@ -64,7 +95,7 @@ def remove_left_behind(place: Path | None = None) -> None:
     for old in (place or Path(tempfile.gettempdir())).glob("asyncrl_*"):
         named = OURS.fullmatch(old.name)
         if named and not old.is_symlink() and not _lives(int(named[1]), int(named[2])):
-            shutil.rmtree(old, ignore_errors=True)  # fails for other users' folders
+            remove_folder(old)  # fails for other users' folders
 
 
 class TemporaryPlace:

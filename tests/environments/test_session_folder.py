@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +97,49 @@ def test_two_sessions_at_once_do_not_share_a_home(tmp_path: Path, place: Path) -
         ("raise SystemExit(3)", "agent_error"),
         ("import os; os.kill(os.getpid(), 9)", "agent_error"),
         ("import os; os.chmod('.', 0o500)", "done"),
+        ("[(os.mkdir('deep'), os.chdir('deep')) for _ in range(2000)]", "done"),
+        (
+            "import shutil; home = os.environ['HOME']; shutil.rmtree(home);"
+            " open(home, 'w').write('x')",
+            "done",
+        ),
     ],
 )
 def test_nothing_is_left_behind(place: Path, code: str, end: str) -> None:
     home = "import os, pathlib; os.chdir(os.environ['HOME']); os.mkdir('d');"
     writes = f"{home} open('d/file', 'w').write('x'); os.chmod('d', 0o500); {code}"
-    ended = asyncio.run(plays({"prompt": "p"}, deadline_s=2.0, command=python(writes)))
+    deadline_s = 4.0 if end == "deadline" else 60.0
+    ended = asyncio.run(plays({"prompt": "p"}, deadline_s=deadline_s, command=python(writes)))
     assert ended.end == end
+    assert list(place.iterdir()) == []
+
+
+def test_a_home_that_is_canceled_again_is_removed(place: Path) -> None:
+    """Even if its removal has to wait for a thread."""
+    busy, over = threading.Event(), threading.Event()
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        agent = {"command": WRITES}
+        limits = Limits(5, 60)
+        session = asyncio.ensure_future(
+            attempt(play, {"prompt": "p"}, Silent(), limits, agent, URL)
+        )
+        while not any(place.glob("session_*/file")):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        occupied = loop.run_in_executor(None, lambda: (busy.set(), over.wait()))
+        while not busy.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        while not session.done():
+            session.cancel()
+            await asyncio.sleep(0.05)
+        assert any(place.iterdir())
+        over.set()
+        await occupied
+        await loop.shutdown_default_executor()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
     assert list(place.iterdir()) == []
 
 
