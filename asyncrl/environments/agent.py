@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import json
 import os
 import re
 import signal
 import site
-import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,6 +19,7 @@ from typing import IO, Any
 from asyncrl.environments.attempt import AgentFailedError
 from asyncrl.environments.given import OUTPUT
 from asyncrl.environments.model import Model
+from asyncrl.environments.threads import in_thread
 from asyncrl.runtime.functions import import_function, is_async, short
 from asyncrl.runtime.redact import is_secret_name
 from asyncrl.runtime.temporary import TemporaryFolder
@@ -194,34 +193,4 @@ async def _call(
     found = import_function("agent.function", function)
     if is_async(found):
         return await found(task, model, **arguments)
-    return await _in_thread(partial(found, task, model, **arguments))
-
-
-async def _in_thread(call: Callable[[], object]) -> object:
-    """What a call returns, in a thread of its own: those of the event loop are few, and a call that
-    hangs would keep one."""
-    loop = asyncio.get_running_loop()
-    end: asyncio.Future[tuple[object, Exception | None]] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def settle(result: object, error: Exception | None) -> None:
-        if not end.done():
-            end.set_result((result, error))
-
-    def run() -> None:
-        result: object = None
-        failure: Exception | None = None
-        try:
-            result = context.run(call)
-        except SystemExit as leaving:  # it would end the process, with all other sessions
-            failure = AgentFailedError(f"the function called sys.exit({leaving.code!r})")
-        except Exception as error:  # raised again where the function is awaited
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, daemon=True).start()
-    result, failure = await end
-    if failure is not None:
-        raise failure
-    return result
+    return await in_thread(partial(found, task, model, **arguments))

@@ -1,5 +1,6 @@
 """Environment processes: attempts run in separate processes, many in each. A process is killed if
-one of its attempts blocks it or does not end.
+one of its attempts blocks it or does not end. It is replaced if threads have outlived too many of
+its attempts.
 
     play ──► an attempt in the process with the fewest ◄──requests, answers──► its session, here
 
@@ -48,6 +49,8 @@ LOOK_EVERY_S = 0.25
 GUARD_S = 5.0
 """Seconds beyond its deadline, and beyond block_s, until the pool kills the process of an attempt
 that has not ended."""
+MOST_LEFT = 16
+"""Threads that may outlive their attempts in a process before it is replaced."""
 SHARED = RUNNING.size + ALIVE.size
 """Bytes of the memory that a process shares with the pool."""
 
@@ -249,15 +252,24 @@ class EnvironmentPool:
     def _setup(self, process: _Process) -> Setup:
         config = self._config
         return Setup(
-            config.function, config.arguments, self._limits, config.memory_bytes, process.shared
+            config.function,
+            config.arguments,
+            self._limits,
+            config.memory_bytes,
+            process.shared,
+            # Each attempt may leave one, and the others still have theirs.
+            config.concurrency + 2 * MOST_LEFT,
         )
 
     async def _watch(self, process: _Process) -> None:
-        """Kill the process if the code of one attempt keeps control for too long, or if the event
-        loop stands still for another reason."""
+        """Kill the process if the code of one attempt keeps control for too long, if the event
+        loop stands still for another reason, or if it is idle and has too many threads."""
         before = (NOBODY, 0.0)
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
+            if process.is_worn() and not process.running:
+                process.kill()
+            self._dispatch()  # the threads may have ended
             number, since = now = process.running_now()
             # A single look may be torn: the process writes meanwhile.
             steady, before = now == before, now
@@ -373,7 +385,7 @@ class _Process(ChildProcess):
 
     async def start_with(self, setup: Setup) -> None:
         RUNNING.pack_into(self._memory, 0, NOBODY, 0.0)
-        ALIVE.pack_into(self._memory, RUNNING.size, time.monotonic())
+        ALIVE.pack_into(self._memory, RUNNING.size, time.monotonic(), 0)
         await self.start(SERVE, setup, (self.shared,), FOLDER)
 
     def running_now(self) -> tuple[int, float]:
@@ -383,14 +395,25 @@ class _Process(ChildProcess):
 
     def silent_s(self) -> float:
         """Seconds since the event loop's last sign of life."""
-        (alive,) = ALIVE.unpack_from(self._memory, RUNNING.size)
+        alive, _ = ALIVE.unpack_from(self._memory, RUNNING.size)
         return time.monotonic() - float(alive)
+
+    def left(self) -> int:
+        """The number of threads that have outlived their attempts."""
+        _, left = ALIVE.unpack_from(self._memory, RUNNING.size)
+        return int(left)
+
+    def is_worn(self) -> bool:
+        """Whether those are too many. It begins no more attempts, and is replaced after its last
+        one."""
+        return self.left() >= MOST_LEFT
 
     def has_room(self, most: int) -> bool:
         """Whether it may begin an attempt, if it runs `most` at once."""
         return (
             self.ready
             and not self.killed
+            and not self.is_worn()
             and len(self.running) < most
             and not any(attempt.alone for attempt in self.running.values())
         )

@@ -26,6 +26,7 @@ from typing import Any, cast
 from asyncrl.environments.agent import play
 from asyncrl.environments.attempt import Ended, Environment, Limits, attempt
 from asyncrl.environments.model import SessionUrl
+from asyncrl.environments.threads import CallThreads
 from asyncrl.runtime.child_process import MessageWriter, receive
 from asyncrl.runtime.functions import FunctionError, import_function, is_async, short, text_of
 from asyncrl.sessions.answers import (
@@ -40,9 +41,10 @@ from asyncrl.text.template import MessagesError
 
 __all__ = ["ALIVE", "NOBODY", "REFUSALS", "RUNNING", "Answered", "Play", "Setup", "Stop", "serve"]
 
-RUNNING, ALIVE = struct.Struct("=qd"), struct.Struct("=d")
+RUNNING, ALIVE = struct.Struct("=qd"), struct.Struct("=dq")
 """In the shared memory: the number of the attempt whose code runs, or NOBODY, and the time by
-`time.monotonic` when it got control. After it, the time when the event loop was last alive."""
+`time.monotonic` when it got control. After it, the time when the event loop was last alive, and the
+number of threads that have outlived their attempts."""
 NOBODY = -1
 BEAT_S = 0.25
 """Seconds between two signs of life of the event loop."""
@@ -73,6 +75,8 @@ class Setup:
     memory_bytes: int
     running: int
     """File descriptor of the shared memory."""
+    threads: int
+    """Most threads for `asyncio.to_thread`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +203,13 @@ class _Process:
         self._tasks: dict[int, set[asyncio.Task[Any]]] = {}
         """All tasks of each attempt, its own included."""
         self._stopped: set[int] = set()
-        ALIVE.pack_into(self._running, RUNNING.size, time.monotonic())
+        self._threads = CallThreads(setup.threads, _NUMBER.get)
+        self._note()
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._task)
+        loop.set_default_executor(self._threads)
         self._beat(loop)
         threading.Thread(target=self._read, args=(loop,), daemon=True).start()
         while True:
@@ -212,8 +218,13 @@ class _Process:
                 await loop.create_future()
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        ALIVE.pack_into(self._running, RUNNING.size, time.monotonic())
+        self._note()
         loop.call_later(BEAT_S, self._beat, loop)
+
+    def _note(self) -> None:
+        """Write a sign of life, and how many threads have outlived their attempts."""
+        left = self._threads.left((NOBODY, *self._attempts))
+        ALIVE.pack_into(self._running, RUNNING.size, time.monotonic(), left)
 
     def _task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> Any:
         """A task of an attempt notes whose code runs."""
@@ -260,6 +271,7 @@ class _Process:
             task.cancel()
         self._stopped.discard(number)
         del self._attempts[number], self._sessions[number]
+        self._note()  # before the pool gives this process another attempt
         # A task that was canceled before its first step has no result.
         ended = {"failed": "stopped"} if playing.cancelled() else playing.result()
         self._send({"number": number, **ended})

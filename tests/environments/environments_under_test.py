@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -78,6 +79,10 @@ async def faulty(task: Mapping[str, Any], model: Any) -> float | None:
         case "asks in a thread":
             answer = await asyncio.to_thread(lambda: asyncio.run(ask(model, "thread")))
             return float(answer == "said thread")
+        case "hangs in a thread":
+            await asyncio.to_thread(threading.Event().wait)
+        case "calls in a thread":
+            return float(await asyncio.to_thread(os.getpid))
         case "nests":
             deep: Any = "x"
             for _ in range(3000):

@@ -159,24 +159,6 @@ def test_secrets_and_rays_variables_are_not_passed() -> None:
     assert program_environment(process, {"MY_TOKEN": "5"}) == {"HOME": "4", "MY_TOKEN": "5"}
 
 
-def hangs(task: Any, model: Model) -> float:
-    time.sleep(600)
-    return 0.0
-
-
-def test_functions_that_hang_leave_room_for_others() -> None:
-    async def work() -> list[Ended]:
-        stuck = {"function": f"{__name__}:hangs"}
-        quick = {"function": f"{__name__}:blocking"}
-        limits = [*([(stuck, 0.3)] * 40), (quick, 20.0)]
-        return await asyncio.gather(
-            *(attempt(play, TASK, Silent(), Limits(5, one), agent, URL) for agent, one in limits)
-        )
-
-    ends = [ended.end for ended in asyncio.run(work())]
-    assert ends == [*["deadline"] * 40, "done"]
-
-
 def test_a_program_that_ignores_its_end_is_killed_also_if_its_attempt_is_canceled_again(
     tmp_path: Path,
 ) -> None:
