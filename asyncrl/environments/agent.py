@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
 import signal
 import site
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
+
+import psutil
 
 from asyncrl.environments.attempt import AgentFailedError
 from asyncrl.environments.given import OUTPUT
@@ -30,10 +34,12 @@ PLACE = re.compile(r"\{(\w+)\}")
 """In an argument of a command: the name of a column of the task."""
 MOST_KEPT = 1 << 16
 """Bytes of a program's output that are kept, from its end."""
-END_S = 2.0
-"""Seconds that a program gets to end after SIGTERM."""
+END_S, LOOK_AGAIN_S = 2.0, 0.01
+"""Seconds that a program gets to end after SIGTERM, and between two looks for what it has left."""
 NOT_PASSED = ("RAY_", "ASYNCRL_", "OPENAI_", "ANTHROPIC_")
 """Prefixes of variables that an agent does not get from this process."""
+MARK = "ASYNCRL_SESSION_FOLDER"
+"""Variable of a program and of all that it starts: the folder of its session."""
 OWN_FOLDERS = ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")
 """Variables with folders that are by default in HOME. A program does not get them from this
 process, so that its own HOME counts."""
@@ -64,7 +70,12 @@ async def play(
     argv = _filled(command or (), task)
     async with _folder() as folder:
         own = {**own_folder(folder, os.environ), **(variables or {}), **model.variables}
-        return {OUTPUT: await _run(argv, given, program_environment(os.environ, own))}
+        environment = program_environment(os.environ, {**own, MARK: str(folder)})
+        try:
+            return {OUTPUT: await _run(argv, given, environment)}
+        finally:
+            # A thread, because it looks at every process. A second cancellation does not stop it.
+            await asyncio.shield(asyncio.to_thread(_end_marked, str(folder)))
 
 
 def program_environment(process: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
@@ -129,8 +140,8 @@ def _stdin(task: Mapping[str, Any], kind: str) -> bytes:
 
 
 async def _run(argv: Sequence[str], given: bytes, environment: Mapping[str, str]) -> str:
-    """Run a program to its end. Returns what it wrote. It ends with everything that it has started
-    if the attempt is canceled."""
+    """Run a program to its end. Returns what it wrote. Its process group ends with it, also if the
+    attempt is canceled."""
     # Files, not pipes: a process that the program leaves behind would keep a pipe open.
     with TemporaryFile() as stdin, TemporaryFile() as stdout, TemporaryFile() as stderr:
         stdin.write(given)
@@ -152,8 +163,7 @@ async def _run(argv: Sequence[str], given: bytes, environment: Mapping[str, str]
             await _end(program)
         if code:
             how = _signal_name(-code) if code < 0 else f"exit code {code}"
-            lines = _last_text(stderr).strip().splitlines()
-            said = f": {short(lines[-1])}" if lines else ""
+            said = _last_words(_last_text(stderr))
             raise AgentFailedError(f"{os.path.basename(argv[0])} ended with {how}{said}")
         return _last_text(stdout)
 
@@ -161,6 +171,12 @@ async def _run(argv: Sequence[str], given: bytes, environment: Mapping[str, str]
 def _signal_name(number: int) -> str:
     known = {each.value: each.name for each in signal.Signals}
     return f"signal {known.get(number, number)}"
+
+
+def _last_words(text: str) -> str:
+    """The last line with a letter or a digit, after a colon."""
+    lines = (line for line in reversed(text.splitlines()) if any(map(str.isalnum, line)))
+    return "".join(f": {short(line.strip())}" for line in itertools.islice(lines, 1))
 
 
 def _last_text(file: IO[bytes]) -> str:
@@ -184,6 +200,32 @@ async def _end(program: asyncio.subprocess.Process) -> None:
 def _signal(program: asyncio.subprocess.Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(program.pid, number)
+
+
+def _end_marked(folder: str) -> None:
+    """Kill what the program of a session has started and left, in whatever group or session of
+    processes it is. This stops all of them first: one that starts others would outrun the kills."""
+    ends = time.monotonic() + END_S
+    while (left := _marked(folder)) and time.monotonic() < ends:
+        for send in (psutil.Process.suspend, psutil.Process.kill):
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    send(process)
+        time.sleep(LOOK_AGAIN_S)
+
+
+def _marked(folder: str) -> list[psutil.Process]:
+    """The living processes that have this folder as their MARK, among those below the supervisor,
+    which adopts what a program leaves."""
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(os.getppid()).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and (
+                    process.environ().get(MARK) == folder
+                ):
+                    found.append(process)
+    return found
 
 
 async def _call(

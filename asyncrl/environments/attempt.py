@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias, cast
 import asyncrl
 from asyncrl.environments.given import NOTHING, Given, given_by
 from asyncrl.environments.model import ChatSession, Model, SessionUrl
-from asyncrl.runtime.functions import short, text_of
+from asyncrl.runtime.functions import one_line, text_of
 from asyncrl.sessions.answers import (
     ContextTooLongError,
     SessionClosedError,
@@ -303,7 +303,7 @@ def _place(error: BaseException) -> str:
         if not frame.filename.startswith(HOME) and "/asyncio/" not in frame.filename
     ]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    text = " ".join(text_of(str, error).split())[:300]
+    text = one_line(text_of(str, error))[:300]
     # An environment says that its agent or its reward failed. Then the end has the kind.
     said = isinstance(error, AgentFailedError | RewardFailedError)
-    return short(f"{text if said and text else f'{type(error).__name__}: {text}'}{where}")
+    return one_line(f"{text if said and text else f'{type(error).__name__}: {text}'}{where}")

@@ -16,7 +16,7 @@ import mmap
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from asyncrl.config import EnvironmentConfig
@@ -33,6 +33,7 @@ from asyncrl.environments.process import (
     Stop,
 )
 from asyncrl.runtime.child_process import ChildProcess
+from asyncrl.runtime.functions import one_line
 from asyncrl.sessions.answers import ChatRequest
 
 __all__ = ["AttemptLostError", "EnvironmentFailedError", "EnvironmentPool", "ModelFailedError"]
@@ -312,7 +313,8 @@ class EnvironmentPool:
         elif "failed" in message:
             attempt.end.set_exception(attempt.failed or ModelFailedError(message["failed"]))
         else:
-            attempt.end.set_result(Ended(**message["ended"]))
+            ended = Ended(**message["ended"])
+            attempt.end.set_result(replace(ended, note=one_line(ended.note)))
 
     def _handle_end(self, process: _Process, code: int | None) -> None:
         """Tell the attempts of a process that has ended what to do."""

@@ -169,7 +169,11 @@ def _check_arguments(
         first: arguments that it gets before them: none, or the task and the model.
     """
     try:
-        signature = inspect.signature(function)
+        # Not of what a decorator wraps: that may get more arguments from it, or fewer.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # it has none
+        return
+    try:
         signature.bind(*[None] * first, **arguments)
     except TypeError as error:
         takes = [
@@ -183,8 +187,6 @@ def _check_arguments(
             f" {short(repr(dict(arguments)))}: {error}; {gets} of {section}.arguments:"
             f" {', '.join(takes) or 'nothing'}"
         ) from None
-    except ValueError:  # it has no signature
-        pass
 
 
 class _Process:
@@ -297,7 +299,7 @@ class _Process:
             return {"failed": f"{type(error).__name__}: {text_of(str, error)}"}
         except BaseException as error:
             note = f"{type(error).__name__}: {text_of(str, error)}"
-            ended = Ended("env_error", note=short(note))
+            ended = Ended("env_error", note=note)
         return {"ended": asdict(ended)}
 
 

@@ -13,6 +13,7 @@ from asyncrl.environments.given import turn_rewards_of
 from asyncrl.environments.model import SessionUrl
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.rollout.paced import PacedSession, PlayedSession
+from asyncrl.runtime.functions import one_line
 from asyncrl.sessions.answers import Answer, ChatRequest
 
 if TYPE_CHECKING:
@@ -102,12 +103,14 @@ def with_requests(ended: Ended, served: ServedSession) -> Ended:
     if served.failed is not None:
         raise served.failed
     if served.ended is not None and ended.end in ("done", "env_error", "agent_error"):
-        ended = replace(ended, end=end_of(served.ended), note=str(served.ended))
+        ended = replace(ended, end=end_of(served.ended), note=one_line(str(served.ended)))
     if ended.rewards_at_url is not None:
         try:
             placed = turn_rewards_of(ended.rewards_at_url, served.taken)
         except ValueError as error:
-            ended = replace(ended, end="reward_error", reward=None, parts={}, note=str(error))
+            ended = replace(
+                ended, end="reward_error", reward=None, parts={}, note=one_line(str(error))
+            )
         else:
             ended = replace(ended, turn_rewards=placed)
     whole = ended.model_s + ended.other_s

@@ -16,6 +16,7 @@ __all__ = [
     "chosen_arguments",
     "import_function",
     "is_async",
+    "one_line",
     "place_of",
     "refuse_main",
     "short",
@@ -158,6 +159,12 @@ def where(function: Callable[..., object]) -> str:
 def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
     """The location of the innermost frame; "" if there are no frames."""
     return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+
+
+def one_line(text: str) -> str:
+    """The text without control characters on one line, and `short`."""
+    plain = "".join(one if one.isprintable() else " " for one in short(text))
+    return " ".join(plain.split())
 
 
 def short(text: str, most: int = MOST_CHARACTERS) -> str:

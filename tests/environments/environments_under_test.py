@@ -39,6 +39,11 @@ async def faulty(task: Mapping[str, Any], model: Any) -> float | None:
             os._exit(7)
         case "leaves":
             sys.exit(3)
+        case "leaves with a text":
+            sys.exit("one\n\x1b[31mtwo")
+        case "raises with control characters":
+            kind = type("Odd\nname", (Exception,), {})
+            raise kind("one\r\ntwo\u2028three\x00\u202e")
         case "raises":
             raise KeyError("no such thing")
         case "allocates":
@@ -75,7 +80,7 @@ async def faulty(task: Mapping[str, Any], model: Any) -> float | None:
             except BaseException:
                 return 0.0
         case "base exception":
-            raise BaseException("odd")
+            raise BaseException("odd\nlines")
         case "asks in a thread":
             answer = await asyncio.to_thread(lambda: asyncio.run(ask(model, "thread")))
             return float(answer == "said thread")

@@ -78,6 +78,10 @@ def test_what_a_program_can_read(stdin: str | None, expected: str) -> None:
         (python("raise SystemExit(3)"), "ended with exit code 3"),
         (python("raise KeyError('no key')"), "ended with exit code 1: KeyError: 'no key'"),
         (python("import os; os.kill(os.getpid(), 9)"), "ended with signal SIGKILL"),
+        (
+            python(r"import os; os.write(2, b'first\nno \x1b[1mkey\n...\r\xff'); os._exit(3)"),
+            "ended with exit code 3: no [1mkey",
+        ),
         (["/no/such/program"], "'/no/such/program' cannot start: [Errno 2]"),
     ],
 )

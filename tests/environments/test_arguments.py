@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -23,6 +24,31 @@ def blocking(task: Any, model: Any, **more: float) -> float:
 
 async def takes_no_model(task: Any) -> float:
     return 1.0
+
+
+def with_store(function: Any) -> Any:
+    """Gives a function its store."""
+
+    @functools.wraps(function)
+    async def given(task: Any, model: Any, **more: Any) -> float:
+        return float(await function(task, model, "store", **more))
+
+    return given
+
+
+@with_store
+async def stored(task: Any, model: Any, store: str, level: int = 1) -> float:
+    return level
+
+
+class Odd:
+    __signature__ = "nonsense"
+
+    async def __call__(self, task: Any, model: Any) -> float:
+        return 1.0
+
+
+odd = Odd()
 
 
 class Game:
@@ -76,4 +102,7 @@ def test_arguments_that_fit_are_taken() -> None:
     assert agent("solve", {"worth": 1.0, "tries": 3}) is not None
     assert agent("blocking", {"anything": 1.0}) is not None
     assert imported(f"{HERE}:Game", {"most": 2}) is not None
+    assert imported(f"{HERE}:stored", {}) is not None
+    assert imported(f"{HERE}:stored", {"level": 2}) is not None
+    assert imported(f"{HERE}:odd", {"anything": 1}) is not None
     assert imported(PLAY, {"command": ["echo"], "arguments": {}, "function": None}) is not None

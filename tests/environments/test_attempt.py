@@ -96,6 +96,17 @@ def test_a_function_returns_its_reward(returned: Any, reward: Any, parts: Any) -
     assert (ended.end, ended.reward, ended.parts, ended.turns) == ("done", reward, parts, 2)
 
 
+@pytest.mark.parametrize("name", ["", "a/b", "a\nb", "a\x1b[31mb", "a  b", 3, "x" * 600])
+def test_a_part_has_a_plain_name(name: object) -> None:
+    async def solve(task: Mapping[str, Any], model: Any) -> Any:
+        return {"reward": 1.0, name: 2.0}
+
+    ended = run(solve)
+    assert (ended.end, ended.parts) == ("reward_error", {})
+    assert "is no name of a reward: a short line without '/'" in ended.note
+    assert ended.note.isprintable()
+
+
 class NumberedSession(FakeSession):
     """Its answers are nodes 1, 3, 5, …. A request with a key that it knows gets its answer again,
     and one with several choices gets two nodes."""

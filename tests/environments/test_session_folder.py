@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncrl.config import EnvironmentConfig
@@ -199,6 +200,34 @@ def test_nothing_is_left_behind_if_the_pool_closes_during_a_session(place: Path)
 
     in_pool(work, WRITES)
     assert list(place.iterdir()) == []
+
+
+ESCAPES = """
+import os, pathlib, sys, time
+if not os.fork():
+    os.setsid()
+    if not os.fork():
+        pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+        while True:
+            (pathlib.Path.home() / str(time.monotonic_ns())).mkdir()
+            time.sleep(0.001)
+    os._exit(0)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+"""
+"""Leaves a process in a session of its own, which goes on to write into its home."""
+
+
+def test_what_a_program_leaves_in_another_session_ends_with_it(place: Path, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+
+    async def work(pool: EnvironmentPool) -> None:
+        assert (await playing(pool)).end == "done"
+        assert not list(place.glob("*/session_*"))
+        pid = int(note.read_text())
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+
+    in_pool(work, python(ESCAPES, note))
 
 
 def test_nothing_is_left_behind_if_the_process_of_the_sessions_is_killed(place: Path) -> None:
