@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.runtime.functions import one_line, short, text_of
+from asyncrl.runtime.functions import short, text_of
 from asyncrl.runtime.single_precision import FLOAT32_MAX
 
 __all__ = ["NOTHING", "OUTPUT", "Given", "given_by", "turn_rewards_of"]
@@ -55,12 +55,17 @@ def given_by(result: object, taken: Sequence[Sequence[int]] | None) -> Given:
     # Half of a surrogate pair is no text.
     output = output[-MOST_OUTPUT:].encode("utf-8", "backslashreplace").decode()
     for name in values:
-        if not isinstance(name, str) or not name or "/" in name or name != one_line(name):
+        if not isinstance(name, str) or not _is_name(name):
             shown = repr(str(name)[:80])
             raise TypeError(f"{shown} is no name of a reward: a short line without '/'")
     found = {name: _number(name, value) for name, value in values.items()}
     at_url = given if taken is None else None
     return Given(found.pop(REWARD, None), found, output, turns, at_url)
+
+
+def _is_name(name: str) -> bool:
+    """Whether a reward may have this name."""
+    return bool(name) and "/" not in name and name.isprintable() and name == short(name)
 
 
 def _turn_numbers(given: object) -> list[float | None]:

@@ -83,6 +83,18 @@ class AgentSession(ChatSession, Protocol):
         ...
 
 
+class Clock(Protocol):
+    """The clock of an attempt."""
+
+    def start(self) -> None:
+        """Note that the attempt begins, after it has waited for a process."""
+        ...
+
+    def excuse(self, seconds: float) -> None:
+        """Note that the code of another attempt has blocked their process for so long."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _Attempt:
     number: int
@@ -90,6 +102,7 @@ class _Attempt:
     session: AgentSession
     alone: bool
     url: SessionUrl | None
+    clock: Clock | None
     end: asyncio.Future[Ended]
     requests: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     answered: dict[int, Sequence[int]] = field(default_factory=dict)
@@ -137,6 +150,7 @@ class EnvironmentPool:
         session: AgentSession,
         alone: bool = False,
         url: SessionUrl | None = None,
+        clock: Clock | None = None,
     ) -> Ended:
         """Make one attempt.
 
@@ -144,6 +158,7 @@ class EnvironmentPool:
             session: answers its requests, in this process.
             alone: whether no other attempt may run in its process.
             url: where the session is served, if it is.
+            clock: learns when the attempt begins, and what others block.
 
         Raises:
             AttemptLostError: its process ended, and it is not known to be the cause.
@@ -155,7 +170,7 @@ class EnvironmentPool:
         await self.start()
         self._count += 1
         end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
-        attempt = _Attempt(self._count, task, session, alone, url, end)
+        attempt = _Attempt(self._count, task, session, alone, url, clock, end)
         self._waiting.append(attempt)
         self._dispatch()
         try:
@@ -278,6 +293,7 @@ class EnvironmentPool:
                 process.kill()
             if not steady or number == NOBODY:
                 continue
+            process.excuse_others(number, since)
             if time.monotonic() - since > self._config.block_s:
                 process.blame(
                     number,
@@ -376,6 +392,8 @@ class _Process(ChildProcess):
         self.running: dict[int, _Attempt] = {}
         self.blamed: tuple[int, str] | None = None
         """The number of the attempt that is the reason to kill it, and why."""
+        self._excused = 0.0
+        """Until when the attempts know what another one has blocked."""
         self.shared = os.memfd_create("environment")
         os.ftruncate(self.shared, SHARED)
         self._memory = mmap.mmap(self.shared, SHARED)
@@ -426,6 +444,8 @@ class _Process(ChildProcess):
         why = f"it did not end within {limit_s:g} s, although it was canceled"
         attempt.guard = loop.call_later(limit_s, self._guard, attempt.number, why)
         self.running[attempt.number] = attempt
+        if attempt.clock is not None:
+            attempt.clock.start()
         self.send(Play(attempt.number, attempt.task, attempt.url))
 
     def _guard(self, number: int, why: str) -> None:
@@ -435,6 +455,14 @@ class _Process(ChildProcess):
             self.blame(number, why)
         else:
             self.kill()
+
+    def excuse_others(self, number: int, since: float) -> None:
+        """Tell the other attempts that this one has blocked them since then."""
+        now = time.monotonic()
+        seconds, self._excused = now - max(since, self._excused), now
+        for attempt in self.running.values():
+            if attempt.number != number and attempt.clock is not None:
+                attempt.clock.excuse(seconds)
 
     def blame(self, number: int, why: str) -> None:
         """Kill the process because of one attempt."""

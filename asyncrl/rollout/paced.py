@@ -39,7 +39,8 @@ class PacedSession:
 
     async def __aenter__(self) -> PacedSession:
         await self._limit.__aenter__()
-        self._playing, self._began = True, self._now()
+        self._playing = True
+        self.start()
         return self
 
     async def __aexit__(
@@ -50,6 +51,15 @@ class PacedSession:
     ) -> None:
         self._playing = False
         await self._limit.__aexit__(kind, error, trace)
+
+    def start(self) -> None:
+        """See `Clock.start`."""
+        self._began = self._now()
+
+    def excuse(self, seconds: float) -> None:
+        """See `Clock.excuse`."""
+        if (ends := self._limit.when()) is not None and not self._limit.expired():
+            self._limit.reschedule(ends + seconds)
 
     @property
     def expired(self) -> bool:

@@ -62,12 +62,12 @@ class Player:
         """Play one session to its end. Raises as `EnvironmentPool.play` does."""
         paced = PacedSession(session, self._tool_s)
         if self._server is None:
-            return await self._in_time(paced, self._pool.play(task, paced, alone))
+            return await self._in_time(paced, self._pool.play(task, paced, alone, clock=paced))
         await self._server.start()
         served = ServedSession(paced.chat, self._most_turns)
         with self._server.serving(served) as key:
             url = SessionUrl(self._server.address, key)
-            played = self._pool.play(task, _Counted(session, served), alone, url)
+            played = self._pool.play(task, _Counted(session, served), alone, url, paced)
             ended = await self._in_time(paced, played)
         return with_requests(ended, served)
 

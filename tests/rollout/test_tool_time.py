@@ -86,6 +86,20 @@ def test_one_request_under_way_is_enough() -> None:
     assert not paced(overlapping).expired
 
 
+def test_time_that_another_session_blocks_does_not_count() -> None:
+    async def blocked(session: PacedSession) -> None:
+        session.excuse(100)  # no clock runs yet
+        await session.chat(QUESTION)
+        await asyncio.sleep(2)
+        session.excuse(4)
+        await asyncio.sleep(4.9)
+        await session.chat(QUESTION)
+        await asyncio.sleep(3.1)
+
+    session = paced(blocked)
+    assert session.expired and session.turns == 2
+
+
 @pytest.mark.parametrize("tool_s", [3.0, None])
 def test_a_session_that_asks_too_late_ends(tool_s: float | None) -> None:
     async def late(session: PacedSession) -> None:
@@ -140,6 +154,29 @@ def test_a_tool_that_hangs_ends_its_session_alone() -> None:
     assert late.other_s >= 3.0 > late.model_s
     assert (slow.end, slow.reward) == ("done", 1.0) and slow.model_s >= 4.0
     assert (done.end, done.reward) == ("done", 1.0)
+
+
+def test_a_session_does_not_pay_for_another_that_blocks_their_process() -> None:
+    blocks, other = played(
+        ({"fault": "blocks a while"}, Slow()),
+        ({"fault": "waits"}, Slow()),
+        tool_s=4.0,
+        block_s=60,
+    )
+    # It blocked for 6 s, and both are held to 4 s. The culprit is.
+    assert (blocks.end, other.end, other.reward) == ("deadline", "done", 1.0)
+
+
+def test_the_time_before_a_session_begins_is_not_its_own() -> None:
+    first, second = played(
+        ({"fault": "none"}, Slow(5.0)),
+        ({"fault": "waits long"}, Slow()),
+        tool_s=2.0,
+        concurrency=1,
+    )
+    assert (first.end, second.end) == ("done", "deadline")
+    assert second.other_s >= 2.0
+    assert second.other_s < 5.0, "it waited for a place for 5 s"
 
 
 def test_an_environment_that_swallows_the_end_has_ended() -> None:
