@@ -479,14 +479,15 @@ class EnvironmentConfig(Section):
     max_turns: int = Field(default=16, gt=0)
     """Most turns of one session."""
     deadline_s: float = Field(default=300.0, gt=0)
-    """Seconds of one session, the model's and the environment's together."""
+    """Seconds of one session from its start in a process, the model's and the environment's
+    together: its tools count, and so does what other sessions block."""
     turn_s: float | None = Field(default=None, gt=0)
     """Seconds of one turn of the model. A session with a longer one ends with `deadline`. None =
     only deadline_s counts."""
     tool_s: float | None = Field(default=None, gt=0)
     """Seconds from an answer to the session's next request, or to its end: its tools, its own code
-    and its scoring. A session that takes longer ends with `deadline`. None = only deadline_s
-    counts."""
+    and its scoring. It leaves out what other sessions block. A session that takes longer ends with
+    `deadline`. None = only deadline_s counts."""
     train_ends: list[SessionEnd] = [
         "done",
         "length",

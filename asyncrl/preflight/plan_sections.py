@@ -168,7 +168,7 @@ def _player_text(config: Config) -> str:
 
 
 def _longest_wait(config: Config, environment: EnvironmentConfig) -> list[str]:
-    """What the active time of sessions can cost under on_stale: wait, in words and seconds."""
+    """What the time of sessions can cost under on_stale: wait, in words and seconds."""
     waves, steps = session_waves(config), config.staleness.max_staleness
     most = waves * (environment.deadline_s + environment.block_s + GUARD_S)
     lines = [
