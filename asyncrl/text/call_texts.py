@@ -1,5 +1,9 @@
-"""Parses tool calls that transformers' content parsers cannot: several JSON values in a row, and
-calls in Python's syntax. The text comes from a model, so nothing of it is ever run."""
+"""Parses tool calls that transformers' content parsers cannot, or not strictly: several JSON values
+in a row, calls in Python's syntax, a tag for each argument, and JSON with bare keys.
+
+The text comes from a model, so nothing of it is ever run. It can also be long and pathological, so
+patterns keep what they have matched, and no part of it is read again and again.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-__all__ = ["Calls", "json_calls", "json_or_python_calls", "named_calls", "python_calls"]
+__all__ = [
+    "Calls",
+    "bare_arguments",
+    "json_calls",
+    "json_or_python_calls",
+    "named_calls",
+    "python_calls",
+    "tagged_arguments",
+]
 
 Calls: TypeAlias = list[dict[str, Any]]
 """`{"function": {"name": ..., "arguments": ...}}`, with an `id` if the model wrote one."""
@@ -17,7 +29,8 @@ ARGUMENTS = ("arguments", "parameters")
 IDS = ("id", "tool_call_id")
 BETWEEN = re.compile(r"[\s;,]*")
 HEAD = re.compile(
-    r"\s*(?:\[TOOL_CALLS\])?\s*(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*(?=\{)"
+    r"\s*+(?:\[TOOL_CALLS\]\s*+)?(?P<name>[\w.-]{1,256}+)(?:\[CALL_ID\](?P<id>\w{1,256}+))?"
+    r"(?:\[ARGS\])?\s*+(?=\{)"
 )
 """What Mistral's models write before the arguments of a call."""
 SPACE = re.compile(r"\s*")
@@ -29,8 +42,10 @@ ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "\n": ""}
 AFTER_TEXT = re.compile(r"\s*(?:[,)\]}:]|\Z)")
 """What follows the end of a text. Some templates write texts without escapes, so that a quote may
 also be a part of one."""
+BARE_KEY = re.compile(r"[^\s:,{}\[\]<>\"']{1,256}+")
+BARE_VALUE = re.compile(r"[^\n,{}\[\]<>\"]{1,256}+")
 DEEPEST = 32
-"""Levels of nested values in Python's syntax."""
+"""Levels of nested values in Python's syntax, or with bare keys."""
 
 
 def json_calls(text: str) -> Calls:
@@ -97,6 +112,101 @@ def python_calls(text: str) -> Calls:
     return _some(calls)
 
 
+def tagged_arguments(text: str, tags: Mapping[str, str]) -> dict[str, str]:
+    """The arguments of a call that has a tag for each of them. All of the text must be tags, apart
+    from spaces: otherwise a tag without its end would change or hide an argument.
+
+    Args:
+        tags: `head`, a pattern from the start of a tag to the start of its value, with the group
+            `key`; `mark`, a text in each head; `end`, the text after a value; and `trim`, a text
+            that is dropped from the end of a value.
+
+    Raises:
+        ValueError: there is anything else.
+    """
+    head, mark, end = re.compile(tags["head"]), tags["mark"], tags["end"]
+    arguments: dict[str, str] = {}
+    place = _skipped(SPACE, text, 0)
+    while place < len(text):
+        found = head.match(text, place)
+        last = -1 if found is None else text.find(end, found.end())
+        if found is None or last < 0 or text.find(mark, found.end(), last) >= 0:
+            raise ValueError(f"no argument in tags at character {place} of a tool call")
+        arguments[found["key"]] = text[found.end() : last].removesuffix(tags["trim"])
+        place = _skipped(SPACE, text, last + len(end))
+    return arguments
+
+
+def bare_arguments(text: str, marks: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of a call in JSON whose keys have no quotes, as Gemma's models write it. Texts
+    are in quotes of their own. A text without quotes is read if it is one line without marks.
+
+    Args:
+        marks: `quote`, what is on both sides of a text.
+
+    Raises:
+        ValueError: that is no such JSON, or it is nested too deeply.
+    """
+    value, place = _bare(text, _skipped(SPACE, text, 0), marks["quote"], 0)
+    if not isinstance(value, dict) or text[place:].strip():
+        raise ValueError("the arguments of a tool call are no object, or more follows")
+    return value
+
+
+def _bare(text: str, place: int, quote: str, depth: int) -> tuple[Any, int]:
+    """The value with bare keys that begins at `place`, and the place after it."""
+    if depth > DEEPEST:
+        raise ValueError("the arguments of a tool call are nested too deeply")
+    if text.startswith((quote, '"'), place):
+        return _quoted(text, place, quote)
+    first = text[place : place + 1]
+    if first == "[":
+        items: list[object] = []
+
+        def item(place: int) -> int:
+            value, place = _bare(text, place, quote, depth + 1)
+            items.append(value)
+            return place
+
+        return items, _listed(text, place + 1, "]", item)
+    if first == "{":
+        entries: dict[str, object] = {}
+
+        def entry(place: int) -> int:
+            key, place = (
+                _quoted(text, place, quote)
+                if text.startswith((quote, '"'), place)
+                else _matched(BARE_KEY, text, place)
+            )
+            entries[key], place = _bare(text, _expect(text, place, ":"), quote, depth + 1)
+            return place
+
+        return entries, _listed(text, place + 1, "}", entry)
+    word, place = _matched(BARE_VALUE, text, place)
+    try:
+        return json.loads(word), place
+    except ValueError:
+        return word.strip(), place
+
+
+def _quoted(text: str, place: int, quote: str) -> tuple[str, int]:
+    """The text that begins at `place` with a quote of its own or of JSON, and the place after."""
+    if not text.startswith(quote, place):
+        value, place = json.JSONDecoder().raw_decode(text, place)
+        return str(value), place
+    end = text.find(quote, place + len(quote))
+    if end < 0:
+        raise ValueError("a text of a tool call without an end")
+    return text[place + len(quote) : end], end + len(quote)
+
+
+def _matched(pattern: re.Pattern[str], text: str, place: int) -> tuple[str, int]:
+    found = pattern.match(text, place)
+    if found is None:
+        raise ValueError(f"no name or value at character {place} of a tool call")
+    return found.group(), found.end()
+
+
 def _some(calls: Calls) -> Calls:
     if not calls:
         raise ValueError("no tool call")
@@ -135,10 +245,7 @@ def _expect(text: str, place: int, mark: str) -> int:
 
 
 def _name(text: str, place: int) -> tuple[str, int]:
-    found = NAME.match(text, place)
-    if found is None:
-        raise ValueError(f"no name at character {place} of a tool call")
-    return found.group(), found.end()
+    return _matched(NAME, text, place)
 
 
 def _python_call(text: str, place: int) -> tuple[dict[str, Any], int]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.text.call_texts import Calls
 from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode_prompt, special_tokens
-from asyncrl.text.turn_formats import STARTS, TurnFormat, turn_format
+from asyncrl.text.turn_formats import ARGUMENT_PARSERS, STARTS, TurnFormat, turn_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +30,13 @@ REASONING = ("reasoning", "reasoning_content", "thinking")
 """Names that response templates give to reasoning."""
 THINKING = re.compile(r"[<\[](?P<end>/?)(?:\w+:)?think(?:ing)?[>\]]", re.IGNORECASE)
 """How templates mark the start and the end of reasoning."""
+SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 OWN = "its own response_template"
+MOST_CALLS = 256
+"""Calls of a turn. A turn with more is text."""
+SEARCH_S = 2.0
+"""Seconds of searching in a turn, after which it is text. Only the patterns of a model's own
+response template can take so long."""
 
 
 class ResponseReader:
@@ -36,7 +44,10 @@ class ResponseReader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         # Imported here because only rollout workers read turns, and it imports transformers.
+        from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
         from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        CONTENT_PARSERS.update(ARGUMENT_PARSERS)
 
         self._tokenizer = tokenizer
         own = getattr(tokenizer, "response_template", None)
@@ -86,7 +97,7 @@ class ResponseReader:
             turn = decode_prompt(self._tokenizer, self._without_end(token_ids))
             parsed: object = self._tokenizer.parse_response(
                 turn,
-                self._template,
+                _searching(self._template, time.monotonic() + SEARCH_S),
                 prefix=self._start(prompt_ids),
                 tools=None if tools is None else [dict(tool) for tool in tools],
             )
@@ -130,11 +141,7 @@ class ResponseReader:
             message["reasoning"] = str(reasoning)
         if calls:
             short = self._format is not None and self._format.short_ids
-            name = f"{place % 10**6:06d}{{:03d}}" if short else f"call_{place}_{{}}"
-            message["tool_calls"] = [
-                _call(call, name.format(number))
-                for number, call in enumerate(self._calls(calls, turn))
-            ]
+            message["tool_calls"] = _identified(self._calls(calls, turn), place, short)
         return message
 
     def _marks_content(self, turn: str) -> bool:
@@ -145,13 +152,62 @@ class ResponseReader:
 
     def _calls(self, found: Any, turn: str) -> Calls:
         """The calls of a turn. Raises ValueError, for example if the last one was cut."""
-        if self._format is None:
-            return list(found)
-        if self._format.was_cut(turn):
+        if self._format is not None and self._format.was_cut(turn):
             raise ValueError("the tool call was cut")
-        if self._format.calls is None:
-            return list(found)
-        return [call for text in found for call in self._format.calls(text)]
+        calls = list(found)
+        if self._format is not None and self._format.calls is not None:
+            calls = [call for text in found for call in self._format.calls(text)]
+        if len(calls) > MOST_CALLS:
+            raise ValueError(f"more than {MOST_CALLS} tool calls")
+        return calls
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """What a search finds while more text may come: nothing before `place` can change."""
+
+    place: int
+    partial: bool = True
+
+    def start(self) -> int:
+        return self.place
+
+
+class _Searches:
+    """A pattern of a response template in one turn. transformers searches the rest of the turn for
+    every pattern after each mark that it finds. This searches again only behind the last match, and
+    only once the whole turn is known."""
+
+    def __init__(self, pattern: Any, until: float) -> None:
+        self._pattern, self._until = pattern, until
+        self._last: tuple[str, int, Any] | None = None
+        """The text, where the last search began, and what it found."""
+
+    def search(self, text: str, place: int, partial: bool = False) -> Any:
+        """As `regex.Pattern.search`. Raises TimeoutError after the turn's time."""
+        if partial:
+            return _Later(place)
+        if self._last is not None:
+            known, begin, found = self._last
+            if known is text and begin <= place and (found is None or found.start() >= place):
+                return found
+        left = max(self._until - time.monotonic(), 1e-3)
+        found = self._pattern.search(text, place, timeout=left)
+        self._last = text, place, found
+        return found
+
+
+def _searching(template: Any, until: float) -> Any:
+    """A response template whose patterns search a turn once, until that time."""
+
+    def searches(pattern: Any) -> Any:
+        return None if pattern is None else _Searches(pattern, until)
+
+    fields = {
+        name: replace(one, open_re=searches(one.open_re), close_re=searches(one.close_re))
+        for name, one in template.fields.items()
+    }
+    return replace(template, fields=fields)
 
 
 def in_reasoning(text: str) -> bool:
@@ -189,21 +245,41 @@ def _said(text: str) -> dict[str, object]:
     return {"role": "assistant", "content": text}
 
 
-def _call(call: Any, identity: str) -> dict[str, object]:
-    """A tool call as clients get it, with its arguments as JSON text.
+def _identified(calls: Calls, place: int, short: bool) -> list[dict[str, object]]:
+    """Tool calls as clients get them, each with an id of its own in the chat. The model's own id
+    stays if it is new in the turn, and if the chat template takes it.
 
     Args:
-        identity: its id, if the model wrote none.
+        place: tokens before the turn.
+        short: see `TurnFormat.short_ids`.
     """
+    name = f"{place % 10**6:06d}{{:03d}}" if short else f"call_{place}_{{}}"
+    ours = [name.format(number) for number in range(len(calls))]
+    used, found = set(ours), []
+    for call, identity in zip(calls, ours, strict=True):
+        own = call.get("id")
+        usable = isinstance(own, str) and own.isprintable() and own.strip() and own not in used
+        if usable and (not short or SHORT_ID.fullmatch(str(own))):
+            identity = str(own)
+        used.add(identity)
+        found.append(_call(call, identity))
+    return found
+
+
+def _call(call: Any, identity: str) -> dict[str, object]:
+    """A tool call as clients get it, with its arguments as JSON text. Raises ValueError for one
+    that no client could use."""
     function = call["function"]
     name, arguments = function["name"], function.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise ValueError("a tool call without a name or arguments")
-    written = json.dumps(arguments)
+    if not name.strip() or not name.isprintable():
+        raise ValueError("a tool call whose name cannot be written")
+    written = json.dumps(arguments, allow_nan=False)
     # Half a surrogate pair is no text.
     json.dumps([name, arguments], ensure_ascii=False).encode()
     return {
-        "id": call.get("id") or identity,
+        "id": identity,
         "type": "function",
         "function": {"name": name, "arguments": written},
     }

@@ -2,6 +2,9 @@
 
 Each format is a response template of transformers, found by what the chat template of a model
 contains. The texts are those that the models write, as vLLM's tool parsers read them.
+
+A model may write anything, and long. So no pattern begins with a repeat, repeats keep what they
+have matched (`*+`), and names are short: then a search takes time in proportion to the text.
 """
 
 from __future__ import annotations
@@ -13,13 +16,15 @@ from typing import Any
 
 from asyncrl.text.call_texts import (
     Calls,
+    bare_arguments,
     json_calls,
     json_or_python_calls,
     named_calls,
     python_calls,
+    tagged_arguments,
 )
 
-__all__ = ["STARTS", "TAKES_TOOLS", "TURN_FORMATS", "TurnFormat", "turn_format"]
+__all__ = ["ARGUMENT_PARSERS", "STARTS", "TAKES_TOOLS", "TURN_FORMATS", "TurnFormat", "turn_format"]
 
 TAKES_TOOLS = re.compile(r"\btools\b")
 """What a chat template that shows tools to the model contains."""
@@ -86,6 +91,12 @@ class TurnFormat:
         return bool(self.closing) and text.rfind(self.opening) > text.rfind(self.closing)
 
 
+TAGS, BARE_KEYS = "asyncrl-tags", "asyncrl-bare-keys"
+ARGUMENT_PARSERS: Mapping[str, Callable[[str, Mapping[str, str]], Mapping[str, Any]]] = {
+    TAGS: tagged_arguments,
+    BARE_KEYS: bare_arguments,
+}
+"""Content parsers of these formats, which transformers does not have."""
 THINK: Mapping[str, Any] = {
     "open": "<think>",
     "close": "</think>",
@@ -117,11 +128,11 @@ def _json(opening: str, closing: str, **calls: Any) -> dict[str, Mapping[str, An
 
 
 def _tagged(
-    opening: str, closing: str, argument: str, think: str = "think"
+    opening: str, closing: str, tags: Mapping[str, str], think: str = "think"
 ) -> dict[str, Mapping[str, Any]]:
-    """Fields of a format whose calls have a name in `opening` and a tag for each argument. All are
+    """Fields of a format whose calls have a name in `opening` and a tag for each argument. Both are
     patterns. The schemas of the tools give the types of the values."""
-    fields = _json(opening, closing, content="xml-inline", content_args={"tag_pattern": argument})
+    fields = _json(opening, closing, content=TAGS, content_args=tags)
     return {**fields, "reasoning": {**THINK, "open": f"<{think}>", "close": f"</{think}>"}}
 
 
@@ -135,16 +146,20 @@ def _listed(opening: str, closing: str | None = None) -> dict[str, Mapping[str, 
 def _gemma(opening: str, closing: str, quote: str) -> dict[str, Mapping[str, Any]]:
     """Fields of a format whose calls are JSON with bare keys, and with texts in quotes of its
     own."""
-    lax = {"unquoted_keys": True, "string_delims": [[quote, quote]]}
-    pattern = rf"{re.escape(opening)}call:(?P<name>[^{{]+)(?=\{{)"
-    return _json(pattern, re.escape(closing), content_args=lax)
+    pattern = rf"{re.escape(opening)}call:(?P<name>[^{{<\n]{{1,256}}+)(?=\{{)"
+    return _json(pattern, re.escape(closing), content=BARE_KEYS, content_args={"quote": quote})
 
 
-PARAMETER = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
-FUNCTION = r"\s*<function=(?P<name>[^>\n]+)>"
+PARAMETER = {
+    "head": r"<parameter=(?P<key>[^<>\n]{1,256}+)>\n?",
+    "mark": "<parameter=",
+    "end": "</parameter>",
+    "trim": "\n",
+}
+FUNCTION = r"\s*+<function=(?P<name>[^<>\n]{1,256}+)>"
 BARE = (
-    r"\A\s*(?:<\|python_(?:tag|start)\|>\s*)?"
-    r"(?=\[?\s*\{\s*\"(?:name|type|function)\"\s*:|\[\s*[A-Za-z_][\w.]*\()"
+    r"\A\s*+(?:<\|python_(?:tag|start)\|>\s*+)?"
+    r"(?=\[?+\s*+\{\s*+\"(?:name|type|function)\"\s*+:|\[\s*+[A-Za-z_][\w.]{0,255}+\()"
 )
 """Where a turn that is nothing but calls begins."""
 LLAMA = _listed(BARE, r"<\|python_end\|>")
@@ -162,9 +177,9 @@ TURN_FORMATS = (
             },
             "tool_calls": {
                 "open_pattern": (
-                    r"(?:<\|channel\|>\w+ to=functions\.(?P<name>[^\s<]+)"
-                    r"|to=functions\.(?P<name>[^\s<]+)<\|channel\|>\w+)"
-                    r"\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>"
+                    r"(?:<\|channel\|>\w{1,32}+ to=functions\.(?P<name>[^\s<]{1,256}+)"
+                    r"|to=functions\.(?P<name>[^\s<]{1,256}+)<\|channel\|>\w{1,32}+)"
+                    r"(?:\s*+<\|constrain\|>)?\s*+\w*+\s*+<\|message\|>"
                 ),
                 "close": "<|call|>",
                 "content": "json",
@@ -172,7 +187,7 @@ TURN_FORMATS = (
                 "transform": NAMED,
             },
             "content": {
-                "open_pattern": r"<\|channel\|>(?:final|commentary)(?:\s*<\|constrain\|>\w+)?"
+                "open_pattern": r"<\|channel\|>(?:final|commentary)(?:\s*+<\|constrain\|>\w++)?"
                 r"<\|message\|>",
                 "close": ["<|end|>", "<|return|>"],
                 "repeats": True,
@@ -206,9 +221,9 @@ TURN_FORMATS = (
         "DeepSeek V3 and R1",
         ("<｜tool▁sep｜>", "```json"),
         _json(
-            r"(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>\w*<｜tool▁sep｜>"
-            r"(?P<name>[^\n]+)\n```(?:json)?\n",
-            r"\s*```\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+            r"(?:<｜tool▁calls▁begin｜>\s*+)?<｜tool▁call▁begin｜>\w*+<｜tool▁sep｜>"
+            r"(?P<name>[^<\n]{1,256}+)\n```(?:json)?\n",
+            r"```\s*+<｜tool▁call▁end｜>(?:\s*+<｜tool▁calls▁end｜>)?",
         ),
         "<｜tool▁call▁begin｜>",
         "<｜tool▁call▁end｜>",
@@ -218,8 +233,8 @@ TURN_FORMATS = (
         "DeepSeek V3.1",
         ("<｜tool▁sep｜>",),
         _json(
-            r"(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>(?P<name>[^<]+)<｜tool▁sep｜>",
-            r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+            r"(?:<｜tool▁calls▁begin｜>\s*+)?<｜tool▁call▁begin｜>(?P<name>[^<]{1,256}+)<｜tool▁sep｜>",
+            r"<｜tool▁call▁end｜>(?:\s*+<｜tool▁calls▁end｜>)?",
         ),
         "<｜tool▁call▁begin｜>",
         "<｜tool▁call▁end｜>",
@@ -229,9 +244,14 @@ TURN_FORMATS = (
         "DeepSeek V3.2",
         ("｜DSML｜",),
         _tagged(
-            r"(?:<｜DSML｜\w+>\s*)?<｜DSML｜invoke name=\"(?P<name>[^\"]+)\">",
-            r"</｜DSML｜invoke>(?:\s*</｜DSML｜(?!invoke|parameter)\w+>)?",
-            r"<｜DSML｜parameter name=\"(?P<key>[^\"]+)\"[^>]*>(?P<value>.*?)</｜DSML｜parameter>",
+            r"(?:<｜DSML｜\w++>\s*+)?<｜DSML｜invoke name=\"(?P<name>[^\"<]{1,256}+)\">",
+            r"</｜DSML｜invoke>(?:\s*+</｜DSML｜(?!invoke|parameter)\w++>)?",
+            {
+                "head": r"<｜DSML｜parameter name=\"(?P<key>[^\"<]{1,256}+)\"[^<>]{0,256}+>",
+                "mark": "<｜DSML｜parameter ",
+                "end": "</｜DSML｜parameter>",
+                "trim": "",
+            },
         ),
         "<｜DSML｜invoke",
         "</｜DSML｜invoke>",
@@ -240,9 +260,10 @@ TURN_FORMATS = (
         "Kimi K2",
         ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
         _json(
-            r"(?:<\|tool_calls_section_begin\|>)?\s*<\|tool_call_begin\|>\s*"
-            r"(?P<id>(?:functions\.)?(?P<name>[^\s:<]+):\d+)\s*<\|tool_call_argument_begin\|>",
-            r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
+            r"(?:<\|tool_calls_section_begin\|>\s*+)?<\|tool_call_begin\|>\s*+"
+            r"(?P<id>(?:functions\.)?(?P<name>[^\s:<]{1,256}+):\d{1,9}+)\s*+"
+            r"<\|tool_call_argument_begin\|>",
+            r"<\|tool_call_end\|>(?:\s*+<\|tool_calls_section_end\|>)?",
             transform={"id": "{id}", **NAMED},
         ),
         "<|tool_call_begin|>",
@@ -253,9 +274,14 @@ TURN_FORMATS = (
         "MiniMax M2",
         ("<minimax:tool_call>",),
         _tagged(
-            r"(?:<minimax:tool_call>\s*)?<invoke name=\"?(?P<name>[^\">]+)\"?>",
-            r"</invoke>(?:\s*</minimax:tool_call>)?",
-            r"<parameter name=\"?(?P<key>[^\">]+)\"?>(?P<value>.*?)</parameter>",
+            r"(?:<minimax:tool_call>\s*+)?<invoke name=\"?(?P<name>[^\"<>\n]{1,256}+)\"?>",
+            r"</invoke>(?:\s*+</minimax:tool_call>)?",
+            {
+                "head": r"<parameter name=\"?(?P<key>[^\"<>\n]{1,256}+)\"?>",
+                "mark": "<parameter name=",
+                "end": "</parameter>",
+                "trim": "",
+            },
         ),
         "<invoke",
         "</invoke>",
@@ -265,7 +291,7 @@ TURN_FORMATS = (
         ("<seed:tool_call>",),
         _tagged(
             "<seed:tool_call>" + FUNCTION,
-            r"</function>\s*</seed:tool_call>",
+            r"</function>\s*+</seed:tool_call>",
             PARAMETER,
             "seed:think",
         ),
@@ -275,7 +301,7 @@ TURN_FORMATS = (
     TurnFormat(
         "Qwen3-Coder, Qwen3.5 and Nemotron 3",
         ("<tool_call>", "<function="),
-        _tagged("<tool_call>" + FUNCTION, r"</function>\s*</tool_call>", PARAMETER),
+        _tagged("<tool_call>" + FUNCTION, r"</function>\s*+</tool_call>", PARAMETER),
         "<tool_call>",
         "</tool_call>",
     ),
@@ -283,9 +309,14 @@ TURN_FORMATS = (
         "GLM-4.5 and later",
         ("<tool_call>", "<arg_key>"),
         _tagged(
-            r"<tool_call>\s*(?P<name>[^\s<]+)\s*(?=<arg_key>|</tool_call>)",
+            r"<tool_call>\s*+(?P<name>[^\s<]{1,256}+)\s*+(?=<arg_key>|</tool_call>)",
             "</tool_call>",
-            r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+            {
+                "head": r"<arg_key>(?P<key>[^<]{1,256}+)</arg_key>\s*+<arg_value>",
+                "mark": "<arg_key>",
+                "end": "</arg_value>",
+                "trim": "",
+            },
         ),
         "<tool_call>",
         "</tool_call>",
@@ -403,8 +434,8 @@ TURN_FORMATS = (
         "Solar Open",
         ("<|tool_call:begin|>",),
         _json(
-            r"(?:<\|tool_calls\|>)?<\|tool_call:begin\|>(?P<id>[^<]*)<\|tool_call:name\|>"
-            r"(?P<name>[^<]+)<\|tool_call:args\|>",
+            r"(?:<\|tool_calls\|>)?<\|tool_call:begin\|>(?P<id>[^<]{0,256}+)<\|tool_call:name\|>"
+            r"(?P<name>[^<]{1,256}+)<\|tool_call:args\|>",
             r"<\|tool_call:end\|>",
             transform={"id": "{id}", **NAMED},
         ),
@@ -414,7 +445,7 @@ TURN_FORMATS = (
     TurnFormat(
         "Functionary 3.1",
         ("<function=", "<|start_header_id|>"),
-        _json(r"<function=(?P<name>[^>\n]+)>", "</function>"),
+        _json(r"<function=(?P<name>[^<>\n]{1,256}+)>", "</function>"),
         "<function=",
         "</function>",
     ),

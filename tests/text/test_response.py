@@ -97,6 +97,11 @@ def test_reasoning_is_kept_apart(hermes: Any) -> None:
         '<tool_call>["add"]</tool_call>',
         "<tool_call></tool_call>",
         '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": [1e999]}}</tool_call>',
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": " ", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add\\u001b[31m", "arguments": {}}</tool_call>',
     ],
 )
 def test_a_call_that_cannot_be_parsed_is_text(hermes: Any, text: str) -> None:

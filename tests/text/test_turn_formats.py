@@ -4,12 +4,15 @@ and have each family's marks."""
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from asyncrl.testing.families import byte_tokenizer
-from asyncrl.text.response import ResponseReader, format_name
+from asyncrl.text.response import MOST_CALLS, ResponseReader, format_name
 from asyncrl.text.turn_formats import STARTS, TURN_FORMATS, turn_format
 
 PLACE, ARGUMENTS = "Bad Ischl, 4820", {"place": "Bad Ischl, 4820", "days": 3}
@@ -350,6 +353,37 @@ def test_ids_that_the_model_wrote_stay() -> None:
     ]
 
 
+COMMAND_CALL = (
+    '<|START_ACTION|>[{"tool_call_id": "ID", "tool_name": "now", "parameters": {}}]<|END_ACTION|>'
+)
+KIMI_CALL = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "turn", "kept"),
+    [
+        ("Kimi K2", KIMI_CALL * 2, ["functions.now:0", None]),
+        ("Mistral", "[TOOL_CALLS]now[CALL_ID]x[ARGS]{}", [None]),
+        ("Mistral", '[TOOL_CALLS][{"name":"now","arguments":{},"id":"bad id 12"}]', [None]),
+        ("Mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}" * 2, ["abcdefghi", None]),
+        ("Mistral", "[TOOL_CALLS]now[CALL_ID]000001001[ARGS]{}[TOOL_CALLS]now{}", [None, None]),
+        ("Command R7B and Command A", COMMAND_CALL.replace("ID", ""), [None]),
+        ("Command R7B and Command A", COMMAND_CALL.replace("ID", "\\n"), [None]),
+        ("Command R7B and Command A", COMMAND_CALL.replace("ID", "7"), ["7"]),
+    ],
+)
+def test_an_id_that_is_not_new_or_not_usable_becomes_ours(
+    name: str, turn: str, kept: list[str | None]
+) -> None:
+    message, parsed = read(name, turn)
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert parsed and len(set(ids)) == len(ids) == len(kept)
+    tokenizer = tokenizer_of(name)
+    place = len(tokenizer.encode(TURNS[name][0], add_special_tokens=False))
+    form = f"{place:06d}{{:03d}}" if name == "Mistral" else f"call_{place}_{{}}"
+    assert ids == [own or form.format(number) for number, own in enumerate(kept)]
+
+
 @pytest.mark.parametrize(
     ("template", "tokens", "name"),
     [
@@ -383,3 +417,234 @@ def test_text_is_released_only_where_marks_are_seen() -> None:
         "Solar Open",
         *BARE,
     }
+
+
+LONG = 100_000
+"""Characters of a turn that a model may write."""
+READ_S = 1.0
+"""CPU seconds in which such a turn must be read. It takes a few hundredths of one."""
+QWEN, GLM = "Qwen3-Coder, Qwen3.5 and Nemotron 3", "GLM-4.5 and later"
+OPEN, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+REPEATS = {
+    "gpt-oss": (
+        ("", "<|channel|>commentary to=functions.now<|message|>{}<|call|>", ""),
+        ("", "to=functions.a", ""),
+        ("<|channel|>", "a", " to=functions."),
+    ),
+    "Gemma 4": (
+        ("", "<|tool_call>call:", ""),
+        ("", "<|tool_call>call:now{}<tool_call|>", ""),
+        ("<|tool_call>call:now{", 'k:<|"|>v<|"|>,', "}<tool_call|>"),
+        ("<|tool_call>call:now{k:", " ", "<tool_call|>"),
+    ),
+    "FunctionGemma": (("", "<start_function_call>call:", ""),),
+    "DeepSeek V3 and R1": (
+        ("", f"{OPEN}function{SEP}", ""),
+        (f'{OPEN}function{SEP}now\n```json\n{{"a": "', " ", '"}\n```<｜tool▁call▁end｜>'),
+        (f"{OPEN}function{SEP}now\n```json\n", "``` ", "<｜tool▁call▁end｜>"),
+    ),
+    "DeepSeek V3.1": (("", f"{OPEN}now{SEP}{{}}<｜tool▁call▁end｜>", ""), ("", OPEN, "")),
+    "DeepSeek V3.2": (
+        ("", '<｜DSML｜invoke name="', ""),
+        ("", "<｜DSML｜a>", ""),
+        ('<｜DSML｜invoke name="now">', '<｜DSML｜parameter name="a">', "</｜DSML｜invoke>"),
+    ),
+    "Kimi K2": (("<|tool_call_begin|>", " ", ""), ("", "<|tool_call_begin|>", "")),
+    "MiniMax M2": (
+        ("", "<invoke name=", ""),
+        ('<invoke name="now">', '<parameter name="a">', "</invoke>"),
+    ),
+    "Seed-OSS": (
+        ("<seed:tool_call><function=now>", "<parameter=a>", "</function></seed:tool_call>"),
+    ),
+    QWEN: (
+        ("<tool_call><function=now>", "<parameter=a>", "</function></tool_call>"),
+        ("<tool_call><function=now>", "</function>", "</tool_call>"),
+        ("<tool_call><function=now></function>", " ", "</tool_call>"),
+        ("", "<tool_call><function=now></function></tool_call>", ""),
+        ("<tool_call>", " ", ""),
+    ),
+    GLM: (
+        ("<tool_call>now", "<arg_key>a</arg_key><arg_value>", "</tool_call>"),
+        ("<tool_call>now", "<arg_key>", "</tool_call>"),
+        ("<tool_call>", "a", ""),
+    ),
+    "Hermes, Qwen 2.5 and Qwen3": (
+        ("", '<tool_call>{"name":"now","arguments":{}}</tool_call>', ""),
+        ("", "<tool_call>", ""),
+        ('<tool_call>{"name":"now","arguments":', "[", "</tool_call>"),
+        ("", "a<|im_end|>", ""),
+    ),
+    "LFM2": (
+        ("<|tool_call_start|>[", "now(),", "]<|tool_call_end|>"),
+        ("<|tool_call_start|>[now(a=", "'a", ")]<|tool_call_end|>"),
+        ("<|tool_call_start|>[now(a='", "' ", "x)]<|tool_call_end|>"),
+        ("<|tool_call_start|>[now(a=", "1", ")]<|tool_call_end|>"),
+    ),
+    "OLMo 3": (("<function_calls>now(", " ", "</function_calls>"),),
+    "Mistral": (
+        ("[TOOL_CALLS]a", " ", "x"),
+        ("[TOOL_CALLS]", "a.", ""),
+        ("", "[TOOL_CALLS]now[ARGS]{}", ""),
+        ("", "[TOOL_CALLS] ", ""),
+    ),
+    "Phi-4-mini and Granite 3": (
+        ("", "functools", ""),
+        ("", '<|tool_call|>[{"name":"now","arguments":{}}]<|/tool_call|>', ""),
+    ),
+    "Command R7B and Command A": (("", "<|START_RESPONSE|>a<|END_RESPONSE|>", ""),),
+    "Nemotron Nano 2 and Llama Nemotron": (("", "<TOOLCALL>", ""),),
+    "Hunyuan, Jamba and Apriel": (("", "<tool_calls>", ""),),
+    "Apertus": (("", "<|tools_prefix|>", ""),),
+    "GigaChat 3": (("", "<|function_call|>", ""),),
+    "Solar Open": (("", "<|tool_call:begin|>", ""),),
+    "Functionary 3.1": (("", "<function=", ""), ("", "<function=now>{}</function>", "")),
+    "Llama 3": (
+        ("", '{"name":"now","parameters":{}};', ""),
+        ("<|python_tag|>", " ", ""),
+        ("[", " ", ""),
+    ),
+    "Llama 4": (("<|python_start|>", " ", ""), ("", "[", "")),
+}
+"""Format → what a turn begins with, what it repeats, and what it ends with."""
+ANY_REPEATS = (("", " ", "x"), ("a", "\n", "x"), ("", "<think>", ""), ("", "</think>", ""))
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_long_turn_is_read_in_time(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    reader = ResponseReader(tokenizer)
+    start = tokenizer.encode(TURNS[name][0].partition("<think>")[0], add_special_tokens=False)
+    for begin, repeat, end in (*ANY_REPEATS, *REPEATS[name]):
+        turn = begin + repeat * ((LONG - len(begin + end)) // len(repeat)) + end
+        ids = tokenizer.encode(turn, add_special_tokens=False)
+        began = time.process_time()
+        reader.read(start, ids, turn, TOOLS)
+        assert time.process_time() - began < READ_S, (begin, repeat, end)
+
+
+class Counted:
+    """A pattern that counts the characters that it searches."""
+
+    def __init__(self, pattern: Any, add: Callable[[int], None]) -> None:
+        self.pattern, self.add = pattern, add
+
+    def search(self, text: str, place: int, timeout: float) -> Any:
+        found = self.pattern.search(text, place)
+        self.add((len(text) if found is None else found.end()) - place)
+        return found
+
+
+@pytest.mark.parametrize("name", ["Hermes, Qwen 2.5 and Qwen3", "gpt-oss", QWEN])
+def test_each_pattern_searches_a_turn_once(name: str) -> None:
+    searched: list[int] = []
+    tokenizer = tokenizer_of(name)
+    reader = ResponseReader(tokenizer)
+    template = reader._template
+    patterns = ("open_re", "close_re")
+    fields = {
+        key: replace(
+            field,
+            **{
+                one: Counted(pattern, searched.append)
+                for one in patterns
+                if (pattern := getattr(field, one)) is not None
+            },
+        )
+        for key, field in template.fields.items()
+    }
+    reader._template = replace(template, fields=fields)
+    turn = TURNS[name][1] * (MOST_CALLS // len(CALLS))
+    ids = tokenizer.encode(turn, add_special_tokens=False)
+    message, parsed = reader.read([], ids, turn, TOOLS)
+    assert parsed and len(message["tool_calls"]) == MOST_CALLS  # type: ignore[arg-type]
+    assert sum(searched) <= len(patterns) * len(fields) * len(turn)
+
+
+def test_a_turn_with_too_many_calls_is_text() -> None:
+    turn = '<tool_call>{"name": "now", "arguments": {}}</tool_call>' * (MOST_CALLS + 1)
+    message, parsed = read("Hermes, Qwen 2.5 and Qwen3", turn)
+    assert not parsed and message == {"role": "assistant", "content": turn}
+
+
+WRONG_TAGS = {
+    QWEN: (
+        "<tool_call>\n<function=weather>\n{}\n</function>\n</tool_call>",
+        "<parameter=place>\nWien\n<parameter=days>\n3\n</parameter>",
+        "<parameter=place>\nWien\n</parameter>\n<parameter=days>3",
+        "<parameter=place>\nWien</place>",
+        "place: Wien",
+        '{"place": "Wien"}',
+        "<parameter=place>\na</parameter>b\n</parameter>",
+    ),
+    GLM: (
+        "<tool_call>weather\n{}\n</tool_call>",
+        "<arg_key>place</arg_key>\n<arg_value>Wien",
+        "<arg_key>place</arg_key><arg_value>Wien<arg_key>days</arg_key><arg_value>3</arg_value>",
+        "<arg_key>place</arg_key>Wien",
+        "<arg_key>place</arg_key><arg_value>Wien</arg_value> and",
+    ),
+    "MiniMax M2": (
+        '<minimax:tool_call>\n<invoke name="weather">\n{}\n</invoke>\n</minimax:tool_call>',
+        '<parameter name="place">Wien',
+        "Wien",
+    ),
+    "Seed-OSS": (
+        "<seed:tool_call>\n<function=weather>\n{}\n</function>\n</seed:tool_call>",
+        "<parameter=place>Wien",
+    ),
+    "DeepSeek V3.2": (
+        '<｜DSML｜function_calls><｜DSML｜invoke name="weather">{}</｜DSML｜invoke>',
+        '<｜DSML｜parameter name="place" string="true">Wien',
+    ),
+}
+"""Format → a call, and what is not all in tags."""
+
+
+@pytest.mark.parametrize(
+    ("name", "turn"),
+    [
+        (name, call.replace("{}", body, 1))
+        for name, (call, *bodies) in WRONG_TAGS.items()
+        for body in bodies
+    ],
+)
+def test_a_call_whose_arguments_are_not_all_in_tags_is_text(name: str, turn: str) -> None:
+    assert read(name, turn, thinks=False) == (
+        {"role": "assistant", "content": decoded(name, turn)},
+        False,
+    )
+
+
+def decoded(name: str, text: str) -> Any:
+    """A text without special tokens."""
+    tokenizer = tokenizer_of(name)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ('{my-key:1,place:<|"|>a,b:{c}<|"|>}', {"my-key": 1, "place": "a,b:{c}"}),
+        (
+            '{place:Bad Ischl, o:{k:[1,<|"|>x<|"|>,null]}}',
+            {"place": "Bad Ischl", "o": {"k": [1, "x", None]}},
+        ),
+        ('{"place": "a\\nb", ok: true}', {"place": "a\nb", "ok": True}),
+        ("{}", {}),
+        ("{place:}", None),
+        ("{place}", None),
+        ('{place:<|"|>a}', None),
+        ("{place:{a:1}", None),
+        ("{a:1} b", None),
+        ("{a:" + "[" * 40 + "]" * 40 + "}", None),
+    ],
+)
+def test_gemmas_arguments(body: str, arguments: Any) -> None:
+    message, parsed = read("Gemma 4", f"<|tool_call>call:weather{body}<tool_call|>")
+    assert parsed is (arguments is not None)
+    calls: Any = message.get("tool_calls", [])
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == (
+        [] if arguments is None else [arguments]
+    )
