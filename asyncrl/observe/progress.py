@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-__all__ = ["Progress", "ProgressView", "duration", "line", "one_line", "table", "time_left"]
+__all__ = ["Progress", "ProgressView", "duration", "line", "display_line", "table", "time_left"]
 BORDER, BORDER_LINES = 4, 3
 """Columns of the frame, and lines of the frame and the terminal's last line."""
 COLUMN_WIDTH, MOST_COLUMNS = 44, 3
@@ -149,7 +149,7 @@ class ProgressView:
         lines = [
             line(progress),
             *(
-                f"  note: {one_line(note, None)}"
+                f"  note: {display_line(note, None)}"
                 for note in progress.notes
                 if note not in self._notes
             ),
@@ -158,15 +158,15 @@ class ProgressView:
         if progress.prompt and now - self._last_sample >= self._sample_every_s:
             self._last_sample = now
             lines.append(
-                f"  sample: {one_line(progress.prompt, 160)} →"
-                f" {one_line(progress.completion, 320)}   reward {_sample_reward(progress)}"
+                f"  sample: {display_line(progress.prompt, 160)} →"
+                f" {display_line(progress.completion, 320)}   reward {_sample_reward(progress)}"
             )
         print("\n".join(lines), file=self._stream, flush=True)
 
 
 def line(progress: Progress) -> str:
     """The progress as one plain line, without values that are not known yet."""
-    parts = [duration(progress.elapsed_s), one_line(progress.phase)]
+    parts = [duration(progress.elapsed_s), display_line(progress.phase)]
     if progress.max_steps:
         parts.append(f"step {progress.step}/{progress.max_steps}")
     parts += [
@@ -217,7 +217,7 @@ def _panel(progress: Progress, console: Console, width: int) -> RenderableType:
         )
         body = [bar, known]
     body += [
-        Text(one_line(note, None), style="yellow", overflow="fold")
+        Text(display_line(note, None), style="yellow", overflow="fold")
         for note in progress.notes[-MOST_NOTES:]
     ]
     taken = BORDER_LINES + len(
@@ -226,7 +226,7 @@ def _panel(progress: Progress, console: Console, width: int) -> RenderableType:
     body += _sample(progress, console, inner, console.size.height - taken)
     return Panel(
         Group(*body),
-        title=Text(f"asyncrl · {one_line(progress.phase)}", style="bold"),
+        title=Text(f"asyncrl · {display_line(progress.phase)}", style="bold"),
         title_align="left",
         width=width,
     )
@@ -246,7 +246,7 @@ def _sample(progress: Progress, console: Console, width: int, lines: int) -> lis
     }
     shown: list[RenderableType] = []
     for name, (value, most) in parts.items():
-        wrapped = Text.assemble((f"{name:<12}", "dim"), one_line(value, None)).wrap(
+        wrapped = Text.assemble((f"{name:<12}", "dim"), display_line(value, None)).wrap(
             console, width, overflow="fold"
         )
         if len(wrapped) > most:
@@ -265,12 +265,13 @@ def _reward(reward: float | None, parts: Mapping[str, float | None]) -> str | No
     if len(parts) < 2:
         return _number(reward, ".3f")
     each = ", ".join(
-        f"{one_line(name, 40)} {_number(value, '.3g') or 'none'}" for name, value in parts.items()
+        f"{display_line(name, 40)} {_number(value, '.3g') or 'none'}"
+        for name, value in parts.items()
     )
     return f"{_number(reward, '.3f') or 'none'} ({each})"
 
 
-def one_line(text: str, limit: int | None = 80) -> str:
+def display_line(text: str, limit: int | None = 80) -> str:
     """The text on one line, at most `limit` characters long, without secrets and control characters
     (model output may contain escape sequences)."""
     text = redact(text)  # before the cut, because half a secret is not recognized

@@ -15,7 +15,7 @@ from asyncrl.observe.progress import (
     ProgressView,
     duration,
     line,
-    one_line,
+    display_line,
     table,
     time_left,
 )
@@ -75,8 +75,8 @@ def test_the_table_has_all_known_values_and_model_text_is_harmless() -> None:
 
 
 def test_model_text_is_one_printable_line() -> None:
-    assert one_line("a\nb\x1b[2Jc\x07") == "a⏎b�[2Jc�"
-    assert len(one_line("x" * 500)) == 80
+    assert display_line("a\nb\x1b[2Jc\x07") == "a⏎b�[2Jc�"
+    assert len(display_line("x" * 500)) == 80
 
 
 def test_a_log_gets_one_line_per_phase_and_interval() -> None:
