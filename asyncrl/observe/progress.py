@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-__all__ = ["Progress", "ProgressView", "duration", "line", "display_line", "table", "time_left"]
+__all__ = ["Progress", "ProgressView", "display_line", "duration", "line", "table", "time_left"]
 BORDER, BORDER_LINES = 4, 3
 """Columns of the frame, and lines of the frame and the terminal's last line."""
 COLUMN_WIDTH, MOST_COLUMNS = 44, 3

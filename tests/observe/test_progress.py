@@ -13,9 +13,9 @@ import pytest
 from asyncrl.observe.progress import (
     Progress,
     ProgressView,
+    display_line,
     duration,
     line,
-    display_line,
     table,
     time_left,
 )
