@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-__all__ = ["argument_values", "plain_text", "template_messages"]
+__all__ = ["REASONING_FIELDS", "argument_values", "plain_text", "template_messages"]
 
-REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's reasoning."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -67,9 +67,9 @@ def _template_message(
     message: Mapping[str, object], values: bool, reasoning: Sequence[str]
 ) -> dict[str, object]:
     kept = {**message, "content": plain_text(message.get("content"))}
-    thought = next((message[name] for name in REASONING if message.get(name)), None)
+    thought = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
     if reasoning and thought is not None:
-        kept = {name: value for name, value in kept.items() if name not in REASONING}
+        kept = {name: value for name, value in kept.items() if name not in REASONING_FIELDS}
         kept |= dict.fromkeys(reasoning, thought)
     calls = kept.pop("tool_calls", None)
     if isinstance(calls, Sequence) and not isinstance(calls, str) and calls:

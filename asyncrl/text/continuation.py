@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.text.chat_messages import template_messages
+from asyncrl.text.chat_messages import REASONING_FIELDS, template_messages
 from asyncrl.text.template import Message, MessagesError, Schema, render_messages
 from asyncrl.text.tokenizer import (
     decode_prompt,
@@ -25,7 +25,6 @@ PROBE = f"asyncrl-probe-{secrets.token_hex(8)}"
 """Stands for the text of the sampled turn. No message contains it."""
 THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 """Reasoning, which many templates strip from earlier turns."""
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 class ContinuationError(ValueError):

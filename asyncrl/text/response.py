@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.text.call_texts import Calls
+from asyncrl.text.chat_messages import REASONING_FIELDS
 from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode_prompt, special_tokens
-from asyncrl.text.turn_formats import ARGUMENT_PARSERS, STARTS, TurnFormat, turn_format
+from asyncrl.text.turn_formats import ARGUMENT_PARSERS, TurnFormat, starts_of, turn_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,11 +27,11 @@ __all__ = ["PREFIX_TOKENS", "ResponseReader", "format_name", "in_reasoning"]
 
 PREFIX_TOKENS = 64
 """Tokens before the turn that the parser sees: some templates write the turn's first ones."""
-REASONING = ("reasoning", "reasoning_content", "thinking")
-"""Names that response templates give to reasoning."""
 THINKING = re.compile(r"[<\[](?P<end>/?)(?:\w+:)?think(?:ing)?[>\]]", re.IGNORECASE)
 """How templates mark the start and the end of reasoning."""
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+BEGUN = re.compile(rf"{THINKING.pattern.replace('(?P<end>/?)', '')}\s*\Z", re.IGNORECASE)
+"""Reasoning that the template has begun for the model."""
 OWN = "its own response_template"
 MOST_CALLS = 256
 """Calls of a turn. A turn with more is text."""
@@ -52,7 +53,9 @@ class ResponseReader:
         self._tokenizer = tokenizer
         own = getattr(tokenizer, "response_template", None)
         self._format = known = None if own is not None else _format(tokenizer)
-        spec = known.response_template if known is not None else own
+        self._starts = starts_of(str(getattr(tokenizer, "chat_template", None)))
+        """What may come before a turn. A model's own response template says that itself."""
+        spec = own if known is None else {**known.response_template, "start_anchor": self._starts}
         # Loaded once: to compile its patterns takes longer than to parse a turn.
         self._template: Any = None if spec is None else load_response_template(dict(spec))
         special = special_tokens(tokenizer)
@@ -89,7 +92,8 @@ class ResponseReader:
                 parsed.
 
         Returns:
-            The message, and whether the turn could be parsed.
+            The message, and whether all of the turn could be parsed. Otherwise marks of tool calls
+            may be left in the message's text.
         """
         if self._template is None:
             return _said(text), True
@@ -101,18 +105,20 @@ class ResponseReader:
                 prefix=self._start(prompt_ids),
                 tools=None if tools is None else [dict(tool) for tool in tools],
             )
-            return self._message(parsed, turn, text, len(prompt_ids), tools), True
+            message = self._message(parsed, turn, text, len(prompt_ids), tools)
+            return message, not (tools and self._left(message, turn, text))
         except Exception:  # a model can write anything, and parsers raise anything
             return _said(text), False
 
     def _start(self, prompt_ids: Sequence[int]) -> str:
         """The end of the prompt, from before the start of the turn on."""
         prefix = decode_prompt(self._tokenizer, prompt_ids[-PREFIX_TOKENS:])
-        if self._format is None or any(start in prefix for start in STARTS):
+        if self._format is None or any(start in prefix for start in self._starts):
             return prefix
         # Without a start, transformers would take all of it for the turn.
-        marks = list(THINKING.finditer(prefix))
-        return prefix[marks[-1].start() :] if in_reasoning(prefix) else ""
+        # Marks before the end may be those of a user's message.
+        begun = BEGUN.search(prefix)
+        return "" if begun is None else begun.group()
 
     def _message(
         self, parsed: object, turn: str, text: str, place: int, tools: object
@@ -129,7 +135,7 @@ class ResponseReader:
         calls = parsed.get("tool_calls") or []
         if calls and not tools:
             return _said(text)  # no tool was offered
-        reasoning = next((parsed[name] for name in REASONING if parsed.get(name)), None)
+        reasoning = next((parsed[name] for name in REASONING_FIELDS if parsed.get(name)), None)
         content = parsed.get("content") or ""
         # A turn may go on with text after a tool call.
         parts = [str(part) for part in content] if isinstance(content, list) else [str(content)]
@@ -143,6 +149,14 @@ class ResponseReader:
             short = self._format is not None and self._format.short_ids
             message["tool_calls"] = _identified(self._calls(calls, turn), place, short)
         return message
+
+    def _left(self, message: Message, turn: str, text: str) -> bool:
+        """Whether marks are left that nothing was read from."""
+        if self._format is None:
+            return False
+        if self._format.marked_content:
+            return message == _said(text) and any(mark in turn for mark in self._format.marks)
+        return len(self._format.opening) > 1 and self._format.opening in str(message["content"])
 
     def _marks_content(self, turn: str) -> bool:
         """Whether a turn has marks beside its content, even without calls and reasoning."""
@@ -235,6 +249,7 @@ def _is_seen(known: TurnFormat, special: Mapping[str, int]) -> bool:
     thought = known.fields["reasoning"].get("open")
     return (
         not known.marked_content
+        and not known.begins_with_word
         and isinstance(thought, str)
         and thought not in special
         and not any(token in special for token in (known.opening, known.closing) if token)

@@ -24,7 +24,15 @@ from asyncrl.text.call_texts import (
     tagged_arguments,
 )
 
-__all__ = ["ARGUMENT_PARSERS", "STARTS", "TAKES_TOOLS", "TURN_FORMATS", "TurnFormat", "turn_format"]
+__all__ = [
+    "ARGUMENT_PARSERS",
+    "STARTS",
+    "TAKES_TOOLS",
+    "TURN_FORMATS",
+    "TurnFormat",
+    "starts_of",
+    "turn_format",
+]
 
 TAKES_TOOLS = re.compile(r"\btools\b")
 """What a chat template that shows tools to the model contains."""
@@ -37,6 +45,7 @@ STARTS = (
     "<|im_assistant|>assistant<|im_middle|>",
     "<|start|>assistant",
     "<|assistant|>",
+    "<|assistant_start|>",
     "<|turn>model\n",
     "<start_of_turn>model\n",
     "<｜Assistant｜>",
@@ -54,6 +63,7 @@ STARTS = (
     "<｜tool▁output▁end｜>",
 )
 """What templates write before an assistant's turn, in any format."""
+FIRST_MARK = re.compile(r"<[^>]+>|\[[^\]]+\]|\]~b\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,8 @@ class TurnFormat:
     """What may follow the last call of a turn."""
     calls: Callable[[str], Calls] | None = None
     """Reads what the field `tool_calls` found. None: that is a call."""
+    begins_with_word: bool = False
+    """Whether a call may begin with a word, so that the text before it is not known to be one."""
     short_ids: bool = False
     """Whether the chat template takes only ids of nine letters and digits."""
 
@@ -381,6 +393,7 @@ TURN_FORMATS = (
             _listed(r"<\|tool_call\|>|functools(?=\[)", r"<\|/tool_call\|>"),
             "<|tool_call|>",
             calls=json_calls,
+            begins_with_word=True,
         )
         for mark in ("<|tool_call|>", "<|tool|>")
     ),
@@ -478,6 +491,14 @@ def turn_format(chat_template: str, tokens: Iterable[str] = ()) -> TurnFormat | 
     if found is None and TAKES_TOOLS.search(chat_template):
         found = _marked("\n".join([chat_template, *tokens]))
     return found
+
+
+def starts_of(chat_template: str) -> list[str]:
+    """The starts of turns whose first marks a chat template has. Those of other models may be in a
+    user's message. Without any, all starts."""
+    marks = {start: FIRST_MARK.match(start) for start in STARTS}
+    known = [start for start, mark in marks.items() if mark and mark.group() in chat_template]
+    return known or list(STARTS)
 
 
 def _marked(text: str) -> TurnFormat | None:

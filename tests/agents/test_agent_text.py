@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.agents.heard import CertainText
+from asyncrl.testing.families import byte_tokenizer
 from asyncrl.text.response import ResponseReader
+from asyncrl.text.turn_formats import TURN_FORMATS, TurnFormat
 
 PIECES = [
     call(1, 2),
@@ -58,6 +61,44 @@ def test_released_text_begins_the_content(
     ids = model.encode(text + ("<|im_end|>" if end else ""), add_special_tokens=False)
     message, _ = reader.read(begin, ids, text, [ADD_TOOL] if tools else None)
     assert str(message["content"]).startswith(released)
+
+
+def format_pieces(form: TurnFormat) -> list[str]:
+    calls = ['{"name": "add", "arguments": {}}', "[add()]", "functools", form.opening, form.closing]
+    return [*calls, *form.marks, "<think>", "</think>", "[", "word", " ", "\n", "<", "{"]
+
+
+@pytest.mark.parametrize("form", TURN_FORMATS, ids=lambda form: form.name)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_released_text_begins_the_content_of_each_format(
+    form: TurnFormat, data: st.DataObject
+) -> None:
+    reader = format_reader(form.marks)
+    parts = data.draw(st.lists(st.sampled_from(format_pieces(form)), max_size=5))
+    text, held = "".join(parts), CertainText(True)
+    released = "".join(held.add(part) for part in parts)
+    model: Any = reader._tokenizer
+    message, _ = reader.read([], model.encode(text, add_special_tokens=False), text, [ADD_TOOL])
+    if reader.text_begins_content:
+        assert str(message["content"]).startswith(released)
+
+
+@functools.lru_cache
+def format_reader(marks: tuple[str, ...]) -> ResponseReader:
+    """A reader of turns that have no special tokens."""
+    model: Any = byte_tokenizer()
+    model.chat_template = "{# " + " ".join(marks) + " #}{{ tools }}"
+    return ResponseReader(model)
+
+
+def test_a_word_that_begins_a_call_is_not_released() -> None:
+    form = next(one for one in TURN_FORMATS if one.begins_with_word)
+    reader, turn = format_reader(form.marks), 'functools[{"name": "add", "arguments": {}}]'
+    model: Any = reader._tokenizer
+    message, _ = reader.read([], model.encode(turn, add_special_tokens=False), turn, [ADD_TOOL])
+    assert message["tool_calls"] and CertainText(True).add(turn)
+    assert not reader.text_begins_content
 
 
 @pytest.mark.parametrize(

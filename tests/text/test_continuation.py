@@ -256,6 +256,19 @@ def test_the_last_turn_of_a_chat_may_have_an_end_of_its_own(chat_of):
     )
 
 
+def test_an_ordinary_token_is_no_other_end(chat_of):
+    """It may be a part of what follows."""
+    chat = chat_of(
+        CHATML.replace(
+            "<|im_end|>\\n' }}",
+            "' }}{{ '<|eot|>' if loop.last and m.role == 'assistant' else '#' }}",
+        )
+    )
+    messages, added = [user("a"), assistant("b")], [user("c")]
+    with pytest.raises(ContinuationError, match="the turn ended with"):
+        continuation(chat.tokenizer, messages, added, chat.token("<|eot|>"), {})
+
+
 @pytest.mark.parametrize(
     ("template", "end"), [(STARTS_AND_EOS, "</s>"), (ENDS_THE_LAST, "<|eot|>")]
 )

@@ -151,5 +151,9 @@ def test_text_does_not_begin_the_content_where_marks_are_unseen(hermes: Any) -> 
     seen: Any = byte_tokenizer()
     seen.chat_template = HERMES
     assert ResponseReader(seen).text_begins_content
+    thinks: Any = byte_tokenizer()
+    thinks.chat_template = HERMES
+    thinks.add_special_tokens({"extra_special_tokens": ["<think>"]})
+    assert not ResponseReader(thinks).text_begins_content
     seen.response_template = OWN
     assert not ResponseReader(seen).text_begins_content

@@ -249,7 +249,7 @@ def tokenizer_of(name: str) -> Any:
     tokenizer: Any = byte_tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": SPECIAL})
     marks = next(one.marks for one in TURN_FORMATS if one.name == name)
-    tokenizer.chat_template = "{# " + " ".join(marks) + " #}{{ tools }}"
+    tokenizer.chat_template = "{# " + " ".join([*marks, TURNS[name][0]]) + " #}{{ tools }}"
     return tokenizer
 
 
@@ -315,6 +315,7 @@ def test_a_turn_after_the_answer_of_a_tool_has_no_earlier_call() -> None:
     earlier = TURNS["Gemma 4"][1] + "response:weather{value:1}<tool_response|>"
     tokenizer = tokenizer_of("Gemma 4")
     tokenizer.add_special_tokens({"extra_special_tokens": [*SPECIAL, "<tool_response|>"]})
+    tokenizer.chat_template += "{# <tool_response|> #}"
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in (earlier, "fine")]
     assert ResponseReader(tokenizer).read(*ids, "fine", TOOLS)[0]["content"] == "fine"
 
@@ -410,13 +411,62 @@ def test_text_is_released_only_where_marks_are_seen() -> None:
         "GLM-4.5 and later",
         "Hermes, Qwen 2.5 and Qwen3",
         "OLMo 3",
-        "Phi-4-mini and Granite 3",
         "Nemotron Nano 2 and Llama Nemotron",
         "Hunyuan, Jamba and Apriel",
         "Functionary 3.1",
         "Solar Open",
         *BARE,
     }
+
+
+@pytest.mark.parametrize(
+    ("start", "user"),
+    [
+        ("<|assistant_start|>", "What does <think> mean?"),
+        ("<|assistant_start|>", "[/INST]<think>\n"),
+        ("<|other_start|>", "What does <think> mean?"),
+        ("<|other_start|>", "What does <|assistant|><think> mean?"),
+        (" BOT: ", "use <think> tags"),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_marks_of_a_user_are_no_part_of_the_turn(start: str, user: str, known: bool) -> None:
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = "{# <|tools_prefix|> <|im_start|> " + start * known + " #}{{ tools }}"
+    texts = (f"<|user_start|>{user}<|user_end|>{start}", TURNS["Apertus"][1])
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    message, parsed = ResponseReader(tokenizer).read(ids[0], ids[1], texts[1], TOOLS)
+    assert parsed and (message["content"], message["reasoning"]) == ("look", "so")
+
+
+@pytest.mark.parametrize("kind", ["code", " code", " <|constrain|>json", "<|constrain|>json5 ", ""])
+def test_gpt_oss_may_name_any_constraint(kind: str) -> None:
+    kind = f" {kind}" if kind == "code" else kind
+    call = f"<|channel|>commentary to=functions.now{kind}<|message|>{{}}<|call|>"
+    message, parsed = read("gpt-oss", call)
+    assert parsed and message["tool_calls"][0]["function"]["name"] == "now"
+
+
+@pytest.mark.parametrize(
+    ("name", "turn", "content"),
+    [
+        (
+            "gpt-oss",
+            "<|channel|>analysis to=python code<|message|>1<|call|>",
+            "analysis to=python code1",
+        ),
+        ("GLM-4.5 and later", "<tool_call>now <b></tool_call>", "<tool_call>now <b></tool_call>"),
+        (
+            "Qwen3-Coder, Qwen3.5 and Nemotron 3",
+            "<think>so</think>I use <tool_call>.",
+            "I use <tool_call>.",
+        ),
+    ],
+)
+def test_marks_that_stay_in_the_text_are_unparsed(name: str, turn: str, content: str) -> None:
+    message, parsed = read(name, turn, thinks=False)
+    assert not parsed and message["content"] == content and "tool_calls" not in message
+    assert read(name, turn, tools=None, thinks=False)[1]
 
 
 LONG = 100_000
