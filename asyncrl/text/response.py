@@ -30,8 +30,8 @@ PREFIX_TOKENS = 64
 THINKING = re.compile(r"[<\[](?P<end>/?)(?:\w+:)?think(?:ing)?[>\]]", re.IGNORECASE)
 """How templates mark the start and the end of reasoning."""
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
-BEGUN = re.compile(rf"{THINKING.pattern.replace('(?P<end>/?)', '')}\s*\Z", re.IGNORECASE)
-"""Reasoning that the template has begun for the model."""
+OPEN_REASONING = re.compile(rf"{THINKING.pattern.replace('(?P<end>/?)', '')}\s*\Z", re.IGNORECASE)
+"""Reasoning that the template opens for the model."""
 OWN = "its own response_template"
 MOST_CALLS = 256
 """Calls of a turn. A turn with more is text."""
@@ -117,8 +117,8 @@ class ResponseReader:
             return prefix
         # Without a start, transformers would take all of it for the turn.
         # Marks before the end may be those of a user's message.
-        begun = BEGUN.search(prefix)
-        return "" if begun is None else begun.group()
+        opened = OPEN_REASONING.search(prefix)
+        return "" if opened is None else opened.group()
 
     def _message(
         self, parsed: object, turn: str, text: str, place: int, tools: object
