@@ -58,12 +58,7 @@ async def reasoning_gym(
                 raise
             break  # the last answer counts
         message = completion.choices[0].message
-        # Here, not in the thread: a sandbox's fork beside an import in a thread can hang.
-        import reasoning_gym  # noqa: F401
-
-        import asyncrl.rewards.reasoning  # noqa: F401
-
-        # In a thread, because scorers may take long.
+        # In a thread, because imports and scorers may take long.
         answer = final_answer(str(plain_text(message.content)))
         scores.append(await asyncio.to_thread(_score, task, answer))
         chat.append(message.model_dump(exclude_none=True))
