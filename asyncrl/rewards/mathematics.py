@@ -9,6 +9,7 @@ signal handler: it works only in the main thread, and not during a long call in 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -30,8 +31,14 @@ DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 
 RIGHT, WRONG, UNKNOWN = "1", "0", "?"
 
+MOST_CHILDREN = os.cpu_count() or 1
+"""Children that judge at once. Other threads wait."""
+FIRST_INHERITED = 3
+"""The lowest file descriptor that is no standard stream."""
+
+_places = threading.BoundedSemaphore(MOST_CHILDREN)
 _forking = threading.Lock()
-_of_thread = threading.local()
+_idle: list[_Child] = []
 
 
 def math_verify(
@@ -52,14 +59,17 @@ def math_verify(
 
 
 def _verdict(seconds: float, answer: str, completion: str) -> str:
-    """The verdict of this thread's child; WRONG if judging this completion ended the child."""
-    child = getattr(_of_thread, "child", None) or _Child()
-    _of_thread.child = child
-    verdict = child.ask(answer, completion, seconds)
-    if not verdict:
-        _of_thread.child = None
-        return WRONG
-    return verdict
+    """The verdict of a child; WRONG if judging this completion ended the child."""
+    with _places:
+        try:
+            child = _idle.pop()
+        except IndexError:
+            child = _Child()
+        verdict = child.ask(answer, completion, seconds)
+        if not verdict:
+            return WRONG
+        _idle.append(child)
+        return verdict
 
 
 def _judge(answer: str, completion: str) -> str:
@@ -79,13 +89,15 @@ class _Child:
 
     def __init__(self) -> None:
         with _forking:  # no other child may inherit this child's pipe ends
+            # A child must import nothing: another thread may hold a lock of an import at the fork.
+            _warm_up()
             requests, self._requests = os.pipe()
             self._verdicts, verdicts = os.pipe()
             self._process = os.fork()
             if self._process == 0:
-                # With these copies open, the child would never see the end of its input.
-                os.close(self._requests)
-                os.close(self._verdicts)
+                # A copy of another's pipe would keep that open: `subprocess.Popen` in another
+                # thread waits until the pipe of its new process is closed.
+                _close_all_but(requests, verdicts)
                 _serve(requests, verdicts)
             os.close(requests)
             os.close(verdicts)
@@ -104,6 +116,21 @@ class _Child:
             os.close(self._verdicts)
             os.waitpid(self._process, 0)
         return verdict.decode()
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Import and build what the first judgment needs. All children inherit it."""
+    for answer, completion in ((r"\frac{1}{2}", r"\boxed{0.5}"), ("{1, 2}", "$x = 2$")):
+        _judge(answer, completion)
+
+
+def _close_all_but(*kept: int) -> None:
+    """Close the inherited file descriptors, apart from the standard streams and these."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) >= FIRST_INHERITED and int(name) not in kept:
+            with contextlib.suppress(OSError):  # that of the listing is closed already
+                os.close(int(name))
 
 
 def _serve(requests: int, verdicts: int) -> NoReturn:

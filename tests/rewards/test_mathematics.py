@@ -77,3 +77,47 @@ def test_the_child_ends_with_its_process() -> None:
         ).stdout
         == "[1.0]\n"
     )
+
+
+def run_script(script: str) -> str:
+    """What a script prints in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    ).stdout.strip()
+
+
+def test_a_child_keeps_no_pipe_of_its_process_open() -> None:
+    script = """
+import os, select
+from asyncrl.rewards.builtin import math_verify
+read, write = os.pipe()
+assert math_verify(["$4$"], ["4"]) == [1.0]
+os.close(write)
+print(bool(select.select([read], [], [], 5)[0]) and os.read(read, 1) == b"")
+"""
+    assert run_script(script) == "True"
+
+
+def test_many_threads_share_few_children() -> None:
+    script = """
+import os, psutil
+from concurrent.futures import ThreadPoolExecutor
+from asyncrl.rewards.builtin import math_verify
+with ThreadPoolExecutor(40) as threads:
+    scores = list(threads.map(lambda one: math_verify([f"${one}$"], [str(one)]), range(80)))
+print(scores == [[1.0]] * 80, 1 <= len(psutil.Process().children()) <= os.cpu_count())
+"""
+    assert run_script(script) == "True True"
+
+
+def test_a_child_does_not_wait_for_an_import_of_another_thread() -> None:
+    script = """
+import sys
+from asyncrl.rewards import mathematics
+mathematics._warm_up()
+known = set(sys.modules)
+for answer, completion in (("4", "$4$"), ("1/2", "boxed{0.5}"), ("(1, 2)", "$(1,2)$")):
+    mathematics._judge(answer, completion)
+print(sorted(set(sys.modules) - known))
+"""
+    assert run_script(script) == "[]"
