@@ -21,6 +21,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jobs.guess.task import embed_as_waves
+
 __all__ = [
     "LONGEST",
     "SWITCH",
@@ -43,8 +45,6 @@ HELD_OUT_LETTERS = 32
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<eos>")
 NUMBERS = range(1, LONGEST + 1)
 WORDS = ("=", *"".join(SMALL + CAPITAL), *map(str, NUMBERS))
-WAVES = 16
-"""Of the numbers' first embeddings."""
 ITEM = re.compile(r"(\d+)([a-hA-H])")
 
 
@@ -110,13 +110,7 @@ def make_model(directory: Path, seed: int) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    lengths = torch.logspace(math.log10(4), math.log10(600), WAVES)
-    angles = torch.tensor(NUMBERS)[:, None] * (2 * math.pi / lengths)
-    waves = torch.cat([angles.cos(), angles.sin()], dim=1) * 2 * config.initializer_range
-    place = len(SPECIAL_TOKENS) + WORDS.index(str(NUMBERS[0]))
-    numbers = model.get_input_embeddings().weight.data[place : place + len(NUMBERS)]
-    numbers *= 0.1
-    numbers[:, : waves.shape[1]] += waves
+    embed_as_waves(model, NUMBERS, len(SPECIAL_TOKENS) + WORDS.index(str(NUMBERS[0])), longest=600)
     model.generation_config = GenerationConfig(
         eos_token_id=end, pad_token_id=config.pad_token_id, do_sample=True
     )

@@ -7,15 +7,19 @@ import argparse
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.guess.game import WIDTH, call, question
 
-__all__ = ["make_data", "make_model"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["embed_as_waves", "make_data", "make_model"]
 
 LOWS = range(10, 37)
 """First numbers of the ranges. All numbers have two digits."""
@@ -86,19 +90,33 @@ def make_model(directory: Path, seed: int) -> int:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    lengths = torch.logspace(math.log10(4), math.log10(300), WAVES)
-    angles = torch.tensor(NUMBERS)[:, None] * (2 * math.pi / lengths)
-    waves = torch.cat([angles.cos(), angles.sin()], dim=1) * 2 * config.initializer_range
-    first = len(SPECIAL_TOKENS) + WORDS.index(str(NUMBERS[0]))
-    numbers = model.get_input_embeddings().weight.data[first : first + len(NUMBERS)]
-    numbers *= 0.1
-    numbers[:, : waves.shape[1]] += waves
+    embed_as_waves(model, NUMBERS, len(SPECIAL_TOKENS) + WORDS.index(str(NUMBERS[0])), longest=300)
     model.generation_config = GenerationConfig(
         eos_token_id=end, pad_token_id=config.pad_token_id, do_sample=True
     )
     model.save_pretrained(directory)
     _tokenizer().save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def embed_as_waves(
+    model: PreTrainedModel, numbers: Sequence[int], first: int, longest: float
+) -> None:
+    """Make the embeddings of numbers begin as waves of several lengths, so that near numbers are
+    alike.
+
+    Args:
+        first: the token id of the first number. The others follow.
+        longest: wave length. The shortest is 4.
+    """
+    import torch
+
+    lengths = torch.logspace(math.log10(4), math.log10(longest), WAVES)
+    angles = torch.tensor(numbers)[:, None] * (2 * math.pi / lengths)
+    waves = torch.cat([angles.cos(), angles.sin()], dim=1) * 2 * model.config.initializer_range
+    embeddings = model.get_input_embeddings().weight.data[first : first + len(numbers)]
+    embeddings *= 0.1
+    embeddings[:, : waves.shape[1]] += waves
 
 
 def make_data(directory: Path, seed: int) -> tuple[int, int]:
