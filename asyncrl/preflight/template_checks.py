@@ -341,7 +341,7 @@ class TemplateChecks:
             found.append(Finding("warn", "tool calls", text))
         if unwritten:
             text = f"not checked, because the tokenizer cannot write them: {', '.join(unwritten)}"
-            found.append(Finding("ok", "tool calls", text))
+            found.append(Finding("warn", "tool calls", text))
         return found
 
     def _round_trip(
