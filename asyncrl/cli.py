@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import version
@@ -289,7 +290,7 @@ def _check_env(config: Config | OfflineConfig) -> int:
             f"objective: {config.objective} has no environment to check; run `asyncrl plan`"
         )
     checked = check_environment(resolve_models(config))
-    print_shown(checked.text())
+    print_shown(checked.text(shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     return 2 if checked.failed else 0
 
 

@@ -38,9 +38,10 @@ class Checked:
         """Whether something would make training false."""
         return any(finding.verdict == "FAIL" for finding in self.findings)
 
-    def text(self) -> str:
-        """The session's settings, and a line for each finding."""
-        return "\n\n".join([*environment_text(self.config), findings_text(self.findings)])
+    def text(self, width: int | None = None) -> str:
+        """The session's settings and the findings. `width`: see `findings_text`."""
+        findings = findings_text(self.findings, width)
+        return "\n\n".join([*environment_text(self.config), findings])
 
 
 def check_environment(config: Config) -> Checked:

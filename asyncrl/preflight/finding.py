@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 __all__ = ["Finding", "findings_text"]
+
+CHECK_WIDTH = 24
+MIN_WIDTH = 60
+"""Narrower terminals wrap the lines themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +23,21 @@ class Finding:
     check: str
     text: str
 
-    def line(self) -> str:
-        """The finding on one line."""
-        return f"{self.verdict:<5} {self.check:<24} {' '.join(self.text.split())}"
+    def lines(self, width: int | None = None) -> str:
+        """The finding on one line, or wrapped to a width, in characters."""
+        start = f"{self.verdict:<5} {self.check:<{CHECK_WIDTH}} "
+        line = start + " ".join(self.text.split())
+        if width is None or width < MIN_WIDTH:
+            return line
+        indent = " " * len(start)
+        return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def findings_text(findings: Sequence[Finding]) -> str:
-    """A line for each finding, and the counts."""
+def findings_text(findings: Sequence[Finding], width: int | None = None) -> str:
+    """The findings in lines of at most `width` characters, and their counts. None: a line each."""
     counts = {
         verdict: sum(one.verdict == verdict for one in findings)
         for verdict in ("ok", "warn", "FAIL")
     }
     total = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    return "\n".join([*(one.line() for one in findings), "", total])
+    return "\n".join([*(one.lines(width) for one in findings), "", total])
