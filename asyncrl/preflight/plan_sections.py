@@ -37,7 +37,7 @@ SHOWN = {
 """(loss, old policy, truncation) of the complete runs in docs/evidence.md."""
 SHOWN_WITH = ("grpo", "token_mean")
 """Advantage and aggregation of those runs. None of them has masks, a KL term, a dual clip or an
-entropy bonus."""
+entropy bonus. One, of `jobs/guess`, has rewards of turns."""
 
 
 def arithmetic(config: Config) -> str:
@@ -249,7 +249,8 @@ def _policy_gradient_text(config: Config) -> str:
         algorithm.dual_clip,
         algorithm.entropy_coef,
         algorithm.ce_coef,
-        algorithm.turn_coef,
+        # The run of jobs/guess: PPO, and each turn has only its own reward.
+        algorithm.turn_coef and (algorithm.turn_gamma or algorithm.loss != "ppo"),
         # The cispo run in docs/evidence.md had a lower clip.
         algorithm.loss == "cispo" and algorithm.eps_clip is None,
     )

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from asyncrl.config import Config
 from asyncrl.environments.pool import GUARD_S
-from asyncrl.preflight.plan_sections import environment_text
+from asyncrl.preflight.plan_sections import algorithm_text, environment_text
+
+
+def config(staleness: dict[str, Any], algorithm: dict[str, Any], **environment: Any) -> Config:
+    return Config.model_validate(
+        {
+            "name": "agent",
+            "max_steps": 1,
+            "model": {"path": "m"},
+            "data": {"train": "t", "max_prompt_length": 8, "max_length": 1024},
+            "environment": {"function": "my_env:solve", **environment},
+            "rollout": {
+                "max_completion_length": 8,
+                "rollout_batch_size": 8,
+                "n_samples_per_prompt": 4,
+            },
+            "staleness": staleness,
+            "algorithm": algorithm,
+        }
+    )
 
 
 def text(staleness: dict[str, Any], **environment: Any) -> str:
-    (section,) = environment_text(
-        Config.model_validate(
-            {
-                "name": "agent",
-                "max_steps": 1,
-                "model": {"path": "m"},
-                "data": {"train": "t", "max_prompt_length": 8, "max_length": 1024},
-                "environment": {"function": "my_env:solve", **environment},
-                "rollout": {
-                    "max_completion_length": 8,
-                    "rollout_batch_size": 8,
-                    "n_samples_per_prompt": 4,
-                },
-                "staleness": staleness,
-            }
-        )
-    )
+    (section,) = environment_text(config(staleness, {}, **environment))
     return section
 
 
@@ -55,3 +60,18 @@ def test_the_plan_names_the_limits_of_a_session() -> None:
 def test_other_bounds_say_something_else() -> None:
     assert "less the time" not in text({"max_staleness": 0})
     assert "waits for its oldest session" not in text({"max_staleness": 2, "on_stale": "drop"})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "experimental"),
+    [
+        ({"turn_coef": 1.0}, False),
+        ({"turn_coef": 1.0, "turn_gamma": 0.5}, True),
+        ({"turn_coef": 1.0, "loss": "gspo"}, True),
+    ],
+)
+def test_rewards_of_turns_have_a_run_in_the_evidence(
+    algorithm: dict[str, Any], experimental: bool
+) -> None:
+    found = algorithm_text(config({}, algorithm))
+    assert "each turn" in found and ("experimental" in found) is experimental
