@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from asyncrl.contracts.rows import SCORED_COLUMNS, Completion, Group, Prompt
-from asyncrl.environments.attempt import Ended
+from asyncrl.environments.running import Ended
 from asyncrl.rollout.prefixes import PrefixCounter
 from asyncrl.rollout.sessions import Played, session_table
 from asyncrl.sessions.answers import ChatRequest

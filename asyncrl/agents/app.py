@@ -35,7 +35,7 @@ from asyncrl.agents.dialects.messages import (
 from asyncrl.agents.dialects.responses import Responses, ResponsesAnswer, ResponsesBody
 from asyncrl.agents.errors import as_api_error, error_body, error_event
 from asyncrl.agents.heard import CertainText, parts_of
-from asyncrl.agents.retries import Attempts
+from asyncrl.agents.retries import RequestNames
 from asyncrl.contracts.heard import Heard
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
@@ -111,7 +111,7 @@ class _Server:
 
     def __init__(self, sessions: AgentSessions, largest_body: int) -> None:
         self._sessions, self._largest_body = sessions, largest_body
-        self._attempts = Attempts()
+        self._names = RequestNames()
 
     async def safely(self, request: Request, work: Awaitable[Response]) -> Response:
         """An error as an answer in the form of its API."""
@@ -145,7 +145,7 @@ class _Server:
         body = await _body(request, self._largest_body)
         dialect = api.dialect(_parsed(body), session.notes)
         session.override(dialect.overridden)
-        name = self._attempts.key(key, request.url.path, request.headers, body)
+        name = self._names.key(key, request.url.path, request.headers, body)
         asked = replace(dialect.request, key=name)
 
         async def chat(heard: Heard | None) -> list[Answer]:
@@ -159,14 +159,14 @@ class _Server:
             # A failure before the first part still gets its own status code.
             first = await while_connected(request.receive, anext(parts))
         except ClientLeftError:
-            self._attempts.left(name)
+            self._names.left(name)
             raise
         path = request.url.path
         return EventStream(
             dialect.events(_again(first, parts)),
             parts,
             lambda error, sent: error_event(path, as_api_error(error), sent),
-            lambda: self._attempts.left(name),
+            lambda: self._names.left(name),
         )
 
     async def _chat(

@@ -1,7 +1,7 @@
-"""Tells the retries of a request from further attempts at it.
+"""Tells the retries of a request from equal requests that are new.
 
 The official clients number the retries of a request in a header. A request without that header and
-without an idempotency key is another attempt, even if an earlier one had the same body.
+without an idempotency key is a new one, even if an earlier one had the same body.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-__all__ = ["Attempts", "retry_of"]
+__all__ = ["RequestNames", "retry_of"]
 
 RETRY_COUNT, IDEMPOTENCY = "x-stainless-retry-count", "idempotency-key"
 MOST = 16_384
-"""Most bodies whose attempts are kept. The retry of a forgotten one is a new attempt."""
+"""Most bodies whose requests are kept. The retry of a forgotten one is a new request."""
 DIGEST_BYTES = 16
 
 
 @dataclass(slots=True)
-class _Tried:
-    """Attempts at one body."""
+class _Asked:
+    """Requests with one body."""
 
     latest: str
     left: deque[str] = field(default_factory=deque)
-    """Attempts whose clients closed the connection before they had an answer."""
+    """Requests whose clients closed the connection before they had an answer."""
 
 
 def _digest(*parts: bytes) -> str:
@@ -43,12 +43,12 @@ def retry_of(headers: Mapping[str, str]) -> bool | None:
     return int(count) > 0 if count.isascii() and count.isdigit() and len(count) < 10 else None
 
 
-class Attempts:
+class RequestNames:
     """Names requests, so that a retry has the name of the request that it repeats."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
-        self._tried: OrderedDict[str, _Tried] = OrderedDict()
+        self._asked: OrderedDict[str, _Asked] = OrderedDict()
         self._numbers = itertools.count()
 
     def key(self, session: str, path: str, headers: Mapping[str, str], body: bytes) -> str | None:
@@ -67,29 +67,29 @@ class Attempts:
         if retry is None:
             return None
         request = _digest(session.encode(), path.encode(), body)
-        tried = self._tried.get(request)
-        if tried is None or not retry:
-            return self._begin(request, tried)
-        self._tried.move_to_end(request)
+        asked = self._asked.get(request)
+        if asked is None or not retry:
+            return self._begin(request, asked)
+        self._asked.move_to_end(request)
         # Several equal requests may be under way. The one that lost its client asks again.
-        return tried.left.popleft() if tried.left else tried.latest
+        return asked.left.popleft() if asked.left else asked.latest
 
-    def _begin(self, request: str, tried: _Tried | None) -> str:
+    def _begin(self, request: str, asked: _Asked | None) -> str:
         key = f"{request}-{next(self._numbers)}"
-        if tried is None:
-            self._tried[request] = _Tried(key)
-            if len(self._tried) > self._most:
-                self._tried.popitem(last=False)
+        if asked is None:
+            self._asked[request] = _Asked(key)
+            if len(self._asked) > self._most:
+                self._asked.popitem(last=False)
         else:
-            tried.latest = key
-            self._tried.move_to_end(request)
+            asked.latest = key
+            self._asked.move_to_end(request)
         return key
 
     def left(self, key: str | None) -> None:
         """Note that the client of a request closed the connection before it had the answer."""
-        tried = self._tried.get((key or "").partition("-")[0])
-        if tried is not None and key is not None and key not in tried.left:
-            tried.left.append(key)
+        asked = self._asked.get((key or "").partition("-")[0])
+        if asked is not None and key is not None and key not in asked.left:
+            asked.left.append(key)
 
     def __len__(self) -> int:
-        return len(self._tried)
+        return len(self._asked)

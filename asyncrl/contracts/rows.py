@@ -170,7 +170,7 @@ SESSION_ENDS = (
     "reward_error",
     "closed",
 )
-"""How a session ends (`asyncrl.environments.attempt`). `done` is the ordinary end."""
+"""How a session ends (`asyncrl.environments.running`). `done` is the ordinary end."""
 STATUSES = (
     "ok",
     "unscored",

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from asyncrl.environments.attempt import AgentFailedError as AgentFailedError
-    from asyncrl.environments.attempt import RewardFailedError as RewardFailedError
     from asyncrl.environments.pool import EnvironmentPool as EnvironmentPool
+    from asyncrl.environments.running import AgentFailedError as AgentFailedError
+    from asyncrl.environments.running import RewardFailedError as RewardFailedError
     from asyncrl.environments.tools import ToolsRun as ToolsRun
     from asyncrl.environments.tools import run_tools as run_tools
 
 __getattr__ = lazy_exports(
     __name__,
-    AgentFailedError="attempt",
+    AgentFailedError="running",
     EnvironmentPool="pool",
-    RewardFailedError="attempt",
+    RewardFailedError="running",
     ToolsRun="tools",
     run_tools="tools",
 )

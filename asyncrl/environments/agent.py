@@ -1,5 +1,5 @@
-"""The environment whose attempts are an agent: a program or a function that talks to its session at
-the session's URL. The section `agent` of a config names it."""
+"""The environment whose code is an agent: a program or a function that talks to its session at the
+session's URL. The section `agent` of a config names it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from typing import IO, Any
 
 import psutil
 
-from asyncrl.environments.attempt import AgentFailedError
 from asyncrl.environments.given import OUTPUT
 from asyncrl.environments.model import Model
+from asyncrl.environments.running import AgentFailedError
 from asyncrl.environments.threads import in_thread
 from asyncrl.runtime.functions import import_function, is_async, short
 from asyncrl.runtime.redact import is_secret_name
@@ -55,7 +55,7 @@ async def play(
     variables: Mapping[str, str] | None = None,
     stdin: str | None = None,
 ) -> object:
-    """One attempt of an agent at a task. The arguments are those of the section `agent`.
+    """One session of an agent. The arguments are those of the section `agent`.
 
     Returns:
         Of a program: its standard output, as `{"output": text}`. Of a function: what it returned.
@@ -104,7 +104,7 @@ def own_folder(folder: Path, process: Mapping[str, str]) -> dict[str, str]:
 @contextlib.asynccontextmanager
 async def _folder() -> AsyncIterator[Path]:
     """A folder of one session, among the temporary files of this process. It is removed in a
-    thread, because it may be large, and also if the attempt is canceled again meanwhile."""
+    thread, because it may be large, and also if the session is canceled again meanwhile."""
     folder = TemporaryFolder("session_")
     try:
         home = Path(folder.name)
@@ -141,7 +141,7 @@ def _stdin(task: Mapping[str, Any], kind: str) -> bytes:
 
 async def _run(argv: Sequence[str], given: bytes, environment: Mapping[str, str]) -> str:
     """Run a program to its end. Returns what it wrote. Its process group ends with it, also if the
-    attempt is canceled."""
+    session is canceled."""
     # Files, not pipes: a process that the program leaves behind would keep a pipe open.
     with TemporaryFile() as stdin, TemporaryFile() as stdout, TemporaryFile() as stderr:
         stdin.write(given)
@@ -192,7 +192,7 @@ async def _end(program: asyncio.subprocess.Process) -> None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_S):
                     await program.wait()
-    finally:  # also if the attempt is canceled again
+    finally:  # also if the session is canceled again
         _signal(program, signal.SIGKILL)
     await program.wait()
 

@@ -1,12 +1,12 @@
-"""Environment processes: attempts run in separate processes, many in each. A process is killed if
-one of its attempts blocks it or does not end. It is replaced if threads have outlived too many of
-its attempts.
+"""Environment processes: each runs the code of many sessions. A process is killed if one of its
+sessions blocks it or does not end. It is replaced if threads have outlived too many of its
+sessions.
 
-    play ──► an attempt in the process with the fewest ◄──requests, answers──► its session, here
+    play ──► code of a session, in the process with the fewest ◄──requests, answers──► session, here
 
-If a process ends, the attempt whose code ran is the cause, and the others are made again. If no
-code ran, the cause is unknown. Then each attempt is made again alone in a process, where only it
-can cause a failure.
+If a process ends, the session whose code ran is the cause, and the others begin again. If no code
+ran, the cause is unknown. Then each session begins again alone in a process, where only it can
+cause a failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from asyncrl.config import EnvironmentConfig
-from asyncrl.environments.attempt import Ended, Limits
 from asyncrl.environments.model import ChatSession, SessionUrl
 from asyncrl.environments.process import (
     ALIVE,
@@ -32,11 +31,12 @@ from asyncrl.environments.process import (
     Setup,
     Stop,
 )
+from asyncrl.environments.running import Ended, Limits
 from asyncrl.runtime.child_process import ChildProcess
 from asyncrl.runtime.functions import one_line
 from asyncrl.sessions.answers import ChatRequest
 
-__all__ = ["AttemptLostError", "EnvironmentFailedError", "EnvironmentPool", "ModelFailedError"]
+__all__ = ["EnvironmentFailedError", "EnvironmentPool", "ModelFailedError", "SessionLostError"]
 
 SERVE = "asyncrl.environments.process:serve"
 FOLDER = "environment"
@@ -48,10 +48,10 @@ RESTART_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 LOOK_EVERY_S = 0.25
 """Seconds between two looks at what runs in a process."""
 GUARD_S = 5.0
-"""Seconds beyond its deadline, and beyond block_s, until the pool kills the process of an attempt
+"""Seconds beyond its deadline, and beyond block_s, until the pool kills the process of a session
 that has not ended."""
 MOST_LEFT = 16
-"""Threads that may outlive their attempts in a process before it is replaced."""
+"""Threads that may outlive their sessions in a process before it is replaced."""
 SHARED = RUNNING.size + ALIVE.size
 """Bytes of the memory that a process shares with the pool."""
 
@@ -61,22 +61,22 @@ class EnvironmentFailedError(RuntimeError):
 
 
 class ModelFailedError(RuntimeError):
-    """The model could not answer an attempt. The environment has no part in it."""
+    """The model could not answer a session's request. The environment has no part in it."""
 
 
-class AttemptLostError(RuntimeError):
-    """The process of an attempt ended, and another attempt may be the cause. Make it again.
+class SessionLostError(RuntimeError):
+    """The process of a session ended, and another session may be the cause. Begin it again.
 
     `alone` says whether it must then be alone in its process, because the cause is unknown.
     """
 
     def __init__(self, alone: bool) -> None:
-        super().__init__("the process of an attempt ended")
+        super().__init__("the process of a session ended")
         self.alone = alone
 
 
 class AgentSession(ChatSession, Protocol):
-    """The session of an attempt."""
+    """A session, as the pool needs it."""
 
     def abandon(self, nodes: Sequence[int]) -> None:
         """Note that the agent did not get these answers."""
@@ -84,19 +84,21 @@ class AgentSession(ChatSession, Protocol):
 
 
 class Clock(Protocol):
-    """The clock of an attempt."""
+    """The clock of a session."""
 
     def start(self) -> None:
-        """Note that the attempt begins, after it has waited for a process."""
+        """Note that the session begins, after it has waited for a process."""
         ...
 
     def excuse(self, seconds: float) -> None:
-        """Note that the code of another attempt has blocked their process for so long."""
+        """Note that the code of another session has blocked their process for so long."""
         ...
 
 
 @dataclass(slots=True, eq=False)
-class _Attempt:
+class _Entry:
+    """A session that waits or runs."""
+
     number: int
     task: Mapping[str, Any]
     session: AgentSession
@@ -124,7 +126,7 @@ class EnvironmentPool:
         self._config = config
         self._limits = Limits(config.max_turns, config.deadline_s)
         self._processes = [_Process() for _ in range(config.processes)]
-        self._waiting: list[_Attempt] = []
+        self._waiting: list[_Entry] = []
         self._count = 0
         self._closing = False
         self._ready: asyncio.Future[None] | None = None
@@ -152,16 +154,16 @@ class EnvironmentPool:
         url: SessionUrl | None = None,
         clock: Clock | None = None,
     ) -> Ended:
-        """Make one attempt.
+        """Play one session to its end.
 
         Args:
-            session: answers its requests, in this process.
-            alone: whether no other attempt may run in its process.
+            session: answers the requests of the environment, in this process.
+            alone: whether no other session may run in its process.
             url: where the session is served, if it is.
-            clock: learns when the attempt begins, and what others block.
+            clock: learns when the session begins, and what others block.
 
         Raises:
-            AttemptLostError: its process ended, and it is not known to be the cause.
+            SessionLostError: its process ended, and it is not known to be the cause.
             Any error of the session that is not the environment's business.
             EnvironmentFailedError: no process starts.
         """
@@ -170,13 +172,13 @@ class EnvironmentPool:
         await self.start()
         self._count += 1
         end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
-        attempt = _Attempt(self._count, task, session, alone, url, clock, end)
-        self._waiting.append(attempt)
+        entry = _Entry(self._count, task, session, alone, url, clock, end)
+        self._waiting.append(entry)
         self._dispatch()
         try:
             return await end
         except asyncio.CancelledError:
-            self._give_up(attempt)
+            self._give_up(entry)
             raise
 
     async def close(self) -> None:
@@ -187,21 +189,21 @@ class EnvironmentPool:
         for process in self._processes:
             process.kill()
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        for attempt in self._waiting:
-            attempt.end.cancel()
+        for entry in self._waiting:
+            entry.end.cancel()
         for process in self._processes:
             process.free()
 
-    def _give_up(self, attempt: _Attempt) -> None:
-        if attempt in self._waiting:
-            self._waiting.remove(attempt)
+    def _give_up(self, entry: _Entry) -> None:
+        if entry in self._waiting:
+            self._waiting.remove(entry)
         for process in self._processes:
-            if attempt.number in process.running:
-                process.send(Stop(attempt.number))
-                attempt.stop_requests()
+            if entry.number in process.running:
+                process.send(Stop(entry.number))
+                entry.stop_requests()
 
     def _dispatch(self) -> None:
-        """Give waiting attempts, in their order, to the processes with the fewest. One that must
+        """Give waiting sessions, in their order, to the processes with the fewest. One that must
         run alone delays those after it."""
         while self._waiting:
             alone = self._waiting[0].alone
@@ -232,8 +234,8 @@ class EnvironmentPool:
             process.forget()
             self._dispatch()
             await asyncio.sleep(pause)
-        for attempt in process.forget():
-            attempt.end.cancel()
+        for entry in process.forget():
+            entry.end.cancel()
 
     async def _run(self, process: _Process) -> str:
         """Run a process to its end. Returns why it ended."""
@@ -273,12 +275,12 @@ class EnvironmentPool:
             self._limits,
             config.memory_bytes,
             process.shared,
-            # Each attempt may leave one, and the others still have theirs.
+            # Each session may leave one, and the others still have theirs.
             config.concurrency + 2 * MOST_LEFT,
         )
 
     async def _watch(self, process: _Process) -> None:
-        """Kill the process if the code of one attempt keeps control for too long, if the event
+        """Kill the process if the code of one session keeps control for too long, if the event
         loop stands still for another reason, or if it is idle and has too many threads."""
         before = (NOBODY, 0.0)
         while True:
@@ -302,51 +304,51 @@ class EnvironmentPool:
                 )
 
     def _handle(self, process: _Process, message: Mapping[str, Any]) -> None:
-        attempt = process.running.get(message["number"])
-        if attempt is None:
+        entry = process.running.get(message["number"])
+        if entry is None:
             return
         if "abandoned" in message:
             number = message["abandoned"]
-            if request := attempt.requests.pop(number, None):
+            if request := entry.requests.pop(number, None):
                 request.cancel()
             # The answer may be on its way. The environment does not get it.
-            attempt.session.abandon(attempt.answered.pop(number, ()))
+            entry.session.abandon(entry.answered.pop(number, ()))
             return
         if "request" in message:
-            if not attempt.end.done():
+            if not entry.end.done():
                 number = message["request"]
-                attempt.requests[number] = asyncio.create_task(_answer(process, attempt, message))
+                entry.requests[number] = asyncio.create_task(_answer(process, entry, message))
             return
-        process.done(attempt)
+        process.done(entry)
         self._dispatch()
-        if attempt.end.done():
+        if entry.end.done():
             return
-        if "canceled" in message and not attempt.alone:
-            # By its own code, or by that of another attempt in its process.
-            attempt.end.set_exception(AttemptLostError(alone=True))
+        if "canceled" in message and not entry.alone:
+            # By its own code, or by that of another session in its process.
+            entry.end.set_exception(SessionLostError(alone=True))
         elif "canceled" in message:
-            attempt.end.set_result(Ended("env_error", note="it canceled its own task"))
+            entry.end.set_result(Ended("env_error", note="it canceled its own task"))
         elif "failed" in message:
-            attempt.end.set_exception(attempt.failed or ModelFailedError(message["failed"]))
+            entry.end.set_exception(entry.failed or ModelFailedError(message["failed"]))
         else:
             ended = Ended(**message["ended"])
-            attempt.end.set_result(replace(ended, note=one_line(ended.note)))
+            entry.end.set_result(replace(ended, note=one_line(ended.note)))
 
     def _handle_end(self, process: _Process, code: int | None) -> None:
-        """Tell the attempts of a process that has ended what to do."""
+        """Tell the sessions of a process that has ended what to do."""
         blamed, why = process.blamed or (process.running_now()[0], "")
         alone = len(process.running) == 1 and blamed in (NOBODY, *process.running)
-        for attempt in process.running.values():
-            if attempt.end.done():
+        for entry in process.running.values():
+            if entry.end.done():
                 continue
-            if attempt.number == blamed or alone:
+            if entry.number == blamed or alone:
                 note = why or f"it ended its process (exit code {code})"
-                attempt.end.set_result(Ended("env_error", note=note))
+                entry.end.set_result(Ended("env_error", note=note))
             else:
-                attempt.end.set_exception(AttemptLostError(blamed not in process.running))
+                entry.end.set_exception(SessionLostError(blamed not in process.running))
 
     def _is_ready(self) -> None:
-        """Let attempts begin, also after an earlier process did not start."""
+        """Let sessions begin, also after an earlier process did not start."""
         if self._ready is None or (self._ready.done() and self._ready.exception() is not None):
             self._ready = asyncio.get_running_loop().create_future()
         if not self._ready.done():
@@ -358,42 +360,42 @@ class EnvironmentPool:
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(EnvironmentFailedError(why))
         while self._waiting:
-            attempt = self._waiting.pop()
-            if not attempt.end.done():
-                attempt.end.set_exception(EnvironmentFailedError(why))
+            entry = self._waiting.pop()
+            if not entry.end.done():
+                entry.end.set_exception(EnvironmentFailedError(why))
 
 
-async def _answer(process: _Process, attempt: _Attempt, message: Mapping[str, Any]) -> None:
-    """Answer one request of an attempt."""
-    head = (attempt.number, message["request"])
+async def _answer(process: _Process, entry: _Entry, message: Mapping[str, Any]) -> None:
+    """Answer one request of a session."""
+    head = (entry.number, message["request"])
     try:
         asked = message["asked"]
-        answers = await attempt.session.chat(ChatRequest(**{**asked, "stop": tuple(asked["stop"])}))
-    except Exception as error:  # the attempt gets it
-        attempt.failed = error
+        answers = await entry.session.chat(ChatRequest(**{**asked, "stop": tuple(asked["stop"])}))
+    except Exception as error:  # the environment gets it
+        entry.failed = error
         name = type(error).__name__
         text = str(error) if name in REFUSALS else f"{name}: {error}"
         process.send(Answered(*head, (), name, text))
     else:
-        attempt.answered[message["request"]] = [answer.node for answer in answers]
+        entry.answered[message["request"]] = [answer.node for answer in answers]
         process.send(Answered(*head, answers))
     finally:
-        attempt.requests.pop(message["request"], None)
+        entry.requests.pop(message["request"], None)
 
 
 class _Process(ChildProcess):
-    """One environment process, and the attempts that run in it."""
+    """One environment process, and the sessions that run in it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ready = False
         self.refused = False
         """Whether it said itself why it cannot be used."""
-        self.running: dict[int, _Attempt] = {}
+        self.running: dict[int, _Entry] = {}
         self.blamed: tuple[int, str] | None = None
-        """The number of the attempt that is the reason to kill it, and why."""
+        """The number of the session that is the reason to kill it, and why."""
         self._excused = 0.0
-        """Until when the attempts know what another one has blocked."""
+        """Until when the sessions know what another one has blocked."""
         self.shared = os.memfd_create("environment")
         os.ftruncate(self.shared, SHARED)
         self._memory = mmap.mmap(self.shared, SHARED)
@@ -409,7 +411,7 @@ class _Process(ChildProcess):
         await self.start(SERVE, setup, (self.shared,), FOLDER)
 
     def running_now(self) -> tuple[int, float]:
-        """The number of the attempt whose code has control, or NOBODY, and since when."""
+        """The number of the session whose code has control, or NOBODY, and since when."""
         number, since = RUNNING.unpack_from(self._memory)
         return number, since
 
@@ -419,37 +421,37 @@ class _Process(ChildProcess):
         return time.monotonic() - float(alive)
 
     def left(self) -> int:
-        """The number of threads that have outlived their attempts."""
+        """The number of threads that have outlived their sessions."""
         _, left = ALIVE.unpack_from(self._memory, RUNNING.size)
         return int(left)
 
     def is_worn(self) -> bool:
-        """Whether those are too many. It begins no more attempts, and is replaced after its last
+        """Whether those are too many. It begins no more sessions, and is replaced after its last
         one."""
         return self.left() >= MOST_LEFT
 
     def has_room(self, most: int) -> bool:
-        """Whether it may begin an attempt, if it runs `most` at once."""
+        """Whether it may begin a session, if it runs `most` at once."""
         return (
             self.ready
             and not self.killed
             and not self.is_worn()
             and len(self.running) < most
-            and not any(attempt.alone for attempt in self.running.values())
+            and not any(entry.alone for entry in self.running.values())
         )
 
-    def begin(self, attempt: _Attempt, limit_s: float) -> None:
-        """Begin an attempt; kill the process if it has not ended after `limit_s`."""
+    def begin(self, entry: _Entry, limit_s: float) -> None:
+        """Begin a session; kill the process if it has not ended after `limit_s`."""
         loop = asyncio.get_running_loop()
         why = f"it did not end within {limit_s:g} s, although it was canceled"
-        attempt.guard = loop.call_later(limit_s, self._guard, attempt.number, why)
-        self.running[attempt.number] = attempt
-        if attempt.clock is not None:
-            attempt.clock.start()
-        self.send(Play(attempt.number, attempt.task, attempt.url))
+        entry.guard = loop.call_later(limit_s, self._guard, entry.number, why)
+        self.running[entry.number] = entry
+        if entry.clock is not None:
+            entry.clock.start()
+        self.send(Play(entry.number, entry.task, entry.url))
 
     def _guard(self, number: int, why: str) -> None:
-        """Blame an attempt that has not ended, unless the loop stands still: then its deadline
+        """Blame a session that has not ended, unless the loop stands still: then its deadline
         could not end it, and the watch finds out who is the cause."""
         if self.silent_s() < GUARD_S:
             self.blame(number, why)
@@ -457,29 +459,29 @@ class _Process(ChildProcess):
             self.kill()
 
     def excuse_others(self, number: int, since: float) -> None:
-        """Tell the other attempts that this one has blocked them since then."""
+        """Tell the other sessions that this one has blocked them since then."""
         now = time.monotonic()
         seconds, self._excused = now - max(since, self._excused), now
-        for attempt in self.running.values():
-            if attempt.number != number and attempt.clock is not None:
-                attempt.clock.excuse(seconds)
+        for entry in self.running.values():
+            if entry.number != number and entry.clock is not None:
+                entry.clock.excuse(seconds)
 
     def blame(self, number: int, why: str) -> None:
-        """Kill the process because of one attempt."""
+        """Kill the process because of one session."""
         self.blamed = self.blamed or (number, why)
         self.kill()
 
-    def done(self, attempt: _Attempt) -> None:
-        """Remove an attempt that has ended."""
-        del self.running[attempt.number]
-        if attempt.guard is not None:
-            attempt.guard.cancel()
-        attempt.stop_requests()
+    def done(self, entry: _Entry) -> None:
+        """Remove a session that has ended."""
+        del self.running[entry.number]
+        if entry.guard is not None:
+            entry.guard.cancel()
+        entry.stop_requests()
 
-    def forget(self) -> list[_Attempt]:
-        """Reset for a restart. Returns the attempts that ran."""
+    def forget(self) -> list[_Entry]:
+        """Reset for a restart. Returns the sessions that ran."""
         lost = list(self.running.values())
-        for attempt in lost:
-            self.done(attempt)
+        for entry in lost:
+            self.done(entry)
         self.blamed, self.ready, self.refused, self.killed = None, False, False, False
         return lost

@@ -1,8 +1,8 @@
-"""A process that runs the attempts of an environment, many at once in one event loop. It imports
+"""A process that runs the sessions of an environment, many at once in one event loop. It imports
 nothing heavy.
 
-Its pool kills it if an attempt blocks the loop. So the process writes to memory that the pool can
-read: the number of the attempt whose code runs, and the time when that code got control."""
+Its pool kills it if a session blocks the loop. So the process writes to memory that the pool can
+read: the number of the session whose code runs, and the time when that code got control."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
 from asyncrl.environments.agent import play
-from asyncrl.environments.attempt import Ended, Environment, Limits, attempt
 from asyncrl.environments.model import SessionUrl
+from asyncrl.environments.running import Ended, Environment, Limits, run_session
 from asyncrl.environments.threads import CallThreads
 from asyncrl.runtime.child_process import MessageWriter, receive
 from asyncrl.runtime.functions import FunctionError, import_function, is_async, short, text_of
@@ -42,9 +42,9 @@ from asyncrl.text.template import MessagesError
 __all__ = ["ALIVE", "NOBODY", "REFUSALS", "RUNNING", "Answered", "Play", "Setup", "Stop", "serve"]
 
 RUNNING, ALIVE = struct.Struct("=qd"), struct.Struct("=dq")
-"""In the shared memory: the number of the attempt whose code runs, or NOBODY, and the time by
+"""In the shared memory: the number of the session whose code runs, or NOBODY, and the time by
 `time.monotonic` when it got control. After it, the time when the event loop was last alive, and the
-number of threads that have outlived their attempts."""
+number of threads that have outlived their sessions."""
 NOBODY = -1
 BEAT_S = 0.25
 """Seconds between two signs of life of the event loop."""
@@ -62,7 +62,7 @@ REFUSALS = {
 
 ASKED = [field.name for field in fields(ChatRequest)]
 
-_NUMBER: contextvars.ContextVar[int] = contextvars.ContextVar("attempt", default=NOBODY)
+_NUMBER: contextvars.ContextVar[int] = contextvars.ContextVar("session", default=NOBODY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """A message to the process: begin an attempt."""
+    """A message to the process: begin a session."""
 
     number: int
     task: Mapping[str, Any]
@@ -102,7 +102,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A message to the process: nobody waits for this attempt any more."""
+    """A message to the process: nobody waits for this session any more."""
 
     number: int
 
@@ -112,7 +112,7 @@ class ModelSideError(RuntimeError):
 
 
 def serve(connection: socket.socket) -> None:
-    """Run attempts until the pool closes the connection."""
+    """Run sessions until the pool closes the connection."""
     setup = receive(connection)
     assert isinstance(setup, Setup)
     if sys.platform == "linux":
@@ -200,10 +200,10 @@ class _Process:
         self._connection, self._send = connection, send
         self._environment, self._setup = environment, setup
         self._running = mmap.mmap(setup.running, RUNNING.size + ALIVE.size)
-        self._attempts: dict[int, asyncio.Task[dict[str, object]]] = {}
+        self._playing: dict[int, asyncio.Task[dict[str, object]]] = {}
         self._sessions: dict[int, _RemoteSession] = {}
         self._tasks: dict[int, set[asyncio.Task[Any]]] = {}
-        """All tasks of each attempt, its own included."""
+        """All tasks of each session, its own included."""
         self._stopped: set[int] = set()
         self._threads = CallThreads(setup.threads, _NUMBER.get)
         self._note()
@@ -224,12 +224,12 @@ class _Process:
         loop.call_later(BEAT_S, self._beat, loop)
 
     def _note(self) -> None:
-        """Write a sign of life, and how many threads have outlived their attempts."""
-        left = self._threads.left((NOBODY, *self._attempts))
+        """Write a sign of life, and how many threads have outlived their sessions."""
+        left = self._threads.left((NOBODY, *self._playing))
         ALIVE.pack_into(self._running, RUNNING.size, time.monotonic(), left)
 
     def _task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> Any:
-        """A task of an attempt notes whose code runs."""
+        """A task of a session notes whose code runs."""
         context = options.get("context")
         number = _NUMBER.get() if context is None else context.get(_NUMBER, NOBODY)
         if number == NOBODY:
@@ -255,7 +255,7 @@ class _Process:
                 context = contextvars.copy_context()
                 context.run(_NUMBER.set, number)
                 self._sessions[number] = _RemoteSession(self._send, number)
-                playing = self._attempts[number] = asyncio.get_running_loop().create_task(
+                playing = self._playing[number] = asyncio.get_running_loop().create_task(
                     self._play(number, task, url), context=context
                 )
                 playing.add_done_callback(functools.partial(self._ended, number))
@@ -263,17 +263,17 @@ class _Process:
                 if session := self._sessions.get(number):
                     session.answered(request, answers, error, text)
             case Stop(number):
-                if task_of := self._attempts.get(number):
+                if task_of := self._playing.get(number):
                     self._stopped.add(number)
                     task_of.cancel()
 
     def _ended(self, number: int, playing: asyncio.Task[dict[str, object]]) -> None:
-        """Send how an attempt ended, and end what it has left behind."""
+        """Send how a session ended, and end what it has left behind."""
         for task in self._tasks.pop(number, ()):
             task.cancel()
         self._stopped.discard(number)
-        del self._attempts[number], self._sessions[number]
-        self._note()  # before the pool gives this process another attempt
+        del self._playing[number], self._sessions[number]
+        self._note()  # before the pool gives this process another session
         # A task that was canceled before its first step has no result.
         ended = {"failed": "stopped"} if playing.cancelled() else playing.result()
         self._send({"number": number, **ended})
@@ -281,9 +281,9 @@ class _Process:
     async def _play(
         self, number: int, task: Mapping[str, Any], url: SessionUrl | None
     ) -> dict[str, object]:
-        """Run an attempt. Returns how it ended, as a message."""
+        """Run a session. Returns how it ended, as a message."""
         try:
-            ended = await attempt(
+            ended = await run_session(
                 self._environment,
                 task,
                 self._sessions[number],
@@ -304,7 +304,7 @@ class _Process:
 
 
 class _RemoteSession:
-    """The session of one attempt, which lives in the pool's process."""
+    """A session, which lives in the pool's process."""
 
     def __init__(self, send: Callable[[object], None], number: int) -> None:
         self._send, self._number = send, number
@@ -369,7 +369,7 @@ class _Steps(Awaitable[Any]):
             except StopIteration as done:
                 return done.value
             except (SystemExit, KeyboardInterrupt) as leaving:
-                # At once, while this attempt is the one that runs.
+                # At once, while this session is the one that runs.
                 code = leaving.code if isinstance(leaving, SystemExit) else 130
                 os._exit(code if isinstance(code, int) else 1)
             finally:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from asyncrl.environments.attempt import AgentFailedError
+from asyncrl.environments.running import AgentFailedError
 
 __all__ = ["CallThreads", "in_thread"]
 
@@ -19,24 +19,24 @@ class CallThreads(ThreadPoolExecutor):
 
     Args:
         most: threads, at most.
-        attempt: returns the number of the attempt whose code runs.
+        number: returns the number of the session whose code runs.
     """
 
-    def __init__(self, most: int, attempt: Callable[[], int]) -> None:
+    def __init__(self, most: int, number: Callable[[], int]) -> None:
         super().__init__(most, "call")
-        self._attempt = attempt
+        self._number = number
         self._calls: dict[Future[Any], int] = {}
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Begin a call, which counts for the attempt whose code runs."""
+        """Begin a call, which counts for the session whose code runs."""
         call = super().submit(fn, *args, **kwargs)
-        self._calls[call] = self._attempt()
+        self._calls[call] = self._number()
         call.add_done_callback(self._calls.pop)
         return call
 
-    def left(self, attempts: Container[int]) -> int:
-        """The number of calls that go on and belong to none of these attempts."""
-        return sum(number not in attempts for number in list(self._calls.values()))
+    def left(self, running: Container[int]) -> int:
+        """The number of calls that go on and belong to none of these sessions."""
+        return sum(number not in running for number in list(self._calls.values()))
 
 
 async def in_thread(call: Callable[[], object]) -> object:

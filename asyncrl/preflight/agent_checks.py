@@ -15,8 +15,8 @@ import psutil
 
 from asyncrl.config import Config, EnvironmentConfig
 from asyncrl.contracts.rows import Prompt
-from asyncrl.environments.attempt import End, Ended
-from asyncrl.environments.pool import AttemptLostError
+from asyncrl.environments.pool import SessionLostError
+from asyncrl.environments.running import End, Ended
 from asyncrl.preflight.finding import Finding
 from asyncrl.preflight.scripted import (
     Script,
@@ -35,7 +35,7 @@ from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.template import Message, Schema
 
-__all__ = ["AgentChecks", "Attempted"]
+__all__ = ["AgentChecks", "Tried"]
 
 DEADLINE_S, LATENCY_S = 1.0, 60.0
 """Of the slow agent: the deadline of its session here, and the seconds of a turn."""
@@ -49,7 +49,7 @@ NOT_TRAINED = " and are not trained: "
 
 
 @dataclass(frozen=True, slots=True)
-class Attempted:
+class Tried:
     """A session of a scripted agent."""
 
     agent: str
@@ -80,12 +80,12 @@ class AgentChecks:
         self._config, self._environment = config, environment
         self._template, self._reader, self._prompts = template, reader, prompts
         self._agents = ScriptedAgents(template, prompts, config.rollout.max_completion_length)
-        self.attempts: list[Attempted] = []
+        self.tried: list[Tried] = []
 
     @property
     def first_request(self) -> tuple[Sequence[Message], Sequence[Schema] | None] | None:
         """The messages and tools of a first turn. None: the environment asked for none."""
-        requests = [one.session.requests[0] for one in self.attempts if one.session.requests]
+        requests = [one.session.requests[0] for one in self.tried if one.session.requests]
         return next((one for one in requests if one[1]), requests[0] if requests else None)
 
     async def play(self) -> list[Finding]:
@@ -95,8 +95,8 @@ class AgentChecks:
         pool = Player(self._environment.model_copy(update=shorter))
         try:
             await pool.start()
-            self.attempts = await together(
-                self._attempt(pool, agent, form, script, prompt)
+            self.tried = await together(
+                self._try(pool, agent, form, script, prompt)
                 for prompt in self._prompts
                 for agent, form, script in self._agents.of(prompt)
             )
@@ -105,7 +105,7 @@ class AgentChecks:
             await pool.close()
         return [*await asyncio.to_thread(self._findings), *await self._slow(), *cost]
 
-    async def _attempt(
+    async def _try(
         self,
         pool: Player,
         agent: str,
@@ -114,7 +114,7 @@ class AgentChecks:
         prompt: Prompt,
         latency_s: float = 0.0,
         template: SessionTemplate | None = None,
-    ) -> Attempted:
+    ) -> Tried:
         template = template or self._template
         alone = False
         while True:
@@ -124,27 +124,27 @@ class AgentChecks:
             task = {**prompt.columns, "prompt": prompt.text}
             try:
                 ended = await pool.play(task, session, alone)
-            except AttemptLostError as error:
+            except SessionLostError as error:
                 alone = alone or error.alone
             except Exception as error:  # of the scripted model, or of the session
                 note = f"the session failed: {type(error).__name__}: {error}"
                 ended = Ended("env_error", note=note)
-                return Attempted(agent, form, prompt, session, ended)
+                return Tried(agent, form, prompt, session, ended)
             else:
-                return Attempted(agent, form, prompt, session, ended)
+                return Tried(agent, form, prompt, session, ended)
             finally:
                 session.session.close("the session has ended")
 
     def _findings(self) -> list[Finding]:
         rewards = self._rewards()
         if isinstance(rewards, Finding):
-            none: list[float | None] = [None] * len(self.attempts)
+            none: list[float | None] = [None] * len(self.tried)
             return [rewards, *self._agent_lines(none)]
         return [*self._agent_lines(rewards), *self._order(rewards)]
 
     def _agent_lines(self, rewards: Sequence[float | None]) -> list[Finding]:
-        found = list(zip(self.attempts, rewards, strict=True))
-        names = list(dict.fromkeys(one.agent for one in self.attempts))
+        found = list(zip(self.tried, rewards, strict=True))
+        names = list(dict.fromkeys(one.agent for one in self.tried))
         lines = _once([self._agent_line(name, found) for name in names])
         if RIGHT in names:
             return lines
@@ -155,7 +155,7 @@ class AgentChecks:
         )
         return [Finding("warn", "agent: right", text), *lines]
 
-    def _agent_line(self, name: str, found: Sequence[tuple[Attempted, float | None]]) -> Finding:
+    def _agent_line(self, name: str, found: Sequence[tuple[Tried, float | None]]) -> Finding:
         """How the sessions of an agent ended, and what they got."""
         mine = [(one, reward) for one, reward in found if one.agent == name]
         normal = name in (RIGHT, WRONG)
@@ -202,7 +202,7 @@ class AgentChecks:
         for prompt in self._prompts:
             given = {
                 (one.agent, one.form): reward
-                for one, reward in zip(self.attempts, rewards, strict=True)
+                for one, reward in zip(self.tried, rewards, strict=True)
                 if one.prompt is prompt and reward is not None
             }
             # By how much a right answer beats a wrong one, in each form that graders may want.
@@ -239,15 +239,14 @@ class AgentChecks:
         return [Finding("ok", "reward", f"right answers get {got}, and all other agents less")]
 
     def _rewards(self) -> list[float | None] | Finding:
-        """The run's reward of each attempt; None where it is not scored."""
+        """The run's reward of each session; None where it is not scored."""
         reward = self._config.reward
         weights = {name: one.weight for name, one in reward.functions.items()}
         scored = [name for name, weight in weights.items() if weight]
         if all(reward.functions[name].function == BUILTIN for name in scored):
             total = sum(weights.values())
             return [
-                None if one.ended.reward is None else total * one.ended.reward
-                for one in self.attempts
+                None if one.ended.reward is None else total * one.ended.reward for one in self.tried
             ]
         if reward.num_gpus:
             return Finding("warn", "reward", "not tried: rewards need a GPU (reward.num_gpus)")
@@ -257,7 +256,7 @@ class AgentChecks:
             return Finding("FAIL", "reward", str(error))
 
     def _function_rewards(self, weights: Mapping[str, float]) -> list[float | None]:
-        """The weighted sum of the reward functions for each attempt. Raises RewardError."""
+        """The weighted sum of the reward functions for each session. Raises RewardError."""
         share_settings(self._config.reward.sandbox)
         once = self._config.reward.model_copy(
             update={"processes": 1, "concurrency": 1, "policy": "fail", "retries": 0}
@@ -266,29 +265,27 @@ class AgentChecks:
         with RewardPool(once) as pool:
             asyncio.run(pool.check())
             for prompt in self._prompts:
-                numbers = [
-                    number for number, one in enumerate(self.attempts) if one.prompt is prompt
-                ]
-                mine = [self.attempts[number] for number in numbers]
+                numbers = [number for number, one in enumerate(self.tried) if one.prompt is prompt]
+                mine = [self.tried[number] for number in numbers]
                 given = pool.submit(_call(prompt, mine)).result()
                 totals = total_rewards({name: given.parts[name] for name in weights}, weights)
                 found |= dict(zip(numbers, totals, strict=True))
         return [
             found[number] if one.ended.end in self._environment.train_ends else None
-            for number, one in enumerate(self.attempts)
+            for number, one in enumerate(self.tried)
         ]
 
     async def _slow(self) -> list[Finding]:
         """An agent whose model does not answer in time."""
         # A program gets the time that it needs to start and to end.
-        usual_s = max(one.ended.other_s for one in self.attempts) if self._environment.url else 0.0
+        usual_s = max(one.ended.other_s for one in self.tried) if self._environment.url else 0.0
         deadline_s, latency_s = DEADLINE_S + usual_s, LATENCY_S + usual_s
         changes = {"processes": 1, "deadline_s": deadline_s, "block_s": 1.0}
         pool = Player(self._environment.model_copy(update=changes))
         try:
             await pool.start()
             began = time.monotonic()
-            one = await self._attempt(pool, "slow", "", says("{}", ""), self._prompts[0], latency_s)
+            one = await self._try(pool, "slow", "", says("{}", ""), self._prompts[0], latency_s)
             took = time.monotonic() - began
         finally:
             await pool.close()
@@ -306,15 +303,13 @@ class AgentChecks:
         template = TimedTemplate(
             *(getattr(self._template, name) for name in SessionTemplate.__slots__)
         )
-        played: list[Attempted] = []
+        played: list[Tried] = []
         children, began = _children_s(), time.thread_time()
         until = time.monotonic() + COSTED_S
         while len(played) < COSTED and time.monotonic() < until:
             prompt = self._prompts[len(played) % len(self._prompts)]
             played.append(
-                await self._attempt(
-                    pool, "cost", "", self._agents.usual_turn, prompt, 0.0, template
-                )
+                await self._try(pool, "cost", "", self._agents.usual_turn, prompt, 0.0, template)
             )
         own, others = time.thread_time() - began, _children_s() - children
         turns = sum(len(one.session.model.texts) for one in played)
@@ -334,19 +329,19 @@ class AgentChecks:
         return [Finding("ok", "cost", f"{total:.1f} ms of CPU a turn: {text} ({turns} turns)")]
 
 
-def _call(prompt: Prompt, attempts: Sequence[Attempted]) -> GroupCall:
-    """What reward functions get of attempts at one prompt."""
+def _call(prompt: Prompt, tried: Sequence[Tried]) -> GroupCall:
+    """What reward functions get of sessions of one prompt."""
     ids = [
         [token for node in one.session.session.nodes if node.sampled for token in node.token_ids]
-        for one in attempts
+        for one in tried
     ]
     return GroupCall(
-        [prompt.text] * len(attempts),
-        [one.text for one in attempts],
+        [prompt.text] * len(tried),
+        [one.text for one in tried],
         ids,
         prompt.columns,
-        ["stop"] * len(attempts),
-        [False] * len(attempts),
+        ["stop"] * len(tried),
+        [False] * len(tried),
         [
             Session(
                 one.session.session.chat_so_far,
@@ -355,7 +350,7 @@ def _call(prompt: Prompt, attempts: Sequence[Attempted]) -> GroupCall:
                 one.ended.parts,
                 one.ended.output,
             )
-            for one in attempts
+            for one in tried
         ],
     )
 

@@ -239,7 +239,7 @@ class ScriptedModel:
 
 
 class ScriptedSession:
-    """The session of an attempt, answered by a script."""
+    """A session whose turns are answered by a script."""
 
     def __init__(
         self, template: SessionTemplate, reader: ResponseReader, model: ScriptedModel

@@ -14,7 +14,7 @@ __all__ = ["PacedSession", "PlayedSession"]
 
 
 class PlayedSession(AgentSession, Protocol):
-    """The session of an attempt, which may also be served at a URL."""
+    """A session that a player plays. It may also be served at a URL."""
 
     async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
         """See `Session.chat`."""

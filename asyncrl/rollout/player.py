@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.agents.served import ServedSession
 from asyncrl.config import EnvironmentConfig
-from asyncrl.environments.attempt import Ended, end_of
 from asyncrl.environments.given import turn_rewards_of
 from asyncrl.environments.model import SessionUrl
 from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.environments.running import Ended, end_of
 from asyncrl.rollout.paced import PacedSession, PlayedSession
 from asyncrl.runtime.functions import one_line
 from asyncrl.sessions.answers import Answer, ChatRequest

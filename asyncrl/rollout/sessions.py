@@ -1,4 +1,4 @@
-"""Makes groups whose trajectories are sessions: each is one attempt of the environment."""
+"""Makes groups whose trajectories are sessions: each is one try at the prompt."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from asyncrl.contracts.messages import EngineLoad, Generated
 from asyncrl.contracts.nodes import CONSTRAINED
 from asyncrl.contracts.rows import SESSION_COLUMNS, TURN_COLUMNS, Completion, Prompt, Trajectory
 from asyncrl.contracts.session_table import flat_completion, turn_rewards, turns_of_group
-from asyncrl.environments.attempt import Ended
-from asyncrl.environments.pool import AttemptLostError
+from asyncrl.environments.pool import SessionLostError
+from asyncrl.environments.running import Ended
 from asyncrl.rollout.player import Player
 from asyncrl.rollout.prefixes import PrefixCounter
 from asyncrl.rollout.spec import SessionsSpec
@@ -67,15 +67,15 @@ Generates = Callable[[TurnRequest, int, str, Heard | None], "Coroutine[None, Non
 argument gets their text as it comes."""
 
 
-def turn_seed(seed: int, ordinal: int, sample: int, retry: int, turn: int, attempt: int) -> int:
+def turn_seed(seed: int, ordinal: int, sample: int, retry: int, turn: int, answered: int) -> int:
     """Sampling seed of a turn, the same in every process and attempt of the run. It is below 2**48,
     so that the engine can add a completion's index.
 
     Args:
         retry: sessions of this trajectory that were lost before.
-        attempt: answers that the same request has already.
+        answered: answers that the same tokens have already.
     """
-    name = f"{seed}:{ordinal}:{sample}:{retry}:{turn}:{attempt}"
+    name = f"{seed}:{ordinal}:{sample}:{retry}:{turn}:{answered}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")
 
 
@@ -134,15 +134,15 @@ class Sessions:
                 generate,
                 self._turn_s,
                 f"{self._name}-{prompt.ordinal}-{sample}-{retry}",
-                lambda turn, attempt, retry=retry: turn_seed(  # type: ignore[misc]
-                    self._seed, prompt.ordinal, sample, retry, turn, attempt
+                lambda turn, answered, retry=retry: turn_seed(  # type: ignore[misc]
+                    self._seed, prompt.ordinal, sample, retry, turn, answered
                 ),
             )
             session = Session(self._template, turns, turns.read)
             task = {**prompt.columns, "prompt": prompt.text}
             try:
                 ended = await self._player.play(task, session, alone)
-            except AttemptLostError as error:
+            except SessionLostError as error:
                 retry, alone = retry + 1, alone or error.alone
             else:
                 return Played(session, ended, turns.load, turns.unparsed, turns.prefixes)
@@ -179,7 +179,7 @@ class _Turns:
 
     async def generate(self, request: TurnRequest, heard: Heard | None = None) -> Sequence[Sampled]:
         expected = self.prefixes.expected(request.prompt_ids)
-        seed = self._seed(request.turn, request.attempt)
+        seed = self._seed(request.turn, request.answered)
         # With a model's own response template, the text need not begin the message's content. A
         # grammar cannot go on in the middle of a text, which a replica's death would need.
         if not self._reader.text_begins_content or request.schema is not None:

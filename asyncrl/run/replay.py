@@ -23,8 +23,8 @@ from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.nodes import Node
 from asyncrl.contracts.rows import Completion, Group
 from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, TurnsRow, nodes_of_group
-from asyncrl.environments.attempt import Ended
 from asyncrl.environments.pool import EnvironmentFailedError
+from asyncrl.environments.running import Ended
 from asyncrl.preflight.model_snapshot import resolve_models
 from asyncrl.preflight.specs import sessions_spec
 from asyncrl.rollout.player import Player
@@ -311,7 +311,7 @@ class _RecordedModel:
             if not self.stopped.done():
                 self.exhausted = self.asked == self.turns
                 self.stopped.set_result(difference)
-            await asyncio.get_running_loop().create_future()  # the attempt is canceled
+            await asyncio.get_running_loop().create_future()  # the session is canceled
         del left[: request.n]
         self.asked += len(turns)
         return [self._sampled(turn, request.stop) for turn in turns]

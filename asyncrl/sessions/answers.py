@@ -49,7 +49,7 @@ class ChatRequest:
     """Most tokens of an answer. None: as many as fit."""
     key: str | None = None
     """Names a request that a client may send again. The second one gets the answers of the first,
-    also while they are sampled. Without a key, it is another attempt."""
+    also while they are sampled. Without a key, it is another request."""
     stop: tuple[str, ...] = ()
     """Strings that end an answer, in addition to the run's. The message ends before the string."""
     logprobs: bool = False

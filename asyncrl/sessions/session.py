@@ -142,8 +142,8 @@ class TurnRequest:
     max_tokens: int
     turn: int
     """Turns before it on its path."""
-    attempt: int
-    """Answers that the same request has already. With `turn`, it makes seeds that differ."""
+    answered: int
+    """Answers that the same tokens have already. With `turn`, it makes seeds that differ."""
     min_version: int | None
     """The newest version that sampled a token before it. The answer's must not be older."""
     stop: tuple[str, ...] = ()
@@ -188,7 +188,7 @@ ReadMessage = Callable[[Sequence[int], Completion, "Sequence[Schema] | None"], M
 
 
 class Session:
-    """Serves the requests of one agent's attempt at one prompt."""
+    """Serves the requests of an agent in one session."""
 
     def __init__(
         self, template: SessionTemplate, generator: TurnGenerator, read: ReadMessage
@@ -200,7 +200,7 @@ class Session:
         """Answers by the key of their request, to repeat them."""
         self._received: set[str] = set()
         """Keys of requests whose answers a client got."""
-        self._attempts: dict[int, int] = {}
+        self._asked: dict[int, int] = {}
         """Hash of a prompt's tokens → answers that were asked of it."""
         self._digests = ChatDigests()
         self._last: tuple[Sequence[Message], Message] | None = None
@@ -285,8 +285,8 @@ class Session:
             )
         # Equal tokens need other seeds, also where they come from other messages.
         same = hash(tuple(prompt_ids))
-        attempt = self._attempts.get(same, 0)
-        self._attempts[same] = attempt + request.n
+        answered = self._asked.get(same, 0)
+        self._asked[same] = answered + request.n
         before = self.tree.nodes[context].parent
         if heard is not None and request.prompt is None and self._begins_in_reasoning(prompt_ids):
             heard = None  # what comes first is no content
@@ -296,7 +296,7 @@ class Session:
                 request.n,
                 room if request.max_tokens is None else min(room, request.max_tokens),
                 self.tree.turns_to(before),
-                attempt,
+                answered,
                 self.tree.newest_version(before),
                 request.stop,
                 request.schema,

@@ -23,7 +23,7 @@ Ask = Callable[[ChatRequest, "Heard | None"], Awaitable[list[Answer]]]
 
 
 class Watched:
-    """The requests of one attempt at a session, which may take at most `most` turns."""
+    """The requests of one session, which may take at most `most` turns."""
 
     def __init__(self, ask: Ask, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._ask, self._most, self._clock = ask, most, clock
@@ -50,7 +50,7 @@ class Watched:
         """Answer a request.
 
         Raises:
-            TurnsExceededError: the attempt has taken its turns.
+            TurnsExceededError: the session has taken its turns.
             Any error of `ask`.
         """
         began = self._clock()

@@ -14,7 +14,7 @@ import openai
 import pytest
 from agent_server import ADD_TOOL, KEY, Server
 
-from asyncrl.agents.retries import Attempts
+from asyncrl.agents.retries import RequestNames
 from asyncrl.contracts.nodes import ORPHAN
 from asyncrl.sessions.rows import session_rows
 from asyncrl.web.errors import ApiError
@@ -381,7 +381,7 @@ def test_a_retry_joins_the_answer_under_way(tmp_path: Path, stream: bool) -> Non
         await gate.asked.acquire()
         first.cancel()
         await asyncio.wait([first])
-        second = asyncio.ensure_future(ask(0))  # another attempt at an equal body
+        second = asyncio.ensure_future(ask(0))  # another request with an equal body
         await gate.asked.acquire()
         retry = asyncio.ensure_future(ask(1))
         assert gate.canceled == 0
@@ -444,21 +444,21 @@ def test_the_clients_own_retries_repeat_what_failed(tmp_path: Path) -> None:
     assert first == second and first is not None
 
 
-def test_attempts_of_a_body_are_told_apart() -> None:
-    attempts = Attempts(most=2)
+def test_requests_with_one_body_are_told_apart() -> None:
+    names = RequestNames(most=2)
 
     def key(retries: str | None, body: bytes = b"x", session: str = "s") -> str | None:
         headers = {} if retries is None else {"x-stainless-retry-count": retries}
-        return attempts.key(session, CHAT, headers, body)
+        return names.key(session, CHAT, headers, body)
 
     first, second = key("0"), key("0")
     assert first != second and key("1") == key("2") == second
-    attempts.left(first)
+    names.left(first)
     assert key("1") == first and key("1") == second
     assert key(None) is None and key("x") is None
     assert key("0", session="other") != first
     key("0", b"y"), key("0", b"z")
-    assert len(attempts) == 2
+    assert len(names) == 2
     assert key("1") not in (first, second)
 
 

@@ -61,7 +61,7 @@ async def faulty(task: Mapping[str, Any], model: Any) -> float | None:
         case "waits long":
             await asyncio.sleep(60)
         case "blocks in a callback":
-            asyncio.get_running_loop().call_later(0.3, time.sleep, 60)  # no attempt's own code
+            asyncio.get_running_loop().call_later(0.3, time.sleep, 60)  # no session's own code
             await asyncio.sleep(60)
         case "cancels itself":
             task = asyncio.ensure_future(asyncio.sleep(60))
@@ -148,7 +148,7 @@ def plain(task: object, model: object) -> float:
 
 
 async def sometimes_raises(task: object, model: Any, seen: list[int] = []) -> float:  # noqa: B006
-    """Raises in the second attempt of its process."""
+    """Raises in the second session of its process."""
     seen.append(1)
     second = len(seen) == 2
     await ask(model)
@@ -158,7 +158,7 @@ async def sometimes_raises(task: object, model: Any, seen: list[int] = []) -> fl
 
 
 async def dies_once(task: object, model: Any, seen: list[int] = []) -> float:  # noqa: B006
-    """Ends its process in the third of three attempts, and never with fewer."""
+    """Ends its process in the third of three sessions, and never with fewer."""
     seen.append(1)
     third = len(seen) == 3
     await ask(model)

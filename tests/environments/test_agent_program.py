@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from asyncrl.environments.agent import command_columns, play, program_environment
-from asyncrl.environments.attempt import AgentFailedError, Ended, Limits, attempt
 from asyncrl.environments.model import Model, SessionUrl, UnsupportedError
+from asyncrl.environments.running import AgentFailedError, Ended, Limits, run_session
 from asyncrl.sessions.answers import Answer, ChatRequest
 
 URL = SessionUrl("http://127.0.0.1:9", "sk-of-this-session")
@@ -33,7 +33,7 @@ def python(code: str, *arguments: str) -> list[str]:
 
 
 def run(deadline_s: float = 20.0, url: SessionUrl | None = URL, **agent: Any) -> Ended:
-    return asyncio.run(attempt(play, TASK, Silent(), Limits(5, deadline_s), agent, url))
+    return asyncio.run(run_session(play, TASK, Silent(), Limits(5, deadline_s), agent, url))
 
 
 def test_a_program_gets_its_task_and_where_its_session_is(
@@ -163,7 +163,7 @@ def test_secrets_and_rays_variables_are_not_passed() -> None:
     assert program_environment(process, {"MY_TOKEN": "5"}) == {"HOME": "4", "MY_TOKEN": "5"}
 
 
-def test_a_program_that_ignores_its_end_is_killed_also_if_its_attempt_is_canceled_again(
+def test_a_program_that_ignores_its_end_is_killed_also_if_its_session_is_canceled_again(
     tmp_path: Path,
 ) -> None:
     note = tmp_path / "pid"
@@ -174,7 +174,9 @@ def test_a_program_that_ignores_its_end_is_killed_also_if_its_attempt_is_cancele
 
     async def cancel() -> int:
         agent = {"command": python(code)}
-        playing = asyncio.ensure_future(attempt(play, TASK, Silent(), Limits(5, 60), agent, URL))
+        playing = asyncio.ensure_future(
+            run_session(play, TASK, Silent(), Limits(5, 60), agent, URL)
+        )
         while not note.exists() or not note.read_text():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Environment processes: attempts in them, and who pays for a fault."""
+"""Environment processes: sessions in them, and who pays for a fault."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from asyncrl.config import EnvironmentConfig
-from asyncrl.environments.attempt import Ended
 from asyncrl.environments.pool import (
-    AttemptLostError,
     EnvironmentFailedError,
     EnvironmentPool,
+    SessionLostError,
 )
+from asyncrl.environments.running import Ended
 from asyncrl.observe.memory import process_name
 from asyncrl.sessions.answers import Answer, ChatRequest, ContextTooLongError
 
@@ -63,7 +63,7 @@ def with_pool(
 
 
 def one(fault: str, session: Echo | None = None, **changes: Any) -> Ended:
-    """The end of an attempt with this fault, beside nobody; the pool works afterwards."""
+    """The end of a session with this fault, beside nobody; the pool works afterwards."""
 
     async def work(pool: EnvironmentPool) -> Ended:
         ended = await pool.play({"fault": fault}, session or Echo())
@@ -73,7 +73,7 @@ def one(fault: str, session: Echo | None = None, **changes: Any) -> Ended:
     return with_pool(work, **changes)
 
 
-def test_an_attempt_takes_turns_and_returns_its_reward() -> None:
+def test_a_session_takes_turns_and_returns_its_reward() -> None:
     session = Echo()
 
     async def work(pool: EnvironmentPool) -> Ended:
@@ -92,7 +92,7 @@ def test_a_game_is_played() -> None:
     assert with_pool(work, "Game", max_turns=2).end == "turns"
 
 
-def test_two_hundred_attempts_run_at_once() -> None:
+def test_two_hundred_sessions_run_at_once() -> None:
     async def work(pool: EnvironmentPool) -> list[Ended]:
         return await asyncio.gather(*(pool.play({"fault": "waits"}, Echo()) for _ in range(200)))
 
@@ -120,7 +120,7 @@ def test_two_hundred_attempts_run_at_once() -> None:
         ("surrogate", r"FileNotFoundError: caf\\udce9"),
     ],
 )
-def test_a_faulty_attempt_is_the_environments_error(fault: str, note: str) -> None:
+def test_a_faulty_session_is_the_environments_error(fault: str, note: str) -> None:
     ended = one(fault, block_s=1, memory_bytes=4 << 30)
     expected = "reward_error" if fault == "nonsense" else "env_error"
     assert ended.end == expected and ended.reward is None
@@ -128,7 +128,7 @@ def test_a_faulty_attempt_is_the_environments_error(fault: str, note: str) -> No
 
 
 @pytest.mark.parametrize("fault", ["blocks", "dies"])
-def test_only_the_culprit_fails_and_the_others_are_made_again(fault: str) -> None:
+def test_only_the_culprit_fails_and_the_others_begin_again(fault: str) -> None:
     async def work(pool: EnvironmentPool) -> list[Any]:
         faults = ["waits", fault, "waits"]
         plays = (pool.play({"fault": fault}, Echo()) for fault in faults)
@@ -137,10 +137,10 @@ def test_only_the_culprit_fails_and_the_others_are_made_again(fault: str) -> Non
     first, culprit, third = with_pool(work, block_s=1)
     assert culprit.end == "env_error"
     for lost in (first, third):
-        assert isinstance(lost, AttemptLostError) and not lost.alone
+        assert isinstance(lost, SessionLostError) and not lost.alone
 
 
-def test_an_attempt_that_is_canceled_by_code_of_its_process_is_made_again_alone() -> None:
+def test_a_session_that_is_canceled_by_code_of_its_process_begins_again_alone() -> None:
     async def work(pool: EnvironmentPool) -> list[Any]:
         faults = ["waits long", "cancels all"]
         plays = (pool.play({"fault": fault}, Echo()) for fault in faults)
@@ -149,7 +149,7 @@ def test_an_attempt_that_is_canceled_by_code_of_its_process_is_made_again_alone(
 
     first, second, culprit = with_pool(work)
     for lost in (first, second):
-        assert isinstance(lost, AttemptLostError) and lost.alone
+        assert isinstance(lost, SessionLostError) and lost.alone
     assert (culprit.end, culprit.note) == ("env_error", "it canceled its own task")
 
 
@@ -172,7 +172,7 @@ def test_an_answer_that_crosses_its_abandonment_was_not_received() -> None:
     session = Echo()
 
     async def work(pool: EnvironmentPool) -> None:
-        with contextlib.suppress(AttemptLostError):
+        with contextlib.suppress(SessionLostError):
             await pool.play({"fault": "dies"}, session)
 
     with_pool(work)
@@ -192,7 +192,7 @@ def test_an_answer_that_crosses_its_abandonment_was_not_received() -> None:
     assert late.requests == 0  # canceled before it answered
 
 
-def test_where_the_cause_is_unknown_all_are_made_again_alone() -> None:
+def test_where_the_cause_is_unknown_all_begin_again_alone() -> None:
     async def work(pool: EnvironmentPool) -> list[Any]:
         faults = ["waits long", "blocks in a callback"]
         plays = (pool.play({"fault": fault}, Echo()) for fault in faults)
@@ -202,11 +202,11 @@ def test_where_the_cause_is_unknown_all_are_made_again_alone() -> None:
 
     first, second, culprit = with_pool(work, block_s=1)
     for lost in (first, second):
-        assert isinstance(lost, AttemptLostError) and lost.alone
+        assert isinstance(lost, SessionLostError) and lost.alone
     assert culprit.end == "env_error"
 
 
-def test_what_an_attempt_leaves_behind_ends_with_it() -> None:
+def test_what_a_session_leaves_behind_ends_with_it() -> None:
     async def work(pool: EnvironmentPool) -> list[Ended]:
         first = await pool.play({"fault": "leaves a task"}, Echo())
         return [first, await pool.play({"fault": "waits"}, Echo())]
@@ -235,12 +235,12 @@ def test_an_abandoned_request_is_canceled() -> None:
     assert session.canceled
 
 
-def test_an_attempt_that_ignores_its_end_is_killed() -> None:
+def test_a_session_that_ignores_its_end_is_killed() -> None:
     ended = one("ignores", deadline_s=1, block_s=1)
     assert ended.end == "env_error" and "it did not end within 7 s" in ended.note
 
 
-def test_an_attempt_that_is_late_ends_at_its_deadline() -> None:
+def test_a_session_that_is_late_ends_at_its_deadline() -> None:
     ended = one("waits", deadline_s=0.3)
     assert (ended.end, ended.note) == ("deadline", "it was not over after 0.3 s")
 
@@ -272,7 +272,7 @@ def test_an_environment_that_gives_no_reward() -> None:
     assert (ended.end, ended.reward) == ("done", None)
 
 
-def test_a_given_up_attempt_makes_room() -> None:
+def test_a_given_up_session_makes_room() -> None:
     async def work(pool: EnvironmentPool) -> Ended:
         await pool.start()
         playing = asyncio.create_task(pool.play({"fault": "ignores"}, Echo()))

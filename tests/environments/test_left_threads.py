@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl.config import EnvironmentConfig
 from asyncrl.environments import pool as pools
-from asyncrl.environments.attempt import Ended
 from asyncrl.environments.model import Model, SessionUrl
 from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.environments.running import Ended
 from asyncrl.environments.threads import CallThreads, in_thread
 from asyncrl.sessions.answers import Answer, ChatRequest
 
@@ -99,11 +99,11 @@ def test_a_process_with_few_threads_left_goes_on() -> None:
     with_pool(work)
 
 
-def test_only_calls_of_ended_attempts_are_left() -> None:
-    attempt, over = [1], threading.Event()
-    with CallThreads(3, lambda: attempt[0]) as threads:
+def test_only_calls_of_ended_sessions_are_left() -> None:
+    number, over = [1], threading.Event()
+    with CallThreads(3, lambda: number[0]) as threads:
         first = threads.submit(over.wait)
-        attempt[0] = 2
+        number[0] = 2
         second = threads.submit(over.wait)
         assert [threads.left(running) for running in ([1, 2], [2], [1], [])] == [0, 1, 1, 2]
         over.set()

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl.environments.attempt import Ended, Limits, attempt
 from asyncrl.environments.process import imported
 from asyncrl.environments.ready import calculator, python, reasoning_gym
 from asyncrl.environments.ready.arithmetic import CalculationError, calculate
 from asyncrl.environments.ready.puzzles import COLUMNS, final_answer
 from asyncrl.environments.ready.sandboxed import result_text
+from asyncrl.environments.running import Ended, Limits, run_session
 from asyncrl.sandbox import Level, Program, Result, SandboxError, probe
 from asyncrl.testing import FakeChatSession, FakeSandbox, tool_call
 
@@ -28,7 +28,7 @@ def play(
     environment: Any, task: dict[str, Any], answers: Sequence[object], **arguments: Any
 ) -> tuple[Ended, FakeChatSession]:
     session = FakeChatSession(answers)
-    return asyncio.run(attempt(environment, task, session, Limits(), arguments)), session
+    return asyncio.run(run_session(environment, task, session, Limits(), arguments)), session
 
 
 def test_names_and_arguments_are_those_of_a_config() -> None:
@@ -256,7 +256,7 @@ def test_a_wrong_answer_may_be_tried_again() -> None:
 
 def test_the_last_answer_counts_if_there_is_no_room_for_another() -> None:
     session = FakeChatSession(["x"], most_messages=1)
-    ended = asyncio.run(attempt(reasoning_gym, puzzle(), session, Limits(), {"tries": 3}))
+    ended = asyncio.run(run_session(reasoning_gym, puzzle(), session, Limits(), {"tries": 3}))
     assert ended.end == "length" and ended.reward is not None and ended.parts["tries"] == 1
 
 

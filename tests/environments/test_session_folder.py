@@ -19,9 +19,9 @@ import pytest
 
 from asyncrl.config import EnvironmentConfig
 from asyncrl.environments.agent import own_folder, play, program_environment
-from asyncrl.environments.attempt import Ended, Limits, attempt
 from asyncrl.environments.model import SessionUrl
 from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.environments.running import Ended, Limits, run_session
 from asyncrl.runtime.temporary import SHORT
 from asyncrl.sessions.answers import Answer, ChatRequest
 
@@ -69,7 +69,7 @@ def python(code: str, *arguments: object) -> list[str]:
 
 
 def plays(task: dict[str, Any], deadline_s: float = 60.0, **agent: Any) -> Awaitable[Ended]:
-    return attempt(play, task, Silent(), Limits(5, deadline_s), agent, URL)
+    return run_session(play, task, Silent(), Limits(5, deadline_s), agent, URL)
 
 
 def test_two_sessions_at_once_do_not_share_a_home(tmp_path: Path, place: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_home_that_is_canceled_again_is_removed(place: Path) -> None:
         agent = {"command": WRITES}
         limits = Limits(5, 60)
         session = asyncio.ensure_future(
-            attempt(play, {"prompt": "p"}, Silent(), limits, agent, URL)
+            run_session(play, {"prompt": "p"}, Silent(), limits, agent, URL)
         )
         while not any(place.glob("session_*/file")):  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from asyncrl.environments import ToolsRun, run_tools
-from asyncrl.environments.attempt import Limits, attempt
 from asyncrl.environments.model import Model
+from asyncrl.environments.running import Limits, run_session
 from asyncrl.environments.tools import MOST_CHARACTERS
 from asyncrl.sessions.answers import ContextTooLongError
 from asyncrl.testing import FakeChatSession, tool_call
@@ -130,5 +130,5 @@ def test_a_limit_of_the_run_still_ends_the_session() -> None:
         return 1.0
 
     session = FakeChatSession([tool_call("fails", {})] * 5)
-    ended = asyncio.run(attempt(solve, {}, session, Limits(turns=2)))
+    ended = asyncio.run(run_session(solve, {}, session, Limits(turns=2)))
     assert (ended.end, ended.reward) == ("turns", None)

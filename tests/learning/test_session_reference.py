@@ -34,7 +34,7 @@ from asyncrl.contracts.rows import (
     VersionSpan,
 )
 from asyncrl.contracts.session_table import flat_completion
-from asyncrl.environments.attempt import Ended
+from asyncrl.environments.running import Ended
 from asyncrl.frozen.reference import Reference
 from asyncrl.learning.batches import examples_of
 from asyncrl.learning.distillation import with_teacher_advantages

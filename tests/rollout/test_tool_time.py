@@ -13,7 +13,7 @@ from small_config import small_config
 
 from asyncrl.config import EnvironmentConfig
 from asyncrl.contracts.heard import Heard
-from asyncrl.environments.attempt import Ended
+from asyncrl.environments.running import Ended
 from asyncrl.rollout.paced import PacedSession
 from asyncrl.rollout.player import Player
 from asyncrl.sessions.answers import Answer, ChatRequest

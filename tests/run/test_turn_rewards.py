@@ -19,7 +19,7 @@ from asyncrl.contracts.nodes import ORPHAN, Node
 from asyncrl.contracts.rows import Group, Prompt, Trajectory, VersionSpan
 from asyncrl.contracts.session_table import flat_completion
 from asyncrl.control.diagnostics import _sessions
-from asyncrl.environments.attempt import Ended
+from asyncrl.environments.running import Ended
 from asyncrl.learning.batches import examples_of
 from asyncrl.observe.samples import samples_text
 from asyncrl.preflight.specs import scoring_spec

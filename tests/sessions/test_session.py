@@ -86,7 +86,7 @@ def test_a_growing_chat_is_one_row_of_the_templates_own_tokens(
     sampled = row.token_ids[row.trained].tolist()
     assert model.text(sampled) == "".join(f"answer {number}{end}" for number in range(4))
     assert [request.turn for request in generator.requests] == [0, 1, 2, 3]
-    assert [request.attempt for request in generator.requests] == [0] * 4
+    assert [request.answered for request in generator.requests] == [0] * 4
     assert not any(node.branch_reason for node in session.nodes)
     for before, after in zip(generator.requests, generator.requests[1:], strict=False):
         assert after.prompt_ids[: len(before.prompt_ids)] == before.prompt_ids
@@ -153,7 +153,7 @@ def test_a_retry_joins_or_repeats_the_answer_and_an_equal_body_does_not(chatml: 
         assert fourth[0].node != first[0].node
 
     asyncio.run(retries())
-    assert [request.attempt for request in generator.requests] == [0, 1]
+    assert [request.answered for request in generator.requests] == [0, 1]
     assert [node.parent for node in session.nodes] == [None, 0, 0]
 
 
@@ -182,7 +182,7 @@ def test_a_failed_answer_is_asked_for_again(chatml: Model) -> None:
         assert answer.message == assistant("answer 1")
 
     asyncio.run(fails())
-    assert [request.attempt for request in generator.requests] == [0, 1]
+    assert [request.answered for request in generator.requests] == [0, 1]
 
 
 def test_choices_that_are_not_taken_become_orphans(chatml: Model) -> None:
@@ -258,10 +258,10 @@ def test_requests_that_differ_only_in_reasoning_have_prompts_of_their_own(chatml
         asyncio.run(session.chat(ChatRequest([user("2+2"), shown, user("3+3")])))
     first, second = (chatml.text(request.prompt_ids) for request in generator.requests)
     assert "add the two" in first and "count on fingers" in second
-    # Equal tokens of other messages have another attempt, and so another seed.
+    # Equal tokens of other messages count as asked again, and so get another seed.
     asyncio.run(session.chat(ChatRequest([{**user("2+2"), "name": "x"}])))
     asyncio.run(session.chat(ChatRequest([user("2+2")])))
-    assert [request.attempt for request in generator.requests[-2:]] == [0, 1]
+    assert [request.answered for request in generator.requests[-2:]] == [0, 1]
 
 
 def test_text_far_beyond_the_context_is_refused_before_it_is_encoded(chatml: Model) -> None:

@@ -1,4 +1,4 @@
-"""Runs one attempt of an environment at a task, and says how it ended."""
+"""Runs one session of an environment, and says how it ended."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ __all__ = [
     "Game",
     "Limits",
     "RewardFailedError",
-    "attempt",
     "end_of",
+    "run_session",
 ]
 
 End: TypeAlias = Literal[
     "done", "length", "turns", "deadline", "agent_error", "env_error", "reward_error", "closed"
 ]
-"""How an attempt ends. `length`: no room is left in the context. `turns`, `deadline`: a limit was
+"""How a session ends. `length`: no room is left in the context. `turns`, `deadline`: a limit was
 reached. `agent_error`: its agent program failed. `env_error`: the environment raised, blocked or
 ended its process. `reward_error`: it gave no valid reward. `closed`: the run ended it."""
 
@@ -46,7 +46,7 @@ HOME = str(Path(asyncrl.__file__).parent) + "/"
 
 
 class Game(Protocol):
-    """An environment whose loop is asyncrl's. There is one object for each attempt."""
+    """An environment whose loop is asyncrl's. There is one object for each session."""
 
     def reset(self, task: Mapping[str, Any]) -> object:
         """The first messages: a text for one user message, or a list of messages."""
@@ -64,11 +64,11 @@ Environment: TypeAlias = "Solve | Callable[[], Game]"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What ends an attempt."""
+    """What ends a session."""
 
     turns: int = 1000
     deadline_s: float = math.inf
-    """Seconds of the attempt, tools included."""
+    """Seconds of the session, tools included."""
 
 
 class AgentFailedError(RuntimeError):
@@ -81,7 +81,7 @@ class RewardFailedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of an attempt."""
+    """The end of a session."""
 
     end: End
     reward: float | None = None
@@ -93,9 +93,9 @@ class Ended:
     overridden: int = 0
     """Arguments of requests that had no effect."""
     model_s: float = 0.0
-    """Seconds in which the attempt waited for the model."""
+    """Seconds in which the session waited for the model."""
     other_s: float = 0.0
-    """The other seconds of the attempt: tools and the environment's own code."""
+    """The other seconds of the session: tools and the environment's own code."""
     output: str = ""
     """A text that the environment returned, for reward functions."""
     turn_rewards: Sequence[tuple[int, float]] = ()
@@ -104,7 +104,7 @@ class Ended:
     """Rewards of the turns that were taken at the URL, which are not placed yet."""
 
 
-async def attempt(
+async def run_session(
     environment: Environment,
     task: Mapping[str, Any],
     session: ChatSession,
@@ -112,16 +112,17 @@ async def attempt(
     arguments: Mapping[str, object] | None = None,
     url: SessionUrl | None = None,
 ) -> Ended:
-    """Run an attempt to its end.
+    """Run a session to its end.
 
     Args:
         task: the columns of the prompt's row.
+        session: answers the requests of the environment.
         arguments: further keyword arguments of the function, or of the class of games.
-        url: where its session is served, if it is.
+        url: where the session is served, if it is.
 
     Raises:
-        Exception: whatever error of the model's side reaches the attempt's end, such as a dead
-            engine. The environment has no part in it, so the attempt should be made again.
+        Exception: whatever error of the model's side reaches the session's end, such as a dead
+            engine. The environment has no part in it, so the session should begin again.
     """
     course = _Course(session, limits, url)
     work = _run(environment, task, course, arguments or {})
@@ -139,7 +140,7 @@ async def attempt(
 
 
 class _Course:
-    """The course of one attempt: what it has taken so far, and how it ends."""
+    """The course of one session: what it has taken so far, and how it ends."""
 
     def __init__(self, session: ChatSession, limits: Limits, url: SessionUrl | None) -> None:
         self._clock = asyncio.get_running_loop().time
@@ -151,18 +152,19 @@ class _Course:
         """What a game has given so far."""
 
     def returned(self, result: object) -> Ended:
-        """The end of an attempt that returned."""
+        """The end of a session whose environment returned."""
         self._raise_failure_of_model()
         ended = self._watched.ended
         # An environment may catch what ended it, and give a reward for what was reached.
         return self._rewarded("done" if ended is None else end_of(ended), "", result)
 
     def refused(self, error: Exception) -> Ended:
-        """The end of an attempt that raised the model's refusal. A game has given a reward."""
+        """The end of a session whose environment raised the model's refusal. A game has given a
+        reward."""
         return self._rewarded(end_of(error), str(error), self.reward)
 
     def failed(self, error: Exception) -> Ended:
-        """The end of an attempt that raised an error."""
+        """The end of a session whose environment raised an error."""
         self._raise_failure_of_model()
         ended = self._watched.ended
         if ended is not None and _comes_from(error, ended):
@@ -174,7 +176,7 @@ class _Course:
             raise self._watched.failed
 
     def _rewarded(self, end: End, note: str, result: object) -> Ended:
-        """The end of an attempt that gave this."""
+        """The end of a session whose environment gave this."""
         # Turns that were taken at the URL are known to those who serve it.
         taken = None if self._at_url else self._watched.taken
         try:
@@ -183,7 +185,7 @@ class _Course:
             return self.ended("reward_error", _place(nonsense))
 
     def ended(self, end: End, note: str = "", given: Given = NOTHING) -> Ended:
-        """The end, with what the attempt took."""
+        """The end, with what the session took."""
         whole_s = self._clock() - self._began
         model_s = min(self._watched.model_s, whole_s)
         return Ended(
@@ -202,7 +204,7 @@ class _Course:
 
 
 class _OverdueError(Exception):
-    """An attempt was not over in time."""
+    """A session was not over in time."""
 
 
 async def _within(deadline_s: float, work: Awaitable[object]) -> object:
@@ -236,7 +238,7 @@ def _comes_from(error: BaseException, cause: BaseException) -> bool:
 
 
 def _blamed(error: BaseException) -> End:
-    """The end of an attempt that raised an error of its own."""
+    """The end of a session whose environment raised an error of its own."""
     if isinstance(error, BaseExceptionGroup):
         causes = {_blamed(one) for one in error.exceptions}
         return causes.pop() if len(causes) == 1 else "env_error"
@@ -246,7 +248,7 @@ def _blamed(error: BaseException) -> End:
 
 
 def end_of(error: BaseException) -> End:
-    """How an attempt ended whose request the model refused with this error."""
+    """How a session ended whose request the model refused with this error."""
     if isinstance(error, TurnsExceededError):
         return "turns"
     if isinstance(error, TurnDeadlineError):

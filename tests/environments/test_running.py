@@ -1,4 +1,4 @@
-"""Attempts of functions and games: how each ends, and what it returns."""
+"""Sessions of functions and games: how each ends, and what it returns."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.environments.attempt import (
+from asyncrl.environments.running import (
     AgentFailedError,
     Ended,
     Limits,
-    attempt,
+    run_session,
 )
 from asyncrl.sessions.answers import Answer, ChatRequest, ContextTooLongError, SessionClosedError
 from asyncrl.testing import VirtualTimeLoop
@@ -43,7 +43,9 @@ class FakeSession:
 
 def run(environment: Any, session: Any = None, **limits: Any) -> Ended:
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(attempt(environment, TASK, session or FakeSession(), Limits(**limits)))
+        return runner.run(
+            run_session(environment, TASK, session or FakeSession(), Limits(**limits))
+        )
 
 
 async def ask(model: Any, content: str = "q") -> Any:
@@ -217,7 +219,7 @@ def test_time_of_the_model_and_of_tools_is_told_apart() -> None:
     assert (ended.model_s, ended.other_s) == pytest.approx((4, 5))
 
 
-def test_limits_end_an_attempt() -> None:
+def test_limits_end_a_session() -> None:
     assert (run(Count, turns=2).end, run(Count, turns=3).end) == ("turns", "done")
     late = run(Count, FakeSession(seconds=2), deadline_s=5)
     assert (late.end, late.turns, late.reward) == ("deadline", 3, None)
@@ -232,7 +234,7 @@ def test_limits_end_an_attempt() -> None:
         (MessagesError("the template refuses the chat"), "env_error"),
     ],
 )
-def test_the_models_refusals_end_an_attempt(error: Exception, end: str) -> None:
+def test_the_models_refusals_end_a_session(error: Exception, end: str) -> None:
     ended = run(Count, FakeSession(fails_at=2, error=error))
     # A game keeps the reward that it had reached.
     # A request that the template refuses is no turn.
@@ -316,15 +318,15 @@ def test_errors_of_the_environment_are_its_own(environment: Any, note: str) -> N
     nonsense = environment in (gives_nonsense, gives_text)
     assert ended.end == ("reward_error" if nonsense else "env_error") and ended.reward is None
     assert ended.note.startswith(note) and "\n" not in ended.note
-    assert environment is not raises or "test_attempt.py:" in ended.note
+    assert environment is not raises or "test_running.py:" in ended.note
 
 
-def test_canceling_an_attempt_cancels_it() -> None:
+def test_canceling_a_session_cancels_it() -> None:
     async def cancel() -> None:
         async def solve(task: Any, model: Any) -> None:
             await asyncio.sleep(100)
 
-        task = asyncio.create_task(attempt(solve, TASK, FakeSession(), Limits()))
+        task = asyncio.create_task(run_session(solve, TASK, FakeSession(), Limits()))
         await asyncio.sleep(1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
