@@ -1,4 +1,4 @@
-"""Each test attempts to break one security promise. The HTTP routes have their own tests
+"""Each test tries to break one security promise. The HTTP routes have their own tests
 (tests/serving)."""
 
 from __future__ import annotations

@@ -156,9 +156,9 @@ class UrlTeacher:
         settings, reason = self._settings, "no answer"
         try:
             async with asyncio.timeout(settings.timeout_s):
-                for attempt in range(settings.retries + 1):
-                    if attempt:
-                        pause = min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S)
+                for retry in range(settings.retries + 1):
+                    if retry:
+                        pause = min(FIRST_PAUSE_S * 2 ** (retry - 1), LONGEST_PAUSE_S)
                         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                     try:
                         return scored_ids(await self._ask(ids), ids)

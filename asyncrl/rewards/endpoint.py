@@ -116,9 +116,9 @@ async def first_answer(
     reason = "no answer"
     try:
         async with asyncio.timeout(timeout_s):
-            for attempt in range(retries + 1):
-                if attempt:
-                    pause = min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S)
+            for retry in range(retries + 1):
+                if retry:
+                    pause = min(FIRST_PAUSE_S * 2 ** (retry - 1), LONGEST_PAUSE_S)
                     await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 try:
                     return await ask()

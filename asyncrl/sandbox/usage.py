@@ -144,7 +144,7 @@ def deleted_exceed(process: int, limits: Limits) -> str | None:
 
 
 def _open_files(process: int) -> list[os.stat_result] | None:
-    """None if repeated attempts cannot read them. They are briefly unreadable during execve."""
+    """None if repeated tries cannot read them. They are briefly unreadable during execve."""
     for _ in range(LOOKS):
         try:
             return _open_files_now(process)

@@ -409,7 +409,8 @@ class FakeWeightSync:
 
     Args:
         latency: seconds of a push.
-        fails: whether a push (version, attempt) raises after half of the replicas have the version.
+        fails: whether a push raises after half of the replicas have the version. It gets the
+            version, and the number of the push of it, from 1.
         lags: whether a replica misses the version. Such replicas are unroutable until they catch
             up. The first never lags, and at most half do.
     """
@@ -417,14 +418,14 @@ class FakeWeightSync:
     def __init__(
         self,
         latency: Latency = _no_latency,
-        fails: Callable[[int, int], bool] = lambda version, attempt: False,
+        fails: Callable[[int, int], bool] = lambda version, number: False,
         replicas: FakeReplicas | None = None,
         lags: Callable[[int, int], bool] = lambda replica, version: False,
     ) -> None:
         self.latency, self.fails, self.lags = latency, fails, lags
         self.replicas = replicas or FakeReplicas()
         self.applied: list[int] = []
-        self.attempts: dict[int, int] = {}
+        self.pushes: dict[int, int] = {}
         self.awake = asyncio.Event()
         """Not set while the replicas rest."""
         self.awake.set()
@@ -447,9 +448,9 @@ class FakeWeightSync:
         ]
         for replica in range(len(replicas.versions)):
             await asyncio.sleep(self.latency(version) / len(replicas.versions))
-            attempt = self.attempts.get(version, 0) + 1
-            if 2 * replica >= len(replicas.versions) - 1 and self.fails(version, attempt):
-                self.attempts[version] = attempt
+            number = self.pushes.get(version, 0) + 1
+            if 2 * replica >= len(replicas.versions) - 1 and self.fails(version, number):
+                self.pushes[version] = number
                 raise RuntimeError(f"push of version {version} failed")
             if replica not in behind and replica != replicas.held:
                 replicas.apply(replica, version)

@@ -54,10 +54,10 @@ def task_at(tasks: Iterable[TaskT], index: int) -> TaskT:
 
 
 def chosen(names: Sequence[str], agent: str | None) -> int:
-    """Which attempt has the session's reward.
+    """Which trace has the session's reward.
 
     Args:
-        names: the agent of each attempt.
+        names: the agent of each trace.
         agent: the agent that is asked for. None: the only one.
 
     Raises:
@@ -67,9 +67,9 @@ def chosen(names: Sequence[str], agent: str | None) -> int:
     if len(places) == 1:
         return places[0]
     if agent is not None:
-        raise ValueError(f"--agent {agent} made {len(places)} attempts of {', '.join(names)}")
+        raise ValueError(f"--agent {agent} has {len(places)} of the traces of {', '.join(names)}")
     raise ValueError(
-        f"{', '.join(names)} made attempts, and a session has one reward; choose its agent with"
+        f"{', '.join(names)} have traces, and a session has one reward; choose its agent with"
         " --agent, and give the others a model of their own with --env"
     )
 
@@ -107,11 +107,11 @@ async def play(taskset: str, index: int, given: Mapping[str, Any], agent: str | 
     )
     async with environment.serving():
         (slot,) = environment.slots(task)
-        attempt = await environment.run_slot(slot, vf.ModelContext("policy", client))
-    if not attempt.ok:
-        errors = [*attempt.errors, *(error for trace in attempt.traces for error in trace.errors)]
+        played = await environment.run_slot(slot, vf.ModelContext("policy", client))
+    if not played.ok:
+        errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]
         raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}" if errors else "not finished")
-    trace = attempt.traces[chosen([one.agent.name for one in attempt.traces], agent)]
+    trace = played.traces[chosen([one.agent.name for one in played.traces], agent)]
     scores = {name: found and found.score for name, found in trace.rewards.items()}
     return last_line(trace.reward, scores, trace.metrics)
 

@@ -456,14 +456,14 @@ def test_slow_publication_passes_versions_over():
 
 def test_a_failed_push_is_retried_once():
     coordinator = make(
-        weights=FakeWeightSync(fails=lambda version, attempt: version == 0 and attempt == 1)
+        weights=FakeWeightSync(fails=lambda version, number: version == 0 and number == 1)
     )
     assert run(coordinator).version == 6
 
 
 def test_a_push_that_fails_again_ends_the_run_with_its_cause():
     with pytest.raises(RuntimeError, match="version 0 could not be published"):
-        run(make(weights=FakeWeightSync(fails=lambda version, attempt: version == 0)))
+        run(make(weights=FakeWeightSync(fails=lambda version, number: version == 0)))
 
 
 def test_evaluates_before_after_and_in_between_at_one_version():

@@ -59,11 +59,11 @@ def test_a_task_is_found_by_its_number_also_where_they_never_end() -> None:
 def test_one_agent_has_the_reward_of_the_session() -> None:
     assert chosen(["agent"], None) == 0
     assert chosen(["player0", "player1"], "player1") == 1
-    with pytest.raises(ValueError, match=r"player0, player1 made attempts.*with --agent"):
+    with pytest.raises(ValueError, match=r"player0, player1 have traces.*with --agent"):
         chosen(["player0", "player1"], None)
-    with pytest.raises(ValueError, match="--agent judge made 0 attempts of player0"):
+    with pytest.raises(ValueError, match="--agent judge has 0 of the traces of player0"):
         chosen(["player0"], "judge")
-    with pytest.raises(ValueError, match="--agent solver made 2 attempts"):
+    with pytest.raises(ValueError, match="--agent solver has 2 of the traces"):
         chosen(["solver", "solver"], "solver")
 
 

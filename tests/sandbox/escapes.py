@@ -1,6 +1,6 @@
 """Run inside the sandbox: each function tries one way out and returns what it got, or None.
 
-They also run outside, as a control: an attempt that fails everywhere proves nothing. Uses only the
+They also run outside, as a control: an escape that fails everywhere proves nothing. Uses only the
 standard library, since a sandboxed interpreter has no more. Targets come on standard input.
 """
 

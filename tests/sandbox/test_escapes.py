@@ -1,4 +1,4 @@
-"""Real attempts to leave the sandbox, at each level, as root and as another user.
+"""Real tries to leave the sandbox, at each level, as root and as another user.
 
 If a machine does not support a level, the test checks that nothing runs at it.
 """
@@ -51,7 +51,7 @@ WORKS_ANYWHERE = {
     "change_personality",
     "survive_the_supervisor",
 }
-"""The control: attempts that succeed outside on any Linux. A container may also forbid the others
+"""The control: escapes that succeed outside on any Linux. A container may also forbid the others
 outside."""
 ENDS_ALIKE = {
     "forks": {"wall", "processes"},
@@ -160,7 +160,7 @@ def test_no_way_out(attacked, level, user):
     assert len(inside) >= 50 and inside.keys() == outside.keys()
     assert {name: why for name, (escaped, why) in inside.items() if escaped} == {}
     assert report["changed"] == []
-    # The control: outside, the attempts succeed.
+    # The control: outside, the escapes succeed.
     assert {name for name, (escaped, _) in outside.items() if not escaped} & WORKS_ANYWHERE == set()
     assert report["changed outside"] == ["datagrams", "folder", "owned", "shared memory"]
 
