@@ -68,6 +68,20 @@ def test_no_synonym_is_used(synonym: str) -> None:
     assert not found, f"write {RULED_OUT[synonym]!r} instead of {synonym!r}"
 
 
+@pytest.mark.parametrize("package", ["agents", "environments", "sessions"])
+def test_a_session_is_not_called_an_attempt(package: str) -> None:
+    """Attempts are those of a run, and these packages know of none."""
+    folders = [ROOT / top / package for top in ("asyncrl", "tests")]
+    mine = {
+        str(path.relative_to(ROOT)): text
+        for path, text in texts().items()
+        if folders[0] in path.parents or folders[1] in path.parents
+    }
+    assert {name.split("/")[0] for name in mine} == {"asyncrl", "tests"}
+    found = [name for name, text in mine.items() if "attempt" in text.lower()]
+    assert not found, "write 'session', or 'try' where it can be tried again"
+
+
 def test_the_glossary_names_every_outcome() -> None:
     (meaning,) = [meaning for word, meaning, _ in rows() if word == "outcome"]
     assert not [outcome for outcome in OUTCOMES if not places(outcome, meaning)]
