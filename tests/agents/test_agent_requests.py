@@ -246,6 +246,15 @@ def test_what_has_no_effect_is_counted(tmp_path: Path) -> None:
     assert "strict" not in json.dumps(server.agent.requests[0].tools)
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "add"}])
+def test_a_forced_call_of_anthropics_api_is_counted(tmp_path: Path, choice: Any) -> None:
+    server = Server(tmp_path, answers)
+    tools = [{"name": "add", "input_schema": {"type": "object"}}]
+    body = {**GOOD[MESSAGES], "tools": tools, "tool_choice": choice}
+    assert post(server, MESSAGES, body).status_code == 200
+    assert server.agent.overridden == {"tool_choice": 1}
+
+
 def test_calls_stay_text_without_tools_or_with_none_chosen(tmp_path: Path) -> None:
     text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     server = Server(tmp_path, lambda number: text)

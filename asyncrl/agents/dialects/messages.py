@@ -153,7 +153,8 @@ class Messages:
         self.streams = bool(body.stream)
         tools, unused = function_tools(_tools(given.get("tools") or ()), "input_schema")
         choice = body.tool_choice or {}
-        calls, forced = chosen(choice.get("type"))
+        kind = choice.get("type")
+        calls, forced = chosen("any" if kind == "tool" else kind)
         chat = [
             message
             for place, one in enumerate(given["messages"])
@@ -169,7 +170,7 @@ class Messages:
         before: list[Message] = [{"role": "system", "content": system}] if system else []
         named = {
             **dict.fromkeys(unused, True),
-            "tool_choice": forced or choice.get("type") == "tool",
+            "tool_choice": forced,
             "disable_parallel_tool_use": bool(choice.get("disable_parallel_tool_use")),
             "effort": bool((given.get("output_config") or {}).get("effort")),
         }
