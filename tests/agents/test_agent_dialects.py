@@ -388,6 +388,26 @@ def test_answers_that_follow_a_schema(tmp_path: Path) -> None:
     assert [request.schema for request in server.generator.requests] == [schema] * 3
 
 
+def test_each_chunk_of_a_stream_has_one_tool_call(tmp_path: Path) -> None:
+    """As those of OpenAI. Some clients read only the first call of a chunk."""
+    server = Server(tmp_path, ["I add. " + call(1, 2) + call(3, 4)])
+
+    async def ask() -> None:
+        async with server.openai() as client:
+            events = await client.chat.completions.create(
+                model="m",
+                messages=[{"role": "user", "content": "q"}],
+                tools=[ADD_TOOL],
+                stream=True,
+            )
+            deltas = [event.choices[0].delta async for event in events]
+        calls = [delta.tool_calls for delta in deltas if delta.tool_calls]
+        assert [[one.index for one in each] for each in calls] == [[0], [1]]
+        assert [json.loads(one.function.arguments)["a"] for (one,) in calls] == [1, 3]
+
+    asyncio.run(ask())
+
+
 def test_a_stop_sequence_is_named(tmp_path: Path) -> None:
     server = Server(tmp_path, lambda number: "one STOP")
     generate = server.generator.generate

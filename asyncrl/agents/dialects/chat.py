@@ -236,6 +236,9 @@ class Chat:
                     rest = rest_of(content_of(answer), sent.get(index, ""))
                     delta = self._last_delta(answer, rest, first=index not in sent)
                     yield self._event(index, delta, self._logprobs(answer))
+                    # One call in each chunk, as OpenAI does: some clients read only the first.
+                    for place, call in enumerate(calls_of(answer)):
+                        yield self._event(index, {"tool_calls": [{"index": place, **call}]})
                     yield self._event(index, {}, finish=finish_reason(answer))
                 if self._wants_usage:
                     yield self._chunk([], usage_of(part))
@@ -252,13 +255,11 @@ class Chat:
 
     @staticmethod
     def _last_delta(answer: Answer, rest: str, first: bool) -> dict[str, Any]:
-        """What an answer has beside the text that was sent."""
+        """What an answer has beside the text that was sent, and its tool calls."""
         message = _shown(answer)
-        calls = [{"index": place, **call} for place, call in enumerate(calls_of(answer))]
         kept = {name: message[name] for name in ("role", "content") if first}
         kept |= {name: message[name] for name in ("reasoning",) if name in message}
-        kept |= {"content": rest} if rest else {}
-        return kept | ({"tool_calls": calls} if calls else {})
+        return kept | ({"content": rest} if rest else {})
 
     def _event(
         self, index: int, delta: object, logprobs: object = None, finish: str | None = None
