@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.text.call_texts import Calls
 from asyncrl.text.chat_messages import REASONING_FIELDS
 from asyncrl.text.template import Message, Schema
-from asyncrl.text.tokenizer import decode_prompt, special_tokens
+from asyncrl.text.tokenizer import decode, decode_prompt, special_tokens
 from asyncrl.text.turn_formats import ARGUMENT_PARSERS, TurnFormat, starts_of, turn_format
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ class ResponseReader:
         """The assistant's message of a turn.
 
         Args:
-            text: the turn without special tokens. It is the message's text if the turn cannot be
-                parsed.
+            text: the turn without special tokens, up to its stop string. It is the message's text
+                if the turn cannot be parsed.
 
         Returns:
             The message, and whether all of the turn could be parsed. Otherwise marks of tool calls
@@ -105,7 +105,9 @@ class ResponseReader:
                 prefix=self._start(prompt_ids),
                 tools=None if tools is None else [dict(tool) for tool in tools],
             )
-            message = self._message(parsed, turn, text, len(prompt_ids), tools)
+            whole = decode(self._tokenizer, token_ids)
+            stop = whole[len(text) :] if whole.startswith(text) else ""
+            message = self._message(parsed, turn, text, stop, len(prompt_ids), tools)
             return message, not (tools and self._left(message, turn, text))
         except Exception:  # a model can write anything, and parsers raise anything
             return _said(text), False
@@ -121,13 +123,14 @@ class ResponseReader:
         return "" if opened is None else opened.group()
 
     def _message(
-        self, parsed: object, turn: str, text: str, place: int, tools: object
+        self, parsed: object, turn: str, text: str, stop: str, place: int, tools: object
     ) -> dict[str, object]:
         """The message of what the template found. Raises ValueError for an unusable tool call.
 
         Args:
             turn: with special tokens.
-            text: without them.
+            text: without them, and without `stop`.
+            stop: what a stop string cut off the text. Empty: none did.
             place: tokens before the turn. It makes the ids of a chat's tool calls differ.
         """
         if not isinstance(parsed, Mapping):
@@ -139,6 +142,8 @@ class ResponseReader:
         content = parsed.get("content") or ""
         # A turn may go on with text after a tool call.
         parts = [str(part) for part in content] if isinstance(content, list) else [str(content)]
+        if parts and turn.rstrip().endswith(parts[-1].rstrip()):
+            parts[-1] = parts[-1].removesuffix(stop.strip())
         content = "\n".join(part for part in parts if part)
         if not calls and reasoning is None and not (content and self._marks_content(turn)):
             return _said(text)

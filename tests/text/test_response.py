@@ -12,10 +12,11 @@ from chat_families import CHATML, HEADERS, save_chat_model
 from asyncrl.testing.families import byte_tokenizer
 from asyncrl.text.response import ResponseReader, format_name, in_reasoning
 from asyncrl.text.template import Message
-from asyncrl.text.tokenizer import load_tokenizer
+from asyncrl.text.tokenizer import decode, load_tokenizer
 
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 HERMES = CHATML.replace("m.content", "(m.content or '')") + "{# <tool_call> #}"
+CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
 OWN = {
     "start_anchor": "<|head|>assistant<|/head|>\n\n",
     "fields": {
@@ -45,6 +46,19 @@ def read(tokenizer: Any, text: str, plain: str = "plain") -> tuple[Message, bool
 @pytest.fixture
 def hermes(tmp_path: Path) -> Any:
     return load_tokenizer(save_chat_model(tmp_path / "model", HERMES))
+
+
+@pytest.mark.parametrize("before", ["<think>a</think>", CALL, f"<think>a</think>so {CALL}"])
+def test_a_stop_string_is_no_content(hermes: Any, before: str) -> None:
+    def seen(text: str) -> str:
+        return decode(hermes, hermes.encode(text, add_special_tokens=False))
+
+    message, _ = read(hermes, f"{before}Look at\nEnd:", seen(f"{before}Look at\n"))
+    assert str(message["content"]).endswith("Look at\n")
+    # One that ends a call is a part of it, and what was said before it stays.
+    text = f"so }} {CALL}"
+    message, _ = read(hermes, text, seen(text)[: seen(text).rindex("}")])
+    assert message["content"] == "so }" and message["tool_calls"]
 
 
 def test_a_hermes_call_is_found(hermes: Any) -> None:
