@@ -35,6 +35,9 @@ ANTHROPIC_TYPES = {
 }
 """HTTP status → the type of an error of Anthropic's API."""
 TOO_LONG = "context_length_exceeded"
+TOO_LONG_ANTHROPIC = "prompt is too long: "
+TOO_LONG_OPENAI = "this model's maximum context length is exceeded, the prompt is too long: "
+"""Agents find a context that is too long by these words. They do not all read the code."""
 OTHERS: tuple[tuple[type[Exception], int, str], ...] = (
     (TurnDeadlineError, 409, "turn_deadline"),
     (SessionClosedError, 409, "session_closed"),
@@ -63,12 +66,12 @@ def error_body(path: str, error: ApiError) -> dict[str, Any]:
     """The body of an error answer in the form of this path's API."""
     if path.startswith(ANTHROPIC):
         default = "invalid_request_error" if error.status < 500 else "api_error"
-        # Agents of Anthropic's API find a context that is too long by these words.
-        before = "prompt is too long: " if error.code == TOO_LONG else ""
+        before = TOO_LONG_ANTHROPIC if error.code == TOO_LONG else ""
         kind = ANTHROPIC_TYPES.get(error.status, default)
         shown = {"type": kind, "message": f"{before}{error}", "code": error.code}
         return {"type": "error", "error": shown}
-    return error.body()
+    before = TOO_LONG_OPENAI if error.code == TOO_LONG else ""
+    return ApiError(error.status, f"{before}{error}", error.code, error.param).body()
 
 
 def error_event(path: str, error: ApiError, sent: int) -> Event:

@@ -187,6 +187,9 @@ def test_a_context_that_is_too_long_has_its_code(tmp_path: Path) -> None:
             with pytest.raises(openai.BadRequestError) as found:
                 await client.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
             assert found.value.code == "context_length_exceeded"
+            # The words by which litellm and LangChain find it.
+            assert "this model's maximum context length is" in found.value.message
+            assert "prompt is too long" in found.value.message
             with pytest.raises(openai.BadRequestError) as found:
                 await client.responses.create(model="m", input="q" * 20, stream=True)
             assert found.value.code == "context_length_exceeded"
