@@ -36,9 +36,10 @@ from asyncrl.agents.dialects.responses import Responses, ResponsesAnswer, Respon
 from asyncrl.agents.errors import as_api_error, error_body, error_event
 from asyncrl.agents.heard import CertainText, parts_of
 from asyncrl.agents.retries import RequestNames
+from asyncrl.agents.served import session_closed
 from asyncrl.contracts.heard import Heard
 from asyncrl.runtime.clock import steady_time
-from asyncrl.sessions.answers import Answer, ChatRequest
+from asyncrl.sessions.answers import Answer, ChatRequest, SessionClosedError
 from asyncrl.text.template import Message
 from asyncrl.web.connection import ClientLeftError, while_connected
 from asyncrl.web.errors import CLIENT_LEFT, ApiError, refused
@@ -175,12 +176,14 @@ class _Server:
         """The answers. Raises ApiError, 409, if the session ends meanwhile."""
         try:
             return await session.chat(asked, heard)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, SessionClosedError) as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # the client has left
-        self._sessions.of(key)  # raises ApiError with the reason
-        raise ApiError(409, "the session has ended", "session_closed")
+            self._sessions.of(key)  # raises ApiError with the session's end
+            if isinstance(error, SessionClosedError):  # it goes on, but a turn took too long
+                raise
+        raise session_closed("closed")
 
 
 def _text_filters(request: ChatRequest) -> list[CertainText] | None:

@@ -72,6 +72,6 @@ class AgentSessions(Protocol):
     """The sessions that a server serves."""
 
     def of(self, key: str) -> AgentSession:
-        """The session of a key. Raises ApiError: 401 for no key or an unknown one, 409 with the
-        reason if its session has ended."""
+        """The session of a key. Raises ApiError: 401 for no key or an unknown one, 409 with
+        the end of its session if that has ended."""
         ...

@@ -68,7 +68,7 @@ def error_body(path: str, error: ApiError) -> dict[str, Any]:
         default = "invalid_request_error" if error.status < 500 else "api_error"
         before = TOO_LONG_ANTHROPIC if error.code == TOO_LONG else ""
         kind = ANTHROPIC_TYPES.get(error.status, default)
-        shown = {"type": kind, "message": f"{before}{error}", "code": error.code}
+        shown = {"type": kind, "message": f"{before}{error}", "code": error.code, **error.more}
         return {"type": "error", "error": shown}
     before = TOO_LONG_OPENAI if error.code == TOO_LONG else ""
     return ApiError(error.status, f"{before}{error}", error.code, error.param).body()

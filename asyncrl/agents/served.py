@@ -11,10 +11,25 @@ from asyncrl.sessions.watched import Ask, Watched
 from asyncrl.text.template import Message
 from asyncrl.web.errors import ApiError
 
-__all__ = ["ServedSession", "ServedSessions"]
+__all__ = ["ServedSession", "ServedSessions", "session_closed", "unknown_key"]
 
 MOST_ENDED = 100_000
 """Keys of ended sessions that are known, so that a late request learns why it is refused."""
+
+
+def session_closed(end: str) -> ApiError:
+    """The answer to a request after its session has ended in this way, such as `deadline`."""
+    message = f"the session has ended: {end}"
+    return ApiError(409, message, "session_closed", more={"session_end": end})
+
+
+def unknown_key() -> ApiError:
+    """The answer to a request without a key, or with one that no session has."""
+    return ApiError(
+        401,
+        "the key belongs to no session; send the one in OPENAI_API_KEY or ANTHROPIC_API_KEY",
+        "invalid_api_key",
+    )
 
 
 class ServedSession(Watched):
@@ -25,6 +40,8 @@ class ServedSession(Watched):
         self.notes: dict[str, list[Message]] = {}
         self.overridden: Counter[str] = Counter()
         """Fields of requests that had no effect."""
+        self.end = "closed"
+        """How it has ended, for requests that come later."""
 
     def override(self, names: Iterable[str]) -> None:
         """Count fields of a request that have no effect."""
@@ -44,11 +61,10 @@ class ServedSessions:
         self._sessions[_hashed(key)] = session
         return key
 
-    def close(self, key: str, reason: str) -> None:
-        """Refuse further requests of a session with this reason."""
+    def close(self, key: str) -> None:
+        """Refuse further requests of a session. They learn its end."""
         hashed = _hashed(key)
-        del self._sessions[hashed]
-        self._ended[hashed] = reason
+        self._ended[hashed] = self._sessions.pop(hashed).end
         if len(self._ended) > MOST_ENDED:
             self._ended.popitem(last=False)
 
@@ -57,13 +73,9 @@ class ServedSessions:
         hashed = _hashed(key)
         if (session := self._sessions.get(hashed)) is not None:
             return session
-        if (reason := self._ended.get(hashed)) is not None:
-            raise ApiError(409, reason, "session_closed")
-        raise ApiError(
-            401,
-            "the key belongs to no session; send the one in OPENAI_API_KEY or ANTHROPIC_API_KEY",
-            "invalid_api_key",
-        )
+        if (end := self._ended.get(hashed)) is not None:
+            raise session_closed(end)
+        raise unknown_key()
 
 
 def _hashed(key: str) -> bytes:

@@ -64,12 +64,13 @@ class AgentServer:
 
     @contextlib.contextmanager
     def serving(self, session: ServedSession) -> Iterator[str]:
-        """Serve a session while the context is open. Gives its key."""
+        """Serve a session while the context is open. Gives its key. Later requests with it are
+        refused, and learn `session.end`."""
         key = self._sessions.open(session)
         try:
             yield key
         finally:
-            self._sessions.close(key, "the session has ended")
+            self._sessions.close(key)
 
     async def close(self) -> None:
         """End the server."""

@@ -68,8 +68,9 @@ class Player:
         with self._server.serving(served) as key:
             url = SessionUrl(self._server.address, key)
             played = self._pool.play(task, _Counted(session, served), alone, url, paced)
-            ended = await self._in_time(paced, played)
-        return with_requests(ended, served)
+            ended = with_requests(await self._in_time(paced, played), served)
+            served.end = ended.end
+        return ended
 
     async def _in_time(self, paced: PacedSession, played: Awaitable[Ended]) -> Ended:
         """The end of a session, which comes at once if its tools take too long."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from asyncrl.agents.served import session_closed, unknown_key
 from asyncrl.contracts.heard import Heard
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.sessions.session import Session
 from asyncrl.text.template import Message
-from asyncrl.web.errors import ApiError
 
 __all__ = ["FakeAgentSession", "FakeAgentSessions"]
 
@@ -40,12 +40,12 @@ class FakeAgentSessions:
 
     def of(self, key: str) -> FakeAgentSession:
         if key in self._ended:
-            raise ApiError(409, f"the session has ended: {self._ended[key]}", self._ended[key])
+            raise session_closed(self._ended[key])
         if key not in self.by_key:
-            raise ApiError(401, "the key is missing or unknown", "invalid_api_key")
+            raise unknown_key()
         return self.by_key[key]
 
-    def end(self, key: str, reason: str) -> None:
-        """End a session. Its later requests get 409 with this reason as code."""
-        self._ended[key] = reason
-        self.by_key[key].session.close(reason)
+    def end(self, key: str, end: str) -> None:
+        """End a session in this way. Its later requests get 409."""
+        self._ended[key] = end
+        self.by_key[key].session.close("the session has ended")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from starlette.exceptions import HTTPException
 
@@ -16,22 +17,29 @@ class ApiError(Exception):
     """An error answer.
 
     Args:
-        status: of HTTP. 409: a session has ended, and `code` says how.
+        status: of HTTP. 409: a session has ended, or may take no more turns.
         message: one line.
         code: for programs, such as `context_length_exceeded` or `session_closed`.
         param: the field of the body that is wrong.
+        more: further fields for programs.
     """
 
-    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str,
+        param: str | None = None,
+        more: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        self.status, self.code, self.param, self.more = status, code, param, more
 
     def body(self) -> dict[str, object]:
         """The error in OpenAI's format."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+        shown = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": {**shown, **self.more}}
 
 
 def server_failed() -> ApiError:

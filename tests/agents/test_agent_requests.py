@@ -41,10 +41,13 @@ def error_of(path: str, answer: Any) -> dict[str, Any]:
     """The error of an answer, which has the form of its API."""
     body = answer.json()
     error: dict[str, Any] = body["error"]
+    fields = {"type", "message", "code"}
+    if error["code"] == "session_closed":
+        fields.add("session_end")
     if path == MESSAGES:
-        assert body["type"] == "error" and {"type", "message", "code"} == set(error)
+        assert body["type"] == "error" and fields == set(error)
     else:
-        assert set(body) == {"error"} and {"type", "message", "code", "param"} == set(error)
+        assert set(body) == {"error"} and {*fields, "param"} == set(error)
     assert "\n" not in error["message"]
     return error
 
@@ -279,18 +282,23 @@ def test_a_request_after_the_end_is_not_sent_again(tmp_path: Path, path: str, st
     server = Server(tmp_path, answers)
     server.sessions.end(KEY, "deadline")
     answer = post(server, path, {**GOOD[path], "stream": stream})
-    assert answer.status_code == 409 and error_of(path, answer)["code"] == "deadline"
+    error = error_of(path, answer)
+    assert (answer.status_code, error["code"]) == (409, "session_closed")
+    assert error["session_end"] == "deadline"
+    assert error["message"] == "the session has ended: deadline"
     assert answer.headers["x-should-retry"] == "false"
 
     async def ask() -> None:
         async with server.openai(max_retries=3) as client:
             with pytest.raises(openai.ConflictError) as found:
                 await client.responses.create(model="m", input="q")
-            assert found.value.code == "deadline"
+            assert found.value.code == "session_closed"
+            assert found.value.body["session_end"] == "deadline"  # type: ignore[index,call-overload]
         async with server.anthropic(max_retries=3) as other:
             with pytest.raises(anthropic.ConflictError) as late:
                 await other.messages.create(model="m", max_tokens=5, messages=[USER])  # type: ignore[list-item]
-            assert late.value.body["error"]["code"] == "deadline"  # type: ignore[index,call-overload]
+            error = late.value.body["error"]  # type: ignore[index,call-overload]
+            assert (error["code"], error["session_end"]) == ("session_closed", "deadline")
 
     asyncio.run(ask())
 
@@ -326,7 +334,10 @@ def gated(tmp_path: Path, test: Callable[[Server, Gate], Awaitable[None]]) -> Se
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_end_of_a_session_ends_its_requests(tmp_path: Path, stream: bool) -> None:
+@pytest.mark.parametrize("retries", [False, True])
+def test_the_end_of_a_session_ends_its_requests(
+    tmp_path: Path, stream: bool, retries: bool
+) -> None:
     async def test(server: Server, gate: Gate) -> None:
         async with server.openai() as client:
             asked = asyncio.ensure_future(
@@ -334,19 +345,25 @@ def test_the_end_of_a_session_ends_its_requests(tmp_path: Path, stream: bool) ->
                     model="m",
                     messages=[{"role": "user", "content": "<"}],
                     stream=stream,
+                    extra_headers={} if retries else {"x-stainless-retry-count": openai.Omit()},
                 )
             )
             await gate.asked.acquire()
             if stream:
                 events = await asked  # its text has come
                 server.sessions.end(KEY, "deadline")
-                with pytest.raises(openai.APIError, match="has ended: deadline"):
+                gate.opened.set()
+                with pytest.raises(openai.APIError, match="has ended: deadline") as ended:
                     async for _ in events:
                         pass
             else:
                 server.sessions.end(KEY, "deadline")
-                with pytest.raises(openai.ConflictError, match="has ended: deadline"):
+                gate.opened.set()
+                with pytest.raises(openai.ConflictError, match="has ended: deadline") as ended:
                     await asked
+            assert ended.value.code == "session_closed"
+            assert ended.value.body["session_end"] == "deadline"  # type: ignore[index,call-overload]
+            assert gate.canceled == retries
 
     server = gated(tmp_path, test)
     assert not any(node.sampled for node in server.session.nodes)

@@ -21,6 +21,7 @@ from asyncrl.sessions.answers import (
     TurnDeadlineError,
     TurnsExceededError,
 )
+from asyncrl.testing import FakeAgentSessions
 from asyncrl.text.template import MessagesError
 from asyncrl.web.errors import ApiError
 
@@ -36,10 +37,12 @@ def test_each_session_has_a_key_of_its_own_which_is_void_at_its_end() -> None:
     one, two = ServedSession(answers, 5), ServedSession(answers, 5)
     first, second = sessions.open(one), sessions.open(two)
     assert first != second and sessions.of(first) is one and sessions.of(second) is two
-    sessions.close(first, "the session has ended")
-    with pytest.raises(ApiError, match="the session has ended") as refused:
+    one.end = "deadline"
+    sessions.close(first)
+    with pytest.raises(ApiError, match="the session has ended: deadline") as refused:
         sessions.of(first)
     assert (refused.value.status, refused.value.code) == (409, "session_closed")
+    assert refused.value.more == {"session_end": "deadline"}
     assert sessions.of(second) is two
     for unknown in ("", "EMPTY", f"{second} ", second[:-1], "\udce9"):
         with pytest.raises(ApiError) as refused:
@@ -47,10 +50,31 @@ def test_each_session_has_a_key_of_its_own_which_is_void_at_its_end() -> None:
         assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
 
 
+def test_the_fake_refuses_as_the_server_does() -> None:
+    served, fake = ServedSessions(), FakeAgentSessions({"known": _NoSession()})  # type: ignore[dict-item]
+    session = ServedSession(answers, 5)
+    key = served.open(session)
+    session.end = "turns"
+    served.close(key)
+    fake.end("known", "turns")
+    for production, tested in ((key, "known"), ("unknown", "unknown")):
+        with pytest.raises(ApiError) as expected:
+            served.of(production)
+        with pytest.raises(ApiError) as found:
+            fake.of(tested)
+        assert found.value.body() == expected.value.body()
+        assert found.value.status == expected.value.status
+
+
+class _NoSession:
+    def close(self, reason: str) -> None:
+        pass
+
+
 def test_keys_are_kept_only_hashed() -> None:
     sessions = ServedSessions()
     key = sessions.open(ServedSession(answers, 5))
-    sessions.close(key, "over")
+    sessions.close(key)
     other = sessions.open(ServedSession(answers, 5))
     for kept in (key, other):
         assert kept.removeprefix("sk-asyncrl-") not in repr(vars(sessions))
@@ -61,7 +85,7 @@ def test_the_oldest_ended_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch
     sessions = ServedSessions()
     keys = [sessions.open(ServedSession(answers, 5)) for _ in range(3)]
     for key in keys:
-        sessions.close(key, "over")
+        sessions.close(key)
     statuses = []
     for key in keys:
         with pytest.raises(ApiError) as refused:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl.environments import AgentFailedError
+
 
 async def ask(model: Any, content: str = "q") -> str:
     messages = [{"role": "user", "content": content}]
@@ -109,7 +111,26 @@ async def faulty(task: Mapping[str, Any], model: Any) -> float | None:
             return "good"  # type: ignore[return-value]
         case "nothing":
             return None
+        case "agent fails":
+            raise AgentFailedError("exit code 1")
     return 1.0
+
+
+async def tells_its_key(task: Mapping[str, Any], model: Any) -> float | None:
+    """Writes its process and where its session is served to a file. Then as `faulty`."""
+    with open(task["file"], "a") as file:  # noqa: ASYNC230
+        file.write(f"{os.getpid()} {model.base_url} {model.api_key}\n")
+    worth = await faulty(task, model)
+    if task["fault"] == "asks at its URL":
+        import httpx2
+
+        async with httpx2.AsyncClient() as client:
+            await client.post(
+                f"{model.base_url}/chat/completions",
+                json={"messages": [{"role": "user", "content": "again"}]},
+                headers={"authorization": f"Bearer {model.api_key}"},
+            )
+    return worth
 
 
 leaves: set[Any] = set()

@@ -93,6 +93,8 @@ class ErrorDetail(Open):
     param: str | None
     code: str
     """For programs, such as `context_length_exceeded` or `session_closed`."""
+    session_end: str | None = None
+    """With `session_closed`: how the session has ended, such as `done` or `deadline`."""
 
 
 class ErrorBody(BaseModel):

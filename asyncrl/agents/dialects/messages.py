@@ -131,6 +131,7 @@ class AnthropicErrorDetail(Open):
     type: str
     message: str
     code: str
+    session_end: str | None = None
 
 
 class AnthropicErrorBody(BaseModel):
