@@ -59,15 +59,11 @@ MOST_PRINTED = 32
 """Numbers of a printed line that count. A program may write what its model wrote."""
 
 
-def printed_reward(
-    session_output: Sequence[str], session_end: Sequence[str], **_: object
-) -> dict[str, list[float | None]]:
+def printed_reward(session_output: Sequence[str], **_: object) -> dict[str, list[float | None]]:
     """The reward on the last line that each session's program printed: a number, or a JSON object
-    with `reward`. Its other numbers are parts. None where there is none."""
-    printed = [
-        _printed(output) if end == "done" else {}
-        for output, end in zip(session_output, session_end, strict=True)
-    ]
+    with `reward`. Its other numbers are parts. None where there is none. A session has the output
+    of a program that ended by itself, also after it reached a limit."""
+    printed = [_printed(output) for output in session_output]
     names = dict.fromkeys(["reward", *(name for values in printed for name in values)])
     return {name: [values.get(name) for values in printed] for name in names}
 

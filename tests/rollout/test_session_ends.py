@@ -1,20 +1,39 @@
-"""How sessions at a URL end, as a program learns it that asks after the end."""
+"""How sessions at a URL end: what a late request learns, and what a program's reward counts."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
 from asyncrl.config import EnvironmentConfig
 from asyncrl.contracts.heard import Heard
+from asyncrl.environments.running import Ended
+from asyncrl.rewards.builtin import printed_reward
 from asyncrl.rollout.player import Player
-from asyncrl.sessions.answers import Answer, ChatRequest
+from asyncrl.sessions.answers import Answer, ChatRequest, ContextTooLongError
 
+GOES_ON = """
+import json, os, urllib.error, urllib.request
+body = {"messages": [{"role": "user", "content": "q"}]}
+headers = {"Content-Type": "application/json"}
+headers["Authorization"] = "Bearer " + os.environ["OPENAI_API_KEY"]
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+try:
+    for turn in range(3):
+        urllib.request.urlopen(request).read()
+except urllib.error.HTTPError as error:
+    print(json.loads(error.read())["error"]["code"])
+print(turn / 4)
+"""
+"""Asks until the API refuses, and then prints a reward for the turns that it took."""
 LATE = {"messages": [{"role": "user", "content": "late"}]}
 ENDS = {
     "none": "done",
@@ -93,3 +112,45 @@ def test_a_late_request_learns_how_its_session_ended(tmp_path: Path) -> None:
     ends = {**ENDS, "canceled": "closed", "broken": "closed"}
     assert {name: error["session_end"] for name, error in found.items()} == ends
     assert {error["code"] for error in found.values()} == {"session_closed"}
+
+
+class Short(Answers):
+    """Has room for two turns."""
+
+    turns = 0
+
+    async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
+        self.turns += 1
+        if self.turns > 2:
+            raise ContextTooLongError("the request is too long")
+        return await super().chat(request, heard)
+
+
+async def reached(most_turns: int) -> Ended:
+    """The end of a program that goes on until it is refused."""
+    config = {
+        "function": "asyncrl.environments.agent:play",
+        "arguments": {"command": [sys.executable, "-c", GOES_ON], "stdin": "none"},
+        "processes": 1,
+        "url": True,
+        "max_turns": most_turns,
+    }
+    player = Player(EnvironmentConfig.model_validate(config))
+    try:
+        return await player.play({"prompt": ""}, Short(""))
+    finally:
+        await player.close()
+
+
+@pytest.mark.parametrize(
+    ("most_turns", "end", "code"),
+    [(1, "turns", "turns_exceeded"), (9, "length", "context_length_exceeded")],
+)
+def test_a_program_prints_a_reward_for_what_it_reached(
+    most_turns: int, end: str, code: str
+) -> None:
+    ended = asyncio.run(asyncio.wait_for(reached(most_turns), 120))
+    reward = min(most_turns, 2) / 4
+    assert (ended.end, ended.reward, ended.output) == (end, None, f"{code}\n{reward}\n")
+    found = printed_reward(session_output=[ended.output], session_end=[ended.end])
+    assert found == {"reward": [reward]}
