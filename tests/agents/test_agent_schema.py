@@ -16,6 +16,7 @@ from schemathesis.specs.openapi.checks import ignored_auth, positive_data_accept
 
 EXAMPLES = 25
 """Requests of each kind to each route."""
+RESPONSES = "/v1/responses"
 USER = {"role": "user", "content": "q"}
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [USER], "tools": [ADD_TOOL], "logprobs": True},
@@ -48,6 +49,22 @@ def schema(server: Server) -> Any:
 def test_the_schema_has_all_routes(schema: Any) -> None:
     found = {(one.ok().method.upper(), one.ok().path) for one in schema.get_all_operations()}
     assert found == set(ROUTES)
+
+
+def test_the_schema_has_the_limits_of_numbers(server: Server) -> None:
+    schemas = server.app.openapi()["components"]["schemas"]
+    for body, field, limits in (
+        ("ChatBody", "n", (1, 128)),
+        ("ChatBody", "max_tokens", (1, None)),
+        ("CompletionsBody", "logprobs", (0, 20)),
+        ("ResponsesBody", "top_logprobs", (0, 20)),
+    ):
+        (number,) = [
+            kind
+            for kind in schemas[body]["properties"][field]["anyOf"]
+            if kind["type"] == "integer"
+        ]
+        assert (number["minimum"], number.get("maximum")) == limits
 
 
 @pytest.mark.parametrize("path", GOOD)
@@ -86,7 +103,9 @@ def test_answers_are_what_the_schema_promises(
     def check(data: st.DataObject) -> None:
         case = data.draw(schema[path][method].as_strategy(generation_mode=mode))
         case.headers = {**(case.headers or {}), "Authorization": f"Bearer {KEY}"}
+        if path == RESPONSES and mode is GenerationMode.POSITIVE:
+            case.body.setdefault("input", "q")  # optional, with an earlier answer
         statuses.add(case.call_and_validate(excluded_checks=UNCHECKED).status_code)
 
     check()
-    assert statuses
+    assert (200 if mode is GenerationMode.POSITIVE else 400) in statuses, statuses

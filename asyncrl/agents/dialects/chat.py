@@ -9,9 +9,11 @@ from pydantic import Field
 
 from asyncrl.agents.contract import HeardText, Part
 from asyncrl.agents.dialects.fields import (
+    AtLeastOne,
     Body,
+    Choices,
     Open,
-    Whole,
+    TopLogprobs,
     calls_of,
     check,
     content_of,
@@ -28,7 +30,7 @@ from asyncrl.agents.dialects.fields import (
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.template import Message, Schema
-from asyncrl.web.answers import MOST_CHOICES, finite, usage
+from asyncrl.web.answers import finite, usage
 from asyncrl.web.events import DONE, Event
 
 __all__ = ["Chat", "ChatAnswer", "ChatBody", "Usage", "usage_of"]
@@ -117,15 +119,15 @@ class ChatBody(Body):
     tool_choice: str | dict[str, Any] | None = None
     """`auto`, or `none`: tool calls stay text. Others count as `auto`."""
     parallel_tool_calls: bool | None = None
-    n: Whole | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    n: Choices | None = None
     """Number of answers, each a turn."""
-    max_tokens: Whole | None = Field(default=None, ge=1)
-    max_completion_tokens: Whole | None = Field(default=None, ge=1)
+    max_tokens: AtLeastOne | None = None
+    max_completion_tokens: AtLeastOne | None = None
     """Most tokens of an answer."""
     stop: str | list[str] | None = None
     logprobs: bool | None = None
     """Whether the answer has the log-probs of its tokens."""
-    top_logprobs: Whole | None = Field(default=None, ge=0, le=20)
+    top_logprobs: TopLogprobs | None = None
     """Only the sampled token is listed."""
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None

@@ -6,14 +6,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
-from pydantic import Field
-
 from asyncrl.agents.contract import HeardText, Part
 from asyncrl.agents.dialects.chat import StreamOptions, Usage, usage_of
 from asyncrl.agents.dialects.fields import (
+    AtLeastOne,
     Body,
+    Choices,
     Open,
-    Whole,
+    TopLogprobs,
     check,
     content_of,
     invalid,
@@ -25,7 +25,7 @@ from asyncrl.agents.dialects.fields import (
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.template import Message
-from asyncrl.web.answers import MOST_CHOICES, end_reason, finite
+from asyncrl.web.answers import end_reason, finite
 from asyncrl.web.events import DONE, Event
 
 __all__ = ["Completions", "CompletionsAnswer", "CompletionsBody"]
@@ -36,12 +36,12 @@ class CompletionsBody(Body):
 
     prompt: str | list[str]
     """One text. Its tokens, if a turn or an earlier prompt has them, are not encoded again."""
-    n: Whole | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    n: Choices | None = None
     """Number of answers, each a turn."""
-    max_tokens: Whole | None = Field(default=None, ge=1)
+    max_tokens: AtLeastOne | None = None
     """Most tokens of an answer. Default: as many as fit."""
     stop: str | list[str] | None = None
-    logprobs: Whole | None = Field(default=None, ge=0, le=20)
+    logprobs: TopLogprobs | None = None
     """Whether the answer has its tokens. Only the sampled ones are listed."""
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None

@@ -6,18 +6,17 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from asyncrl.sessions.answers import Answer
 from asyncrl.text.template import Schema
-from asyncrl.web.answers import end_reason
+from asyncrl.web.answers import MOST_CHOICES, end_reason
 from asyncrl.web.errors import ApiError, printable
 
 __all__ = [
     "Body",
     "ErrorBody",
     "Open",
-    "Whole",
     "calls_of",
     "check",
     "content_of",
@@ -63,8 +62,12 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-"""A whole number, however a client writes it."""
+AtLeastOne = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+"""A number of tokens. Like all whole numbers, a client may write it as 1.0."""
+Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES), BeforeValidator(_whole)]
+"""A number of answers."""
+TopLogprobs = Annotated[int, Field(ge=0, le=20), BeforeValidator(_whole)]
+"""How many log-probs a client wants of each place."""
 
 
 class Open(BaseModel):

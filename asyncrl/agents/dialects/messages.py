@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field
 from asyncrl.agents.contract import HeardText, Part
 from asyncrl.agents.dialects.chat import chosen
 from asyncrl.agents.dialects.fields import (
+    AtLeastOne,
     Body,
     Open,
-    Whole,
     calls_of,
     check,
     content_of,
@@ -88,7 +88,7 @@ class MessagesBody(Body):
     """The body of POST /v1/messages."""
 
     messages: list[MessageParam] = Field(min_length=1)
-    max_tokens: Whole | None = Field(default=None, ge=1)
+    max_tokens: AtLeastOne | None = None
     """Most tokens of the answer. Default: as many as fit."""
     system: str | list[TextBlock] | None = None
     tools: list[ToolParam] | None = None

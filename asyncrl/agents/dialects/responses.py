@@ -17,9 +17,10 @@ from pydantic import Field
 from asyncrl.agents.contract import HeardText, Part
 from asyncrl.agents.dialects.chat import chosen
 from asyncrl.agents.dialects.fields import (
+    AtLeastOne,
     Body,
     Open,
-    Whole,
+    TopLogprobs,
     calls_of,
     check,
     content_of,
@@ -94,10 +95,10 @@ class ResponsesBody(Body):
     tool_choice: str | dict[str, Any] | None = None
     """`auto`, or `none`: tool calls stay text. Others count as `auto`."""
     parallel_tool_calls: bool | None = None
-    max_output_tokens: Whole | None = Field(default=None, ge=1)
+    max_output_tokens: AtLeastOne | None = None
     text: TextSettings | None = None
     include: list[str] | None = None
-    top_logprobs: Whole | None = Field(default=None, ge=0, le=20)
+    top_logprobs: TopLogprobs | None = None
     truncation: Literal["disabled", "auto"] | None = None
 
 
