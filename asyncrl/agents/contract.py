@@ -34,7 +34,7 @@ Part: TypeAlias = HeardText | Sequence[Answer]
 
 class Dialect(Protocol):
     """One request in the form of one API. It is made of the parsed JSON body and the session's
-    notes, and raises ApiError (400) for a body that it cannot follow."""
+    notes, and raises ApiError (400) or UnsupportedError for a body that it cannot follow."""
 
     request: ChatRequest
     """Without `key`, which the app reads from the headers."""

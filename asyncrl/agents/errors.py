@@ -11,6 +11,7 @@ from asyncrl.sessions.answers import (
     TurnDeadlineError,
     TurnsExceededError,
 )
+from asyncrl.sessions.requests import UnsupportedError
 from asyncrl.text.template import MessagesError
 from asyncrl.web.errors import ApiError, server_failed
 from asyncrl.web.events import Event
@@ -53,6 +54,8 @@ def as_api_error(error: Exception) -> ApiError:
     to the log, because it may contain private data."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, UnsupportedError):
+        return ApiError(400, str(error), error.code, error.param)
     for kind, status, code in OTHERS:
         if isinstance(error, kind):
             return ApiError(status, " ".join(str(error).split()), code)

@@ -5,18 +5,36 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
-from asyncrl.text.template import Message, MessagesError, Schema, are_messages
-from asyncrl.web.answers import end_reason, usage
+from asyncrl.sessions.requests import (
+    UnsupportedError,
+    chat_message,
+    chosen,
+    function_tools,
+    functions_of,
+    refuse_fields,
+    stops_of,
+)
+from asyncrl.text.template import Message, Schema, are_messages
+from asyncrl.web.answers import MOST_CHOICES, end_reason, usage
 
 __all__ = ["ChatSession", "Model", "Reply", "SessionUrl", "UnsupportedError"]
 
-WITHOUT_EFFECT = ("model", "user", "metadata", "store", "timeout", "stream_options")
+WITHOUT_EFFECT = (
+    "model",
+    "user",
+    "metadata",
+    "modalities",
+    "store",
+    "timeout",
+    "stream_options",
+)
 """Arguments that change nothing here, and need not be counted."""
 RETRY_KEY = "idempotency-key"
 """Header that names a request which a client may send again."""
@@ -34,12 +52,6 @@ ABSENT = (
     "tool_calls",
 )
 """Fields that openai's models always have."""
-REFUSED = ("functions", "function_call", "audio", "modalities")
-"""Arguments without which the answer would not be what the agent asked for."""
-
-
-class UnsupportedError(ValueError):
-    """A request has an argument that a session cannot follow. The message names it."""
 
 
 class SessionUrl(NamedTuple):
@@ -186,28 +198,27 @@ class _Completions:
             UnsupportedError: an argument asks for what a session does not do.
             Those of `Session.chat`.
         """
-        self._check_numbers(n, max_tokens, max_completion_tokens)
+        _check_numbers(n=n, max_tokens=max_tokens, max_completion_tokens=max_completion_tokens)
         extra_headers = dict(more.pop("extra_headers", None) or {})
-        self._check(more, tool_choice)
-        chat = [
-            message.model_dump() if isinstance(message, Reply) else message for message in messages
-        ]
-        if not chat or not are_messages(chat):
-            raise MessagesError(
-                f"messages = {str(messages)[:80]!r} is not a list of messages with roles"
-            )
+        refuse_fields(more)
+        calls, forced = chosen(tool_choice)
+        chat = _chat(messages)
+        schemas, strict = _tools(tools)
+        stops, schema = stops_of(stop, "stop"), _schema(response_format)
+        unused = [name for name in more if more[name] is not None and name not in WITHOUT_EFFECT]
+        self._overridden.update([*unused, *strict, *(["tool_choice"] if forced else [])])
         key = _key(extra_headers, chat, tools, n, stop, response_format)
         answers = await self._session.chat(
             ChatRequest(
                 chat,
-                self._tools(tools),
+                schemas,
                 n or 1,
                 max_completion_tokens or max_tokens,
                 key,
-                _stops(stop),
+                stops,
                 bool(logprobs),
-                _schema(response_format),
-                tool_choice != "none",
+                schema,
+                calls,
             )
         )
         self._answers += 1
@@ -221,35 +232,35 @@ class _Completions:
         options = more.get("stream_options") or {}
         return Stream(_chunks(head, answers, bool(options.get("include_usage"))))
 
-    @staticmethod
-    def _check_numbers(*values: object) -> None:
-        for value in values:
-            if value is not None and (type(value) is not int or value < 1):
-                raise UnsupportedError(f"{value!r} is not a number of choices or tokens above 0")
 
-    def _tools(self, tools: Sequence[Schema] | None) -> list[Schema] | None:
-        """The tools without `strict`, which would force tokens. At a URL they are the same."""
-        found: list[Schema] = []
-        for tool in tools or ():
-            function = tool.get("function")
-            if isinstance(function, Mapping) and "strict" in function:
-                self._overridden["strict"] += bool(function["strict"])
-                function = {name: one for name, one in function.items() if name != "strict"}
-                found.append({**tool, "function": function})
-            else:
-                found.append(tool)
-        return found or None
+def _check_numbers(**given: object) -> None:
+    for name, value in given.items():
+        most = MOST_CHOICES if name == "n" else math.inf
+        if value is not None and (type(value) is not int or not 1 <= value <= most):
+            wanted = f"from 1 to {most}" if name == "n" else "above 0"
+            raise UnsupportedError(f"{name}: {value!r} is not a whole number {wanted}", name)
 
-    def _check(self, more: Mapping[str, Any], tool_choice: object) -> None:
-        for name, value in more.items():
-            if value is None or name in WITHOUT_EFFECT:
-                continue
-            if name in REFUSED:
-                raise UnsupportedError(f"{name} is not supported in a session; leave it out")
-            self._overridden[name] += 1
-        # A forced call would not be the policy's.
-        if tool_choice not in (None, "auto", "none"):
-            self._overridden["tool_choice"] += 1
+
+def _chat(messages: Sequence[Message | Reply]) -> list[Message]:
+    given = [
+        message.model_dump() if isinstance(message, Reply) else message for message in messages
+    ]
+    if not are_messages(given):
+        raise UnsupportedError(
+            f"messages = {str(messages)[:80]!r} is not a list of messages with roles", "messages"
+        )
+    return [chat_message(message, place) for place, message in enumerate(given)]
+
+
+def _tools(tools: Sequence[Schema] | None) -> tuple[list[Schema] | None, list[str]]:
+    """The tools, and those of their fields that have no effect. `strict` would force tokens."""
+    _, unused = function_tools(functions_of(tools or ()), "parameters")
+    found: list[Schema] = []
+    for tool in tools or ():
+        function = cast("Mapping[str, object]", tool["function"])
+        kept = {name: value for name, value in function.items() if name != "strict"}
+        found.append({**tool, "function": kept})
+    return found or None, unused
 
 
 def _key(headers: Mapping[str, object], *request: object) -> str | None:
@@ -260,13 +271,6 @@ def _key(headers: Mapping[str, object], *request: object) -> str | None:
             named = json.dumps([str(value), *request], sort_keys=True, default=str)
             return hashlib.blake2b(named.encode(errors="replace"), digest_size=16).hexdigest()
     return None
-
-
-def _stops(given: object) -> tuple[str, ...]:
-    stops = (given,) if isinstance(given, str) else given or ()
-    if not isinstance(stops, Sequence) or not all(isinstance(one, str) and one for one in stops):
-        raise UnsupportedError(f"stop = {str(given)[:80]!r} is neither a text nor a list of texts")
-    return tuple(stops)
 
 
 def _schema(form: object) -> Mapping[str, Any] | None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-__all__ = ["REASONING_FIELDS", "argument_values", "plain_text", "template_messages"]
+__all__ = [
+    "REASONING_FIELDS",
+    "TEXT_PARTS",
+    "argument_values",
+    "plain_text",
+    "template_messages",
+]
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's reasoning."""
 TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of a content that are text."""
 
 
 def plain_text(content: object) -> object:

@@ -16,6 +16,7 @@ from agent_server import ADD_TOOL, KEY, Server
 
 from asyncrl.agents.retries import RequestNames
 from asyncrl.contracts.nodes import ORPHAN
+from asyncrl.environments.model import Model, UnsupportedError
 from asyncrl.sessions.rows import session_rows
 from asyncrl.web.errors import ApiError
 
@@ -131,6 +132,18 @@ def test_a_bad_body_is_named(tmp_path: Path, path: str, body: Any, says: str) ->
     error = error_of(path, answer)
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["message"].startswith(says) and len(error["message"]) < 300
+    assert not server.session.nodes and not server.generator.requests
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [(body, says) for path, body, says in BAD if path == CHAT and "messages" in body],
+)
+def test_a_bad_request_is_named_alike_in_process(tmp_path: Path, body: Any, says: str) -> None:
+    server = Server(tmp_path, answers)
+    with pytest.raises(UnsupportedError) as found:
+        asyncio.run(Model(server.session).chat.completions.create(**body))
+    assert str(found.value).startswith(says)
     assert not server.session.nodes and not server.generator.requests
 
 

@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from asyncrl.environments.model import Model, Reply, UnsupportedError
 from asyncrl.sessions.answers import Answer, ChatRequest
 
+CALLED = {"role": "assistant", "content": None}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 Body = dict[str, Any]
 
@@ -83,6 +84,13 @@ def test_messages_go_back_as_they_came() -> None:
     assert "content" not in dumped and again["content"] is None
 
 
+def test_content_in_parts_is_one_text() -> None:
+    session = FakeSession(said)
+    parts = [{"type": "text", "text": "a"}, "b"]
+    create(session, messages=[{"role": "developer", "content": parts}, *USER])
+    assert session.requests[0][0] == [{"role": "system", "content": "a\nb"}, *USER]
+
+
 def test_arguments_reach_the_session() -> None:
     session = FakeSession(said)
     tools = [{"type": "function", "function": {"name": "add"}}]
@@ -111,14 +119,25 @@ def test_sampling_of_the_agents_own_is_counted_and_has_no_effect() -> None:
     [
         ({"response_format": {"type": "xml"}}, r"response_format = .* is not supported"),
         ({"response_format": {"type": "json_schema"}}, r"response_format = .* is not supported"),
-        ({"stop": [""]}, r"stop = .* is neither a text nor a list of texts"),
-        ({"functions": []}, "functions is not supported"),
+        ({"stop": [""]}, "stop has a stop that is no text or is empty"),
+        ({"stop": 5}, "stop has a stop that is no text or is empty"),
+        ({"functions": [{}]}, "functions is not supported"),
+        ({"n": 129}, "n: 129 is not a whole number from 1 to 128"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens: 0 is not a whole number above 0"),
+        ({"tools": "x"}, "tools: input should be a valid list"),
+        ({"tools": [5]}, r"tools\.0\.type: input should be 'function'"),
+        ({"tools": [{"type": "function"}]}, r"tools\.0\.function is missing"),
+        ({"tools": [{"type": "function", "function": {}}]}, r"tools\.0\.function has no name"),
+        ({"messages": []}, r"messages = '\[\]' is not a list of messages"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, r"messages\.0\.content is neither"),
+        ({"messages": [{**CALLED, "tool_calls": 5}]}, r"messages\.0\.tool_calls: input should be"),
+        ({"messages": [{**CALLED, "tool_calls": [5]}]}, r"messages\.0\.tool_calls\.0\.function"),
     ],
 )
 def test_what_a_session_cannot_follow_is_refused(body: Body, error: str) -> None:
     session = FakeSession(said)
     with pytest.raises(UnsupportedError, match=error):
-        create(session, messages=USER, **body)
+        create(session, **{"messages": USER, **body})
     assert session.requests == []
 
 

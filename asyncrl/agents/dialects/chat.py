@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -18,30 +18,28 @@ from asyncrl.agents.dialects.fields import (
     check,
     content_of,
     finish_reason,
-    function_tools,
     invalid,
     new_id,
     overridden_of,
     rest_of,
     schema_of,
-    stops_of,
-    text_of,
 )
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
+from asyncrl.sessions.requests import (
+    chat_message,
+    chosen,
+    function_tools,
+    functions_of,
+    refuse_fields,
+    stops_of,
+)
 from asyncrl.text.template import Message, Schema
 from asyncrl.web.answers import finite, usage
 from asyncrl.web.events import DONE, Event
 
 __all__ = ["Chat", "ChatAnswer", "ChatBody", "Usage", "usage_of"]
 
-REFUSED = {
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "audio": "the model writes text only; leave it out",
-    "web_search_options": "the policy cannot search; leave it out",
-}
-"""Fields without which the answer would not be what the agent asked for → what to do."""
 MESSAGE_FIELDS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 """Fields of a message that are kept as they are, beside its role, text and tool calls."""
 
@@ -173,14 +171,13 @@ class Chat:
     """One request, and its answer."""
 
     def __init__(self, tree: object, notes: Mapping[str, list[Message]]) -> None:
-        """Raises ApiError, 400."""
-        self._refuse(tree)
+        """Raises ApiError, 400, and UnsupportedError."""
+        if isinstance(tree, dict):
+            refuse_fields(tree)
         body = self._body = check(ChatBody, tree)
         given: Mapping[str, Any] = tree  # type: ignore[assignment]  # it was checked
-        if set(body.modalities or ()) - {"text"}:
-            raise invalid("modalities: the model writes text only; use ['text']", "modalities")
         self.streams = bool(body.stream)
-        tools, unused = function_tools(_functions(given.get("tools") or ()), "parameters")
+        tools, unused = function_tools(functions_of(given.get("tools") or ()), "parameters")
         calls, forced = chosen(body.tool_choice)
         named = {
             **dict.fromkeys(unused, True),
@@ -204,12 +201,6 @@ class Chat:
             "created": int(steady_time()),
             "model": body.model or "policy",
         }
-
-    @staticmethod
-    def _refuse(tree: object) -> None:
-        for name, fix in REFUSED.items():
-            if isinstance(tree, dict) and tree.get(name) not in (None, [], "none", "auto"):
-                raise invalid(f"{name} is not supported; {fix}", name, "unsupported_parameter")
 
     def answer(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The body of the answer."""
@@ -291,31 +282,11 @@ def usage_of(answers: Sequence[Answer]) -> dict[str, int]:
     return usage(prompt, sum(answer.completion_tokens for answer in answers))
 
 
-def chosen(choice: object, none: str = "none") -> tuple[bool, bool]:
-    """Whether tool calls are read, and whether the client wants a forced call. That would not be
-    the policy's, so it has no effect."""
-    if choice is None or choice == "auto":
-        return True, False
-    if choice == none:
-        return False, False
-    if choice in ("required", "any") or isinstance(choice, Mapping):
-        return True, True
-    raise invalid(
-        f"tool_choice = {str(choice)[:40]!r} is unknown; use 'auto' or 'none'", "tool_choice"
-    )
-
-
 def _message(message: Mapping[str, Any], place: int) -> Message:
     """A message as sessions keep it."""
-    role = "system" if message["role"] == "developer" else message["role"]
-    text = text_of(message.get("content"), f"messages.{place}.content")
-    kept: dict[str, object] = {"role": role, "content": text}
-    calls = message.get("tool_calls")
-    if calls and role != "assistant":
-        raise invalid(
-            f"messages.{place} has tool calls and the role {role!r}; use 'assistant'", "messages"
-        )
-    if calls:
+    read = chat_message(message, place)
+    kept: dict[str, object] = {"role": read["role"], "content": read.get("content") or ""}
+    if calls := read.get("tool_calls"):
         kept["tool_calls"] = [_call(call["id"], **call["function"]) for call in calls]
     return kept | {
         name: message[name] for name in MESSAGE_FIELDS if isinstance(message.get(name), str)
@@ -325,12 +296,6 @@ def _message(message: Mapping[str, Any], place: int) -> Message:
 def _call(call_id: str, /, name: str, arguments: str, **_: object) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
-
-
-def _functions(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Where each function is in the body, and what the body says of it."""
-    for place, tool in enumerate(tools):
-        yield f"tools.{place}.function", tool["function"]
 
 
 def _schema(form: ResponseFormat | None) -> Schema | None:

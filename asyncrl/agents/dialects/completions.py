@@ -20,10 +20,10 @@ from asyncrl.agents.dialects.fields import (
     new_id,
     overridden_of,
     rest_of,
-    stops_of,
 )
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
+from asyncrl.sessions.requests import stops_of
 from asyncrl.text.template import Message
 from asyncrl.web.answers import end_reason, finite
 from asyncrl.web.events import DONE, Event

@@ -1,9 +1,9 @@
-"""What the dialects share: validation of bodies, text of contents, tools, and numbers."""
+"""What the dialects share: validation of bodies, fields of answers, and numbers."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -21,18 +21,13 @@ __all__ = [
     "check",
     "content_of",
     "finish_reason",
-    "function_tools",
     "invalid",
     "new_id",
     "overridden_of",
-    "part_text",
     "rest_of",
     "schema_of",
-    "stops_of",
-    "text_of",
 ]
 
-MOST_STOPS = 16
 LABELS = frozenset(
     {
         "cache_control",
@@ -53,8 +48,6 @@ LABELS = frozenset(
 )
 """Fields that change no answer, so they are not counted."""
 JSON_OBJECT: Schema = {"type": "object"}
-TEXT_PARTS = ("text", "input_text", "output_text")
-UNREADABLE = "the model reads text only; leave it out"
 
 
 def _whole(value: object) -> object:
@@ -162,72 +155,6 @@ def overridden_of(body: Open, known: Mapping[str, bool]) -> tuple[str, ...]:
     return (*unknown, *(name for name, given in known.items() if given))
 
 
-def text_of(content: object, param: str) -> str:
-    """The text of a content: a text, or text parts joined with line breaks.
-
-    Raises:
-        ApiError: 400 for a part that is no text, such as an image.
-    """
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(f"{param} is neither a text nor a list of parts", param)
-    return "\n".join(part_text(part, f"{param}.{place}") for place, part in enumerate(content))
-
-
-def part_text(part: object, param: str) -> str:
-    """The text of a part. Raises ApiError, 400, if it is something else."""
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    text: object = None
-    if isinstance(part, Mapping):
-        text = part.get("refusal" if kind == "refusal" else "text")
-    if kind not in (*TEXT_PARTS, "refusal"):
-        raise invalid(f"{param} has the type {printable(str(kind))!r}; {UNREADABLE}", param)
-    if not isinstance(text, str):
-        raise invalid(f"{param} has no text; set it", param)
-    return text
-
-
-def function_tools(
-    tools: Iterable[tuple[str, Mapping[str, Any]]], parameters: str
-) -> tuple[list[Schema], list[str]]:
-    """The tools as sessions take them, and those of their fields that have no effect.
-
-    Args:
-        tools: where each tool is in the body, and what it says of its function.
-        parameters: the name of the JSON schema of its arguments.
-    """
-    found = [_function_tool(tool, parameters, param) for param, tool in tools]
-    return [tool for tool, _ in found], [name for _, names in found for name in names]
-
-
-def _function_tool(
-    given: Mapping[str, Any], parameters: str, param: str
-) -> tuple[Schema, list[str]]:
-    """A tool in the form of chat completions, and those of its fields that have no effect.
-
-    Args:
-        given: its `name`, `description` and `strict`, and the JSON schema of its arguments. The
-            order of the fields is kept, because templates write it.
-        parameters: the name of that schema.
-    """
-    if not isinstance(name := given.get("name"), str) or not name:
-        raise invalid(f"{param} has no name; set it", param)
-    schema = given.get(parameters)
-    if schema is not None and not isinstance(schema, Mapping):
-        raise invalid(f"{param}.{parameters} is no JSON schema; send an object", param)
-    function = {
-        "parameters" if field == parameters else field: value
-        for field, value in given.items()
-        if field in ("name", "description", parameters) and value is not None
-    }
-    return {"type": "function", "function": function}, ["strict"] if given.get("strict") else []
-
-
 def schema_of(form: str, schema: Schema | None, problem: ApiError) -> Schema | None:
     """The JSON schema that the text must follow. None: any text.
 
@@ -241,18 +168,6 @@ def schema_of(form: str, schema: Schema | None, problem: ApiError) -> Schema | N
     if schema is None:
         raise problem
     return schema
-
-
-def stops_of(stop: object, param: str) -> tuple[str, ...]:
-    """Stop strings, from one or a list of them."""
-    if stop is None:
-        return ()
-    stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
-        raise invalid(f"{param} has a stop that is no text or is empty; leave it out", param)
-    if len(stops) > MOST_STOPS:
-        raise invalid(f"{param} has {len(stops)} stops; send at most {MOST_STOPS}", param)
-    return tuple(stops)
 
 
 def new_id(prefix: str) -> str:

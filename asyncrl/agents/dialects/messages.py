@@ -9,7 +9,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from asyncrl.agents.contract import HeardText, Part
-from asyncrl.agents.dialects.chat import chosen
 from asyncrl.agents.dialects.fields import (
     AtLeastOne,
     Body,
@@ -17,16 +16,13 @@ from asyncrl.agents.dialects.fields import (
     calls_of,
     check,
     content_of,
-    function_tools,
     invalid,
     new_id,
     overridden_of,
-    part_text,
     rest_of,
-    stops_of,
-    text_of,
 )
 from asyncrl.sessions.answers import Answer, ChatRequest
+from asyncrl.sessions.requests import chosen, function_tools, part_text, stops_of, text_of
 from asyncrl.text.chat_messages import argument_values
 from asyncrl.text.template import Message
 from asyncrl.web.events import Event

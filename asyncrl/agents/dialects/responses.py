@@ -15,7 +15,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from asyncrl.agents.contract import HeardText, Part
-from asyncrl.agents.dialects.chat import chosen
 from asyncrl.agents.dialects.fields import (
     AtLeastOne,
     Body,
@@ -24,16 +23,15 @@ from asyncrl.agents.dialects.fields import (
     calls_of,
     check,
     content_of,
-    function_tools,
     invalid,
     new_id,
     overridden_of,
     rest_of,
     schema_of,
-    text_of,
 )
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
+from asyncrl.sessions.requests import chosen, function_tools, text_of
 from asyncrl.text.template import Message, Schema
 from asyncrl.web.answers import finite
 from asyncrl.web.errors import ApiError
