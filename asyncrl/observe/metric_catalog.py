@@ -328,7 +328,8 @@ BATCH = (
     Metric(
         "session/overridden",
         "mean number of arguments of a session's requests that had no effect, such as a"
-        " temperature: the run decides about sampling",
+        " temperature: the run decides about sampling. So do tools that the chat template does not"
+        " write",
     ),
     Metric(
         "session/turn_reward",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class Played:
         return Trajectory(*flat_completion(self.session.nodes, self.text))
 
 
+logger = logging.getLogger(__name__)
+
 Generates = Callable[[TurnRequest, int, str, Heard | None], "Coroutine[None, None, Generated]"]
 """Generates the completions of a turn with this seed, for the session of this name. The last
 argument gets their text as it comes."""
@@ -104,6 +107,7 @@ class Sessions:
         """Part of the sessions' names: other workers play sessions of the same prompts."""
         self._player = Player(spec.environment)
         self._turn_s = spec.environment.turn_s
+        self._warned = False
 
     async def start(self) -> None:
         """Wait until the environment is imported. Raises EnvironmentFailedError."""
@@ -145,9 +149,18 @@ class Sessions:
             except SessionLostError as error:
                 retry, alone = retry + 1, alone or error.alone
             else:
+                self._warn_of_unseen_tools(session)
                 return Played(session, ended, turns.load, turns.unparsed, turns.prefixes)
             finally:
                 session.close("the session has ended")
+
+    def _warn_of_unseen_tools(self, session: Session) -> None:
+        if session.unseen_tools and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the chat template does not write the tools of requests, so the model does not see"
+                " them; session/overridden counts these requests"
+            )
 
 
 class _Turns:
@@ -232,7 +245,7 @@ def session_table(group: Group, played: Sequence[Played]) -> pa.Table:
         "session_parts": [json.dumps(dict(end.parts)) for end in ends],
         "session_output": [end.output for end in ends],
         "session_unparsed": [one.unparsed for one in played],
-        "session_overridden": [end.overridden for end in ends],
+        "session_overridden": [one.ended.overridden + one.session.unseen_tools for one in played],
         "session_reusable": [one.prefixes.reusable for one in played],
         "session_cached": [one.prefixes.cached for one in played],
         "session_model_s": [end.model_s for end in ends],

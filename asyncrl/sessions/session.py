@@ -76,6 +76,15 @@ class SessionTemplate:
         (ids,), _ = encode_prompts(self.tokenizer, [text], rendered=True)
         return ids
 
+    def hides(self, tools: Sequence[Schema], messages: Sequence[Message]) -> bool:
+        """Whether a chat is the same text without its tools, so that the model sees none."""
+        variables = self.variables or {}
+        try:
+            texts = [render_chat(self.tokenizer, messages, variables, t) for t in (tools, None)]
+        except MessagesError:  # without tools, so the template writes them
+            return False
+        return texts[0] == texts[1]
+
     def continued(
         self,
         path: Sequence[int],
@@ -208,6 +217,10 @@ class Session:
         self._choices: dict[int, list[Answer]] = {}
         """Turn → all choices of its request, if there are several."""
         self._continued: set[int] = set()
+        self.unseen_tools = 0
+        """Requests with tools that the chat template does not write."""
+        self._hides_tools: bool | None = None
+        """Whether it does not. The first request with tools decides."""
         self._texts: dict[int, str] = {}
         """Turn → the text of its path, for requests that continue a text."""
 
@@ -323,6 +336,10 @@ class Session:
         chat = self._digests.of(request.messages, request.tools)
         place = self.tree.find(chat.digests, chat.exact, chat.thoughts)
         context = self._context(place, request.messages, request.tools, chat.exact)
+        if request.tools:
+            if self._hides_tools is None:
+                self._hides_tools = self._template.hides(request.tools, request.messages)
+            self.unseen_tools += self._hides_tools
         return context, chat.with_answer
 
     def _place_of_prompt(self, request: ChatRequest) -> tuple[int, WithAnswer]:

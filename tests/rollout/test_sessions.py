@@ -140,7 +140,9 @@ def trains(config: Config, end: str) -> EnvironmentConfig:
     return config.environment.model_copy(update={"train_ends": ends})
 
 
-def test_games_are_won_on_exactly_the_tokens_that_were_sampled(model: Path) -> None:
+def test_games_are_won_on_exactly_the_tokens_that_were_sampled(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config, player = make_config(model, "jobs.guess.game:play"), Player(model)
     table, finished = made(config, player, {"low": LOW, "hidden": HIDDEN})
     row = scored(config, table)
@@ -158,6 +160,9 @@ def test_games_are_won_on_exactly_the_tokens_that_were_sampled(model: Path) -> N
         versions = only.versions[only.trained]
         assert (versions[1:] >= versions[:-1]).all()
     assert finished.tokens == 3 * 6 * 4
+    # The game's template does not write its tool.
+    assert table["session_overridden"].to_pylist() == [[6] * 3]
+    assert caplog.text.count("does not write the tools of requests") == 1
     assert finished.oldest_version == 0
     (group,) = groups_from_table(table)
     assert [len(t.completion.turns) for t in group.trajectories] == [6] * 3

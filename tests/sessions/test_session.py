@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_families import CHATML, HEADERS, STRIPS_THINKING, save_chat_model
+from chat_families import CHATML, HEADERS, STRIPS_THINKING, TOOLS, save_chat_model
 
 from asyncrl.contracts.nodes import ORPHAN
 from asyncrl.contracts.rows import Completion
@@ -126,6 +126,24 @@ def test_reasoning_that_a_template_strips_stays_in_verbatim_history(tmp_path: Pa
         "the template writes" in reason and "'<think>' was there" in reason for reason in reasons
     )
     assert session_rows(session.nodes).counts.masked == {}
+
+
+NEEDS_TOOLS = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + TOOLS
+
+
+@pytest.mark.parametrize(
+    ("template", "unseen"), [(CHATML, 2), (TOOLS, 0), (NEEDS_TOOLS, 0)], ids=["no", "yes", "always"]
+)
+def test_requests_whose_tools_the_template_leaves_out_are_counted(
+    tmp_path: Path, template: str, unseen: int
+) -> None:
+    session, _ = Model(tmp_path, template, "<|im_end|>").session(counted)
+    add = {"type": "function", "function": {"name": "add"}}
+    asyncio.run(talk(session, ["a", "b"], tools=[add]))
+    assert session.unseen_tools == unseen
+    if template != NEEDS_TOOLS:
+        asyncio.run(talk(session, ["c"]))
+        assert session.unseen_tools == unseen
 
 
 def test_a_turn_that_was_cut_is_closed_by_context(chatml: Model) -> None:
