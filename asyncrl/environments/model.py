@@ -156,6 +156,14 @@ class Model:
         """The key of this session. Raises UnsupportedError."""
         return self.variables["OPENAI_API_KEY"]
 
+    def with_options(
+        self, *, timeout: object = None, max_retries: object = None, default_headers: object = None
+    ) -> Model:
+        """This model. The options have no effect: the run decides about time and retries."""
+        return self
+
+    copy = with_options
+
     async def __aenter__(self) -> Model:
         return self
 

@@ -66,6 +66,16 @@ def test_an_answer_is_a_chat_completion(answer: Any, n: int) -> None:
         assert (call.function.name, call.function.arguments, call.id) == ("add", '{"a": 1}', "c1")
 
 
+def test_options_of_a_client_have_no_effect() -> None:
+    session = FakeSession(said)
+    model = Model(session)
+    client = model.with_options(timeout=5, max_retries=0).copy(default_headers={"a": "b"})
+    asyncio.run(client.chat.completions.create(messages=USER, temperature=1))
+    assert len(session.requests) == 1 and model.overridden == {"temperature": 1}
+    with pytest.raises(TypeError, match="base_url"):
+        model.with_options(base_url="http://other")  # type: ignore[call-arg]
+
+
 def test_messages_go_back_as_they_came() -> None:
     session = FakeSession(called)
 
