@@ -278,7 +278,10 @@ SURFACE = {
         "Engine Generator GeneratorApp ServeGenerate begin_generators draw_in_blocks "
         "engine_environment wait_for_generators"
     ),
-    "environments": ("AgentFailedError EnvironmentPool RewardFailedError ToolsRun run_tools"),
+    "environments": (
+        "AgentFailedError ContextTooLongError EnvironmentPool RewardFailedError ToolsRun "
+        "TurnsExceededError run_tools"
+    ),
     "frozen": "start_reference",
     "learning": "DeviceTurns LearnerGroup examples_with pairs_of LearnerRank Meeting start_rank",
     "models": (

@@ -25,12 +25,14 @@ from asyncrl.sessions.watched import Watched
 
 __all__ = [
     "AgentFailedError",
+    "ContextTooLongError",
     "End",
     "Ended",
     "Environment",
     "Game",
     "Limits",
     "RewardFailedError",
+    "TurnsExceededError",
     "end_of",
     "run_session",
 ]

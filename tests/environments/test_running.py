@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from asyncrl.testing import VirtualTimeLoop
 from asyncrl.text.template import MessagesError
 
 TASK = {"start": 3}
+PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "environments.md"
 
 
 class FakeSession:
@@ -63,6 +66,25 @@ class Count:
         self.left -= 1
         self.total += int(message["content"])
         return "more", self.total, self.left == 0
+
+
+@pytest.mark.parametrize(
+    ("session", "turns", "end", "reward"),
+    [
+        (FakeSession(), 2, "turns", 2 / 3),
+        (FakeSession(fails_at=2, error=ContextTooLongError("full")), 9, "length", 1 / 3),
+    ],
+)
+def test_the_docs_show_how_to_give_a_reward_at_a_limit(
+    session: FakeSession, turns: int, end: str, reward: float
+) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "TurnsExceededError" in block]
+    module: dict[str, Any] = {}
+    exec(code, module)
+    task = {"prompt": "q", "words": ["1", "2", "none"]}
+    ended = asyncio.run(run_session(module["solve"], task, session, Limits(turns=turns)))
+    assert (ended.end, ended.reward) == (end, reward)
 
 
 class AsyncCount(Count):
