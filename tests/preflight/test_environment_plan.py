@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from asyncrl.config import Config
 from asyncrl.environments.pool import GUARD_S
 from asyncrl.preflight.plan_sections import algorithm_text, environment_text
+
+PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "environments.md"
 
 
 def config(staleness: dict[str, Any], algorithm: dict[str, Any], **environment: Any) -> Config:
@@ -42,6 +47,12 @@ def test_the_plan_says_how_long_a_step_can_wait_for_a_session() -> None:
         "    less the time of max_staleness 2 step(s)"
     ) in found
     assert "more sessions may start" not in found
+
+
+def test_no_session_of_the_first_example_waits_for_a_place() -> None:
+    (example,) = re.findall(r"# sums\.yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (section,) = environment_text(Config.model_validate(yaml.safe_load(example)))
+    assert "waves 1 x" in section
 
 
 def test_sessions_that_wait_for_a_place_count() -> None:
