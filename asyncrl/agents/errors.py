@@ -74,7 +74,8 @@ def error_body(path: str, error: ApiError) -> dict[str, Any]:
         shown = {"type": kind, "message": f"{before}{error}", "code": error.code, **error.more}
         return {"type": "error", "error": shown}
     before = TOO_LONG_OPENAI if error.code == TOO_LONG else ""
-    return ApiError(error.status, f"{before}{error}", error.code, error.param).body()
+    message = f"{before}{error}"
+    return ApiError(error.status, message, error.code, error.param, error.more).body()
 
 
 def error_event(path: str, error: ApiError, sent: int) -> Event:
