@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.sessions.requests import (
+    LABELS,
     UnsupportedError,
     chat_message,
     chosen,
@@ -26,15 +27,7 @@ from asyncrl.web.answers import MOST_CHOICES, end_reason, usage
 
 __all__ = ["ChatSession", "Model", "Reply", "SessionUrl", "UnsupportedError"]
 
-WITHOUT_EFFECT = (
-    "model",
-    "user",
-    "metadata",
-    "modalities",
-    "store",
-    "timeout",
-    "stream_options",
-)
+WITHOUT_EFFECT = LABELS | {"modalities", "timeout"}
 """Arguments that change nothing here, and need not be counted."""
 RETRY_KEY = "idempotency-key"
 """Header that names a request which a client may send again."""
@@ -379,14 +372,16 @@ class Stream:
 async def _chunks(
     head: Mapping[str, Any], answers: Sequence[Answer], wants_usage: bool
 ) -> AsyncIterator[Reply]:
-    """Each choice as one chunk with its whole message, and one with its end."""
+    """Each choice as a chunk with its text, one for each tool call, and one with its end."""
     for index, answer in enumerate(answers):
         message = _message(answer)
-        if message["tool_calls"]:
-            message["tool_calls"] = [
-                Reply(call, index=place) for place, call in enumerate(message["tool_calls"])
-            ]
-        for delta, finish in ((message, None), (Reply(), _finish_reason(answer))):
+        calls = [
+            Reply(tool_calls=[Reply(call, index=place)])
+            for place, call in enumerate(message["tool_calls"] or ())
+        ]
+        message["tool_calls"] = None
+        for delta in (message, *calls, Reply()):
+            finish = None if delta else _finish_reason(answer)
             choice = Reply(index=index, delta=delta, finish_reason=finish, logprobs=None)
             yield Reply(**head, object="chat.completion.chunk", choices=[choice], usage=None)
     if wants_usage:

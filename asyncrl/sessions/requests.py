@@ -10,6 +10,7 @@ from asyncrl.text.chat_messages import TEXT_PARTS
 from asyncrl.text.template import Schema
 
 __all__ = [
+    "LABELS",
     "UnsupportedError",
     "chat_message",
     "chosen",
@@ -21,6 +22,25 @@ __all__ = [
     "text_of",
 ]
 
+LABELS = frozenset(
+    {
+        "cache_control",
+        "metadata",
+        "model",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream",
+        "stream_options",
+        "user",
+        "user_profile_id",
+        "workspace_id",
+    }
+)
+"""Fields that change no answer, so they are not counted."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 UNREADABLE = "the model reads text only; leave it out"
 MOST_STOPS = 16

@@ -159,10 +159,32 @@ def test_a_stream_has_the_whole_answer(answer: Any) -> None:
         return [chunk async for chunk in stream]
 
     chunks = [ChatCompletionChunk.model_validate(one.model_dump()) for one in asyncio.run(read())]
-    assert [chunk.choices[0].index for chunk in chunks] == [0, 0, 1, 1]
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "length"] * 2
-    first = chunks[0].choices[0].delta
-    assert first.content == "answer 0" if answer is said else first.tool_calls[0].id == "c1"
+    calls = 0 if answer is said else 1
+    each = 2 + calls
+    assert [chunk.choices[0].index for chunk in chunks] == [0] * each + [1] * each
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [
+        *[None] * (each - 1),
+        "length",
+    ] * 2
+    first, second = (chunk.choices[0].delta for chunk in chunks[:2])
+    assert first.tool_calls is None
+    assert second.tool_calls[0].id == "c1" if calls else first.content == "answer 0"
+
+
+def test_a_stream_has_each_tool_call_in_a_chunk_of_its_own() -> None:
+    """Some libraries read only the first call of a chunk."""
+
+    def twice(index: int) -> Mapping[str, object]:
+        return {**called(index), "tool_calls": [CALL, {**CALL, "id": "c2"}]}
+
+    async def read() -> list[Reply]:
+        model = Model(FakeSession(twice))
+        stream = await model.chat.completions.create(messages=USER, stream=True)
+        return [chunk async for chunk in stream]
+
+    deltas = [chunk.choices[0].delta for chunk in asyncio.run(read())]
+    found = [[(call.index, call.id) for call in delta.tool_calls or ()] for delta in deltas]
+    assert found == [[], [(0, "c1")], [(1, "c2")], []]
 
 
 def test_a_missing_field_is_named() -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from asyncrl.sessions.answers import Answer
+from asyncrl.sessions.requests import LABELS
 from asyncrl.text.template import Schema
 from asyncrl.web.answers import MOST_CHOICES, end_reason
 from asyncrl.web.errors import ApiError, printable
@@ -28,25 +29,6 @@ __all__ = [
     "schema_of",
 ]
 
-LABELS = frozenset(
-    {
-        "cache_control",
-        "metadata",
-        "model",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "stream",
-        "stream_options",
-        "user",
-        "user_profile_id",
-        "workspace_id",
-    }
-)
-"""Fields that change no answer, so they are not counted."""
 JSON_OBJECT: Schema = {"type": "object"}
 
 
