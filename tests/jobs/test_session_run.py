@@ -40,6 +40,7 @@ def test_a_run_of_sessions_trains_what_was_sampled(
     assert len(steps) == STEPS
     rows = run.groups().to_pylist()
     assert_log_probs(tmp_path / "model", rows)
+    assert_learner_agrees(steps[0])
     assert_chats(tmp_path / "model", rows)
     ends = [end for row in rows for end in row["session_end"]]
     assert set(ends) == {"done", "env_error"}
@@ -130,6 +131,15 @@ def assert_log_probs(model_path: Path, rows: list[dict[str, Any]]) -> None:
         known = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
         worst = max(worst, float(np.abs(known.numpy() - np.array(logprobs)).max()))
     assert worst <= 1e-4, worst
+
+
+def assert_learner_agrees(step: dict[str, Any]) -> None:
+    """In the step, generators and learner have the same log-prob of each trained token, and the
+    same weights. `kl_k3` is a mean: each token adds half of its squared difference."""
+    assert step["staleness/max"] == 0
+    difference = (2 * step["tokens"] * step["kl_k3"]) ** 0.5
+    print(f"{step['tokens']:.0f} tokens differ between generators and learner by {difference:.1e}")
+    assert difference <= 1e-4
 
 
 def assert_chats(model_path: Path, rows: list[dict[str, Any]]) -> None:
