@@ -47,6 +47,7 @@ class Node:
     """Why the node does not continue the session's last turn. Empty if it does."""
     replica: str = ""
     request_hash: str = ""
+    """Of a turn: names the body of its request. Equal bodies have the same one."""
     started_at: float = 0.0
     """Unix seconds by `steady_time`, as is `finished_at`."""
     finished_at: float = 0.0

@@ -8,14 +8,19 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from asyncrl.sessions.answers import ChatRequest
 from asyncrl.text.chat_messages import argument_values, plain_text
 
-__all__ = ["Chat", "ChatDigests", "chat_digests", "prompt_digest"]
+__all__ = ["Chat", "ChatDigests", "chat_digests", "prompt_digest", "request_hash"]
 
 REASONING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 """Reasoning that a client has as a part of an answer's text."""
 BYTES = 16
 """Bytes of a digest. Chats of one session collide with a probability below 1e-30."""
+
+
+HASH_LENGTH = 16
+"""Characters of a request's hash."""
 
 
 class Chat(NamedTuple):
@@ -87,6 +92,16 @@ def chat_digests(messages: Sequence[Mapping[str, object]], head: object = None) 
 def prompt_digest(prompt: str) -> bytes:
     """The digest of a text to continue. It differs from those of chats."""
     return _digest(b"prompt", prompt)
+
+
+def request_hash(chat: bytes, request: ChatRequest) -> str:
+    """A name of a request. Equal bodies have the same one, in every session and process.
+
+    Args:
+        chat: `Chat.exact`, or the digest of the text to continue.
+    """
+    options = (request.n, request.max_tokens, request.stop, request.schema, request.calls)
+    return _digest(chat, [*options, request.logprobs]).hex()[:HASH_LENGTH]
 
 
 def _frozen(messages: Sequence[Mapping[str, object]], head: object) -> bytes | None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.nodes import ORPHAN, Node
@@ -17,7 +17,7 @@ from asyncrl.sessions.answers import (
     ContextTooLongError,
     SessionClosedError,
 )
-from asyncrl.sessions.messages import ChatDigests, prompt_digest
+from asyncrl.sessions.messages import ChatDigests, prompt_digest, request_hash
 from asyncrl.sessions.tree import Place, SessionTree
 from asyncrl.text.chat_messages import argument_values
 from asyncrl.text.continuation import (
@@ -196,6 +196,15 @@ ReadMessage = Callable[[Sequence[int], Completion, "Sequence[Schema] | None"], M
 """The assistant's message of a completion after these tokens: text, reasoning and tool calls."""
 
 
+class _Placed(NamedTuple):
+    """A request in the tree."""
+
+    context: int
+    chat: bytes
+    """The digest of its chat, or of its text."""
+    with_answer: WithAnswer
+
+
 class Session:
     """Serves the requests of an agent in one session."""
 
@@ -288,8 +297,8 @@ class Session:
 
     async def _answer(self, request: ChatRequest, heard: Heard | None) -> list[Answer]:
         place = self._place_of_chat if request.prompt is None else self._place_of_prompt
-        context, chat = place(request)
-        prompt_ids = self.tree.path_ids(context)
+        placed = place(request)
+        prompt_ids = self.tree.path_ids(placed.context)
         room = self._template.max_length - len(prompt_ids)
         if room < 1:
             raise ContextTooLongError(
@@ -300,7 +309,7 @@ class Session:
         same = hash(tuple(prompt_ids))
         answered = self._asked.get(same, 0)
         self._asked[same] = answered + request.n
-        before = self.tree.nodes[context].parent
+        before = self.tree.nodes[placed.context].parent
         if heard is not None and request.prompt is None and self._begins_in_reasoning(prompt_ids):
             heard = None  # what comes first is no content
         sampled = await self._generator.generate(
@@ -318,7 +327,7 @@ class Session:
         )
         if self._closed is not None:  # meanwhile
             raise SessionClosedError(self._closed)
-        answers = [self._add(context, one, chat, request, prompt_ids) for one in sampled]
+        answers = [self._add(placed, one, request, prompt_ids) for one in sampled]
         # Most clients go on with the first choice. Another one counts once a request continues it.
         for answer in answers[1:]:
             self.tree.set_status(answer.node, ORPHAN)
@@ -329,8 +338,8 @@ class Session:
         last = prompt_ids[-PREFIX_TOKENS:]
         return in_reasoning(decode_prompt(self._template.tokenizer, last))
 
-    def _place_of_chat(self, request: ChatRequest) -> tuple[int, WithAnswer]:
-        """The node of a chat's context, and the digest of the chat with an answer."""
+    def _place_of_chat(self, request: ChatRequest) -> _Placed:
+        """The place of a chat."""
         if not request.messages:
             raise MessagesError("a request needs at least one message")
         chat = self._digests.of(request.messages, request.tools)
@@ -340,10 +349,10 @@ class Session:
             if self._hides_tools is None:
                 self._hides_tools = self._template.hides(request.tools, request.messages)
             self.unseen_tools += self._hides_tools
-        return context, chat.with_answer
+        return _Placed(context, chat.exact, chat.with_answer)
 
-    def _place_of_prompt(self, request: ChatRequest) -> tuple[int, WithAnswer]:
-        """The node of a text's context. It continues the longest path whose text begins it."""
+    def _place_of_prompt(self, request: ChatRequest) -> _Placed:
+        """The place of a text. It continues the longest path whose text begins it."""
         prompt = str(request.prompt)
         _refuse_unencodable([{"content": prompt}], None)
         digest = prompt_digest(prompt)
@@ -355,7 +364,11 @@ class Session:
             (ids,), _ = encode_prompts(self._template.tokenizer, [prompt[known:]], rendered=True)
             reason = "" if turn is not None or not self.tree.nodes else NO_BEGINNING
             context = self.tree.add_context(Node(turn, tuple(ids), branch_reason=reason), digest)
-        return context, lambda message: (prompt_digest(f"{prompt}{message.get('content')}"), "")
+        return _Placed(
+            context,
+            digest,
+            lambda message: (prompt_digest(f"{prompt}{message.get('content')}"), ""),
+        )
 
     def _path_of(self, prompt: str) -> tuple[int | None, int]:
         """The turn whose path has the longest text that begins the prompt, and that text's length.
@@ -407,9 +420,8 @@ class Session:
 
     def _add(
         self,
-        context: int,
+        placed: _Placed,
         sampled: Sampled,
-        chat: WithAnswer,
         request: ChatRequest,
         prompt_ids: Sequence[int],
     ) -> Answer:
@@ -421,7 +433,7 @@ class Session:
         )
         node = self.tree.add_turn(
             Node(
-                context,
+                placed.context,
                 completion.token_ids,
                 sampled=True,
                 logprobs=completion.logprobs,
@@ -429,10 +441,11 @@ class Session:
                 status=sampled.status,
                 finish_reason=completion.finish_reason,
                 replica=sampled.replica,
+                request_hash=request_hash(placed.chat, request),
                 started_at=sampled.started_at,
                 finished_at=sampled.finished_at,
             ),
-            *chat(message),
+            *placed.with_answer(message),
         )
         return Answer(
             message,

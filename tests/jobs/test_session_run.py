@@ -148,6 +148,8 @@ def assert_chats(model_path: Path, rows: list[dict[str, Any]]) -> None:
     tokenizer: Any = load_tokenizer(str(model_path))
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     cut = 0
+    first = [row["turn_request_hash"][place] for row in rows for place in range(0, 3 * SAMPLES, 3)]
+    assert all(first) and len(set(first)) == len({row["low"] for row in rows})
     for row in rows:
         turns = paths(row)
         assert len(turns) == 3 * SAMPLES and row["turn_branch_reason"] == [""] * len(turns)

@@ -44,6 +44,7 @@ def turn(parent: int, *ids: int, **changes: Any) -> Node:
         versions=(VersionSpan(3, 0, len(ids)),),
         finish_reason="stop",
         replica="r",
+        request_hash=f"hash of {parent}",
     )
     return replace(node, **changes)
 

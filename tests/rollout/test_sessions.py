@@ -167,6 +167,9 @@ def test_games_are_won_on_exactly_the_tokens_that_were_sampled(
     (group,) = groups_from_table(table)
     assert [len(t.completion.turns) for t in group.trajectories] == [6] * 3
     assert len({request.seed for request in player.requests}) == 18
+    # Three sessions that ask the same have the same hashes, one for each turn.
+    hashes = [[node.request_hash for node in nodes if node.sampled] for nodes in sessions]
+    assert hashes[0] == hashes[1] == hashes[2] and len({*hashes[0], ""}) == 7
 
 
 def test_a_turn_asks_for_the_newest_version_before_it(model: Path) -> None:

@@ -442,6 +442,36 @@ def test_the_chat_so_far_is_that_of_the_last_answer_that_was_received(chatml: Mo
     assert [message["content"] for message in session.chat_so_far] == ["fast", "answer 1"]
 
 
+def test_equal_bodies_have_the_same_hash_in_every_session(chatml: Model) -> None:
+    chat = [user("a"), assistant("<think>b</think>c"), user("d")]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    bodies = [
+        ChatRequest(chat),
+        ChatRequest(chat[:1]),
+        ChatRequest([chat[0], assistant("c"), chat[2]]),
+        ChatRequest(chat, [tool]),
+        ChatRequest(chat, n=2),
+        ChatRequest(chat, max_tokens=3),
+        ChatRequest(chat, stop=("x",)),
+        ChatRequest(chat, logprobs=True),
+        ChatRequest(chat, schema={"type": "object"}),
+        ChatRequest(chat, calls=False),
+        ChatRequest(prompt="a"),
+        ChatRequest(prompt="a", n=2),
+    ]
+
+    def asked(of: Sequence[ChatRequest]) -> list[str]:
+        session, _ = chatml.session(counted)
+        nodes = [asyncio.run(session.chat(one))[-1].node for one in of]
+        return [session.nodes[node].request_hash for node in nodes]
+
+    first = asked(bodies)
+    # Another session, another order, and keys, with which a client names its request.
+    again = asked([replace(one, key=str(place)) for place, one in enumerate(bodies[::-1])])
+    assert again[::-1] == first and asked([bodies[0]] * 2) == [first[0]] * 2
+    assert len(set(first)) == len(first) and {len(one) for one in first} == {16}
+
+
 def test_true_is_not_one(chatml: Model) -> None:
     session, generator = chatml.session(counted)
 
