@@ -155,8 +155,8 @@ class SessionCounts:
     ends: Mapping[str, int]
     """How they ended → how many did."""
     turns: int
-    branches: int
-    """Turns that do not continue the turn before them, and say why."""
+    branches: Mapping[str, int]
+    """Class of branches, of `asyncrl.contracts.nodes.BRANCHES` → how many there are."""
     unparsed: int
     """Turns whose tool calls or reasoning could not be parsed."""
     overridden: int

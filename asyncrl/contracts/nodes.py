@@ -7,7 +7,21 @@ from dataclasses import dataclass
 
 from asyncrl.contracts.rows import FINISH_REASONS, VersionSpan, check_spans
 
-__all__ = ["CONSTRAINED", "NODE_STATUSES", "ORPHAN", "Node", "check_nodes"]
+__all__ = [
+    "BRANCHES",
+    "CONSTRAINED",
+    "CUT",
+    "DRIFT",
+    "FORKED",
+    "HISTORY",
+    "NODE_STATUSES",
+    "ORPHAN",
+    "REPEATED",
+    "REWRITTEN",
+    "Node",
+    "branch_class",
+    "check_nodes",
+]
 
 CONSTRAINED = "constrained"
 """Status of a turn whose tokens a grammar restricted, so that the policy did not choose them."""
@@ -15,6 +29,21 @@ ORPHAN = "orphan"
 """Status of a turn that its agent never received, or did not choose among several."""
 NODE_STATUSES = ("ok", CONSTRAINED, ORPHAN)
 """Only tokens of `ok` turns are trained."""
+
+REWRITTEN = "rewritten"
+"""Class of a branch: no turn has the beginning of its chat. The agent has changed or compacted it,
+or it is another agent's."""
+FORKED = "forked"
+"""It goes on from a turn that another turn follows already."""
+REPEATED = "repeated"
+"""Its request has an answer already, and comes without a key that would name it."""
+DRIFT = "drift"
+"""The template does not prove what follows the turn before it."""
+CUT = "cut"
+"""The turn before it was cut in a tool call."""
+HISTORY = "history"
+"""`environment.history` is `template`, which would write the tokens before it in another way."""
+BRANCHES = (REWRITTEN, FORKED, REPEATED, DRIFT, CUT, HISTORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +73,8 @@ class Node:
     finish_reason: str = ""
     """Of a turn. Empty for context."""
     branch_reason: str = ""
-    """Why the node does not continue the session's last turn. Empty if it does."""
+    """Why it is a branch: one of BRANCHES, a colon, and a line with the first token that differs.
+    Empty if it is none."""
     replica: str = ""
     request_hash: str = ""
     """Of a turn: names the body of its request. Equal bodies have the same one."""
@@ -66,6 +96,11 @@ class Node:
         if self.finish_reason not in FINISH_REASONS:
             raise ValueError(f"finish reason {self.finish_reason!r} is not one of {FINISH_REASONS}")
         check_spans(self.versions, len(self.token_ids))
+
+
+def branch_class(reason: str) -> str:
+    """The class of a node's `branch_reason`."""
+    return reason.partition(":")[0]
 
 
 def check_nodes(nodes: Sequence[Node]) -> None:

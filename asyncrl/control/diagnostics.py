@@ -143,6 +143,9 @@ def _sessions(arrived: Sequence[Scored]) -> dict[str, float]:
     rewarded = sum(sessions.rewarded_turns for sessions in known)
     turn_rewards = sum(sessions.turn_reward for sessions in known)
     reusable = sum(sessions.reusable for sessions in known)
+    branches: Counter[str] = Counter()
+    for sessions in known:
+        branches.update(sessions.branches)
     hits = sum(sessions.cached for sessions in known) / reusable if reusable else math.nan
     return {
         **{
@@ -150,7 +153,8 @@ def _sessions(arrived: Sequence[Scored]) -> dict[str, float]:
             for end in SESSION_ENDS
         },
         "session/turns": turns / count,
-        "session/branch_ratio": sum(sessions.branches for sessions in known) / max(1, turns),
+        "session/branch_ratio": branches.total() / max(1, turns),
+        **{f"session/branches_{name}": count for name, count in sorted(branches.items())},
         "session/unparsed_ratio": sum(sessions.unparsed for sessions in known) / max(1, turns),
         "session/overridden": sum(sessions.overridden for sessions in known) / count,
         "session/prefix_hit_ratio": hits,

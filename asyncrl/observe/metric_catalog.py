@@ -318,8 +318,13 @@ BATCH = (
     Metric("session/turns", "mean number of turns of a session"),
     Metric(
         "session/branch_ratio",
-        "share of the turns that begin a row of their own, because the template would not continue"
-        " the tokens before them",
+        "share of the turns that are branches: they do not continue the turn before them, so a row"
+        " of its own repeats what they share with others",
+    ),
+    Metric(
+        "session/branches_rewritten, session/branches_forked, session/branches_repeated,"
+        " session/branches_drift, session/branches_cut, session/branches_history",
+        "number of these branches, by class; absent without one (docs/how_to/environments.md)",
     ),
     Metric(
         "session/unparsed_ratio",

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from asyncrl.contracts.columns import SOURCE_COLUMN
 from asyncrl.contracts.messages import Scored, ScoredBaseline, SessionCounts, TrajectoryText
+from asyncrl.contracts.nodes import branch_class
 from asyncrl.contracts.rows import REFERENCE_VERSION_COLUMN, TRUNCATED
 from asyncrl.rewards.text_quality import looping, unprintable
 from asyncrl.runtime.functions import short
@@ -300,7 +301,7 @@ def _counts(row: Mapping[str, Any]) -> SessionCounts:
         overridden=sum(row["session_overridden"]),
         reusable=sum(row["session_reusable"]),
         cached=sum(row["session_cached"]),
-        branches=sum(reason != "" for reason in row["turn_branch_reason"]),
+        branches=dict(Counter(map(branch_class, filter(None, row["turn_branch_reason"])))),
         tokens=dict(tokens),
         model_s=sum(row["session_model_s"]),
         other_s=sum(row["session_other_s"]),

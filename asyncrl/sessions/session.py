@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from asyncrl.contracts.heard import Heard
-from asyncrl.contracts.nodes import ORPHAN, Node
+from asyncrl.contracts.nodes import FORKED, HISTORY, ORPHAN, REPEATED, REWRITTEN, Node
 from asyncrl.contracts.rows import Completion
 from asyncrl.sessions.answers import (
     Answer,
@@ -112,16 +112,26 @@ class SessionTemplate:
         )
         if self.history == "template":
             sampled, rendered = [*path, *ids], self.render(messages, tools)
-            place = first_difference(sampled, rendered)
-            if place is not None:
-                found, written = (
-                    repr(decode_prompt(self.tokenizer, one[place : place + 1]))
-                    for one in (sampled, rendered)
-                )
+            if sampled != rendered:
                 raise ContinuationError(
-                    f"the template writes {written} as token {place}, and {found} was there"
+                    "the template writes earlier turns in another way;"
+                    f" {self.difference(sampled, rendered)}",
+                    HISTORY,
                 )
         return ids
+
+    def difference(self, before: Sequence[int], now: Sequence[int]) -> str:
+        """Where tokens first differ from those before, in words."""
+        place = first_difference(before, now)
+        if place is None:
+            return "all tokens are the same"
+        was, found = (
+            f"{ids[place]} ({decode_prompt(self.tokenizer, ids[place : place + 1])!r})"
+            if place < len(ids)
+            else "none"
+            for ids in (before, now)
+        )
+        return f"token {place} is {found}, and was {was}"
 
 
 def _call_values(messages: Sequence[Message]) -> list[object]:
@@ -186,9 +196,6 @@ class TurnGenerator(Protocol):
         given."""
         ...
 
-
-NO_BEGINNING = "no turn has the beginning of the chat"
-"""Why a request branches from all turns."""
 
 WithAnswer = Callable[[Message], tuple[bytes, str]]
 """The digest of a request with this answer, and the answer's reasoning."""
@@ -327,12 +334,33 @@ class Session:
         )
         if self._closed is not None:  # meanwhile
             raise SessionClosedError(self._closed)
-        answers = [self._add(placed, one, request, prompt_ids) for one in sampled]
+        branch = self._branch(placed.context, prompt_ids)
+        answers = [
+            self._add(placed, one, request, prompt_ids, "" if place else branch)
+            for place, one in enumerate(sampled)
+        ]
         # Most clients go on with the first choice. Another one counts once a request continues it.
         for answer in answers[1:]:
             self.tree.set_status(answer.node, ORPHAN)
         self._choices |= {answer.node: answers for answer in answers if request.n > 1}
         return answers
+
+    def _branch(self, context: int, prompt_ids: Sequence[int]) -> str:
+        """Why the next turn after this context is a branch. Empty: it is none, or the context says
+        why."""
+        nodes, beside = self.tree.nodes, self.tree.beside(context)
+        if beside is None:
+            return ""
+        if nodes[beside].parent == context:
+            return f"{REPEATED}: the request has an answer already"
+        if nodes[context].branch_reason:
+            return ""
+        why = (
+            f"{REWRITTEN}: no turn has the beginning of the chat"
+            if nodes[context].parent is None
+            else f"{FORKED}: another turn follows the turn before it"
+        )
+        return f"{why}; {self._template.difference(self.tree.path_ids(beside), prompt_ids)}"
 
     def _begins_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         last = prompt_ids[-PREFIX_TOKENS:]
@@ -362,8 +390,7 @@ class Session:
             if turn is not None:
                 self._prefer(turn)
             (ids,), _ = encode_prompts(self._template.tokenizer, [prompt[known:]], rendered=True)
-            reason = "" if turn is not None or not self.tree.nodes else NO_BEGINNING
-            context = self.tree.add_context(Node(turn, tuple(ids), branch_reason=reason), digest)
+            context = self.tree.add_context(Node(turn, tuple(ids)), digest)
         return _Placed(
             context,
             digest,
@@ -406,17 +433,20 @@ class Session:
         it."""
         if place.node is not None and place.messages == len(messages):
             return place.node
-        reason = "" if not self.tree.nodes else NO_BEGINNING
-        if place.node is not None:
-            self._prefer(place.node)
-            path = self.tree.path_ids(place.node)
-            try:
-                ids = self._template.continued(path, messages, place.messages, tools)
-                return self.tree.add_context(Node(place.node, tuple(ids)), chat)
-            except ContinuationError as error:
-                reason = str(error)
-        ids = self._template.render(messages, tools)
-        return self.tree.add_context(Node(None, tuple(ids), branch_reason=reason), chat)
+        if place.node is None:
+            ids = self._template.render(messages, tools)
+            return self.tree.add_context(Node(None, tuple(ids)), chat)
+        self._prefer(place.node)
+        path = self.tree.path_ids(place.node)
+        try:
+            ids = self._template.continued(path, messages, place.messages, tools)
+            return self.tree.add_context(Node(place.node, tuple(ids)), chat)
+        except ContinuationError as error:
+            ids = self._template.render(messages, tools)
+            reason = f"{error.branch}: {error}"
+            if error.branch != HISTORY:  # which names the token
+                reason += f"; {self._template.difference(path, ids)}"
+            return self.tree.add_context(Node(None, tuple(ids), branch_reason=reason), chat)
 
     def _add(
         self,
@@ -424,6 +454,7 @@ class Session:
         sampled: Sampled,
         request: ChatRequest,
         prompt_ids: Sequence[int],
+        branch: str,
     ) -> Answer:
         completion = sampled.completion
         message: Message = (
@@ -441,6 +472,7 @@ class Session:
                 status=sampled.status,
                 finish_reason=completion.finish_reason,
                 replica=sampled.replica,
+                branch_reason=branch,
                 request_hash=request_hash(placed.chat, request),
                 started_at=sampled.started_at,
                 finished_at=sampled.finished_at,

@@ -45,6 +45,22 @@ class SessionTree:
         path = list(self._path_back(node))
         return [token for one in reversed(path) for token in one.token_ids]
 
+    def beside(self, context: int) -> int | None:
+        """The turn beside which another one after this context is a branch: the last one after the
+        same context, or after the same turn. If the context follows no turn, it is the last one of
+        the session. None: it is no branch."""
+        parent = self._known(context).parent
+        if parent is not None and parent == context - 1 == len(self._nodes) - 2:
+            return None  # the last turn goes on, as most do
+        turns = [index for index, node in enumerate(self._nodes) if node.sampled]
+        same = [turn for turn in turns if self._nodes[turn].parent == context]
+        others = [turn for turn in turns if parent in (None, self._turn_before(turn))]
+        return next(reversed(same or others), None)
+
+    def _turn_before(self, turn: int) -> int | None:
+        context = self._nodes[turn].parent
+        return None if context is None else self._nodes[context].parent
+
     def turns_to(self, node: int | None) -> int:
         """The number of turns from the first node to this one."""
         return sum(one.sampled for one in self._path_back(node))

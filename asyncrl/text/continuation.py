@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from asyncrl.contracts.nodes import CUT, DRIFT
 from asyncrl.text.chat_messages import REASONING_FIELDS, template_messages
 from asyncrl.text.template import Message, MessagesError, Schema, render_messages
 from asyncrl.text.tokenizer import (
@@ -28,7 +29,15 @@ THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
 class ContinuationError(ValueError):
-    """The template does not prove what follows a turn. The message is one line and says why."""
+    """The template does not prove what follows a turn. The message is one line and says why.
+
+    Args:
+        branch: the class of the branch that follows.
+    """
+
+    def __init__(self, message: str, branch: str = DRIFT) -> None:
+        super().__init__(message)
+        self.branch = branch
 
 
 def render_chat(
@@ -134,7 +143,7 @@ def _follows(
     probe, turn = PROBE, messages[-1]
     calls = bool(turn.get("tool_calls"))
     if calls and end is None:
-        raise ContinuationError("the turn was cut after a tool call")
+        raise ContinuationError("the turn was cut after a tool call", CUT)
     chat = [*messages, *added]
     wanted = [(len(messages), False), (len(chat), True)]
     try:

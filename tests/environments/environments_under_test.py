@@ -192,3 +192,16 @@ async def dies_once(task: object, model: Any, seen: list[int] = []) -> float:  #
 
 async def asks_nothing(task: object, model: Any) -> float:
     return 1.0
+
+
+async def rewrites(task: Mapping[str, Any], model: Any) -> float:
+    """Takes two turns, the second one again after another question, and goes on with a summary,
+    which it sends three times."""
+    create = model.chat.completions.create
+    start: list[Any] = [{"role": "user", "content": "q"}]
+    start.append((await create(messages=start)).choices[0].message)
+    for question in ("higher", "lower"):
+        await create(messages=[*start, {"role": "user", "content": question}])
+    for _ in range(3):
+        await ask(model, "summary")
+    return 1.0

@@ -15,6 +15,7 @@ from asyncrl.config import Config, EnvironmentConfig
 from asyncrl.contracts.errors import RolloutFailedError
 from asyncrl.contracts.group_table import groups_from_table, table_from_ipc
 from asyncrl.contracts.messages import Generated, GenerateRequest
+from asyncrl.contracts.nodes import BRANCHES, branch_class
 from asyncrl.contracts.rows import Completion, Prompt, VersionSpan
 from asyncrl.contracts.session_table import SessionsRow, nodes_of_group
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
@@ -191,13 +192,30 @@ def test_the_summary_of_a_group_survives_its_way_to_the_driver(model: Path) -> N
     assert found.sessions.ends == {"done": 2, "env_error": 1}
     assert found.sessions.tokens == {"trained": 8, "env_error": 4}
     assert sum(found.sessions.tokens.values()) == found.tokens
-    assert (found.sessions.turns, found.sessions.branches, found.usable) == (3, 0, 2)
+    assert (found.sessions.turns, found.sessions.branches, found.usable) == (3, {}, 2)
     metrics = scoring_metrics([found]) | batch_metrics([found], 3, [0], 2)
     assert metrics["session/env_error_ratio"] == pytest.approx(1 / 3)
     assert metrics["session/tokens_sampled"] == 12 == metrics["session/tokens_trained"] + 4
     assert {name for name in metrics if name.startswith("session/")} <= (
         known_names() | {"session/tokens_env_error"}
     )
+
+
+def test_branches_are_counted_by_class(model: Path) -> None:
+    config = make_config(model, "tests.environments.environments_under_test:rewrites")
+    table, _ = made(config, Player(model), {"low": LOW})
+    block = scored_block(rewarded(config, table), scoring_spec(config))
+    (found,) = map(scored_from_text, block["scored_summary"].to_pylist())
+    assert found.sessions is not None and found.sessions.turns == 3 * 6
+    assert found.sessions.branches == {"rewritten": 3, "forked": 3, "repeated": 6}
+    metrics = scoring_metrics([found])
+    counts = {name: value for name, value in metrics.items() if "/branches_" in name}
+    assert counts == {f"session/branches_{name}": n for name, n in found.sessions.branches.items()}
+    assert metrics["session/branch_ratio"] == sum(counts.values()) / found.sessions.turns
+    assert {f"session/branches_{name}" for name in BRANCHES} <= known_names()
+    (row,) = table.to_pylist()
+    classes = [branch_class(reason) for reason in row["turn_branch_reason"]]
+    assert classes == ["", "", "forked", "rewritten", "repeated", "repeated"] * 3
 
 
 def values_of(messages: Any) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from chat_families import CHATML, HEADERS, STRIPS_THINKING, TOOLS, save_chat_mod
 
 from asyncrl.contracts.nodes import ORPHAN
 from asyncrl.contracts.rows import Completion
-from asyncrl.sessions.answers import ChatRequest, ContextTooLongError, SessionClosedError
+from asyncrl.sessions.answers import Answer, ChatRequest, ContextTooLongError, SessionClosedError
 from asyncrl.sessions.rows import session_rows
 from asyncrl.sessions.session import Session, SessionTemplate
 from asyncrl.testing import FakeTurnGenerator
@@ -123,7 +125,9 @@ def test_reasoning_that_a_template_strips_stays_in_verbatim_history(tmp_path: Pa
     reasons = [node.branch_reason for node in session.nodes if node.branch_reason]
     assert len(reasons) == 2
     assert all(
-        "the template writes" in reason and "'<think>' was there" in reason for reason in reasons
+        reason.startswith("history: the template writes earlier turns in another way; token ")
+        and reason.endswith("('<think>')")
+        for reason in reasons
     )
     assert session_rows(session.nodes).counts.masked == {}
 
@@ -144,6 +148,123 @@ def test_requests_whose_tools_the_template_leaves_out_are_counted(
     if template != NEEDS_TOOLS:
         asyncio.run(talk(session, ["c"]))
         assert session.unseen_tools == unseen
+
+
+NUMBERED = "{{ '<|im_start|>' + (messages | length | string) + ' messages' }}" + CHATML
+"""What it writes before a turn depends on the messages after it."""
+
+
+def branch_of(
+    model: Model, session: Session, answer: Answer, beside: int | None
+) -> tuple[str, str, int]:
+    """Class, reason and place of an answer's branch. The reason names the first token of its prompt
+    that is not on the path to the turn `beside`."""
+    node = session.nodes[answer.node]
+    assert node.parent is not None
+    reason = node.branch_reason or session.nodes[node.parent].branch_reason
+    kind, why, token = re.fullmatch(r"(\w+): ([^;]*)(?:; (.*))?", reason).groups()  # type: ignore[union-attr]
+    if beside is None:
+        assert token is None
+        return kind, why, -1
+    was, now = session.tree.path_ids(beside), session.tree.path_ids(node.parent)
+    place, found, before = next(
+        (place, *both) for place, both in enumerate(zip_longest(now, was)) if both[0] != both[1]
+    )
+    found, before = (
+        "none" if one is None else f"{one} ({model.text([one])!r})" for one in (found, before)
+    )
+    assert token == f"token {place} is {found}, and was {before}"
+    return kind, why, place
+
+
+def test_a_branch_names_its_class_and_the_first_token_that_differs(chatml: Model) -> None:
+    session, generator = chatml.session(counted)
+
+    async def agent() -> None:
+        rules = {"role": "system", "content": "rules"}
+        first = await session.chat(ChatRequest([rules, user("a")]))
+        chat = [rules, user("a"), first[0].message]
+        second = await session.chat(ChatRequest([*chat, user("b")]))
+        assert not any(node.branch_reason for node in session.nodes)
+        # The last message is another one.
+        (edited,) = await session.chat(ChatRequest([*chat, user("c")]))
+        kind, why, place = branch_of(chatml, session, edited, second[0].node)
+        assert (kind, why) == ("forked", "another turn follows the turn before it")
+        assert place > len(session.tree.path_ids(first[0].node))
+        # The history is compacted: all but the rules.
+        (compacted,) = await session.chat(ChatRequest([rules, user("summary")]))
+        kind, why, place = branch_of(chatml, session, compacted, edited.node)
+        assert (kind, why) == ("rewritten", "no turn has the beginning of the chat")
+        assert 3 < place < len(generator.requests[0].prompt_ids)
+        # Another agent with another system prompt.
+        (other,) = await session.chat(ChatRequest([user("else"), user("d")]))
+        kind, _, place = branch_of(chatml, session, other, compacted.node)
+        assert kind == "rewritten" and place < 3
+        # Both agents go on.
+        for before in (compacted, other):
+            start = [user("else"), user("d")] if before is other else [rules, user("summary")]
+            (after,) = await session.chat(ChatRequest([*start, before.message, user("on")]))
+            assert session.nodes[after.node].branch_reason == ""
+        again = await session.chat(ChatRequest([rules, user("a")], n=2))
+        assert branch_of(chatml, session, again[0], None)[0] == "repeated"
+        assert session.nodes[again[1].node].branch_reason == "", "a request is one branch"
+        (text,) = await session.chat(ChatRequest(prompt="once"))
+        assert branch_of(chatml, session, text, again[1].node)[0] == "rewritten"
+
+    asyncio.run(agent())
+
+
+def test_where_the_template_does_not_go_on_the_turn_before_says_the_token(tmp_path: Path) -> None:
+    model = Model(tmp_path, NUMBERED, "<|im_end|>")
+    session, _ = model.session(counted)
+
+    async def agent() -> None:
+        (first,) = await session.chat(ChatRequest([user("a")]))
+        (second,) = await session.chat(ChatRequest([user("a"), first.message, user("b")]))
+        kind, why, place = branch_of(model, session, second, first.node)
+        assert kind == "drift" and "messages before the turn in another way" in why
+        assert place == 1  # the number of messages
+
+    asyncio.run(agent())
+
+
+def test_a_turn_that_was_cut_in_a_tool_call_has_a_branch_of_its_own(tmp_path: Path) -> None:
+    model = Model(tmp_path, TOOLS, "<|im_end|>")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+    def reads(prompt_ids: object, completion: Completion, tools: object) -> Message:
+        return {**assistant(""), "tool_calls": [call]}
+
+    generator = FakeTurnGenerator(model.tokenizer, lambda number: "call f and more", model.end)
+    template = SessionTemplate(model.tokenizer, frozenset({model.end}), 500)
+    session = Session(template, generator, reads)
+
+    async def agent() -> None:
+        (first,) = await session.chat(ChatRequest([user("a")], max_tokens=2))
+        done = {"role": "tool", "tool_call_id": "1", "content": "done"}
+        (second,) = await session.chat(ChatRequest([user("a"), first.message, done]))
+        kind, why, place = branch_of(model, session, second, first.node)
+        assert (kind, why) == ("cut", "the turn was cut after a tool call")
+        assert place > len(generator.requests[0].prompt_ids)
+
+    asyncio.run(agent())
+
+
+def test_a_request_without_an_answer_makes_no_branch(chatml: Model) -> None:
+    session, _ = chatml.session(counted, fails=lambda number: number in (0, 1, 3))
+
+    async def agent() -> None:
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                await session.chat(ChatRequest([user("a")]))
+        (first,) = await session.chat(ChatRequest([user("other")]))
+        chat = [user("other"), first.message]
+        with pytest.raises(RuntimeError):
+            await session.chat(ChatRequest([*chat, user("b")]))
+        await session.chat(ChatRequest([*chat, user("c")]))
+
+    asyncio.run(agent())
+    assert not any(node.branch_reason for node in session.nodes)
 
 
 def test_a_turn_that_was_cut_is_closed_by_context(chatml: Model) -> None:
