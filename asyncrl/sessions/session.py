@@ -284,6 +284,8 @@ class Session:
             self._answers[key] = task
         # A client that leaves does not end what its retry will ask for.
         answers = await asyncio.shield(self._answers[key])
+        if self._closed is not None:  # before this request could go on
+            raise SessionClosedError(self._closed)
         self._received.add(key)
         self._last = _chat_of(request), answers[0].message
         chosen = self._continued & {answer.node for answer in answers}
