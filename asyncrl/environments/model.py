@@ -220,6 +220,7 @@ class _Completions:
                 bool(logprobs),
                 schema,
                 calls,
+                overridden=self._overridden.total(),
             )
         )
         self._answers += 1

@@ -36,6 +36,8 @@ class PacedSession:
         self._playing = False
         self._open, self._since = 0, 0.0
         self.turns, self._model_s = 0, 0.0
+        self.overridden = 0
+        """Arguments without effect that its requests in process have had."""
 
     async def __aenter__(self) -> PacedSession:
         await self._limit.__aenter__()
@@ -78,6 +80,7 @@ class PacedSession:
 
     async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
         """See `Session.chat`."""
+        self.overridden = max(self.overridden, request.overridden)
         if not self._open:
             self._since = self._now()
             self._allow(None)

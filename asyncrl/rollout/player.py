@@ -89,6 +89,7 @@ class Player:
                 "deadline",
                 note=note,
                 turns=paced.turns,
+                overridden=paced.overridden,
                 model_s=model_s,
                 other_s=paced.played_s - model_s,
             )

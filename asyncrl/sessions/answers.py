@@ -61,6 +61,8 @@ class ChatRequest:
     """Whether tool calls are read from the answer. If not, they stay in its text."""
     prompt: str | None = None
     """A text to continue, as of OpenAI's completions, instead of messages."""
+    overridden: int = 0
+    """Arguments without effect that the session's requests in process have had up to this one."""
 
 
 @dataclass(frozen=True, slots=True)

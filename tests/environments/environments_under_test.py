@@ -15,9 +15,9 @@ from typing import Any
 from asyncrl.environments import AgentFailedError
 
 
-async def ask(model: Any, content: str = "q") -> str:
+async def ask(model: Any, content: str = "q", **options: Any) -> str:
     messages = [{"role": "user", "content": content}]
-    answer = await model.chat.completions.create(messages=messages)
+    answer = await model.chat.completions.create(messages=messages, **options)
     return str(answer.choices[0].message.content)
 
 
@@ -60,6 +60,10 @@ async def faulty(task: Mapping[str, Any], model: Any) -> float | None:
                     continue
         case "waits":
             await asyncio.sleep(1)
+        case "overrides and waits":
+            await ask(model, "again", temperature=0.5)
+            await ask(model, "again", temperature=0.5, seed=1)
+            await asyncio.sleep(60)
         case "waits long":
             await asyncio.sleep(60)
         case "blocks in a callback":

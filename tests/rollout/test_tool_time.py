@@ -155,12 +155,13 @@ def played(*plays: tuple[dict[str, object], Slow], **settings: Any) -> list[Ende
 def test_a_tool_that_hangs_ends_its_session_alone() -> None:
     hangs = Slow()
     late, slow, done = played(
-        ({"fault": "waits long"}, hangs),
+        ({"fault": "overrides and waits"}, hangs),
         ({"fault": "none"}, Slow(after=hangs)),
         ({"fault": "none"}, Slow()),
         tool_s=5.0,
     )
-    assert (late.end, late.turns, late.reward) == ("deadline", 1, None)
+    assert (late.end, late.turns, late.reward) == ("deadline", 3, None)
+    assert late.overridden == 3, "two temperatures and a seed"
     assert late.note.startswith("it asked for no turn within environment.tool_s = 5 s after an")
     assert late.other_s >= 5.0 > late.model_s
     assert (slow.end, slow.reward) == ("done", 1.0)
