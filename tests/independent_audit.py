@@ -26,6 +26,8 @@ def wrong(directory: Path) -> list[str]:
             found.append(f"{row['ordinal']}: two rows")
         groups[key] = row
         found += [f"{row['ordinal']}: {what}" for what in wrong_in_row(row)]
+        trains = attempts[row["attempt"]].get("train_ends")
+        found += [f"{row['ordinal']}: {what}" for what in wrong_ends(row, trains)]
     outcomes = []
     for ended in rows_of(directory, "outcomes"):
         if ended not in outcomes[-4096:]:
@@ -115,8 +117,22 @@ def wrong_in_row(row: dict) -> list[str]:
             place, newest = span["end"], span["version"]
         if place != len(ids):
             found.append("spans")
+    for status, reward, mask in zip(row["status"], row["reward"], row["loss_mask"], strict=False):
+        if (status == "unscored" and reward is not None) or (status == "no_token" and any(mask)):
+            found.append(f"{status} without a reason")
     if row.get("baseline_ids") is not None:
         found += wrong_in_baseline(row)
+    return found
+
+
+def wrong_ends(row: dict, trains: list[str] | None) -> list[str]:
+    """Sessions with the status of another end, by the `train_ends` of their attempt."""
+    found = []
+    ends = row.get("session_end") or []
+    for end, status in zip(ends, row["status"], strict=True) if ends else ():
+        of_row = ("ok", "unscored", "bad_logprob", "over_long", "no_token", "no_teacher")
+        if trains is not None and status not in (of_row if end in trains else (end,)):
+            found.append(f"{end} is {status}")
     return found
 
 

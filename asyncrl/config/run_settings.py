@@ -40,6 +40,8 @@ class Limits(NamedTuple):
     groups_per_step: int
     masks_stale: bool = False
     """Whether tokens beyond `max_staleness` are masked."""
+    train_ends: tuple[str, ...] = ()
+    """Ends of sessions that are trained. Empty without an environment."""
 
 
 class RunSettings(Section):

@@ -182,6 +182,7 @@ class Settings(RunSettings):
             self.rollout.n_samples_per_prompt,
             self.groups_per_step,
             self.staleness.on_stale == "mask",
+            tuple(self.environment.train_ends) if self.environment else (),
         )
 
     @property

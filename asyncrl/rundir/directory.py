@@ -90,6 +90,8 @@ class AttemptRecord(TypedDict):
     max_staleness: Count
     masks_stale: NotRequired[bool]
     """Whether the attempt's `staleness.on_stale` is `mask`. Absent: it is not."""
+    train_ends: NotRequired[list[str]]
+    """The attempt's `environment.train_ends`; empty without an environment. Absent: unknown."""
     n_samples_per_prompt: Count
     groups_per_step: Count
     data_hash: str
@@ -279,6 +281,7 @@ class RunDirectory:
             waiting=[list(group) for group in state.waiting],
             max_staleness=limits.max_staleness,
             masks_stale=limits.masks_stale,
+            train_ends=list(limits.train_ends),
             n_samples_per_prompt=limits.n_samples_per_prompt,
             groups_per_step=limits.groups_per_step,
             data_hash=state.data_hash,

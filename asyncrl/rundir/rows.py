@@ -99,6 +99,8 @@ class Row:
     """The turns of its sessions that have tokens; None if its trajectories are completions."""
     credit: TurnCredit | None = None
     """Of its turns; None if they have no advantages of their own."""
+    endings: frozenset[tuple[str, str]] = frozenset()
+    """How its sessions ended, each with its status. Empty if its trajectories are completions."""
 
     @property
     def oldest(self) -> int | None:
@@ -199,7 +201,7 @@ def _rows(table: pa.Table) -> Iterator[Row]:
     bad = {name: find(table, lengths) for name, find in FAULTS.items()}
     read = [*READ, *({REFERENCE_VERSION_COLUMN, "baseline_versions"} & set(table.column_names))]
     sessions = has_turns(table)
-    turns = table.select(list(NODE_COLUMNS)).to_pylist() if sessions else []
+    turns = table.select([*NODE_COLUMNS, "session_end"]).to_pylist() if sessions else []
     credits = table.select(list(CREDIT)).to_pylist() if CREDIT[0] in table.column_names else []
     groups: list[GroupRow] = table.select(read).to_pylist()
     hashes = zip(content_hashes(table), content_hashes(table.select(list(GENERATION))), strict=True)
@@ -241,6 +243,9 @@ def _rows(table: pa.Table) -> Iterator[Row]:
             reference=group.get(REFERENCE_VERSION_COLUMN),
             turns=generations(turns[number]) if sessions else None,
             credit=turn_credit(credits[number]) if credits else None,
+            endings=frozenset(
+                zip(turns[number]["session_end"], status, strict=True) if sessions else ()
+            ),
         )
 
 
@@ -305,7 +310,7 @@ def _refuse_uneven(table: pa.Table) -> None:
 
 def _masks_other_than_0_and_1(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     masks = _flat(table, "loss_mask")
-    owner = np.repeat(np.arange(len(lengths)), _token_counts(table, "loss_mask"))
+    owner = _owners(table, "loss_mask")
     found = np.zeros(len(lengths), bool)
     found[owner[(masks != 0) & (masks != 1)]] = True
     return found
@@ -351,7 +356,7 @@ def _times_that_go_back(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
 def _not_finite_or_positive_logprobs(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     """Checks trajectories with status ok. Others may be masked for this very fault."""
     logprobs = _flat(table, "logprobs")
-    owner = np.repeat(np.arange(len(lengths)), _token_counts(table, "logprobs"))
+    owner = _owners(table, "logprobs")
     found = np.zeros(len(lengths), bool)
     found[owner[~np.isfinite(logprobs) | (logprobs > ROUNDING)]] = True
     return np.asarray(found & _ok(table))
@@ -381,6 +386,22 @@ def _impossible_rewards(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
         if name == "reward":
             found |= values.is_null().to_numpy(zero_copy_only=False) & _ok(table)
     return found
+
+
+def _masked_without_reason(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
+    """Trajectories that are masked for a reason that they do not show: `unscored` with a reward,
+    `no_token` with a token that has loss, or `bad_logprob` with finite log-probs. Of a run with a
+    reference policy, the log-probs are not checked: the policy's own may be the bad ones."""
+    status = _numbers(_column(table, "status").flatten())
+    trains, finite = np.zeros(len(lengths), bool), np.ones(len(lengths), bool)
+    trains[_owners(table, "loss_mask")[_flat(table, "loss_mask") != 0]] = True
+    finite[_owners(table, "logprobs")[~np.isfinite(_flat(table, "logprobs"))]] = False
+    rewarded = _numbers(_column(table, "reward").flatten().is_valid())
+    return np.asarray(
+        ((status == "unscored") & rewarded)
+        | ((status == "no_token") & trains)
+        | ((status == "bad_logprob") & finite & (REFERENCE_COLUMN not in table.column_names))
+    )
 
 
 def _unknown_words(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
@@ -413,6 +434,7 @@ FAULTS: Mapping[str, Callable[[pa.Table, np.ndarray], np.ndarray]] = {
     "invalid log-probs of the reference policy": _odd_reference,
     "rewards or advantages that are not numbers": _impossible_rewards,
     "an unknown status or finish reason": _unknown_words,
+    "trajectories masked without a reason": _masked_without_reason,
     "negative or missing token ids": _negative_tokens,
     "turns that do not make up their sessions": broken_sessions,
     "an impossible baseline": impossible_baselines,
@@ -435,6 +457,12 @@ def _trajectories(table: pa.Table) -> np.ndarray:
 def _token_counts(table: pa.Table, name: str) -> np.ndarray:
     """Length of each trajectory's list in a column."""
     return _numbers(_column(table, name).flatten().value_lengths())
+
+
+def _owners(table: pa.Table, name: str) -> np.ndarray:
+    """For each value of a column of lists per trajectory, the number of its trajectory."""
+    counts = _token_counts(table, name)
+    return np.repeat(np.arange(len(counts)), counts)
 
 
 def _flat(table: pa.Table, name: str) -> np.ndarray:

@@ -109,30 +109,30 @@ def broken_sessions(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     if not has_turns(table):
         return found
     first = 0
-    for row in table.select([*NODE_COLUMNS, "loss_mask", "session_end", "status"]).to_pylist():
+    for row in table.select([*NODE_COLUMNS, "loss_mask", "session_end"]).to_pylist():
         mine = slice(first, first + len(row["completion_ids"]))
         first = mine.stop
         try:
             sessions = nodes_of_group(cast("SessionsRow", row))
-            columns = (row["loss_mask"], row["session_end"], row["status"])
             found[mine] = [
-                _broken(nodes, mask, end, status)
-                for nodes, mask, end, status in zip(sessions, *columns, strict=True)
+                _broken(nodes, mask, end)
+                for nodes, mask, end in zip(
+                    sessions, row["loss_mask"], row["session_end"], strict=True
+                )
             ]
         except (ValueError, TypeError, KeyError):
             found[mine] = True
     return found
 
 
-def _broken(nodes: Sequence[Node], mask: Sequence[int], end: str, status: str) -> bool:
+def _broken(nodes: Sequence[Node], mask: Sequence[int], end: str) -> bool:
     """Whether a session cannot be: its mask is not that of its turns, a turn has older weights than
-    one before it, a context has no token ids, a time goes back, or its end is unknown or an error
-    that is trained."""
+    one before it, a context has no token ids, a time goes back, or its end is unknown."""
     turns = [node for node in nodes if node.sampled]
     wanted = [int(turn.status == "ok") for turn in turns for _ in turn.token_ids]
     if list(mask) != wanted or session_rows(nodes).counts.trained != sum(mask):
         return True
-    if end not in SESSION_ENDS or (end.endswith("_error") and status == "ok"):
+    if end not in SESSION_ENDS:
         return True
     newest: dict[int, int] = {}
     for index, node in enumerate(nodes):

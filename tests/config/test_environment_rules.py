@@ -36,6 +36,11 @@ def test_the_environments_own_reward_is_the_only_one_by_default() -> None:
     assert list(config(reward={"processes": 3}).reward.functions) == ["environment"]
 
 
+def test_the_ends_that_are_trained_are_recorded_for_an_audit() -> None:
+    found = config(environment={"train_ends": ["done", "env_error"]})
+    assert found.limits.train_ends == ("done", "env_error")
+
+
 def test_a_row_of_a_session_may_have_max_length_tokens() -> None:
     assert config().longest_trajectory == 1024  # a single turn has at most 8 + 8
     assert config().longest_request == 1024

@@ -409,6 +409,9 @@ FALSIFIED_ROWS = {
     "reward part": (CONTENT, {"reward_parts": first_value(lambda parts: {"exact": 0.5})}),
     "advantage": (CONTENT, {"advantage": first_value(lambda advantage: -advantage)}),
     "status": (CONTENT, {"status": first_value(lambda status: "unscored")}),
+    "unscored with a reward": (POSSIBLE, {"status": first_value(lambda status: "unscored")}),
+    "no token with tokens": (POSSIBLE, {"status": first_value(lambda status: "no_token")}),
+    "finite log-probs": (POSSIBLE, {"status": first_value(lambda status: "bad_logprob")}),
     "text": (CONTENT, {"completion_text": first_value(lambda text: text + "!")}),
     "prompt": (
         CONTENT,
@@ -450,9 +453,9 @@ def test_a_row_that_was_falsified_is_named(run, what):
     found = checks_of(run)[check]
     assert not found.passed and f", {ordinal})" in found.summary, found.summary
     if check != CONTENT:
-        assert (
-            any(line.startswith(f"{ordinal}: ") for line in wrong(run))
-            or what == "missing trajectory in one list"
+        assert any(line.startswith(f"{ordinal}: ") for line in wrong(run)) or what in (
+            "missing trajectory in one list",
+            "finite log-probs",
         )
 
 
@@ -845,6 +848,10 @@ def test_a_record_that_is_not_a_record(run, text, capsys):
         (
             lambda tree: [one.update(max_staleness=50) for one in tree["attempts"]],
             "began with max_staleness 50, but config.yaml has 2",
+        ),
+        (
+            lambda tree: [one.update(train_ends=["done"]) for one in tree["attempts"]],
+            "began with train_ends ['done'], but config.yaml has []",
         ),
         (
             lambda tree: tree["attempts"][5].update(version=3),

@@ -51,12 +51,11 @@ def row() -> dict[str, Any]:
             [{"version": s.version, "start": s.start, "end": s.end} for s in completion.versions]
         ],
         "session_end": ["done"],
-        "status": ["ok"],
     }
 
 
 def broken(found: dict[str, Any]) -> bool:
-    kinds = {**COLUMNS, **TURN_COLUMNS, **SESSION_COLUMNS, "status": pa.list_(pa.string())}
+    kinds = {**COLUMNS, **TURN_COLUMNS, **SESSION_COLUMNS}
     table = pa.table({name: pa.array([value], kinds[name]) for name, value in found.items()})
     return bool(broken_sessions(table, np.array([5]))[0])
 
@@ -90,10 +89,6 @@ def unknown_end(found: dict[str, Any]) -> None:
     found["session_end"] = ["won"]
 
 
-def trained_error(found: dict[str, Any]) -> None:
-    found["session_end"] = ["env_error"]
-
-
 def no_tree(found: dict[str, Any]) -> None:
     found["turn_parent"] = [-1, -1, 5]
 
@@ -107,7 +102,6 @@ def no_tree(found: dict[str, Any]) -> None:
         negative_context,
         time_goes_back,
         unknown_end,
-        trained_error,
         no_tree,
     ],
 )

@@ -52,9 +52,11 @@ def check_record(books: Books) -> Check:
 def _other_bounds(books: Books) -> list[str]:
     """Bounds of the last attempt that differ from config.yaml."""
     last, config = books.attempts[books.last], books.run.config
+    train_ends = list(config.limits.train_ends)
     recorded_and_configured = {
         "max_staleness": (last["max_staleness"], config.staleness.max_staleness),
         "masks_stale": (last.get("masks_stale", False), config.limits.masks_stale),
+        "train_ends": (last.get("train_ends", train_ends), train_ends),
         "n_samples_per_prompt": (
             last["n_samples_per_prompt"],
             config.rollout.n_samples_per_prompt,

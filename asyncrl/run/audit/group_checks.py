@@ -10,6 +10,7 @@ import numpy as np
 
 from asyncrl.algorithms.turn_credit import turn_advantages
 from asyncrl.config import AlgorithmConfig, ConfigError
+from asyncrl.contracts.rows import SESSION_ENDS
 from asyncrl.data.prompts import prompt_ids_of
 from asyncrl.preflight.specs import data_spec
 from asyncrl.run.audit.books import Books, Key, key_of, trained_at
@@ -20,6 +21,7 @@ from asyncrl.rundir.turns import Generation, TurnCredit
 
 __all__ = [
     "check_content",
+    "check_ends",
     "check_lengths",
     "check_monotone",
     "check_one_row",
@@ -167,6 +169,27 @@ def check_reference(books: Books) -> Check:
             wrong.append(f"{row.ordinal} (version {row.reference})")
     summary = f"{compared} groups"
     return Check(name, not wrong, summary + (f"; wrong: {listed(wrong)}" if wrong else ""))
+
+
+def check_ends(books: Books) -> Check:
+    """A session is trained only if `environment.train_ends` of its attempt has its end. One that it
+    leaves out has its end as its status, and no other session has an end as its status."""
+    wrong, unknown, count = [], set(), 0
+    for row in books.rows.values():
+        trains = books.attempts[row.attempt].get("train_ends")
+        count += bool(row.endings)
+        if trains is None and row.endings:
+            unknown.add(row.attempt)
+        elif trains is not None:
+            wrong += [
+                f"{row.ordinal} ({end} is {status})"
+                for end, status in sorted(row.endings, key=str)
+                if (status in SESSION_ENDS if end in trains else status != end)
+            ]
+    summary = f"{count} groups of sessions" + (f"; wrong: {listed(wrong)}" if wrong else "")
+    if unknown:
+        summary += f"; not checked, without a record of train_ends: attempts {sorted(unknown)}"
+    return Check("how sessions ended decides what is trained", not wrong, summary)
 
 
 def check_turn_advantages(books: Books) -> Check:

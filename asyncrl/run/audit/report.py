@@ -11,6 +11,7 @@ from asyncrl.run.audit.check import Check
 from asyncrl.run.audit.file_checks import check_checkpoint, check_files, check_record
 from asyncrl.run.audit.group_checks import (
     check_content,
+    check_ends,
     check_lengths,
     check_monotone,
     check_one_row,
@@ -52,6 +53,7 @@ CHECKS: Sequence[Callable[[Books], Check]] = (
     check_one_row,
     check_content,
     check_possible,
+    check_ends,
     check_versions_exist,
     check_reference,
     check_turn_advantages,
