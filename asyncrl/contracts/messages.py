@@ -162,7 +162,8 @@ class SessionCounts:
     overridden: int
     """Arguments of requests that had no effect, such as a temperature."""
     tokens: Mapping[str, int]
-    """`trained`, or why they are not → their sampled tokens. They add up to `Scored.tokens`."""
+    """`trained`, or why they are not → their sampled tokens. They add up to `Scored.tokens`. What
+    `on_stale: mask` leaves out is known when the group is trained."""
     model_s: float
     other_s: float
     """Seconds that the sessions waited for the model, and all other seconds."""
@@ -175,6 +176,8 @@ class SessionCounts:
     with the same weights."""
     cached: int = 0
     """Those of them that the engine had in its prefix cache."""
+    repeated: int = 0
+    """Sampled tokens that a row has as context, because an earlier row trains them."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """How and why sessions failed that are not trained → how many did."""
 
@@ -202,6 +205,8 @@ class Scored:
     oldest."""
     versions: tuple[int, ...] = ()
     """Each version that sampled a token with loss of a usable trajectory, in increasing order."""
+    loss_tokens: tuple[int, ...] = ()
+    """How many such tokens each of `versions` sampled."""
     content: str = ""
     """Hash of the row (`asyncrl.contracts.content_hash`)."""
     masked: Mapping[str, int] = field(default_factory=dict)

@@ -49,20 +49,33 @@ def batch_metrics(
         | _by_source(batch)
         | _reference_age(batch, version)
         | _baselines(batch)
-        | _session_tokens(batch)
+        | _session_tokens(batch, version - max_staleness)
     )
 
 
-def _session_tokens(batch: Sequence[Scored]) -> dict[str, float | list[int]]:
+def _session_tokens(batch: Sequence[Scored], oldest_version: int) -> dict[str, float | list[int]]:
     """What became of the sampled tokens of a step's sessions. The parts add up to the total. Empty
-    without an environment."""
+    without an environment.
+
+    Args:
+        oldest_version: tokens of earlier versions are not trained.
+    """
     known = [scored.sessions for scored in batch if scored.sessions is not None]
     if not known:
         return {}
     tokens: Counter[str] = Counter()
     for sessions in known:
         tokens.update(sessions.tokens)
+    stale = sum(
+        count
+        for scored in batch
+        for version, count in zip(scored.versions, scored.loss_tokens, strict=True)
+        if version < oldest_version
+    )
+    if stale:
+        tokens.update(stale=stale, trained=-stale)
     return {
+        "session/repeated_tokens": sum(sessions.repeated for sessions in known),
         "session/tokens_sampled": tokens.total(),
         "session/tokens_trained": tokens.pop("trained", 0),
         **{f"session/tokens_{reason}": count for reason, count in sorted(tokens.items())},

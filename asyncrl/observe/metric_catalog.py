@@ -353,8 +353,14 @@ BATCH = (
     ),
     Metric(
         "session/tokens_sampled, session/tokens_trained, session/tokens_<reason>",
-        "sampled tokens of the step's groups; those of trained turns; those that are masked, by"
-        " the status of their turn or session. The first is the sum of the others",
+        "sampled tokens of the step's groups; those that are trained; those that are masked, by"
+        " the status of their turn or session, or as `stale` (`on_stale: mask`). The first is the"
+        " sum of the others",
+    ),
+    Metric(
+        "session/repeated_tokens",
+        "sampled tokens that rows of the step's sessions read again as context, after another row"
+        " trains them. They are no part of that sum",
     ),
     Metric(
         "rollout/logprob_mean",

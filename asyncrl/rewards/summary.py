@@ -22,6 +22,7 @@ from asyncrl.contracts.rows import REFERENCE_VERSION_COLUMN, TRUNCATED
 from asyncrl.rewards.text_quality import looping, unprintable
 from asyncrl.runtime.functions import short
 from asyncrl.runtime.redact import redact_all
+from asyncrl.sessions.rows import repeated_tokens
 from asyncrl.text.transcript import transcript
 
 __all__ = ["examples", "scored_from_text", "scored_to_text", "summaries"]
@@ -47,6 +48,7 @@ OPTIONAL = (
 
 COUNTED = (
     "turn_trajectory",
+    "turn_parent",
     "turn_tokens",
     "turn_status",
     "turn_branch_reason",
@@ -125,14 +127,15 @@ def summaries(table: pa.Table) -> list[Scored]:
     sums = _row_sums(np.where(np.isfinite(known), known, 0.0), logprobs.row_starts)
     looped = _row_sums(loops, ids.rows.tolist())
     tokens = np.diff(ids.row_starts).tolist()
-    versions, trained = _versions(table), _trained_versions(table, ids)
+    versions, trained = _versions(table), _loss_tokens(table, ids)
     baselines, sessions = _baselines(table, rows), _session_counts(table)
     return [
         Scored(
             ordinal=row["ordinal"],
             oldest_version=versions[place][0],
             newest=versions[place][1],
-            versions=trained[place],
+            versions=tuple(trained[place]),
+            loss_tokens=tuple(trained[place].values()),
             masked=Counter(status for status in row["status"] if status != "ok"),
             ref=None,
             tokens=tokens[place],
@@ -178,7 +181,8 @@ def scored_to_text(scored: Scored) -> str:
 def scored_from_text(text: str) -> Scored:
     """The inverse of `scored_to_text`."""
     tree = json.loads(text)
-    tree["rewards"], tree["versions"] = tuple(tree["rewards"]), tuple(tree["versions"])
+    for name in ("rewards", "versions", "loss_tokens"):
+        tree[name] = tuple(tree[name])
     if tree["baseline"] is not None:
         tree["baseline"] = ScoredBaseline(*tree["baseline"])
     if tree["sessions"] is not None:
@@ -208,8 +212,9 @@ def _versions(table: pa.Table) -> list[tuple[int, int]]:
     return [(int(of.min()), int(of.max())) if len(of) else (0, 0) for of in found]
 
 
-def _trained_versions(table: pa.Table, ids: _Nested) -> list[tuple[int, ...]]:
-    """For each row, the versions of the tokens with loss in its trajectories with status ok."""
+def _loss_tokens(table: pa.Table, ids: _Nested) -> list[dict[int, int]]:
+    """For each row, version → tokens with loss in its trajectories with status ok, in increasing
+    order."""
     spans = _Nested.of(table["versions"])
     trajectory = np.repeat(np.arange(len(spans.lists) - 1), np.diff(spans.lists))
     version, start, end = (
@@ -221,11 +226,14 @@ def _trained_versions(table: pa.Table, ids: _Nested) -> list[tuple[int, ...]]:
     offset = ids.lists[:-1][trajectory]
     ok = pc.equal(pc.list_flatten(table["status"].combine_chunks()), "ok")
     usable = ok.to_numpy(zero_copy_only=False)[trajectory].astype(bool)
-    counts = usable & (before[offset + end] > before[offset + start])
-    return [
-        tuple(sorted(set(version[at:to][counts[at:to]].tolist())))
-        for at, to in pairwise(spans.row_starts)
-    ]
+    counts = np.where(usable, before[offset + end] - before[offset + start], 0)
+    found: list[dict[int, int]] = []
+    for at, to in pairwise(spans.row_starts):
+        of_row: Counter[int] = Counter()
+        for one, count in zip(version[at:to].tolist(), counts[at:to].tolist(), strict=True):
+            of_row[one] += count
+        found.append({one: of_row[one] for one in sorted(of_row) if of_row[one]})
+    return found
 
 
 def _numbers(spans: pa.Array, starts: Sequence[int]) -> list[Array]:
@@ -287,12 +295,14 @@ def _session_counts(table: pa.Table) -> list[SessionCounts | None]:
 
 def _counts(row: Mapping[str, Any]) -> SessionCounts:
     tokens: Counter[str] = Counter()
+    trained: list[int] = []
     for trajectory, count, how in zip(
         row["turn_trajectory"], row["turn_tokens"], row["turn_status"], strict=True
     ):
         status = row["status"][trajectory]
         reason = status if status != "ok" else "trained" if how == "ok" else how
         tokens[reason] += count
+        trained.append(count if reason == "trained" else 0)
     rewards = [reward for reward in row["turn_reward"] if reward is not None]
     return SessionCounts(
         ends=dict(Counter(row["session_end"])),
@@ -303,6 +313,7 @@ def _counts(row: Mapping[str, Any]) -> SessionCounts:
         cached=sum(row["session_cached"]),
         branches=dict(Counter(map(branch_class, filter(None, row["turn_branch_reason"])))),
         tokens=dict(tokens),
+        repeated=repeated_tokens(row["turn_parent"], trained),
         model_s=sum(row["session_model_s"]),
         other_s=sum(row["session_other_s"]),
         rewarded_turns=len(rewards),

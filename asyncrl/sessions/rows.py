@@ -11,7 +11,15 @@ import numpy as np
 
 from asyncrl.contracts.nodes import Node, check_nodes
 
-__all__ = ["NOT_SAMPLED", "NO_PLACE", "SessionRow", "SessionRows", "TokenCounts", "session_rows"]
+__all__ = [
+    "NOT_SAMPLED",
+    "NO_PLACE",
+    "SessionRow",
+    "SessionRows",
+    "TokenCounts",
+    "repeated_tokens",
+    "session_rows",
+]
 
 NOT_SAMPLED = -1
 """The version of a context token."""
@@ -94,16 +102,36 @@ def session_rows(nodes: Sequence[Node], reason: str | None = None) -> SessionRow
             masked[reason or node.status] += len(node.token_ids)
     begins = _begins(nodes)
     rows: list[SessionRow] = []
-    repeated, left = 0, set(trains)
+    left = set(trains)
     for leaf in _last_of(trains, nodes):
         path = _path(nodes, leaf)
         own = left.intersection(path)
         rows.append(_row(leaf, nodes, path, own, begins))
-        others = trains.intersection(path) - own
-        repeated += sum(len(nodes[index].token_ids) for index in others)
         left -= own
+    repeated = repeated_tokens(
+        [-1 if node.parent is None else node.parent for node in nodes],
+        [len(node.token_ids) if index in trains else 0 for index, node in enumerate(nodes)],
+    )
     counts = TokenCounts(trained + masked.total(), trained, dict(masked), repeated)
     return SessionRows(tuple(rows), counts)
+
+
+def repeated_tokens(parents: Sequence[int], trained: Sequence[int]) -> int:
+    """`TokenCounts.repeated`, from a tree alone: tokens that rows repeat after the first one.
+
+    Args:
+        parents: of each node, an earlier one; -1 for none.
+        trained: the tokens of each node that are trained.
+    """
+    leaves = [0] * len(parents)
+    repeated = 0
+    for index in range(len(parents) - 1, -1, -1):
+        if trained[index]:
+            leaves[index] = max(1, leaves[index])
+            repeated += trained[index] * (leaves[index] - 1)
+        if parents[index] >= 0:
+            leaves[parents[index]] += leaves[index]
+    return repeated
 
 
 def _last_of(trains: Set[int], nodes: Sequence[Node]) -> list[int]:

@@ -12,15 +12,19 @@ from recorded import learner_config, state_without_model
 
 from asyncrl.algorithms.objective import token_weights
 from asyncrl.config import Config
+from asyncrl.contracts.messages import Scored
 from asyncrl.contracts.nodes import CONSTRAINED, Node
 from asyncrl.contracts.rows import Group, Prompt, Trajectory, VersionSpan
 from asyncrl.contracts.session_table import flat_completion
+from asyncrl.control.diagnostics import batch_metrics
 from asyncrl.environments.running import Ended
 from asyncrl.learning import policy_step
 from asyncrl.models.micro_batches import Example
+from asyncrl.observe.metric_catalog import known_names
 from asyncrl.preflight.specs import scoring_spec
 from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.score import attach_rewards, score_table
+from asyncrl.rewards.summary import scored_from_text, scored_to_text, summaries
 from asyncrl.rollout.prefixes import PrefixCounter
 from asyncrl.rollout.sessions import Played, session_table
 
@@ -145,3 +149,51 @@ def test_a_step_trains_the_fresh_tokens_of_every_row(
     # TREE: 1 2 | 2 | 3 4 | 5. OLD_BRANCH: 0 1 | 1 | 2 3 | 4. OLD: 0 | 1 | 2.
     by_position = [metrics[f"stale/kept_by_position_{quarter}"] for quarter in (1, 2, 3, 4)]
     assert by_position == pytest.approx([0, 0, 3 / 5, 1])
+
+
+def as_control_gets(table: pa.Table) -> Scored:
+    (found,) = summaries(table)
+    return scored_from_text(scored_to_text(found))
+
+
+def tokens_of(found: Scored, max_staleness: int) -> dict[str, Any]:
+    """The metrics of session tokens of a step at AT."""
+    metrics = batch_metrics([found], AT, [0], max_staleness)
+    assert {name for name in metrics if name.startswith("session/")} <= (
+        known_names() | {f"session/tokens_{reason}" for reason in REASONS}
+    )
+    prefix = "session/tokens_"
+    return {
+        name.removeprefix(prefix): value
+        for name, value in metrics.items()
+        if name.startswith(prefix)
+    }
+
+
+REASONS = ("stale", "constrained", "env_error")
+
+
+def test_every_sampled_token_of_a_step_is_trained_or_has_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = config("token_mean")
+    table = scored_table(chosen)
+    found = as_control_gets(table)
+    assert (found.versions, found.loss_tokens) == ((0, 1, 2, 3, 4, 5), (2, 4, 4, 2, 2, 1))
+    tokens = tokens_of(found, BOUND)
+    assert tokens == {"sampled": 19, "trained": 5, "stale": 10, "constrained": 1, "env_error": 3}
+    assert tokens["sampled"] == sum(tokens.values()) - tokens["sampled"] == found.tokens
+    _, examples, _ = stepped(chosen, table, monkeypatch)
+    assert tokens["trained"] == sum(one.loss_tokens for one in examples)
+
+
+def test_no_token_within_the_bound_is_stale() -> None:
+    found = as_control_gets(scored_table(config("token_mean")))
+    tokens = tokens_of(found, AT)
+    assert tokens == {"sampled": 19, "trained": 15, "constrained": 1, "env_error": 3}
+
+
+def test_tokens_that_rows_repeat_are_counted_apart() -> None:
+    found = as_control_gets(scored_table(config("token_mean")))
+    metrics = batch_metrics([found], AT, [0], BOUND)
+    assert metrics["session/repeated_tokens"] == 4  # the first turns of TREE and OLD_BRANCH

@@ -193,7 +193,7 @@ def test_the_summary_of_a_group_survives_its_way_to_the_driver(model: Path) -> N
     assert found.sessions.tokens == {"trained": 8, "env_error": 4}
     assert sum(found.sessions.tokens.values()) == found.tokens
     assert (found.sessions.turns, found.sessions.branches, found.usable) == (3, {}, 2)
-    metrics = scoring_metrics([found]) | batch_metrics([found], 3, [0], 2)
+    metrics = scoring_metrics([found]) | batch_metrics([found], 2, [0], 2)
     assert metrics["session/env_error_ratio"] == pytest.approx(1 / 3)
     assert metrics["session/tokens_sampled"] == 12 == metrics["session/tokens_trained"] + 4
     assert {name for name in metrics if name.startswith("session/")} <= (

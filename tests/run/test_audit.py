@@ -996,6 +996,31 @@ def test_metrics_that_were_changed(run, how):
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, ""),
+        ({"stale": 3}, "its parts give"),
+        ({"trained": -3, "stale": 3}, "session/tokens_trained"),
+        ({"sampled": 3, "stale": 3}, "session/tokens_sampled"),
+    ],
+)
+def test_every_sampled_token_of_a_step_is_trained_or_has_a_reason(run, changes, text):
+    """As a run of sessions records it. Here every token is trained."""
+    write_metrics(run)
+    path = run / "metrics.jsonl"
+    steps = [json.loads(line) for line in path.read_text().splitlines()]
+    for step in steps:
+        count = round(GROUPS * SAMPLES * step["rollout/completion_tokens"])
+        step |= {"session/tokens_sampled": count, "session/tokens_trained": count}
+    step = next(step for step in steps if "tokens" in step)
+    for name, change in changes.items():
+        step[f"session/tokens_{name}"] = step.get(f"session/tokens_{name}", 0) + change
+    path.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    check = checks_of(run)[METRICS]
+    assert check.passed == (not changes) and text in check.summary
+
+
 def test_an_evaluation_must_match_its_completions(run):
     rows = {
         "set": ["a"] * 4,

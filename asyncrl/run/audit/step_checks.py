@@ -23,6 +23,7 @@ from asyncrl.runtime.files import read_text
 
 __all__ = ["check_evaluations", "check_metrics", "check_steps", "check_tokens"]
 
+SAMPLED = "session/tokens_sampled"
 LOST = ("late", "failed")
 """Statuses of evaluation completions that did not arrive."""
 Batches = Mapping[tuple[int, int], Sequence[OutcomeRow]]
@@ -142,14 +143,16 @@ def _difference(books: Books, outcomes: Sequence[OutcomeRow], record: MetricsRec
         expected["version"] = trained_at(outcomes[0]) + 1
         expected["staleness/mean"] = staleness / len(outcomes)
         expected["tokens"] = trained_tokens(books, list(zip(outcomes, known, strict=True)))
+        expected["session/tokens_trained"] = expected["tokens"]
         compared = [row.reference for row in known if row.reference is not None]
         if len(compared) == len(known):
             age = trained_at(outcomes[0]) - sum(compared) / len(known)
             expected["reference/age_mean"] = age
+    expected[SAMPLED] = sum(sum(row.lengths) for row in known)
     completions = sum(len(row.lengths) for row in known)
     rewards = [reward for row in known for reward in row.rewards]
     if completions:
-        expected["rollout/completion_tokens"] = sum(sum(row.lengths) for row in known) / completions
+        expected["rollout/completion_tokens"] = expected[SAMPLED] / completions
     if rewards:
         expected["reward/mean"] = math.fsum(rewards) / len(rewards)
     for name, value in expected.items():
@@ -158,7 +161,19 @@ def _difference(books: Books, outcomes: Sequence[OutcomeRow], record: MetricsRec
                 f"{name} {record.values[name]}, its groups give {value:g} (ordinals"
                 f" {listed(sorted(outcome['ordinal'] for outcome in outcomes))})"
             )
-    return ""
+    return _unbalanced(record)
+
+
+def _unbalanced(record: MetricsRecord) -> str:
+    """How the sampled tokens of a step's sessions differ from the sum of those that were trained
+    and those that were not, by reason; "" if they do not."""
+    parts = {
+        name: value
+        for name, value in record.values.items()
+        if name.startswith("session/tokens_") and isinstance(value, int | float)
+    }
+    sampled, found = parts.pop(SAMPLED, 0.0), math.fsum(parts.values())
+    return "" if close(sampled, found) else f"{SAMPLED} {sampled}, its parts give {found:g}"
 
 
 def check_evaluations(books: Books) -> Check:
