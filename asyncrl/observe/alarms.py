@@ -120,6 +120,28 @@ RANGES = {
         "sessions end late and are not trained: raise environment.deadline_s, or the limit that the"
         " column session_note of groups/*.parquet names",
     ),
+    "session/closed_ratio": Range(
+        0.0,
+        0.05,
+        "the run ends sessions that are not done, and they are not trained: the column session_note"
+        " of groups/*.parquet says why",
+    ),
+    "session/unparsed_ratio": Range(
+        0.0,
+        0.2,
+        "tool calls or reasoning cannot be parsed and stay text: read some (asyncrl samples RUN);"
+        " `asyncrl check-env` says which format is read, and rollout.max_completion_length may cut"
+        " them",
+        steps=3,
+    ),
+    "session/prefix_hit_ratio": Range(
+        0.9,
+        1.0,
+        "engines read again what earlier turns had read: their cache is too small"
+        " (generator.kv_cache_memory_bytes, generator.gpu_memory_utilization), or turns go to other"
+        " replicas",
+        steps=3,
+    ),
     "session/branch_ratio": Range(
         0.0,
         0.2,
@@ -156,7 +178,7 @@ RATIO_METRICS = {"ess", "chi2", "ratio_mean", "kl_k3"}
 """Metrics of the ratio of learner to generator probability. With restricted sampling the two sides
 have different distributions, and the ratio measures more than staleness."""
 
-FAILED_ENDS = ("env_error", "agent_error", "reward_error", "deadline")
+FAILED_ENDS = ("env_error", "agent_error", "reward_error", "deadline", "closed")
 """Ends of sessions without a reward, each with a metric `session/<end>_ratio` and an alarm."""
 
 

@@ -237,6 +237,17 @@ def test_sessions_that_failed_are_no_fault_of_the_reward() -> None:
     assert names == [*failed, "reward/unscored_ratio"]
 
 
+def test_sessions_have_alarms_for_calls_that_stay_text_and_for_a_small_cache() -> None:
+    """One step is noisy. The demo has hits of 0.94 and above, and at most 0.003 unparsed turns."""
+    healthy = {"session/unparsed_ratio": 0.2, "session/prefix_hit_ratio": 0.9}
+    for name, value in {"session/unparsed_ratio": 0.3, "session/prefix_hit_ratio": 0.8}.items():
+        watch = Alarms()
+        assert watch.check(healthy) == {}
+        seen = [list(watch.check(healthy | {name: value})) for _ in range(3)]
+        assert seen == [[], [], [name]]
+    assert alarms({"session/prefix_hit_ratio": float("nan")}) == []
+
+
 def test_sessions_that_failed_and_are_trained_need_a_reward() -> None:
     failed = {"session/agent_error_ratio": 0.5, "session/deadline_ratio": 0.25}
     unscored = {**failed, "reward/unscored_ratio": 0.8}
