@@ -86,7 +86,7 @@ def rewarded(sessions: Sequence[Sequence[Node]] = SESSIONS) -> pa.Table:
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     played = [
         SimpleNamespace(
-            session=SimpleNamespace(nodes=nodes, chat_so_far=chat),
+            session=SimpleNamespace(nodes=nodes, chat_so_far=chat, unseen_tools=0),
             prefixes=PrefixCounter(),
             ended=Ended("done", 0.0),
             unparsed=0,

@@ -84,7 +84,7 @@ def scored(chosen: Config) -> pa.Table:
         cast(
             Played,
             SimpleNamespace(
-                session=SimpleNamespace(nodes=nodes, chat_so_far=chat),
+                session=SimpleNamespace(nodes=nodes, chat_so_far=chat, unseen_tools=0),
                 ended=ended,
                 unparsed=0,
                 prefixes=PrefixCounter(),
