@@ -30,7 +30,7 @@ from asyncrl.preflight.tool_examples import (
 from asyncrl.sessions.answers import ChatRequest
 from asyncrl.sessions.rows import session_rows
 from asyncrl.sessions.session import SessionTemplate
-from asyncrl.text.continuation import first_difference, render_chat
+from asyncrl.text.continuation import render_chat
 from asyncrl.text.response import ResponseReader, format_name
 from asyncrl.text.template import Message, MessagesError, Schema
 from asyncrl.text.tokenizer import decode_prompt, encode_continuations
@@ -117,8 +117,7 @@ class TemplateChecks:
                         "FAIL" if needed and kind != "a cut turn" else "warn",
                         "template",
                         f"{kind}: it drifts. {len(branches)} of {played.turns - 1} later turns do"
-                        f" not continue what was sampled, and begin a new row: {branches[0]}"
-                        + self._first_other_token(played),
+                        f" not continue what was sampled, and begin a new row: {branches[0]}",
                     )
                 )
             elif by_template:
@@ -148,21 +147,6 @@ class TemplateChecks:
         )
         kinds, why = ", ".join(rewritten), next(iter(rewritten.values()))
         return Finding("warn", "history", f"{kinds}: {why}. {effect}")
-
-    def _first_other_token(self, played: _Played) -> str:
-        """Where the chat of the second turn first differs from what was sampled in the first."""
-        session = played.session.session
-        first = next(index for index, node in enumerate(session.nodes) if node.sampled)
-        sampled = session.tree.path_ids(first)
-        rendered = self._template.render(*played.session.requests[1])
-        place = first_difference(sampled, rendered)
-        if place is None or place == len(sampled):
-            return ""
-        found, written = (
-            repr(decode_prompt(self._template.tokenizer, ids[place : place + 1]))
-            for ids in (sampled, rendered)
-        )
-        return f"; the template then writes {written} as token {place}, and {found} was there"
 
     def _scripts(self) -> dict[str, list[tuple[Said, list[Message]]]]:
         """Kind → what the model says in each turn, and the messages that follow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -174,8 +175,8 @@ def test_earlier_reasoning_that_the_template_strips(config_of: Callable[..., Con
         checked = check_environment(config_of("sound", STRIPS_THINKING, **changes))
         assert not checked.failed, checked.text()
         text = found(checked, "warn", "history")
-        assert text.startswith("reasoning: the template writes '") and effect in text
-        assert "'<think>' was there" in text
+        assert text.startswith("reasoning: history: the template writes") and effect in text
+        assert "('<think>')" in text
         kinds = "text, a cut turn" + (", reasoning" if history == "verbatim" else "")
         assert f"tokens ({kinds})" in found(checked, "ok", "template")
         assert "8 turns have" in found(checked, "ok", "masks")  # also of turns with reasoning
@@ -232,8 +233,7 @@ def test_a_template_that_drifts(config_of: Callable[..., Config]) -> None:
         assert (
             one.check == "template" and "it drifts. 2 of 2 later turns do not continue" in one.text
         )
-        assert "the template then writes '3' as token " in one.text
-        assert one.text.endswith("and '1' was there")
+        assert re.search(r"drift: .*; token \d+ is \d+ \('3'\), and was \d+ \('1'\)$", one.text)
 
 
 @pytest.mark.parametrize(
