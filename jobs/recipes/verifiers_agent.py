@@ -16,13 +16,24 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 TaskT = TypeVar("TaskT")
 HARNESS = "null"
 """The program of an agent that names none: a chat with the task's tools. verifiers' own choice is
 `bash`, which lets the model run any command on this machine."""
+
+
+def share(variables: MutableMapping[str, str]) -> str:
+    """Let uv be found beside this interpreter. Returns the folder for verifiers' scripts.
+
+    uv keeps an environment for each path of a script, and a session has a home of its own. So the
+    scripts are in a cache, which asyncrl lets all sessions share."""
+    beside = os.path.dirname(sys.executable)
+    variables["PATH"] = os.pathsep.join((beside, variables.get("PATH", os.defpath)))
+    cache = variables.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(cache, "verifiers", "scripts")
 
 
 def environment_settings(
@@ -91,8 +102,10 @@ async def play(taskset: str, index: int, given: Mapping[str, Any], agent: str | 
     """
     import verifiers.v1 as vf
     from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.runtimes.subprocess import SubprocessRuntime
     from verifiers.v1.utils import loaders
 
+    SubprocessRuntime.scripts_dir = share(os.environ)
     kind = loaders.env_config_type(taskset, str(given.get("id", "")))
     own = loaders.default_harness_id(taskset)
     agents = {
