@@ -100,7 +100,10 @@ async def faulty(task: Mapping[str, Any], model: Any) -> float | None:
             deep: Any = "x"
             for _ in range(3000):
                 deep = [deep]
-            await model.chat.completions.create(messages=[{"role": "user", "content": deep}])
+            calls = [{"function": {"name": "f", "arguments": {"x": deep}}}]
+            await model.chat.completions.create(
+                messages=[{"role": "assistant", "content": "", "tool_calls": calls}]
+            )
         case "cancels all":
             for task in asyncio.all_tasks():
                 task.cancel()
