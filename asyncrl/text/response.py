@@ -105,7 +105,7 @@ class ResponseReader:
                 prefix=self._start(prompt_ids),
                 tools=None if tools is None else [dict(tool) for tool in tools],
             )
-            whole = decode(self._tokenizer, token_ids)
+            whole = text if turn == text else decode(self._tokenizer, token_ids)
             stop = whole[len(text) :] if whole.startswith(text) else ""
             message = self._message(parsed, turn, text, stop, len(prompt_ids), tools)
             return message, not (tools and self._left(message, turn, text))
@@ -143,7 +143,9 @@ class ResponseReader:
         # A turn may go on with text after a tool call.
         parts = [str(part) for part in content] if isinstance(content, list) else [str(content)]
         if parts and turn.rstrip().endswith(parts[-1].rstrip()):
-            parts[-1] = parts[-1].removesuffix(stop.strip())
+            # A template may leave out the spaces around a content.
+            ends = (stop, stop.rstrip(), stop.strip())
+            parts[-1] = parts[-1].removesuffix(next(filter(parts[-1].endswith, ends), ""))
         content = "\n".join(part for part in parts if part)
         if not calls and reasoning is None and not (content and self._marks_content(turn)):
             return _said(text)

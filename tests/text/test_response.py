@@ -48,6 +48,13 @@ def hermes(tmp_path: Path) -> Any:
     return load_tokenizer(save_chat_model(tmp_path / "model", HERMES))
 
 
+@pytest.mark.parametrize("stop", ["\nEnd:", "\nEnd: ", "\n\n", "End:"])
+def test_the_line_break_of_a_stop_string_is_no_content(hermes: Any, stop: str) -> None:
+    seen = decode(hermes, hermes.encode("<think>a</think>Look at", add_special_tokens=False))
+    message, _ = read(hermes, f"<think>a</think>Look at{stop}", seen)
+    assert message["content"] == "Look at"
+
+
 @pytest.mark.parametrize("before", ["<think>a</think>", CALL, f"<think>a</think>so {CALL}"])
 def test_a_stop_string_is_no_content(hermes: Any, before: str) -> None:
     def seen(text: str) -> str:
