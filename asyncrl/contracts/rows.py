@@ -21,6 +21,7 @@ __all__ = [
     "BASELINE_COLUMNS",
     "BASELINE_PARTS_COLUMN",
     "COLUMNS",
+    "FAILED_ENDS",
     "NO_TEACHER",
     "REFERENCE_COLUMN",
     "REFERENCE_LOGPROBS",
@@ -171,6 +172,8 @@ SESSION_ENDS = (
     "closed",
 )
 """How a session ends (`asyncrl.environments.running`). `done` is the ordinary end."""
+FAILED_ENDS = ("deadline", "agent_error", "env_error", "reward_error")
+"""Ends that someone should repair. Each has a metric `session/<end>_ratio` with an alarm."""
 STATUSES = (
     "ok",
     "unscored",

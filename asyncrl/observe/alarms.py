@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from asyncrl.contracts.rows import FAILED_ENDS
 from asyncrl.observe.metric_values import number
 
 __all__ = ["FIRST_STEPS", "RANGES", "Alarms", "Range", "alarms"]
@@ -120,12 +121,6 @@ RANGES = {
         "sessions end late and are not trained: raise environment.deadline_s, or the limit that the"
         " column session_note of groups/*.parquet names",
     ),
-    "session/closed_ratio": Range(
-        0.0,
-        0.05,
-        "the run ends sessions that are not done, and they are not trained: the column session_note"
-        " of groups/*.parquet says why",
-    ),
     "session/unparsed_ratio": Range(
         0.0,
         0.2,
@@ -177,9 +172,6 @@ RANGES = {
 RATIO_METRICS = {"ess", "chi2", "ratio_mean", "kl_k3"}
 """Metrics of the ratio of learner to generator probability. With restricted sampling the two sides
 have different distributions, and the ratio measures more than staleness."""
-
-FAILED_ENDS = ("env_error", "agent_error", "reward_error", "deadline", "closed")
-"""Ends of sessions without a reward, each with a metric `session/<end>_ratio` and an alarm."""
 
 
 def alarms(

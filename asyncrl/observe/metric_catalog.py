@@ -318,8 +318,8 @@ BATCH = (
     Metric("session/turns", "mean number of turns of a session"),
     Metric(
         "session/branch_ratio",
-        "share of the turns that are branches: they do not continue the turn before them, so a row"
-        " of its own repeats what they share with others",
+        "share of the turns that do not continue the tokens of any turn before them: all branches"
+        " except forked and repeated ones. A row of its own repeats what they share with others",
     ),
     Metric(
         "session/branches_rewritten, session/branches_forked, session/branches_repeated,"
@@ -333,8 +333,8 @@ BATCH = (
     Metric(
         "session/overridden",
         "mean number of arguments of a session's requests that had no effect, such as a"
-        " temperature: the run decides about sampling. So do tools that the chat template does not"
-        " write",
+        " temperature: the run decides about sampling. Requests count too if the chat template does"
+        " not write their tools",
     ),
     Metric(
         "session/turn_reward",
@@ -359,8 +359,8 @@ BATCH = (
     ),
     Metric(
         "session/repeated_tokens",
-        "sampled tokens that rows of the step's sessions read again as context, after another row"
-        " trains them. They are no part of that sum",
+        "sampled tokens that rows of the step's sessions read again as context, after the row that"
+        " counts them. They are no part of that sum",
     ),
     Metric(
         "rollout/logprob_mean",

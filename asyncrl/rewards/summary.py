@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from asyncrl.contracts.columns import SOURCE_COLUMN
 from asyncrl.contracts.messages import Scored, ScoredBaseline, SessionCounts, TrajectoryText
 from asyncrl.contracts.nodes import branch_class
-from asyncrl.contracts.rows import REFERENCE_VERSION_COLUMN, TRUNCATED
+from asyncrl.contracts.rows import FAILED_ENDS, REFERENCE_VERSION_COLUMN, TRUNCATED
 from asyncrl.rewards.text_quality import looping, unprintable
 from asyncrl.runtime.functions import short
 from asyncrl.runtime.redact import redact_all
@@ -64,8 +64,6 @@ COUNTED = (
 )
 """Columns of sessions that are counted."""
 
-FAILED_ENDS = ("deadline", "agent_error", "env_error", "reward_error")
-"""Ends of sessions that someone should repair."""
 REASON_LENGTH = 240
 """Characters that are kept of the reason why a session failed."""
 

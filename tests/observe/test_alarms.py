@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from small_config import small_config
 
-from asyncrl.observe.alarms import FAILED_ENDS, FIRST_STEPS, RANGES, Alarms, Range, alarms
+from asyncrl.contracts.rows import FAILED_ENDS
+from asyncrl.observe.alarms import FIRST_STEPS, RANGES, Alarms, Range, alarms
 from asyncrl.preflight.specs import observe_spec
 from asyncrl.rundir.metrics import MetricsWriter, first_entropies
 
