@@ -268,6 +268,7 @@ class FakeScores:
                     **row,
                     "rewards": tuple(row["rewards"]),
                     "versions": tuple(row["versions"]),
+                    "loss_tokens": tuple(row["loss_tokens"]),
                     "example": row["example"] and TrajectoryText(**row["example"]),
                     "baseline": row["baseline"] and ScoredBaseline(**row["baseline"]),
                 }

@@ -19,7 +19,7 @@ BROKEN, KEY = "env_error: RuntimeError: no database", "env_error: KeyError: 'ans
 
 def counts(done: int, failures: Mapping[str, int]) -> SessionCounts:
     ends = {"done": done, "env_error": sum(failures.values())}
-    return SessionCounts(ends, 0, 0, 0, 0, {}, 0.0, 0.0, failures=failures)
+    return SessionCounts(ends, 0, {}, 0, 0, {}, 0.0, 0.0, failures=failures)
 
 
 def scored(ordinal: int, done: int, failures: Mapping[str, int]) -> Scored:
