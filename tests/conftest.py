@@ -162,6 +162,7 @@ def ray_cluster() -> Iterator[Any]:
     import ray
 
     from asyncrl.preflight.cluster import start_local_ray
+    from asyncrl.runtime.ray_shutdown import shut_down_ray
 
     folders = sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")})
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]).rstrip(
@@ -170,7 +171,7 @@ def ray_cluster() -> Iterator[Any]:
 
     start_local_ray(2, object_store_memory=512 << 20)
     yield ray
-    ray.shutdown()
+    shut_down_ray()
 
 
 @pytest.fixture(scope="session")

@@ -197,7 +197,7 @@ async def end_generators(name: str) -> None:
 
 
 def forget_controller() -> None:
-    """Drop Serve's connection to its controller. Call this after `ray.shutdown`: Serve would
+    """Drop Serve's connection to its controller. Call this after `shut_down_ray`: Serve would
     reuse the old controller in this process's next cluster, since both count jobs from 1."""
     context._disconnect()
 

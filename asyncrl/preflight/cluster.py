@@ -21,6 +21,7 @@ from asyncrl.config import Config, RunSettings
 from asyncrl.generation.app import forget_controller
 from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.preflight.placement import needed
+from asyncrl.runtime.ray_shutdown import shut_down_ray
 from asyncrl.runtime.redact import print_shown
 from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
 
@@ -58,7 +59,7 @@ def ray_cluster(config: RunSettings) -> Iterator[Path | None]:
         _refuse_open_ray(config.ray_without_token)
         yield None if address else session / "logs"
     finally:
-        ray.shutdown()
+        shut_down_ray()
         forget_controller()
         remove_left_behind(TemporaryPlace.where())
 
@@ -106,7 +107,7 @@ def start_local_ray(
             )
             return
         except Exception as error:  # Ray raises no narrower class
-            ray.shutdown()
+            shut_down_ray()
             left = [
                 process
                 for process in psutil.Process().children(recursive=True)

@@ -37,6 +37,7 @@ from asyncrl.preflight.resources import (
     with_fewer_replicas,
 )
 from asyncrl.runtime.environment import passed_on
+from asyncrl.runtime.ray_shutdown import shut_down_ray
 from asyncrl.runtime.redact import print_shown
 
 __all__ = [
@@ -290,7 +291,7 @@ def _connected() -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        shut_down_ray()
 
 
 async def _tables(config: Config, version_bytes: int, nodes: list[Node]) -> str:
