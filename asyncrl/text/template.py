@@ -3,6 +3,7 @@ system prompt, tools and template variables."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -364,10 +365,15 @@ def reserved_names(
 ) -> list[str]:
     """Names that would not reach the template, because they are arguments of `apply_chat_template`.
     One of those replaces the template, which no client may do."""
-    return sorted(
-        set(variables)
-        & set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"}
-    )
+    apply = tokenizer.apply_chat_template
+    taken = _parameters(getattr(apply, "__func__", apply)) - {"documents"}
+    return sorted(taken.intersection(variables))
+
+
+@functools.lru_cache(maxsize=8)
+def _parameters(function: Callable[..., object]) -> frozenset[str]:
+    """The names of a function's parameters. To read them takes as long as to render a chat."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _rendered(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from llama_checkpoint import BOS, END
@@ -19,6 +19,7 @@ from asyncrl.text.template import (
     marked_messages,
     marks_turns,
     render_messages,
+    reserved_names,
     tool_schemas,
 )
 from asyncrl.text.tokenizer import load_tokenizer
@@ -305,3 +306,18 @@ def test_tools_are_lists_of_schemas(given: object) -> None:
     assert tool_schemas(json.dumps([ADD])) == tool_schemas([ADD]) == [ADD]
     with pytest.raises(MessagesError, match="its tools are"):
         tool_schemas(given)
+
+
+def test_the_names_that_a_template_cannot_have_are_those_of_its_own_tokenizer() -> None:
+    class Plain:
+        def apply_chat_template(self, conversation: object, documents: object = None) -> str:
+            return ""
+
+    class Own:
+        def apply_chat_template(self, conversation: object, reasoning: bool = True) -> str:
+            return ""
+
+    given = {"conversation": 1, "reasoning": True, "documents": [], "self": 2}
+    for _ in range(2):
+        assert reserved_names(cast(Any, Plain()), given) == ["conversation", "self"]
+        assert reserved_names(cast(Any, Own()), given) == ["conversation", "reasoning", "self"]
