@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-import ray
 from ray import serve
 from ray.serve.config import ProxyLocation
 
@@ -30,7 +29,7 @@ from asyncrl.contracts import GenerateRequest, Prompt, State
 from asyncrl.control import Concurrency, Coordinator, Parts, Schedule, Staleness
 from asyncrl.generation import Generator, ServeGenerate
 from asyncrl.observe import cpu_seconds, cpu_seconds_between
-from asyncrl.preflight import scoring_spec, start_local_ray, worker_spec
+from asyncrl.preflight import scoring_spec, shut_down_ray, start_local_ray, worker_spec
 from asyncrl.rewards import RayScores
 from asyncrl.rollout import start_rollouts
 from asyncrl.testing import FakeGenerate, FakeLearner, FakePrompts, FakeRecorder, FakeWeightSync
@@ -180,7 +179,7 @@ def main() -> int:
             met = met and total_ms <= most_ms
     finally:
         serve.shutdown()
-        ray.shutdown()
+        shut_down_ray()
     return 0 if met else 1
 
 

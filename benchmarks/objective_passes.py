@@ -87,12 +87,15 @@ async def serve(passes: dict[str, Pass], answer: Callable[[str], object]) -> Non
 
 async def serve_learner(task: Task, answer: Callable[[str], object]) -> None:
     """Start Ray, the learner and with DPO the reference policy, and take passes."""
-    import ray
-
     from asyncrl.data import open_token_file
     from asyncrl.frozen import start_reference
     from asyncrl.learning import LearnerGroup
-    from asyncrl.preflight import offline_learner_spec, offline_reference_spec, start_local_ray
+    from asyncrl.preflight import (
+        offline_learner_spec,
+        offline_reference_spec,
+        shut_down_ray,
+        start_local_ray,
+    )
     from asyncrl.run import score_rows
 
     start_local_ray(4, configure_logging=False)
@@ -123,7 +126,7 @@ async def serve_learner(task: Task, answer: Callable[[str], object]) -> None:
         await serve({"train": train, "forward": forward}, answer)
     finally:
         await learner.close()
-        ray.shutdown()
+        shut_down_ray()
 
 
 async def learner_pass(learner, file: TokenFile, task: Task) -> dict[str, float]:

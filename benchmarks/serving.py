@@ -287,10 +287,8 @@ async def _engine(options: argparse.Namespace) -> tuple[Batch, Close]:
 
 async def _served(options: argparse.Namespace) -> tuple[Batch, Close]:
     """A replica of Serve, called from this process."""
-    import ray
-
     from asyncrl.generation import ServeGenerate, begin_generators, wait_for_generators
-    from asyncrl.preflight import start_local_ray
+    from asyncrl.preflight import shut_down_ray, start_local_ray
 
     start_local_ray(2, configure_logging=False)
     handle = await asyncio.to_thread(begin_generators, _app(options), "benchmark")
@@ -298,7 +296,7 @@ async def _served(options: argparse.Namespace) -> tuple[Batch, Close]:
     generate = ServeGenerate(handle)
 
     async def close() -> None:
-        ray.shutdown()
+        shut_down_ray()
 
     return _batch(generate.generate, options), close
 

@@ -100,11 +100,10 @@ def copy_seconds(nbytes: int, rounds: int) -> float:
 def publish(model: str, rounds: int) -> dict[str, float]:
     """Seconds of gathering, of fetching, of a checksum and of a copy."""
     import numpy as np
-    import ray
 
     from asyncrl.config import Config
     from asyncrl.learning import Meeting, start_rank
-    from asyncrl.preflight import learner_spec, start_local_ray
+    from asyncrl.preflight import learner_spec, shut_down_ray, start_local_ray
     from asyncrl.weights import bucket_checksum, expected_tensors, fetch_version
 
     start_local_ray(2, configure_logging=False)
@@ -136,7 +135,7 @@ def publish(model: str, rounds: int) -> dict[str, float]:
         "checksum_s": seconds(lambda: bucket_checksum(content.data), rounds),
         "copy_s": copy_seconds(nbytes, rounds),
     }
-    ray.shutdown()
+    shut_down_ray()
     return found
 
 

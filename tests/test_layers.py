@@ -296,7 +296,7 @@ SURFACE = {
     "preflight": (
         "estimate "
         "HEAD_GRADIENTS data_spec learner_spec make_plan model_context offline_learner_spec "
-        "offline_reference_spec ray_cluster scoring_spec start_local_ray "
+        "offline_reference_spec ray_cluster scoring_spec shut_down_ray start_local_ray "
         "ToolTurns tool_turns worker_spec"
     ),
     "rewards": "GroupCall RayScores RewardError call_reward",
@@ -389,6 +389,12 @@ def test_jobs_and_benchmarks_use_the_public_surface_alone(path: Path) -> None:
             folder_name, *rest = depth
             free = folder_name in ("testing", "cli")
             assert free or not rest or rest[0] in SURFACE[folder_name].split(), module
+
+
+def test_ray_shuts_down_while_no_garbage_is_collected() -> None:
+    files = [ROOT / path for path in SCRIPTS] + [path for _, path in modules()]
+    callers = {path.name for path in files if "ray.shutdown(" in path.read_text()}
+    assert callers == {"ray_shutdown.py"}
 
 
 def test_nothing_is_computed_with_the_wall_clock() -> None:

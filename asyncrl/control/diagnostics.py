@@ -160,7 +160,7 @@ def _sessions(arrived: Sequence[Scored]) -> dict[str, float]:
     branches: Counter[str] = Counter()
     for sessions in known:
         branches.update(sessions.branches)
-    broken_off = branches.total() - branches[FORKED] - branches[REPEATED]
+    leaving = branches.total() - branches[FORKED] - branches[REPEATED]
     hits = sum(sessions.cached for sessions in known) / reusable if reusable else math.nan
     return {
         **{
@@ -168,7 +168,7 @@ def _sessions(arrived: Sequence[Scored]) -> dict[str, float]:
             for end in SESSION_ENDS
         },
         "session/turns": turns / count,
-        "session/branch_ratio": broken_off / max(1, turns),
+        "session/branch_ratio": leaving / max(1, turns),
         **{f"session/branches_{name}": count for name, count in sorted(branches.items())},
         "session/unparsed_ratio": sum(sessions.unparsed for sessions in known) / max(1, turns),
         "session/overridden": sum(sessions.overridden for sessions in known) / count,

@@ -319,7 +319,7 @@ BATCH = (
     Metric(
         "session/branch_ratio",
         "share of the turns that do not continue the tokens of any turn before them: all branches"
-        " except forked and repeated ones. A row of its own repeats what they share with others",
+        " except forked and repeated ones. Their rows repeat what they share with others",
     ),
     Metric(
         "session/branches_rewritten, session/branches_forked, session/branches_repeated,"

@@ -8,6 +8,7 @@ from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
     from asyncrl.preflight.cluster import ray_cluster as ray_cluster
+    from asyncrl.preflight.cluster import shut_down_ray as shut_down_ray
     from asyncrl.preflight.cluster import start_local_ray as start_local_ray
     from asyncrl.preflight.memory_estimate import HEAD_GRADIENTS as HEAD_GRADIENTS
     from asyncrl.preflight.memory_estimate import estimate as estimate
@@ -28,6 +29,7 @@ __getattr__ = lazy_exports(
     scoring_spec="specs",
     worker_spec="specs",
     start_local_ray="cluster",
+    shut_down_ray="cluster",
     offline_learner_spec="specs",
     offline_reference_spec="specs",
     HEAD_GRADIENTS="memory_estimate",

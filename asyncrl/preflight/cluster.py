@@ -25,7 +25,7 @@ from asyncrl.runtime.ray_shutdown import shut_down_ray
 from asyncrl.runtime.redact import print_shown
 from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
 
-__all__ = ["ray_cluster", "start_local_ray"]
+__all__ = ["ray_cluster", "shut_down_ray", "start_local_ray"]
 
 logger = logging.getLogger("asyncrl")
 

@@ -365,6 +365,8 @@ def reserved_names(
 ) -> list[str]:
     """Names that would not reach the template, because they are arguments of `apply_chat_template`.
     One of those replaces the template, which no client may do."""
+    if not variables:
+        return []
     apply = tokenizer.apply_chat_template
     taken = _parameters(getattr(apply, "__func__", apply)) - {"documents"}
     return sorted(taken.intersection(variables))
@@ -372,7 +374,7 @@ def reserved_names(
 
 @functools.lru_cache(maxsize=8)
 def _parameters(function: Callable[..., object]) -> frozenset[str]:
-    """The names of a function's parameters. To read them takes as long as to render a chat."""
+    """The names of a function's parameters. They are kept, because every rendering needs them."""
     return frozenset(inspect.signature(function).parameters)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -211,7 +212,11 @@ def test_branches_are_counted_by_class(model: Path) -> None:
     metrics = scoring_metrics([found])
     counts = {name: value for name, value in metrics.items() if "/branches_" in name}
     assert counts == {f"session/branches_{name}": n for name, n in found.sessions.branches.items()}
-    assert metrics["session/branch_ratio"] == 3 / found.sessions.turns  # not forked, repeated
+    every = replace(found.sessions, branches=dict.fromkeys(BRANCHES, 1))
+    for sessions, leaving in ((found.sessions, 3), (every, len(BRANCHES) - 2)):
+        metrics = scoring_metrics([replace(found, sessions=sessions)])
+        # Not forked and repeated ones.
+        assert metrics["session/branch_ratio"] == leaving / found.sessions.turns
     assert {f"session/branches_{name}" for name in BRANCHES} <= known_names()
     (row,) = table.to_pylist()
     classes = [branch_class(reason) for reason in row["turn_branch_reason"]]
