@@ -15,7 +15,7 @@ from asyncrl.algorithms.loss_metrics import LossSums, supervised_sums
 from asyncrl.algorithms.top_k import top_k_reverse_kl
 from asyncrl.config import DistillationConfig
 from asyncrl.contracts.rows import TEACHER_SECONDS_COLUMN
-from asyncrl.models.micro_batches import Example, MicroBatch
+from asyncrl.models.micro_batches import Example, MicroBatch, trajectories_of
 
 __all__ = [
     "DISTILL",
@@ -37,9 +37,10 @@ def with_teacher_advantages(
     """The examples with one advantage per completion token: reward_weight times the rewards'
     advantage, plus the teacher's with `use: advantage`.
 
-    The teacher's advantages are taken minus their mean over the step's loss tokens. A student is
-    worse than its teacher on most tokens that the teacher would not sample, so almost all
-    advantages would be negative. A constant changes no expectation, and much of the noise.
+    The teacher's advantages are taken minus their mean over the loss tokens of the step's other
+    trajectories. A student is worse than its teacher on most tokens that the teacher would not
+    sample, so almost all advantages would be negative. The mean does not depend on the trajectory
+    itself, so it changes no expectation, but much of the noise. One trajectory alone keeps its own.
 
     Raises:
         ValueError: an example has no log-probs of the teacher, or one that is not finite.
@@ -56,11 +57,21 @@ def with_teacher_advantages(
     of_teacher = [
         teacher_advantages(*_logprobs(example), distillation.coef) for example in examples
     ]
-    mean = float(np.concatenate(of_teacher).mean()) if of_teacher else 0.0
+    means = _means_of_others(np.array(trajectories_of(examples), np.int64), of_teacher)
     return [
         replace(example, advantage=_at_loss_tokens(example, values - mean, rewards))
-        for example, values, rewards in zip(examples, of_teacher, of_rewards, strict=True)
+        for example, values, mean, rewards in zip(
+            examples, of_teacher, means, of_rewards, strict=True
+        )
     ]
+
+
+def _means_of_others(trajectories: np.ndarray, values: Sequence[np.ndarray]) -> np.ndarray:
+    """For each example, the mean of the values of the other trajectories; 0 without another one."""
+    sums = np.bincount(trajectories, [value.sum() for value in values])
+    counts = np.bincount(trajectories, [value.size for value in values])
+    others = counts.sum() - counts
+    return ((sums.sum() - sums) / np.maximum(others, 1))[trajectories]
 
 
 def _at_loss_tokens(example: Example, values: np.ndarray, rewards: np.ndarray) -> np.ndarray:

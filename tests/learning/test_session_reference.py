@@ -268,8 +268,9 @@ def test_a_teacher_that_misses_a_row_masks_its_session_only() -> None:
         -2.0 - example.behavior_logprobs[example.loss_mask].astype(np.float64)
         for example in examples
     ]
-    mean = np.concatenate(terms).mean()
-    for example, term in zip(adjusted, terms, strict=True):
+    assert len(terms) == 2  # two trajectories: each is compared with the other one
+    for example, term, other in zip(adjusted, terms, reversed(terms), strict=True):
+        mean = other.mean()
         of_rewards = examples[0 if example.trajectory == 0 else 1].advantage
         expected = distillation.coef * (term - mean) + distillation.reward_weight * of_rewards
         found = np.asarray(example.advantage)[example.loss_mask]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from concurrent.futures import Future
 from typing import Any
@@ -18,6 +20,7 @@ from asyncrl.contracts.rows import Completion, Group, Prompt, TopLogprobs, Traje
 from asyncrl.control.diagnostics import scoring_metrics
 from asyncrl.learning.batches import examples_of
 from asyncrl.learning.distillation import distillation_metrics, with_teacher_advantages
+from asyncrl.models.micro_batches import Example
 from asyncrl.observe.alarms import alarms
 from asyncrl.preflight.specs import scoring_spec
 from asyncrl.rewards.pool import GroupRewards
@@ -185,7 +188,7 @@ def test_each_loss_token_gets_the_teachers_and_the_rewards_advantage(weight: flo
     known = examples_of(table)
     found = with_teacher_advantages(known, distillation)
     of_rewards = weight * known[0].advantage
-    mean = (-0.25 + 0.25 - 4 * 0.5) / 6  # the others have 0.5 · (-2 + 1)
+    mean = -0.5  # the other trajectories have 0.5 · (-2 + 1)
     assert np.asarray(found[0].advantage) == pytest.approx(
         [0.0, -0.25 - mean + of_rewards, 0.25 - mean + of_rewards]
     )
@@ -193,6 +196,38 @@ def test_each_loss_token_gets_the_teachers_and_the_rewards_advantage(weight: flo
     # Loss tokens: -1 + 1.5, -1 + 0.5, and four with -1 + 2.
     assert metrics["distill/reverse_kl"] == pytest.approx((0.5 - 0.5 + 4.0) / 6)
     assert metrics["distill/teacher_s"] == 0.25
+
+
+@pytest.mark.parametrize("trajectories", [1, 2, 3])
+def test_the_expected_gradient_is_that_of_the_divergence(trajectories: int) -> None:
+    """Over every outcome of N trajectories of one token, A ∇log π has the mean -coef ∇KL."""
+    distillation = config(coef=0.5).algorithm.distillation
+    assert distillation is not None
+    ours, theirs = np.log([0.6, 0.3, 0.1]), np.log([0.2, 0.3, 0.5])
+    probs, scores = np.exp(ours), np.eye(3) - np.exp(ours)  # scores[a] = ∇log π(a) by the logits
+    (whole,) = examples_of(scored(constant(-2.0)))[:1]
+    expected = np.zeros(3)
+    for outcome in itertools.product(range(3), repeat=trajectories):
+        examples = [one_token(whole, index, ours[a], theirs[a]) for index, a in enumerate(outcome)]
+        found = with_teacher_advantages(examples, distillation)
+        gradient = sum(
+            np.asarray(one.advantage)[-1] * scores[a] for one, a in zip(found, outcome, strict=True)
+        )
+        expected += probs[list(outcome)].prod() * gradient / trajectories
+    divergence = probs @ ((ours - theirs)[:, None] * scores)
+    np.testing.assert_allclose(expected, -0.5 * divergence, atol=1e-7)
+
+
+def one_token(whole: Example, trajectory: int, ours: float, theirs: float) -> Example:
+    """A trajectory with one loss token."""
+    return dataclasses.replace(
+        whole,
+        trajectory=trajectory,
+        advantage=0.0,
+        loss_mask=np.array([False, False, True]),
+        behavior_logprobs=np.array([0, 0, ours]),
+        reference_logprobs=np.array([0, 0, theirs]),
+    )
 
 
 def test_as_a_reference_the_teacher_gives_no_advantage() -> None:
