@@ -10,13 +10,12 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from asyncrl.config import (
     Config,
     ConfigError,
     OfflineConfig,
-    command_line,
     load_any,
     load_offline,
 )
@@ -75,8 +74,9 @@ def main(arguments: list[str] | None = None) -> None:
             commands[known.command].error(f"unrecognized arguments: {' '.join(overrides)}")
         with _reader_may_leave():
             sys.exit(on_a_run(known))
-    if known.help:
-        _show_help(known.command)
+    if known.help is not None:
+        with _reader_may_leave():
+            sys.exit(_show_help(commands[known.command], known.command, known.help))
     if known.config is None:
         print_shown(
             "asyncrl: CONFIG is missing: give the path of a YAML file, such as"
@@ -88,15 +88,24 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(run(known.command, known.config, overrides, options))
 
 
-def _show_help(command: str) -> NoReturn:
-    """Print the options of a config command and every setting, and exit."""
-    if command == "plan":
-        for option, text in PLAN_OPTIONS.items():
-            print_shown(f"asyncrl plan CONFIG --{option}: {text}")
-    if command in OFFLINE:
-        command_line(["--help"], {}, exit_on_error=True, kind=OfflineConfig)
-    command_line(["--help"], {}, exit_on_error=True, kind=Config)
-    raise AssertionError("--help exits")
+def _show_help(parser: argparse.ArgumentParser, command: str, asked: str) -> int:
+    """Print a config command's own help with the sections of the settings, or the settings asked
+    for, and return the exit code."""
+    from asyncrl.config.help_text import sections_help, settings_help
+
+    width = shutil.get_terminal_size().columns
+    kinds = (OfflineConfig,) if command in OFFLINE else (Config, OfflineConfig)
+    try:
+        text = (
+            settings_help(kinds, asked, width)
+            if asked
+            else f"{parser.format_help()}\n{sections_help(kinds[0], width)}"
+        )
+    except ConfigError as error:
+        print_shown(f"asyncrl: {error}", file=sys.stderr)
+        return 2
+    print_shown(text)
+    return 0
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
@@ -118,8 +127,17 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         command = commands.add_parser(
             name, help=text, description=text, add_help=False, allow_abbrev=False
         )
-        command.add_argument("config", nargs="?", metavar="CONFIG")
-        command.add_argument("-h", "--help", action="store_true")
+        command.add_argument(
+            "config", nargs="?", metavar="CONFIG", help="YAML file of the settings"
+        )
+        command.add_argument(
+            "-h",
+            "--help",
+            nargs="?",
+            const="",
+            metavar="SECTION",
+            help="show this help and the sections of the settings, or one section's settings",
+        )
     for option, text in PLAN_OPTIONS.items():
         commands.choices["plan"].add_argument(
             f"--{option}", action="store_true", dest=f"show_{option}", help=text

@@ -268,7 +268,7 @@ SURFACE = {
         "GeneratorConfig HUB_CACHE LearnerConfig LoraConfig ModelConfig ObserveConfig "
         "OfflineConfig OfflineDataConfig RewardConfig RewardFunction RolloutConfig RunSettings "
         "SandboxConfig Section SftConfig Source Sources StalenessConfig WarmStartConfig "
-        "WeightsConfig command_line completion_room explain field_names is_hub_data "
+        "WeightsConfig completion_room explain field_names is_hub_data "
         "is_hub_name load_any load_config load_offline sources_of"
     ),
     "contracts": "Completion ConfigError GenerateRequest Prompt Scored State VersionSpan",

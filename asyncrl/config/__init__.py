@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from asyncrl.config.config import Config
 from asyncrl.config.load import (
-    command_line,
     explain,
     field_names,
     load_any,
@@ -84,7 +83,6 @@ __all__ = [
     "StalenessConfig",
     "WarmStartConfig",
     "WeightsConfig",
-    "command_line",
     "completion_room",
     "explain",
     "field_names",

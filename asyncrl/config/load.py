@@ -32,11 +32,6 @@ ENTRIES: dict[str, type[BaseModel]] = {"reward.functions.": RewardFunction, "eva
 MAPPINGS = (*ENTRIES, "data.chat_template_kwargs.")
 """Settings whose keys the user chooses."""
 Kind = TypeVar("Kind", Config, OfflineConfig)
-COMMANDS: dict[type[RunSettings], str] = {
-    Config: "asyncrl train CONFIG.yaml",
-    OfflineConfig: f"asyncrl {{{','.join(OBJECTIVES)}}} CONFIG.yaml",
-}
-"""Kind of config → the command that takes it."""
 PATTERNS = {
     FUNCTION: "name a function as package.module:function",
     ENTRY_NAME: "its name is empty or has a '/'; choose another",
@@ -149,20 +144,13 @@ def _validated(kind: type[Kind], tree: dict[str, Any], overrides: list[str] | No
         _refuse_unknown_overrides(remaining, kind)
         if not remaining:
             return kind.model_validate(tree)
-        return command_line(remaining, tree, kind=kind)
+        return _command_line(remaining, tree, kind)
     except ValidationError as error:
         raise ConfigError(explain(error, kind)) from None
 
 
-def command_line(
-    arguments: list[str],
-    tree: Mapping[str, Any],
-    exit_on_error: bool = False,
-    *,
-    kind: type[Kind],
-) -> Kind:
-    """Merge a YAML tree with command-line arguments, which take precedence. `--help` prints every
-    setting and exits.
+def _command_line(arguments: list[str], tree: Mapping[str, Any], kind: type[Kind]) -> Kind:
+    """Merge a YAML tree with command-line arguments, which take precedence.
 
     Raises:
         ConfigError: the arguments cannot be parsed.
@@ -172,7 +160,7 @@ def command_line(
 
     try:
         settings = CliApp.run(
-            _command_line_class(kind), cli_args=arguments, cli_exit_on_error=exit_on_error, **tree
+            _command_line_class(kind), cli_args=arguments, cli_exit_on_error=False, **tree
         )
     except SettingsError as error:
         raise ConfigError(
@@ -199,7 +187,6 @@ def _command_line_class(kind: type[RunSettings]) -> type[BaseModel]:
             return (init_settings,)
 
     options = SettingsConfigDict(
-        cli_prog_name=COMMANDS[kind],
         cli_avoid_json=True,
         cli_hide_none_type=True,
         cli_parse_none_str="null",
