@@ -25,6 +25,7 @@ from asyncrl.preflight.adapter import adapter_text, check_targets, trained_eleme
 from asyncrl.preflight.disk import Disk, disk_text, disks, refuse_full
 from asyncrl.preflight.model_limits import model_context
 from asyncrl.preflight.plan import check_heads, check_sinks, version_outline
+from asyncrl.preflight.plan_notes import gpus_here, notes_text, plan_notes
 from asyncrl.preflight.specs import offline_data_spec
 from asyncrl.runtime.files import make_directory, replace_text
 from asyncrl.text.tokenizer import load_tokenizer
@@ -163,7 +164,7 @@ class OfflinePlan:
         return "\n".join(["# rows", *lines])
 
     def brief(self) -> str:
-        """Six lines: the run, the model, the data, the loss and the learner."""
+        """Six lines: the run, the model, the data, the loss and the learner. Notes follow."""
         config, learner = self.config, self.config.learner
         lines = {
             "run": (
@@ -179,7 +180,13 @@ class OfflinePlan:
                 f" {learner.learning_rate:g}, {learner.max_tokens_per_row} tokens per row"
             ),
         }
-        return "\n".join(f"{name:<9}{text}" for name, text in lines.items())
+        named = [*lines.items(), *(("note", note) for note in self.notes)]
+        return "\n".join(f"{name:<9}{text}" for name, text in named)
+
+    @property
+    def notes(self) -> list[str]:
+        """Settings that are probably not meant."""
+        return plan_notes(self.config, self.version, gpus_here())
 
     def _trained(self) -> int:
         lora, version = self.config.lora, self.version
@@ -196,6 +203,7 @@ class OfflinePlan:
                 self.cpu_table(),
                 disk_text(self.disks),
                 self.rows_text(),
+                *notes_text(self.notes),
             ]
         )
 

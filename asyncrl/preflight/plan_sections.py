@@ -21,7 +21,6 @@ __all__ = [
     "algorithm_text",
     "arithmetic",
     "derived_text",
-    "no_gpu_text",
     "rows_text",
     "sources_text",
 ]
@@ -71,22 +70,6 @@ def derived_text(config: Config) -> str:
         "  none: the config sets all of them"
     ]
     return "\n".join(["# derived settings (the config can set each one)", *lines])
-
-
-def no_gpu_text(config: Config, gpus: int) -> str:
-    """A note if this machine has no GPU and the config uses cuda; else empty."""
-    on_cuda = [
-        name
-        for name, part in (("learner", config.learner), ("generator", config.generator))
-        if part.device == "cuda"
-    ]
-    if gpus or not on_cuda:
-        return ""
-    named = " and ".join(f"{name}.device" for name in on_cuda)
-    return (
-        f"\n  this machine has no GPU, and {named} is cuda: set RAY_ADDRESS to a cluster with GPUs,"
-        " or set device: cpu"
-    )
 
 
 def rows_text(config: Config) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
@@ -15,12 +14,12 @@ from asyncrl.preflight.adapter import adapter_text, published_bytes
 from asyncrl.preflight.disk import Disk, disk_text
 from asyncrl.preflight.evaluation import evaluation_text
 from asyncrl.preflight.model_limits import kv_bytes_per_token, kv_tokens
+from asyncrl.preflight.plan_notes import gpus_here, notes_text, plan_notes
 from asyncrl.preflight.plan_sections import (
     algorithm_text,
     arithmetic,
     derived_text,
     environment_text,
-    no_gpu_text,
     rows_text,
     sources_text,
 )
@@ -73,12 +72,17 @@ class Plan:
         version = published_bytes(self.config, self.weights_bytes)
         return (2 + self.config.generator.num_replicas) * version
 
+    @property
+    def notes(self) -> list[str]:
+        """Settings that are probably not meant."""
+        return plan_notes(self.config, self.version, gpus_here())
+
     def config_text(self) -> str:
         """All settings with their values."""
         return f"# resolved config\n{yaml.safe_dump(self.config.dump(), sort_keys=False).rstrip()}"
 
     def brief(self) -> str:
-        """Ten lines: the model, the data, and the most important settings."""
+        """Ten lines: the model, the data, and the most important settings. Notes follow."""
         config, rollout, learner = self.config, self.config.rollout, self.config.learner
         lines = {
             "run": (
@@ -114,7 +118,8 @@ class Plan:
             "generators": f"{_generators(config)}; {self._kv_cache().splitlines()[1].strip()}",
             "rewards": f"{_rewards(config)}; evaluated: {_evaluated(config)}",
         }
-        return "\n".join(f"{name:<11}{text}" for name, text in lines.items())
+        named = [*lines.items(), *(("note", note) for note in self.notes)]
+        return "\n".join(f"{name:<11}{text}" for name, text in named)
 
     def text(self) -> str:
         """The whole plan, for people."""
@@ -125,8 +130,7 @@ class Plan:
                 rows_text(config),
                 algorithm_text(config) + (f"\n  {self.teacher}" if self.teacher else ""),
                 *environment_text(config),
-                placement_text(config)
-                + no_gpu_text(config, len(list(Path("/dev").glob("nvidia[0-9]*")))),
+                placement_text(config),
                 self._cpu_table(),
                 derived_text(config),
                 self._version(),
@@ -137,6 +141,7 @@ class Plan:
                 self.evaluation_text(),
                 self.prompts_text(),
                 *self._sandbox_text(),
+                *notes_text(self.notes),
             ]
         )
 

@@ -9,7 +9,9 @@ from asyncrl import cli
 from asyncrl.config import load_config
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.preflight.plan import make_plan
-from asyncrl.preflight.plan_sections import algorithm_text, no_gpu_text
+from asyncrl.preflight.plan_notes import plan_notes
+from asyncrl.preflight.plan_sections import algorithm_text
+from asyncrl.weights.outline import Outline
 
 
 def test_shows_arithmetic_cpus_memory_prompts_and_stops(write):
@@ -205,13 +207,43 @@ def test_shows_what_template_stops_and_bos_do(write, llama_model, tmp_path):
     )
 
 
-def test_a_missing_gpu_is_reported_if_a_device_is_cuda(write):
+def test_a_missing_gpu_is_noted_if_a_device_is_cuda(write, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    plan = make_plan(load_config(write()))
+    assert plan_notes(plan.config, plan.version, 0) == [] and "# notes" not in plan.text()
     config = load_config(write({"generator.device": "cuda"}))
-    assert (
+    assert plan_notes(config, plan.version, 1) == []
+    assert plan_notes(config, plan.version, 0) == [
         "this machine has no GPU, and generator.device is cuda: set RAY_ADDRESS to a cluster"
-        " with GPUs, or set device: cpu" in no_gpu_text(config, 0)
-    )
-    assert no_gpu_text(config, 1) == "" and no_gpu_text(load_config(write()), 0) == ""
+        " with GPUs, or set device: cpu"
+    ]
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert plan_notes(config, plan.version, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"learner.learning_rate": 1e-2}, ""),
+        ({"learner.learning_rate": 0.5}, "moves each weight by about 0.5 in a step; usual for a"),
+        ({"learner.learning_rate": 0.5, "learner.optimizer": "sgd"}, ""),
+        ({"learner.learning_rate": 1e-11}, "hardly changes a weight; usual is 1e-7 or more"),
+        ({"learner.learning_rate": 1e-11, "lora": {}}, "hardly changes a weight"),
+        ({"learner.learning_rate": 0.1, "lora": {}}, "usual for an adapter is at most 0.01"),
+    ],
+)
+def test_a_learning_rate_beyond_reason_is_noted(write, changes, note):
+    plan = make_plan(load_config(write(changes)))
+    assert ("\nnote       learner.learning_rate = " in plan.brief()) == bool(note)
+    assert note in plan.brief() and note in plan.text()
+
+
+def test_what_is_usual_depends_on_the_models_size(write):
+    plan = make_plan(load_config(write({"learner.learning_rate": 5e-3})))
+    assert plan_notes(plan.config, plan.version, 0) == []
+    large = Outline(4096 * 4096, 4096 * 4096, {}, (), {"w": (4096, 4096)})
+    (note,) = plan_notes(plan.config, large, 0)
+    assert note.endswith("usual for a model of 16,777,216 elements is at most 0.001")
 
 
 def test_brief_and_config_are_printed_on_request(write, capsys):

@@ -1,0 +1,67 @@
+"""Notes of the plan: settings that are allowed, but probably not meant."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from asyncrl.config import Config, RunSettings
+from asyncrl.preflight.adapter import trained_elements
+from asyncrl.weights.outline import Outline
+
+__all__ = ["gpus_here", "notes_text", "plan_notes"]
+
+SMALL = 10_000_000
+"""Trained elements below which high learning rates are usual, as for adapters."""
+HIGH_RATE, HIGH_RATE_OF_SMALL, LOW_RATE = 1e-3, 1e-2, 1e-9
+"""AdamW moves an element by about the learning rate in a step. Published recipes of post-training
+stay below 1e-4 for whole models and 1e-3 for adapters, and above 1e-7."""
+
+
+def gpus_here() -> int:
+    """NVIDIA GPUs of this machine."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def plan_notes(config: RunSettings, version: Outline, gpus: int) -> list[str]:
+    """A sentence for each setting that is probably not meant.
+
+    Args:
+        version: the model's tensors.
+        gpus: GPUs of this machine.
+    """
+    lora = config.lora
+    trained = version.trained if lora is None else trained_elements(lora, version.parameters)
+    return [*filter(None, [_no_gpu(config, gpus), _learning_rate(config, trained)])]
+
+
+def notes_text(notes: list[str]) -> list[str]:
+    """The notes as a section of the plan; nothing without notes."""
+    return ["\n".join(["# notes", *(f"  {note}" for note in notes)])] if notes else []
+
+
+def _no_gpu(config: RunSettings, gpus: int) -> str:
+    on_cuda = ["learner.device"] if config.learner.device == "cuda" else []
+    if isinstance(config, Config) and config.generator.device == "cuda":
+        on_cuda.append("generator.device")
+    if gpus or not on_cuda or os.environ.get("RAY_ADDRESS"):
+        return ""
+    return (
+        f"this machine has no GPU, and {' and '.join(on_cuda)} is cuda: set RAY_ADDRESS to a"
+        " cluster with GPUs, or set device: cpu"
+    )
+
+
+def _learning_rate(config: RunSettings, trained: int) -> str:
+    rate = config.learner.learning_rate
+    small = config.lora is not None or trained < SMALL
+    most = HIGH_RATE_OF_SMALL if small else HIGH_RATE
+    if config.learner.optimizer != "adamw" or not rate or LOW_RATE <= rate <= most:
+        return ""
+    what = "an adapter" if config.lora is not None else f"a model of {trained:,} elements"
+    if rate < LOW_RATE:
+        return f"learner.learning_rate = {rate:g} hardly changes a weight; usual is 1e-7 or more"
+    return (
+        f"learner.learning_rate = {rate:g} moves each weight by about {rate:g} in a step; usual for"
+        f" {what} is at most {most:g}"
+    )
