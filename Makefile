@@ -1,4 +1,4 @@
-.PHONY: setup demo demo-agent demo-seeds test test-all faults mutants lint types docs resolve sizes
+.PHONY: setup setup-run demo demo-agent demo-seeds test test-all faults mutants lint types docs resolve sizes
 
 PYTHON := .venv/bin/python
 export PYTHONUNBUFFERED := 1
@@ -6,7 +6,10 @@ export PYTHONUNBUFFERED := 1
 setup:
 	@.ci/setup
 
-demo: setup  ## the main job, end to end; ARGS="--placement colocate" changes settings
+setup-run:  ## what a run on CPU needs, without tests, notebooks and docs
+	@.ci/setup run
+
+demo: setup-run  ## the main job, end to end; ARGS="--placement colocate" changes settings
 	@$(PYTHON) -m jobs.quickstart $(ARGS)
 
 test: setup  ## the default tests, real vLLM and DeepSpeed included
@@ -15,10 +18,10 @@ test: setup  ## the default tests, real vLLM and DeepSpeed included
 test-all: setup  ## what is too slow for `make test`
 	@$(PYTHON) -m pytest -q -m slow
 
-demo-agent: setup  ## a model learns a game of several turns with a tool; ARGS="--max_steps 20" changes settings
+demo-agent: setup-run  ## a model learns a game of several turns with a tool; ARGS="--max_steps 20" changes settings
 	@$(PYTHON) -m jobs.guess $(ARGS)
 
-demo-seeds: setup  ## the main job with three seeds, and once with shuffled rewards: about an hour
+demo-seeds: setup-run  ## the main job with three seeds, and once with shuffled rewards: about an hour
 	@$(PYTHON) -m jobs.quickstart.seeds
 
 faults: setup  ## the longest runs, most with killed or stopped parts, and broken control code; prints how long each part took to recover: about 95 minutes
