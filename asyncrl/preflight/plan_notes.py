@@ -41,14 +41,14 @@ def notes_text(notes: list[str]) -> list[str]:
 
 
 def _no_gpu(config: RunSettings, gpus: int) -> str:
-    on_cuda = ["learner.device"] if config.learner.device == "cuda" else []
+    on_cuda = ["learner.device: cuda"] if config.learner.device == "cuda" else []
     if isinstance(config, Config) and config.generator.device == "cuda":
-        on_cuda.append("generator.device")
+        on_cuda.append("generator.device: cuda")
     if gpus or not on_cuda or os.environ.get("RAY_ADDRESS"):
         return ""
     return (
-        f"this machine has no GPU, and {' and '.join(on_cuda)} is cuda: set RAY_ADDRESS to a"
-        " cluster with GPUs, or set device: cpu"
+        f"this machine has no GPU for {' and '.join(on_cuda)}; set RAY_ADDRESS to a cluster with"
+        " GPUs, or set device: cpu"
     )
 
 

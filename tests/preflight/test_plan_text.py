@@ -214,8 +214,8 @@ def test_a_missing_gpu_is_noted_if_a_device_is_cuda(write, monkeypatch):
     config = load_config(write({"generator.device": "cuda"}))
     assert plan_notes(config, plan.version, 1) == []
     assert plan_notes(config, plan.version, 0) == [
-        "this machine has no GPU, and generator.device is cuda: set RAY_ADDRESS to a cluster"
-        " with GPUs, or set device: cpu"
+        "this machine has no GPU for generator.device: cuda; set RAY_ADDRESS to a cluster with"
+        " GPUs, or set device: cpu"
     ]
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert plan_notes(config, plan.version, 0) == []
