@@ -7,6 +7,7 @@ In addition to `asyncrl train jobs/quickstart/quickstart.yaml`, it makes the inp
 run name, and prints the measurements.
 """
 
+import math
 import os
 import statistics
 import sys
@@ -82,7 +83,7 @@ def print_measurements(summary: Summary, memory: MemoryPeak) -> None:
     print(f"  staleness            {mean}max {max(outcome['staleness'] for outcome in trained)}")
     print(
         f"  update pause         median {statistics.median(pushes):.3f} s, p95"
-        f" {pushes[int(0.95 * (len(pushes) - 1))]:.3f} s, max {pushes[-1]:.3f} s over {len(pushes)}"
+        f" {pushes[math.ceil(0.95 * len(pushes)) - 1]:.3f} s, max {pushes[-1]:.3f} s over {len(pushes)}"
         f" updates; an update without weights pauses {startup.pop('pause_empty_s'):.3f} s"
     )
     largest = max(record["check/logprob_max_diff"] for record in checks)
