@@ -18,7 +18,9 @@ from pydantic_core import PydanticUndefined
 
 from asyncrl.cli import _parser
 from asyncrl.config import Config, OfflineConfig, RunSettings
+from asyncrl.config.aliases import NOT_IMPLEMENTED, RENAMED
 from asyncrl.config.load import section_of
+from asyncrl.config.offline_aliases import OFFLINE_NOT_IMPLEMENTED, OFFLINE_RENAMED
 from asyncrl.observe.alarms import Range
 from asyncrl.observe.metric_catalog import TABLES, Metric
 from asyncrl.serving.metrics import HttpStatus, Traffic, exposition
@@ -27,6 +29,8 @@ from asyncrl.testing.generators import fake_status
 ROOT = Path(__file__).parents[1]
 WIDTH = 80
 """Characters of a signature on one line."""
+NAMES_HERE = "<!-- names of settings -->"
+"""Where a page shows the tables of other systems' settings."""
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 """A relative link: text, target."""
 
@@ -46,7 +50,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Show files outside docs/ as text, since the site lacks them, and let quoted messages wrap."""
+    """Show files outside docs/ as text, since the site lacks them, let quoted messages wrap, and
+    add the tables of other systems' settings."""
     folder = PurePosixPath("docs", page.file.src_uri).parent
 
     def shown(link: re.Match[str]) -> str:
@@ -54,7 +59,30 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         outside = not target.startswith("docs/") and (ROOT / target).exists()
         return f"{link[1]} (`{target}`)" if outside else link[0]
 
-    return LINK.sub(shown, markdown).replace("```text\n", "```{ .text .wrap }\n")
+    text = LINK.sub(shown, markdown).replace("```text\n", "```{ .text .wrap }\n")
+    return text.replace(NAMES_HERE, other_names()) if NAMES_HERE in text else text
+
+
+def other_names() -> str:
+    """Settings of other systems: their names here, in runs of both kinds, and those that do not
+    exist here."""
+    tables = (
+        ("Runs with generators", "here", RENAMED),
+        ("SFT, DPO and reward models", "here", OFFLINE_RENAMED),
+        ("Not implemented", "why, and what to do", NOT_IMPLEMENTED | OFFLINE_NOT_IMPLEMENTED),
+    )
+    return "\n\n".join(
+        "\n".join(
+            [
+                f"### {title}",
+                "",
+                f"| setting | {column} |",
+                "|---|---|",
+                *(f"| `{name}` | {_cell(here)} |" for name, here in sorted(table.items())),
+            ]
+        )
+        for title, column, table in tables
+    )
 
 
 def _joined(folder: PurePosixPath, target: str) -> str:

@@ -44,3 +44,29 @@ def test_names_are_found() -> None:
     text = "`tests/no/such.py::test_it`, [x](docs/a.md#b) and runs/docs/a.md"
     assert NAMED.findall(text) == ["tests/no/such.py", "docs/a.md"]
     assert BARE.findall("`tests/no/test_a.py`, `test_b.py`, `my_test_c.py`") == ["test_b.py"]
+
+
+def test_rewards_of_trl_and_verl_run_as_the_page_shows() -> None:
+    """The functions of the page, with rewards as their systems have them."""
+    page = (ROOT / "docs" / "how_to" / "coming_from.md").read_text()
+    theirs = {
+        "trl_reward": lambda completions, answer: [
+            float(one[0]["content"] == right)
+            for one, right in zip(completions, answer, strict=True)
+        ],
+        "compute_score": lambda source, text, truth, extra: (
+            {"score": float(text == truth), "acc": 1} if extra["dict"] else float(text == truth)
+        ),
+    }
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, theirs)
+    texts = ["4", "5"]
+    assert theirs["wrapped"](completions=texts, answer=["4", "4"]) == [1.0, 0.0]
+    columns = {
+        "data_source": ["sums"] * 2,
+        "reward_model": [{"style": "rule", "ground_truth": "4"}] * 2,
+        "ability": ["math"] * 2,
+    }
+    for kind in (True, False):
+        extra = [{"dict": kind}] * 2
+        assert theirs["scored"](completions=texts, extra_info=extra, **columns) == [1.0, 0.0]

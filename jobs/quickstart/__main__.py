@@ -79,12 +79,13 @@ def print_measurements(summary: Summary, memory: MemoryPeak) -> None:
     )
     for name, size in list(memory.by_name.items())[:8]:
         print(f"    {name:<34}{size / GIB:6.2f} GiB")
+    p95 = pushes[math.ceil(0.95 * len(pushes)) - 1]
     mean = f"mean {statistics.mean(late):.2f} after step 3, " if late else ""
     print(f"  staleness            {mean}max {max(outcome['staleness'] for outcome in trained)}")
     print(
-        f"  update pause         median {statistics.median(pushes):.3f} s, p95"
-        f" {pushes[math.ceil(0.95 * len(pushes)) - 1]:.3f} s, max {pushes[-1]:.3f} s over {len(pushes)}"
-        f" updates; an update without weights pauses {startup.pop('pause_empty_s'):.3f} s"
+        f"  update pause         median {statistics.median(pushes):.3f} s, p95 {p95:.3f} s, max"
+        f" {pushes[-1]:.3f} s over {len(pushes)} updates; an update without weights"
+        f" pauses {startup.pop('pause_empty_s'):.3f} s"
     )
     largest = max(record["check/logprob_max_diff"] for record in checks)
     print(
