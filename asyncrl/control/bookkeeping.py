@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol
 
 from asyncrl.contracts.messages import PushReport, Scored, StepResult, TrajectoryText
 from asyncrl.contracts.outcomes import Outcome
@@ -50,10 +50,7 @@ class RunProgress:
     attempted: int = 0
     version: int = 0
     committed: int = -1
-    reward: float | None = None
     accuracy: float | None = None
-    staleness_mean: float = 0.0
-    staleness_max: int = 0
     generated_tokens: int = 0
     trained_tokens: int = 0
     wasted_tokens: int = 0
@@ -233,15 +230,12 @@ class Bookkeeping:
             of_batch = sum(scored.tokens for scored in batch)
             progress.trained_tokens += int(result.metrics.get("tokens", of_batch))
         found = batch_metrics(batch, trained_at, staleness, max_staleness)
-        progress.reward = cast(float, found["reward/mean"])
         progress.examples = tuple(
             (scored.example, stale)
             for scored, stale in zip(batch, staleness, strict=True)
             if scored.example is not None
         )
         progress.rewards = tuple(reward for scored in batch for reward in scored.rewards)
-        progress.staleness_mean = sum(staleness) / len(staleness)
-        progress.staleness_max = max(staleness)
         return {**result.metrics, **found}
 
     def since_last_step(self) -> dict[str, object]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from asyncrl.contracts.messages import TrajectoryText
+from asyncrl.contracts.messages import ReplicaStatus, TrajectoryText
 from asyncrl.contracts.outcomes import Outcome
 from asyncrl.contracts.protocols import TableRow
 from asyncrl.control.coordinator import Coordinator
@@ -15,7 +15,7 @@ from asyncrl.observe.alarms import Alarms
 from asyncrl.observe.failed_sessions import FailureNotes
 from asyncrl.observe.log_lines import record_line
 from asyncrl.observe.metric_values import number
-from asyncrl.observe.progress import Progress, ProgressView, time_left
+from asyncrl.observe.progress import Alarm, Progress, ProgressView, share, time_left
 from asyncrl.observe.shared_text import SharedText
 from asyncrl.observe.spec import ObserveSpec
 from asyncrl.rundir.metrics import MetricsWriter
@@ -35,8 +35,11 @@ MOST_NOTES = 10
 MOST_ROWS, MOST_CHARACTERS = 16, 4096
 """Limits of a table of completions in a sink: its rows, and the characters of each text."""
 
-RATE_WINDOW_S = 10.0
-"""Window, in seconds, of the tokens per second."""
+RATE_WINDOW_S, ASK_EVERY_S = 15.0, 3.0
+"""Window of the tokens per second, and time between two questions to the generators. In seconds."""
+
+Statuses = Callable[[], Awaitable[Sequence[ReplicaStatus]]]
+"""Asks the generators for their states."""
 
 
 class RunRecorder:
@@ -56,8 +59,6 @@ class RunRecorder:
         self.writer, self.outcomes_writer, self.live = writer, outcomes, live
         self._alarms = Alarms(live.spec.cuts_distribution, entropies, live.spec.trained_ends)
         self._failures = FailureNotes()
-        self._alarmed: set[str] = set()
-        """Metrics whose alarm the terminal has shown."""
 
     def record(self, event: str, step: int, version: int, metrics: Mapping[str, object]) -> None:
         """Write the record, update the live table, and raise the alarms of a step or an
@@ -75,7 +76,7 @@ class RunRecorder:
             logger.info("%s", line)
         if event == "step" and (timeline := self.live.first_step()):
             self.record("first_step", step, version, timeline)
-        self.live.recorded(event, metrics)
+        self.live.recorded(event, version, metrics)
         every = self.live.spec.completions_every
         if event == "step" and every and step % every == 0:
             self.writer.show_batch(step, self.live.rewards(), self.live.rows())
@@ -88,15 +89,12 @@ class RunRecorder:
             self.live.pin(f"step {step}: {note}")
 
     def _raise_alarms(self, step: int, version: int, metrics: Mapping[str, object]) -> None:
-        """Record every alarm. A new one also goes to the log, and the first of each metric to the
-        terminal."""
+        """Record every alarm, and show it. A new one also goes to the log."""
         for name, (line, begins) in self._alarms.check(metrics).items():
             self.writer.write("alarm", step, version, {"alarm": line})
             if begins:
                 logger.warning("step %d: %s", step, line)
-            if name not in self._alarmed:
-                self._alarmed.add(name)
-                self.live.note(f"step {step}: {line}")
+            self.live.alarm(name, step, line)
 
     def outcomes(self, outcomes: list[Outcome], outstanding: list[int]) -> None:
         """Write the outcomes, and the ordinals that are still outstanding."""
@@ -136,8 +134,11 @@ class Live:
         self._pinned: list[str] = []
         self._lag = 0.0
         self._training_began = started
-        self._counts: list[tuple[float, int, int]] = []
-        """Time, generated tokens and trained tokens of each update within RATE_WINDOW_S."""
+        self._generated: list[tuple[float, int]] = []
+        self._trained: list[tuple[float, int]] = []
+        """Times of updates within RATE_WINDOW_S, and the tokens until then."""
+        self._engine_tokens: dict[str, int] = {}
+        """Replica → tokens that its engine has generated."""
         self._shared = SharedText()
         self._shown: Sequence[tuple[TrajectoryText, int]] = ()
 
@@ -168,9 +169,16 @@ class Live:
         }
 
     def note(self, text: str) -> None:
-        """Add a line below the table, which shows the last three. A log gets all of them."""
-        self._notes = [*self._notes, text][-MOST_NOTES:]
+        """Add a line below the table, which shows the last three. A log gets all of them. A line
+        that is there already moves to the end."""
+        self._notes = [*(note for note in self._notes if note != text), text][-MOST_NOTES:]
         self._show_notes()
+
+    def alarm(self, metric: str, step: int, text: str) -> None:
+        """Show the alarm of a metric, with the number of steps that had it."""
+        known = self.progress.alarms.get(metric)
+        steps = 1 if known is None else known.steps + 1
+        self.progress.alarms = {**self.progress.alarms, metric: Alarm(text, step, steps)}
 
     def pin(self, text: str) -> None:
         """Show a line below all others, until another one takes its place."""
@@ -185,16 +193,25 @@ class Live:
         self.phase("training")
         self._coordinator = coordinator
         self._training_began = time.monotonic()
+        self.progress.step = coordinator.first_version
         self._notes, self._pinned = [], []
         self._show_notes()
 
-    def recorded(self, event: str, metrics: Mapping[str, object]) -> None:
-        """Take from a record what the table shows."""
+    def recorded(self, event: str, version: int, metrics: Mapping[str, object]) -> None:
+        """Take from a record what the table shows. All values of a step come from its record, so
+        that they are of the same step."""
+        progress = self.progress
         if event == "evaluation":
-            self.progress.held_out_accuracy = number(metrics, "eval/accuracy")
+            progress.held_out = held_out(self.spec, number(metrics, "eval/accuracy"))
         if event == "step":
-            self.progress.accuracy = number(metrics, f"reward/{self.spec.accuracy}")
-            self.progress.reward_parts = {
+            progress.step = version
+            progress.reward = number(metrics, "reward/mean")
+            progress.staleness_mean = number(metrics, "staleness/mean")
+            stalest = number(metrics, "staleness/max")
+            progress.staleness_max = None if stalest is None else round(stalest)
+            if self.spec.is_accuracy:
+                progress.accuracy = number(metrics, f"reward/{self.spec.accuracy}")
+            progress.reward_parts = {
                 name: value
                 for name in self.spec.rewards
                 if (value := number(metrics, f"reward/{name}")) is not None
@@ -204,11 +221,8 @@ class Live:
         ):
             self.note("a damaged compile cache was removed; it is rebuilt automatically")
         if event == "logprob_check":
-            self.note(
-                "generator and learner log-probs differ by at most"
-                f" {metrics['check/logprob_max_diff']:.1e} over {metrics['check/tokens']:.0f}"
-                " tokens"
-            )
+            progress.logprob_difference = number(metrics, "check/logprob_max_diff")
+            progress.logprob_checks += 1
 
     async def show(self, view: ProgressView) -> None:
         """Update the table every SHOW_EVERY_S until canceled, and measure how late the event loop
@@ -219,6 +233,25 @@ class Live:
             slept = time.monotonic()
             await asyncio.sleep(SHOW_EVERY_S)
             self._lag = max(self._lag, time.monotonic() - slept - SHOW_EVERY_S)
+
+    async def count_tokens(self, statuses: Statuses) -> None:
+        """Count the tokens of the engines every ASK_EVERY_S until canceled. The counters of the
+        coordinator have those of finished groups only."""
+        while True:
+            try:
+                known = await statuses()
+            except Exception as error:
+                # A rate on a screen is not worth a run, whose own calls find out what is wrong.
+                logger.info("the generators' tokens were not counted: %s", error)
+                known = []
+            now = time.monotonic()
+            for status in known:
+                self._engine_tokens[status.replica] = status.tokens_generated
+            if known:
+                made = (now, sum(self._engine_tokens.values()))
+                self._generated = _within(RATE_WINDOW_S, [*self._generated, made])
+                self.progress.generated_tokens_per_s = _rate(self._generated)
+            await asyncio.sleep(ASK_EVERY_S)
 
     def take_lag(self) -> float:
         """The longest delay of the event loop since the last call, in seconds."""
@@ -267,29 +300,34 @@ class Live:
         if self._coordinator is None:
             return
         counters = self._coordinator.progress
-        progress.step, progress.learner_version = counters.version, counters.version
+        progress.learner_version = counters.version
         progress.committed_version = counters.committed if counters.committed >= 0 else None
-        progress.reward = counters.reward
         self._show_sample(counters.examples)
-        if counters.reward is not None:
-            progress.staleness_mean, progress.staleness_max = (
-                counters.staleness_mean,
-                counters.staleness_max,
-            )
         progress.learner_waited_s, progress.generators_waited_s = (
             counters.learner_waited_s,
             counters.generators_waited_s,
         )
-        self._counts = [count for count in self._counts if now - count[0] <= RATE_WINDOW_S] + [
-            (now, counters.generated_tokens, counters.trained_tokens)
-        ]
-        began, generated, trained = self._counts[0]
-        if now > began:
-            progress.generated_tokens_per_s = (counters.generated_tokens - generated) / (
-                now - began
-            )
-            progress.trained_tokens_per_s = (counters.trained_tokens - trained) / (now - began)
+        self._trained = _within(RATE_WINDOW_S, [*self._trained, (now, counters.trained_tokens)])
+        progress.trained_tokens_per_s = _rate(self._trained)
         first = self._coordinator.first_version
         progress.left_s = time_left(
             counters.version - first, self.spec.max_steps - first, now - self._training_began
         )
+
+
+def held_out(spec: ObserveSpec, value: float | None) -> str | None:
+    """What the last evaluation found, with the reward's name if it is no accuracy."""
+    if value is None:
+        return None
+    return share(value) if spec.is_accuracy else f"{spec.accuracy} {value:.4g}"
+
+
+def _within(seconds: float, counts: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """The counts of the last seconds."""
+    return [count for count in counts if counts[-1][0] - count[0] <= seconds]
+
+
+def _rate(counts: Sequence[tuple[float, int]]) -> float | None:
+    """Tokens per second; None for a single count. A replaced replica counts from 0 again."""
+    (began, before), (now, after) = counts[0], counts[-1]
+    return max(0, after - before) / (now - began) if now > began else None

@@ -403,7 +403,7 @@ WAITING = (
     Metric("time/event_loop_lag_s", "largest delay of the driver's event loop, in seconds"),
     Metric(
         "rollout/generated_tokens_per_s",
-        "completion tokens generated per second since the previous step",
+        "completion tokens per second of the groups that finished since the previous step",
     ),
     Metric(
         "control/outstanding, control/ready",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from asyncrl.runtime.redact import redact
 
@@ -22,13 +22,34 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-__all__ = ["Progress", "ProgressView", "display_line", "duration", "line", "table", "time_left"]
+__all__ = [
+    "Alarm",
+    "Progress",
+    "ProgressView",
+    "display_line",
+    "duration",
+    "line",
+    "share",
+    "table",
+    "time_left",
+]
 BORDER, BORDER_LINES = 4, 3
 """Columns of the frame, and lines of the frame and the terminal's last line."""
 COLUMN_WIDTH, MOST_COLUMNS = 44, 3
 """Characters that one column of names and values needs, and the most such columns."""
-MOST_NOTES = 3
+MOST_NOTES, MOST_ALARMS = 3, 4
 MOST_SAMPLE_LINES = 6
+
+
+class Alarm(NamedTuple):
+    """A metric that has been outside its healthy range."""
+
+    text: str
+    """The newest line of the alarm."""
+    step: int
+    """The step of that line."""
+    steps: int = 1
+    """Steps that had the alarm."""
 
 
 @dataclass(slots=True)
@@ -45,17 +66,18 @@ class Progress:
     committed_version: int | None = None
     reward: float | None = None
     accuracy: float | None = None
-    """Mean of the accuracy reward over the last batch's trajectories (sampled)."""
+    """Mean of the reward `eval.accuracy` over the last batch's trajectories (sampled)."""
     loss: float | None = None
     """Loss of the last step on a dataset, in nats per token or per pair."""
     held_out_loss: float | None = None
     """The same on the held-out rows of the last evaluation."""
-    held_out_accuracy: float | None = None
-    """Greedy accuracy of the last evaluation."""
+    held_out: str | None = None
+    """Result of the last evaluation's first set."""
     staleness_mean: float | None = None
     staleness_max: int | None = None
     max_staleness: int | None = None
     generated_tokens_per_s: float | None = None
+    """Of the engines, unfinished completions included."""
     trained_tokens_per_s: float | None = None
     learner_waited_s: float | None = None
     """Total seconds in which the learner had no batch to train."""
@@ -72,8 +94,13 @@ class Progress:
     """Reward function → its reward for that completion."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Reward function → mean over the last batch."""
+    logprob_difference: float | None = None
+    """Largest difference between log-probs of generator and learner in the last check, in nats."""
+    logprob_checks: int = 0
     notes: tuple[str, ...] = field(default=())
     """Short lines about unusual events, newest last."""
+    alarms: Mapping[str, Alarm] = field(default_factory=dict)
+    """Metric → its alarm."""
 
 
 class ProgressView:
@@ -101,6 +128,8 @@ class ProgressView:
         self._sample_every_s = sample_every_s
         self._last_sample = -float("inf")
         self._notes: tuple[str, ...] = ()
+        self._alarmed: set[str] = set()
+        """Metrics whose alarm a log has."""
 
     def __enter__(self) -> ProgressView:
         if self._live_wanted:
@@ -153,7 +182,13 @@ class ProgressView:
                 for note in progress.notes
                 if note not in self._notes
             ),
+            *(
+                f"  alarm: {_alarm(alarm)}"
+                for name, alarm in progress.alarms.items()
+                if name not in self._alarmed
+            ),
         ]
+        self._alarmed |= progress.alarms.keys()
         self._notes = progress.notes
         if progress.prompt and now - self._last_sample >= self._sample_every_s:
             self._last_sample = now
@@ -165,16 +200,27 @@ class ProgressView:
 
 
 def line(progress: Progress) -> str:
-    """The progress as one plain line, without values that are not known yet."""
-    parts = [duration(progress.elapsed_s), display_line(progress.phase)]
-    if progress.max_steps:
-        parts.append(f"step {progress.step}/{progress.max_steps}")
-    parts += [
-        f"{name} {value}"
-        for name, value in _rows(progress).items()
-        if name not in ("step", "elapsed")
-    ]
-    return " | ".join(parts)
+    """The most important values as one plain line, without those that are not known yet."""
+    values = {
+        "step": f"{progress.step}/{progress.max_steps}" if progress.max_steps else None,
+        "reward": _number(progress.reward, ".3f"),
+        "accuracy": share(progress.accuracy),
+        "loss": _number(progress.loss, ".4g"),
+        "held-out loss": _number(progress.held_out_loss, ".4g"),
+        "held-out": progress.held_out,
+        "staleness": _number(progress.staleness_mean, ".2f", f", max {progress.staleness_max}"),
+        "tok/s generated": _number(progress.generated_tokens_per_s, ",.0f"),
+        "trained": _number(progress.trained_tokens_per_s, ",.0f"),
+        "alarms": str(len(progress.alarms)) if progress.alarms else None,
+        "left": None if progress.left_s is None else duration(progress.left_s),
+    }
+    return " | ".join(
+        [
+            duration(progress.elapsed_s),
+            display_line(progress.phase),
+            *(f"{name} {value}" for name, value in values.items() if value is not None),
+        ]
+    )
 
 
 def table(progress: Progress) -> RenderableType:
@@ -216,6 +262,10 @@ def _panel(progress: Progress, console: Console, width: int) -> RenderableType:
             ProgressBar(total=progress.max_steps, completed=min(progress.step, progress.max_steps))
         )
         body = [bar, known]
+    newest = sorted(progress.alarms.values(), key=lambda alarm: alarm.step)
+    body += [Text(_alarm(alarm), style="red", overflow="fold") for alarm in newest[-MOST_ALARMS:]]
+    if len(newest) > MOST_ALARMS:
+        body.append(Text(f"{len(newest)} alarms in all: see metrics.jsonl", style="red"))
     body += [
         Text(display_line(note, None), style="yellow", overflow="fold")
         for note in progress.notes[-MOST_NOTES:]
@@ -254,6 +304,15 @@ def _sample(progress: Progress, console: Console, width: int, lines: int) -> lis
             wrapped[most - 1].append("…")
         shown += wrapped[:most]
     return shown
+
+
+def _alarm(alarm: Alarm) -> str:
+    times = (
+        f"{alarm.steps} steps, the last is {alarm.step}"
+        if alarm.steps > 1
+        else f"step {alarm.step}"
+    )
+    return display_line(f"{times}: {alarm.text}", None)
 
 
 def _sample_reward(progress: Progress) -> str:
@@ -312,18 +371,25 @@ def _rows(progress: Progress) -> dict[str, str]:
         "step": f"{progress.step} of {progress.max_steps}" if progress.max_steps else None,
         "version": _versions(progress),
         "reward": _reward(progress.reward, progress.reward_parts),
-        "accuracy": _number(progress.accuracy, ".1%", " of the last batch"),
+        "accuracy": share(progress.accuracy, " of the last batch"),
         "loss": _number(progress.loss, ".4g"),
         "held-out loss": _number(progress.held_out_loss, ".4g", " at the last evaluation"),
-        "held-out": _number(progress.held_out_accuracy, ".1%", " at the last evaluation"),
+        "held-out": progress.held_out and f"{progress.held_out} at the last evaluation",
         "staleness": _staleness(progress),
         "generated": _number(progress.generated_tokens_per_s, ",.0f", " tok/s"),
         "trained": _number(progress.trained_tokens_per_s, ",.0f", " tok/s"),
+        "log-probs": _logprobs(progress),
         "waited": _waited(progress),
         "elapsed": duration(progress.elapsed_s),
         "left": None if progress.left_s is None else duration(progress.left_s),
     }
     return {name: value for name, value in rows.items() if value is not None}
+
+
+def share(value: float | None, unit: str = "") -> str | None:
+    """A mean as a percentage if it can be one, and otherwise as a number."""
+    form = ".1%" if value is not None and 0 <= value <= 1 else ".4g"
+    return _number(value, form, unit)
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str | None:
@@ -342,6 +408,13 @@ def _staleness(progress: Progress) -> str | None:
         return None
     bound = "" if progress.max_staleness is None else f" of {progress.max_staleness}"
     return f"mean {progress.staleness_mean:.2f}, max {progress.staleness_max}{bound}"
+
+
+def _logprobs(progress: Progress) -> str | None:
+    if progress.logprob_difference is None:
+        return None
+    checks = f"{progress.logprob_checks} check{'s' if progress.logprob_checks > 1 else ''}"
+    return f"{progress.logprob_difference:.1e} apart at most, {checks}"
 
 
 def _waited(progress: Progress) -> str | None:

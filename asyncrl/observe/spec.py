@@ -17,7 +17,10 @@ class ObserveSpec:
     rewards: tuple[str, ...]
     """Names of the reward functions."""
     accuracy: str
-    """The reward function whose mean is the accuracy."""
+    """The reward function that evaluations report."""
+    is_accuracy: bool
+    """Whether its mean is called accuracy, because `eval.accuracy` names it. Other rewards may have
+    any scale."""
     evaluation_sets: tuple[str, ...]
     """Names of the evaluation sets, in the order of evaluation."""
     cuts_distribution: bool

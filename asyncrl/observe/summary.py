@@ -44,21 +44,25 @@ def _set_rows(
     start = f"eval/{title}_"
     before, after = number(first, f"{start}accuracy"), number(last, f"{start}accuracy")
     prompts = number(last, f"{start}prompts") or 0
-    change = "" if before is None or after is None else f"{after - before:+.1%} "
+    # A mean that is no share, such as that of a reward of 10, has no percentage.
+    shares = spec.is_accuracy and all(0 <= value <= 1 for value in (before, after) if value)
+    form = ".1%" if shares else ".3f"
+    change = "" if before is None or after is None else f"{after - before:+{form}} "
     rows: list[Row] = []
     if before is not None or after is not None:
         rows.append(
             (
-                f"held-out {title} accuracy",
-                _text(before, ".1%"),
-                _text(after, ".1%"),
+                f"held-out {title} {'accuracy' if spec.is_accuracy else spec.accuracy}",
+                _text(before, form),
+                _text(after, form),
                 f"({change}on {prompts:,.0f} prompts)",
             )
         )
     for name in last:
         key = name.removeprefix(start)
         if name.startswith(start) and (
-            _of_a_reward(spec, key) or key.startswith(("avg_at_", "pass_at_"))
+            (_of_a_reward(spec, key) and (spec.is_accuracy or key != spec.accuracy))
+            or key.startswith(("avg_at_", "pass_at_"))
         ):
             rows.append(
                 (

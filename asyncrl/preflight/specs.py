@@ -349,6 +349,7 @@ def observe_spec(config: Config) -> ObserveSpec:
         max_staleness=config.staleness.max_staleness,
         rewards=tuple(config.reward.functions),
         accuracy=config.accuracy,
+        is_accuracy=config.eval.accuracy is not None,
         evaluation_sets=tuple(config.evaluation_sets),
         cuts_distribution=config.rollout.cuts_distribution,
         completions_every=config.observe.completions_every,

@@ -151,8 +151,12 @@ class Attempt:
             stations.describe,
             self._report_stall,
         )
-        async with watchdog.watching():
-            await stations.while_placed(coordinator.run())
+        counting = asyncio.create_task(self.live.count_tokens(stations.generate.statuses))
+        try:
+            async with watchdog.watching():
+                await stations.while_placed(coordinator.run())
+        finally:
+            counting.cancel()
 
     async def _export(self, stations: Stations) -> None:
         self.live.phase("saving")

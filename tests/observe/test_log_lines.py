@@ -162,13 +162,14 @@ def test_the_sinks_get_completions_and_rewards_every_few_steps(tmp_path, monkeyp
     name = next(iter(config.reward.functions))
     example = TrajectoryText("say correct-horse-battery", "x\x1b" * 10_000, 0.5, {name: 0.25}, 2)
     seen = SimpleNamespace(examples=((example, 1),) * 40, rewards=(0.5, 1.0))
+    coordinator = SimpleNamespace(progress=seen, first_version=3)
     sink = FakeSink()
     with MetricsWriter(tmp_path, sinks=[sink]) as writer:
         live = Live(observe_spec(config), 0.0)
         recorder = RunRecorder(writer, OutcomesWriter(tmp_path / "outcomes", 0), live)
         recorder.record("step", 3, 3, {"applied": 1.0})
         assert not sink.tables and not sink.histograms, "there is no batch yet"
-        live.follow(SimpleNamespace(progress=seen))
+        live.follow(coordinator)
         for step in (4, 5, 6, 7):
             recorder.record("step", step, step, {"applied": 1.0})
         recorder.record("commit", 6, 6, {})

@@ -7,10 +7,17 @@ import contextlib
 import errno
 import io
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from small_config import small_config
 
+from asyncrl.control.bookkeeping import RunProgress
+from asyncrl.observe.live import Live, RunRecorder, _rate
 from asyncrl.observe.progress import (
+    Alarm,
     Progress,
     ProgressView,
     display_line,
@@ -19,6 +26,10 @@ from asyncrl.observe.progress import (
     table,
     time_left,
 )
+from asyncrl.observe.summary import before_and_after
+from asyncrl.preflight.specs import observe_spec
+from asyncrl.rundir.metrics import MetricsWriter
+from asyncrl.rundir.outcomes import OutcomesWriter
 
 TRAINING = Progress(
     phase="training",
@@ -45,9 +56,8 @@ TRAINING = Progress(
 def test_a_line_has_all_known_values() -> None:
     assert (
         line(TRAINING)
-        == "4m01s | training | step 73/200 | version 73 (committed 72) | reward 0.812 | accuracy"
-        " 77.4% of the last batch | staleness mean 1.42, max 2 of 2 | generated 1,834 tok/s |"
-        " trained 1,790 tok/s | waited learner 12s, generators 40s | left 3m10s"
+        == "4m01s | training | step 73/200 | reward 0.812 | accuracy 77.4% | staleness 1.42, max 2 |"
+        " tok/s generated 1,834 | trained 1,790 | left 3m10s"
     )
     assert line(Progress("starting", elapsed_s=3)) == "3s | starting"
 
@@ -85,13 +95,129 @@ def test_a_log_gets_one_line_per_phase_and_interval() -> None:
         for step in range(50):
             view.show(Progress("training", step=step, max_steps=50))
         view.show(Progress("evaluating", step=50, max_steps=50))
-        view.show(Progress("evaluating", step=50, max_steps=50, held_out_accuracy=0.9))
+        view.show(Progress("evaluating", step=50, max_steps=50, held_out="90.0%"))
     lines = stream.getvalue().splitlines()
     assert lines == [
         "0s | training | step 0/50",
         "0s | evaluating | step 50/50",
-        "0s | evaluating | step 50/50 | held-out 90.0% at the last evaluation",
+        "0s | evaluating | step 50/50 | held-out 90.0%",
     ]
+
+
+def test_a_line_with_everything_stays_short() -> None:
+    """Names of rewards, of which there may be many, are in the table and the metrics."""
+    full = replace(
+        TRAINING,
+        held_out="90.0%",
+        reward_parts={f"reward_{number}": 0.5 for number in range(9)},
+        alarms={"ess": Alarm("ess = 0.3", 3)},
+    )
+    assert len(line(full)) <= 170
+
+
+def test_an_alarm_stays_red_with_a_count_while_other_notes_come(tmp_path: Path) -> None:
+    """Notes used to push it away. A log gets it once."""
+    from rich.console import Console
+
+    stream = io.StringIO()
+    with MetricsWriter(tmp_path) as writer, ProgressView(0.0, stream, live=False) as view:
+        live = Live(observe_spec(small_config()), 0.0)
+        recorder = RunRecorder(writer, OutcomesWriter(tmp_path / "outcomes", 0), live)
+        check = {"check/logprob_max_diff": 2e-5, "check/tokens": 2048.0}
+        for step in range(1, 6):
+            values = {"kl_k3": 3.0} if step < 4 else {"kl_k3": 0.01}
+            recorder.record("step", step, step, {"applied": 1.0, **values})
+            recorder.record("logprob_check", step, step, check)
+            live.note(f"note {step}")
+            view.show(live.progress)
+    console = Console(width=104, file=io.StringIO(), record=True)
+    console.print(table(live.progress))
+    shown = console.export_text(styles=True)
+    assert "\x1b[31m3 steps, the last is 3: kl_k3 = 3 is outside 0 to 0.1: " in shown
+    assert "2.0e-05 apart at most, 5 checks" in shown
+    text = stream.getvalue()
+    assert text.count("  alarm: step 1: kl_k3 = 3 is outside") == text.count("alarm:") == 1
+    assert "alarms 1" in text and "differ" not in text
+
+
+def test_more_alarms_than_fit_are_counted() -> None:
+    from rich.console import Console
+
+    alarms = {f"metric_{step}": Alarm(f"metric_{step} = 1", step) for step in range(7)}
+    console = Console(width=104, file=io.StringIO(), record=True)
+    console.print(table(replace(TRAINING, alarms=alarms)))
+    text = console.export_text()
+    assert "metric_6 = 1" in text and "metric_2 = 1" not in text and "7 alarms in all" in text
+
+
+def test_a_note_that_comes_again_is_shown_once(tmp_path: Path) -> None:
+    live = Live(observe_spec(small_config()), 0.0)
+    for text in ("no room", "other", "no room"):
+        live.note(text)
+    assert live.progress.notes == ("other", "no room")
+
+
+def test_the_values_of_a_line_are_of_one_step() -> None:
+    """The coordinator is a step further than its last record."""
+    live = Live(observe_spec(small_config(max_steps=9)), 0.0)
+    progress = RunProgress(version=448, committed=447)
+    live.follow(SimpleNamespace(progress=progress, first_version=440))
+    metrics = {"reward/mean": 0.5, "reward/f": 0.25, "staleness/mean": 1.5, "staleness/max": 2}
+    live.recorded("step", 447, metrics)
+    live._update()
+    shown = live.progress
+    assert (shown.step, shown.reward, shown.reward_parts) == (447, 0.5, {"f": 0.25})
+    assert (shown.staleness_mean, shown.staleness_max, shown.learner_version) == (1.5, 2, 448)
+
+
+@pytest.mark.parametrize(
+    ("settings", "value", "shown"),
+    [
+        ({"accuracy": "f"}, 0.25, "25.0%"),
+        ({"accuracy": "f"}, 10.333, "10.33"),
+        ({}, 10.333, "f 10.33"),
+        ({}, 0.25, "f 0.25"),
+    ],
+)
+def test_only_a_reward_that_the_user_calls_accuracy_is_a_percentage(
+    settings: dict[str, str], value: float, shown: str
+) -> None:
+    spec = observe_spec(small_config(eval={"data": "d", **settings}))
+    live = Live(spec, 0.0)
+    live.recorded("evaluation", 1, {"eval/accuracy": value})
+    live.recorded("step", 1, {"reward/f": value})
+    assert live.progress.held_out == shown
+    assert (live.progress.accuracy is None) == (not settings)
+    (first, *_) = before_and_after(
+        spec, [{"event": "evaluation", "eval/greedy_accuracy": value, "eval/greedy_f": value}]
+    )
+    name = "accuracy" if settings else "f"
+    assert first.startswith(f"held-out greedy {name}  ") and shown.split()[-1].rstrip("%") in first
+
+
+def test_the_rate_counts_tokens_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that generates long completions has a rate before one of them ends. A replaced
+    replica counts from 0 again, and one that does not answer changes nothing."""
+    monkeypatch.setattr("asyncrl.observe.live.ASK_EVERY_S", 0.0)
+    answers = iter([{"a": 100}, {"a": 200, "b": 50}, RuntimeError("gone"), {}, {"b": 250}])
+    live, counts = Live(observe_spec(small_config()), 0.0), []
+
+    async def statuses() -> list[Any]:
+        counts.append([tokens for _, tokens in live._generated])
+        if (found := next(answers, None)) is None:
+            raise asyncio.CancelledError
+        if isinstance(found, RuntimeError):
+            raise found
+        return [
+            SimpleNamespace(replica=name, tokens_generated=count) for name, count in found.items()
+        ]
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(live.count_tokens(statuses))
+    assert counts == [[], [100], [100, 250], [100, 250], [100, 250], [100, 250, 450]]
+    assert (live.progress.generated_tokens_per_s or 0) > 0
+    assert _rate([(10.0, 100), (12.0, 400)]) == 150.0
+    assert _rate([(10.0, 400), (12.0, 100)]) == 0.0 and _rate([(10.0, 400)]) is None
 
 
 def test_a_terminal_gets_the_live_table() -> None:

@@ -118,7 +118,7 @@ def test_the_live_table_shows_the_last_batch():
         (TrajectoryText("Add 7 now", "9", 1.0, {"f": 1.0}, 3), 1),
     )
     live._show_sample(batch)
-    live.recorded("step", {"reward/f": 0.75})
+    live.recorded("step", 4, {"reward/f": 0.75})
     shown = live.progress
     assert (shown.prompt, shown.completion, shown.sample_reward, shown.reward_parts) == (
         "…1…",
