@@ -483,8 +483,20 @@ def _check_sets(config: Settings) -> None:
             )
 
 
+MEASURED_REWARDS = frozenset({"mean", "std", "min", "p10", "median", "p90", "max"}) | {
+    "unscored_ratio",
+    "zero_variance_ratio",
+}
+"""Names of `reward/NAME` that are metrics of the step's rewards."""
+
+
 def _check_metric_names(config: Settings) -> None:
-    """Check that an evaluation's metrics have unique names, or one would overwrite another."""
+    """Check that metrics have unique names, or one would overwrite another."""
+    for name in config.reward.functions.keys() & MEASURED_REWARDS:
+        raise ValueError(
+            f"reward.functions.{name}: reward/{name} is a metric of all rewards; choose another"
+            " name"
+        )
     known = dict.fromkeys(OVER_ALL_SETS, "all sets")
     for set_name in [*(OWN_SETS if config.eval.data is not None else ()), *config.eval.sets]:
         for measured in [

@@ -218,6 +218,9 @@ class Scored:
     """Why scoring dropped the group; None if it did not."""
     lost: bool = False
     """Whether the group no longer exists. `failure` says why."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each trajectory's completion, or of all turns of its session. They add up to
+    `tokens`."""
     logprob_sum: float = 0.0
     """Sum of the completions' finite behavior log-probs, in nats."""
     looping: int = 0

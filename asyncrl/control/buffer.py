@@ -36,6 +36,11 @@ class Frontier:
         self.lowest = lowest
         self.above = set(above)
 
+    @property
+    def count(self) -> int:
+        """How many ordinals have an outcome."""
+        return self.lowest + len(self.above)
+
     def finish(self, ordinal: int) -> None:
         """Mark an ordinal as finished.
 

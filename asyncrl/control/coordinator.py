@@ -471,6 +471,7 @@ class Coordinator:
             "control/running": self.buffer.running,
             "control/outstanding": len(self.buffer),
             "control/ready": self.buffer.ready,
+            "data/prompts_seen": self.buffer.frontier.count,
             **({} if limit is None else limit.metrics()),
         }
 

@@ -4,6 +4,7 @@ explains each name."""
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 
@@ -39,7 +40,12 @@ def batch_metrics(
         ),
         "staleness/in_buffer_mean": sum(version - scored.newest for scored in batch) / len(batch),
         "reward/mean": sum(rewards) / len(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        **_quantiles("reward/", rewards),
         "rollout/completion_tokens": sum(scored.tokens for scored in batch) / completions,
+        **_quantiles(
+            "rollout/completion_tokens_", [length for scored in batch for length in scored.lengths]
+        ),
         "rollout/truncated_ratio": sum(scored.truncated for scored in batch) / completions,
     }
     for name in dict.fromkeys(name for scored in batch for name in scored.reward_parts):
@@ -52,6 +58,17 @@ def batch_metrics(
         | _baselines(batch)
         | _session_tokens(batch, version - max_staleness)
     )
+
+
+def _quantiles(prefix: str, values: Sequence[float]) -> dict[str, float]:
+    """The smallest and largest value, and the 10%, 50% and 90% quantiles, each a value that
+    occurs. Empty without values."""
+    ordered = sorted(values)
+    places = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
+    return {
+        f"{prefix}{name}": float(ordered[max(0, math.ceil(share * len(ordered)) - 1)])
+        for name, share in (places.items() if ordered else ())
+    }
 
 
 def _session_tokens(batch: Sequence[Scored], oldest_version: int) -> dict[str, float | list[int]]:

@@ -51,11 +51,14 @@ class RunRecorder:
         outcomes: OutcomesWriter,
         live: Live,
         entropies: Sequence[float] = (),
+        epoch: int | None = None,
     ) -> None:
         """
         Args:
             entropies: as in `Alarms`.
+            epoch: prompts of an epoch.
         """
+        self._epoch = epoch
         self.writer, self.outcomes_writer, self.live = writer, outcomes, live
         self._alarms = Alarms(live.spec.cuts_distribution, entropies, live.spec.trained_ends)
         self._failures = FailureNotes()
@@ -68,6 +71,7 @@ class RunRecorder:
                 **metrics,
                 **self._alarms.entropy_ratio(metrics.get("entropy")),
                 "time/event_loop_lag_s": self.live.take_lag(),
+                **self._epochs(number(metrics, "data/prompts_seen")),
             }
         self.writer.write(event, step, version, metrics)
         if (
@@ -87,6 +91,9 @@ class RunRecorder:
         if event == "failed_sessions" and (note := self._failures.note(metrics)) is not None:
             logger.warning("step %d: %s", step, note)
             self.live.pin(f"step {step}: {note}")
+
+    def _epochs(self, seen: float | None) -> dict[str, float]:
+        return {"data/epoch": seen / self._epoch} if self._epoch and seen is not None else {}
 
     def _raise_alarms(self, step: int, version: int, metrics: Mapping[str, object]) -> None:
         """Record every alarm, and show it. A new one also goes to the log."""

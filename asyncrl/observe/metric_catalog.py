@@ -5,11 +5,13 @@ A metric with an alarm takes its healthy range and its advice from `asyncrl.obse
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import cache, lru_cache
 
 from asyncrl.observe.alarms import RANGES, Range
 
-__all__ = ["TABLES", "Metric", "MetricTable", "known_names"]
+__all__ = ["TABLES", "Metric", "MetricTable", "known_names", "meaning_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +265,17 @@ BATCH = (
         "rises",
     ),
     Metric(
+        "reward/std, reward/min, reward/p10, reward/median, reward/p90, reward/max",
+        "population standard deviation and quantiles of the rewards of the step's trajectories,"
+        " over all groups",
+        "a `std` of 0 teaches nothing",
+    ),
+    Metric(
+        "data/prompts_seen, data/epoch",
+        "prompts of the run that have an outcome, in all its attempts; the same in epochs of"
+        " `data.train`",
+    ),
+    Metric(
         "reward/<name>/unscored_ratio, reward/unscored_ratio",
         "share of the trajectories scored since the previous step that this function did not"
         " score, because it returned None or failed; the largest of these shares",
@@ -291,7 +304,12 @@ BATCH = (
         "share of the groups scored since the previous step, filtered ones included, whose rewards"
         " are all equal, those of greedy completions included: they carry no gradient",
     ),
-    Metric("rollout/completion_tokens", "mean number of tokens in a completion"),
+    Metric(
+        "rollout/completion_tokens, rollout/completion_tokens_min, rollout/completion_tokens_p10,"
+        " rollout/completion_tokens_median, rollout/completion_tokens_p90,"
+        " rollout/completion_tokens_max",
+        "mean and quantiles of the number of tokens in a completion, or in a session's turns",
+    ),
     Metric(
         "rollout/truncated_ratio",
         "share of completions that reached `max_completion_length` or `max_length`, or that"
@@ -686,3 +704,29 @@ def known_names() -> frozenset[str]:
     return frozenset(
         name for table in TABLES for metric in table.metrics for name in metric.names.split(", ")
     )
+
+
+@lru_cache(maxsize=4096)
+def meaning_of(name: str) -> str:
+    """What the catalog says of a metric as a sink names it, such as `train/loss`; empty if it does
+    not know the name."""
+    bare = name.partition("/")[2]
+    for known, meaning in _meanings():
+        if known.fullmatch(name) or known.fullmatch(bare):
+            return meaning
+    return ""
+
+
+@cache
+def _meanings() -> list[tuple[re.Pattern[str], str]]:
+    """The pattern of each name and its meaning. Names with fewer parts that vary come first."""
+    names = [
+        (name, metric.meaning)
+        for table in TABLES
+        for metric in table.metrics
+        for name in metric.names.split(", ")
+    ]
+    return [
+        (re.compile("[^/]+".join(map(re.escape, re.split(r"<[^>]*>", name)))), meaning)
+        for name, meaning in sorted(names, key=lambda known: known[0].count("<"))
+    ]

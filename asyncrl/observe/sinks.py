@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from asyncrl.contracts.protocols import Sink, TableRow
+from asyncrl.observe.metric_catalog import meaning_of
 from asyncrl.runtime.temporary import temporary_within
 
 if TYPE_CHECKING:
@@ -42,6 +43,23 @@ ALWAYS_PLOTTED = ("reward/", "eval/")
 """Groups of metrics that TensorBoard plots even while they are constant, except for COUNTS."""
 COUNTS = ("_ratio", "_prompts", "_scored", "/prompts", "/errors", "/newest_version")
 """Endings of metrics that are counts and shares."""
+GROUPS = (
+    "reward",
+    "eval",
+    "train",
+    "pref",
+    "distill",
+    "rollout",
+    "staleness",
+    "stale",
+    "session",
+    "data",
+    "source",
+    "time",
+    "control",
+    "weights",
+)
+"""Groups of metrics by importance. Others come after them."""
 CLOSE_TIMEOUT_S = 30.0
 """Seconds that the external sinks get at the end of a run to write what is still queued."""
 
@@ -61,7 +79,9 @@ class SinkRun:
 class TensorBoardSink:
     """Writes TensorBoard event files with TensorBoard's own writer, so torch is not needed.
 
-    A metric is plotted once its value has changed; rewards and evaluations always are.
+    A metric is plotted once its value has changed; rewards and evaluations always are. TensorBoard
+    sorts groups by name, so each gets the number of its place in GROUPS. The first value of a
+    metric carries its meaning.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -76,6 +96,7 @@ class TensorBoardSink:
         self._constant: dict[str, list[tuple[int, float, float]]] = {}
         """Metric whose value has not changed → its first and last records (step, time, value)."""
         self._varying: set[str] = set()
+        self._described: set[str] = set()
 
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -87,9 +108,19 @@ class TensorBoardSink:
                     Event(
                         wall_time=when,
                         step=at,
-                        summary=Summary(value=[Summary.Value(tag=name, simple_value=known)]),
+                        summary=Summary(value=[self._value(name, known)]),
                     )
                 )
+
+    def _value(self, name: str, value: float) -> Summary.Value:
+        """A scalar, the first of its name with a description."""
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+
+        scalar = Summary.Value(tag=numbered(name), simple_value=value)
+        if name not in self._described:
+            self._described.add(name)
+            scalar.metadata.CopyFrom(SummaryMetadata(summary_description=meaning_of(name)))
+        return scalar
 
     def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None:
         self._add_summary(step, now, self._histogram(name, list(values)))
@@ -362,9 +393,16 @@ def open_sinks(names: Sequence[str], run: SinkRun) -> list[Sink]:
         with temporary_within("wandb"), contextlib.suppress(Exception):
             importlib.import_module("wandb")
     return [
-        TensorBoardSink(run.directory / "tensorboard"),
+        TensorBoardSink(run.directory / "tensorboard" / run.name),
         *([Background(makers)] if makers else []),
     ]
+
+
+def numbered(name: str) -> str:
+    """A metric with the place of its group, such as `01 reward/mean`."""
+    group = name.partition("/")[0]
+    place = GROUPS.index(group) + 1 if group in GROUPS else len(GROUPS) + 1
+    return f"{place:02d} {name}"
 
 
 def _make(name: str, make: Callable[[], Sink], sinks: dict[str, Sink]) -> None:

@@ -125,6 +125,7 @@ def summaries(table: pa.Table) -> list[Scored]:
     sums = _row_sums(np.where(np.isfinite(known), known, 0.0), logprobs.row_starts)
     looped = _row_sums(loops, ids.rows.tolist())
     tokens = np.diff(ids.row_starts).tolist()
+    lengths = np.diff(ids.lists)
     versions, trained = _versions(table), _loss_tokens(table, ids)
     baselines, sessions = _baselines(table, rows), _session_counts(table)
     return [
@@ -137,6 +138,7 @@ def summaries(table: pa.Table) -> list[Scored]:
             masked=Counter(status for status in row["status"] if status != "ok"),
             ref=None,
             tokens=tokens[place],
+            lengths=tuple(lengths[ids.rows[place] : ids.rows[place + 1]].tolist()),
             rewards=tuple(
                 reward
                 for reward, status in zip(row["reward"], row["status"], strict=True)
@@ -179,7 +181,7 @@ def scored_to_text(scored: Scored) -> str:
 def scored_from_text(text: str) -> Scored:
     """The inverse of `scored_to_text`."""
     tree = json.loads(text)
-    for name in ("rewards", "versions", "loss_tokens"):
+    for name in ("rewards", "versions", "loss_tokens", "lengths"):
         tree[name] = tuple(tree[name])
     if tree["baseline"] is not None:
         tree["baseline"] = ScoredBaseline(*tree["baseline"])

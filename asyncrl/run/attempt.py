@@ -13,6 +13,7 @@ from asyncrl.contracts.state import State
 from asyncrl.control.concurrency import Concurrency, first_limit
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
+from asyncrl.data.prompts import order_of
 from asyncrl.data.supervised import supervised_rows
 from asyncrl.generation.orphans import end_orphans
 from asyncrl.learning.group import LearnerGroup
@@ -62,6 +63,7 @@ class Attempt:
             OutcomesWriter(directory.path / "outcomes", directory.state.attempt),
             self.live,
             first_entropies(directory.path, FIRST_STEPS),
+            order_of(plan.prompts, data_spec(config)).epoch,
         )
         self.coordinator: Coordinator | None = None
 

@@ -269,6 +269,7 @@ class FakeScores:
                     "rewards": tuple(row["rewards"]),
                     "versions": tuple(row["versions"]),
                     "loss_tokens": tuple(row["loss_tokens"]),
+                    "lengths": tuple(row["lengths"]),
                     "example": row["example"] and TrajectoryText(**row["example"]),
                     "baseline": row["baseline"] and ScoredBaseline(**row["baseline"]),
                 }

@@ -1427,3 +1427,10 @@ def test_a_kl_term_after_a_warm_start_needs_ref_load(tmp_path):
 def test_settings_of_an_adapter_that_cannot_act_are_refused(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, changes)
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "median", "unscored_ratio"])
+def test_a_reward_with_the_name_of_a_metric_is_refused(tmp_path, name):
+    """Its mean would replace the metric of all rewards."""
+    with pytest.raises(ConfigError, match=rf"reward.functions.{name}: reward/{name} is a metric"):
+        load(tmp_path, {"reward.functions": {name: {"function": "m:f"}}})

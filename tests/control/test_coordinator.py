@@ -12,6 +12,7 @@ from asyncrl.contracts.errors import EvaluationLostError, PartDiedError, Rollout
 from asyncrl.contracts.messages import Scored, ScoredBaseline
 from asyncrl.contracts.outcomes import WAYS_OUT
 from asyncrl.contracts.state import State
+from asyncrl.control.buffer import Frontier
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
 from asyncrl.rundir.checkpoint import CheckpointStore
@@ -1004,3 +1005,17 @@ def test_a_loop_that_a_station_cancels_is_an_error_and_not_an_interruption():
         match="the publishing loop ended: a part of the run canceled what it waited for",
     ):
         run(make(weights=Cancels()))
+
+
+def test_prompts_seen_grow_with_the_outcomes_and_go_on_after_a_resume():
+    coordinator = make(steps=4)
+    run(coordinator)
+    seen = [
+        metrics["data/prompts_seen"]
+        for kind, _, _, metrics in coordinator.parts.recorder.records
+        if kind == "step"
+    ]
+    assert seen == sorted(seen) and seen[0] == 4 * 1 and seen[-1] == 4 * 4
+    frontier = Frontier(7, (9, 11))
+    frontier.finish(7)
+    assert (frontier.lowest, frontier.count) == (8, 10)

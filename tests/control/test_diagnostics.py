@@ -8,6 +8,8 @@ from asyncrl.contracts.messages import Scored, ScoredBaseline
 from asyncrl.contracts.outcomes import NO_BASELINE
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
 
+QUANTILES = ("min", "p10", "median", "p90", "max")
+
 
 def metrics_of(batch):
     """Metrics of a batch that is trained at version 5."""
@@ -15,7 +17,7 @@ def metrics_of(batch):
 
 
 def test_hand_computed():
-    first = Scored(0, 3, None, 8, (0.0, 1.0), {"a": 0.5}, 2, 1, newest=4)
+    first = Scored(0, 3, None, 8, (0.0, 1.0), {"a": 0.5}, 2, 1, newest=4, lengths=(3, 5))
     second = Scored(
         1,
         5,
@@ -27,12 +29,17 @@ def test_hand_computed():
         0,
         newest=5,
         masked={"bad_logprob": 1},
+        lengths=(1, 2, 2, 1),
     )
     metrics = metrics_of([first, second])
     assert metrics["staleness/histogram"] == [1, 0, 1]
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2)
     assert (metrics["staleness/in_flight_mean"], metrics["staleness/in_buffer_mean"]) == (0.5, 0.5)
     assert metrics["reward/mean"] == pytest.approx(0.8)
+    assert metrics["reward/std"] == pytest.approx(0.4)
+    assert [metrics[f"reward/{name}"] for name in QUANTILES] == [0, 0, 1, 1, 1]
+    lengths = [metrics[f"rollout/completion_tokens_{name}"] for name in QUANTILES]
+    assert lengths == [1, 1, 2, 5, 5]
     assert (metrics["reward/a"], metrics["reward/b"]) == (0.75, 2.0)
     assert metrics["rollout/completion_tokens"] == pytest.approx(14 / 6) and metrics[
         "rollout/truncated_ratio"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.observe.alarms import RANGES
-from asyncrl.observe.metric_catalog import TABLES, known_names
+from asyncrl.observe.metric_catalog import TABLES, known_names, meaning_of
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 SOURCE = "\n".join(
@@ -37,3 +37,19 @@ def test_the_source_has_each_word_of_a_name(name: str) -> None:
 def test_an_alarm_brings_its_own_range_and_advice(metric) -> None:
     if metric.alarm():
         assert not metric.healthy and not metric.advice
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("train/grad_norm", "L2 norm of the gradient"),
+        ("reward/mean", "mean reward; mean of each reward function"),
+        ("reward/correct", "mean reward; mean of each reward function"),
+        ("reward/std", "population standard deviation"),
+        ("reward/correct/unscored_ratio", "share of the trajectories"),
+        ("eval/math_accuracy", "mean of the reward `eval.accuracy`"),
+        ("train/no_such_metric", ""),
+    ],
+)
+def test_a_sink_finds_the_meaning_of_a_metric(name: str, meaning: str) -> None:
+    assert meaning_of(name).startswith(meaning) and bool(meaning_of(name)) == bool(meaning)

@@ -87,6 +87,9 @@ def test_masked_trajectories_take_no_part_in_the_statistics(config):
     assert scored.prompt == group.prompt and scored.failure is None
 
     summary = summaries(row)[0]
+    assert sum(summary.lengths) == summary.tokens and len(summary.lengths) == len(
+        row["status"][0].as_py()
+    )
     assert (
         summary.ordinal,
         summary.oldest_version,

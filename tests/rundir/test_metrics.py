@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.observe.sinks import TensorBoardSink
+from asyncrl.observe.sinks import TensorBoardSink, numbered
 from asyncrl.rundir.metrics import METRICS_FILE, SCHEMA, MetricsWriter, read_metrics
 
 
@@ -96,23 +96,27 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
             writer.write("checkpoint", step, step, {"checkpoint/save_s": step})
     registry = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert registry.Tags()["scalars"] == [
-        *(
-            "reward/mean",
-            "train/loss",
-            "staleness/histogram/1",
-            "eval/greedy_accuracy",
-            "checkpoint/save_s",
-        )
+        "01 reward/mean",
+        "03 train/loss",
+        "07 staleness/histogram/1",
+        "02 eval/greedy_accuracy",
+        "15 checkpoint/save_s",
     ]
-    assert [(event.step, event.value) for event in registry.Scalars("eval/greedy_accuracy")] == [
-        (0, 0.75)
-    ], "at the step that made the version"
-    assert [(event.step, event.value) for event in registry.Scalars("reward/mean")] == [
+    assert [
+        (event.step, event.value) for event in registry.Scalars(numbered("eval/greedy_accuracy"))
+    ] == [(0, 0.75)], "at the step that made the version"
+    assert [(event.step, event.value) for event in registry.Scalars(numbered("reward/mean"))] == [
         (1, 0.25),
         (2, 0.5),
         (3, 0.75),
     ]
-    assert [event.value for event in registry.Scalars("staleness/histogram/1")] == [1, 2, 3]
+    described = registry.SummaryMetadata("01 reward/mean").summary_description
+    assert described.startswith("mean reward; mean of each reward function")
+    assert [event.value for event in registry.Scalars(numbered("staleness/histogram/1"))] == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_tensorboard_plots_a_constant_from_its_start_once_it_changes(tmp_path: Path) -> None:
@@ -127,14 +131,18 @@ def test_tensorboard_plots_a_constant_from_its_start_once_it_changes(tmp_path: P
         )
     sink.close()
     registry = EventAccumulator(str(tmp_path)).Reload()
-    assert sorted(registry.Tags()["scalars"]) == ["control/failed_groups", "reward/mean"]
-    assert [(event.step, event.value) for event in registry.Scalars("control/failed_groups")] == [
+    assert sorted(registry.Tags()["scalars"]) == ["01 reward/mean", "13 control/failed_groups"]
+    assert [
+        (event.step, event.value) for event in registry.Scalars(numbered("control/failed_groups"))
+    ] == [
         (1, 0),
         (3, 0),
         (4, 2),
         (5, 2),
     ]
-    assert len(registry.Scalars("reward/mean")) == 5, "constant rewards are always plotted"
+    assert len(registry.Scalars(numbered("reward/mean"))) == 5, (
+        "constant rewards are always plotted"
+    )
 
 
 def test_neither_writer_nor_package_imports_torch_or_ray(tmp_path: Path) -> None:
@@ -192,7 +200,7 @@ def test_an_evaluation_is_plotted_at_the_step_that_made_its_version(tmp_path: Pa
         for version in (0, 1, 2):
             writer.write("evaluation", 3, version, {"eval/accuracy": version})
     registry = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in registry.Scalars("eval/accuracy")] == [
+    assert [(event.step, event.value) for event in registry.Scalars(numbered("eval/accuracy"))] == [
         (0, 0),
         (1, 1),
         (3, 2),
@@ -211,7 +219,9 @@ def test_after_a_resume_an_evaluation_of_the_initial_version_is_plotted_at_its_s
         for version in (40, 41):
             writer.write("evaluation", 45, version, {"eval/greedy_accuracy": version})
     registry = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in registry.Scalars("eval/greedy_accuracy")] == [
+    assert [
+        (event.step, event.value) for event in registry.Scalars(numbered("eval/greedy_accuracy"))
+    ] == [
         (44, 40),
         (45, 41),
     ]
@@ -252,7 +262,9 @@ def test_sinks_get_each_metric_once_and_in_one_group(tmp_path: Path) -> None:
         "check/logprob_max_diff",
         "checkpoint/save_s",
     ]
-    assert sorted(tags) == sorted([*expected, "eval/greedy_accuracy", "eval/seconds"])
+    assert sorted(tags) == sorted(
+        map(numbered, [*expected, "eval/greedy_accuracy", "eval/seconds"])
+    )
 
 
 def test_tensorboard_escapes_completions(tmp_path: Path) -> None:
