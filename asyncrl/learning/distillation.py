@@ -71,8 +71,8 @@ def _means_of_others(trajectories: np.ndarray, values: Sequence[np.ndarray]) -> 
     sums = np.bincount(trajectories, [value.sum() for value in values])
     counts = np.bincount(trajectories, [value.size for value in values])
     others = counts.sum() - counts
-    means: np.ndarray = (sums.sum() - sums) / np.maximum(others, 1)
-    return means[trajectories]
+    means: np.ndarray = ((sums.sum() - sums) / np.maximum(others, 1)).take(trajectories)
+    return means
 
 
 def _at_loss_tokens(example: Example, values: np.ndarray, rewards: np.ndarray) -> np.ndarray:
