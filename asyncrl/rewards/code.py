@@ -6,6 +6,7 @@ own reward gets the same sandbox from `configured_sandbox`.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import functools
 import json
@@ -13,16 +14,22 @@ import os
 import re
 import secrets
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from asyncrl.config import SandboxConfig
+from asyncrl.rewards.code_forms import Cases, Source, TestsError, heads_of, read_tests
 from asyncrl.sandbox import Limits, Program, Result, Sandbox, open_sandbox
 
 __all__ = [
+    "Verdict",
     "code_block",
     "code_tests",
     "configured_sandbox",
-    "passes",
+    "grade",
+    "refuse_missing_pytest",
     "sandbox_limits",
     "share_settings",
 ]
@@ -35,63 +42,71 @@ AFTER_LANGUAGE = re.compile(r"[^\w+-]")
 """The first character after the language that a fence names."""
 PYTHON = ("", "python", "py", "python3")
 
-ASSERTIONS = """
-import json, os, sys
-passed = sys.stdin.readline().strip()
-with open("tests.json") as file:
-    tests = json.load(file)
-with open("solution.py") as file:
-    source = file.read()
-names = {"__name__": "solution"}
-exec(compile(source, "solution.py", "exec"), names)
-for number, test in enumerate(tests):
-    exec(compile(test, f"test {number}", "exec"), names)
-sys.stdout.flush()
-os.write(1, f"\\n{passed}".encode())
-os._exit(0)
+RUNNER = Path(__file__).with_name("in_sandbox.py")
+"""The program that runs the tests in the sandbox."""
+SEPARATE = "namespaces", "landlock"
+"""Levels at which a signal to every process reaches only the sandbox's."""
+PRELUDE = """
+import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re
+import string, sys
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, OrderedDict, defaultdict, deque
+from functools import cache, lru_cache, reduce
+from heapq import heapify, heappop, heappush, nlargest, nsmallest
+from itertools import accumulate, combinations, permutations, product
+from math import ceil, floor, gcd, inf, sqrt
+from typing import *
 """
-"""Prints a secret word last. Code that ends the process before its tests are done never prints
-it."""
+"""What graders of functions and of LeetCode's class Solution import before the program."""
 
-CASES = """
-import json, subprocess, sys
-outputs = []
-for case in json.load(sys.stdin):
-    command = [sys.executable, "-s", "-B", "solution.py"]
-    done = subprocess.run(command, input=case.encode(), capture_output=True)
-    outputs.append([done.returncode, done.stdout.decode(errors="replace")])
-print(json.dumps(outputs))
-"""
-"""Prints the outputs. The expected ones stay outside, so the code cannot find or rewrite them."""
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a program passed its tests."""
+
+    passed: bool
+    reason: str = ""
+    """What failed first. A program may have written it."""
 
 
 async def code_tests(
-    completions: Sequence[str], tests: Sequence[object], **_: object
+    completions: Sequence[str], tests: Sequence[object], **columns: object
 ) -> list[float | None]:
     """1.0 where the completion's last Python block passes all its tests, else 0.0.
 
-    Column `tests` contains one of these, as a value or as JSON text:
-
-    - Python source, or a list of it. It runs after the code, in the code's namespace, such as
-      `"assert add(1, 2) == 3"`.
-    - A list of `{"input": text, "output": text}`: what the program must print for that standard
-      input. White space at the end of each line and of the output is ignored.
+    docs/how_to/sandbox.md lists the forms of column `tests` and the columns that belong to it.
 
     Raises:
         SandboxError: The sandbox that `reward.sandbox` asks for is not available.
-        ValueError: The tests have another form.
+        ValueError: The tests have another form, assert nothing, or need pytest, which the sandbox
+            does not have.
     """
     sandbox, limits = await asyncio.to_thread(configured_sandbox)
     slots = asyncio.Semaphore(os.cpu_count() or 1)
+    rows = [row_of(columns, place, len(completions)) for place in range(len(completions))]
+    read: list[Cases | Source] = []
+    for given, row in zip(tests, rows, strict=True):
+        same = bool(read) and given == tests[0]
+        read.append(read[0] if same else read_tests(given, row))
+    await asyncio.to_thread(refuse_missing_pytest, sandbox, read)
 
-    async def score(completion: str, given: object) -> float:
-        code, checked = code_block(completion), read_tests(given)
+    async def score(completion: str, checked: Cases | Source, row: Mapping[str, object]) -> float:
+        code = code_block(completion)
         if code is None:
             return 0.0
         async with slots:
-            return float(await passes(sandbox, limits, code, checked))
+            return float((await grade(sandbox, limits, code, checked, heads_of(row))).passed)
 
-    return list(await asyncio.gather(*map(score, completions, tests)))
+    return list(await asyncio.gather(*map(score, completions, read, rows)))
+
+
+def row_of(columns: Mapping[str, object], place: int, count: int) -> dict[str, object]:
+    """One trajectory's values of the columns."""
+    return {
+        name: values[place]
+        for name, values in columns.items()
+        if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
+    }
 
 
 def code_block(completion: str) -> str | None:
@@ -118,54 +133,144 @@ def _fenced(text: str) -> Iterator[tuple[str, str]]:
             code.append(line)
 
 
-def read_tests(tests: object) -> list[str] | list[tuple[str, str]]:
-    """The tests as assertions or as (input, output) pairs; at least one.
+async def grade(
+    sandbox: Sandbox,
+    limits: Limits,
+    code: str,
+    tests: Cases | Source,
+    heads: Sequence[str] = (),
+) -> Verdict:
+    """Run the code's tests. The limits apply to all of them together.
 
-    Raises:
-        ValueError: They have another form.
-    """
-    found = _from_json(tests) if isinstance(tests, str) else tests
-    if isinstance(found, str):
-        found = [found]
-    if isinstance(found, Sequence) and found:
-        if all(isinstance(test, str) for test in found):
-            return [str(test) for test in found]
-        if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in found):
-            pairs = [(test["input"], test["output"]) for test in found]
-            if all(isinstance(text, str) for pair in pairs for text in pair):
-                return pairs
-    raise ValueError(
-        f"column tests contains {str(tests)[:80]!r}; give Python source, a list of it, or a list of"
-        " {'input': text, 'output': text}"
-    )
-
-
-def _from_json(text: str) -> str | list[object]:
-    try:
-        found: object = json.loads(text)
-    except ValueError:
-        return text
-    return found if isinstance(found, list) else text
-
-
-async def passes(
-    sandbox: Sandbox, limits: Limits, code: str, tests: Sequence[str] | Sequence[tuple[str, str]]
-) -> bool:
-    """Whether the code passes all tests. The limits apply to all of them together.
+    Args:
+        heads: source that the data shows the model before its answer.
 
     Raises:
         SandboxError: The program did not run.
     """
-    if isinstance(tests[0], str):
-        secret = secrets.token_hex(16)
-        program = Program.python(
-            ASSERTIONS, secret, {"solution.py": code, "tests.json": json.dumps(tests)}
+    if isinstance(tests, Cases):
+        return await _grade_cases(sandbox, limits, code, tests, heads)
+    program, before = with_heads(code, tests.entry_point, heads)
+    secret = secrets.token_hex(16)
+    form = "pytest" if tests.needs_pytest else "source"
+    begin = {"form": form, "heads": before, "imports": tests.imports}
+    given = {
+        "sources": tests.sources,
+        "entry_point": tests.entry_point,
+        "calls_check": tests.calls_check,
+    }
+    stdin = json.dumps({"secret": secret, "tests": given})
+    result = await sandbox.run_async(_runner(begin, program, stdin), limits)
+    return _verdict(result, secret)
+
+
+async def _grade_cases(
+    sandbox: Sandbox, limits: Limits, code: str, tests: Cases, heads: Sequence[str]
+) -> Verdict:
+    separate = str(sandbox.level) in SEPARATE
+    begin: dict[str, object] = {"form": "cases", "ends_others": separate}
+    if tests.function is not None:
+        code, before = with_heads(code, tests.function, heads)
+        begin |= {"call": tests.function, "heads": [PRELUDE, *before]}
+    # Another service may not separate what earlier cases left running: there, each case is a
+    # program of its own.
+    parts = [tests.inputs] if separate else [(case,) for case in tests.inputs]
+    outputs: list[str] = []
+    for inputs in parts:
+        program = _runner(begin, code, json.dumps({"inputs": inputs}))
+        result = await sandbox.run_async(program, limits)
+        found = _outputs(_printed(result))
+        if found is None or len(found) != len(inputs):
+            return Verdict(False, f"a case failed, or a limit: {result.status}")
+        outputs += found
+    agrees = _agrees if tests.function is None else _returned
+    for number, (output, expected) in enumerate(zip(outputs, tests.expected, strict=True)):
+        if not agrees(output, expected):
+            return Verdict(False, f"case {number}: {output[:200]!r} is not {str(expected)[:200]!r}")
+    return Verdict(True)
+
+
+def _runner(begin: Mapping[str, object], code: str, stdin: str) -> Program:
+    files = {"solution.py": code, "begin.json": json.dumps(begin)}
+    return Program.python(RUNNER.read_text(), stdin, files)
+
+
+def with_heads(
+    code: str, entry_point: str | None, heads: Sequence[str]
+) -> tuple[str, tuple[str, ...]]:
+    """(program, source to run before it). A completion that is only the body of the function is
+    put below the head that ends with that function's first lines."""
+    whole = tuple(head for head in heads if _defined(head) is not None)
+    before = whole if entry_point is None or entry_point.isidentifier() else (PRELUDE, *whole)
+    name = (entry_point or "").rpartition(".")[2]
+    if not name.isidentifier() or name in (_defined(code) or ()):
+        return code, before
+    for head in heads:
+        last = head.rstrip().rpartition("\n")[2]
+        depth = len(last) - len(last.lstrip()) + 4 * last.rstrip().endswith(":")
+        joined = f"{head.rstrip()}\n{textwrap.indent(code, ' ' * depth)}"
+        if depth and name in (_defined(joined) or ()):
+            return joined, tuple(other for other in before if other != head)
+    return code, before
+
+
+def _defined(code: str) -> set[str] | None:
+    """Names of the functions that the source defines; None if it is not Python source."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return {node.name for node in ast.walk(tree) if isinstance(node, kinds)} | {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def refuse_missing_pytest(sandbox: Sandbox, tests: Iterable[Cases | Source]) -> None:
+    """Raise TestsError if tests need pytest, and the sandbox's Python does not have it."""
+    if not any(isinstance(test, Source) and test.needs_pytest for test in tests):
+        return
+    if id(sandbox) not in _with_pytest:
+        program, limits = Program.python("import pytest"), Limits(wall_s=60.0, cpu_s=60.0)
+        _with_pytest[id(sandbox)] = sandbox.run(program, limits).ok
+    if not _with_pytest[id(sandbox)]:
+        raise TestsError(
+            "column tests needs pytest (an import of it, fixtures, or setup functions), which the"
+            " sandbox's Python does not have; install it for reward.sandbox.python, or name its"
+            " folder in reward.sandbox.paths"
         )
-        return _printed(await sandbox.run_async(program, limits)).endswith(f"\n{secret}")
-    inputs, expected = zip(*tests, strict=True)
-    program = Program.python(CASES, json.dumps(inputs), {"solution.py": code})
-    outputs = _outputs(_printed(await sandbox.run_async(program, limits)))
-    return outputs is not None and list(map(_lines, outputs)) == list(map(_lines, expected))
+
+
+_with_pytest: dict[int, bool] = {}
+"""Sandbox, which `configured_sandbox` keeps for the process → whether it has pytest."""
+
+
+def _verdict(result: Result, secret: str) -> Verdict:
+    """What the judge printed after its secret, wherever other processes printed something."""
+    _, found, said = result.stdout.rpartition(f"\n{secret} ")
+    if found and said.startswith("passed\n"):
+        return Verdict(True)
+    reason = said.partition("\n")[0].removeprefix("failed ") if found else result.status
+    return Verdict(False, reason)
+
+
+def _agrees(output: str, expected: object) -> bool:
+    return _lines(output) == _lines(str(expected))
+
+
+def _returned(output: str, expected: object) -> bool:
+    """Whether the JSON text is one of the results that count."""
+    try:
+        found = json.loads(output)
+    except (ValueError, RecursionError):
+        return False
+    assert isinstance(expected, tuple)
+    return found in expected
 
 
 def _outputs(printed: str) -> list[str] | None:

@@ -1,0 +1,465 @@
+"""The tests of a code reward: the forms of public data sets, and what asserts nothing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+__all__ = ["Cases", "Source", "TestsError", "heads_of", "read_tests"]
+
+
+class TestsError(ValueError):
+    """Tests that are not run, with the reason and the way out."""
+
+    __test__ = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """Inputs with their expected outputs, compared outside the sandbox."""
+
+    inputs: tuple[str, ...]
+    """Standard input of each case; for a function, the JSON list of its arguments."""
+    expected: tuple[object, ...]
+    """Standard output of each case; for a function, its results."""
+    function: str | None = None
+    """The function, or the method of the class Solution, that each case calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Python source that asserts something about the program."""
+
+    sources: tuple[str, ...]
+    entry_point: str | None
+    """What `check(candidate)` gets, and what the tests call by name: an expression."""
+    calls_check: bool
+    """Whether the tests define check(candidate) and leave its call to their runner."""
+    needs_pytest: bool
+    """Whether only pytest can run them: fixtures, marks, or an import of it."""
+    imports: tuple[str, ...]
+    """Packages that the tests import."""
+
+
+IN_WORDS = (
+    "give Python source, a list of it, a list of {'input': text, 'output': text}, or"
+    " {'inputs': […], 'outputs': […]} with or without fn_name"
+)
+PAIR_KEYS = {"input", "output"}
+FUNCTION_KEYS = ("fn_name", "func_name", "function_name")
+IGNORED_KEYS = {"id", "name", "explanation", "description", "type", "testtype"}
+"""Keys of a case that do not change what it tests, or that say again which kind it is."""
+CALLED = ("functional", "function_call", "call_based")
+PRINTED = ("stdin", "stdin_stdout", "standard_input")
+HEAD_COLUMNS = ("code_prompt", "starter_code")
+
+
+def read_tests(tests: object, columns: Mapping[str, object] | None = None) -> Cases | Source:
+    """Read the tests of one row.
+
+    Args:
+        columns: the row's other columns. `entry_point`, `fn_name`, `test_setup_code`,
+            `test_imports` and `metadata` belong to the tests.
+
+    Raises:
+        TestsError: they have another form, or assert nothing.
+    """
+    row = columns or {}
+    found = _from_json(tests)
+    if isinstance(found, Mapping):
+        return _table(found, row)
+    if isinstance(found, str):
+        found = [found]
+    if isinstance(found, Sequence) and found:
+        if all(isinstance(test, str) for test in found):
+            return _source([str(test) for test in found], row)
+        if all(isinstance(test, Mapping) for test in found):
+            return _cases(found, row)
+    raise TestsError(f"column tests contains {str(tests)[:80]!r}; {IN_WORDS}")
+
+
+def _from_json(value: object) -> object:
+    """Lists and objects of JSON text as values; any other value unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return found if isinstance(found, list) or (isinstance(found, dict) and found) else value
+
+
+# -- cases -----------------------------------------------------------------------------------------
+
+
+def _table(found: Mapping[str, object], row: Mapping[str, object]) -> Cases:
+    """`{"inputs": […], "outputs": […], "fn_name": …}`, as APPS, TACO and CodeContests have it."""
+    given = {key: value for key, value in found.items() if value is not None}
+    names = ("inputs", "outputs") if "inputs" in given else ("input", "output")
+    inputs, outputs = (given.pop(name, None) for name in names)
+    function = _function(given, row)
+    if left := sorted({*given} - {*FUNCTION_KEYS} - IGNORED_KEYS):
+        raise TestsError(f"column tests has the keys {left}, which have no effect; {IN_WORDS}")
+    if not (_is_list(inputs) and _is_list(outputs) and len(inputs) == len(outputs) > 0):
+        raise TestsError(
+            f"column tests contains {str(dict(found))[:80]!r}: {names[0]} and {names[1]} are not"
+            f" lists of the same length above 0; {IN_WORDS}"
+        )
+    if function is None:
+        return Cases(tuple(map(_text, inputs)), tuple(map(_text, outputs)))
+    return Cases(tuple(map(_arguments, inputs)), tuple(map(_results, outputs)), function)
+
+
+def _cases(found: Sequence[Mapping[str, object]], row: Mapping[str, object]) -> Cases:
+    """A list of `{"input": …, "output": …}`, of standard input and output or of one function."""
+    pairs: list[tuple[object, object]] = []
+    functions = set[str | None]()
+    for number, case in enumerate(found):
+        given = {key: value for key, value in case.items() if value is not None}
+        kind = str(given.get("testtype", given.get("type", ""))).lower()
+        if missing := sorted(PAIR_KEYS - {*given}):
+            raise TestsError(
+                f"column tests contains {str(found)[:80]!r}: case {number} has no {missing[0]};"
+                f" {IN_WORDS}"
+            )
+        if left := sorted({*given} - PAIR_KEYS - {*FUNCTION_KEYS} - IGNORED_KEYS):
+            raise TestsError(
+                f"column tests has the keys {left} in case {number}, which have no effect;"
+                f" {IN_WORDS}"
+            )
+        function = None if kind in PRINTED else _function(given, row)
+        if kind in CALLED and function is None:
+            raise TestsError(
+                f"column tests has case {number} of type {kind!r} and no name of the function; add"
+                " the column fn_name"
+            )
+        functions.add(function)
+        pairs.append((given["input"], given["output"]))
+    if len(functions) > 1:
+        raise TestsError("column tests mixes cases that print with cases that call functions")
+    function = functions.pop()
+    if function is None:
+        return Cases(tuple(_text(i) for i, _ in pairs), tuple(_text(o) for _, o in pairs))
+    return Cases(
+        tuple(_arguments(i) for i, _ in pairs), tuple((_value(o),) for _, o in pairs), function
+    )
+
+
+def _function(given: Mapping[str, object], row: Mapping[str, object]) -> str | None:
+    """The function's name, in the tests, in a column, or in LiveCodeBench's column metadata."""
+    metadata = _from_json(row.get("metadata"))
+    for place in (given, row, metadata if isinstance(metadata, Mapping) else {}):
+        for key in FUNCTION_KEYS:
+            name = place.get(key)
+            if name is not None and name != "":
+                if not isinstance(name, str) or not name.isidentifier():
+                    raise TestsError(f"{key} = {name!r} is not the name of a function")
+                return name
+    return None
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _text(value: object) -> str:
+    """Standard input or output: a text, or its lines."""
+    lines = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if not all(isinstance(line, str | int | float) for line in lines):
+        raise TestsError(f"column tests contains {str(value)[:80]!r}, which is no text; {IN_WORDS}")
+    return "\n".join(map(str, lines))
+
+
+def _arguments(value: object) -> str:
+    """The JSON list of a call's arguments: of a list, or of a text with one JSON value a line."""
+    try:
+        if isinstance(value, str):
+            return json.dumps([json.loads(line) for line in value.split("\n") if line.strip()])
+        if _is_list(value):
+            return json.dumps(value)
+    except (ValueError, TypeError):
+        pass
+    raise TestsError(
+        f"column tests contains the arguments {str(value)[:80]!r}; give a list, or one JSON value a"
+        " line"
+    )
+
+
+def _value(value: object) -> object:
+    """A result: JSON text is read, as LiveCodeBench has it."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found: object = json.loads(value)
+    except ValueError:
+        return value
+    return found
+
+
+def _results(value: object) -> tuple[object, ...]:
+    """The results that APPS accepts: the output, or the only item of its list."""
+    return (value, value[0]) if isinstance(value, list) and len(value) == 1 else (value,)
+
+
+# -- source ----------------------------------------------------------------------------------------
+
+ASSERTS = re.compile(r"assert|expect|raises|warns|fail|check|verify", re.IGNORECASE)
+"""Names of functions that are taken to assert something, where the tests do not define them."""
+RUNNERS = ("unittest.main", "pytest.main", "main")
+EXITS = ("sys.exit", "exit", "quit", "os._exit", "raise SystemExit")
+PER_TEST = re.compile(r"(setup|teardown)_?(function|method|class|module)?$")
+"""pytest's functions and methods that run before and after tests."""
+
+
+def _source(tests: Sequence[str], row: Mapping[str, object]) -> Source:
+    entry = row.get("entry_point")
+    before = [text for name in ("test_imports", "test_setup_code") for text in _texts(row, name)]
+    sources = [_without_runner(text) for text in tests]
+    trees = [_parsed(text) for text in (*before, *sources)]
+    found = _Executed(trees)
+    calls_check = "check" in found.uncalled
+    if calls_check and not (isinstance(entry, str) and entry):
+        raise TestsError(
+            "column tests defines check(candidate), which nothing calls; add the column"
+            " entry_point with the name of the function to check"
+        )
+    found.refuse_what_asserts_nothing(str(tests[0]), calls_check)
+    return Source(
+        (*before, *sources),
+        entry if isinstance(entry, str) and entry else None,
+        calls_check,
+        found.needs_pytest,
+        tuple(sorted(found.imports - {"solution", "__future__"})),
+    )
+
+
+def _texts(row: Mapping[str, object], name: str) -> list[str]:
+    value = _from_json(row.get(name))
+    texts = value if _is_list(value) else [value or ""]
+    if not all(isinstance(text, str) for text in texts):
+        raise TestsError(f"column {name} contains {str(value)[:80]!r}; give Python source")
+    return [text for text in map(str, texts) if text.strip()]
+
+
+def _parsed(text: str) -> ast.Module:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise TestsError(
+            f"column tests contains {text[:80]!r}, which is not Python source ({error}); {IN_WORDS}"
+        ) from None
+
+
+def _without_runner(text: str) -> str:
+    """The source with `pass` for its calls of unittest.main and pytest.main, and without a last
+    exit with code 0: the tests run anyway, and their end would hide the verdict."""
+    tree = _parsed(text)
+    statements = list(_flat(tree.body))
+    lines = text.split("\n")
+    for node in statements:
+        call = node.value if isinstance(node, ast.Expr) else None
+        last = node is statements[-1]
+        if _calls(call, RUNNERS) or (
+            _calls(call, EXITS)
+            and isinstance(call, ast.Call)
+            and (any(_calls(value, RUNNERS) for value in call.args) or (last and _is_zero(call)))
+        ):
+            assert node.end_lineno is not None and node.end_col_offset is not None
+            first, end = node.lineno - 1, node.end_lineno - 1
+            head = lines[first].encode()[: node.col_offset].decode()
+            rest = lines[end].encode()[node.end_col_offset :].decode()
+            lines[first : end + 1] = [head + "pass" + rest, *[""] * (end - first)]
+    return "\n".join(lines)
+
+
+def _flat(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module that always run as a script."""
+    for node in statements:
+        if isinstance(node, ast.If) and "__main__" in ast.dump(node.test):
+            yield from _flat(node.body)
+        else:
+            yield node
+
+
+def _calls(node: ast.AST | None, names: Sequence[str]) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in names
+
+
+def _is_zero(call: ast.Call) -> bool:
+    return not call.args or (
+        isinstance(call.args[0], ast.Constant) and call.args[0].value in (0, None)
+    )
+
+
+class _Executed:
+    """What the tests run, as far as their text shows: the statements of the modules, test functions
+    and classes, and every function that one of these mentions."""
+
+    def __init__(self, trees: Sequence[ast.Module]) -> None:
+        self.nodes: list[tuple[ast.AST, bool]] = []
+        """(node, whether an exception there is expected or caught)."""
+        self.imports = set[str]()
+        self.needs_pytest = False
+        self._functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
+        for tree in trees:
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    self._functions.setdefault(node.name, []).append(node)
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    self.imports.add(node.module.partition(".")[0])
+                elif isinstance(node, ast.Import):
+                    self.imports |= {alias.name.partition(".")[0] for alias in node.names}
+        self.statements = [node for tree in trees for node in _flat(tree.body)]
+        self.needs_pytest = "pytest" in self.imports
+        for node in self.statements:
+            self._visit(node, False)
+        # The functions that the module's own statements do not reach.
+        self.uncalled = {
+            node.name
+            for node in self.statements
+            if isinstance(node, ast.FunctionDef) and node.name in self._functions
+        }
+        for node in self.statements:
+            self._visit_test(node)
+
+    def _visit(self, node: ast.AST, caught: bool) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for part in (*node.decorator_list, *node.args.defaults):
+                self._visit(part, caught)
+            return
+        self.nodes.append((node, caught))
+        name = getattr(node, "id", getattr(node, "attr", None))
+        for function in self._functions.pop(name, ()) if isinstance(name, str) else ():
+            self._body(function)
+        inner = caught or isinstance(node, ast.With | ast.AsyncWith | ast.Try)
+        for child in ast.iter_child_nodes(node):
+            self._visit(child, inner)
+
+    def _body(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        for node in function.body:
+            self._visit(node, False)
+
+    def _visit_test(self, node: ast.stmt) -> None:
+        """Visit what a runner of tests would run."""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name == "check" and node.name in self.uncalled:
+                self._body(node)
+            elif node.name.startswith("test"):
+                self._body(node)
+                self.needs_pytest |= bool(_needed(node.args)) and not node.decorator_list
+            elif PER_TEST.match(node.name) or _is_fixture(node):
+                self._body(node)
+                self.needs_pytest = self.needs_pytest or node.name not in (
+                    "setUpModule",
+                    "tearDownModule",
+                )
+        elif isinstance(node, ast.ClassDef):
+            is_case = any("Test" in ast.unparse(base) for base in node.bases)
+            if not is_case and not node.name.startswith("Test"):
+                return
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+                    self._body(method)
+                    if not is_case:
+                        self.needs_pytest |= bool(PER_TEST.match(method.name)) or (
+                            method.name.startswith("test")
+                            and len(_needed(method.args)) > 1
+                            and not method.decorator_list
+                        )
+
+    def refuse_what_asserts_nothing(self, text: str, calls_check: bool) -> None:
+        """Raise TestsError if nothing is asserted, or if a statement only looks like it."""
+        way_out = "write `assert …`"
+        for statement in self.statements:
+            if isinstance(statement, ast.Expr) and _calls(statement.value, EXITS):
+                raise TestsError(
+                    f"column tests ends its own process on line {statement.lineno}:"
+                    f" `{ast.unparse(statement)[:80]}`; remove it"
+                )
+        for node, caught in self.nodes:
+            if isinstance(node, ast.Assert) and _is_display(node.test):
+                raise TestsError(
+                    f"column tests asserts nothing on line {node.lineno}:"
+                    f" `{ast.unparse(node)[:80]}` is always true; write `assert condition, message`"
+                )
+            if isinstance(node, ast.Expr) and not caught and self._is_lost(node.value):
+                raise TestsError(
+                    f"column tests asserts nothing on line {node.lineno}:"
+                    f" `{ast.unparse(node)[:80]}` is an expression whose value is lost; {way_out}"
+                )
+        if not any(self._asserts(node) for node, _ in self.nodes):
+            uncalled = sorted(name for name in self._functions if name != "check")
+            why = f": nothing calls {', '.join(uncalled[:3])}" if uncalled else ""
+            raise TestsError(f"column tests asserts nothing{why} ({text[:80]!r}); {way_out}")
+
+    def _is_lost(self, node: ast.expr) -> bool:
+        """Whether the statement computes a value and drops it; docstrings and `...` are none."""
+        if isinstance(node, ast.Constant):
+            return not isinstance(node.value, str) and node.value is not Ellipsis
+        kinds = ast.Call | ast.Await | ast.Yield | ast.YieldFrom | ast.NamedExpr | ast.ListComp
+        return not isinstance(node, kinds) and not any(map(self._asserts, ast.walk(node)))
+
+    @staticmethod
+    def _asserts(node: ast.AST) -> bool:
+        if isinstance(node, ast.Assert):
+            return not isinstance(node.test, ast.Constant)
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            return bool(ASSERTS.search(name))
+        return isinstance(node, ast.Raise)
+
+
+def _needed(arguments: ast.arguments) -> list[ast.arg]:
+    """Parameters without a default."""
+    return [*arguments.posonlyargs, *arguments.args][
+        : len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
+    ]
+
+
+def _is_fixture(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def _is_display(node: ast.expr) -> bool:
+    """A tuple, list, … with items: always true."""
+    items = getattr(node, "elts", getattr(node, "keys", ()))
+    return bool(items) or isinstance(node, ast.Lambda | ast.GeneratorExp)
+
+
+# -- what stands before the program ---------------------------------------------------------------
+
+FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def heads_of(row: Mapping[str, object]) -> tuple[str, ...]:
+    """Source that a data set shows the model before its answer: the columns `code_prompt` and
+    `starter_code`, and with `entry_point` the prompt or its fenced block, if it contains code."""
+    texts = [text for name in HEAD_COLUMNS for text in _texts(row, name)]
+    if row.get("entry_point"):
+        messages, prompt = row.get("messages"), row.get("prompts")
+        last = messages[-1] if isinstance(messages, Sequence) and messages else {}
+        asked = last.get("content") if isinstance(last, Mapping) else None
+        for text in (asked, prompt):
+            if isinstance(text, str):
+                texts += [text, *FENCED.findall(text)]
+    return tuple(
+        dict.fromkeys(text for text in texts if _has_code(f"{text.rstrip()}\n    pass\n", text))
+    )
+
+
+def _has_code(*texts: str) -> bool:
+    for text in texts:
+        try:
+            body = ast.parse(text).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        kinds = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+        if any(isinstance(node, kinds) for node in body):
+            return True
+    return False
