@@ -269,6 +269,7 @@ def _reader_may_leave() -> Iterator[None]:
 def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
     if isinstance(config, OfflineConfig):
         return _offline_plan(config, options)
+    from asyncrl.preflight.code_trial import try_code
     from asyncrl.preflight.model_snapshot import resolve_models
     from asyncrl.preflight.own_functions import own_text, try_own
     from asyncrl.preflight.plan import make_plan
@@ -281,7 +282,7 @@ def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
             print_shown(f"{plan.config_text()}\n")
         print_shown(plan.brief() if brief else plan.text())
         given = try_rewards(plan.prompts)
-    tried = [rewards_text(given), own_text(try_own(config))]
+    tried = [rewards_text(given), try_code(config), own_text(try_own(config))]
     if not brief:
         for text in filter(None, tried):
             print_shown(f"\n{text}")

@@ -32,6 +32,7 @@ __all__ = [
     "refuse_missing_pytest",
     "sandbox_limits",
     "share_settings",
+    "with_heads",
 ]
 
 SETTINGS = "ASYNCRL_SANDBOX"
@@ -101,11 +102,13 @@ async def code_tests(
 
 
 def row_of(columns: Mapping[str, object], place: int, count: int) -> dict[str, object]:
-    """One trajectory's values of the columns."""
+    """One trajectory's values of the columns. An entry of the function's `arguments` is the same
+    for all."""
     return {
         name: values[place]
-        for name, values in columns.items()
         if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
+        else values
+        for name, values in columns.items()
     }
 
 

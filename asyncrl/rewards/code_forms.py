@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-__all__ = ["Cases", "Source", "TestsError", "heads_of", "read_tests"]
+__all__ = ["Cases", "Source", "TestsError", "heads_of", "json_value", "read_tests"]
 
 
 class TestsError(ValueError):
@@ -70,7 +70,7 @@ def read_tests(tests: object, columns: Mapping[str, object] | None = None) -> Ca
         TestsError: they have another form, or assert nothing.
     """
     row = columns or {}
-    found = _from_json(tests)
+    found = json_value(tests)
     if isinstance(found, Mapping):
         return _table(found, row)
     if isinstance(found, str):
@@ -83,7 +83,7 @@ def read_tests(tests: object, columns: Mapping[str, object] | None = None) -> Ca
     raise TestsError(f"column tests contains {str(tests)[:80]!r}; {IN_WORDS}")
 
 
-def _from_json(value: object) -> object:
+def json_value(value: object) -> object:
     """Lists and objects of JSON text as values; any other value unchanged."""
     if not isinstance(value, str):
         return value
@@ -152,7 +152,7 @@ def _cases(found: Sequence[Mapping[str, object]], row: Mapping[str, object]) -> 
 
 def _function(given: Mapping[str, object], row: Mapping[str, object]) -> str | None:
     """The function's name, in the tests, in a column, or in LiveCodeBench's column metadata."""
-    metadata = _from_json(row.get("metadata"))
+    metadata = json_value(row.get("metadata"))
     for place in (given, row, metadata if isinstance(metadata, Mapping) else {}):
         for key in FUNCTION_KEYS:
             name = place.get(key)
@@ -239,7 +239,7 @@ def _source(tests: Sequence[str], row: Mapping[str, object]) -> Source:
 
 
 def _texts(row: Mapping[str, object], name: str) -> list[str]:
-    value = _from_json(row.get(name))
+    value = json_value(row.get(name))
     texts = value if _is_list(value) else [value or ""]
     if not all(isinstance(text, str) for text in texts):
         raise TestsError(f"column {name} contains {str(value)[:80]!r}; give Python source")

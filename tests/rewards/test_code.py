@@ -1,11 +1,13 @@
 """The reward for code: what it reads, what it runs, and programs that try to evade their
 tests."""
 
+import ast
 import asyncio
 import json
 import os
 import time
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 from small_config import small_config
@@ -17,10 +19,12 @@ from asyncrl.rewards.code import (
     code_block,
     code_tests,
     configured_sandbox,
-    passes,
-    read_tests,
+    grade,
+    refuse_missing_pytest,
     share_settings,
+    with_heads,
 )
+from asyncrl.rewards.code_forms import Cases, Source, TestsError, heads_of, read_tests
 from asyncrl.rewards.contract import GroupCall, RewardError, call_reward
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.run import launch
@@ -49,43 +53,132 @@ def test_takes_the_last_python_block(completion, code):
     assert code_block(completion) == code
 
 
+PAIRS = Cases(("1 2\n", "10 5"), ("3\n", "15"))
+
+
 @pytest.mark.parametrize(
     ("tests", "read"),
     [
-        ("assert add(1, 2) == 3", ["assert add(1, 2) == 3"]),
-        (["assert a", "assert b"], ["assert a", "assert b"]),
-        ('["assert a"]', ["assert a"]),
-        (ECHO, [("1 2\n", "3\n"), ("10 5", "15")]),
-        (json.dumps(ECHO), [("1 2\n", "3\n"), ("10 5", "15")]),
-        ("{}", ["{}"]),
-        ([], None),
-        ("[]", None),
-        (None, None),
-        (7, None),
-        ([{"input": "1"}], None),
-        ([{"input": "1", "output": None}], None),
-        (["assert a", {"input": "", "output": ""}], None),
+        (ECHO, PAIRS),
+        (json.dumps(ECHO), PAIRS),
+        ([{"type": "stdin_stdout", "fn_name": None, **case} for case in ECHO], PAIRS),
+        ({"inputs": ["1 2\n", ["10 5"]], "outputs": ["3\n", ["15"]], "fn_name": None}, PAIRS),
+        ('{"input": ["1 2\\n", "10 5"], "output": ["3\\n", "15"]}', PAIRS),
+        (
+            {"fn_name": "f", "inputs": [[1, [2]]], "outputs": [[3]]},
+            Cases(("[1, [2]]",), (([3], 3),), "f"),
+        ),
+        (
+            [{"testtype": "functional", "fn_name": "f", "input": "[1]\n2", "output": "[3]"}],
+            Cases(("[[1], 2]",), (([3],),), "f"),
+        ),
     ],
 )
-def test_reads_assertions_and_cases(tests, read):
-    if read is None:
-        with pytest.raises(ValueError, match="column tests contains"):
-            read_tests(tests)
-    else:
-        assert read_tests(tests) == read
+def test_reads_the_cases_of_public_sets(tests, read):
+    assert read_tests(tests) == read
+
+
+def test_a_column_may_name_the_function() -> None:
+    case = [{"input": "1", "output": "2", "testtype": "functional"}]
+    for columns in ({"fn_name": "f"}, {"metadata": '{"func_name": "f"}'}):
+        found = read_tests(case, columns)
+        assert isinstance(found, Cases) and found.function == "f"
+
+
+CHECK = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(1, 2) == 3\n"
+PYTEST = "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3\n"
+UNITTEST = (
+    "import unittest\n\nclass AddTest(unittest.TestCase):\n    def test_add(self):\n"
+    "        self.assertEqual(add(1, 2), 3)\n"
+)
+MAIN = "\nif __name__ == '__main__':\n    unittest.main()\n"
+FIXTURE = (
+    "import pytest\n\n@pytest.mark.parametrize('a, total', [(1, 3), (2, 4)])\n"
+    "def test_add(a, total, tmp_path):\n    assert add(a, 2) == total\n\n"
+    "@pytest.mark.skip\ndef test_skipped():\n    assert False\n\n"
+    "async def test_later():\n    with pytest.raises(TypeError):\n        add(1, 'a') == 2\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("tests", "calls_check", "needs_pytest"),
+    [
+        ("assert add(1, 2) == 3", False, False),
+        (["assert add(1, 2) == 3", "x = 1\nassert add(x, 2) == 3"], False, False),
+        ('["assert add(1, 2) == 3"]', False, False),
+        (CHECK, True, False),
+        (CHECK + "check(add)\n", False, False),
+        (PYTEST, False, False),
+        (UNITTEST + MAIN, False, False),
+        (FIXTURE, False, True),
+        ("def test_add(capsys):\n    assert add(1, 2) == 3", False, True),
+        ("def compare(a, b):\n    assert a == b\ncompare(add(1, 2), 3)", False, False),
+        ("import numpy as np\nnp.testing.assert_allclose(add(1, 2), 3)", False, False),
+        ("if add(1, 2) != 3:\n    raise ValueError", False, False),
+        ("import sys\nassert add(1, 2) == 3\nsys.exit(0)", False, False),
+        ("assert True, 'for debugging'\nassert add(1, 2) == 3", False, False),
+        ("from mock import patch\n@patch('a')\ndef test_a(a):\n    assert add(1, 2)", False, False),
+    ],
+)
+def test_reads_source(tests, calls_check, needs_pytest):
+    found = read_tests(tests, {"entry_point": "add"})
+    assert isinstance(found, Source)
+    assert (found.calls_check, found.needs_pytest) == (calls_check, needs_pytest)
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ([], "give Python source"),
+        ("[]", "give Python source"),
+        ("{}", "is an expression"),
+        (None, "give Python source"),
+        (7, "give Python source"),
+        ([{"input": "1"}], "case 0 has no output"),
+        ([{"input": "1", "output": None}], "case 0 has no output"),
+        ([{"input": "1", "output": "1", "checker": "c"}], r"keys \['checker'\] in case 0"),
+        ([{"input": "1", "output": {}}], "which is no text"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "add the column fn_name"),
+        ([{"input": "one", "output": "1", "fn_name": "f"}], "the arguments 'one'"),
+        ([{"input": "1", "output": "1", "fn_name": "f"}, ECHO[0]], "mixes cases"),
+        ([{"input": "1", "output": "1", "fn_name": "f()"}], "not the name of a function"),
+        ({"inputs": ["1"], "outputs": []}, "not lists of the same length"),
+        ({"inputs": [], "outputs": []}, "not lists of the same length"),
+        ({"inputs": ["1"], "outputs": ["1"], "seconds": 3}, r"keys \['seconds'\]"),
+        (["assert a", {"input": "", "output": ""}], "give Python source"),
+        ("it must add", "not Python source"),
+        ("eJwLKEpMTy0GAAYkAlE=", "not Python source"),
+        ("", "asserts nothing"),
+        ("# assert add(1, 2) == 3", "asserts nothing"),
+        ("add(1, 2) == 3", r"line 1: `add\(1, 2\) == 3` is an expression"),
+        (["assert add(1, 2) == 3", "add(1, 2) == 3"], "is an expression"),
+        ("assert (add(1, 2) == 3, 'no')", "is always true"),
+        ("def test_a():\n    add(1, 2) == 3", "line 2: .*is an expression"),
+        ("assert True", "asserts nothing"),
+        ("x = add(1, 2)", "asserts nothing"),
+        ("print(add(1, 2))", "asserts nothing"),
+        ("def helper():\n    assert add(1, 2) == 3", "nothing calls helper"),
+        ("def test_a():\n    def inner():\n        assert add(1, 2) == 3", "nothing calls inner"),
+        ("class A:\n    def test_a(self):\n        assert add(1, 2) == 3", "nothing calls test_a"),
+        ("import sys\nsys.exit(0)\nassert add(1, 2) == 3", "ends its own process on line 2"),
+        ("import os\nassert add(1, 2) == 3\nos._exit(1)", "ends its own process on line 3"),
+        (CHECK, "add the column entry_point"),
+    ],
+)
+def test_refuses_by_name_what_asserts_nothing_or_has_another_form(tests, message):
+    with pytest.raises(TestsError, match=message):
+        read_tests(tests)
 
 
 def test_compares_outputs_outside() -> None:
-    def score(outputs, tests=(("1", "3\n"), ("2", "a  \n\nb\n\n")), exit_code=0):
-        sandbox = FakeSandbox(
-            lambda program: ended(
-                json.dumps(outputs) if not isinstance(outputs, str) else outputs, exit_code
-            )
-        )
-        passed = asyncio.run(passes(sandbox, Limits(), "code", tests))
-        assert b"3" not in b"".join(
-            [sandbox.programs[0].stdin, *sandbox.programs[0].files.values()]
-        )  # the program cannot find the expected outputs
+    def score(outputs, tests=None, exit_code=0):
+        tests = tests or Cases(("1", "2"), ("3\n", "a  \n\nb\n\n"))
+        printed = json.dumps(outputs) if not isinstance(outputs, str) else outputs
+        sandbox = FakeSandbox(lambda _: ended(printed, exit_code))
+        passed = asyncio.run(grade(sandbox, Limits(), "code", tests)).passed
+        files = sandbox.programs[0].files
+        sent = [sandbox.programs[0].stdin, files["solution.py"], files["begin.json"]]
+        assert b"3" not in b"".join(sent)  # the program cannot find the expected outputs
         return passed
 
     assert score([[0, "3"], [0, "a\n\nb"]]) and score([[0, "3 \n\n"], [0, "a\n\nb \n"]])
@@ -103,6 +196,41 @@ def test_compares_outputs_outside() -> None:
         and not score("null")
         and not score('[[0, 3], [0, "a"]]')
     )
+    function = Cases(("[1]", "[2]"), ((["3"], "3"), ("x",)), "f")
+    assert score([[0, '"3"'], [0, '"x"']], function) and score([[0, '["3"]'], [0, '"x"']], function)
+    assert not score([[0, '"3"'], [0, "x"]], function)
+    assert not score([[0, "4"], [0, '"x"']], function)
+
+
+def test_another_service_runs_each_case_as_a_program_of_its_own() -> None:
+    cases = Cases(("1", "2"), ("1", "2"))
+    for level, programs in ((Level.CONTAINER, 2), (Level.NAMESPACES, 1)):
+
+        def echo(program, level=level):
+            given = json.loads(program.stdin)["inputs"]
+            return ended(json.dumps([[0, text] for text in given]), level=level)
+
+        sandbox = FakeSandbox(echo, level)
+        assert asyncio.run(grade(sandbox, Limits(), "code", cases)).passed
+        assert len(sandbox.programs) == programs
+
+
+HEAD = 'from typing import List\n\ndef add(a: int, b: int) -> int:\n    """Add."""\n'
+STARTER = "class Solution:\n    def add(self, a: int) -> int:\n        "
+
+
+def test_a_body_is_put_below_its_head() -> None:
+    shown = {"entry_point": "add", "prompts": HEAD}
+    assert heads_of(shown) == (HEAD,) and heads_of({"prompts": HEAD}) == ()
+    chat = [{"role": "user", "content": f"Complete:\n```python\n{HEAD}```"}]
+    assert heads_of({"entry_point": "add", "prompts": "<|user|>", "messages": chat}) == (HEAD,)
+    body = "c = a + b\nreturn c\n"
+    program, before = with_heads(body, "add", (HEAD,))
+    assert before == () and ast.parse(program).body[1].body[-1].value.id == "c"
+    assert with_heads(ADD, "add", (HEAD,)) == (ADD, (HEAD,))
+    program, _ = with_heads("return a\n", "Solution().add", (STARTER,))
+    assert ast.parse(program).body[0].body[0].body[0].value.id == "a"
+    assert with_heads("no python", "add", (HEAD,))[0] == "no python"
 
 
 @pytest.fixture
@@ -164,6 +292,194 @@ def test_programs_are_run_on_inputs(sandboxed):
         0.0,
         0.0,
     ]
+
+
+def graded(programs, tests, **row):
+    """Whether each program passes the tests, by name."""
+    sandbox, limits = configured_sandbox()
+    read, heads = read_tests(tests, row), heads_of(row)
+
+    async def all_of_them():
+        slots = asyncio.Semaphore(os.cpu_count() or 1)
+
+        async def one(program):
+            async with slots:
+                return (await grade(sandbox, limits, program, read, heads)).passed
+
+        return await asyncio.gather(*map(one, programs.values()))
+
+    return dict(zip(programs, asyncio.run(all_of_them()), strict=True))
+
+
+WRONG_ADD = ADD.replace("+", "-")
+PROGRAMS = {"right": ADD, "wrong": WRONG_ADD, "empty": ""}
+ONLY_RIGHT = {"right": True, "wrong": False, "empty": False}
+
+
+@pytest.mark.parametrize("tests", [CHECK, PYTEST, UNITTEST + MAIN], ids=["check", "def", "class"])
+def test_tests_that_only_define_something_run_as_their_runners_run_them(sandboxed, tests):
+    assert graded(PROGRAMS, tests, entry_point="add") == ONLY_RIGHT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tests",
+    [
+        CHECK + "check(add)\n",
+        "import unittest\n" + UNITTEST + "import sys\nsys.exit(unittest.main(exit=False))\n",
+        UNITTEST.replace("TestCase", "IsolatedAsyncioTestCase").replace("    def", "    async def"),
+        "class TestAdd:\n    def test_add(self):\n        assert add(1, 2) == 3\n",
+        PYTEST.replace("def test", "async def test").replace("import add", "import *"),
+        'from unittest.mock import patch\n\n@patch("math.pi", 2)\ndef test_add():\n'
+        "    import math\n    assert add(1, math.pi) == 3\n",
+        {"fn_name": "add", "inputs": [[1, 2], [0, 0]], "outputs": [[3], 0]},
+        [{"input": "1\n2", "output": "3", "testtype": "functional", "fn_name": "add"}],
+    ],
+    ids=["called", "exit", "async class", "plain class", "async def", "patch", "apps", "livecode"],
+)
+def test_other_forms_run_too(sandboxed, tests):
+    assert graded(PROGRAMS, tests) == ONLY_RIGHT
+
+
+@pytest.mark.slow
+def test_pytest_runs_what_needs_it(sandboxed):
+    packages = str(Path(pytest.__file__).parents[1])
+    share_settings(SandboxConfig(level=probe().best.value, wall_s=60, cpu_s=60, paths=[packages]))
+    skips = "import pytest\n\ndef add(a, b):\n    pytest.skip('no')\n"
+    settles = "import pytest\npytest.raises = lambda *_: open('solution.py')\n" + WRONG_ADD
+    programs = {**PROGRAMS, "skips": skips, "replaces": settles}
+    refuse_missing_pytest(configured_sandbox()[0], [read_tests(FIXTURE)])
+    assert graded(programs, FIXTURE) == {**ONLY_RIGHT, "skips": False, "replaces": False}
+
+
+def test_pytest_is_asked_for_by_name_where_the_sandbox_has_none() -> None:
+    sandbox = FakeSandbox(lambda _: ended("", 1))
+    refuse_missing_pytest(sandbox, [read_tests(PYTEST), PAIRS])
+    assert not sandbox.programs
+    for _ in range(2):
+        with pytest.raises(TestsError, match=r"needs pytest .* reward\.sandbox\.paths"):
+            refuse_missing_pytest(sandbox, [read_tests(FIXTURE)])
+    assert len(sandbox.programs) == 1  # it does not change
+
+
+AS_A_FILE = {
+    "forward reference": (
+        "from __future__ import annotations\nfrom dataclasses import dataclass, fields\n"
+        "import typing\n@dataclass\nclass P:\n    next: P | None = None\n"
+        "value = fields(P)[0].type == 'P | None' and 'next' in typing.get_type_hints(P)\n"
+    ),
+    "pickle": "import pickle\nclass P: pass\nvalue = type(pickle.loads(pickle.dumps(P()))) is P\n",
+    "guard": "if __name__ == '__main__':\n    value = True\n",
+    "guard with input": "value = True\nif __name__ == '__main__':\n    print(input())\n",
+    "source": "import inspect\ndef f(): return 1\nvalue = 'return 1' in inspect.getsource(f)\n",
+    "exit": "value = True\nimport unittest\nif __name__ == '__main__':\n    unittest.main()\n",
+}
+
+
+def test_a_program_runs_as_a_file_does(sandboxed):
+    assert graded(AS_A_FILE, "assert value") == dict.fromkeys(AS_A_FILE, True)
+
+
+@pytest.mark.slow
+def test_tests_and_program_see_each_other(sandboxed):
+    programs = {
+        "counts": "n = 0\ndef f(x):\n    global n\n    n += x.v\n",
+        "uses": "n = 0\ndef f(x):\n    global n\n    n = X(x.v).v\n",
+    }
+    tests = ["class X:\n    def __init__(self, v): self.v = v", "f(X(2))\nassert n == 2"]
+    assert graded(programs, tests) == dict.fromkeys(programs, True)
+    solution = {
+        "s": "class Solution:\n    def add(self, a: List[int]) -> int:\n        return sum(a)\n"
+    }
+    check = CHECK.replace("1, 2", "[1, 2]")
+    assert graded(solution, check, entry_point="Solution().add") == {"s": True}
+    assert graded({"b": "return a + b\n"}, CHECK, entry_point="add", prompts=HEAD) == {"b": True}
+    setup = {"test_setup_code": "two = add(1, 1)", "test_imports": ["import math"]}
+    assert graded({"a": ADD}, ["assert add(1, two) == 3"], **setup) == {"a": True}
+
+
+LIAR = "class L:\n    def __eq__(self, other): return True\ndef add(a, b): return L()\n"
+EVASIONS = {
+    "exit": "import sys\nsys.exit(0)\n",
+    "exit at once": "import os\nos._exit(0)\n",
+    "exit in the function": "def add(a, b): raise SystemExit(0)\n",
+    "exit at the end": "import atexit, os\natexit.register(os._exit, 0)\n" + WRONG_ADD,
+    "own check": "def check(candidate): pass\n" + WRONG_ADD,
+    "own abs": "abs = lambda x: 0\n" + WRONG_ADD,
+    "Python's abs": "import builtins\nbuiltins.abs = lambda x: 0\n" + WRONG_ADD,
+    "equals anything": LIAR,
+    "a list that equals anything": LIAR.replace("return L()", "return [L()] if b else 0"),
+    "mock.ANY": "from unittest import mock\ndef add(a, b): return mock.ANY\n",
+    "patched at import": "import unittest\nunittest.TestCase.assertEqual = print\n" + WRONG_ADD,
+    "patched in a call": (
+        "import unittest\ndef add(a, b):\n    unittest.TestCase.assertEqual = print\n    return 0\n"
+    ),
+    "a module of its own": (
+        "import sys, types\nsys.modules['unittest'] = types.SimpleNamespace(\n"
+        "    TestCase=type('T', (), {}), main=print)\n"
+    ),
+    "skip": "import unittest\ndef add(a, b): raise unittest.SkipTest\n",
+    "prints what it finds": (
+        "import __main__, os, sys\nprint(vars(__main__), sys.argv)\n"
+        "os.write(1, os.pread(0, 4096, 0) + b' passed\\n')\nos._exit(0)\n"
+    ),
+    "frames": (
+        "import sys\nframe = sys._getframe()\nwhile frame:\n    for v in frame.f_locals.values():\n"
+        "        print('\\n%s passed' % (v,))\n    frame = frame.f_back\n"
+    ),
+    "another parser": "import ast\nast.parse = lambda *a: ast.Module([], [])\n" + WRONG_ADD,
+    "two processes": "import os\nos.fork()\n" + WRONG_ADD,
+    "writes the tests": "open('tests.json', 'w').write('[\"1\"]')\n" + WRONG_ADD,
+}
+
+
+def test_what_models_try_first_earns_nothing(sandboxed):
+    tried = {name: EVASIONS[name] for name in ("exit at once", "own abs", "equals anything")}
+    tests = "assert add(1, 2) == 3\nassert abs(add(2, 2) - 4) < 1e-6\n"
+    assert graded(tried, tests) == dict.fromkeys(tried, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "assert add(1, 2) == 3\nassert abs(add(2, 2) - 4) < 1e-6\n",
+        UNITTEST.replace("class", "assert abs(add(2, 2) - 4) < 1e-6\nclass"),
+        CHECK + "    assert abs(candidate(2, 2) - 4) < 1e-6\n",
+    ],
+    ids=["assert", "unittest", "check"],
+)
+def test_no_evasion_earns_a_reward(sandboxed, tests):
+    programs = {"right": ADD, **EVASIONS}
+    found = graded(programs, tests, entry_point="add")
+    assert found == {"right": True, **dict.fromkeys(EVASIONS, False)}
+
+
+LEAVES = """
+import os, time
+before = sorted(os.listdir('.')), os.path.exists('/tmp/kept')
+os.makedirs('d/e')
+open('d/e/f', 'w').close()
+try:
+    open('/tmp/kept', 'w').close()
+except OSError:
+    pass  # landlock has no folder of that name
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        while True:
+            open('beat', 'w').close()
+            time.sleep(0.001)
+    os._exit(0)
+while not os.path.exists('beat'):
+    time.sleep(0.001)
+print(before)
+"""
+
+
+def test_a_case_finds_nothing_of_an_earlier_one(sandboxed):
+    case = {"input": "", "output": "(['solution.py'], False)"}
+    assert graded({"leaves": LEAVES}, [case] * 3) == {"leaves": True}
 
 
 def test_no_code_runs_without_the_sandbox_that_the_config_asks_for(monkeypatch, tmp_path):
