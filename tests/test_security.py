@@ -201,6 +201,21 @@ SOURCES = [
 ]
 
 
+IN_SANDBOX = ROOT / "asyncrl" / "rewards" / "in_sandbox.py"
+"""The grader inside the sandbox. It runs the model's program, so it never runs elsewhere."""
+
+
+def test_the_grader_is_only_text_outside_the_sandbox() -> None:
+    for path in SOURCES:
+        imported = {
+            name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in (getattr(node, "module", None), *(alias.name for alias in node.names))
+        }
+        assert not any("in_sandbox" in (name or "") for name in imported), path
+
+
 def test_every_source_file_is_found() -> None:
     for top, least in {"asyncrl": 200, "jobs": 5, "benchmarks": 3, "docs": 1}.items():
         assert len([path for path in SOURCES if path.is_relative_to(ROOT / top)]) >= least, top
@@ -225,7 +240,7 @@ def test_no_call_runs_code_from_files(path: Path) -> None:
             given = {
                 keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords
             }
-            assert called not in (
+            assert (path == IN_SANDBOX and called in ("eval", "exec")) or called not in (
                 "eval",
                 "exec",
                 "yaml.load",
