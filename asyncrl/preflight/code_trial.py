@@ -18,7 +18,7 @@ from asyncrl.rewards.code import (
     code_block,
     configured_sandbox,
     grade,
-    refuse_missing_pytest,
+    refuse_missing_packages,
     share_settings,
     with_heads,
 )
@@ -100,7 +100,7 @@ def _solution(columns: Mapping[str, object]) -> str | None:
 
 async def _trial(rows: Sequence[_Row]) -> str:
     sandbox, limits = configured_sandbox()
-    refuse_missing_pytest(sandbox, [row.tests for row in rows])
+    refuse_missing_packages(sandbox, [row.tests for row in rows])
     title = f"# code_tests\n  tests of the first {len(rows)} rows: all can be run"
 
     async def graded(row: _Row, program: str) -> Verdict:

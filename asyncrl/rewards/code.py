@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ __all__ = [
     "code_tests",
     "configured_sandbox",
     "grade",
-    "refuse_missing_pytest",
+    "refuse_missing_packages",
     "sandbox_limits",
     "share_settings",
     "with_heads",
@@ -79,8 +80,8 @@ async def code_tests(
 
     Raises:
         SandboxError: The sandbox that `reward.sandbox` asks for is not available.
-        ValueError: The tests have another form, assert nothing, or need pytest, which the sandbox
-            does not have.
+        ValueError: The tests have another form, assert nothing, or import what the sandbox does
+            not have.
     """
     sandbox, limits = await asyncio.to_thread(configured_sandbox)
     slots = asyncio.Semaphore(os.cpu_count() or 1)
@@ -89,7 +90,7 @@ async def code_tests(
     for given, row in zip(tests, rows, strict=True):
         same = bool(read) and given == tests[0]
         read.append(read[0] if same else read_tests(given, row))
-    await asyncio.to_thread(refuse_missing_pytest, sandbox, read)
+    await asyncio.to_thread(refuse_missing_packages, sandbox, read)
 
     async def score(completion: str, checked: Cases | Source, row: Mapping[str, object]) -> float:
         code = code_block(completion)
@@ -234,23 +235,35 @@ def _defined(code: str) -> set[str] | None:
     }
 
 
-def refuse_missing_pytest(sandbox: Sandbox, tests: Iterable[Cases | Source]) -> None:
-    """Raise TestsError if tests need pytest, and the sandbox's Python does not have it."""
-    if not any(isinstance(test, Source) and test.needs_pytest for test in tests):
-        return
-    if id(sandbox) not in _with_pytest:
-        program, limits = Program.python("import pytest"), Limits(wall_s=60.0, cpu_s=60.0)
-        _with_pytest[id(sandbox)] = sandbox.run(program, limits).ok
-    if not _with_pytest[id(sandbox)]:
+def refuse_missing_packages(sandbox: Sandbox, tests: Iterable[Cases | Source]) -> None:
+    """Raise TestsError if tests import what the sandbox's Python does not have: the right program
+    could not pass."""
+    sources = [test for test in tests if isinstance(test, Source)]
+    named = {name for test in sources for name in test.needs}
+    named |= {"pytest" for test in sources if test.needs_pytest}
+    unknown = sorted(named - {*sys.stdlib_module_names} - {*_packages.get(id(sandbox), {})})
+    if unknown:
+        program = Program.python(FIND, json.dumps(unknown))
+        result = sandbox.run(program, Limits(wall_s=60.0, cpu_s=60.0))
+        found = json.loads(result.stdout) if result.ok else []
+        _packages.setdefault(id(sandbox), {}).update({name: name in found for name in unknown})
+    missing = sorted(name for name in named if not _packages.get(id(sandbox), {}).get(name, True))
+    if missing:
         raise TestsError(
-            "column tests needs pytest (an import of it, fixtures, or setup functions), which the"
-            " sandbox's Python does not have; install it for reward.sandbox.python, or name its"
-            " folder in reward.sandbox.paths"
+            f"column tests needs {', '.join(missing)}, which the sandbox's Python does not have;"
+            " install it for reward.sandbox.python, or name its folder in reward.sandbox.paths. The"
+            " program itself is imported as solution"
         )
 
 
-_with_pytest: dict[int, bool] = {}
-"""Sandbox, which `configured_sandbox` keeps for the process → whether it has pytest."""
+FIND = """
+import importlib.util, json, sys
+del sys.path[0]
+print(json.dumps([name for name in json.load(sys.stdin) if importlib.util.find_spec(name)]))
+"""
+"""Prints which of the packages Python finds outside the program's folder."""
+_packages: dict[int, dict[str, bool]] = {}
+"""Sandbox, which `configured_sandbox` keeps for the process → package → whether it has it."""
 
 
 def _verdict(result: Result, secret: str) -> Verdict:

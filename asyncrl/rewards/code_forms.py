@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +46,8 @@ class Source:
     """Whether only pytest can run them: fixtures, marks, or an import of it."""
     imports: tuple[str, ...]
     """Packages that the tests import."""
+    needs: tuple[str, ...]
+    """Those that they cannot do without: all but the imports in `try`."""
 
 
 IN_WORDS = (
@@ -211,30 +215,64 @@ def _results(value: object) -> tuple[object, ...]:
 ASSERTS = re.compile(r"assert|expect|raises|warns|fail|check|verify", re.IGNORECASE)
 """Names of functions that are taken to assert something, where the tests do not define them."""
 RUNNERS = ("unittest.main", "pytest.main", "main")
-EXITS = ("sys.exit", "exit", "quit", "os._exit", "raise SystemExit")
+EXITS = ("sys.exit", "exit", "quit", "os._exit", "SystemExit")
 PER_TEST = re.compile(r"(setup|teardown)_?(function|method|class|module)?$")
 """pytest's functions and methods that run before and after tests."""
 
 
 def _source(tests: Sequence[str], row: Mapping[str, object]) -> Source:
-    entry = row.get("entry_point")
+    entry = row.get("entry_point") or None
+    if not isinstance(entry, str | None):
+        raise TestsError(f"column entry_point contains {entry!r}; give an expression as text")
     before = [text for name in ("test_imports", "test_setup_code") for text in _texts(row, name)]
     sources = [_without_runner(text) for text in tests]
     trees = [_parsed(text) for text in (*before, *sources)]
     found = _Executed(trees)
     calls_check = "check" in found.uncalled
-    if calls_check and not (isinstance(entry, str) and entry):
+    if calls_check and entry is None:
         raise TestsError(
             "column tests defines check(candidate), which nothing calls; add the column"
             " entry_point with the name of the function to check"
         )
-    found.refuse_what_asserts_nothing(str(tests[0]), calls_check)
+    found.refuse_what_asserts_nothing(str(tests[0]))
+    own = {"solution", "__future__"}
+    imports_others = found.needs - {*sys.stdlib_module_names}
+    if not (calls_check or imports_others or "solution" in "".join(sources)):
+        _refuse_what_is_not_about_the_program(trees, entry)
     return Source(
         (*before, *sources),
-        entry if isinstance(entry, str) and entry else None,
+        entry,
         calls_check,
         found.needs_pytest,
-        tuple(sorted(found.imports - {"solution", "__future__"})),
+        tuple(sorted(found.imports - own)),
+        tuple(sorted(found.needs - own)),
+    )
+
+
+BY_TEXT = {"__import__", "eval", "exec", "globals", "open", "vars"}
+"""Builtins with which tests reach the program by a text."""
+
+
+def _refuse_what_is_not_about_the_program(trees: Sequence[ast.Module], entry: str | None) -> None:
+    """Raise TestsError if every name in the tests is their own or Python's."""
+    used, bound = set[str](), set[str]()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    python = {*dir(builtins)} - BY_TEXT
+    if used - bound - python or entry in used:
+        return
+    raise TestsError(
+        "column tests uses no name of the program; name what it tests, or give a function with the"
+        " name of one of Python's own in the column entry_point"
     )
 
 
@@ -304,17 +342,20 @@ class _Executed:
     def __init__(self, trees: Sequence[ast.Module]) -> None:
         self.nodes: list[tuple[ast.AST, bool]] = []
         """(node, whether an exception there is expected or caught)."""
-        self.imports = set[str]()
+        self.imports, tried = set[str](), set[str]()
         self.needs_pytest = False
         self._functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
         for tree in trees:
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     self._functions.setdefault(node.name, []).append(node)
-                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                    self.imports.add(node.module.partition(".")[0])
-                elif isinstance(node, ast.Import):
-                    self.imports |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.Import | ast.ImportFrom):
+                    self.imports |= _packages(node)
+                elif isinstance(node, ast.Try):
+                    inner = [part for child in node.body for part in ast.walk(child)]
+                    for part in inner:
+                        tried |= _packages(part)
+        self.needs = self.imports - tried
         self.statements = [node for tree in trees for node in _flat(tree.body)]
         self.needs_pytest = "pytest" in self.imports
         for node in self.statements:
@@ -373,11 +414,11 @@ class _Executed:
                             and not method.decorator_list
                         )
 
-    def refuse_what_asserts_nothing(self, text: str, calls_check: bool) -> None:
+    def refuse_what_asserts_nothing(self, text: str) -> None:
         """Raise TestsError if nothing is asserted, or if a statement only looks like it."""
         way_out = "write `assert …`"
         for statement in self.statements:
-            if isinstance(statement, ast.Expr) and _calls(statement.value, EXITS):
+            if ast.unparse(statement).removeprefix("raise ").partition("(")[0] in EXITS:
                 raise TestsError(
                     f"column tests ends its own process on line {statement.lineno}:"
                     f" `{ast.unparse(statement)[:80]}`; remove it"
@@ -413,6 +454,15 @@ class _Executed:
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             return bool(ASSERTS.search(name))
         return isinstance(node, ast.Raise)
+
+
+def _packages(node: ast.AST) -> set[str]:
+    """Top-level packages of an import statement."""
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return {node.module.partition(".")[0]}
+    return set()
 
 
 def _needed(arguments: ast.arguments) -> list[ast.arg]:

@@ -42,6 +42,8 @@ WORD = 32
 MOST_REASON = 2000
 PATCHABLE = ("print", "input", "open")
 """Builtins that ordinary programs replace, such as `builtins.input`."""
+EQUAL = ("Equal", "Equals")
+"""Ends of the names of unittest's methods that compare."""
 ALWAYS_CHECKED = ("ast", "builtins", "importlib", "inspect", "json", "os", "unittest")
 
 
@@ -207,8 +209,9 @@ def run_tests(begin: dict[str, Any], tests: int, answer: int) -> NoReturn:
         except Exception:
             continue  # the test that imports it then fails with the reason
     pristine = dict(vars(builtins))
-    framework: Any = unittest
-    framework.TestCase.assertEqual = checked_equality(framework.TestCase.assertEqual)
+    for name in dir(unittest.TestCase):
+        if name == "assertIn" or (name.startswith("assert") and name.endswith(EQUAL)):
+            setattr(unittest.TestCase, name, checked(getattr(unittest.TestCase, name)))
     before = functions_of({*ALWAYS_CHECKED, *begin["imports"]})
     program = load(begin["heads"])
     if os.getpid() != process:
@@ -316,35 +319,43 @@ class Names(dict[str, Any]):
 
 
 class Compared(ast.NodeTransformer):
-    """Turns `a == b` into a call of `checked`."""
+    """Turns `a == b`, `a != b` and `a in b` into calls of `CHECKED`."""
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         self.generic_visit(node)
-        if len(node.ops) != 1 or not isinstance(node.ops[0], (ast.Eq, ast.In)):
+        name = f"__checked_{type(node.ops[0]).__name__}__"
+        if len(node.ops) != 1 or name not in CHECKED:
             return node
-        function = "eq" if isinstance(node.ops[0], ast.Eq) else "in"
         call = ast.Call(
-            func=ast.Name(id=f"__checked_{function}__", ctx=ast.Load()),
+            func=ast.Name(id=name, ctx=ast.Load()),
             args=[node.left, *node.comparators],
             keywords=[],
         )
         return ast.copy_location(call, node)
 
 
-def checked_equality(original: Any) -> Any:
-    """unittest's assertEqual, which also fails for an object that equals anything."""
+def checked(original: Any) -> Any:
+    """A method of unittest that compares, and also fails for an object that equals anything."""
 
-    def assertEqual(self: Any, first: Any, second: Any, msg: Any = None) -> None:
-        original(self, first, second, msg)
-        refuse_equal_to_all(first)
-        refuse_equal_to_all(second)
+    def compare(self: Any, *given: Any, **named: Any) -> None:
+        original(self, *given, **named)
+        for value in (*given[:2], *named.values()):
+            refuse_equal_to_all(value)
 
-    return assertEqual
+    return compare
 
 
 def equal(first: Any, second: Any) -> Any:
     found = first == second
     if found is True:
+        refuse_equal_to_all(first)
+        refuse_equal_to_all(second)
+    return found
+
+
+def unequal(first: Any, second: Any) -> Any:
+    found = first != second
+    if found is False:
         refuse_equal_to_all(first)
         refuse_equal_to_all(second)
     return found
@@ -357,7 +368,7 @@ def contained(item: Any, collection: Any) -> bool:
     return found
 
 
-CHECKED = {"__checked_eq__": equal, "__checked_in__": contained}
+CHECKED = {"__checked_Eq__": equal, "__checked_NotEq__": unequal, "__checked_In__": contained}
 PLAIN = (int, float, complex, str, bytes, bool, type(None), range)
 MOST_LOOKED_AT = 10_000
 
@@ -422,6 +433,7 @@ def run_source(
     """(passed, total, the first failure) of test statements, check(candidate), test functions and
     unittest classes."""
     names = program.__dict__
+    pristine["globals"] = lambda: {**names, **space}
     space: dict[str, Any] = {"__name__": "__main__", "__builtins__": Names(pristine, names)}
     space.update(CHECKED)
     shared, defined = set[str](), dict[str, None]()

@@ -91,8 +91,8 @@ def test_without_a_solution_the_plan_says_that_no_right_program_was_tried(trial)
         ([{"tests": CHECK}], "row 0: .* add the column entry_point"),
         ([{"test_list": CHECK}], "there is no column tests; the columns are test_list. Rename"),
         (
-            [{"tests": "import math\nassert math.pi > 3"}],
-            "row 0: an empty program passes the tests 'import math",
+            [{"tests": "try:\n    add\nexcept NameError:\n    pass\nassert len('a') == 1"}],
+            "row 0: an empty program passes the tests .try:",
         ),
         (
             [{"tests": "assert add(1, 2) == 4", "solution": ADD}],

@@ -20,7 +20,7 @@ from asyncrl.rewards.code import (
     code_tests,
     configured_sandbox,
     grade,
-    refuse_missing_pytest,
+    refuse_missing_packages,
     share_settings,
     with_heads,
 )
@@ -117,6 +117,8 @@ FIXTURE = (
         ("if add(1, 2) != 3:\n    raise ValueError", False, False),
         ("import sys\nassert add(1, 2) == 3\nsys.exit(0)", False, False),
         ("assert True, 'for debugging'\nassert add(1, 2) == 3", False, False),
+        ("assert globals()['add'](1, 2) == 3", False, False),
+        ("import subprocess\nassert subprocess.run(['python', 'solution.py'])", False, False),
         ("from mock import patch\n@patch('a')\ndef test_a(a):\n    assert add(1, 2)", False, False),
     ],
 )
@@ -161,8 +163,11 @@ def test_reads_source(tests, calls_check, needs_pytest):
         ("def test_a():\n    def inner():\n        assert add(1, 2) == 3", "nothing calls inner"),
         ("class A:\n    def test_a(self):\n        assert add(1, 2) == 3", "nothing calls test_a"),
         ("import sys\nsys.exit(0)\nassert add(1, 2) == 3", "ends its own process on line 2"),
+        ("raise SystemExit(0)\nassert add(1, 2) == 3", "ends its own process on line 1"),
         ("import os\nassert add(1, 2) == 3\nos._exit(1)", "ends its own process on line 3"),
         (CHECK, "add the column entry_point"),
+        ("import math\nassert math.pi > 3", "no name of the program"),
+        ("x = [1, 2]\nassert sum(x) == 3", "no name of the program; .* entry_point"),
     ],
 )
 def test_refuses_by_name_what_asserts_nothing_or_has_another_form(tests, message):
@@ -347,19 +352,35 @@ def test_pytest_runs_what_needs_it(sandboxed):
     share_settings(SandboxConfig(level=probe().best.value, wall_s=60, cpu_s=60, paths=[packages]))
     skips = "import pytest\n\ndef add(a, b):\n    pytest.skip('no')\n"
     settles = "import pytest\npytest.raises = lambda *_: open('solution.py')\n" + WRONG_ADD
-    programs = {**PROGRAMS, "skips": skips, "replaces": settles}
-    refuse_missing_pytest(configured_sandbox()[0], [read_tests(FIXTURE)])
-    assert graded(programs, FIXTURE) == {**ONLY_RIGHT, "skips": False, "replaces": False}
+    programs = {"right": ADD, "skips": skips, "replaces": settles}
+    refuse_missing_packages(configured_sandbox()[0], [read_tests(FIXTURE)])
+    assert graded(programs, FIXTURE) == {"right": True, "skips": False, "replaces": False}
 
 
-def test_pytest_is_asked_for_by_name_where_the_sandbox_has_none() -> None:
-    sandbox = FakeSandbox(lambda _: ended("", 1))
-    refuse_missing_pytest(sandbox, [read_tests(PYTEST), PAIRS])
+def test_a_package_that_the_sandbox_lacks_is_named() -> None:
+    sandbox = FakeSandbox(lambda program: ended(json.dumps(["numpy"])))
+    refuse_missing_packages(sandbox, [read_tests(PYTEST), read_tests(UNITTEST), PAIRS])
     assert not sandbox.programs
+    tried = "try:\n    import torch\nexcept ImportError:\n    pass\n" + PYTEST
+    refuse_missing_packages(sandbox, [read_tests("import numpy\n" + tried)])
+    assert [program.stdin for program in sandbox.programs] == [b'["numpy"]']
     for _ in range(2):
-        with pytest.raises(TestsError, match=r"needs pytest .* reward\.sandbox\.paths"):
-            refuse_missing_pytest(sandbox, [read_tests(FIXTURE)])
-    assert len(sandbox.programs) == 1  # it does not change
+        with pytest.raises(TestsError, match=r"needs pytest, which .* reward\.sandbox\.paths"):
+            refuse_missing_packages(sandbox, [read_tests(FIXTURE)])
+    assert len(sandbox.programs) == 2  # it does not change
+
+
+def test_a_module_that_is_not_the_program_is_named(sandboxed):
+    tests = read_tests("from main import add\nassert add(1, 2) == 3")
+    with pytest.raises(TestsError, match=r"needs main, .* is imported as solution"):
+        refuse_missing_packages(configured_sandbox()[0], [tests])
+
+
+@pytest.mark.slow
+def test_a_function_may_have_the_name_of_a_builtin(sandboxed):
+    programs = {"right": "def sum(a): return 7\n", "wrong": "def sum(a): return 3\n"}
+    found = graded(programs, "assert sum([1, 2]) == 7", entry_point="sum")
+    assert found == {"right": True, "wrong": False}
 
 
 AS_A_FILE = {
@@ -394,6 +415,7 @@ def test_tests_and_program_see_each_other(sandboxed):
     check = CHECK.replace("1, 2", "[1, 2]")
     assert graded(solution, check, entry_point="Solution().add") == {"s": True}
     assert graded({"b": "return a + b\n"}, CHECK, entry_point="add", prompts=HEAD) == {"b": True}
+    assert graded({"a": ADD}, "assert globals()['add'](1, 2) == 3") == {"a": True}
     setup = {"test_setup_code": "two = add(1, 1)", "test_imports": ["import math"]}
     assert graded({"a": ADD}, ["assert add(1, two) == 3"], **setup) == {"a": True}
 
