@@ -200,7 +200,7 @@ class _Sides:
 
     def _tools(self) -> list[Schema] | None:
         try:
-            return tool_schemas(self.own_tools) or list(self.spec.tools or []) or None
+            return tool_schemas(self.own_tools) or tool_schemas(self.spec.tools) or None
         except MessagesError as error:
             raise MalformedError("type", str(error)) from None
 

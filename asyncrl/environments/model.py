@@ -20,6 +20,7 @@ from asyncrl.sessions.requests import (
     function_tools,
     functions_of,
     refuse_fields,
+    resolved,
     stops_of,
 )
 from asyncrl.text.template import Message, Schema, are_messages
@@ -258,10 +259,10 @@ def _tools(tools: Sequence[Schema] | None) -> tuple[list[Schema] | None, list[st
     """The tools, and those of their fields that have no effect. `strict` would force tokens."""
     _, unused = function_tools(functions_of(tools or ()), "parameters")
     found: list[Schema] = []
-    for tool in tools or ():
+    for place, tool in enumerate(tools or ()):
         function = cast("Mapping[str, object]", tool["function"])
         kept = {name: value for name, value in function.items() if name != "strict"}
-        found.append({**tool, "function": kept})
+        found.append(resolved({**tool, "function": kept}, f"tools.{place}.function.parameters"))
     return found or None, unused
 
 

@@ -301,9 +301,9 @@ class TemplateChecks:
             given = [[name, arguments] for name, arguments in calls]
             if back is None:
                 unwritten.append(case)
-            elif back == given:
+            elif _same(back, given):
                 came.append(case)
-            elif back == given[:1] and text.count(calls[0][0]) == 1:
+            elif _same(back, given[:1]) and text.count(calls[0][0]) == 1:
                 only = f"{case}: the template writes only the first call of a turn, as gpt-oss's"
                 found.append(Finding("warn", "tool calls", only))
             elif not back and calls[0][0] not in text:
@@ -425,6 +425,11 @@ class TemplateChecks:
                 " the same turn, which the model could never say"
             ), ""
         return "", end
+
+
+def _same(some: object, others: object) -> bool:
+    """Whether values are the same in JSON, where true is not 1."""
+    return json.dumps(some, sort_keys=True) == json.dumps(others, sort_keys=True)
 
 
 def _answering(added: Sequence[Message], message: Message) -> list[Message]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncrl.text.schemas import types_of
 from asyncrl.text.template import Schema
 
 __all__ = ["MADE_UP", "PROBE", "example_arguments", "own_cases", "tool_name"]
@@ -17,14 +18,27 @@ PROBE: Schema = {
         "description": "A made-up tool.",
         "parameters": {
             "type": "object",
-            "properties": {"text": {"type": "string"}, "nested": {"type": "object"}},
+            "properties": {
+                "text": {"type": "string"},
+                "nested": {"type": "object"},
+                "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                "any": {"description": "Any value."},
+            },
         },
     },
 }
+CHOICES = (1, 2)
+"""Further values that are tried where a schema offers several."""
+KINDS = ("string", "object", "number", "integer", "array", "boolean", "null")
+"""Types of JSON, in the order in which they are tried."""
+DEEPEST = 8
+"""Levels of values in an example."""
 MADE_UP: Mapping[str, Sequence[Mapping[str, object]]] = {
     "quotes": [{"text": QUOTES}],
     "nested": [{"nested": {"a": [1, {"b": None}], "c": True}}],
     "unicode": [{"text": UNICODE}],
+    "no value": [{"maybe": None}],
+    "any value": [{"any": {"a": [1]}}],
     "no arguments": [{}],
     "two calls": [{"text": "a"}, {"text": "b"}],
 }
@@ -40,6 +54,9 @@ def tool_name(tool: Schema) -> str:
 def own_cases(tool: Schema) -> dict[str, list[dict[str, object]]]:
     """Arguments that the schema of a tool allows, by kind. No two are the same."""
     cases = {kind: [example_arguments(tool, kind)] for kind in ("plain", "quotes", "unicode")}
+    cases |= {
+        f"choice {choice + 1}": [example_arguments(tool, choice=choice)] for choice in CHOICES
+    }
     found = {
         kind: given
         for number, (kind, given) in enumerate(cases.items())
@@ -48,31 +65,39 @@ def own_cases(tool: Schema) -> dict[str, list[dict[str, object]]]:
     return {**found, "two calls": cases["plain"] * 2}
 
 
-def example_arguments(tool: Schema, kind: str) -> dict[str, object]:
+def example_arguments(tool: Schema, kind: str = "plain", choice: int = 0) -> dict[str, object]:
     """Arguments that a tool's schema allows.
 
     Args:
         kind: of texts in it: "plain", "quotes" or "unicode".
+        choice: which value, where a schema offers several. The last one if it has fewer.
     """
     function: Any = tool.get("function", tool)
     parameters = function.get("parameters") or {}
     text = {"quotes": QUOTES, "unicode": UNICODE}.get(kind, "a")
-    example = _example(parameters, text, 0)
+    example = _example(parameters, text, choice, 0)
     return dict(example) if isinstance(example, Mapping) else {}
 
 
-def _example(schema: object, text: str, depth: int) -> object:
+def _example(schema: object, text: str, choice: int, depth: int) -> object:
     """A value that a JSON schema allows, as far as its types say."""
-    if not isinstance(schema, Mapping) or depth > 8:
-        return text
-    if schema.get("enum"):
-        return schema["enum"][0]
-    for name in ("anyOf", "oneOf", "allOf"):
-        if schema.get(name):
-            return _example(schema[name][0], text, depth + 1)
-    kind = schema.get("type", "object" if "properties" in schema else "string")
-    kind = kind[0] if isinstance(kind, Sequence) and not isinstance(kind, str) else kind
-    match kind:
+    schema = schema if isinstance(schema, Mapping) else {}
+    if "const" in schema:
+        return schema["const"]
+    if options := schema.get("enum"):
+        return options[min(choice, len(options) - 1)]
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if options and "type" not in schema:
+        return _example(options[min(choice, len(options) - 1)], text, choice, depth)
+    kinds = types_of(schema)
+    allowed = [kind for kind in KINDS if kind in kinds]
+    match allowed[min(choice, len(allowed) - 1)]:
+        case "object":
+            return _object(schema, text, choice, depth)
+        case "array":
+            items = [*(schema.get("prefixItems") or ()), schema.get("items")]
+            items = items[:-1] if len(items) > 1 and not items[-1] else items
+            return [_example(one, text, choice, depth + 1) for one in items if depth < DEEPEST]
         case "integer":
             return max(42, int(schema.get("minimum", 42)))
         case "number":
@@ -81,11 +106,17 @@ def _example(schema: object, text: str, depth: int) -> object:
             return True
         case "null":
             return None
-        case "array":
-            return [_example(schema.get("items"), text, depth + 1)]
-        case "object":
-            named = schema.get("properties") or {}
-            if depth and not named:
-                return {"a": [1, {"b": text}]}
-            return {str(name): _example(one, text, depth + 1) for name, one in named.items()}
     return text
+
+
+def _object(schema: Mapping[str, Any], text: str, choice: int, depth: int) -> dict[str, object]:
+    named, more = schema.get("properties"), schema.get("additionalProperties")
+    if depth >= DEEPEST:
+        return {}
+    if not named and isinstance(more, Mapping):
+        named = {"a": more}
+    if depth and not named:
+        return {"a": [1, {"b": text}]}
+    return {
+        str(name): _example(one, text, choice, depth + 1) for name, one in (named or {}).items()
+    }

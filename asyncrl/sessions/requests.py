@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from asyncrl.text.chat_messages import TEXT_PARTS
+from asyncrl.text.schemas import SchemaError, resolved_tool
 from asyncrl.text.template import Schema
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "functions_of",
     "part_text",
     "refuse_fields",
+    "resolved",
     "stops_of",
     "text_of",
 ]
@@ -164,7 +166,7 @@ def function_tools(
         parameters: the name of the JSON schema of its arguments.
 
     Raises:
-        UnsupportedError: a tool has no name, or its arguments have no schema.
+        UnsupportedError: a tool has no name, or its arguments have no schema that can be read.
     """
     found = [_function_tool(tool, parameters, param) for param, tool in tools]
     return [tool for tool, _ in found], [name for _, names in found for name in names]
@@ -190,7 +192,16 @@ def _function_tool(
         for field, value in given.items()
         if field in ("name", "description", parameters) and value is not None
     }
-    return {"type": "function", "function": function}, ["strict"] if given.get("strict") else []
+    tool = resolved({"type": "function", "function": function}, f"{param}.{parameters}")
+    return tool, ["strict"] if given.get("strict") else []
+
+
+def resolved(tool: Schema, param: str) -> Schema:
+    """The tool without references in its schema. Raises UnsupportedError if it cannot be read."""
+    try:
+        return resolved_tool(tool)
+    except SchemaError as error:
+        raise UnsupportedError(str(error), param) from None
 
 
 def chosen(choice: object) -> tuple[bool, bool]:

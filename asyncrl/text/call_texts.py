@@ -1,5 +1,8 @@
-"""Parses tool calls that transformers' content parsers cannot, or not strictly: several JSON values
+"""Reads tool calls that transformers' content parsers cannot, or not strictly: several JSON values
 in a row, calls in Python's syntax, a tag for each argument, and JSON with bare keys.
+
+A reader begins at a place of a turn, and finds where the call ends. So the text that ends a call
+may also be in one of its arguments.
 
 The text comes from a model, so nothing of it is ever run. It can also be long and pathological, so
 patterns keep what they have matched, and no part of it is read again and again.
@@ -9,30 +12,51 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 __all__ = [
     "Calls",
+    "Raw",
+    "Reads",
+    "arguments_of",
     "bare_arguments",
+    "call_of",
+    "json_arguments",
     "json_calls",
     "json_or_python_calls",
+    "json_text",
+    "json_value",
     "named_calls",
     "python_calls",
+    "python_text",
+    "some_calls",
     "tagged_arguments",
+    "whole",
 ]
 
 Calls: TypeAlias = list[dict[str, Any]]
 """`{"function": {"name": ..., "arguments": ...}}`, with an `id` if the model wrote one."""
+Reads: TypeAlias = Callable[[str, int], tuple[Any, int]]
+"""What begins at a place of a text, and the place after it. Raises ValueError, or RecursionError if
+JSON is nested too deeply."""
 NAMES = ("name", "tool_name")
 ARGUMENTS = ("arguments", "parameters")
-IDS = ("id", "tool_call_id")
+IDS = ("id", "tool_call_id", "call_id")
+LABELS = ("index", "id")
+"""What may be an argument in a call that names no arguments."""
+TYPES = ("function", "function_call", "tool_call", "tool_use")
+MOST_ENCODINGS = 3
+"""Times that arguments may be written as JSON text in JSON text."""
 BETWEEN = re.compile(r"[\s;,]*")
 HEAD = re.compile(
-    r"\s*+(?:\[TOOL_CALLS\]\s*+)?(?P<name>[\w.-]{1,256}+)(?:\[CALL_ID\](?P<id>\w{1,256}+))?"
-    r"(?:\[ARGS\])?\s*+(?=\{)"
+    r"\s*+(?:\[TOOL_CALLS\]\s*+)?(?P<name>[\w.-]{1,256}+)(?:\[CALL_ID\](?P<id>\w{1,256}+))?\s*+"
+    r"(?:(?=\{)|\[ARGS\]\s*+)"
 )
 """What Mistral's models write before the arguments of a call."""
+LISTS = re.compile(r"\s*+\[?+\s*+\{")
+"""How calls in JSON begin."""
+CALLED = re.compile(r"[A-Za-z_][\w.-]{0,255}+\s*+\(")
 SPACE = re.compile(r"\s*")
 NAME = re.compile(r"[A-Za-z_][\w.-]*")
 NUMBER = re.compile(r"-?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
@@ -48,96 +72,191 @@ DEEPEST = 32
 """Levels of nested values in Python's syntax, or with bare keys."""
 
 
-def json_calls(text: str) -> Calls:
-    """The calls of JSON objects, or lists of them, with anything of `;`, `,` and spaces between.
+class Raw(str):
+    """An argument as a model wrote it between tags. Only the tool's schema says whether it is a
+    text."""
+
+    __slots__ = ()
+
+
+def _entries(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The entries of an object. Raises ValueError if two have one key: the first would be lost."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("two entries of an object have the same key")
+    return entries
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+JSON = json.JSONDecoder(object_pairs_hook=_entries, parse_constant=_no_number)
+
+
+def whole(reads: Reads, text: str) -> Any:
+    """What all of a text is, apart from spaces. Raises as `reads`, and ValueError for more text."""
+    value, place = reads(text, 0)
+    if text[place:].strip():
+        raise ValueError(f"more text at character {place} of a tool call")
+    return value
+
+
+def some_calls(reads: Reads, text: str) -> Calls:
+    """The calls that all of a text is, at least one. Raises as `whole`."""
+    calls: Calls = whole(reads, text)
+    if not calls:
+        raise ValueError("no tool call")
+    return calls
+
+
+def json_text(text: str) -> Any:
+    """The value of JSON. Raises ValueError, also for two entries with the same key."""
+    return JSON.decode(text)
+
+
+def python_text(text: str) -> Any:
+    """The value of a literal of Python or JSON. Raises ValueError."""
+    return whole(lambda text, place: _value(text, _skipped(SPACE, text, place), 0), text)
+
+
+def arguments_of(value: object) -> dict[str, Any]:
+    """The arguments of a call. None and an empty text are none. A text is read as JSON.
 
     Raises:
-        ValueError: that is no call.
-        RecursionError: the JSON is nested too deeply.
+        ValueError: that is no object.
     """
-    decoder = json.JSONDecoder()
+    for _ in range(MOST_ENCODINGS):
+        if isinstance(value, str):
+            value = JSON.decode(value) if value.strip() else None
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError("the arguments of a tool call are no object")
+    return dict(value)
+
+
+def call_of(value: object) -> dict[str, Any]:
+    """A call of a JSON object: `{name, arguments}`, in `function` or not, or `{name: arguments}`.
+
+    Raises:
+        ValueError: it is no call, or has an entry that is no part of one. That may be an argument
+            in a wrong place, which would be lost.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError("a tool call that is no object")
+    inner = value.get("function")
+    function = inner if isinstance(inner, Mapping) else value
+    names = [key for key in (*NAMES, "function") if key in function]
+    given = [key for key in ARGUMENTS if key in function]
+    more = set(function) - {*names, *given, *IDS, *LABELS, "type"}
+    if function is inner:
+        more |= set(value) - {*IDS, *LABELS, "type", "function"}
+    if not names and not given and len(value) == 1 == len(more):  # {name: arguments}, as Apertus
+        ((name, arguments),) = value.items()
+        return {"function": {"name": name, "arguments": arguments_of(arguments)}}
+    if len(names) != 1 or len(given) > 1 or more:
+        raise ValueError("a tool call with other entries than a name and arguments")
+    if not given and set(LABELS) & set(function):
+        raise ValueError("a tool call whose id may be an argument")
+    if value.get("type", TYPES[0]) not in TYPES or function.get("type", TYPES[0]) not in TYPES:
+        raise ValueError("a tool call of another type")
+    call = {
+        "function": {
+            "name": function[names[0]],
+            "arguments": arguments_of(function[given[0]] if given else None),
+        }
+    }
+    identity = next((value[key] for key in IDS if isinstance(value.get(key), str)), None)
+    return call if identity is None else {"id": identity, **call}
+
+
+def json_value(text: str, place: int) -> tuple[Any, int]:
+    """The value of JSON that is an object, a list, a text or null. Without any, it is None."""
+    place = _skipped(SPACE, text, place)
+    if text[place : place + 1] not in ("{", "[", '"', "n"):
+        return None, place
+    value: Any
+    value, place = JSON.raw_decode(text, place)
+    return value, place
+
+
+def json_arguments(text: str, place: int) -> tuple[dict[str, Any], int]:
+    """The arguments of a call as JSON. Without any JSON, there are none."""
+    value, place = json_value(text, place)
+    return arguments_of(value), place
+
+
+def json_calls(text: str, place: int) -> tuple[Calls, int]:
+    """The calls of JSON objects, or lists of them, with anything of `;`, `,` and spaces between."""
     calls: Calls = []
-    place = _skipped(BETWEEN, text, 0)
-    while place < len(text):
-        value, place = decoder.raw_decode(text, place)
-        calls += [_call(one) for one in (value if isinstance(value, list) else [value])]
+    place = _skipped(BETWEEN, text, place)
+    while text.startswith(("{", "["), place):
+        value, place = JSON.raw_decode(text, place)
+        calls += [call_of(one) for one in (value if isinstance(value, list) else [value])]
         place = _skipped(BETWEEN, text, place)
-    return _some(calls)
+    return calls, place
 
 
-def named_calls(text: str) -> Calls:
-    """The calls of `name[ARGS]{...}`, or of JSON, as Mistral's models write them.
-
-    Raises:
-        As `json_calls`.
-    """
-    if text.lstrip().startswith(("[{", "{")):
-        return json_calls(text)
-    decoder = json.JSONDecoder()
+def named_calls(text: str, place: int) -> tuple[Calls, int]:
+    """The calls of `name[ARGS]{...}`, or of JSON, as Mistral's models write them."""
+    if LISTS.match(text, place):
+        return json_calls(text, place)
     calls: Calls = []
-    place = 0
-    while place < len(text):
-        head = HEAD.match(text, place)
-        if head is None:
-            raise ValueError("no name before the arguments of a tool call")
-        arguments, place = decoder.raw_decode(text, head.end())
+    while head := HEAD.match(text, place):
+        arguments, place = json_arguments(text, head.end())
         identity = {} if head["id"] is None else {"id": head["id"]}
         calls.append({**identity, "function": {"name": head["name"], "arguments": arguments}})
         place = _skipped(BETWEEN, text, place)
-    return _some(calls)
+    return calls, place
 
 
-def json_or_python_calls(text: str) -> Calls:
-    """The calls of JSON, or of `[name(argument=value)]`. Raises as `json_calls`."""
-    return (json_calls if text.lstrip().startswith(("[{", "{")) else python_calls)(text)
+def json_or_python_calls(text: str, place: int) -> tuple[Calls, int]:
+    """The calls of JSON, or of `[name(argument=value)]`."""
+    return (json_calls if LISTS.match(text, place) else python_calls)(text, place)
 
 
-def python_calls(text: str) -> Calls:
+def python_calls(text: str, place: int) -> tuple[Calls, int]:
     """The calls of `name(argument=value)`, one or more of them, or a list of them. Values are
-    Python's literals, or JSON's.
-
-    Raises:
-        ValueError: that is no call, or its values are nested too deeply.
-    """
-    place = _skipped(SPACE, text, 0)
+    Python's literals, or JSON's."""
+    place = _skipped(SPACE, text, place)
     listed = text.startswith("[", place)
     place = _skipped(BETWEEN, text, place + listed)
     calls: Calls = []
-    while place < len(text) and not (listed and text[place] == "]"):
+    while CALLED.match(text, place):
         call, place = _python_call(text, place)
         calls.append(call)
         place = _skipped(BETWEEN, text, place)
-    if listed and text[place:].strip() != "]":
-        raise ValueError("a list of tool calls without an end, or with more after it")
-    return _some(calls)
+    return calls, _expect(text, place, "]") if listed else place
 
 
-def tagged_arguments(text: str, tags: Mapping[str, str]) -> dict[str, str]:
-    """The arguments of a call that has a tag for each of them. All of the text must be tags, apart
-    from spaces: otherwise a tag without its end would change or hide an argument.
+def tagged_arguments(text: str, place: int, tags: Mapping[str, str]) -> tuple[dict[str, Any], int]:
+    """The arguments of a call that has a tag for each of them.
 
     Args:
         tags: `head`, a pattern from the start of a tag to the start of its value, with the group
-            `key`; `mark`, a text in each head; `end`, the text after a value; and `trim`, a text
-            that is dropped from the end of a value.
+            `key`, and `kind` if the tag says whether its value is a text; `mark`, a text in each
+            head; `end`, the text after a value; and `trim`, a text that is dropped from the end of
+            a value.
 
     Raises:
-        ValueError: there is anything else.
+        ValueError: a tag has no end, which would change or hide an argument, or two have one key.
     """
     head, mark, end = re.compile(tags["head"]), tags["mark"], tags["end"]
-    arguments: dict[str, str] = {}
-    place = _skipped(SPACE, text, 0)
-    while place < len(text):
-        found = head.match(text, place)
-        last = -1 if found is None else text.find(end, found.end())
-        if found is None or last < 0 or text.find(mark, found.end(), last) >= 0:
-            raise ValueError(f"no argument in tags at character {place} of a tool call")
-        arguments[found["key"]] = text[found.end() : last].removesuffix(tags["trim"])
+    arguments: list[tuple[str, Any]] = []
+    place = _skipped(SPACE, text, place)
+    while found := head.match(text, place):
+        last = text.find(end, found.end())
+        if last < 0 or text.find(mark, found.end(), last) >= 0:
+            raise ValueError(f"no end of the argument at character {place} of a tool call")
+        written = text[found.end() : last].removesuffix(tags["trim"])
+        kind = found.groupdict().get("kind")
+        arguments.append((found["key"], written if kind == "true" else Raw(written)))
         place = _skipped(SPACE, text, last + len(end))
-    return arguments
+    return _entries(arguments), place
 
 
-def bare_arguments(text: str, marks: Mapping[str, str]) -> dict[str, Any]:
+def bare_arguments(text: str, place: int, marks: Mapping[str, str]) -> tuple[dict[str, Any], int]:
     """The arguments of a call in JSON whose keys have no quotes, as Gemma's models write it. Texts
     are in quotes of their own. A text without quotes is read if it is one line without marks.
 
@@ -147,10 +266,10 @@ def bare_arguments(text: str, marks: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ValueError: that is no such JSON, or it is nested too deeply.
     """
-    value, place = _bare(text, _skipped(SPACE, text, 0), marks["quote"], 0)
-    if not isinstance(value, dict) or text[place:].strip():
-        raise ValueError("the arguments of a tool call are no object, or more follows")
-    return value
+    place = _skipped(SPACE, text, place)
+    if not text.startswith("{", place):
+        return {}, place
+    return _bare(text, place, marks["quote"], 0)
 
 
 def _bare(text: str, place: int, quote: str, depth: int) -> tuple[Any, int]:
@@ -170,7 +289,7 @@ def _bare(text: str, place: int, quote: str, depth: int) -> tuple[Any, int]:
 
         return items, _listed(text, place + 1, "]", item)
     if first == "{":
-        entries: dict[str, object] = {}
+        entries: list[tuple[str, object]] = []
 
         def entry(place: int) -> int:
             key, place = (
@@ -178,10 +297,12 @@ def _bare(text: str, place: int, quote: str, depth: int) -> tuple[Any, int]:
                 if text.startswith((quote, '"'), place)
                 else _matched(BARE_KEY, text, place)
             )
-            entries[key], place = _bare(text, _expect(text, place, ":"), quote, depth + 1)
+            value, place = _bare(text, _expect(text, place, ":"), quote, depth + 1)
+            entries.append((key, value))
             return place
 
-        return entries, _listed(text, place + 1, "}", entry)
+        place = _listed(text, place + 1, "}", entry)
+        return _entries(entries), place
     word, place = _matched(BARE_VALUE, text, place)
     try:
         return json.loads(word), place
@@ -192,7 +313,7 @@ def _bare(text: str, place: int, quote: str, depth: int) -> tuple[Any, int]:
 def _quoted(text: str, place: int, quote: str) -> tuple[str, int]:
     """The text that begins at `place` with a quote of its own or of JSON, and the place after."""
     if not text.startswith(quote, place):
-        value, place = json.JSONDecoder().raw_decode(text, place)
+        value, place = JSON.raw_decode(text, place)
         return str(value), place
     end = text.find(quote, place + len(quote))
     if end < 0:
@@ -205,29 +326,6 @@ def _matched(pattern: re.Pattern[str], text: str, place: int) -> tuple[str, int]
     if found is None:
         raise ValueError(f"no name or value at character {place} of a tool call")
     return found.group(), found.end()
-
-
-def _some(calls: Calls) -> Calls:
-    if not calls:
-        raise ValueError("no tool call")
-    return calls
-
-
-def _call(value: object) -> dict[str, Any]:
-    """A call of a JSON object. Raises ValueError."""
-    if not isinstance(value, Mapping):
-        raise ValueError("a tool call that is no object")
-    function = value["function"] if isinstance(value.get("function"), Mapping) else value
-    if len(function) == 1 and not set(NAMES) & set(function):  # {name: arguments}, as Apertus
-        ((name, arguments),) = function.items()
-        return {"function": {"name": name, "arguments": arguments}}
-    name = next((function[key] for key in NAMES if key in function), None)
-    arguments = next((function[key] for key in ARGUMENTS if key in function), None)
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    identity = next((value[key] for key in IDS if isinstance(value.get(key), str)), None)
-    call = {"function": {"name": name, "arguments": arguments}}
-    return call if identity is None else {"id": identity, **call}
 
 
 def _skipped(pattern: re.Pattern[str], text: str, place: int) -> int:
@@ -251,15 +349,16 @@ def _name(text: str, place: int) -> tuple[str, int]:
 def _python_call(text: str, place: int) -> tuple[dict[str, Any], int]:
     name, place = _name(text, place)
     place = _expect(text, place, "(")
-    arguments: dict[str, object] = {}
+    arguments: list[tuple[str, object]] = []
 
     def argument(place: int) -> int:
         key, place = _name(text, place)
-        arguments[key], place = _value(text, _expect(text, place, "="), 0)
+        value, place = _value(text, _expect(text, place, "="), 0)
+        arguments.append((key, value))
         return place
 
     place = _listed(text, place, ")", argument)
-    return {"function": {"name": name, "arguments": arguments}}, place
+    return {"function": {"name": name, "arguments": _entries(arguments)}}, place
 
 
 def _listed(text: str, place: int, end: str, item: Callable[[int], int]) -> int:
@@ -289,14 +388,16 @@ def _value(text: str, place: int, depth: int) -> tuple[Any, int]:
 
         return items, _listed(text, place + 1, "]" if first == "[" else ")", item)
     if first == "{":
-        entries: dict[str, object] = {}
+        entries: list[tuple[str, object]] = []
 
         def entry(place: int) -> int:
             key, place = _text(text, place)
-            entries[key], place = _value(text, _expect(text, place, ":"), depth + 1)
+            value, place = _value(text, _expect(text, place, ":"), depth + 1)
+            entries.append((key, value))
             return place
 
-        return entries, _listed(text, place + 1, "}", entry)
+        place = _listed(text, place + 1, "}", entry)
+        return _entries(entries), place
     if found := NUMBER.match(text, place):
         number = found.group()
         return (int(number) if number.lstrip("-").isdigit() else float(number)), found.end()

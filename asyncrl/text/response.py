@@ -14,11 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.text.call_texts import Calls
+from asyncrl.text.call_texts import Calls, Raw, Reads, call_of, json_value, some_calls
 from asyncrl.text.chat_messages import REASONING_FIELDS
+from asyncrl.text.schemas import property_schema, typed
 from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode, decode_prompt, special_tokens
-from asyncrl.text.turn_formats import ARGUMENT_PARSERS, TurnFormat, starts_of, turn_format
+from asyncrl.text.turn_formats import (
+    ARGUMENT_PARSERS,
+    REST_NAME,
+    TurnFormat,
+    starts_of,
+    turn_format,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,8 +65,12 @@ class ResponseReader:
         spec = own if known is None else {**known.response_template, "start_anchor": self._starts}
         # Loaded once: to compile its patterns takes longer than to parse a turn.
         self._template: Any = None if spec is None else load_response_template(dict(spec))
+        calls = None if self._template is None else self._template.fields.get("tool_calls")
+        own_json = calls is not None and calls.content == "json"
+        self._body = known.body if known else json_value if own_json else None
+        """Reads a call up to its end. None: its first mark ends it."""
         special = special_tokens(tokenizer)
-        kept = "" if known is None else known.closing + known.last
+        kept = "" if known is None else known.closing + known.last + known.before
         self._ends = frozenset(token for text, token in special.items() if text not in kept)
         """Special tokens that are no part of a turn, if they end it."""
         self._seen = spec is None or (known is not None and _is_seen(known, special))
@@ -98,17 +109,24 @@ class ResponseReader:
         if self._template is None:
             return _said(text), True
         try:
-            turn = decode_prompt(self._tokenizer, self._without_end(token_ids))
+            kept = self._without_end(token_ids)
+            turn = decode_prompt(self._tokenizer, kept)
             parsed: object = self._tokenizer.parse_response(
-                turn,
-                _searching(self._template, time.monotonic() + SEARCH_S),
-                prefix=self._start(prompt_ids),
-                tools=None if tools is None else [dict(tool) for tool in tools],
+                turn, self._searching(), prefix=self._start(prompt_ids)
             )
+            if not isinstance(parsed, Mapping):
+                raise ValueError("no message")
             whole = text if turn == text else decode(self._tokenizer, token_ids)
             stop = whole[len(text) :] if whole.startswith(text) else ""
-            message = self._message(parsed, turn, text, stop, len(prompt_ids), tools)
-            return message, not (tools and self._left(message, turn, text))
+            ended = len(kept) < len(token_ids)
+            message = self._message(parsed, turn, text, stop, len(prompt_ids), tools, ended)
+            if not tools:
+                return message, True
+            if self._lost(message, parsed, turn):
+                return _said(text), False
+            left = self._left(message, turn, text)
+            # No call is run if another one of its turn cannot be.
+            return (_said(text) if left and "tool_calls" in message else message), not left
         except Exception:  # a model can write anything, and parsers raise anything
             return _said(text), False
 
@@ -123,7 +141,14 @@ class ResponseReader:
         return "" if opened is None else opened.group()
 
     def _message(
-        self, parsed: object, turn: str, text: str, stop: str, place: int, tools: object
+        self,
+        parsed: Mapping[str, Any],
+        turn: str,
+        text: str,
+        stop: str,
+        place: int,
+        tools: Sequence[Schema] | None,
+        ended: bool,
     ) -> dict[str, object]:
         """The message of what the template found. Raises ValueError for an unusable tool call.
 
@@ -132,9 +157,8 @@ class ResponseReader:
             text: without them, and without `stop`.
             stop: what a stop string cut off the text. Empty: none did.
             place: tokens before the turn. It makes the ids of a chat's tool calls differ.
+            ended: whether a special token ended the turn.
         """
-        if not isinstance(parsed, Mapping):
-            raise ValueError("no message")
         calls = parsed.get("tool_calls") or []
         if calls and not tools:
             return _said(text)  # no tool was offered
@@ -154,8 +178,23 @@ class ResponseReader:
             message["reasoning"] = str(reasoning)
         if calls:
             short = self._format is not None and self._format.short_ids
-            message["tool_calls"] = _identified(self._calls(calls, turn), place, short)
+            found = self._calls(calls, turn, ended, tools)
+            message["tool_calls"] = _identified(found, place, short)
         return message
+
+    def _lost(self, message: Message, parsed: Mapping[str, Any], turn: str) -> bool:
+        """Whether something of a turn is in no part of its message that an agent reads: a call in
+        reasoning that has no end, or with nothing after it, or text outside all marks."""
+        if self._format is None:
+            return False
+        thought = str(message.get("reasoning", "")).rstrip()
+        silent = not message["content"] and not message.get("tool_calls")
+        opening = self._format.opening
+        if len(opening) > 1 and opening in thought and (silent or turn.rstrip().endswith(thought)):
+            return True
+        rest = "".join(parsed.get(REST_NAME, ()))
+        known = {"reasoning", "tool_calls", "content"} & set(parsed)
+        return bool(known) and bool(re.sub(self._format.between, "", rest).strip())
 
     def _left(self, message: Message, turn: str, text: str) -> bool:
         """Whether marks are left that nothing was read from."""
@@ -171,16 +210,44 @@ class ResponseReader:
             self._format.marked_content or THINKING.search(turn) is not None
         )
 
-    def _calls(self, found: Any, turn: str) -> Calls:
+    def _calls(self, found: Any, turn: str, ended: bool, tools: Sequence[Schema] | None) -> Calls:
         """The calls of a turn. Raises ValueError, for example if the last one was cut."""
-        if self._format is not None and self._format.was_cut(turn):
+        known = self._format
+        if known and known.before and not ended and turn.rstrip().endswith(known.before):
             raise ValueError("the tool call was cut")
-        calls = list(found)
-        if self._format is not None and self._format.calls is not None:
-            calls = [call for text in found for call in self._format.calls(text)]
+        if known is not None and known.calls is not None:
+            calls = [call for text in found for call in some_calls(known.calls, text)]
+        else:
+            calls = [call_of(call) for call in found]
         if len(calls) > MOST_CALLS:
             raise ValueError(f"more than {MOST_CALLS} tool calls")
+        for call in calls:
+            function = call["function"]
+            given = function["arguments"] if self._body else _raw(function["arguments"])
+            parameters = _parameters(tools or (), function["name"])
+            function["arguments"] = {
+                name: typed(value, property_schema(parameters, name))
+                for name, value in given.items()
+            }
         return calls
+
+    def _searching(self) -> Any:
+        """The response template, whose patterns search a turn once, for a time that begins now."""
+        until = time.monotonic() + SEARCH_S
+
+        def searches(pattern: Any) -> Any:
+            return None if pattern is None else _Searches(pattern, until)
+
+        fields = {
+            name: replace(one, open_re=searches(one.open_re), close_re=searches(one.close_re))
+            for name, one in self._template.fields.items()
+        }
+        calls = fields.get("tool_calls")
+        if calls is not None and calls.close_re is not None and self._body is not None:
+            needed = self._format is not None and bool(self._format.closing)
+            close = _Ends(self._body, calls.close_re, needed)
+            fields["tool_calls"] = replace(calls, close_re=close)
+        return replace(self._template, fields=fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,17 +285,37 @@ class _Searches:
         return found
 
 
-def _searching(template: Any, until: float) -> Any:
-    """A response template whose patterns search a turn once, until that time."""
+class _Ends:
+    """What ends a call: the first mark behind its arguments, which may have such marks, too."""
 
-    def searches(pattern: Any) -> Any:
-        return None if pattern is None else _Searches(pattern, until)
+    def __init__(self, body: Reads, marks: _Searches, needed: bool) -> None:
+        self._body, self._marks, self._needed = body, marks, needed
 
-    fields = {
-        name: replace(one, open_re=searches(one.open_re), close_re=searches(one.close_re))
-        for name, one in template.fields.items()
+    def search(self, text: str, place: int, partial: bool = False) -> Any:
+        """As `regex.Pattern.search`. Raises ValueError for a call that cannot be read, or that has
+        no end and needs one."""
+        if partial:
+            return _Later(place)
+        found = self._marks.search(text, self._body(text, place)[1])
+        if found is None and self._needed:
+            raise ValueError("the tool call was cut")
+        return found
+
+
+def _parameters(tools: Sequence[Schema], name: object) -> object:
+    """The schema of a tool's arguments. None: there is no such tool, or it has none."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping) and function.get("name") == name:
+            return function.get("parameters")
+    return None
+
+
+def _raw(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call in tags, of a model's own format."""
+    return {
+        name: Raw(value) if isinstance(value, str) else value for name, value in arguments.items()
     }
-    return replace(template, fields=fields)
 
 
 def in_reasoning(text: str) -> bool:
@@ -291,10 +378,9 @@ def _identified(calls: Calls, place: int, short: bool) -> list[dict[str, object]
 def _call(call: Any, identity: str) -> dict[str, object]:
     """A tool call as clients get it, with its arguments as JSON text. Raises ValueError for one
     that no client could use."""
-    function = call["function"]
-    name, arguments = function["name"], function.get("arguments", {})
-    if not isinstance(name, str) or not isinstance(arguments, Mapping):
-        raise ValueError("a tool call without a name or arguments")
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    if not isinstance(name, str):
+        raise ValueError("a tool call without a name")
     if not name.strip() or not name.isprintable():
         raise ValueError("a tool call whose name cannot be written")
     written = json.dumps(arguments, allow_nan=False)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeGuard, cast
 
+from asyncrl.text.schemas import SchemaError, resolved_tool
 from asyncrl.text.tokenizer import chat_text, encode_prompts, load_tokenizer, special_tokens
 
 if TYPE_CHECKING:
@@ -398,10 +399,11 @@ def _refusal(error: Exception) -> MessagesError:
 
 
 def tool_schemas(given: object) -> list[Schema]:
-    """Tools as JSON schemas: from a list of them, or from such a list as JSON text. Empty for None.
+    """Tools as JSON schemas without references: from a list of them, or from such a list as JSON
+    text. Empty for None.
 
     Raises:
-        MessagesError: the tools are something else.
+        MessagesError: the tools are something else, or a schema cannot be read.
     """
     try:
         schemas: object = json.loads(given) if isinstance(given, str) else given
@@ -412,7 +414,10 @@ def tool_schemas(given: object) -> list[Schema]:
     if schemas is None or (
         isinstance(schemas, Sequence) and all(isinstance(schema, Mapping) for schema in schemas)
     ):
-        return list(schemas or [])
+        try:
+            return [resolved_tool(schema) for schema in schemas or ()]
+        except SchemaError as error:
+            raise MessagesError(str(error)) from None
     raise MessagesError(f"its tools are {str(schemas)[:80]!r}; give a list of JSON schemas")
 
 

@@ -12,16 +12,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncrl.text.call_texts import (
-    Calls,
+    Reads,
     bare_arguments,
+    json_arguments,
     json_calls,
     json_or_python_calls,
     named_calls,
     python_calls,
     tagged_arguments,
+    whole,
 )
 
 __all__ = [
@@ -81,8 +84,13 @@ class TurnFormat:
     """The last text of a call. Without it, the call was cut. "": its arguments show that."""
     last: str = ""
     """What may follow the last call of a turn."""
-    calls: Callable[[str], Calls] | None = None
+    before: str = ""
+    """The text before the arguments of a call without a last text. A turn with nothing after it was
+    cut, unless a special token ends it."""
+    calls: Reads | None = None
     """Reads what the field `tool_calls` found. None: that is a call."""
+    between: str = ""
+    """A pattern for what may be between the parts of a turn whose content is marked, too."""
     begins_with_word: bool = False
     """Whether a call may begin with a word, so that the text before it is not known to be one."""
     short_ids: bool = False
@@ -98,15 +106,30 @@ class TurnFormat:
         """Whether texts mark the content, too."""
         return bool({"open", "open_pattern"} & set(self.fields["content"]))
 
-    def was_cut(self, text: str) -> bool:
-        """Whether the last call of a turn has no end."""
-        return bool(self.closing) and text.rfind(self.opening) > text.rfind(self.closing)
+    @property
+    def body(self) -> Reads:
+        """Reads a call after its opening, up to its closing."""
+        if self.calls is not None:
+            return self.calls
+        field = self.fields["tool_calls"]
+        return READERS[field["content"]](field.get("content_args", {}))
 
 
-TAGS, BARE_KEYS = "asyncrl-tags", "asyncrl-bare-keys"
-ARGUMENT_PARSERS: Mapping[str, Callable[[str, Mapping[str, str]], Mapping[str, Any]]] = {
-    TAGS: tagged_arguments,
-    BARE_KEYS: bare_arguments,
+JSON, TAGS, BARE_KEYS = "asyncrl-json", "asyncrl-tags", "asyncrl-bare-keys"
+READERS: Mapping[str, Callable[[Mapping[str, str]], Reads]] = {
+    JSON: lambda _: json_arguments,
+    TAGS: lambda tags: partial(tagged_arguments, tags=tags),
+    BARE_KEYS: lambda marks: partial(bare_arguments, marks=marks),
+}
+"""How arguments are read, by the name of the content parser."""
+
+
+def _parser(name: str) -> Callable[[str, Mapping[str, str]], Any]:
+    return lambda text, given: whole(READERS[name](given), text)
+
+
+ARGUMENT_PARSERS: Mapping[str, Callable[[str, Mapping[str, str]], Any]] = {
+    name: _parser(name) for name in READERS
 }
 """Content parsers of these formats, which transformers does not have."""
 THINK: Mapping[str, Any] = {
@@ -116,6 +139,8 @@ THINK: Mapping[str, Any] = {
     "join": "\n",
 }
 REST: Mapping[str, Any] = {"repeats": True}
+REST_NAME = "rest"
+"""The field of what is outside all parts of a turn."""
 NAMED = {
     "type": "function",
     "function": {"name": "{name}", "arguments": "{content}"},
@@ -130,7 +155,7 @@ def _json(opening: str, closing: str, **calls: Any) -> dict[str, Mapping[str, An
         "tool_calls": {
             "open_pattern": opening,
             "close_pattern": closing,
-            "content": "json",
+            "content": JSON,
             "repeats": True,
             "transform": NAMED,
             **calls,
@@ -158,7 +183,7 @@ def _listed(opening: str, closing: str | None = None) -> dict[str, Mapping[str, 
 def _gemma(opening: str, closing: str, quote: str) -> dict[str, Mapping[str, Any]]:
     """Fields of a format whose calls are JSON with bare keys, and with texts in quotes of its
     own."""
-    pattern = rf"{re.escape(opening)}call:(?P<name>[^{{<\n]{{1,256}}+)(?=\{{)"
+    pattern = rf"{re.escape(opening)}call:(?P<name>[^{{<\n]{{1,256}}+)(?=\{{|{re.escape(closing)})"
     return _json(pattern, re.escape(closing), content=BARE_KEYS, content_args={"quote": quote})
 
 
@@ -194,7 +219,7 @@ TURN_FORMATS = (
                     r"(?:\s*+<\|constrain\|>)?\s*+\w*+\s*+<\|message\|>"
                 ),
                 "close": "<|call|>",
-                "content": "json",
+                "content": JSON,
                 "repeats": True,
                 "transform": NAMED,
             },
@@ -204,8 +229,11 @@ TURN_FORMATS = (
                 "close": ["<|end|>", "<|return|>"],
                 "repeats": True,
             },
+            REST_NAME: REST,
         },
         "to=functions.",
+        before="<|message|>",
+        between=r"<\|start\|>assistant|<\|(?:end|return|call)\|>|<\|channel\|>\w*+\s*+\Z",
     ),
     TurnFormat(
         "Gemma 4",
@@ -234,8 +262,8 @@ TURN_FORMATS = (
         ("<｜tool▁sep｜>", "```json"),
         _json(
             r"(?:<｜tool▁calls▁begin｜>\s*+)?<｜tool▁call▁begin｜>\w*+<｜tool▁sep｜>"
-            r"(?P<name>[^<\n]{1,256}+)\n```(?:json)?\n",
-            r"```\s*+<｜tool▁call▁end｜>(?:\s*+<｜tool▁calls▁end｜>)?",
+            r"(?P<name>[^<\n]{1,256}+)\n?+(?:```(?:json)?+\n|(?=\s*+<｜tool▁call▁end｜>))",
+            r"(?:```\s*+)?+<｜tool▁call▁end｜>(?:\s*+<｜tool▁calls▁end｜>)?",
         ),
         "<｜tool▁call▁begin｜>",
         "<｜tool▁call▁end｜>",
@@ -259,7 +287,8 @@ TURN_FORMATS = (
             r"(?:<｜DSML｜\w++>\s*+)?<｜DSML｜invoke name=\"(?P<name>[^\"<]{1,256}+)\">",
             r"</｜DSML｜invoke>(?:\s*+</｜DSML｜(?!invoke|parameter)\w++>)?",
             {
-                "head": r"<｜DSML｜parameter name=\"(?P<key>[^\"<]{1,256}+)\"[^<>]{0,256}+>",
+                "head": r"<｜DSML｜parameter name=\"(?P<key>[^\"<]{1,256}+)\""
+                r"(?: string=\"(?P<kind>\w{1,8}+)\")?[^<>]{0,256}+>",
                 "mark": "<｜DSML｜parameter ",
                 "end": "</｜DSML｜parameter>",
                 "trim": "",
@@ -344,17 +373,11 @@ TURN_FORMATS = (
         "Hermes, Qwen 2.5 and Qwen3",
         ("<tool_call>",),
         {
-            "reasoning": THINK,
-            "tool_calls": {
-                "open": "<tool_call>",
-                "close": "</tool_call>",
-                "content": "json",
-                "repeats": True,
-                "transform": {"type": "function", "function": "{content}"},
-            },
+            **_listed("<tool_call>", "</tool_call>"),
             "content": {"close": "<|im_end|>", "repeats": True},
         },
         "<tool_call>",
+        calls=json_calls,
     ),
     *(
         TurnFormat(
@@ -383,6 +406,7 @@ TURN_FORMATS = (
             "reasoning": {**THINK, "open": "[THINK]", "close": "[/THINK]"},
         },
         "[TOOL_CALLS]",
+        before="[ARGS]",
         calls=named_calls,
         short_ids=True,
     ),
@@ -417,9 +441,11 @@ TURN_FORMATS = (
                 "close": ["<|END_RESPONSE|>", "<|END_TEXT|>"],
                 "repeats": True,
             },
+            REST_NAME: REST,
         },
         "<|START_ACTION|>",
         calls=json_calls,
+        between=r"<\|\w++\|>",
     ),
     TurnFormat(
         "Nemotron Nano 2 and Llama Nemotron",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.text.call_texts import json_calls, named_calls, python_calls
+from asyncrl.text.call_texts import json_calls, named_calls, python_calls, some_calls
 
 
 def found(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
@@ -42,7 +42,7 @@ def test_what_python_writes_is_read(calls: list[tuple[str, dict[str, Any]]]) -> 
         for name, arguments in calls
     ]
     for text in (f"[{', '.join(texts)}]", "\n".join(texts)):
-        assert found(python_calls(text)) == calls
+        assert found(some_calls(python_calls, text)) == calls
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_what_python_writes_is_read(calls: list[tuple[str, dict[str, Any]]]) -> 
     ],
 )
 def test_values_of_models(written: str, value: object) -> None:
-    assert found(python_calls(f"[f(a={written})]")) == [("f", {"a": value})]
+    assert found(some_calls(python_calls, f"[f(a={written})]")) == [("f", {"a": value})]
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_values_of_models(written: str, value: object) -> None:
 )
 def test_what_is_no_call(text: str) -> None:
     with pytest.raises(ValueError):
-        python_calls(text)
+        some_calls(python_calls, text)
 
 
 def test_no_more_is_read_than_python_reads() -> None:
     text = "f(a=[1, 'b', {'c': None}], d=-2)"
     call: Any = ast.parse(text, mode="eval").body
     expected = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
-    assert found(python_calls(text)) == [("f", expected)]
+    assert found(some_calls(python_calls, text)) == [("f", expected)]
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_no_more_is_read_than_python_reads() -> None:
     ],
 )
 def test_calls_in_json(text: str, calls: object) -> None:
-    assert found(json_calls(text)) == calls
+    assert found(some_calls(json_calls, text)) == calls
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[1]", '{"a": 1} x', '{"name": "f"', "x"])
 def test_json_that_is_no_call(text: str) -> None:
     with pytest.raises(ValueError):
-        json_calls(text)
+        some_calls(json_calls, text)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_json_that_is_no_call(text: str) -> None:
     ],
 )
 def test_mistrals_calls(text: str, calls: list[str], ids: list[str | None]) -> None:
-    read = named_calls(text)
+    read = some_calls(named_calls, text)
     assert [name for name, _ in found(read)] == calls
     assert [call.get("id") for call in read] == ids
     with pytest.raises(ValueError):
-        named_calls("[TOOL_CALLS] sunny")
+        some_calls(named_calls, "[TOOL_CALLS] sunny")

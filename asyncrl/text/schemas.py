@@ -1,0 +1,311 @@
+"""JSON schemas of tools: without references, and the values that they allow.
+
+Pydantic and many servers write the schema of a nested model once, and refer to it. Chat templates
+write such a reference as it is, and parsers do not follow it. So references are resolved before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from asyncrl.text.call_texts import Raw, json_text, python_text
+
+__all__ = ["SchemaError", "property_schema", "resolved_tool", "typed", "types_of"]
+
+MOST_PARTS = 5_000
+"""Schemas in one tool without its references. A few references can stand for very many."""
+DEEPEST = 64
+"""Levels of nested schemas."""
+SCHEMAS = ("parameters", "input_schema", "return")
+"""Where a tool has a schema."""
+NAMED = ("properties", "patternProperties", "dependentSchemas")
+LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+SINGLE = (
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "contains",
+    "propertyNames",
+    "not",
+    "if",
+    "then",
+    "else",
+)
+DEFINITIONS = ("$defs", "definitions")
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
+"""Keywords that say nothing of the values."""
+ALL: Final = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+KINDS: Final[Mapping[str, frozenset[str]]] = {
+    **{name: frozenset({name}) for name in ALL},
+    "number": frozenset({"number", "integer"}),
+    # Names of Python's types, which many schemas have.
+    "str": frozenset({"string"}),
+    "int": frozenset({"integer"}),
+    "float": frozenset({"number", "integer"}),
+    "bool": frozenset({"boolean"}),
+    "dict": frozenset({"object"}),
+    "list": frozenset({"array"}),
+    "tuple": frozenset({"array"}),
+}
+HINTS: Final[Mapping[str, Sequence[str]]] = {
+    "object": ("properties", "additionalProperties", "patternProperties", "required"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
+    "string": ("pattern", "format", "minLength", "maxLength"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+"""Type → keywords that say it where a schema has no `type`."""
+
+
+class SchemaError(ValueError):
+    """The schema of a tool cannot be read. The message is one line and names the tool."""
+
+
+def resolved_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tool with no reference in its schemas, and with `allOf` as one schema where that says the
+    same. Where a schema contains itself, the inner one has only its type, title and description.
+
+    Raises:
+        SchemaError: a reference leads nowhere, or the schemas are too large or nested too deeply.
+    """
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping):
+        return tool
+    found = {
+        name: _Resolution(str(function.get("name")), schema).schema()
+        for name in SCHEMAS
+        if isinstance(schema := function.get(name), Mapping)
+        and _mentions(schema, str(function.get("name")))
+    }
+    if not found:
+        return tool
+    function = {**function, **found}
+    return {**tool, "function": function} if "function" in tool else function
+
+
+def _mentions(schema: Mapping[str, Any], name: str) -> bool:
+    """Whether a schema may have a reference, or `allOf`. Raises SchemaError."""
+    try:
+        text = json.dumps(schema, default=str)
+    except (RecursionError, ValueError) as error:
+        raise SchemaError(f"the schema of the tool {name!r} cannot be read: {error}") from None
+    return any(f'"{word}"' in text for word in (*REFERENCES, "allOf"))
+
+
+class _Resolution:
+    """Resolves the references of one schema."""
+
+    def __init__(self, tool: str, root: Mapping[str, Any]) -> None:
+        # Imported here because most tools have no references.
+        from referencing import Registry
+        from referencing.jsonschema import DRAFT202012
+
+        self._tool, self._root, self._left = tool, root, MOST_PARTS
+        registry: Any = Registry()
+        self._resolver = registry.resolver_with_root(DRAFT202012.create_resource(root))
+
+    def schema(self) -> Any:
+        """The schema without references. Raises SchemaError."""
+        return self._resolved(self._root, self._resolver, (id(self._root),), 0)
+
+    def _resolved(self, schema: Any, resolver: Any, within: tuple[int, ...], depth: int) -> Any:
+        """Args: within: ids of the schemas that references led to, down to this one."""
+        if not isinstance(schema, Mapping):
+            return schema
+        self._left -= 1
+        if self._left < 0 or depth > DEEPEST:
+            what = f"{MOST_PARTS} parts" if self._left < 0 else f"{DEEPEST} levels"
+            raise self._error(f"has more than {what} without its references; make it smaller")
+        if unknown := [name for name in REFERENCES[1:] if schema.get(name) is not None]:
+            raise self._error(f"uses {unknown[0]}, which is not read; use $ref")
+        own = {
+            key: self._part(key, value, resolver, within, depth + 1)
+            for key, value in schema.items()
+            if key not in (*DEFINITIONS, "$ref")
+        }
+        parts = own.pop("allOf", None) or []
+        if schema.get("$ref") is not None:
+            parts = [self._target(schema["$ref"], resolver, within, depth), *parts]
+        return _all_of(parts, own) if parts else own
+
+    def _part(
+        self, key: str, value: Any, resolver: Any, within: tuple[int, ...], depth: int
+    ) -> Any:
+        """The value of a keyword. Only those that are schemas are read: a default is data."""
+        if key in NAMED and isinstance(value, Mapping):
+            return {
+                name: self._resolved(one, resolver, within, depth) for name, one in value.items()
+            }
+        if key in LISTED and isinstance(value, list | tuple):
+            return [self._resolved(one, resolver, within, depth) for one in value]
+        return self._resolved(value, resolver, within, depth) if key in SINGLE else value
+
+    def _target(self, ref: Any, resolver: Any, within: tuple[int, ...], depth: int) -> Any:
+        """The schema that a reference leads to."""
+        try:
+            found = resolver.lookup(ref)
+        except Exception as error:  # another scheme, a bad pointer, no text: any of many classes
+            raise self._error(
+                f"refers to {str(ref)[:80]!r}, which it does not contain; write that schema in its"
+                " place"
+            ) from error
+        if id(found.contents) in within:
+            return _inner(found.contents, ref)
+        return self._resolved(
+            found.contents, found.resolver, (*within, id(found.contents)), depth + 1
+        )
+
+    def _error(self, what: str) -> SchemaError:
+        return SchemaError(f"the schema of the tool {self._tool!r} {what}")
+
+
+def _inner(schema: Mapping[str, Any], ref: str) -> dict[str, Any]:
+    """A schema within itself: its type, and what it is called."""
+    kept = {key: schema[key] for key in ("type", "title", "description") if key in schema}
+    kinds = types_of(schema)
+    if "type" not in kept and kinds != ALL:
+        kept["type"] = next(iter(kinds)) if len(kinds) == 1 else sorted(kinds)
+    name = ref.rpartition("/")[2].lstrip("#")
+    return kept if "title" in kept or not name else {"title": name, **kept}
+
+
+def _all_of(parts: Sequence[Any], own: Mapping[str, Any]) -> Any:
+    """A schema for values that all of `parts` and `own` allow. Where they contradict each other,
+    `allOf` stays."""
+    schemas = [part for part in parts if part is not True]
+    merged = _merged([*schemas, own])
+    return {**own, "allOf": schemas} if merged is None else merged
+
+
+def _merged(schemas: Sequence[Any]) -> dict[str, Any] | None:
+    """One schema for all of them. None: there is no such schema without `allOf`."""
+    merged: dict[str, Any] = {}
+    for schema in schemas:
+        if not isinstance(schema, Mapping):
+            return None
+        for key, value in schema.items():
+            if key not in merged or key in NOTES:
+                merged[key] = value
+            elif merged[key] == value:
+                continue
+            elif key == "properties" and isinstance(value, Mapping):
+                merged[key] = _joined(merged[key], value)
+            elif key == "required" and isinstance(value, list):
+                merged[key] = list(dict.fromkeys([*merged[key], *value]))
+            else:
+                return None
+    return merged
+
+
+def _joined(some: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """The properties of two schemas, both of which hold."""
+    both = {
+        name: some[name] if some[name] == more[name] else _all_of([some[name]], more[name])
+        for name in some
+        if name in more and isinstance(more[name], Mapping)
+    }
+    return {**some, **more, **both}
+
+
+def types_of(schema: object) -> frozenset[str]:
+    """The JSON types of the values that a schema allows. All of them if it does not say."""
+    if not isinstance(schema, Mapping):
+        return ALL
+    kinds = _declared(schema.get("type"))
+    for name in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(name), list | tuple) and options:
+            kinds &= frozenset[str]().union(*map(types_of, options))
+    for part in schema.get("allOf") or ():
+        kinds &= types_of(part)
+    given = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+    if given:
+        kinds &= frozenset[str]().union(*map(_kinds, given))
+    if kinds == ALL:
+        hinted = [KINDS[kind] for kind, words in HINTS.items() if set(words) & set(schema)]
+        kinds = frozenset[str]().union(*hinted) if hinted else kinds
+    return (kinds or ALL) | (frozenset({"null"}) if schema.get("nullable") is True else frozenset())
+
+
+def _declared(given: object) -> frozenset[str]:
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or not names:
+        return ALL
+    return frozenset[str]().union(*(KINDS.get(str(name).lower(), ALL) for name in names))
+
+
+def _kinds(value: object) -> frozenset[str]:
+    """The JSON type of a value. A whole number is both types of numbers."""
+    match value:
+        case None:
+            return frozenset({"null"})
+        case bool():
+            return frozenset({"boolean"})
+        case int():
+            return frozenset({"integer", "number"})
+        case float():
+            return frozenset({"number"})
+        case str():
+            return frozenset({"string"})
+        case Mapping():
+            return frozenset({"object"})
+    return frozenset({"array"})
+
+
+def property_schema(parameters: object, name: str) -> object:
+    """The schema of an argument. True: any value."""
+    found = list(_properties(parameters, name))
+    if found:
+        return found[0] if len(found) == 1 else {"anyOf": found}
+    more = parameters.get("additionalProperties") if isinstance(parameters, Mapping) else None
+    return more if isinstance(more, Mapping) else True
+
+
+def _properties(schema: object, name: str) -> Iterator[object]:
+    """The schemas of an argument in a schema and in its choices."""
+    if not isinstance(schema, Mapping):
+        return
+    named = schema.get("properties")
+    if isinstance(named, Mapping) and name in named:
+        yield named[name]
+    for key in ("allOf", "anyOf", "oneOf"):
+        for one in schema.get(key) or ():
+            yield from _properties(one, name)
+
+
+def typed(value: object, schema: object) -> object:
+    """An argument as a value of its schema. A text stays one if nothing else is allowed, if the
+    model wrote it as a text and the schema allows texts, or if it can be nothing else."""
+    if not isinstance(value, str):
+        return value
+    kinds, text = types_of(schema), str(value)
+    if "string" in kinds:
+        choices = schema.get("enum") or () if isinstance(schema, Mapping) else ()
+        if kinds == {"string"} or not isinstance(value, Raw) or text in choices:
+            return text
+    for found in _read(text.strip(), kinds):
+        if _kinds(found) & kinds and not isinstance(found, str):
+            return found
+    return text
+
+
+def _read(text: str, kinds: frozenset[str]) -> Iterator[object]:
+    """The values that a text may be, the likeliest first."""
+    for reads in (json_text, python_text):
+        # 04820 is no number of JSON. If a text is allowed, it is one.
+        if reads is python_text and "string" in kinds and text[:1] not in ("{", "[", "T", "F", "N"):
+            break
+        try:
+            found = reads(text)
+        except (ValueError, RecursionError):
+            continue
+        yield found
+        if isinstance(found, float) and found.is_integer():
+            yield int(found)
+    if "boolean" in kinds and text.lower() in ("true", "false"):
+        yield text.lower() == "true"
+    if kinds == {"boolean"} and text in ("0", "1"):
+        yield text == "1"
