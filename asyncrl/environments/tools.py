@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 from asyncrl.environments.model import Reply
 from asyncrl.runtime.functions import text_of
 from asyncrl.sessions.answers import ContextTooLongError
+from asyncrl.text.call_texts import arguments_of
 from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.template import Message, Schema
 
@@ -96,7 +97,7 @@ async def _called(tools: Tools, name: str, written: object) -> tuple[str, bool]:
         return f"error: there is no tool {name!r}; the tools are: {', '.join(tools)}", False
     _, function = tools[name]
     try:
-        arguments = _arguments(written)
+        arguments = arguments_of(written)
         inspect.signature(function).bind(**arguments)
     except (TypeError, ValueError, RecursionError) as error:
         return f"error: {name} cannot be called with these arguments: {error}", False
@@ -104,14 +105,6 @@ async def _called(tools: Tools, name: str, written: object) -> tuple[str, bool]:
         return _text(await function(**arguments)), True
     except Exception as error:  # a tool's own code may raise anything
         return _cut(f"error: {type(error).__name__}: {text_of(str, error)}"), False
-
-
-def _arguments(written: object) -> dict[str, Any]:
-    """Raises ValueError unless the arguments are a JSON object. No text means no arguments."""
-    found = json.loads(written or "{}") if isinstance(written, str) else written
-    if not isinstance(found, Mapping):
-        raise ValueError("they are no JSON object")
-    return {str(name): value for name, value in found.items()}
 
 
 def _text(result: object) -> str:

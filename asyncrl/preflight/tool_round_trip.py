@@ -30,12 +30,26 @@ TOOL: Schema = {
             "properties": {
                 "place": {"type": "string", "description": "A town."},
                 "days": {"type": "integer", "description": "Days from today."},
+                "spot": {
+                    "type": "object",
+                    "description": "Where exactly.",
+                    "properties": {"height": {"type": "number", "description": "In meters."}},
+                },
+                "unit": {
+                    "description": "Of the answer.",
+                    "anyOf": [{"type": "string"}, {"type": "null"}],
+                },
             },
             "required": ["place", "days"],
         },
     },
 }
-ARGUMENTS: Mapping[str, object] = {"place": "Grüß Gott, Österreich", "days": 3}
+ARGUMENTS: Mapping[str, object] = {
+    "place": "Grüß Gott, Österreich",
+    "days": 3,
+    "spot": {"height": 1.5},
+    "unit": None,
+}
 QUESTION: Message = {"role": "user", "content": "What is the weather?"}
 RESULT = "sunny, 21 degrees"
 ANSWER: Message = {"role": "assistant", "content": "It is sunny."}

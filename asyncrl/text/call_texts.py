@@ -124,7 +124,7 @@ def arguments_of(value: object) -> dict[str, Any]:
     """The arguments of a call. None and an empty text are none. A text is read as JSON.
 
     Raises:
-        ValueError: that is no object.
+        ValueError: they are something else.
     """
     for _ in range(MOST_ENCODINGS):
         if isinstance(value, str):
@@ -132,7 +132,7 @@ def arguments_of(value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ValueError("the arguments of a tool call are no object")
+        raise ValueError("they are no JSON object")
     return dict(value)
 
 
@@ -304,10 +304,12 @@ def _bare(text: str, place: int, quote: str, depth: int) -> tuple[Any, int]:
         place = _listed(text, place + 1, "}", entry)
         return _entries(entries), place
     word, place = _matched(BARE_VALUE, text, place)
+    if (word := word.strip()) in WORDS:
+        return WORDS[word], place
     try:
-        return json.loads(word), place
+        return JSON.decode(word), place
     except ValueError:
-        return word.strip(), place
+        return word, place
 
 
 def _quoted(text: str, place: int, quote: str) -> tuple[str, int]:

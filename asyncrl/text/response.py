@@ -124,7 +124,7 @@ class ResponseReader:
                 return message, True
             if self._lost(message, parsed, turn):
                 return _said(text), False
-            left = self._left(message, turn, text)
+            left = self._left(message, parsed, turn, text)
             # No call is run if another one of its turn cannot be.
             return (_said(text) if left and "tool_calls" in message else message), not left
         except Exception:  # a model can write anything, and parsers raise anything
@@ -185,24 +185,32 @@ class ResponseReader:
     def _lost(self, message: Message, parsed: Mapping[str, Any], turn: str) -> bool:
         """Whether something of a turn is in no part of its message that an agent reads: a call in
         reasoning that has no end, or with nothing after it, or text outside all marks."""
-        if self._format is None:
-            return False
         thought = str(message.get("reasoning", "")).rstrip()
         silent = not message["content"] and not message.get("tool_calls")
-        opening = self._format.opening
-        if len(opening) > 1 and opening in thought and (silent or turn.rstrip().endswith(thought)):
+        if (silent or turn.rstrip().endswith(thought)) and self._has_call(thought):
             return True
+        if self._format is None:
+            return False
         rest = "".join(parsed.get(REST_NAME, ()))
         known = {"reasoning", "tool_calls", "content"} & set(parsed)
         return bool(known) and bool(re.sub(self._format.between, "", rest).strip())
 
-    def _left(self, message: Message, turn: str, text: str) -> bool:
+    def _has_call(self, text: str) -> bool:
+        """Whether a text has a mark that only a call has."""
+        if self._format is not None:
+            return any(mark in text for mark in self._format.attempts)
+        calls = self._template.fields.get("tool_calls")
+        opens = None if calls is None else calls.open_re
+        return opens is not None and opens.search(text, timeout=SEARCH_S) is not None
+
+    def _left(self, message: Message, parsed: Mapping[str, Any], turn: str, text: str) -> bool:
         """Whether marks are left that nothing was read from."""
         if self._format is None:
             return False
         if self._format.marked_content:
             return message == _said(text) and any(mark in turn for mark in self._format.marks)
-        return len(self._format.opening) > 1 and self._format.opening in str(message["content"])
+        said = "\n".join(parsed.get("content", ()))  # the text has no special tokens
+        return self._has_call(said)
 
     def _marks_content(self, turn: str) -> bool:
         """Whether a turn has marks beside its content, even without calls and reasoning."""

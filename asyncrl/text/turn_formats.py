@@ -66,6 +66,7 @@ STARTS = (
     "<｜tool▁output▁end｜>",
 )
 """What templates write before an assistant's turn, in any format."""
+CALL_MARK = re.compile(r"[<\[｜].*(?:call|function|dsml|arg_key)", re.IGNORECASE)
 FIRST_MARK = re.compile(r"<[^>]+>|\[[^\]]+\]|\]~b\]")
 
 
@@ -105,6 +106,12 @@ class TurnFormat:
     def marked_content(self) -> bool:
         """Whether texts mark the content, too."""
         return bool({"open", "open_pattern"} & set(self.fields["content"]))
+
+    @property
+    def attempts(self) -> tuple[str, ...]:
+        """Texts that only a call has. Where nothing was read from one, a call was lost."""
+        marks = dict.fromkeys([self.opening, *filter(CALL_MARK.match, self.marks)])
+        return tuple(mark for mark in marks if len(mark) > 1)
 
     @property
     def body(self) -> Reads:
@@ -182,9 +189,10 @@ def _listed(opening: str, closing: str | None = None) -> dict[str, Mapping[str, 
 
 def _gemma(opening: str, closing: str, quote: str) -> dict[str, Mapping[str, Any]]:
     """Fields of a format whose calls are JSON with bare keys, and with texts in quotes of its
-    own."""
-    pattern = rf"{re.escape(opening)}call:(?P<name>[^{{<\n]{{1,256}}+)(?=\{{|{re.escape(closing)})"
-    return _json(pattern, re.escape(closing), content=BARE_KEYS, content_args={"quote": quote})
+    own. A call without arguments may have no JSON."""
+    name, end = r"(?P<name>[^{<\n]{1,256}+)(?=\{)|(?P<name>[\w.-]{1,256}+)", re.escape(closing)
+    pattern = rf"{re.escape(opening)}call:(?:{name}(?={end}))"
+    return _json(pattern, end, content=BARE_KEYS, content_args={"quote": quote})
 
 
 PARAMETER = {
@@ -196,7 +204,7 @@ PARAMETER = {
 FUNCTION = r"\s*+<function=(?P<name>[^<>\n]{1,256}+)>"
 BARE = (
     r"\A\s*+(?:<\|python_(?:tag|start)\|>\s*+)?"
-    r"(?=\[?+\s*+\{\s*+\"(?:name|type|function)\"\s*+:|\[\s*+[A-Za-z_][\w.]{0,255}+\()"
+    r"(?=\[?+\s*+\{\s*+\"(?:name|type|function|arguments|parameters)\"\s*+:|\[\s*+[A-Za-z_][\w.]{0,255}+\()"
 )
 """Where a turn that is nothing but calls begins."""
 LLAMA = _listed(BARE, r"<\|python_end\|>")

@@ -31,6 +31,7 @@ GOOD: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": [USER], "max_tokens": 500},
 }
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+NESTED = {"type": "function", "function": {"name": "add", "parameters": {"$ref": "#/none"}}}
 ANTHROPIC_IMAGE = {"type": "image", "source": {"type": "base64", "data": ""}}
 
 
@@ -84,6 +85,11 @@ BAD = [
     (CHAT, {"messages": [USER], "stop": [""]}, "stop "),
     (CHAT, {"messages": [USER], "tool_choice": "perhaps"}, "tool_choice"),
     (CHAT, {"messages": [USER], "tools": [{"type": "web_search"}]}, "tools.0.type"),
+    (
+        CHAT,
+        {"messages": [USER], "tools": [NESTED]},
+        "the schema of the tool 'add' refers",
+    ),
     (CHAT, {"messages": [USER], "modalities": ["audio"]}, "modalities"),
     (CHAT, {"messages": [USER], "response_format": {"type": "json_schema"}}, "response_format"),
     (TEXT, {"prompt": ["a", "b"]}, "prompt is not one text"),

@@ -267,6 +267,21 @@ def test_an_idempotency_key_names_only_one_request() -> None:
     assert keys[0] == keys[1] != keys[2] and None not in keys
 
 
+def nested(ref: str) -> dict[str, Any]:
+    parameters = {"$defs": {"A": {"type": "integer"}}, "properties": {"a": {"$ref": ref}}}
+    return {"type": "function", "function": {"name": "add", "parameters": parameters}}
+
+
+def test_tools_have_no_references() -> None:
+    session = FakeSession(said)
+    create = Model(session).chat.completions.create
+    asyncio.run(create(messages=USER, tools=[nested("#/$defs/A")]))
+    (tool,) = session.requests[0][1]
+    assert tool["function"]["parameters"] == {"properties": {"a": {"type": "integer"}}}
+    with pytest.raises(UnsupportedError, match="the tool 'add' refers to '#/none', which it does"):
+        asyncio.run(create(messages=USER, tools=[nested("#/none")]))
+
+
 def test_strict_tools_are_as_they_are_at_a_url() -> None:
     session = FakeSession(said)
     model = Model(session)

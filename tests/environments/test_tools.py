@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -100,7 +101,12 @@ def test_a_call_that_fails_is_told_to_the_model(call: Mapping[str, object], text
 
 
 def test_no_text_means_no_arguments() -> None:
-    assert told(tool_call("long", "")).startswith("xx")
+    for nothing in ("", " ", "null", "{}"):
+        assert told(tool_call("long", nothing)).startswith("xx")
+
+
+def test_arguments_that_were_written_twice_are_read() -> None:
+    assert told(tool_call("add", json.dumps('{"left": 2, "right": 3}'))) == "5"
 
 
 def test_answers_of_tools_are_text_of_bounded_length() -> None:

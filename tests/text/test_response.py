@@ -146,6 +146,25 @@ def test_the_models_own_template_comes_first(tmp_path: Path) -> None:
     assert parsed and call["function"] == {"name": "add", "arguments": '{"a": 2}'}
 
 
+def test_a_mark_in_an_argument_of_the_models_own_template_ends_no_call() -> None:
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template, tokenizer.response_template = HEADERS, OWN
+    for arguments in ('{"a": "x; y"}', '{"a": 2}'):
+        message, parsed = read(tokenizer, f"now call add{arguments};")
+        (call,) = message["tool_calls"]  # type: ignore[misc]
+        assert parsed and call["function"] == {"name": "add", "arguments": arguments}
+
+
+def test_a_call_in_open_reasoning_of_the_models_own_template_is_unparsed() -> None:
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = HEADERS
+    think = {"open": "<think>", "close": "</think>"}
+    tokenizer.response_template = {**OWN, "fields": {**OWN["fields"], "reasoning": think}}  # type: ignore[dict-item]
+    assert read(tokenizer, 'now <think>so call add{"a": 2};')[0]["content"] == "plain"
+    assert not read(tokenizer, 'now <think>so call add{"a": 2};')[1]
+    assert read(tokenizer, "<think>so</think>fine")[1]
+
+
 def test_a_model_without_calls_writes_text(tmp_path: Path) -> None:
     tokenizer: Any = load_tokenizer(save_chat_model(tmp_path / "model", CHATML))
     assert format_name(tokenizer) is None

@@ -308,6 +308,22 @@ def test_tools_are_lists_of_schemas(given: object) -> None:
         tool_schemas(given)
 
 
+def test_tools_of_prompts_have_no_references(model: Any) -> None:
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    parameters = {"$defs": {"P": point}, "properties": {"at": {"$ref": "#/$defs/P"}}}
+    tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
+    plain = {**tool, "function": {"name": "go", "parameters": {"properties": {"at": point}}}}
+    for given in (
+        Template(model()).render([CHAT], [[tool]]),
+        Template(model(), tools=[tool]).render([CHAT]),
+    ):
+        assert given == Template(model()).render([CHAT], [[plain]])
+        assert "$ref" not in given.texts[0]
+    parameters["properties"] = {"at": {"$ref": "#/$defs/Q"}}
+    with pytest.raises(TemplateError, match="row 3: the schema of the tool 'go' refers to"):
+        Template(model()).render([CHAT], [[tool]], first_row=3)
+
+
 def test_the_names_that_a_template_cannot_have_are_those_of_its_own_tokenizer() -> None:
     class Plain:
         def apply_chat_template(self, conversation: object, documents: object = None) -> str:

@@ -486,6 +486,7 @@ REPEATS = {
         ("", "<|tool_call>call:now{}<tool_call|>", ""),
         ("<|tool_call>call:now{", 'k:<|"|>v<|"|>,', "}<tool_call|>"),
         ("<|tool_call>call:now{k:", " ", "<tool_call|>"),
+        ("", '<|tool_call>call:now{k:<|"|><tool_call|>', ""),
     ),
     "FunctionGemma": (("", "<start_function_call>call:", ""),),
     "DeepSeek V3 and R1": (
@@ -513,6 +514,9 @@ REPEATS = {
         ("<tool_call><function=now></function>", " ", "</tool_call>"),
         ("", "<tool_call><function=now></function></tool_call>", ""),
         ("<tool_call>", " ", ""),
+        ("", "<tool_call><function=now><parameter=a></function></tool_call>", ""),
+        ("<tool_call><function=now><parameter=a>", "</function></tool_call>", "</parameter>"),
+        ("<tool_call><function=now><parameter=a>", "[", "</parameter></function></tool_call>"),
     ),
     GLM: (
         ("<tool_call>now", "<arg_key>a</arg_key><arg_value>", "</tool_call>"),
@@ -523,6 +527,8 @@ REPEATS = {
         ("", '<tool_call>{"name":"now","arguments":{}}</tool_call>', ""),
         ("", "<tool_call>", ""),
         ('<tool_call>{"name":"now","arguments":', "[", "</tool_call>"),
+        ("", '<tool_call>{"a":"</tool_call>', ""),
+        ("", '<tool_call>["</tool_call>",1,"', ""),
         ("", "a<|im_end|>", ""),
     ),
     "LFM2": (
@@ -530,6 +536,7 @@ REPEATS = {
         ("<|tool_call_start|>[now(a=", "'a", ")]<|tool_call_end|>"),
         ("<|tool_call_start|>[now(a='", "' ", "x)]<|tool_call_end|>"),
         ("<|tool_call_start|>[now(a=", "1", ")]<|tool_call_end|>"),
+        ("", "<|tool_call_start|>[now(a='<|tool_call_end|>", ""),
     ),
     "OLMo 3": (("<function_calls>now(", " ", "</function_calls>"),),
     "Mistral": (

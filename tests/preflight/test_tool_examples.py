@@ -1,0 +1,71 @@
+"""Calls of a user's tools through a chat template: with the types that their schemas say."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from pydantic import BaseModel
+from test_tool_round_trip import TEMPLATES
+
+from asyncrl.preflight.template_checks import TemplateChecks
+from asyncrl.preflight.tool_examples import example_arguments, own_cases
+from asyncrl.sessions.session import SessionTemplate
+from asyncrl.text.response import ResponseReader
+from asyncrl.text.schemas import resolved_tool
+
+QWEN = "Qwen3-Coder, Qwen3.5 and Nemotron 3"
+
+
+class Stop(BaseModel):
+    town: str
+    nights: int = 1
+    after: list[Stop] = []
+
+
+class Trip(BaseModel):
+    first: Stop
+    last: Stop | None = None
+    share: float = 0.5
+    anything: Any = None
+
+
+TOOL = resolved_tool(
+    {"type": "function", "function": {"name": "plan", "parameters": Trip.model_json_schema()}}
+)
+
+
+def findings(template: str) -> dict[str, list[str]]:
+    """Verdict → what `check-env` says of the tool's calls."""
+    bench = importlib.import_module("benchmarks.tool_turns")
+    tokenizer = bench.tokenizer_of(template)
+    session = SessionTemplate(tokenizer, frozenset(bench.ends_of(tokenizer)), 1 << 20)
+    checks = TemplateChecks(
+        session, ResponseReader(tokenizer), [{"role": "user", "content": "q"}], [TOOL]
+    )
+    found: dict[str, list[str]] = {}
+    for one in checks.tool_calls():
+        found.setdefault(one.verdict, []).append(one.text)
+    return found
+
+
+def test_examples_have_the_types_of_a_nested_schema() -> None:
+    stop = {"town": "a", "nights": 42, "after": [{"a": [1, {"b": "a"}]}]}
+    assert example_arguments(TOOL) == {"first": stop, "last": stop, "share": 1.5, "anything": "a"}
+    assert example_arguments(TOOL, choice=1)["last"] is None
+    kinds = own_cases(TOOL)
+    assert {"plain", "quotes", "unicode", "choice 2", "choice 3", "two calls"} == set(kinds)
+    assert kinds["choice 2"][0]["anything"] == {"a": [1, {"b": "a"}]}
+
+
+def test_nested_arguments_come_back_through_tags() -> None:
+    found = findings(TEMPLATES[QWEN])
+    assert set(found) == {"ok"}, found
+    assert "plan: plain, plan: quotes, plan: unicode, plan: choice 2" in found["ok"][0]
+
+
+def test_a_template_that_writes_other_values_is_found() -> None:
+    """It writes 1 for true, and one is not the other."""
+    template = TEMPLATES[QWEN].replace("v | tojson", "v | tojson | replace('null', '0')")
+    found = findings(template)
+    assert any("plan: choice 2" in one and "comes back as" in one for one in found["FAIL"]), found

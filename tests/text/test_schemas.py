@@ -1,0 +1,252 @@
+"""Schemas of tools: without references, and the values that they allow."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+
+from asyncrl.text.call_texts import Raw
+from asyncrl.text.schemas import SchemaError, property_schema, resolved_tool, typed, types_of
+
+
+class Stop(BaseModel):
+    """A stop of a trip."""
+
+    town: str
+    nights: int = 1
+
+
+class Tree(BaseModel):
+    value: int
+    children: list[Tree] = []
+
+
+class Trip(BaseModel):
+    first: Stop = Field(description="Where it begins.")
+    more: list[Stop] = []
+    last: Stop | None = None
+    by_day: dict[str, Stop] = {}
+    tree: Tree
+    class_: Literal[1, 2] = 1
+
+
+def tool(parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": "plan", "parameters": parameters}}
+
+
+def resolved(parameters: Any) -> Any:
+    function: Any = resolved_tool(tool(parameters))["function"]
+    return function["parameters"]
+
+
+def test_nested_models_have_no_references() -> None:
+    found = resolved(Trip.model_json_schema())
+    assert "$ref" not in json.dumps(found) and "$defs" not in found
+    first = found["properties"]["first"]
+    assert first["description"] == "Where it begins." and first["type"] == "object"
+    assert first["properties"]["nights"]["type"] == "integer"
+    assert found["properties"]["more"]["items"]["required"] == ["town"]
+    assert found["properties"]["last"]["anyOf"][0]["title"] == "Stop"
+    assert found["properties"]["by_day"]["additionalProperties"]["title"] == "Stop"
+
+
+def test_a_schema_within_itself_has_only_its_type_and_name() -> None:
+    tree = resolved(Trip.model_json_schema())["properties"]["tree"]
+    assert tree["properties"]["children"]["items"] == {"title": "Tree", "type": "object"}
+    whole = resolved({"type": "object", "properties": {"inner": {"$ref": "#"}}})
+    assert whole["properties"]["inner"] == {"type": "object"}
+    assert resolved({"$ref": "#"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (
+            {
+                "definitions": {"A": {"type": "integer"}},
+                "properties": {"a": {"$ref": "#/definitions/A"}},
+            },
+            {"properties": {"a": {"type": "integer"}}},
+        ),
+        (
+            {"properties": {"a/b": {"const": 1}, "c": {"$ref": "#/properties/a~1b"}}},
+            {"properties": {"a/b": {"const": 1}, "c": {"const": 1}}},
+        ),
+        (
+            {"$defs": {"x": {"$anchor": "here", "type": "null"}}, "items": {"$ref": "#here"}},
+            {"items": {"$anchor": "here", "type": "null"}},
+        ),
+        (
+            {
+                "$defs": {"A": {"properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+                "allOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": {}}, "required": ["b"]}],
+            },
+            {"properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a", "b"]},
+        ),
+        # What says two things at once stays as it is.
+        (
+            {"allOf": [{"type": "integer"}, {"minimum": 1}, {"minimum": 2}]},
+            {"allOf": [{"type": "integer"}, {"minimum": 1}, {"minimum": 2}]},
+        ),
+        # Data is no schema, and neither is the name of a property.
+        (
+            {"default": {"$ref": "#/x"}, "properties": {"$ref": {"type": "string"}}},
+            {"default": {"$ref": "#/x"}, "properties": {"$ref": {"type": "string"}}},
+        ),
+        # Columns of Arrow have each key.
+        (
+            {"properties": {"a": {"$ref": None, "type": "string"}}},
+            {"properties": {"a": {"type": "string"}}},
+        ),
+    ],
+)
+def test_references_of_any_kind(schema: Any, expected: Any) -> None:
+    assert resolved(schema) == expected
+
+
+def test_a_tool_without_references_stays() -> None:
+    plain = tool({"type": "object", "properties": {"a": {"type": "string"}}})
+    assert resolved_tool(plain) is plain
+    flat = {"name": "plan", "parameters": {"$defs": {"A": {"const": 1}}, "$ref": "#/$defs/A"}}
+    assert resolved_tool(flat) == {"name": "plan", "parameters": {"const": 1}}
+
+
+DOUBLES = {
+    "$defs": {
+        **{
+            f"A{i}": {"properties": {n: {"$ref": f"#/$defs/A{i + 1}"} for n in "ab"}}
+            for i in range(16)
+        },
+        "A16": {},
+    },
+    "$ref": "#/$defs/A0",
+}
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"$ref": "#/$defs/A"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return {"$defs": {"A": {}}, **schema}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"$ref": "#/$defs/Nope"}, "refers to '#/$defs/Nope', which it does not contain"),
+        ({"$ref": "https://example.org/a.json"}, "refers to 'https://example.org/a.json'"),
+        ({"items": {"$ref": 5}}, "refers to '5'"),
+        ({"$dynamicRef": "#a"}, "uses $dynamicRef, which is not read; use $ref"),
+        (DOUBLES, "has more than 5000 parts without its references; make it smaller"),
+        (nested(100), "has more than 64 levels without its references"),
+        (nested(100_000), "cannot be read"),
+    ],
+)
+def test_what_cannot_be_resolved_is_refused_by_name(schema: Any, message: str) -> None:
+    with pytest.raises(SchemaError, match="the schema of the tool 'plan'") as error:
+        resolved(schema)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+ANY = {"null", "boolean", "integer", "number", "string", "array", "object"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "kinds"),
+    [
+        ({"type": "integer"}, {"integer"}),
+        ({"type": "number"}, {"integer", "number"}),
+        ({"type": ["string", "null"]}, {"string", "null"}),
+        ({"type": "string", "nullable": True}, {"string", "null"}),
+        ({"anyOf": [{"type": "array"}, {"properties": {}}]}, {"array", "object"}),
+        ({"oneOf": [{"const": "a"}, {"enum": [None, True]}]}, {"string", "null", "boolean"}),
+        ({"type": "object", "anyOf": [{"required": ["a"]}]}, {"object"}),
+        ({"allOf": [{"type": ["integer", "string"]}, {"minimum": 1}]}, {"integer"}),
+        ({"enum": [1, 2]}, {"integer", "number"}),
+        ({"prefixItems": [{}]}, {"array"}),
+        ({"format": "date"}, {"string"}),
+        ({"type": "dict"}, {"object"}),
+        ({"type": "float"}, {"number", "integer"}),
+        ({"description": "any"}, ANY),
+        ({"type": "thing"}, ANY),
+        ({"anyOf": [{"type": "integer"}, {}]}, ANY),
+        (True, ANY),
+    ],
+)
+def test_the_types_of_a_schema(schema: Any, kinds: set[str]) -> None:
+    assert types_of(schema) == kinds
+
+
+STRING, OPTIONAL = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}
+MIXED = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("3", {"type": "integer"}, 3),
+        ("3.0", {"type": "integer"}, 3),
+        ("3.5", {"type": "integer"}, "3.5"),
+        ("three", {"type": "integer"}, "three"),
+        (".5", {"type": "number"}, 0.5),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("9" * 5000, {"type": "integer"}, "9" * 5000),
+        ("true", {"type": "boolean"}, True),
+        ("FALSE", {"type": "boolean"}, False),
+        ("1", {"type": "boolean"}, True),
+        ("null", OPTIONAL, None),
+        ("None", OPTIONAL, None),
+        ("nothing", OPTIONAL, "nothing"),
+        ('{"a": [1]}', {"type": "object"}, {"a": [1]}),
+        ("{'a': True}", {"type": "object"}, {"a": True}),
+        ('{"a": 1, "a": 2}', {"type": "object"}, '{"a": 1, "a": 2}'),
+        ("[1, 2", {"type": "array"}, "[1, 2"),
+        ("3", STRING, "3"),
+        ("{}", STRING, "{}"),
+        ("7", MIXED, 7),
+        ("04820", MIXED, "04820"),
+        ("1_000", {"type": "integer"}, "1_000"),
+        ("1", {"enum": [1, 2]}, 1),
+        ("1", {"enum": ["1", 1]}, "1"),
+        ("2", {"const": 2}, 2),
+        ("2", {}, 2),
+        ("two", {}, "two"),
+        ('{"a": null}', {}, {"a": None}),
+        ("  [1]\n", {"items": {}}, [1]),
+        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
+    ],
+)
+def test_an_argument_in_tags_gets_the_type_of_its_schema(
+    text: str, schema: Any, value: Any
+) -> None:
+    found = typed(Raw(text), schema)
+    assert json.dumps(found) == json.dumps(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("3", {"type": "integer"}, 3),
+        ("04820", MIXED, "04820"),
+        ("7", MIXED, "7"),
+        ("null", OPTIONAL, "null"),
+        ("2", {}, "2"),
+        ('{"a": 1}', {"type": "object"}, {"a": 1}),
+    ],
+)
+def test_a_text_in_json_stays_one_if_the_schema_allows_it(
+    text: str, schema: Any, value: Any
+) -> None:
+    assert json.dumps(typed(text, schema)) == json.dumps(value)
+
+
+def test_the_schema_of_an_argument() -> None:
+    choices = {"anyOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": STRING}}]}
+    assert property_schema(choices, "a") == {"anyOf": [{"const": 1}, STRING]}
+    assert property_schema({"properties": {"a": STRING}}, "a") == STRING
+    assert property_schema({"additionalProperties": STRING}, "a") == STRING
+    assert property_schema({"properties": {"a": STRING}}, "b") is True
+    assert property_schema(None, "a") is True
