@@ -120,10 +120,10 @@ class ResponseReader:
             stop = whole[len(text) :] if whole.startswith(text) else ""
             ended = len(kept) < len(token_ids)
             message = self._message(parsed, turn, text, stop, len(prompt_ids), tools, ended)
+            if self._outside(parsed) or (tools and self._thought(message, turn)):
+                return _said(text), False
             if not tools:
                 return message, True
-            if self._lost(message, parsed, turn):
-                return _said(text), False
             left = self._left(message, parsed, turn, text)
             # No call is run if another one of its turn cannot be.
             return (_said(text) if left and "tool_calls" in message else message), not left
@@ -182,18 +182,17 @@ class ResponseReader:
             message["tool_calls"] = _identified(found, place, short)
         return message
 
-    def _lost(self, message: Message, parsed: Mapping[str, Any], turn: str) -> bool:
-        """Whether something of a turn is in no part of its message that an agent reads: a call in
-        reasoning that has no end, or with nothing after it, or text outside all marks."""
+    def _outside(self, parsed: Mapping[str, Any]) -> bool:
+        """Whether a turn with marked content has text outside all marks, which would be lost."""
+        if self._format is None or not {"reasoning", "tool_calls", "content"} & set(parsed):
+            return False
+        return bool(re.sub(self._format.between, "", "".join(parsed.get(REST_NAME, ()))).strip())
+
+    def _thought(self, message: Message, turn: str) -> bool:
+        """Whether a call is in reasoning that has no end, or with nothing after it."""
         thought = str(message.get("reasoning", "")).rstrip()
         silent = not message["content"] and not message.get("tool_calls")
-        if (silent or turn.rstrip().endswith(thought)) and self._has_call(thought):
-            return True
-        if self._format is None:
-            return False
-        rest = "".join(parsed.get(REST_NAME, ()))
-        known = {"reasoning", "tool_calls", "content"} & set(parsed)
-        return bool(known) and bool(re.sub(self._format.between, "", rest).strip())
+        return (silent or turn.rstrip().endswith(thought)) and self._has_call(thought)
 
     def _has_call(self, text: str) -> bool:
         """Whether a text has a mark that only a call has."""

@@ -7,6 +7,7 @@ write such a reference as it is, and parsers do not follow it. So references are
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -301,6 +302,8 @@ def _read(text: str, kinds: frozenset[str]) -> Iterator[object]:
         try:
             found = reads(text)
         except (ValueError, RecursionError):
+            continue
+        if isinstance(found, float) and not math.isfinite(found):
             continue
         yield found
         if isinstance(found, float) and found.is_integer():

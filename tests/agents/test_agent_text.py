@@ -18,6 +18,7 @@ from asyncrl.text.turn_formats import TURN_FORMATS, TurnFormat
 PIECES = [
     call(1, 2),
     '<tool_call>{"name": "add", "arguments": 3}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}}</tool_call>',
     "<tool_call>",
     "<think>so</think>",
     "<think>",

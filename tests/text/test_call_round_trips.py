@@ -377,6 +377,12 @@ def test_what_is_in_no_part_of_the_message_is_unparsed(name: str, turn: str) -> 
     assert (calls, parsed) == ("[]", False) and message["content"]
 
 
+def test_text_outside_all_marks_is_not_lost_without_tools() -> None:
+    turn = "<|START_THINKING|>so<|END_THINKING|>It is sunny."
+    _, parsed, message = read("Command R7B and Command A", turn, tools=None)
+    assert not parsed and message["content"] == "soIt is sunny."
+
+
 def test_arguments_that_no_parameter_has_reach_the_tool() -> None:
     turn = WRITES[QWEN]("now", {"other": "7", "more": "text"})
     assert read(QWEN, turn)[:2] == ('[["now", {"other": 7, "more": "text"}]]', True)

@@ -193,6 +193,7 @@ MIXED = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
         ("three", {"type": "integer"}, "three"),
         (".5", {"type": "number"}, 0.5),
         ("NaN", {"type": "number"}, "NaN"),
+        ("1e999", {"type": "number"}, "1e999"),
         ("9" * 5000, {"type": "integer"}, "9" * 5000),
         ("true", {"type": "boolean"}, True),
         ("FALSE", {"type": "boolean"}, False),
