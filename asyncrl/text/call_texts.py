@@ -66,6 +66,9 @@ ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "\n": ""}
 AFTER_TEXT = re.compile(r"\s*(?:[,)\]}:]|\Z)")
 """What follows the end of a text. Some templates write texts without escapes, so that a quote may
 also be a part of one."""
+EVERY = re.compile("")
+"""What follows the end of a text whose quotes are all escaped."""
+NEXT_ARGUMENT = re.compile(r",\s*+[A-Za-z_]\w*+\s*+=")
 BARE_KEY = re.compile(r"[^\s:,{}\[\]<>\"']{1,256}+")
 BARE_VALUE = re.compile(r"[^\n,{}\[\]<>\"]{1,256}+")
 DEEPEST = 32
@@ -117,7 +120,7 @@ def json_text(text: str) -> Any:
 
 def python_text(text: str) -> Any:
     """The value of a literal of Python or JSON. Raises ValueError."""
-    return whole(lambda text, place: _value(text, _skipped(SPACE, text, place), 0), text)
+    return whole(lambda text, place: _value(text, _skipped(SPACE, text, place), 0, EVERY), text)
 
 
 def arguments_of(value: object) -> dict[str, Any]:
@@ -236,18 +239,18 @@ def tagged_arguments(text: str, place: int, tags: Mapping[str, str]) -> tuple[di
     Args:
         tags: `head`, a pattern from the start of a tag to the start of its value, with the group
             `key`, and `kind` if the tag says whether its value is a text; `mark`, a text in each
-            head; `end`, the text after a value; and `trim`, a text that is dropped from the end of
-            a value.
+            head; `end`, the text after a value; `broken`, how an end begins, which no value has;
+            and `trim`, a text that is dropped from the end of a value.
 
     Raises:
         ValueError: a tag has no end, which would change or hide an argument, or two have one key.
     """
-    head, mark, end = re.compile(tags["head"]), tags["mark"], tags["end"]
+    head, mark, broken, end = re.compile(tags["head"]), tags["mark"], tags["broken"], tags["end"]
     arguments: list[tuple[str, Any]] = []
     place = _skipped(SPACE, text, place)
     while found := head.match(text, place):
         last = text.find(end, found.end())
-        if last < 0 or text.find(mark, found.end(), last) >= 0:
+        if last < 0 or any(text.find(one, found.end(), last) >= 0 for one in (mark, broken)):
             raise ValueError(f"no end of the argument at character {place} of a tool call")
         written = text[found.end() : last].removesuffix(tags["trim"])
         kind = found.groupdict().get("kind")
@@ -373,18 +376,24 @@ def _listed(text: str, place: int, end: str, item: Callable[[int], int]) -> int:
     return place + len(end)
 
 
-def _value(text: str, place: int, depth: int) -> tuple[Any, int]:
-    """The literal that begins at `place`, and the place after it."""
+def _value(
+    text: str, place: int, depth: int, after: re.Pattern[str] = AFTER_TEXT
+) -> tuple[Any, int]:
+    """The literal that begins at `place`, and the place after it.
+
+    Args:
+        after: what follows the end of a text.
+    """
     if depth > DEEPEST:
         raise ValueError("the arguments of a tool call are nested too deeply")
     first = text[place : place + 1]
     if first in ("'", '"'):
-        return _text(text, place)
+        return _text(text, place, after)
     if first in ("[", "("):
         items: list[object] = []
 
         def item(place: int) -> int:
-            value, place = _value(text, place, depth + 1)
+            value, place = _value(text, place, depth + 1, after)
             items.append(value)
             return place
 
@@ -393,8 +402,8 @@ def _value(text: str, place: int, depth: int) -> tuple[Any, int]:
         entries: list[tuple[str, object]] = []
 
         def entry(place: int) -> int:
-            key, place = _text(text, place)
-            value, place = _value(text, _expect(text, place, ":"), depth + 1)
+            key, place = _text(text, place, EVERY)
+            value, place = _value(text, _expect(text, place, ":"), depth + 1, after)
             entries.append((key, value))
             return place
 
@@ -409,16 +418,21 @@ def _value(text: str, place: int, depth: int) -> tuple[Any, int]:
     return WORDS[word], end
 
 
-def _text(text: str, place: int) -> tuple[str, int]:
-    """The text in quotes that begins at `place`, and the place after it."""
+def _text(text: str, place: int, after: re.Pattern[str]) -> tuple[str, int]:
+    """The text in quotes that begins at `place`, and the place after it. Raises ValueError if it
+    may be two arguments, one of them without its quote."""
     mark = next((mark for mark in ("'''", '"""', "'", '"') if text.startswith(mark, place)), None)
     if mark is None:
         raise ValueError(f"no text at character {place} of a tool call")
     begin = end = place + len(mark)
-    while not (text.startswith(mark, end) and AFTER_TEXT.match(text, end + len(mark))):
+    inner = False
+    while not (text.startswith(mark, end) and after.match(text, end + len(mark))):
+        inner |= text.startswith(mark, end)
         end += 2 if text[end] == "\\" and end + 1 < len(text) else 1
         if end >= len(text):
             raise ValueError("a text of a tool call without an end")
+    if inner and NEXT_ARGUMENT.search(text, begin, end):
+        raise ValueError("a text of a tool call without an end")
     return ESCAPE.sub(_unescaped, text[begin:end]), end + len(mark)
 
 

@@ -207,9 +207,11 @@ class ResponseReader:
         if self._format is None:
             return False
         if self._format.marked_content:
-            return message == _said(text) and any(mark in turn for mark in self._format.marks)
+            marks = (*self._format.marks, *self._format.attempts)
+            return message == _said(text) and any(mark in turn for mark in marks)
         said = "\n".join(parsed.get("content", ()))  # the text has no special tokens
-        return self._has_call(said)
+        ends = "tool_calls" not in message and self._format.closing
+        return self._has_call(said) or bool(ends and ends in said)
 
     def _marks_content(self, turn: str) -> bool:
         """Whether a turn has marks beside its content, even without calls and reasoning."""

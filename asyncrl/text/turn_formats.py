@@ -199,6 +199,7 @@ PARAMETER = {
     "head": r"<parameter=(?P<key>[^<>\n]{1,256}+)>\n?",
     "mark": "<parameter=",
     "end": "</parameter>",
+    "broken": "</param",
     "trim": "\n",
 }
 FUNCTION = r"\s*+<function=(?P<name>[^<>\n]{1,256}+)>"
@@ -299,6 +300,7 @@ TURN_FORMATS = (
                 r"(?: string=\"(?P<kind>\w{1,8}+)\")?[^<>]{0,256}+>",
                 "mark": "<｜DSML｜parameter ",
                 "end": "</｜DSML｜parameter>",
+                "broken": "</｜DSML｜p",
                 "trim": "",
             },
         ),
@@ -329,6 +331,7 @@ TURN_FORMATS = (
                 "head": r"<parameter name=\"?(?P<key>[^\"<>\n]{1,256}+)\"?>",
                 "mark": "<parameter name=",
                 "end": "</parameter>",
+                "broken": "</param",
                 "trim": "",
             },
         ),
@@ -364,6 +367,7 @@ TURN_FORMATS = (
                 "head": r"<arg_key>(?P<key>[^<]{1,256}+)</arg_key>\s*+<arg_value>",
                 "mark": "<arg_key>",
                 "end": "</arg_value>",
+                "broken": "</arg_",
                 "trim": "",
             },
         ),

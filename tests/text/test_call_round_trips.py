@@ -144,9 +144,9 @@ WRITES: Mapping[str, Callable[[str, Arguments], str]] = {
 """Format → how its models write a call."""
 TAGGED = ("DeepSeek V3.2", "MiniMax M2", "Seed-OSS", QWEN, GLM)
 UNWRITABLE = {
-    **dict.fromkeys(("Seed-OSS", QWEN, "MiniMax M2"), ("<parameter", "</parameter>")),
+    **dict.fromkeys(("Seed-OSS", QWEN, "MiniMax M2"), ("<parameter", "</param")),
     GLM: ("<arg_", "</arg_"),
-    "DeepSeek V3.2": ("<｜DSML｜parameter", "</｜DSML｜parameter"),
+    "DeepSeek V3.2": ("<｜DSML｜parameter", "</｜DSML｜p"),
     "Gemma 4": ('<|"|>',),
     "FunctionGemma": ("<escape>",),
 }
@@ -222,7 +222,7 @@ def test_every_format_is_written() -> None:
 
 
 @pytest.mark.parametrize("name", WRITES)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(arguments=VALUES)
 def test_arguments_come_back_with_their_types(name: str, arguments: Arguments) -> None:
     if not writable(name, arguments):
@@ -370,6 +370,19 @@ def test_a_call_in_reasoning_without_an_end_is_unparsed(name: str) -> None:
         ("Gemma 4", '<|tool_call>call:now ""<tool_call|>'),
         ("gpt-oss", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"),
         ("Mistral", "[TOOL_CALLS]now[ARGS]"),
+        (QWEN, "<tool_cal>\n<function=now>\n</function>\n</tool_call>"),
+        ("LFM2", "<|tool_call_strt|>[now()]<|tool_call_end|>"),
+        # A lost quote or end makes one argument of two.
+        (
+            QWEN,
+            WRITES[QWEN]("visit", {"text": "a", "count": 1}).replace("</parameter>\n<", "</", 1),
+        ),
+        (
+            GLM,
+            WRITES[GLM]("visit", {"text": "a", "count": 1}).replace("</arg_value>", "</arg_val", 1),
+        ),
+        ("LFM2", "<|tool_call_start|>[visit(text='a, any='b')]<|tool_call_end|>"),
+        ("OLMo 3", "<function_calls>visit(spot={'town'days': 2})</function_calls>"),
     ],
 )
 def test_what_is_in_no_part_of_the_message_is_unparsed(name: str, turn: str) -> None:

@@ -205,6 +205,8 @@ MIXED = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
         ("{'a': True}", {"type": "object"}, {"a": True}),
         ('{"a": 1, "a": 2}', {"type": "object"}, '{"a": 1, "a": 2}'),
         ("[1, 2", {"type": "array"}, "[1, 2"),
+        ('{"town"days": 2}', {"type": "object"}, '{"town"days": 2}'),
+        ("{'town'days': 2}", {"type": "object"}, "{'town'days': 2}"),
         ("3", STRING, "3"),
         ("{}", STRING, "{}"),
         ("7", MIXED, 7),
