@@ -15,7 +15,7 @@ from asyncrl.text.call_texts import arguments_of
 from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.template import Message, Schema
 
-__all__ = ["MOST_CHARACTERS", "Tools", "ToolsRun", "run_tools"]
+__all__ = ["MOST_CHARACTERS", "Tools", "ToolsRun", "run_tools", "was_cut"]
 
 Tools: TypeAlias = Mapping[str, tuple[Schema, Callable[..., Awaitable[object]]]]
 """Name → its schema in OpenAI's form, and the async function that gets the call's arguments."""
@@ -37,6 +37,8 @@ class ToolsRun:
     """Tool calls, those that failed included."""
     failed: int
     """Calls whose answer is an error."""
+    cut: bool = False
+    """Whether a limit on its length cut the last turn."""
 
     def parts(self) -> dict[str, float]:
         """What an environment may report beside its reward."""
@@ -68,8 +70,10 @@ async def run_tools(
     schemas = [schema for schema, _ in tools.values()]
     calls = failed = 0
 
-    def done(answer: str, ended: Literal["answer", "turns", "length"]) -> ToolsRun:
-        return ToolsRun(answer, ended, chat, calls, failed)
+    def done(
+        answer: str, ended: Literal["answer", "turns", "length"], cut: bool = False
+    ) -> ToolsRun:
+        return ToolsRun(answer, ended, chat, calls, failed, cut)
 
     for turn in range(most_turns):
         try:
@@ -80,15 +84,21 @@ async def run_tools(
             if not turn:
                 raise
             return done("", "length")
-        message = completion.choices[0].message
+        choice = completion.choices[0]
+        message = choice.message
         chat.append(message.model_dump(exclude_none=True))
         if not message.tool_calls:
-            return done(str(plain_text(message.content)), "answer")
+            return done(str(plain_text(message.content)), "answer", was_cut(choice))
         for call in message.tool_calls:
             text, worked = await _called(tools, call.function.name, call.function.arguments)
             calls, failed = calls + 1, failed + (not worked)
             chat.append({"role": "tool", "tool_call_id": call.id, "content": text})
     return done("", "turns")
+
+
+def was_cut(choice: Any) -> bool:
+    """Whether a limit on its length cut the turn of a completion's choice."""
+    return bool(getattr(choice, "finish_reason", None) == "length")
 
 
 async def _called(tools: Tools, name: str, written: object) -> tuple[str, bool]:

@@ -31,6 +31,7 @@ from asyncrl.rewards.pool import RewardPool, total_rewards
 from asyncrl.rollout.player import Player
 from asyncrl.runtime.together import together
 from asyncrl.sessions.session import SessionTemplate
+from asyncrl.text.answer import answer_format
 from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.template import Message, Schema
@@ -262,7 +263,7 @@ class AgentChecks:
             update={"processes": 1, "concurrency": 1, "policy": "fail", "retries": 0}
         )
         found: dict[int, float | None] = {}
-        with RewardPool(once) as pool:
+        with RewardPool(once, answers=answer_format(self._config.model.path)) as pool:
             asyncio.run(pool.check())
             for prompt in self._prompts:
                 numbers = [number for number, one in enumerate(self.tried) if one.prompt is prompt]

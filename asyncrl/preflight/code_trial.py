@@ -15,13 +15,13 @@ from asyncrl.data.prompts import first_prompts
 from asyncrl.preflight.specs import data_spec
 from asyncrl.rewards.code import (
     Verdict,
-    code_block,
     configured_sandbox,
     grade,
     refuse_missing_packages,
     share_settings,
     with_heads,
 )
+from asyncrl.rewards.code_blocks import code_block
 from asyncrl.rewards.code_forms import Cases, Source, heads_of, json_value, read_tests
 from asyncrl.sandbox import SandboxError
 

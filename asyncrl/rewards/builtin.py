@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Mapping, Sequence
 
+from asyncrl.rewards.final_answer import answers_of, tagged_answer
 from asyncrl.runtime.functions import short
 from asyncrl.runtime.single_precision import FLOAT32_MAX
 
@@ -34,12 +35,26 @@ SLOW_IMPORTS = {
 only if the config names its function."""
 
 
-def exact_match(completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:
-    """1.0 where the completion, stripped, equals column `answer`, else 0.0."""
+def exact_match(
+    completions: Sequence[str],
+    answer: Sequence[str],
+    answer_texts: Sequence[str | None] | None = None,
+    answer_ended: Sequence[bool] | None = None,
+    **_: object,
+) -> list[float]:
+    """1.0 where the completion without its reasoning equals column `answer`, else 0.0. The text in
+    its last `<answer>` tag may equal the column instead. White space around both is ignored."""
+    texts = answers_of(completions, answer_texts)
+    ended = answer_ended or [True] * len(texts)
     return [
-        float(completion.strip() == str(expected).strip())
-        for completion, expected in zip(completions, answer, strict=True)
+        float(text is not None and str(expected).strip() in _exact(text, done))
+        for text, expected, done in zip(texts, answer, ended, strict=True)
     ]
+
+
+def _exact(text: str, ended: bool) -> tuple[str, ...]:
+    """The texts that may equal an answer."""
+    return tuple(one.strip() for one in (text, tagged_answer(text, ended)) if one is not None)
 
 
 def environment(

@@ -11,22 +11,21 @@ import asyncio
 import functools
 import json
 import os
-import re
 import secrets
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import SandboxConfig
 from asyncrl.rewards.code_forms import Cases, Source, TestsError, heads_of, read_tests
+from asyncrl.rewards.final_answer import code_blocks
 from asyncrl.sandbox import Limits, Program, Result, Sandbox, open_sandbox
 
 __all__ = [
     "Verdict",
-    "code_block",
     "code_tests",
     "configured_sandbox",
     "grade",
@@ -38,11 +37,6 @@ __all__ = [
 
 SETTINGS = "ASYNCRL_SANDBOX"
 """Environment variable that passes the sandbox settings to reward processes."""
-
-FENCE = "```"
-AFTER_LANGUAGE = re.compile(r"[^\w+-]")
-"""The first character after the language that a fence names."""
-PYTHON = ("", "python", "py", "python3")
 
 RUNNER = Path(__file__).with_name("in_sandbox.py")
 """The program that runs the tests in the sandbox."""
@@ -72,7 +66,11 @@ class Verdict:
 
 
 async def code_tests(
-    completions: Sequence[str], tests: Sequence[object], **columns: object
+    completions: Sequence[str],
+    tests: Sequence[object],
+    answer_texts: Sequence[str | None] | None = None,
+    answer_ended: Sequence[bool] | None = None,
+    **columns: object,
 ) -> list[float | None]:
     """1.0 where the completion's last Python block passes all its tests, else 0.0.
 
@@ -92,14 +90,14 @@ async def code_tests(
         read.append(read[0] if same else read_tests(given, row))
     await asyncio.to_thread(refuse_missing_packages, sandbox, read)
 
-    async def score(completion: str, checked: Cases | Source, row: Mapping[str, object]) -> float:
-        code = code_block(completion)
+    async def score(code: str | None, checked: Cases | Source, row: Mapping[str, object]) -> float:
         if code is None:
             return 0.0
         async with slots:
             return float((await grade(sandbox, limits, code, checked, heads_of(row))).passed)
 
-    return list(await asyncio.gather(*map(score, completions, read, rows)))
+    programs = code_blocks(completions, answer_texts, answer_ended)
+    return list(await asyncio.gather(*map(score, programs, read, rows)))
 
 
 def row_of(columns: Mapping[str, object], place: int, count: int) -> dict[str, object]:
@@ -111,30 +109,6 @@ def row_of(columns: Mapping[str, object], place: int, count: int) -> dict[str, o
         else values
         for name, values in columns.items()
     }
-
-
-def code_block(completion: str) -> str | None:
-    """The last fenced block that is Python or names no language; None if there is none."""
-    blocks = [code for language, code in _fenced(completion) if language.lower() in PYTHON]
-    return textwrap.dedent(blocks[-1]) if blocks else None
-
-
-def _fenced(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (language, code) of each closed block. Goes line by line: on a degenerate text, one
-    regular expression would take minutes."""
-    language: str | None = None
-    code: list[str] = []
-    for line in text.split("\n"):
-        bare = line.strip(" \t\r")
-        if language is None:
-            if bare.startswith(FENCE):
-                language = AFTER_LANGUAGE.split(bare[len(FENCE) :].lstrip(" \t"), maxsplit=1)[0]
-                code = []
-        elif bare == FENCE:
-            yield language, "".join(f"{code_line}\n" for code_line in code)
-            language = None
-        else:
-            code.append(line)
 
 
 async def grade(

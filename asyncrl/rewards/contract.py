@@ -11,6 +11,10 @@ completions      the texts
 completion_ids   their token ids
 finish_reason    "stop", "length", "repetition" or "abort"
 truncated        whether the completion was cut off (finish_reason length or repetition)
+answer_texts     the texts without their reasoning, by the model's own turn format; None where
+                 nothing else came. Only for a function that names it
+answer_ended     whether the completion ended by itself (finish_reason stop, or unknown). Only for a
+                 function that names it
 messages         the chat messages that the template rendered, as the dataset has them; only where
                  a template was applied
 session_messages with an environment, each trajectory's messages with all its turns. `completions`
@@ -46,6 +50,7 @@ import re
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from asyncrl.runtime import functions
@@ -53,12 +58,14 @@ from asyncrl.runtime.functions import (
     FunctionError,
     chosen_arguments,
     import_function,
+    parameter_names,
     place_of,
     refuse_main,
     short,
     text_of,
 )
 from asyncrl.runtime.single_precision import FLOAT32_MAX
+from asyncrl.text.answer import AnswerFormat, AnswerReader
 
 __all__ = [
     "ContractError",
@@ -80,6 +87,10 @@ CALLERS = {str(Path(__file__)), str(Path(__file__).with_name("process.py")), fun
 """Files whose frames precede those of the reward in a traceback."""
 MOST_FRAMES = 12
 """Frames of a traceback that are kept, from the innermost."""
+ANSWERS = ("answer_texts", "answer_ended")
+"""Arguments for functions that name them. No column of the data replaces them."""
+ENDED = "stop"
+"""Finish reason of a completion that ended by itself."""
 TOTAL = "reward"
 """Key of the reward in a dict that a function returns."""
 
@@ -178,6 +189,7 @@ def call_reward(
     call: GroupCall,
     arguments: Mapping[str, object] | None = None,
     per_token: bool = False,
+    answers: AnswerReader | None = None,
 ) -> FunctionRewards:
     """Call one reward function for one group, in this process and without a deadline.
 
@@ -187,7 +199,7 @@ def call_reward(
     """
     reward = import_reward(function)
     try:
-        values = reward(**keyword_arguments(reward, call, arguments or {}))
+        values = reward(**keyword_arguments(reward, call, arguments or {}, answers))
         if inspect.isawaitable(values):
             values = asyncio.run(_wait_for(values))
     except Exception as error:
@@ -200,10 +212,16 @@ async def _wait_for(values: Awaitable[object]) -> object:
 
 
 def keyword_arguments(
-    reward: Callable[..., object], call: GroupCall, arguments: Mapping[str, object]
+    reward: Callable[..., object],
+    call: GroupCall,
+    arguments: Mapping[str, object],
+    answers: AnswerReader | None = None,
 ) -> dict[str, object]:
     """The available arguments for a group that the function's parameters accept. Dataset columns
     override `truncated` and `finish_reason`, and `arguments` overrides both.
+
+    Args:
+        answers: finds the answers of the model's completions. None: their texts show them.
 
     Raises:
         TypeError: The function requires an argument that is not available.
@@ -227,9 +245,30 @@ def keyword_arguments(
         "completions": list(call.completions),
         "completion_ids": [list(ids) for ids in call.completion_ids],
     }
+    if named := parameter_names(reward) & {*ANSWERS}:
+        found = {
+            "answer_texts": partial(_answers, call, answers or AnswerReader(AnswerFormat())),
+            "answer_ended": partial(_ended, call),
+        }
+        available |= {name: found[name]() for name in named}
     return chosen_arguments(
         reward, available, "no column of the data and no entry of its arguments provides"
     )
+
+
+def _answers(call: GroupCall, reader: AnswerReader) -> list[str | None]:
+    """The answer part of each completion."""
+    if call.sessions is not None:
+        return [
+            reader.of_session(prompt, text)
+            for prompt, text in zip(call.prompts, call.completions, strict=True)
+        ]
+    return list(map(reader.of_completion, call.prompts, call.completion_ids, call.completions))
+
+
+def _ended(call: GroupCall) -> list[bool]:
+    """Whether each completion ended by itself."""
+    return [reason == ENDED for reason in call.finish_reasons or [ENDED] * len(call.completions)]
 
 
 def failed(function: str, error: BaseException) -> RewardError:

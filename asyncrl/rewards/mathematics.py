@@ -21,6 +21,8 @@ from typing import NoReturn
 
 from math_verify import parse, verify
 
+from asyncrl.rewards.final_answer import answers_of, final_expression
+
 __all__ = ["math_verify"]
 
 # math-verify warns that its own time limit is off. Here the kernel limits the time.
@@ -42,18 +44,32 @@ _idle: list[_Child] = []
 
 
 def math_verify(
-    completions: Sequence[str], answer: Sequence[object], seconds: float = 3.0, **_: object
+    completions: Sequence[str],
+    answer: Sequence[object],
+    seconds: float = 3.0,
+    answer_texts: Sequence[str | None] | None = None,
+    answer_ended: Sequence[bool] | None = None,
+    **_: object,
 ) -> list[float | None]:
-    """1.0 where a completion's last boxed or final expression equals column `answer`, else 0.0.
-    None where the answer itself cannot be parsed.
+    """1.0 where a completion's final expression equals column `answer`, else 0.0. None where the
+    answer itself cannot be parsed.
+
+    The final expression is the last box, or the number after `####`. Without both, math-verify
+    looks for it, in the last `<answer>` tag if there is one. Reasoning and code do not count. A
+    completion that was cut needs one of these marks.
 
     Args:
         answer: LaTeX or plain mathematics, with or without delimiters.
         seconds: CPU time per completion. A completion that takes longer gets 0.0.
     """
+    texts = answers_of(completions, answer_texts)
+    finals = [
+        None if text is None else final_expression(text, ended)
+        for text, ended in zip(texts, answer_ended or [True] * len(texts), strict=True)
+    ]
     verdicts = [
-        _verdict(seconds, str(expected), completion)
-        for expected, completion in zip(answer, completions, strict=True)
+        _verdict(seconds, str(expected), final or "")
+        for expected, final in zip(answer, finals, strict=True)
     ]
     return [None if verdict == UNKNOWN else float(verdict == RIGHT) for verdict in verdicts]
 

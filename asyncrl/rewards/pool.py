@@ -36,6 +36,7 @@ from asyncrl.rewards.contract import (
 from asyncrl.rewards.process import CANCEL_S, Call, Cancel, Named, ProcessMessage, Setup
 from asyncrl.runtime.child_process import ChildProcess
 from asyncrl.runtime.single_precision import FLOAT32_MAX
+from asyncrl.text.answer import AnswerFormat
 
 __all__ = ["GroupRewards", "RewardPool", "no_rewards", "total_rewards"]
 
@@ -47,6 +48,8 @@ GUARD_S = CANCEL_S + 1.0
 """Seconds beyond the deadline until the pool kills a process that has not answered. The process
 enforces the deadline itself."""
 SERVE = "asyncrl.rewards.process:serve"
+TEXT_ANSWERS = AnswerFormat()
+"""The text of a completion shows where its answer begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +104,19 @@ class RewardPool:
     """`config.processes` reward processes and the policy on failures. Use the pool as a context
     manager, or close it."""
 
-    def __init__(self, config: RewardConfig, least: float | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        least: float | None = None,
+        answers: AnswerFormat = TEXT_ANSWERS,
+    ) -> None:
         """Start the processes.
 
         Args:
             least: Lowest total reward; a group with a lower one has failed. None = any is allowed.
+            answers: How answers are found in the completions of the model in training.
         """
-        self._config, self._least = config, least
+        self._config, self._least, self._answers = config, least, answers
         self._loop = asyncio.new_event_loop()
         self._waiting: deque[_Waiting] = deque()
         self._numbers = itertools.count()
@@ -326,7 +335,9 @@ class RewardPool:
             name: Named(reward.function, reward.arguments, reward.per_token)
             for name, reward in config.functions.items()
         }
-        return Setup(named, config.concurrency, config.deadline_s, config.memory_bytes)
+        return Setup(
+            named, config.concurrency, config.deadline_s, config.memory_bytes, self._answers
+        )
 
     def _functions(self) -> list[str]:
         return [reward.function for reward in self._config.functions.values()]

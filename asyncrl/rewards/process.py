@@ -34,6 +34,7 @@ from asyncrl.rewards.contract import (
 )
 from asyncrl.runtime.child_process import MessageWriter, receive
 from asyncrl.runtime.functions import is_async
+from asyncrl.text.answer import AnswerFormat, AnswerReader
 
 __all__ = ["CANCEL_S", "Call", "Cancel", "Named", "ProcessMessage", "Setup", "serve"]
 
@@ -60,6 +61,8 @@ class Setup:
     concurrency: int
     deadline_s: float
     memory_bytes: int
+    answers: AnswerFormat
+    """How answers are found in the completions of the model in training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,7 @@ class _Process:
             if setup.concurrency > 1
             else None
         )
+        self._answers = AnswerReader(setup.answers)
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -223,7 +227,7 @@ class _Process:
     ) -> FunctionRewards:
         values: object
         try:
-            arguments = keyword_arguments(reward, group, named.arguments)
+            arguments = keyword_arguments(reward, group, named.arguments, self._answers)
             if is_async(reward):
                 values = await reward(**arguments)
             else:

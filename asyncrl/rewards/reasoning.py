@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.evaluated import why_not_scored
+from asyncrl.rewards.final_answer import answers_of, tagged_answer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)  # from a package that reasoning_gym imports
@@ -38,13 +39,17 @@ def reasoning_gym_score(
     question: Sequence[str],
     task: Sequence[str],
     metadata: Sequence[str],
+    answer_texts: Sequence[str | None] | None = None,
+    answer_ended: Sequence[bool] | None = None,
     **_: object,
 ) -> list[float]:
     """The score of reasoning-gym's own scorer, in [0, 1], for the task that column `task` names
     (such as "chain_sum").
 
     Columns `question` and `answer` come from the task's entry. `metadata` is its metadata as JSON.
-    A completion for which the scorer raises has the score 0, as has a very long one (`own_score`).
+    The scorer gets the completion without its reasoning, or what is in its last `<answer>` tag. An
+    answer for which the scorer raises has the score 0, as has a very long one (`own_score`), and a
+    completion without an answer.
 
     Raises:
         RewardError: the scorer of a task would evaluate the model's text as code.
@@ -52,21 +57,28 @@ def reasoning_gym_score(
     for name in task:
         if why := why_not_scored(name, FIX):
             raise RewardError(f"asyncrl.rewards.builtin:reasoning_gym_score: {why}")
-    entries = zip(completions, answer, question, task, metadata, strict=True)
+    texts = answers_of(completions, answer_texts)
+    finals = [
+        None if text is None else tagged_answer(text, ended)
+        for text, ended in zip(texts, answer_ended or [True] * len(texts), strict=True)
+    ]
+    entries = zip(finals, answer, question, task, metadata, strict=True)
     return [
-        own_score(completion, expected, asked, name, details)
-        for completion, expected, asked, name, details in entries
+        0.0 if final is None else own_score(final, expected, asked, name, details)
+        for final, expected, asked, name, details in entries
     ]
 
 
 def own_score(completion: str, answer: str, question: str, task: str, metadata: str) -> float:
-    """The score of one completion. It is 0 if the completion is too long, or if the task's scorer
-    raises for it. The scorers of EVALUATED tasks run the completion as code.
+    """The score of one completion. It is 0 if the completion is empty or too long, or if the task's
+    scorer raises for it. The scorers of EVALUATED tasks run the completion as code.
 
     Raises:
         Exception: what the scorer raises for the right answer too, so the row is at fault.
     """
     text = completion.strip()
+    if not text:
+        return 0.0
     score = _task(task).score_answer
     entry = {"question": question, "answer": answer, "metadata": json.loads(metadata)}
     if _costly(text, str(answer), task):

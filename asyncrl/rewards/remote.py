@@ -12,8 +12,9 @@ import ray.exceptions
 from asyncrl.config import RewardConfig
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import GroupCall, RewardError
-from asyncrl.rewards.pool import GroupRewards, RewardPool
+from asyncrl.rewards.pool import TEXT_ANSWERS, GroupRewards, RewardPool
 from asyncrl.runtime.ray_objects import Actor
+from asyncrl.text.answer import AnswerFormat
 
 __all__ = ["RemoteRewardPool"]
 
@@ -26,9 +27,9 @@ CALLS_AT_ONCE = 10_000
 class RewardActor:
     """The actor that contains the pool."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, answers: AnswerFormat) -> None:
         share_settings(config.sandbox)
-        self._pool = RewardPool(config)
+        self._pool = RewardPool(config, answers=answers)
 
     async def check(self) -> None:
         await self._pool.check()
@@ -41,7 +42,7 @@ class RemoteRewardPool:
     """A `RewardPool` with config.num_cpus and config.num_gpus of a node. If its actor dies, Ray
     restarts it and repeats the calls that were running, once."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, answers: AnswerFormat = TEXT_ANSWERS) -> None:
         resources = {
             "num_cpus": config.num_cpus,
             "num_gpus": config.num_gpus,
@@ -49,7 +50,9 @@ class RemoteRewardPool:
             "max_task_retries": 1,
         }
         remote: Actor = ray.remote(RewardActor)
-        self._actor = remote.options(**resources, max_concurrency=CALLS_AT_ONCE).remote(config)
+        self._actor = remote.options(**resources, max_concurrency=CALLS_AT_ONCE).remote(
+            config, answers
+        )
 
     async def check(self) -> None:
         """Wait until a reward process has imported every function.

@@ -213,6 +213,7 @@ class RayScores:
                     self._reference,
                     least,
                     self._spec.algorithm.distillation,
+                    self._spec.answers,
                 )
                 for block in stream_blocks(
                     source, stage, STREAM_BYTES, "scoring", self._stacks, tasks

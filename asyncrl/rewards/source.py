@@ -26,7 +26,7 @@ from asyncrl.contracts.group_table import table_from_ipc, table_to_ipc
 from asyncrl.contracts.rows import SCORED_COLUMNS, ReferenceLogprobs
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import RewardError, with_notes
-from asyncrl.rewards.pool import GroupRewards, RewardPool, no_rewards
+from asyncrl.rewards.pool import TEXT_ANSWERS, GroupRewards, RewardPool, no_rewards
 from asyncrl.rewards.reference_rows import Answer, ReferenceRows, reference_rows
 from asyncrl.rewards.score import (
     attach_reference,
@@ -38,6 +38,7 @@ from asyncrl.rewards.score import (
 )
 from asyncrl.runtime.failures import unforeseen
 from asyncrl.runtime.ray_objects import DEATHS, Actor
+from asyncrl.text.answer import AnswerFormat
 
 __all__ = ["rewarded_groups"]
 
@@ -137,6 +138,7 @@ def rewarded_groups(
     reference: Actor | None = None,
     least: float | None = None,
     distillation: DistillationConfig | None = None,
+    answers: AnswerFormat = TEXT_ANSWERS,
 ) -> Iterator[pa.Table]:
     """Yield tables of the groups whose rewards are done, one row each with raw rewards, until every
     worker has closed its outbox. Runs in each read task of the execution.
@@ -150,9 +152,10 @@ def rewarded_groups(
         reference: Actor of the reference policy, whose log-probs are added; None = there is none.
         least: See `RewardPool`.
         distillation: If given, the reference policy is a teacher, whose failures mask trajectories.
+        answers: See `RewardPool`.
     """
     share_settings(config.sandbox)
-    with RewardPool(config, least) as pool:
+    with RewardPool(config, least, answers) as pool:
         places = Places(TAKEN_AHEAD * config.processes * config.concurrency)
         stages = _Stages(config, pool, places, reference, distillation)
         with _taking(workers, reader, places) as events:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncrl.config import AlgorithmConfig, RewardConfig, completion_room
+from asyncrl.text.answer import AnswerFormat
 
 __all__ = ["ScoringSpec"]
 
@@ -23,6 +24,8 @@ class ScoringSpec:
     """Tokens of the longest possible trajectory."""
     train_ends: frozenset[str] | None = None
     """Ends of the sessions that are trained; None without an environment."""
+    answers: AnswerFormat = field(default_factory=AnswerFormat)
+    """How answers are found in the completions of the model."""
     most_session_tokens: int | None = None
     """Most tokens of all rows of a session, if the objective needs them in one micro-batch."""
 

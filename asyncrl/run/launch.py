@@ -18,7 +18,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,6 +76,7 @@ from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.ray_objects import Actor
 from asyncrl.runtime.serve_calls import Handle
 from asyncrl.runtime.stacks import stacks_as
+from asyncrl.text.answer import answer_format
 from asyncrl.text.tokenizer import refuse_another_tokenizer
 from asyncrl.weights.push import ServeWeightSync
 
@@ -305,7 +306,7 @@ def _start_streams(
     rollouts = start_rollouts(worker_spec(config, state.run_id, state.attempt, generate))
     stack.add("rollout workers", rollouts.close)
     scores = RayScores(
-        scoring_spec(config),
+        replace(scoring_spec(config), answers=answer_format(config.model.path)),
         state.attempt,
         rollouts.workers,
         rollouts,
@@ -457,10 +458,11 @@ async def _ready(actor: Actor | None) -> None:
 async def _start_rewards(config: Config, stack: Closing) -> RewardPool | RemoteRewardPool:
     """The reward processes of evaluation, after they have imported every function."""
     share_settings(config.reward.sandbox)
+    answers = answer_format(config.model.path)
     pool = (
-        RemoteRewardPool(config.reward)
+        RemoteRewardPool(config.reward, answers)
         if config.scores_evaluation_apart
-        else RewardPool(config.reward)
+        else RewardPool(config.reward, answers=answers)
     )
     stack.add("reward processes", functools.partial(asyncio.to_thread, pool.close))
     await pool.check()

@@ -17,6 +17,7 @@ __all__ = [
     "import_function",
     "is_async",
     "one_line",
+    "parameter_names",
     "place_of",
     "refuse_main",
     "short",
@@ -120,6 +121,14 @@ def chosen_arguments(
         names = ", ".join(sorted(available)) or "nothing"
         raise TypeError(f"it takes {', '.join(missing)}, which {sources}; available: {names}")
     return {name: value for name, value in available.items() if name in named}
+
+
+def parameter_names(function: Callable[..., object]) -> set[str]:
+    """The names of a function's parameters; empty if it has no signature."""
+    try:
+        return set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # written in C
+        return set()
 
 
 def call_function(field: str, function: str, available: Mapping[str, object]) -> tuple[object, str]:

@@ -34,6 +34,8 @@ __all__ = ["PREFIX_TOKENS", "ResponseReader", "format_name", "in_reasoning"]
 
 PREFIX_TOKENS = 64
 """Tokens before the turn that the parser sees: some templates write the turn's first ones."""
+PREFIX_CHARACTERS = 4096
+"""The same in characters, for a prompt that is a text."""
 THINKING = re.compile(r"[<\[](?P<end>/?)(?:\w+:)?think(?:ing)?[>\]]", re.IGNORECASE)
 """How templates mark the start and the end of reasoning."""
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
@@ -82,6 +84,11 @@ class ResponseReader:
         special token is such a marker, because the text is without it."""
         return self._seen
 
+    @property
+    def reads_turns(self) -> bool:
+        """Whether it reads anything but text."""
+        return self._template is not None
+
     def _without_end(self, token_ids: Sequence[int]) -> Sequence[int]:
         """The tokens without the special ones at their end."""
         last = len(token_ids)
@@ -106,20 +113,36 @@ class ResponseReader:
             The message, and whether all of the turn could be parsed. Otherwise marks of tool calls
             may be left in the message's text.
         """
+        prompt = decode_prompt(self._tokenizer, prompt_ids[-PREFIX_TOKENS:])
+        return self.read_after(prompt, token_ids, text, tools, len(prompt_ids))
+
+    def read_after(
+        self,
+        prompt: str,
+        token_ids: Sequence[int],
+        text: str,
+        tools: Sequence[Schema] | None,
+        place: int = 0,
+    ) -> tuple[Message, bool]:
+        """As `read`, after the text of a prompt, or after its end.
+
+        Args:
+            place: tokens of the prompt. It makes the ids of a chat's tool calls differ.
+        """
         if self._template is None:
             return _said(text), True
         try:
             kept = self._without_end(token_ids)
             turn = decode_prompt(self._tokenizer, kept)
             parsed: object = self._tokenizer.parse_response(
-                turn, self._searching(), prefix=self._start(prompt_ids)
+                turn, self._searching(), prefix=self._start(prompt)
             )
             if not isinstance(parsed, Mapping):
                 raise ValueError("no message")
             whole = text if turn == text else decode(self._tokenizer, token_ids)
             stop = whole[len(text) :] if whole.startswith(text) else ""
             ended = len(kept) < len(token_ids)
-            message = self._message(parsed, turn, text, stop, len(prompt_ids), tools, ended)
+            message = self._message(parsed, turn, text, stop, place, tools, ended)
             if self._outside(parsed) or (tools and self._thought(message, turn)):
                 return _said(text), False
             if not tools:
@@ -130,9 +153,9 @@ class ResponseReader:
         except Exception:  # a model can write anything, and parsers raise anything
             return _said(text), False
 
-    def _start(self, prompt_ids: Sequence[int]) -> str:
+    def _start(self, prompt: str) -> str:
         """The end of the prompt, from before the start of the turn on."""
-        prefix = decode_prompt(self._tokenizer, prompt_ids[-PREFIX_TOKENS:])
+        prefix = prompt[-PREFIX_CHARACTERS:]
         if self._format is None or any(start in prefix for start in self._starts):
             return prefix
         # Without a start, transformers would take all of it for the turn.

@@ -5,7 +5,6 @@ import ast
 import asyncio
 import json
 import os
-import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from asyncrl.config import SandboxConfig
 from asyncrl.rewards import source
 from asyncrl.rewards.code import (
     SETTINGS,
-    code_block,
     code_tests,
     configured_sandbox,
     grade,
@@ -34,23 +32,6 @@ from asyncrl.testing.sandbox import ended
 
 ADD = "def add(a, b):\n    return a + b\n"
 ECHO = [{"input": "1 2\n", "output": "3\n"}, {"input": "10 5", "output": "15"}]
-
-
-@pytest.mark.parametrize(
-    ("completion", "code"),
-    [
-        ("```python\nx = 1\n```", "x = 1\n"),
-        ("Thus:\n```\nx = 1\n```\nor better\n```py\nx = 2\n```\nDone.", "x = 2\n"),
-        ("```Python3 title=a\nx = 1\n```\n```bash\nls\n```", "x = 1\n"),
-        ("1. step\n   ```python\n   x = 1\n   ```", "x = 1\n"),
-        ("```c++\nint x;\n```", None),
-        ("x = 1", None),
-        ("```python\nx = 1", None),
-        ("", None),
-    ],
-)
-def test_takes_the_last_python_block(completion, code):
-    assert code_block(completion) == code
 
 
 PAIRS = Cases(("1 2\n", "10 5"), ("3\n", "15"))
@@ -576,16 +557,3 @@ def test_reward_processes_run_it(sandboxed):
             )
         ).result(timeout=150)
     assert found.failure is None and found.parts == {"code": [1.0, 0.0]}
-
-
-def test_a_degenerate_text_costs_no_time() -> None:
-    for text in (
-        "```" + "a" * 200_000,
-        "```" + " " * 200_000,
-        "```x\n" * 50_000,
-        "```py\n" + "```py " * 50_000,
-    ):
-        began = time.process_time()
-        assert code_block(text) is None
-        assert time.process_time() - began < 1.0
-    assert code_block("```python\r\nx = 1\r\n```\r\n") == "x = 1\r\n"

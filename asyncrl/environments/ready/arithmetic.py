@@ -57,7 +57,7 @@ async def calculator(
     done = await run_tools(
         model, first_messages(task, system), {"calculate": (CALCULATE, _calculated)}, most_turns
     )
-    return done.parts() | await graded(task, done.answer, grade)
+    return done.parts() | await graded(task, done.answer, grade, not done.cut)
 
 
 async def _calculated(expression: str) -> str:

@@ -28,8 +28,13 @@ def first_messages(task: Mapping[str, Any], system: str | None = None) -> list[M
     return [{"role": "system", "content": system}, *chat]
 
 
-async def graded(task: Mapping[str, Any], answer: str, grade: Grade) -> dict[str, float]:
+async def graded(
+    task: Mapping[str, Any], answer: str, grade: Grade, ended: bool = True
+) -> dict[str, float]:
     """The reward of an answer, as an environment returns it: 1.0 or 0.0. Empty if there is none.
+
+    Args:
+        ended: whether the answer ended by itself.
 
     Raises:
         ValueError: `grade` is unknown, or the task has no column `answer`.
@@ -43,14 +48,14 @@ async def graded(task: Mapping[str, Any], answer: str, grade: Grade) -> dict[str
             "the data has no column answer; add it, or set environment.arguments.grade: none and"
             " name reward.functions"
         )
-    reward = await asyncio.to_thread(_score, grade, answer, task["answer"])
+    reward = await asyncio.to_thread(_score, grade, answer, task["answer"], ended)
     return {} if reward is None else {"reward": reward}
 
 
-def _score(grade: Grade, answer: str, expected: object) -> float | None:
+def _score(grade: Grade, answer: str, expected: object, ended: bool) -> float | None:
     # In a thread, because the import of math-verify takes long, and so may its verdict.
     from asyncrl.rewards import builtin
 
     function = builtin.math_verify if grade == "math" else builtin.exact_match
     score = cast("Callable[..., list[float | None]]", function)
-    return score(completions=[answer], answer=[expected])[0]
+    return score(completions=[answer], answer=[expected], answer_ended=[ended])[0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.environments.ready.graded import first_messages
+from asyncrl.environments.tools import was_cut
 from asyncrl.rewards.evaluated import why_not_scored
+from asyncrl.rewards.final_answer import answers_of, tagged_answer
 from asyncrl.sessions.answers import ContextTooLongError
 from asyncrl.text.chat_messages import plain_text
 
@@ -16,7 +17,6 @@ __all__ = ["final_answer", "reasoning_gym"]
 
 COLUMNS = ("task", "question", "answer", "metadata")
 """What reasoning-gym's scorer needs of a row."""
-MARKED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 AGAIN = "That is wrong. Try again."
 
 
@@ -57,18 +57,25 @@ async def reasoning_gym(
             if not scores:
                 raise
             break  # the last answer counts
-        message = completion.choices[0].message
+        choice = completion.choices[0]
+        message = choice.message
         # In a thread, because imports and scorers may take long.
-        answer = final_answer(str(plain_text(message.content)))
+        answer = final_answer(str(plain_text(message.content)), not was_cut(choice))
         scores.append(await asyncio.to_thread(_score, task, answer))
         chat.append(message.model_dump(exclude_none=True))
     return {"reward": scores[-1], "tries": float(len(scores)), "first_score": scores[0]}
 
 
-def final_answer(text: str) -> str:
-    """The last text in `<answer>…</answer>`, else the whole text; stripped."""
-    marked = MARKED.findall(text)
-    return str(marked[-1] if marked else text).strip()
+def final_answer(text: str, ended: bool = True) -> str:
+    """The last text in `<answer>…</answer>`, else all that follows the reasoning; stripped. Empty
+    if there is none.
+
+    Args:
+        ended: whether the turn ended by itself.
+    """
+    (answer,) = answers_of([text], None)
+    final = None if answer is None else tagged_answer(answer, ended)
+    return (final or "").strip()
 
 
 def _check(task: Mapping[str, Any], tries: int, evaluate_answers: bool) -> None:

@@ -90,7 +90,7 @@ async def python(
     done = await run_tools(model, first_messages(task, system), tools, most_turns)
     if broken:
         raise broken[0]
-    return done.parts() | await graded(task, done.answer, grade)
+    return done.parts() | await graded(task, done.answer, grade, not done.cut)
 
 
 @functools.cache
