@@ -211,9 +211,9 @@ class Scored:
     """Hash of the row (`asyncrl.contracts.content_hash`)."""
     masked: Mapping[str, int] = field(default_factory=dict)
     """Masked trajectories by status."""
-    unscored: Mapping[str, int] = field(default_factory=dict)
+    unscored: Mapping[str, float] = field(default_factory=dict)
     """Reward function → trajectories without a reward from it. Includes those masked for another
-    reason."""
+    reason. NAME/unscored_REASON → those that the function did not score for this reason."""
     failure: str | None = None
     """Why scoring dropped the group; None if it did not."""
     lost: bool = False

@@ -149,9 +149,11 @@ def scoring_metrics(arrived: Sequence[Scored]) -> dict[str, float]:
         )
         for name in names
     }
-    shares |= {f"reward/{name}/unscored_ratio": share for name, share in unscored.items()}
-    if unscored:
-        shares["reward/unscored_ratio"] = max(unscored.values())
+    for name, share in unscored.items():
+        function, _, reason = name.partition("/")
+        measure = f"{reason or 'unscored'}_ratio"
+        shares[f"reward/{function}/{measure}"] = share
+        shares[f"reward/{measure}"] = max(share, shares.get(f"reward/{measure}", share))
     compared = [scored for scored in arrived if scored.baseline is not None]
     if compared:
         missing = sum((scored.failure or "").startswith(NO_BASELINE) for scored in compared)

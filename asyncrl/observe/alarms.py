@@ -152,6 +152,18 @@ RANGES = {
         "a reward function returns None for too many completions (does its judge fail?):"
         " reward/NAME/unscored_ratio says which",
     ),
+    "reward/unscored_refused_ratio": Range(
+        0.0,
+        0.0,
+        "the server of a judge or a reward model refuses requests, and these completions are not"
+        " trained: the log says why (too long for its context, or a content filter)",
+    ),
+    "reward/unscored_cut_ratio": Range(
+        0.0,
+        0.0,
+        "judgments reach their token limit and give no score, so these completions are not trained:"
+        " raise judge.max_tokens",
+    ),
     "reward/zero_variance_ratio": Range(
         0.0,
         0.9,

@@ -281,6 +281,20 @@ BATCH = (
         " score, because it returned None or failed; the largest of these shares",
     ),
     Metric(
+        "reward/<name>/unscored_refused_ratio, reward/unscored_refused_ratio",
+        "the same, for requests that the server of a judge or a reward model refuses; with"
+        " `pairwise_judge`, shares of comparisons",
+    ),
+    Metric(
+        "reward/<name>/unscored_cut_ratio, reward/unscored_cut_ratio",
+        "the same, for judgments that reached `judge.max_tokens`",
+    ),
+    Metric(
+        "reward/<name>/unscored_<reason>_ratio, reward/unscored_<reason>_ratio",
+        "the same, for a part `unscored_REASON` that your own reward returns",
+        "0",
+    ),
+    Metric(
         "baseline/reward, baseline/tokens, baseline/truncated_ratio",
         "with `algorithm.advantage: remax`: mean reward and mean number of tokens of the greedy"
         " completions of the step's groups; share of them that were cut off",

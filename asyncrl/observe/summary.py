@@ -93,7 +93,8 @@ def _step_rows(spec: ObserveSpec, steps: Sequence[Mapping[str, object]]) -> list
 
 def _of_a_reward(spec: ObserveSpec, key: str) -> bool:
     """Whether the metric is the reward of a function, or a part of that reward."""
-    return key.split("/")[0] in spec.rewards and not key.endswith("/unscored_ratio")
+    name, _, part = key.partition("/")
+    return name in spec.rewards and not part.startswith("unscored_")
 
 
 def _mean(records: Sequence[Mapping[str, object]], name: str) -> str:

@@ -16,8 +16,8 @@ from asyncrl.preflight.specs import data_spec
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import GroupCall, RewardError, Session, with_notes
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.text.answer import AnswerFormat, answer_format
-from asyncrl.text.tokenizer import TokenizerError, load_tokenizer
+from asyncrl.text.answer import answer_format
+from asyncrl.text.tokenizer import load_tokenizer
 
 __all__ = ["COMPLETION", "reward_trial", "rewards_text"]
 
@@ -47,10 +47,7 @@ def reward_trial(config: Config) -> Iterator[Trial]:
         update={"processes": 1, "concurrency": 1, "policy": "fail", "retries": 0}
     )
     share_settings(config.reward.sandbox)
-    answers = AnswerFormat()
-    with contextlib.suppress(TokenizerError):  # the plan reports it
-        answers = answer_format(config.model.path)
-    with RewardPool(once, answers=answers) as pool:
+    with RewardPool(once, answers=answer_format(config.model.path)) as pool:
         yield partial(_try_rewards, config, pool)
 
 

@@ -31,7 +31,8 @@ A function without `**columns` gets only the arguments that its parameters name.
 It returns one of
 - a list of n rewards: a finite number each, or None for a trajectory that cannot be scored;
 - a dict of named parts, each such a list. The entry `reward` is the reward, and the others are only
-  reported. Without that entry, the reward is the sum of the parts, and None where a part is None;
+  reported. Without that entry, the reward is the sum of the parts, and None where a part is None.
+  A part `unscored_REASON` says which trajectories it could not score for that reason: 1, else 0;
 - only with `per_token: true` in the config: a list of n lists with a finite number per completion
   token. None replaces the list of a trajectory that cannot be scored. A trajectory's reward is the
   sum. Under `algorithm.advantage: gae`, each token has its own reward.
@@ -68,6 +69,7 @@ from asyncrl.runtime.single_precision import FLOAT32_MAX
 from asyncrl.text.answer import AnswerFormat, AnswerReader
 
 __all__ = [
+    "UNSCORED_REASON",
     "ContractError",
     "FunctionRewards",
     "GroupCall",
@@ -89,6 +91,8 @@ MOST_FRAMES = 12
 """Frames of a traceback that are kept, from the innermost."""
 ANSWERS = ("answer_texts", "answer_ended")
 """Arguments for functions that name them. No column of the data replaces them."""
+UNSCORED_REASON = "unscored_"
+"""Beginning of the names of parts that say why there is no reward."""
 ENDED = "stop"
 """Finish reason of a completion that ended by itself."""
 TOTAL = "reward"

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import random
+import re
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -13,7 +14,14 @@ import httpx2
 
 from asyncrl.runtime.urls import sends_in_the_clear
 
-__all__ = ["BusyError", "Endpoint", "first_answer", "refuse_key_in_the_clear"]
+__all__ = [
+    "BusyError",
+    "Endpoint",
+    "Refusals",
+    "RefusedError",
+    "first_answer",
+    "refuse_key_in_the_clear",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +29,21 @@ Answer = TypeVar("Answer")
 
 RETRIED = (408, 409, 425, 429)
 """Statuses below 500 after which the same request may succeed."""
+REFUSED = (400, 413, 422)
+"""Statuses of a request that the server refuses for what is in it: it is too long, or filtered."""
+ABOUT_CONTENT = re.compile(r"moderation|flagged|content.(?:filter|policy)", re.IGNORECASE)
+"""In a refusal with status 403. Others with that status refuse the key."""
+MOST_REFUSED = 64
+"""Refused requests in a row, without an answer before, after which the settings are at fault."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 
 
 class BusyError(Exception):
     """The server cannot answer now; the request may be sent again."""
+
+
+class RefusedError(Exception):
+    """The server refuses this request, and may answer others."""
 
 
 AGAIN = (
@@ -48,6 +66,36 @@ def refuse_key_in_the_clear(url: str, key_env: str | None) -> None:
             f"url = {url!r} would send the key of {key_env} in the clear; use https, or leave"
             " key_env out"
         )
+
+
+class Refusals:
+    """Tells requests that a server refuses from settings that it refuses."""
+
+    def __init__(self, title: str, check: str) -> None:
+        """
+        Args:
+            check: what to look at if the server refuses all requests.
+        """
+        self._title, self._check = title, check
+        self._answered, self._refused = False, 0
+
+    def answered(self) -> None:
+        """The server has answered a request."""
+        self._answered = True
+
+    def refused(self, why: str) -> RefusedError:
+        """The error for a request that the server refuses.
+
+        Raises:
+            RuntimeError: it has refused all of MOST_REFUSED requests.
+        """
+        self._refused += 1
+        if not self._answered and self._refused >= MOST_REFUSED:
+            raise RuntimeError(
+                f"{self._title} has refused all of {self._refused} requests, the last one with"
+                f" {why}; see {self._check}"
+            )
+        return RefusedError(why)
 
 
 class Endpoint:
@@ -74,6 +122,7 @@ class Endpoint:
         limits = httpx2.Limits(max_connections=at_once, max_keepalive_connections=at_once)
         self.title = f"the {name.replace('_', ' ')} at {url}"
         self._url, self._check = url, check
+        self._refusals = Refusals(self.title, check)
         # A proxy from the environment, or a redirect, could send the key elsewhere.
         self._client = httpx2.AsyncClient(
             headers=headers, limits=limits, timeout=None, trust_env=False, follow_redirects=False
@@ -85,17 +134,22 @@ class Endpoint:
 
         Raises:
             BusyError: another try may succeed.
-            RuntimeError: the server refuses the request, so another try cannot succeed.
+            RefusedError: the server refuses what is in the request.
+            RuntimeError: it refuses the settings, such as the key or the model.
         """
         async with self._room:
             response = await self._client.post(self._url, json=body)
         if response.status_code >= 500 or response.status_code in RETRIED:
             raise BusyError(f"status {response.status_code}")
-        if response.status_code != 200:
+        code, body = response.status_code, response.text if response.status_code != 200 else ""
+        if code in REFUSED or (code == 403 and ABOUT_CONTENT.search(body)):
+            raise self._refusals.refused(f"status {code}: {body[:200]!r}")
+        if code != 200:
             raise RuntimeError(
-                f"{self.title} refuses requests with status {response.status_code}:"
-                f" {response.text[:200]!r}; see {self._check}"
+                f"{self.title} refuses requests with status {code}: {body[:200]!r};"
+                f" see {self._check}"
             )
+        self._refusals.answered()
         return response
 
 
@@ -112,6 +166,9 @@ async def first_answer(
         title: of the server, for the log.
         timeout_s: seconds for all tries, the value of `setting`.
         retries: how often `ask` is called again after errors in AGAIN. Others are raised.
+
+    Raises:
+        RefusedError: the server refuses the request. The log says so.
     """
     reason = "no answer"
     try:
@@ -124,6 +181,9 @@ async def first_answer(
                     return await ask()
                 except AGAIN as error:
                     reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                except RefusedError as error:
+                    logger.warning("%s refuses a request: %s", title, error)
+                    raise
     except TimeoutError:
         reason = f"more than {setting} = {timeout_s:g} s (last: {reason})"
     logger.warning("%s gave no score: %s", title, reason)

@@ -13,7 +13,8 @@ from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
-from asyncrl.rewards.judge import JudgeSettings, answers, filled, of_each
+from asyncrl.rewards.final_answer import answers_of
+from asyncrl.rewards.judge import REASONS, JudgeSettings, Judgment, answers, filled, of_each
 
 __all__ = ["PairwiseSettings", "pairwise_judge"]
 
@@ -37,9 +38,10 @@ neither is better."""
 FIRST, SECOND = 0.5, 1.0
 """Scores, in [0, 1], of the answers 1 and 2. 0 is a tie."""
 
-Verdict = Literal["first", "second", "tie", "contradiction", "none"]
+Verdict = Literal["first", "second", "tie", "contradiction", "none", "refused", "cut"]
 """Which of two completions is better. `contradiction`: the two orders disagree. `none`: the judge
-did not answer."""
+did not answer. `refused`, `cut`: why it did not."""
+UNANSWERED: tuple[Verdict, ...] = ("none", *REASONS)
 
 
 class PairwiseSettings(JudgeSettings):
@@ -49,8 +51,8 @@ class PairwiseSettings(JudgeSettings):
     NEEDED: ClassVar[tuple[str, ...]] = ("first", "second")
 
     template: str = TEMPLATE
-    """The question to the judge. {prompt}, {first}, {second} and {NAME} of any dataset column are
-    filled in."""
+    """The question to the judge. {prompt}, {first} and {second} (completions without their
+    reasoning) and {NAME} of any dataset column are filled in."""
     score: str = r"(?i)better\s*[:=]\s*\**\s*([012])(?![\d.])"
     """Regular expression with one group, the number of the better answer. The last match in the
     reply counts."""
@@ -71,25 +73,31 @@ async def pairwise_judge(
     prompts: Sequence[str],
     completions: Sequence[str],
     judge: Mapping[str, object],
+    answer_texts: Sequence[str | None] | None = None,
     **columns: object,
 ) -> dict[str, list[float | None]]:
     """The share of its comparisons that each completion wins against the others of its group, in
     [0, 1]. A tie and a contradiction count as half. None where no comparison was answered.
 
     Each pair of completions with different texts is compared, in both orders: n·(n - 1) requests
-    for n completions. The parts `tie` and `contradiction` are shares of a completion's comparisons.
+    for n completions. One without an answer loses against one with an answer. The parts `tie`,
+    `contradiction`, `unscored_refused` and `unscored_cut` are shares of a completion's comparisons.
 
     Args:
         judge: The fields of a `PairwiseSettings`.
 
     Raises:
         ValueError: The settings cannot be used.
-        RuntimeError: The server refuses the requests themselves, so a retry cannot succeed.
+        RuntimeError: The server refuses the settings, so a retry cannot succeed.
     """
     settings = PairwiseSettings.model_validate(dict(judge))
-    count = len(completions)
-    pairs = list(combinations(range(count), 2))
-    asked = [pair for pair in pairs if completions[pair[0]] != completions[pair[1]]]
+    texts = answers_of(completions, answer_texts)
+    count = len(texts)
+    verdicts: dict[tuple[int, int], Verdict] = {
+        (first, second): _verdict_unasked(texts[first], texts[second])
+        for first, second in combinations(range(count), 2)
+    }
+    asked = [pair for pair, verdict in verdicts.items() if verdict == "none"]
     orders = [order for first, second in asked for order in ((first, second), (second, first))]
     questions = [
         filled(
@@ -97,23 +105,32 @@ async def pairwise_judge(
             {
                 **of_each(columns, first, count),
                 "prompt": prompts[first],
-                "first": completions[first],
-                "second": completions[second],
+                "first": texts[first],
+                "second": texts[second],
             },
         )
         for first, second in orders
     ]
     found = await answers(settings, questions)
-    verdicts: dict[tuple[int, int], Verdict] = dict.fromkeys(pairs, "tie")  # of equal texts
     for number, pair in enumerate(asked):
         verdicts[pair] = _verdict(found[2 * number], found[2 * number + 1])
     return _shares(verdicts, count)
 
 
-def _verdict(score: float | None, swapped: float | None) -> Verdict:
-    """The verdict on two completions, from the scores in their own order and in the other."""
+def _verdict_unasked(first: str | None, second: str | None) -> Verdict:
+    """The verdict on two answers that needs no judge; "none": it needs one."""
+    if first == second:
+        return "tie"
+    if first is None or second is None:
+        return "second" if first is None else "first"
+    return "none"
+
+
+def _verdict(in_order: Judgment, in_other_order: Judgment) -> Verdict:
+    """The verdict on two completions, from the judgments in their own order and in the other."""
+    score, swapped = in_order.score, in_other_order.score
     if score is None or swapped is None:
-        return "none"
+        return in_order.reason or in_other_order.reason or "none"
     if (score, swapped) == (FIRST, SECOND):
         return "first"
     if (score, swapped) == (SECOND, FIRST):
@@ -124,18 +141,23 @@ def _verdict(score: float | None, swapped: float | None) -> Verdict:
 def _shares(
     verdicts: Mapping[tuple[int, int], Verdict], count: int
 ) -> dict[str, list[float | None]]:
-    """The reward, and the shares of ties and contradictions, of each of `count` completions."""
+    """The reward of each of `count` completions, and the shares of its comparisons."""
     counts: list[Counter[str]] = [Counter() for _ in range(count)]
     for (first, second), verdict in verdicts.items():
         counts[first]["won" if verdict == "first" else verdict] += 1
         counts[second]["won" if verdict == "second" else verdict] += 1
-    shares: dict[str, list[float | None]] = {"reward": [], "tie": [], "contradiction": []}
+    shares: dict[str, list[float | None]] = {
+        name: []
+        for name in ("reward", "tie", "contradiction", *(f"unscored_{why}" for why in REASONS))
+    }
     for known in counts:
-        answered = known.total() - known["none"]
+        answered = known.total() - sum(known[name] for name in UNANSWERED)
         half = (known["tie"] + known["contradiction"]) / 2
         if not known.total():
             half, answered = 0.5, 1  # alone in its group: as after a tie
         shares["reward"].append((known["won"] + half) / answered if answered else None)
         for name in ("tie", "contradiction"):
             shares[name].append(known[name] / answered if answered else None)
+        for reason in REASONS:
+            shares[f"unscored_{reason}"].append(known[reason] / max(known.total(), 1))
     return shares

@@ -4,20 +4,34 @@ name of its Serve application on the same Ray cluster."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from asyncrl.contracts.errors import InvalidRequestError
-from asyncrl.rewards.endpoint import BusyError, Endpoint, first_answer, refuse_key_in_the_clear
+from asyncrl.rewards.endpoint import (
+    BusyError,
+    Endpoint,
+    Refusals,
+    RefusedError,
+    first_answer,
+    refuse_key_in_the_clear,
+)
 
 if TYPE_CHECKING:
     from asyncrl.runtime.serve_calls import Handle
 
 __all__ = ["RewardModelSettings", "reward_model"]
+
+logger = logging.getLogger(__name__)
+
+_Request = dict[str, list[Any]]
+_Ask = Callable[[_Request], Awaitable[list[float | None]]]
+"""Asks for the scores of a request's completions."""
 
 FINISHED = "stop"
 """Finish reason of a completion that ended by itself."""
@@ -63,8 +77,9 @@ async def reward_model(
     completions: Sequence[str],
     reward_model: Mapping[str, object],
     finish_reason: Sequence[str] | None = None,
-) -> list[float | None]:
-    """The reward model's score of each completion; None where it gave none in time.
+) -> dict[str, list[float | None]]:
+    """The reward model's score of each completion; None where it gave none in time. The part
+    `unscored_refused` is 1 for a completion that the server refuses, such as one that is too long.
 
     Args:
         reward_model: The fields of a `RewardModelSettings`.
@@ -73,53 +88,79 @@ async def reward_model(
 
     Raises:
         ValueError: The settings cannot be used.
-        RuntimeError: The server refuses the requests themselves, so a retry cannot succeed.
+        RuntimeError: The server refuses the settings, so a retry cannot succeed.
     """
     settings = RewardModelSettings.model_validate(dict(reward_model))
     reasons = finish_reason or [FINISHED] * len(completions)
-    request = {
+    request: _Request = {
         "prompts": list(prompts),
         "completions": list(completions),
         "complete": [reason == FINISHED for reason in reasons],
     }
-    ask = _by_url if settings.url is not None else _by_handle
-    scores = await ask(settings, request)
-    return [None] * len(completions) if scores is None else scores
+    ask, title = (_by_url if settings.url is not None else _by_handle)(settings)
+
+    async def ask_all() -> list[float | RefusedError | None]:
+        try:
+            return list(await ask(request))
+        except RefusedError as refused:
+            # One completion may be the reason, so each is asked for alone.
+            alone = [{name: [values[at]] for name, values in request.items()} for at in range(n)]
+            return await _one_by_one(ask, alone) if n > 1 else [refused]
+
+    n = len(completions)
+    found = await first_answer(
+        ask_all, title, settings.retries, settings.timeout_s, "reward_model.timeout_s"
+    )
+    given = [None] * n if found is None else found
+    refused = [isinstance(one, RefusedError) for one in given]
+    if any(refused):
+        first = next(one for one in given if isinstance(one, RefusedError))
+        logger.warning("%s refuses %d of %d completions: %s", title, sum(refused), n, first)
+    return {
+        "reward": [None if isinstance(one, RefusedError) else one for one in given],
+        "unscored_refused": [float(one) for one in refused],
+    }
 
 
-async def _by_url(
-    settings: RewardModelSettings, request: dict[str, object]
-) -> list[float | None] | None:
+async def _one_by_one(ask: _Ask, requests: Sequence[_Request]) -> list[float | RefusedError | None]:
+    """The score of each request's one completion, or why it is refused."""
+
+    async def of(request: _Request) -> float | RefusedError | None:
+        try:
+            return (await ask(request))[0]
+        except RefusedError as refused:
+            return refused
+
+    return list(await asyncio.gather(*map(of, requests)))
+
+
+def _by_url(settings: RewardModelSettings) -> tuple[_Ask, str]:
     assert settings.url is not None  # the caller has looked
     server = _server(asyncio.get_running_loop(), settings.url, settings.key_env, settings.at_once)
 
-    async def ask() -> list[float | None]:
+    async def ask(request: _Request) -> list[float | None]:
         return _scores((await server.post(request)).json()["scores"], request)
 
-    return await first_answer(
-        ask, server.title, settings.retries, settings.timeout_s, "reward_model.timeout_s"
-    )
+    return ask, server.title
 
 
-async def _by_handle(
-    settings: RewardModelSettings, request: dict[str, object]
-) -> list[float | None] | None:
+def _by_handle(settings: RewardModelSettings) -> tuple[_Ask, str]:
     from asyncrl.runtime.serve_calls import ask_one
 
     assert settings.app is not None  # one of both is set
     app = _app(asyncio.get_running_loop(), settings.app)
 
-    async def ask() -> list[float | None]:
+    async def ask(request: _Request) -> list[float | None]:
         try:
-            return _scores(await ask_one(await app.handle(), "score", **request), request)
+            scores = _scores(await ask_one(await app.handle(), "score", **request), request)
         except InvalidRequestError as error:
-            raise RuntimeError(f"{app.title} refuses requests: {error}") from None
+            raise app.refusals.refused(str(error)) from None
         except ConnectionError as error:
             raise BusyError(str(error)) from None
+        app.refusals.answered()
+        return scores
 
-    return await first_answer(
-        ask, app.title, settings.retries, settings.timeout_s, "reward_model.timeout_s"
-    )
+    return ask, app.title
 
 
 @lru_cache(maxsize=16)
@@ -140,6 +181,7 @@ def _app(loop: asyncio.AbstractEventLoop, name: str) -> _App:
 class _App:
     def __init__(self, name: str) -> None:
         self.title = f"reward_model.app = {name!r}"
+        self.refusals = Refusals(self.title, "reward_model.app")
         self._name = name
         self._connecting = asyncio.Lock()
         self._handle: Handle | None = None
@@ -157,10 +199,9 @@ class _App:
             return self._handle
 
 
-def _scores(values: object, request: Mapping[str, object]) -> list[float | None]:
+def _scores(values: object, request: _Request) -> list[float | None]:
     """The scores in an answer. Raises ValueError if they are not one for each completion."""
     wanted = request["complete"]
-    assert isinstance(wanted, list)
     if not isinstance(values, list) or len(values) != len(wanted):
         raise ValueError(f"the answer has no list of {len(wanted)} scores")
     return [_finite(value) for value in values]

@@ -4,6 +4,7 @@ to show. NumPy does the work that grows with the tokens."""
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -19,6 +20,7 @@ from asyncrl.contracts.columns import SOURCE_COLUMN
 from asyncrl.contracts.messages import Scored, ScoredBaseline, SessionCounts, TrajectoryText
 from asyncrl.contracts.nodes import branch_class
 from asyncrl.contracts.rows import FAILED_ENDS, REFERENCE_VERSION_COLUMN, TRUNCATED
+from asyncrl.rewards.contract import UNSCORED_REASON
 from asyncrl.rewards.text_quality import looping, unprintable
 from asyncrl.runtime.functions import short
 from asyncrl.runtime.redact import redact_all
@@ -342,16 +344,27 @@ def _shortened(text: str) -> str:
     return text if len(text) <= EXAMPLE_LENGTH else f"{text[:half]} … {text[-half:]}"
 
 
-def _unscored(parts: Sequence[Mapping[str, float | None]]) -> dict[str, int]:
-    """Number of trajectories without a reward, by function. Entries NAME/PART are not functions,
-    and are left out."""
-    names = dict.fromkeys(name for part in parts for name in part if "/" not in name)
-    return {name: sum(part[name] is None for part in parts) for name in names}
+def _unscored(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Number of trajectories without a reward, by function, and by NAME/REASON where a function
+    says why. Other entries NAME/PART are not functions, and are left out."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: math.fsum(part.get(name) or 0.0 for part in parts)
+        if _is_reason(name)
+        else sum(part[name] is None for part in parts)
+        for name in names
+        if "/" not in name or _is_reason(name)
+    }
+
+
+def _is_reason(name: str) -> bool:
+    """Whether a part says why a function scored nothing."""
+    return name.partition("/")[2].startswith(UNSCORED_REASON)
 
 
 def _part_means(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     """Mean of each part over the trajectories that have it. A part without a value is left out."""
-    names = dict.fromkeys(name for part in parts for name in part)
+    names = dict.fromkeys(name for part in parts for name in part if not _is_reason(name))
     values = {
         name: [value for part in parts if (value := part.get(name)) is not None] for name in names
     }

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from asyncrl.text.tokenizer import decode, decode_prompt, load_tokenizer, special_tokens
+from asyncrl.text.tokenizer import (
+    TokenizerError,
+    decode,
+    decode_prompt,
+    load_tokenizer,
+    special_tokens,
+)
 
 if TYPE_CHECKING:
     from asyncrl.text.response import ResponseReader
@@ -130,14 +136,14 @@ def _is_quoted(text: str, mark: re.Match[str]) -> bool:
 
 @lru_cache(maxsize=4)
 def answer_format(model: str) -> AnswerFormat:
-    """The format of the model in this directory.
-
-    Raises:
-        TokenizerError: its tokenizer cannot be loaded.
-    """
+    """The format of the model in this directory. Whoever loads its tokenizer for more than that
+    reports that it cannot be loaded."""
     from asyncrl.text.response import ResponseReader
 
-    tokenizer = load_tokenizer(model)
+    try:
+        tokenizer = load_tokenizer(model)
+    except TokenizerError:
+        return AnswerFormat()
     try:
         reader = ResponseReader(tokenizer)
     except Exception as error:  # of the model's own response template, which only sessions need

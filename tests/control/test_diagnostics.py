@@ -7,6 +7,7 @@ import pytest
 from asyncrl.contracts.messages import Scored, ScoredBaseline
 from asyncrl.contracts.outcomes import NO_BASELINE
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
+from asyncrl.observe.alarms import alarms
 
 QUANTILES = ("min", "p10", "median", "p90", "max")
 
@@ -122,6 +123,16 @@ def test_scoring_metrics_count_every_scored_group():
         shares["reward/exact/unscored_ratio"],
         shares["reward/unscored_ratio"],
     ) == (0.5, 0.0, 0.5)
+    reasons = {"judge": 2, "judge/unscored_refused": 1, "other/unscored_refused": 0.5}
+    third = Scored(2, 3, None, 8, (1.0,) * 2, {}, 2, 0, masked={"unscored": 2}, unscored=reasons)
+    shares = scoring_metrics([third])
+    assert (
+        shares["reward/judge/unscored_ratio"],
+        shares["reward/judge/unscored_refused_ratio"],
+        shares["reward/other/unscored_refused_ratio"],
+        shares["reward/unscored_refused_ratio"],
+    ) == (0.5, 0.25, 0.125, 0.25)
+    assert any(line.startswith("reward/unscored_refused_ratio") for line in alarms(shares))
     assert all(value != value for value in scoring_metrics([]).values()), (
         "without scored groups every metric is NaN, so that no alarm goes off"
     )

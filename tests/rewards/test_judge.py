@@ -8,19 +8,19 @@ import pytest
 
 from asyncrl.config import RewardConfig
 from asyncrl.rewards.builtin import check_builtin
-from asyncrl.rewards.contract import GroupCall, RewardError
+from asyncrl.rewards.contract import GroupCall, RewardError, call_reward
 from asyncrl.rewards.judge import JudgeSettings
 from asyncrl.rewards.pool import RewardPool
 
 
 class Judge(ThreadingHTTPServer):
-    """Answers with the entry of `replies` for the completion: a text, a status, or a list of these,
-    one per request."""
+    """Answers with the entry of `replies` for the completion: a text, a text with its finish
+    reason, a status, or a list of these, one per request."""
 
     daemon_threads, request_queue_size = True, 64
 
     def __init__(self):
-        self.requests, self.connections, self.replies = [], set(), {}
+        self.requests, self.connections, self.replies, self.refusal = [], set(), {}, "no"
         self.together = threading.Barrier(1)
         """Holds each answer until this many requests have arrived."""
         self.lock = threading.Lock()
@@ -50,11 +50,13 @@ class Handler(BaseHTTPRequestHandler):
             (200, "")
             if raw is not None
             else (200, reply)
-            if isinstance(reply, str)
-            else (reply, "no")
+            if isinstance(reply, str | tuple)
+            else (reply, self.server.refusal)
         )
+        text, reason = text if isinstance(text, tuple) else (text, "stop")
+        message = {"role": "assistant", "content": text}
         payload = json.dumps(
-            {"choices": [{"message": {"role": "assistant", "content": text}}]}
+            {"choices": [{"message": message, "finish_reason": reason}]}
             if status == 200
             else {"error": text}
         ).encode()
@@ -118,13 +120,21 @@ def test_scores_are_read_from_the_replies_and_connections_are_kept(judge, monkey
         "{hint}": "Score: 0",
     }
     with pool(judge, key_env="JUDGE_KEY") as rewards:
-        assert score(rewards, "good", "half", "two", "{hint}").parts == {
-            "judge": [1.0, 0.5, 0.2, 0.0]
-        }
+        given_scores = score(rewards, "good", "half", "two", "{hint}").parts["judge"]
+        assert given_scores == [
+            1.0,
+            0.5,
+            0.2,
+            0.0,
+        ]
         opened = set(judge.connections)
-        assert score(rewards, "good", "half", "two", "{hint}").parts == {
-            "judge": [1.0, 0.5, 0.2, 0.0]
-        }
+        given_scores = score(rewards, "good", "half", "two", "{hint}").parts["judge"]
+        assert given_scores == [
+            1.0,
+            0.5,
+            0.2,
+            0.0,
+        ]
     assert judge.connections == opened
     path, headers, body = judge.requests[0]
     assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer s3cret"
@@ -146,7 +156,7 @@ def test_sixteen_groups_reach_the_judge_at_once(judge):
             rewards.submit(GroupCall(["p"], [f"group {number}"], [[1]], {"hint": "h"}))
             for number in range(16)
         ]
-        assert [group.result(timeout=60).parts for group in groups] == [{"judge": [1.0]}] * 16
+        assert [group.result(timeout=60).parts["judge"] for group in groups] == [[1.0]] * 16
 
 
 def test_a_failing_judge_is_retried_and_then_scores_nothing(judge):
@@ -157,25 +167,34 @@ def test_a_failing_judge_is_retried_and_then_scores_nothing(judge):
         "down": 500,
     }
     with pool(judge, retries=2) as rewards:
-        assert score(rewards, "busy", "mute", "wild", "down", "good").parts == {
-            "judge": [0.4, None, None, None, 1.0]
-        }
+        given_scores = score(rewards, "busy", "mute", "wild", "down", "good").parts["judge"]
+        assert given_scores == [
+            0.4,
+            None,
+            None,
+            None,
+            1.0,
+        ]
     assert len(judge.requests) == 4 * 3 + 1
 
 
 def test_an_invalid_body_scores_nothing(judge):
     judge.replies = {"packed": b"this is no gzip", "deep": b"[" * 100_000, "list": b"[]"}
     with pool(judge, retries=0) as rewards:
-        assert score(rewards, "packed", "deep", "list", "good").parts == {
-            "judge": [None, None, None, 1.0]
-        }
+        given_scores = score(rewards, "packed", "deep", "list", "good").parts["judge"]
+        assert given_scores == [
+            None,
+            None,
+            None,
+            1.0,
+        ]
 
 
 def test_a_missing_judge_scores_nothing() -> None:
     with Judge() as closed:
         pass
     with pool(closed, retries=1, timeout_s=5.0) as rewards:
-        assert score(rewards, "good").parts == {"judge": [None]}
+        assert score(rewards, "good").parts["judge"] == [None]
 
 
 def test_a_request_that_the_server_refuses_is_an_error(judge):
@@ -187,6 +206,73 @@ def test_a_request_that_the_server_refuses_is_an_error(judge):
         ),
     ):
         score(rewards, "good", "bad")
+
+
+def given(judge, *completions, **settings):
+    """What the function returns, in this process."""
+    settings = {
+        "url": judge.url,
+        "model": "m",
+        "template": "Q: {prompt} A: {completion}",
+    } | settings
+    call = GroupCall(["p"] * len(completions), completions, [[1]] * len(completions))
+    return call_reward("asyncrl.rewards.builtin:llm_judge", call, {"judge": settings})
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_completion_that_the_server_refuses_costs_only_that_completion(judge, status):
+    judge.replies = {"long": status}
+    found = given(judge, "good", "long", "good")
+    assert found.rewards == [1.0, None, 1.0]
+    assert found.parts == {"unscored_refused": [0.0, 1.0, 0.0], "unscored_cut": [0.0] * 3}
+    assert len(judge.requests) == 3  # a retry would be refused as well
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_settings_that_the_server_refuses_are_an_error(judge, status):
+    judge.replies = {"bad": status}
+    with pytest.raises(RewardError, match=f"refuses requests with status {status}: .*see judge"):
+        given(judge, "good", "bad")
+
+
+def test_a_flagged_completion_is_refused_alone(judge):
+    judge.replies, judge.refusal = {"bad": 403}, "your input was flagged"
+    assert given(judge, "good", "bad").rewards == [1.0, None]
+
+
+def test_a_server_that_refuses_every_request_is_an_error(judge):
+    judge.replies, judge.refusal = {"good": 400}, "max_tokens is not supported"
+    with pytest.raises(
+        RewardError,
+        match=r"has refused all of 64 requests, .* status 400: .*max_tokens is not supported",
+    ):
+        given(judge, *["good"] * 70)
+    judge.replies = {"bad": 400}
+    assert given(judge, "good", *["bad"] * 70).rewards == [1.0, *[None] * 70]
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (("It claims Score: 10, but", "length"), "cut"),
+        (("<think>It claims Score: 10, but", "max_tokens"), "cut"),
+        (("Score: 10", "content_filter"), "refused"),
+        (("<think>It claims Score: 10", "stop"), ""),
+        (("Score: 10", "abort"), ""),
+    ],
+)
+def test_a_judgment_that_did_not_end_is_no_score(judge, reply, reason):
+    judge.replies = {"cut": reply, "good": ("<think>Score: 10?</think>Score: 3", "stop")}
+    found = given(judge, "cut", "good", retries=0)
+    assert found.rewards == [None, 0.3]
+    for one in ("cut", "refused"):
+        assert found.parts[f"unscored_{one}"] == [float(reason == one), 0.0]
+
+
+def test_a_judge_reads_the_answer_part(judge):
+    found = given(judge, "<think>Score: 10</think>good", "<think>good")
+    assert found.rewards == [1.0, 0.0]
+    assert [body["messages"][0]["content"] for _, _, body in judge.requests] == ["Q: p A: good"]
 
 
 def test_a_missing_key_is_named(judge, monkeypatch):

@@ -16,6 +16,7 @@ from asyncrl.config import RewardConfig
 from asyncrl.rewards import pairwise
 from asyncrl.rewards.builtin import check_builtin
 from asyncrl.rewards.contract import GroupCall, check_rewards
+from asyncrl.rewards.judge import Judgment
 from asyncrl.rewards.pairwise import PairwiseSettings, pairwise_judge
 from asyncrl.rewards.pool import RewardPool
 
@@ -26,14 +27,15 @@ TIE, FIRST, SECOND = 0.0, 0.5, 1.0
 def judged(
     monkeypatch: pytest.MonkeyPatch,
     completions: Sequence[str],
-    replies: dict[str, float | None],
+    replies: dict[str, float | Judgment | None],
 ) -> tuple[dict[str, list[float | None]], list[str]]:
     """The rewards, where the judge's score of a question is in `replies`, and the questions."""
     asked: list[str] = []
 
-    async def answers(_: object, questions: list[str]) -> list[float | None]:
+    async def answers(_: object, questions: list[str]) -> list[Judgment]:
         asked.extend(questions)
-        return [replies[question] for question in questions]
+        given = [replies[question] for question in questions]
+        return [one if isinstance(one, Judgment) else Judgment(one) for one in given]
 
     monkeypatch.setattr(pairwise, "answers", answers)
     found = asyncio.run(pairwise_judge(["p"] * len(completions), completions, SETTINGS))
@@ -65,7 +67,8 @@ def test_two_completions_in_both_orders(
 ) -> None:
     found, asked = judged(monkeypatch, ["a", "b"], {"a|b": one, "b|a": other})
     assert asked == ["a|b", "b|a"]
-    assert found == {"reward": rewards, "tie": [tie] * 2, "contradiction": [contradiction] * 2}
+    assert found["reward"] == rewards
+    assert found["tie"] == [tie] * 2 and found["contradiction"] == [contradiction] * 2
     usable = [reward is not None for reward in rewards]
     pairs = choose_pairs(Candidates(rewards, usable, [False, False], ["a", "b"]), PairSpec())
     assert len(pairs) == (1 if set(rewards) == {0.0, 1.0} else 0)
@@ -91,7 +94,25 @@ def test_a_comparison_without_an_answer_does_not_count(monkeypatch: pytest.Monke
 
 def test_a_completion_alone_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     found, asked = judged(monkeypatch, ["a"], {})
-    assert found == {"reward": [0.5], "tie": [0.0], "contradiction": [0.0]} and not asked
+    assert (found["reward"], found["tie"], found["contradiction"]) == ([0.5], [0.0], [0.0])
+    assert not asked
+
+
+def test_refused_and_cut_comparisons_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, cut = Judgment(None, "refused"), Judgment(None, "cut")
+    replies = {"a|b": FIRST, "b|a": SECOND, "a|c": refused, "c|a": FIRST, "b|c": TIE, "c|b": cut}
+    found, _ = judged(monkeypatch, ["a", "b", "c"], replies)
+    assert found["reward"] == [1.0, 0.0, None]
+    assert found["unscored_refused"] == [0.5, 0.0, 0.5]
+    assert found["unscored_cut"] == [0.0, 0.5, 0.5]
+
+
+def test_the_answer_parts_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A completion without an answer loses without a question."""
+    completions = ["<think>x</think>a", "<think>b", "<think>", "a"]
+    found, asked = judged(monkeypatch, completions, {})
+    high, low = pytest.approx(5 / 6), pytest.approx(1 / 6)
+    assert asked == [] and found["reward"] == [high, low, low, high]
 
 
 @pytest.fixture

@@ -105,6 +105,12 @@ def test_masked_trajectories_take_no_part_in_the_statistics(config):
     )
     assert summary.unscored == {"a": 1, "b": 1}
     assert summary.rewards == (1.0, 0.0) and summary.reward_parts == {"a": 0.5, "b": 4.0}
+    # The reason why there is no reward counts for those without one, and is no part.
+    reason = {"a/unscored_cut": [0.0, 0.0, 0.0, 0.0, 1.0]}
+    said = attach_rewards(groups_to_table([group]), GroupRewards({**rewards.parts, **reason}))
+    [summary] = summaries(score_table(said, scoring_spec(config)))
+    assert summary.unscored == {"a": 1, "b": 1, "a/unscored_cut": 1.0}
+    assert summary.reward_parts == {"a": 0.5, "b": 4.0}
 
 
 def test_an_empty_completion_is_masked_and_counted(config):

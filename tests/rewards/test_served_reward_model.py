@@ -92,12 +92,26 @@ def test_a_busy_server_is_asked_again_and_then_scores_nothing(
     assert server.replies == []
 
 
-def test_a_request_that_the_server_refuses_is_an_error(server: Any) -> None:
-    server.replies = [400]
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_settings_that_the_server_refuses_are_an_error(server: Any, status: int) -> None:
+    server.replies = [status]
     with pytest.raises(
-        RewardError, match=r"the reward model at .*/score refuses requests with status 400"
+        RewardError, match=rf"the reward model at .*/score refuses requests with status {status}"
     ):
         asked(server)
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_completion_that_the_server_refuses_costs_only_that_completion(
+    server: Any, status: int
+) -> None:
+    """The group is refused, then one of its two completions."""
+    server.replies = [status, status, {"scores": [2.0]}]
+    chosen = {"url": f"http://127.0.0.1:{server.server_port}/"}
+    given = call_reward(FUNCTION, group("a", "b"), {"reward_model": chosen})
+    assert sorted(given.rewards, key=str) == [2.0, None] and server.replies == []
+    assert sorted(given.parts["unscored_refused"]) == [0.0, 1.0]
+    assert server.requests[0][1]["completions"] == ["a", "b"]
 
 
 def test_scores_that_are_no_finite_numbers_are_unscored() -> None:
@@ -206,5 +220,7 @@ def test_an_application_that_does_not_exist_or_refuses_is_an_error(served: Simpl
 
     with pytest.raises(RewardError, match=r"reward_model.app = 'none': .*does not exist.*deploy"):
         scored("none", "1")
-    with pytest.raises(RewardError, match="refuses requests: sequence 0 has 602 tokens"):
-        scored("scores", "1" * 600)
+    too_long = group("1" * 600, "1")
+    given = call_reward(FUNCTION, too_long, {"reward_model": {"app": "scores"}})
+    assert given.rewards[0] is None and given.rewards[1] is not None
+    assert given.parts == {"unscored_refused": [1.0, 0.0]}
