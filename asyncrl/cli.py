@@ -286,6 +286,9 @@ def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
     if not brief:
         for text in filter(None, tried):
             print_shown(f"\n{text}")
+    elif given is not None:
+        for note in given.notes:
+            print_shown(f"note: {note}")
     if "cluster" in options:
         from asyncrl.preflight.placement import plan_on_cluster
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from asyncrl.rewards.final_answer import answers_of, tagged_answer
-from asyncrl.runtime.functions import short
+from asyncrl.runtime.functions import did_you_mean, short
 from asyncrl.runtime.single_precision import FLOAT32_MAX
 
 __all__ = [
@@ -106,9 +106,9 @@ def check_builtin(function: str, arguments: Mapping[str, object], deadline_s: fl
     if module != __name__:
         return
     if name not in __all__ or name == "check_builtin":
+        names = sorted({*__all__} - {"check_builtin"})
         raise ValueError(
-            f"there is no {name!r} in {module}; choose one of"
-            f" {sorted({*__all__} - {'check_builtin'})}"
+            f"there is no {name!r} in {module}; choose one of {names}{did_you_mean(name, names)}"
         )
     if name in ("llm_judge", "pairwise_judge"):
         from asyncrl.rewards.judge import JudgeSettings

@@ -59,6 +59,7 @@ from asyncrl.runtime.functions import (
     FunctionError,
     chosen_arguments,
     import_function,
+    near_module,
     parameter_names,
     place_of,
     refuse_main,
@@ -172,7 +173,7 @@ def find_reward(function: str) -> None:
     if missing:
         raise RewardError(
             f"reward function {function!r}: there is no module {module!r}; start in its folder, or"
-            " install its package"
+            f" install its package{near_module(module)}"
         )
 
 

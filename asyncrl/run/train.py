@@ -6,6 +6,7 @@ preflight → run directory → Ray → learner and generators (in parallel) →
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import MetricsWriter
 
 __all__ = ["run_training"]
+
+logger = logging.getLogger("asyncrl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,9 @@ def run_training(
     config = resolve_models(config)
     with reward_trial(config) as try_rewards:
         plan = make_plan(config)
-        try_rewards(plan.prompts)
+        tried = try_rewards(plan.prompts)
+        for note in tried.notes if tried is not None else ():
+            logger.warning("rewards: %s", note)
     try_code(config)
     try_own(config)
 

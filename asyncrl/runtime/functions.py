@@ -3,10 +3,12 @@ arguments that their parameters name, and reported in errors with file and line.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
+import pkgutil
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeGuard
 
 __all__ = [
@@ -14,8 +16,10 @@ __all__ = [
     "FunctionError",
     "call_function",
     "chosen_arguments",
+    "did_you_mean",
     "import_function",
     "is_async",
+    "near_module",
     "one_line",
     "parameter_names",
     "place_of",
@@ -27,6 +31,8 @@ __all__ = [
 
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 """Pattern of a function's name."""
+NEAR, LONG = 0.75, 4
+"""Likeness of a name to one that is meant, and characters of a name that may be a part of it."""
 MOST_CHARACTERS = 500
 """Characters of an exception's text that a message quotes, at most."""
 
@@ -45,11 +51,13 @@ def import_function(kind: str, function: str) -> Callable[..., object]:
     module, _, name = function.partition(":")
     refuse_main(kind, function)
     try:
-        found: object = getattr(importlib.import_module(module), name)
+        loaded = importlib.import_module(module)
     except (ImportError, AttributeError) as error:
+        missing = isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name))
         raise FunctionError(
             f"{kind} {function!r} cannot be imported ({error}{_place_in_module(error)}); check its"
             " name and that its package is installed"
+            f"{near_module(str(error.name)) if missing else ''}"
         ) from None
     except Exception as error:
         # A module may raise anything while it is imported.
@@ -58,11 +66,39 @@ def import_function(kind: str, function: str) -> Callable[..., object]:
         raise FunctionError(
             f"{kind} {function!r} cannot be imported ({cause}); repair its module"
         ) from None
+    try:
+        found: object = getattr(loaded, name)
+    except AttributeError as error:
+        names = [one for one in getattr(loaded, "__all__", dir(loaded)) if one[:1] != "_"]
+        raise FunctionError(
+            f"{kind} {function!r} cannot be imported ({error}); check its name"
+            f"{did_you_mean(name, names)}"
+        ) from None
     if not callable(found):
         raise FunctionError(
             f"{kind} {function!r} is of type {type(found).__name__}; name a function"
         )
     return found
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that is not known: the most similar one that is. Empty
+    without one."""
+    names = [*known]
+    near = difflib.get_close_matches(name, names, 1, NEAR)
+    near = near or [one for one in names if len(name) >= LONG and name.lower() in one.lower()]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def near_module(module: str) -> str:
+    """The same for a module that does not exist, in its package or in the folder of the start."""
+    package, _, last = module.rpartition(".")
+    try:
+        places = importlib.import_module(package).__path__ if package else ["."]
+        names = [f"{package}.{one.name}".lstrip(".") for one in pkgutil.iter_modules(places)]
+    except Exception:  # the package may raise anything, and the message is about its module
+        return ""
+    return did_you_mean(f"{package}.{last}".lstrip("."), names)
 
 
 def is_async(function: object) -> TypeGuard[Callable[..., Awaitable[object]]]:
@@ -119,7 +155,8 @@ def chosen_arguments(
     }
     if missing := sorted(needed - available.keys()):
         names = ", ".join(sorted(available)) or "nothing"
-        raise TypeError(f"it takes {', '.join(missing)}, which {sources}; available: {names}")
+        near = did_you_mean(missing[0], available)
+        raise TypeError(f"it takes {', '.join(missing)}, which {sources}{near}; available: {names}")
     return {name: value for name, value in available.items() if name in named}
 
 

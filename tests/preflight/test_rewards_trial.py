@@ -2,6 +2,7 @@
 within seconds."""
 
 import contextlib
+import re
 import textwrap
 import time
 from types import SimpleNamespace
@@ -14,13 +15,29 @@ import pytest
 from asyncrl import cli
 from asyncrl.config import ConfigError, load_config
 from asyncrl.data.prompts import check_prompts
-from asyncrl.preflight.rewards import reward_trial, rewards_text
+from asyncrl.preflight.rewards import Tried, reward_trial, rewards_text
 from asyncrl.preflight.specs import data_spec
 
 REWARD = """
 def fine(prompts, completions, answer, **_):
-    assert (prompts, completions, answer) == (["1 + 2 ="], ["0"], ["3"])
-    return {"reward": [0.5], "format": [1]}
+    assert set(prompts) == {"1 + 2 ="} and set(answer) == {"3"}
+    assert len(completions) > 1 or completions == ["0"]
+    return {"reward": [0.5 + len(one) for one in completions], "format": [1] * len(completions)}
+
+def exact(completions, answer, **_):
+    return [float(text == one) for text, one in zip(completions, answer)]
+
+def constant(completions, **_):
+    return [1.0] * len(completions)
+
+def wrong_column(completions, **columns):
+    return [float(text == one) for text, one in zip(completions, columns["anwser"])]
+
+def wants_one(completions, anwser):
+    return [0.0] * len(completions)
+
+def short(completions, **_):
+    return [1.0 / len(one) for one in completions]
 
 def nested(completions, **_):
     return [inner({}) for _ in completions]
@@ -43,7 +60,7 @@ def hangs(completions, **_):
     time.sleep(100)
 
 def unscored(completions, **_):
-    return [None]
+    return [None] * len(completions)
 """
 
 
@@ -90,9 +107,9 @@ def tried(config, report):
 def test_rewards_get_the_first_used_prompt_and_its_columns(trial):
     one = trial("fine")
     given = tried(one.config, one.report)
-    assert given == {"mine": 0.5, "mine/format": 1.0}
+    assert given == Tried({"mine": 1.5, "mine/format": 1.0}, [])
     assert rewards_text(given).splitlines()[2:] == [
-        f"  {'mine':<24} 0.5",
+        f"  {'mine':<24} 1.5",
         f"  {'mine/format':<24} 1",
     ]
     assert (
@@ -106,9 +123,53 @@ def test_rewards_get_the_first_used_prompt_and_its_columns(trial):
     )
 
 
-def test_none_is_reported_as_not_scored(trial):
-    one = trial("unscored")
-    assert "None: not scored" in rewards_text(tried(one.config, one.report))
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("unscored", "mine is always None: it scores none of 8 made-up completions"),
+        (
+            "constant",
+            "mine is always 1: 8 made-up completions .*, some with its answer get the",
+        ),
+        ("short", "other completions of that prompt end the run under reward.policy: fail: .*Zero"),
+        ("exact", None),
+    ],
+)
+def test_a_reward_that_treats_all_completions_alike_gets_a_line(trial, name, note):
+    one = trial(name)
+    given = tried(one.config, one.report)
+    text = rewards_text(given)
+    assert "None: not scored" in text or name != "unscored"
+    assert given.notes == [] if note is None else re.match(note, *given.notes)
+    assert [line for line in text.splitlines() if "note:" in line] == [
+        f"  note: {line}" for line in given.notes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "wrong_column",
+            r"KeyError: 'anwser' at .*; columns of the data: answer; all arguments: answer, "
+            r".*; did you mean 'answer'\?\nTraceback",
+        ),
+        ("wants_one", r"it takes anwser, which .*; did you mean 'answer'\?; available: answer, "),
+        ("exat", r"has no attribute 'exat'\); check its name; did you mean 'exact'\?"),
+    ],
+)
+def test_a_misspelled_name_gets_the_near_one(trial, name, message):
+    one = trial(name)
+    with pytest.raises(ConfigError, match=message):
+        tried(one.config, one.report)
+
+
+def test_a_column_with_the_name_of_an_argument_is_refused(trial, tmp_path):
+    table = pa.table({"prompt": ["1 + 2 ="], "answer_texts": ["3"]})
+    pq.write_table(table, tmp_path / "train.parquet")
+    one = trial("exact")
+    with pytest.raises(ConfigError, match="the column answer_texts has the name of an argument"):
+        tried(one.config, one.report)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +178,8 @@ def test_none_is_reported_as_not_scored(trial):
         (
             "nested",
             (
-                r"raised KeyError: 'reward' at .*trial_rewards\.py:10, in inner\n(.*\n)*.*line 7,"
-                r" in nested"
+                r"raised KeyError: 'reward' at .*trial_rewards\.py:\d+, in inner;.*\n"
+                r"(.*\n)*.*line \d+, in nested"
             ),
         ),
         (
@@ -148,9 +209,8 @@ def test_the_command_ends_with_the_error_and_leaves_nothing(trial, command, caps
     one = trial("nested")
     assert cli.run(command, str(one.path), []) == 2
     error = capsys.readouterr().err
-    assert (
-        error.startswith("asyncrl: the first prompt of data.train")
-        and "trial_rewards.py:10, in inner\nTraceback" in error
+    assert error.startswith("asyncrl: the first prompt of data.train") and re.search(
+        r"trial_rewards.py:\d+, in inner; columns of the data: .*\nTraceback", error
     )
     assert not (tmp_path / "runs").exists()
 

@@ -528,7 +528,7 @@ def test_every_start_of_reward_processes_passes_the_settings(monkeypatch, starts
     )
     module = source if starts == "the scoring stream" else launch
 
-    def start(config, *_):
+    def start(config, *_, **__):
         raise StartedPoolError(os.environ[SETTINGS])
 
     monkeypatch.setenv(SETTINGS, "{}")
