@@ -16,11 +16,11 @@ BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 NO_ANSWER = ("", "...", "\\ldots", "\\dots")
 """What a box contains in an example of a box."""
 HASHES = re.compile(
-    r"^[ \t]*####[ \t]*(?P<value>\$[^$\n]+\$|[-+$€£]{0,3} ?[\d.][\d,. /]*%?)"
-    r"[ \t\r]*(?P<end>\n|\Z)",
+    r"^[ \t]*####[ \t]*\**(?P<value>\$[^$\n]+\$|[-+$€£]{0,3} ?\d[\d,./]*%?)"
+    r"(?: [a-z]{1,20}){0,2}\.?\**[ \t\r]*(?P<end>\n|\Z)",
     re.MULTILINE,
 )
-"""How solutions of GSM8K end. Other text after the marks makes them a heading."""
+"""How solutions of GSM8K end, perhaps with a unit. Other text makes the marks a heading."""
 MATHEMATICS = ("", "latex", "tex", "math", "text", "txt", "plaintext", "markdown", "md")
 """Languages of fenced blocks that may contain a final answer."""
 

@@ -31,6 +31,9 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 """Marks where LaTeX begins in a text. An answer without such a mark is LaTeX as a whole."""
 
+PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}|\n")
+"""Words, or more than one line. A text without them may be LaTeX as a whole."""
+
 RIGHT, WRONG, UNKNOWN = "1", "0", "?"
 
 MOST_CHILDREN = os.cpu_count() or 1
@@ -51,8 +54,8 @@ def math_verify(
     answer_ended: Sequence[bool] | None = None,
     **_: object,
 ) -> list[float | None]:
-    """1.0 where a completion's final expression equals column `answer`, else 0.0. None where the
-    answer itself cannot be parsed.
+    """1.0 where a completion's final expression equals that of column `answer`, else 0.0. None where
+    the answer itself cannot be parsed.
 
     The final expression is the last box, or the number after `####`. Without both, math-verify
     looks for it, in the last `<answer>` tag if there is one. Reasoning and code do not count. A
@@ -68,7 +71,7 @@ def math_verify(
         for text, ended in zip(texts, answer_ended or [True] * len(texts), strict=True)
     ]
     verdicts = [
-        _verdict(seconds, str(expected), final or "")
+        _verdict(seconds, final_expression(str(expected)) or str(expected), final or "")
         for expected, final in zip(answer, finals, strict=True)
     ]
     return [None if verdict == UNKNOWN else float(verdict == RIGHT) for verdict in verdicts]
@@ -92,11 +95,13 @@ def _judge(answer: str, completion: str) -> str:
     gold = parse(answer if DELIMITED.search(answer) else f"${answer}$", parsing_timeout=None)
     if not gold:
         return UNKNOWN
-    return (
-        RIGHT
-        if verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None)
-        else WRONG
-    )
+    texts, bare = [completion], completion.strip()
+    if not DELIMITED.search(bare) and not PROSE.search(bare):
+        texts.append(f"${bare}$")
+    for text in texts:
+        if verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None):
+            return RIGHT
+    return WRONG
 
 
 class _Child:

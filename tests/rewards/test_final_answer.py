@@ -38,7 +38,10 @@ EXACT = "asyncrl.rewards.builtin:exact_match"
         ("```\n\\boxed{5}\n```", "\\boxed{5}"),
         ("so\n#### 1,234\nIt took 7 steps.", "1,234"),
         ("so\n#### $18", "$18"),
+        ("#### **42**", "42"),
+        ("#### 42 red apples.\nThat is 3 more.", "42"),
         ("#### Step 2\nso 7", "#### Step 2\nso 7"),
+        ("#### 2 Cases\nso 7", "#### 2 Cases\nso 7"),
         ("\\boxed{3}\n#### 4", "4"),
         ("#### 3\nno: \\boxed{4}", "\\boxed{4}"),
         ("<answer>42</answer> (see $7$)", "42"),
@@ -116,6 +119,21 @@ def scored(function: str, turns: list[tuple[str, str, float]], sessions: bool) -
 @pytest.mark.parametrize("sessions", [False, True])
 def test_mathematics_is_graded_in_the_answer_part(sessions: bool) -> None:
     assert scored(MATH, TURNS, sessions) == [reward for _, _, reward in TURNS]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "reward"),
+    [
+        ("3 + 39 = <<3+39=42>>42.\n#### 42", "\\boxed{42}", 1.0),
+        ("3 + 39 = 42.\n#### 42", "\\boxed{3}", 0.0),
+        ("(1, 2)", "<answer> (1, 2) </answer>", 1.0),
+        ("(1, 2)", "<answer>2</answer>", 0.0),
+        ("1/2", "<answer>\\frac{1}{2}</answer>", 1.0),
+    ],
+)
+def test_mathematics_reads_marks_on_both_sides(answer: str, text: str, reward: float) -> None:
+    call = GroupCall(["q"], [text], [[1]], {"answer": answer}, ["stop"], [False])
+    assert call_reward(MATH, call).rewards == [reward]
 
 
 def test_an_exact_answer_is_the_answer_part() -> None:
