@@ -225,13 +225,26 @@ def run_tests(begin: dict[str, Any], tests: int, answer: int) -> NoReturn:
         passed, total, reason = run_source(job, program, pristine)
     if os.getpid() != process:
         exit_now(1)
-    if changed := [name for name, (get, value) in before.items() if get() is not value]:
+    own = {name for source in job["sources"] for name in assigned(ast.parse(source))}
+    changed = [
+        name
+        for name, (get, value) in before.items()
+        if get() is not value and name.rpartition(".")[2] not in own
+    ]
+    if changed:
         reason = f"the program replaced {changed[0]}"
     elif total and passed == total:
         os.write(answer, read_all(tests, WORD))
         exit_now(0)
     os.write(answer, f"{passed} of {total} tests passed; {reason}"[:MOST_REASON].encode())
     exit_now(1)
+
+
+def assigned(tree: ast.AST) -> Iterator[str]:
+    """Attributes that tests set, such as `time.sleep = ...`: they may replace functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
 
 
 def read_all(descriptor: int, size: int) -> bytes:

@@ -397,6 +397,9 @@ def test_tests_and_program_see_each_other(sandboxed):
     assert graded(solution, check, entry_point="Solution().add") == {"s": True}
     assert graded({"b": "return a + b\n"}, CHECK, entry_point="add", prompts=HEAD) == {"b": True}
     assert graded({"a": ADD}, "assert globals()['add'](1, 2) == 3") == {"a": True}
+    waits = "import time\ndef add(a, b):\n    time.sleep(900)\n    return a + b\n"
+    patched = "import time\ntime.sleep = print\nassert add(1, 2) == 3"
+    assert graded({"a": waits}, patched) == {"a": True}
     setup = {"test_setup_code": "two = add(1, 1)", "test_imports": ["import math"]}
     assert graded({"a": ADD}, ["assert add(1, two) == 3"], **setup) == {"a": True}
 
