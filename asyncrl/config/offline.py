@@ -68,6 +68,10 @@ class OfflineDataConfig(Section):
     """What happens to a row that cannot be trained: equal sides, an empty completion, a prompt that
     is no prefix of its conversation, or no token left to train. `drop`: leave it out and count it.
     """
+    unused_keys: Literal["error", "drop"] = "error"
+    """What happens to a key or a part of a chat that does not reach the text, such as an image, a
+    key that the chat template does not write, or a column of marks. `error`: refuse the row.
+    `drop`: leave it out and count it."""
     shuffle: bool = True
     """Shuffle each epoch, seeded by (seed, epoch). False keeps the order of the files."""
 

@@ -226,6 +226,10 @@ class DataConfig(Section):
     """Which tokens remain when length_policy truncates. `keep_start`: the first ones, so the
     completion loses its end. `keep_end`: the last ones, so the prompt loses its start. A row
     without any completion token or prompt token is left out and counted."""
+    unused_keys: Literal["error", "drop"] = "error"
+    """What happens to a key or a part of a chat that does not reach the text, such as an image or a
+    key that the chat template does not write. `error`: refuse the run. `drop`: leave it out and
+    count it."""
     shuffle: bool = True
     """Shuffle each epoch, seeded by (seed, epoch). False keeps the order of the files; weighted
     sources then take turns."""

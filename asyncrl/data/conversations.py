@@ -9,6 +9,7 @@ thinking of earlier turns fails this proof, and the row is malformed.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from asyncrl.data.form_rows import Chat, MalformedError, Text
+from asyncrl.text.row_chats import RowChat, RowChats, render
+from asyncrl.text.row_messages import UnusedError
 from asyncrl.text.stops import chat_end_token
-from asyncrl.text.template import MessagesError, marked_messages, marks_turns, render_messages
+from asyncrl.text.template import Message, MessagesError, marked_messages, marks_turns
 from asyncrl.text.tokenizer import decode, decode_prompt, encode_continuations, encode_prompts
 
 if TYPE_CHECKING:
@@ -30,6 +33,8 @@ Target = Literal["all", "completion", "turns", "completion turns"]
 prompt."""
 CHARACTERS_AT_ONCE = 1 << 20
 """Characters that are encoded at a time. A fast tokenizer takes about 200 bytes for each token."""
+YES = ("", True)
+"""Stands for the mark of a turn without one."""
 SHOWN = 6
 """Tokens that a message shows where two texts differ."""
 
@@ -58,6 +63,8 @@ class _Rendered:
     turns: list[tuple[int, str, str]]
     """For each turn: its message, the text before what the model writes, and the text up to its
     end."""
+    begun: bool = False
+    """Whether the prompt ends within a turn."""
 
     @property
     def prefixes(self) -> Iterable[str]:
@@ -81,7 +88,14 @@ class Encoder:
     counts: dict[str, int] = field(default_factory=dict)
     """Number of rows with each of: `tags`, `proof` (chats by the way their mask was found),
     `end_added` (the tags leave the end of the turn out), `apart` (tokens would merge across the
-    end of a string prompt), `own_bos` (texts that begin with BOS)."""
+    end of a prompt), `own_bos` (texts that begin with BOS), `marked` (chats with a turn that its
+    row marks as not trained)."""
+    dropped: Counter[str] | None = None
+    """Counts the keys of chats that do not reach the text. None: they are refused."""
+
+    @functools.cached_property
+    def _chats(self) -> RowChats:
+        return RowChats(self.tokenizer)
 
     def texts(self, texts: Sequence[Text], target: Target) -> list[Tokens]:
         """Encode texts. BOS comes first if the tokenizer adds it, and EOS ends each text, both
@@ -156,32 +170,49 @@ class Encoder:
         """Render a chat, and those of its beginnings that the mask depends on."""
         masked = target in ("turns", "completion turns")
         first = chat.prompt if target == "completion turns" else 0
-        turns = [
-            place
-            for place, message in enumerate(chat.messages)
-            if place >= first and message["role"] == "assistant"
+        written = [
+            place for place, message in enumerate(chat.messages) if message["role"] == "assistant"
         ]
-        if masked and not turns:
+        if masked and not any(place >= first for place in written):
             raise MalformedError("no_turn")
-        by_tags = masked and self.tokenizer.is_fast and marks_turns(self.tokenizer, chat.tools)
+        turns = [place for place in written if place >= first and chat.marks.get(place, YES)[1]]
+        _check_marks(chat, target, turns if masked else None)
+        tagged = masked and self.tokenizer.is_fast and marks_turns(self.tokenizer, chat.tools)
         try:
-            whole, spans = self._whole(chat, by_tags)
+            chat, whole = self._settled(chat)
+            spans = None
+            if tagged:
+                whole, spans = marked_messages(
+                    self.tokenizer, chat.messages, chat.variables, chat.tools
+                )
+            if spans is not None and chat.marks:
+                spans = _spans_of(turns, written, spans)
             begins = chat.messages[chat.prompt]["role"] == "assistant"
             after_prompt = target in ("completion", "completion turns")
+            chat = chat if after_prompt else replace(chat, begun=None)
             prompt = self._text(chat, chat.prompt, begins) if after_prompt else ""
             proofs = []
-            if masked and not by_tags:
+            if masked and spans is None:
                 proofs = [self._turn(chat, place, whole) for place in turns]
+        except UnusedError as error:
+            raise MalformedError("unused", str(error)) from None
         except MessagesError as error:
             raise MalformedError("template", str(error)) from None
         if masked:
-            self._count("tags" if by_tags else "proof")
-        return _Rendered(whole, spans, prompt, proofs)
+            self._count("proof" if spans is None else "tags")
+            self._count("marked", any(not trained for _, trained in chat.marks.values()))
+        for place in turns if spans is not None else ():
+            _refuse_lost_thought(chat.messages[place], place, whole)
+        return _Rendered(whole, spans, prompt, proofs, bool(chat.begun))
 
-    def _whole(self, chat: Chat, by_tags: bool) -> tuple[str, list[tuple[int, int]] | None]:
-        if by_tags:
-            return marked_messages(self.tokenizer, chat.messages, chat.variables, chat.tools)
-        return self._text(chat, len(chat.messages), False), None
+    def _settled(self, chat: Chat) -> tuple[Chat, str]:
+        """The chat as the template takes it, and its text."""
+        row = RowChat(
+            chat.messages, chat.variables, chat.tools, chat.own_tools, chat.own_variables,
+            chat.added,
+        )  # fmt: skip
+        settled, text = self._chats.settled(row, self.dropped)
+        return replace(chat, messages=settled.messages), text
 
     def _turn(self, chat: Chat, place: int, whole: str) -> tuple[int, str, str]:
         if not place:
@@ -193,12 +224,17 @@ class Encoder:
         return place, self._text(chat, place, True), after
 
     def _text(self, chat: Chat, count: int, generation_prompt: bool) -> str:
-        """The first messages as text."""
+        """The first messages as text. With the start of the assistant's turn, as far as the prompt
+        contains it."""
         if not count:
             return ""
-        return render_messages(
-            self.tokenizer, chat.messages[:count], chat.variables, chat.tools, generation_prompt
-        )
+        messages, continued = chat.messages[:count], False
+        if generation_prompt and count == chat.prompt and chat.begun:
+            turn = {**chat.messages[count], "content": chat.begun}
+            turn.pop("tool_calls", None)
+            messages, continued = [*messages, turn], True
+        begins = generation_prompt and not continued
+        return render(self.tokenizer, messages, chat.variables, chat.tools, begins, continued)
 
     def _encoded(
         self, rendered: Sequence[_Rendered]
@@ -230,6 +266,8 @@ class Encoder:
     ) -> Tokens:
         whole = ids[texts.whole]
         prompt = len(ids[texts.prompt]) if texts.prompt else 0
+        if texts.begun and whole[:prompt] != ids[texts.prompt]:
+            return self._within_turn(texts, ids[texts.prompt])
         if texts.prompt:
             self._prove(ids[texts.prompt], whole, "not_a_prefix", "its prompt")
         if target in ("all", "completion"):
@@ -248,6 +286,18 @@ class Encoder:
             self._prove(turn, whole, "rewritten", f"message {place}")
             mask[len(ids[before]) : len(turn)] = True
         return Tokens(np.array(whole, np.int32), mask, prompt)
+
+    def _within_turn(self, texts: _Rendered, prompt: list[int]) -> Tokens:
+        """A chat whose prompt ends within a turn, where tokens would merge. The rest is encoded as
+        if it had been generated after the prompt's own tokens."""
+        if not texts.whole.startswith(texts.prompt) or len(texts.turns) > 1:
+            raise MalformedError(
+                "not_a_prefix", "its prompt ends within a turn that the template writes otherwise"
+            )
+        self._count("apart")
+        rest = encode_continuations(self.tokenizer, [texts.whole[len(texts.prompt) :]])[0]
+        tokens = _tokens([*prompt, *rest], len(prompt), "completion")
+        return tokens if texts.spans is None else self.until_end(tokens)
 
     def _mark_spans(
         self,
@@ -322,6 +372,57 @@ class Encoder:
     def _count(self, name: str, number: int = 1) -> None:
         if number:
             self.counts[name] = self.counts.get(name, 0) + number
+
+
+def _check_marks(chat: Chat, target: Target, turns: Sequence[int] | None) -> None:
+    """Refuse marks that the target cannot keep.
+
+    Args:
+        turns: places of the messages that are trained; None: every token of the target is.
+
+    Raises:
+        MalformedError: there is such a mark, or no turn is left.
+    """
+    for place, (key, wanted) in chat.marks.items():
+        trained = target == "all" or place >= chat.prompt if turns is None else place in turns
+        if trained != wanted:
+            role = chat.messages[place]["role"]
+            way = (
+                "remove the mark, or set data.loss_on: assistant"
+                if turns is None or role == "assistant"
+                else "remove the mark: only turns of the assistant can be trained"
+            )
+            raise MalformedError(
+                "marks",
+                f"message {place} ({role}) is marked as {'' if wanted else 'not '}trained by"
+                f" {key!r}, and it is{'' if trained else ' not'}; {way}",
+            )
+    if turns is not None and not turns:
+        raise MalformedError("no_turn", "its marks leave no turn to train")
+
+
+def _refuse_lost_thought(message: Message, place: int, whole: str) -> None:
+    """Refuse a tagged turn whose text has reasoning that the template leaves out. Without tags, the
+    proof of the turn finds it."""
+    thought, closed, _ = str(message["content"]).rpartition("</think>")
+    if closed and thought.split("<think>")[-1].strip() not in whole:
+        raise MalformedError(
+            "rewritten", f"the template leaves out the reasoning in the text of message {place}"
+        )
+
+
+def _spans_of(
+    turns: Sequence[int], written: Sequence[int], spans: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]] | None:
+    """The ranges of the turns that are trained. None: it is not clear which range belongs to which
+    turn.
+
+    Args:
+        written: places of all turns of the assistant.
+    """
+    if len(spans) != len(written):
+        return None
+    return [span for place, span in zip(written, spans, strict=True) if place in turns]
 
 
 def _tokens(ids: Sequence[int], prompt: int, target: Target) -> Tokens:

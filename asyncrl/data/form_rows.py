@@ -4,7 +4,7 @@ trained is malformed, for one of the REASONS."""
 from __future__ import annotations
 
 import itertools
-import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -12,9 +12,25 @@ from typing import Final
 import pyarrow as pa
 
 from asyncrl.contracts.columns import column_values, without_absent
-from asyncrl.data.forms import VARIABLES, Form, FormName
+from asyncrl.data.forms import TOOLS, VARIABLES, Form, FormName
 from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
-from asyncrl.text.template import Message, MessagesError, Schema, are_messages, tool_schemas
+from asyncrl.text.row_messages import (
+    MARKS,
+    Mark,
+    MarkError,
+    UnusedError,
+    chat_value,
+    row_messages,
+    without_marks,
+)
+from asyncrl.text.template import (
+    Message,
+    MessagesError,
+    Schema,
+    are_messages,
+    own_variables,
+    tool_schemas,
+)
 
 __all__ = ["REASONS", "Chat", "MalformedError", "ParsedRow", "Side", "Text", "rows_of"]
 
@@ -27,6 +43,9 @@ REASONS: Final[Mapping[str, str]] = {
     "reward": "a reward is not finite",
     "vocabulary": "a token id is not in the vocabulary",
     "template": "the chat template refuses the chat",
+    "unused": "a key or a part does not reach the text",
+    "marks": "a mark of what is trained cannot be kept",
+    "repeated": "a completion repeats its prompt",
     "not_a_prefix": "the prompt is no prefix of its conversation",
     "rewritten": "the chat template changes an earlier turn when the chat continues",
     "no_prompt": "the prompt is empty",
@@ -37,8 +56,6 @@ REASONS: Final[Mapping[str, str]] = {
     "cut_away": "no token to train is left within data.max_length",
 }
 """Name of each reason for which a row cannot be trained → the reason in words."""
-SHAREGPT_ROLES: Final = {"human": "user", "gpt": "assistant"}
-"""Role in `from` → role of the message. Other roles stay."""
 
 
 class MalformedError(ValueError):
@@ -68,6 +85,16 @@ class Chat:
     tools: Sequence[Schema] | None = None
     variables: Mapping[str, object] = field(default_factory=dict)
     """Variables of the template."""
+    marks: Mapping[int, Mark] = field(default_factory=dict)
+    """Place of a message → the key that says whether its turn is trained, and what it says."""
+    begun: str | None = None
+    """Start of the first turn after the prompt, which the prompt contains."""
+    own_tools: bool = field(default=False, compare=False)
+    """Whether the row has its tools, and not the settings."""
+    own_variables: tuple[str, ...] = field(default=(), compare=False)
+    """Names of the variables that the row has."""
+    added: int = field(default=0, compare=False)
+    """Number of first messages that the settings add."""
 
 
 Side = Text | Chat
@@ -80,22 +107,38 @@ class ParsedRow:
 
     sides: tuple[Side, ...]
     label: bool | None = None
+    repeated: bool = field(default=False, compare=False)
+    """Whether both sides of a pair repeated the prompt, which was left out of them."""
 
 
 def rows_of(
-    table: pa.Table, form: Form, spec: OfflineDataSpec, objective: RowsFor
+    table: pa.Table,
+    form: Form,
+    spec: OfflineDataSpec,
+    objective: RowsFor,
+    dropped: Counter[str] | None = None,
 ) -> Iterator[ParsedRow | MalformedError]:
     """The rows of a table in a form other than recorded groups. A column that these rows lack is
-    missing in each."""
+    missing in each.
+
+    Args:
+        dropped: counts the parts of chats that are left out; None: they are refused.
+    """
     values = [_values(table, name) for name in form.columns]
     tools, variables = (_values(table, name) for name in (form.tools, form.variables))
     read = READERS[form.name]
     for row in range(table.num_rows):
-        sides = _Sides(spec, tools[row], variables[row], compared=objective != "sft")
+        sides = _Sides(spec, tools[row], variables[row], objective, dropped)
         try:
             yield read(sides, [column[row] for column in values], form)
         except MalformedError as error:
             yield error
+        except UnusedError as error:
+            yield MalformedError("unused", str(error))
+        except MarkError as error:
+            yield MalformedError("marks", str(error))
+        except MessagesError as error:
+            yield MalformedError("type", str(error))
 
 
 def _values(table: pa.Table, column: str | None) -> list[object]:
@@ -115,61 +158,112 @@ class _Sides:
     spec: OfflineDataSpec
     own_tools: object
     own_variables: object
-    compared: bool
-    """Whether completions are compared, so that an empty one is refused."""
+    objective: RowsFor
+    dropped: Counter[str] | None
 
-    def text(self, value: object) -> Text:
+    @property
+    def compared(self) -> bool:
+        """Whether completions are compared, so that an empty one is refused."""
+        return self.objective != "sft"
+
+    def text(self, value: object, prompt: str | None = None) -> Text:
+        """A text, or a prompt with its completion."""
         if not isinstance(value, str):
             raise _wrong_type("text", value, "a string")
-        if not value:
+        if not value and prompt is None:
             raise MalformedError("no_completion", "its text is empty")
-        return Text(None, value)
+        for column, given in (
+            (self.spec.tools_column or TOOLS, self._tools(own=True)),
+            (VARIABLES, own_variables(self.own_variables)),
+        ):
+            if given and self.dropped is None:
+                raise UnusedError(
+                    f"its column {column!r} applies to chats, and it is a plain string; remove it,"
+                    " or set data.unused_keys: drop"
+                )
+            if given and self.dropped is not None:
+                self.dropped[f"column {column!r} of strings"] += 1
+        return Text(prompt, value)
 
-    def chat(self, value: object, prompt: int = 0) -> Chat:
+    def value(self, value: object, what: str) -> Value:
+        """A prompt or completion: a string, or messages."""
+        if value == []:
+            raise MalformedError("no_prompt" if what == "prompt" else "no_completion")
+        try:
+            found = row_messages(chat_value(value), self.dropped)
+        except UnusedError:
+            raise
+        except MessagesError as error:
+            raise MalformedError("type", f"its {what}: {error}") from None
+        if isinstance(found, str) or are_messages(found):
+            return found
+        raise _wrong_type(what, value, "a string, or a list of messages with role and content")
+
+    def chat(self, messages: Sequence[Message], prompt: int = 0, begun: str | None = None) -> Chat:
         """A conversation whose first `prompt` messages are the prompt."""
-        messages = _parsed(value)
-        if not are_messages(messages):
-            raise _wrong_type("chat", value, "a list of messages with role and content")
         system = self.spec.system_prompt
-        if system is not None and messages[0]["role"] == "system":
+        if system is not None and messages[0]["role"] in ("system", "developer"):
             raise MalformedError(
                 "template", "it has its own system message, and data.system_prompt is set"
             )
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
             prompt += bool(prompt)
-        return Chat(messages, prompt, self._tools(), self._variables())
+        plain, marks = without_marks(messages)
+        if self.objective == "reward_model":
+            _refuse_unscored(marks, prompt)
+        own = own_variables(self.own_variables)
+        return Chat(
+            plain,
+            prompt,
+            self._tools(),
+            {**self.spec.chat_template_kwargs, **own},
+            marks,
+            begun,
+            bool(self._tools(own=True)),
+            tuple(own),
+            int(system is not None),
+        )
 
-    def completed(self, prompt: object, completion: object) -> Side:
+    def completed(self, prompt: Value, completion: Value) -> Side:
         """A prompt with its completion, each a string or messages."""
-        if prompt == []:
-            raise MalformedError("no_prompt")
-        if completion == []:
-            raise MalformedError("no_completion")
-        before, after = _value(prompt, "prompt"), _value(completion, "completion")
-        if isinstance(before, str) and isinstance(after, str) and not self.spec.apply_chat_template:
-            if self.compared and not after:
+        if isinstance(completion, str) and _repeats(completion, prompt):
+            raise MalformedError(
+                "repeated",
+                f"its completion begins with its prompt {_asked(prompt)[:40]!r}, which would be"
+                " trained twice; leave it out of the completion",
+            )
+        if (
+            isinstance(prompt, str)
+            and isinstance(completion, str)
+            and not self.spec.apply_chat_template
+        ):
+            if self.compared and not completion:
                 raise MalformedError("no_completion")
-            return Text(before, after)
-        messages, count = _joined(before, after)
+            return self.text(completion, prompt)
+        messages, count, begun = _joined(prompt, completion)
         if self.compared:
-            _refuse_empty(messages[count:])
-        return self.chat(messages, count)
+            _refuse_empty(messages[count:], begun)
+        return self.chat(messages, count, begun)
 
     def pair(self, prompt: object, chosen: object, rejected: object) -> ParsedRow:
         """Two sides with the same prompt. Without a prompt, it is what the sides have in common."""
+        asked = None if prompt is None else self.value(prompt, "prompt")
         sides = [
-            _value(value, name) for value, name in ((chosen, "chosen"), (rejected, "rejected"))
+            self.value(value, name) for value, name in ((chosen, "chosen"), (rejected, "rejected"))
         ]
-        if chosen == rejected:
+        if sides[0] == sides[1]:
             raise MalformedError("equal")
         whole = [isinstance(side, list) and side[0]["role"] != "assistant" for side in sides]
-        if prompt is None or (isinstance(prompt, str) and any(whole)):
-            return self._implicit(prompt, sides)
-        made = tuple(self.completed(prompt, side) for side in sides)
+        if asked is None or (isinstance(asked, str) and any(whole)):
+            return self._implicit(asked, sides)
+        repeated = all(isinstance(side, str) and _repeats(side, asked) for side in sides)
+        if repeated:
+            sides = [str(side).partition(_asked(asked).strip())[2] for side in sides]
+        made = tuple(self.completed(asked, side) for side in sides)
         if len({*map(type, made)}) > 1:
             raise MalformedError("type", "one side is a string, the other a list of messages")
-        return ParsedRow(made)
+        return ParsedRow(made, repeated=repeated)
 
     def _implicit(self, prompt: str | None, sides: Sequence[Value]) -> ParsedRow:
         chosen, rejected = sides
@@ -198,30 +292,27 @@ class _Sides:
             _refuse_empty(side[count:])
         return ParsedRow((self.chat(chosen, count), self.chat(rejected, count)))
 
-    def _tools(self) -> list[Schema] | None:
+    def _tools(self, own: bool = False) -> list[Schema] | None:
+        """The row's tools, or else those of the settings."""
         try:
-            return tool_schemas(self.own_tools) or tool_schemas(self.spec.tools) or None
+            its = tool_schemas(self.own_tools) or None
+            return its if own else its or tool_schemas(self.spec.tools) or None
         except MessagesError as error:
             raise MalformedError("type", str(error)) from None
-
-    def _variables(self) -> dict[str, object]:
-        own = _parsed(self.own_variables)
-        if own is not None and not isinstance(own, dict):
-            raise _wrong_type(VARIABLES, own, "an object")
-        return {**self.spec.chat_template_kwargs, **(own or {})}
 
 
 def _from_messages(sides: _Sides, values: Sequence[object], form: Form) -> ParsedRow:
     (value,) = values
     if value is None:
         raise MalformedError("missing", f"its column {form.columns[0]!r} is null")
-    return ParsedRow((sides.chat(_as_messages(_parsed(value))),))
+    messages = sides.value(value, "chat")
+    if isinstance(messages, str):
+        raise _wrong_type("chat", value, "a list of messages with role and content")
+    return ParsedRow((sides.chat(messages),))
 
 
 def _from_prompt_completion(sides: _Sides, values: Sequence[object], form: Form) -> ParsedRow:
-    _refuse_nulls(values, form)
-    prompt, completion = values
-    return ParsedRow((sides.completed(prompt, completion),))
+    return ParsedRow((sides.completed(*_prompted(sides, values, form)),))
 
 
 def _from_preference(sides: _Sides, values: Sequence[object], form: Form) -> ParsedRow:
@@ -231,15 +322,26 @@ def _from_preference(sides: _Sides, values: Sequence[object], form: Form) -> Par
 
 
 def _from_unpaired(sides: _Sides, values: Sequence[object], form: Form) -> ParsedRow:
-    _refuse_nulls(values, form)
-    prompt, completion, label = values
+    label = values[2]
+    asked, completion = _prompted(sides, values, form)
     if label not in (True, False):  # 0 and 1 count as well
         raise _wrong_type("label", label, "true or false")
-    return ParsedRow((sides.completed(prompt, completion),), bool(label))
+    return ParsedRow((sides.completed(asked, completion),), bool(label))
+
+
+def _prompted(sides: _Sides, values: Sequence[object], form: Form) -> tuple[Value, Value]:
+    """The prompt and the completion of a row."""
+    _refuse_nulls(values, form)
+    prompt, completion = values[:2]
+    return sides.value(prompt, "prompt"), sides.value(completion, "completion")
 
 
 def _from_text(sides: _Sides, values: Sequence[object], form: Form) -> ParsedRow:
     _refuse_nulls(values, form)
+    if chat_value(values[0]) is not values[0]:
+        raise MalformedError(
+            "type", "its text is a chat as JSON; name its column 'messages' to train it as a chat"
+        )
     return ParsedRow((sides.text(values[0]),))
 
 
@@ -262,39 +364,36 @@ def _wrong_type(what: str, value: object, wanted: str) -> MalformedError:
     return MalformedError("type", f"its {what} is {repr(value)[:80]}; give {wanted}")
 
 
-def _value(value: object, what: str) -> Value:
-    """A prompt or completion: a string, or messages."""
-    if isinstance(value, str) or are_messages(value):
-        return value
-    raise _wrong_type(what, value, "a string, or a list of messages with role and content")
+def _asked(prompt: Value) -> str:
+    """The text of a prompt, or of its last message."""
+    text = prompt if isinstance(prompt, str) else prompt[-1].get("content")
+    return text if isinstance(text, str) else ""
 
 
-def _parsed(value: object) -> object:
-    """The value of JSON text, or the value itself."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+def _repeats(completion: str, prompt: Value) -> bool:
+    """Whether a completion begins with its prompt."""
+    asked = _asked(prompt).strip()
+    return bool(asked) and completion.lstrip().startswith(asked)
 
 
-def _as_messages(value: object) -> object:
-    """Messages with `from` and `value` as messages with `role` and `content`."""
-    if not (
-        isinstance(value, list)
-        and all(isinstance(m, dict) and {"from", "value"} <= set(m) for m in value)
-    ):
-        return value
-    names = {"from": "role", "value": "content"}
-    messages = [{names.get(key, key): item for key, item in m.items()} for m in value]
-    return [{**m, "role": SHAREGPT_ROLES.get(str(m["role"]), m["role"])} for m in messages]
+def _refuse_unscored(marks: Mapping[int, Mark], prompt: int) -> None:
+    """Refuse turns of a completion that are marked as not trained: a reward model scores the end of
+    the whole completion."""
+    for place, (key, trained) in marks.items():
+        if not trained and place >= prompt:
+            raise MalformedError(
+                "marks",
+                f"message {place} is marked as not trained by {key!r}, and a reward model scores"
+                " whole completions; remove the mark",
+            )
 
 
-def _joined(prompt: Value, completion: Value) -> tuple[list[Message], int]:
-    """The whole conversation, and how many of its messages are the prompt.
+def _joined(prompt: Value, completion: Value) -> tuple[list[Message], int, str | None]:
+    """The whole conversation, how many of its messages are the prompt, and the start of the turn
+    after these that the prompt contains.
 
-    A completion may repeat the prompt: then it is the whole conversation.
+    A completion may repeat the prompt: then it is the whole conversation. A prompt that ends with a
+    message of the assistant, before a completion that starts with one, ends within a turn.
 
     Raises:
         MalformedError: the completion is another conversation.
@@ -305,7 +404,7 @@ def _joined(prompt: Value, completion: Value) -> tuple[list[Message], int]:
     if isinstance(prompt, str):
         asked = {"role": "user", "content": prompt}
         if first == "assistant":
-            return [asked, *completion], 1
+            return [asked, *completion], 1, None
         count = next(
             (
                 place
@@ -316,18 +415,35 @@ def _joined(prompt: Value, completion: Value) -> tuple[list[Message], int]:
         )
     elif completion[: len(prompt)] == prompt:
         count = len(prompt)
-    elif first == "system" or (first == "user" and prompt[-1]["role"] == "user"):
+    elif first in ("system", "developer") or (first == "user" and prompt[-1]["role"] == "user"):
         count = 0
+    elif first == "assistant" and prompt[-1]["role"] == "assistant":
+        turn, begun = _continued(prompt[-1], completion[0])
+        return [*prompt[:-1], turn, *completion[1:]], len(prompt) - 1, begun
     else:
-        return [*prompt, *completion], len(prompt)
+        return [*prompt, *completion], len(prompt), None
     if not count:
         raise MalformedError("not_a_prefix")
     if count == len(completion):
         raise MalformedError("no_completion")
-    return completion, count
+    return completion, count, None
 
 
-def _refuse_empty(completion: Sequence[Message]) -> None:
+def _continued(start: Message, rest: Message) -> tuple[Message, str]:
+    """A turn from its start, which the prompt contains, and the rest of it; and the start's
+    text."""
+    first, more = start.get("content") or "", rest.get("content") or ""
+    twice = {*start} & {*rest} - {"role", "content", *MARKS}
+    if start.get("tool_calls") or twice or not (isinstance(first, str) and isinstance(more, str)):
+        raise MalformedError(
+            "not_a_prefix",
+            "its prompt ends with a turn of the assistant that its completion cannot continue",
+        )
+    unmarked = {key: item for key, item in start.items() if key not in MARKS}
+    return {**unmarked, **rest, "content": first + more}, first
+
+
+def _refuse_empty(completion: Sequence[Message], begun: str | None = None) -> None:
     """Raise MalformedError unless the completion of a compared side starts with the assistant, who
     says something."""
     if not completion:
@@ -336,7 +452,8 @@ def _refuse_empty(completion: Sequence[Message]) -> None:
         raise MalformedError(
             "not_a_prefix", f"its completion starts with the role {completion[0]['role']!r}"
         )
-    if not any(_says_something(m) for m in completion if m["role"] == "assistant"):
+    said = [m for m in completion if m["role"] == "assistant"]
+    if not any(map(_says_something, said)) or (begun and said[0].get("content") == begun):
         raise MalformedError("no_completion")
 
 
@@ -344,7 +461,8 @@ def _says_something(message: Message) -> bool:
     content = message.get("content")
     if isinstance(content, list):
         content = any(part.get("text", part) for part in content if isinstance(part, dict))
-    others = {key: item for key, item in message.items() if key not in ("role", "content", "name")}
+    silent = ("role", "content", "name", *MARKS)
+    others = {key: item for key, item in message.items() if key not in silent}
     return bool(content) or any(others.values())
 
 

@@ -15,22 +15,25 @@ a list of messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from asyncrl.config import ConfigError, Source
 from asyncrl.contracts.rows import TURN_COLUMNS
 from asyncrl.contracts.session_table import NODE_COLUMNS
 from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
+from asyncrl.text.row_messages import MARKS, MEDIA_COLUMNS
 
 __all__ = [
     "RECORDED",
     "RECORDED_TEXTS",
+    "TOOLS",
     "VARIABLES",
     "Form",
     "FormName",
     "form_of",
+    "refuse_silent",
     "wanted_columns",
 ]
 
@@ -75,6 +78,12 @@ class Form:
     """Columns of the data that are not used."""
     tools: str | None = None
     variables: str | None = None
+
+    def unused_of(self, columns: Iterable[str]) -> tuple[str, ...]:
+        """The columns among these that are not used. Later rows of a file may have others."""
+        if self.name == "recorded groups":
+            return ()
+        return tuple(sorted({*columns} - {*self.columns, self.tools, self.variables}))
 
 
 def wanted_columns(spec: OfflineDataSpec, source: Source) -> set[str]:
@@ -139,8 +148,27 @@ def form_of(
         used = (*used, prompt)
     chats = name != "text"
     tools, variables = (spec.tools_column or TOOLS, VARIABLES) if chats else (None, None)
-    unused = there - {*used, tools, variables}
-    return Form(name, used, tuple(sorted(unused)), tools, variables)
+    found_form = Form(name, used, (), tools, variables)
+    return replace(found_form, unused=found_form.unused_of(there))
+
+
+def refuse_silent(unused: Iterable[str], where: str) -> None:
+    """Refuse unused columns that say what is trained, or hold what a placeholder stands for.
+
+    Raises:
+        ConfigError: there is such a column.
+    """
+    for name in unused:
+        if name in MARKS:
+            raise ConfigError(
+                f"{where} has a column {name!r}, which marks rows or turns that are trained, and"
+                " nothing reads it; put the marks into the messages, or set data.unused_keys: drop"
+            )
+        if name in MEDIA_COLUMNS:
+            raise ConfigError(
+                f"{where} has a column {name!r}, and only text reaches the model; remove it, or set"
+                " data.unused_keys: drop"
+            )
 
 
 def _candidates(

@@ -7,6 +7,7 @@ blocks, so memory does not grow with the data.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
@@ -18,13 +19,14 @@ from asyncrl.contracts.offline_rows import MASK, PREFERENCE_SCHEMA, SFT_SCHEMA, 
 from asyncrl.data.conversations import Encoder, Target, Tokens
 from asyncrl.data.encoded_rows import EncodedRow, checked, lists, paired, truncated
 from asyncrl.data.form_rows import REASONS, Chat, MalformedError, ParsedRow, Side, Text, rows_of
-from asyncrl.data.forms import Form, form_of, wanted_columns
+from asyncrl.data.forms import Form, form_of, refuse_silent, wanted_columns
 from asyncrl.data.length_limits import Cuts
 from asyncrl.data.offline_checks import check_settings, idle_settings, target_of, template_notes
 from asyncrl.data.offline_report import (
     OfflineReport,
     Tally,
     count_notes,
+    dropped_notes,
     label_note,
     marked_text,
 )
@@ -114,7 +116,10 @@ class OfflineRows:
         self._most_rows = most_rows
         self._spec, self._data, self._field, self._objective = spec, data, field, objective
         self._sources = sources_of(data)
-        self._encoder = Encoder(load_tokenizer(spec.model_path))
+        self._dropped = Counter[str]() if spec.unused_keys == "drop" else None
+        self._unused: dict[tuple[int, str], None] = {}
+        """(Source, column) of the columns that are not used."""
+        self._encoder = Encoder(load_tokenizer(spec.model_path), dropped=self._dropped)
         self._groups = RecordedGroups(spec, objective, self._encoder.tokenizer)
         self._tally = Tally()
         self._forms: list[Form] = []
@@ -122,6 +127,8 @@ class OfflineRows:
         """(Source, "text" or "chat") of the rows met."""
         self._files: list[tuple[int, Path]] = []
         """Each file that was met, after the rows of the data before it."""
+        self._repeated = 0
+        """Pairs whose strings both repeated the prompt."""
         self._notes: list[str] | None = None
         """Notes of the template; None until a chat was encoded."""
         self._report: OfflineReport | None = None
@@ -159,13 +166,19 @@ class OfflineRows:
             self._forms.append(
                 form_of(block.columns, self._spec, source, self._objective, self._field)
             )
-        return self._forms[block.source]
+        form = self._forms[block.source]
+        unused = form.unused_of(block.columns)
+        self._unused |= dict.fromkeys((block.source, name) for name in unused)
+        if self._dropped is None:
+            refuse_silent(unused, f"{self._field} = {str(block.file)!r}")
+        return form
 
     def _encoded(self, block: Block, form: Form) -> Iterator[EncodedRow]:
-        rows = list(rows_of(block.table, form, self._spec, self._objective))
+        rows = list(rows_of(block.table, form, self._spec, self._objective, self._dropped))
         for found in rows:
             if isinstance(found, ParsedRow):
                 self._meet(found.sides[0], block.source)
+                self._repeated += found.repeated
         encoded = self._tokens(rows, form)
         self._describe(rows, encoded)
         for place, (found, sides) in enumerate(zip(rows, encoded, strict=True)):
@@ -366,14 +379,19 @@ class OfflineRows:
             for place, source in enumerate(self._sources)
         ]
         notes = [*(self._notes or ()), *count_notes(self._encoder.counts)]
+        notes += dropped_notes(self._dropped or {})
+        if self._repeated:
+            notes.append(
+                f"{self._repeated} pairs: both sides repeat the prompt, which is taken once"
+            )
         notes += label_note(tally.labels)
         forms = []
         for place, (form, source) in enumerate(zip(self._forms, sources, strict=False)):
             kinds = {"text": "strings", "chat": "chats"}
             met = [name for kind, name in kinds.items() if (place, kind) in self._kinds]
             forms.append(form.name + (f" ({' and '.join(met)})" if met else ""))
-            if form.unused:
-                unused = ", ".join(map(repr, form.unused))  # a name may contain anything
+            if found := [name for number, name in self._unused if number == place]:
+                unused = ", ".join(map(repr, found))  # a name may contain anything
                 notes.append(f"unused columns of {source.name}: {unused}")
         idle = idle_settings(self._spec, [form.name for form in self._forms])
         report = tally.report(sources, forms, idle, notes)

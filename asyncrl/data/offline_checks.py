@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -147,6 +148,11 @@ def template_notes(chat: Chat, spec: OfflineDataSpec) -> list[str]:
     asked = roles.index("assistant") if "assistant" in roles[1:] else len(roles)
     own = list(chat.messages[spec.system_prompt is not None : asked])
     template = Template(
-        spec.model_path, True, spec.chat_template_kwargs, spec.system_prompt, spec.tools
+        spec.model_path,
+        True,
+        spec.chat_template_kwargs,
+        spec.system_prompt,
+        spec.tools,
+        Counter() if spec.unused_keys == "drop" else None,
     )
     return template.check([own or list(chat.messages)], [chat.tools])

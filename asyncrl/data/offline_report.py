@@ -14,7 +14,15 @@ from asyncrl.data.form_rows import REASONS, MalformedError
 from asyncrl.data.length_limits import Cuts
 from asyncrl.data.sources import SourceRows
 
-__all__ = ["LeftOut", "OfflineReport", "Tally", "count_notes", "label_note", "marked_text"]
+__all__ = [
+    "LeftOut",
+    "OfflineReport",
+    "Tally",
+    "count_notes",
+    "dropped_notes",
+    "label_note",
+    "marked_text",
+]
 
 MARKS = ("⟦", "⟧")
 """Put around the trained tokens where a row is shown."""
@@ -22,6 +30,7 @@ COUNTED: Mapping[str, str] = {
     "tags": "chats: the template's generation tags mark what is trained",
     "proof": "chats: what is trained follows from the tokens before and after each turn",
     "end_added": "chats: the generation tags leave out the end of a turn, which is trained as well",
+    "marked": "chats have turns that their rows mark as not trained",
     "apart": "completions were encoded apart, because tokens would merge across the prompt's end",
     "own_bos": "texts already begin with BOS, which is not added again",
 }
@@ -204,3 +213,8 @@ def marked_text(tokens: Tokens, decode: Callable[[Sequence[int]], str]) -> str:
 def count_notes(counts: Mapping[str, int]) -> list[str]:
     """The counts of an `Encoder` in words."""
     return [f"{counts[name]} {meaning}" for name, meaning in COUNTED.items() if name in counts]
+
+
+def dropped_notes(dropped: Mapping[str, int]) -> list[str]:
+    """The keys and parts of chats that were left out, in words."""
+    return [f"left out of chats: {name} ({count} times)" for name, count in dropped.items()]

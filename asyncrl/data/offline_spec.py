@@ -54,6 +54,9 @@ class OfflineDataSpec:
     """Column with the prompt, in forms that have one. A source may name its own."""
     target_column: str | None = None
     """Column with the completion of each prompt, instead of `completion` (SFT only)."""
+    unused_keys: Literal["error", "drop"] = "error"
+    """What happens to a key or a part of a chat that does not reach the text. `drop`: leave it out,
+    and count it."""
     least_reward: float | None = None
     """For rows that a run recorded. SFT: every trajectory with at least this reward; None = the
     best one of each group. DPO: the least reward of a chosen side."""

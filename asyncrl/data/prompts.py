@@ -16,10 +16,11 @@ from asyncrl.config import ConfigError
 from asyncrl.contracts.rows import Prompt
 from asyncrl.data.length_limits import LengthReport, TooLongError, Truncated
 from asyncrl.data.mixture import Order
+from asyncrl.data.offline_report import dropped_notes
 from asyncrl.data.rendering import (
     Data,
     named,
-    prompts_and_tools,
+    prompt_columns,
     prompts_of,
     read_prompt_rows,
     refuse_empty,
@@ -110,11 +111,12 @@ def check_prompts(
     data = data if data is not None else spec.data.train
     found = read_prompt_rows(data, spec, field)
     table, checked, notes = found.table, _Checked(), list[str]()
+    template = template_of(spec)
     for start in range(0, table.num_rows, ROWS_PER_CHECK):
         block = table.slice(start, ROWS_PER_CHECK)
         try:
-            rendered = render_rows(block, spec, start)
-            notes = notes or template_of(spec).check(*prompts_and_tools(block, spec))
+            rendered = render_rows(block, spec, start, template)
+            notes = notes or template_of(spec).check(**prompt_columns(block, spec))
             refuse_empty(rendered.ids, start, data, field)
             texts, truncated = truncate_prompts(rendered.texts, rendered.ids, spec, start)
         except (TooLongError, TemplateError) as error:
@@ -127,6 +129,7 @@ def check_prompts(
             f"{checked.own_bos} of {table.num_rows} prompts already begin with BOS: it is not added"
             " again"
         )
+    notes += dropped_notes(template.dropped or {})
     schema = reward_schema(table, spec)
     return PromptReport(
         rows=len(checked.kept),

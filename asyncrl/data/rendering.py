@@ -5,10 +5,13 @@ Training, evaluation and the warm start share these functions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from asyncrl.config import ConfigError, Source, sources_of
 from asyncrl.contracts.columns import (
@@ -24,10 +27,12 @@ from asyncrl.contracts.rows import (
     TRAJECTORY_COLUMNS,
     Prompt,
 )
+from asyncrl.data.forms import TOOLS, VARIABLES
 from asyncrl.data.length_limits import LengthLimits, Limit, Truncated, truncate
 from asyncrl.data.sources import Rows, read_sources
 from asyncrl.data.spec import DataSpec
-from asyncrl.text.template import Rendered, Template
+from asyncrl.text.row_messages import CHAT_START, MEDIA_COLUMNS, chat_value
+from asyncrl.text.template import MessagesError, Rendered, Template
 from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
 
 __all__ = [
@@ -35,8 +40,8 @@ __all__ = [
     "Data",
     "limits",
     "named",
+    "prompt_columns",
     "prompt_values",
-    "prompts_and_tools",
     "prompts_of",
     "read_prompt_rows",
     "refuse_empty",
@@ -80,7 +85,56 @@ def read_prompt_rows(data: Data, spec: DataSpec, field: str) -> Rows:
         raise ConfigError(
             f"{named(data, field)} has columns {taken}, which asyncrl uses itself; rename them"
         )
-    return found
+    if spec.data.unused_keys == "error":
+        _refuse_unread(found.table, spec, named(data, field))
+    return replace(found, table=_with_chats(found.table, spec, named(data, field)))
+
+
+def _refuse_unread(table: pa.Table, spec: DataSpec, where: str) -> None:
+    """Refuse columns that belong to the text, and that nothing writes there.
+
+    Raises:
+        ConfigError: there is such a column.
+    """
+    for name in table.column_names:
+        if table[name].null_count == table.num_rows:
+            continue
+        if name in MEDIA_COLUMNS:
+            raise ConfigError(
+                f"{where} has a column {name!r}, and only text reaches the model; rename it if only"
+                " the reward reads it, remove it, or set data.unused_keys: drop"
+            )
+        if name == TOOLS and spec.data.tools_column is None:
+            raise ConfigError(
+                f"{where} has a column {TOOLS!r}, which no prompt shows; set data.tools_column:"
+                f" {TOOLS}, rename it if only the reward reads it, or set data.unused_keys: drop"
+            )
+
+
+def _with_chats(table: pa.Table, spec: DataSpec, where: str) -> pa.Table:
+    """The table with chats instead of prompts that are JSON text of chats.
+
+    Raises:
+        ConfigError: a text begins like a chat, and is none.
+    """
+    column = spec.data.prompt_column
+    if not (pa.types.is_string(table[column].type) or pa.types.is_large_string(table[column].type)):
+        return table
+    if is_json(table.schema.field(column)):
+        return table  # its strings are JSON inside JSON, which the template reads
+    begins = pc.match_substring_regex(table[column], CHAT_START.pattern)
+    if not pc.any(begins).as_py():
+        return table
+    values: list[object] = []
+    for row, value in enumerate(table[column].to_pylist()):
+        try:
+            values.append(chat_value(value))
+        except MessagesError as error:
+            raise ConfigError(f"{where}: row {row}: its prompt {error}") from None
+    if all(isinstance(value, str) or value is None for value in values):
+        return table
+    field = json_field(column)
+    return table.set_column(table.column_names.index(column), field, encode_column(values, field))
 
 
 def named(data: Data, field: str) -> str:
@@ -109,24 +163,38 @@ def template_of(spec: DataSpec) -> Template:
         data.chat_template_kwargs,
         data.system_prompt,
         data.tools,
+        Counter() if data.unused_keys == "drop" else None,
     )
 
 
-def prompts_and_tools(table: pa.Table, spec: DataSpec) -> tuple[list[object], list[object] | None]:
-    """The prompts of a table, and their tools if it has a tools column."""
-    column = spec.data.tools_column
-    return prompt_values(table, spec.data.prompt_column), (
-        prompt_values(table, column) if column is not None else None
-    )
+def prompt_columns(table: pa.Table, spec: DataSpec) -> dict[str, list[object]]:
+    """The prompts of a table, with their tools and variables of the template if it has them, as
+    arguments of `Template.render`."""
+    columns = {
+        "values": spec.data.prompt_column,
+        "tools": spec.data.tools_column,
+        "variables": VARIABLES,
+    }
+    return {
+        name: prompt_values(table, column)
+        for name, column in columns.items()
+        if column is not None and column in table.column_names
+    }
 
 
-def render_rows(table: pa.Table, spec: DataSpec, first_row: int = 0) -> Rendered:
+def render_rows(
+    table: pa.Table, spec: DataSpec, first_row: int = 0, template: Template | None = None
+) -> Rendered:
     """The prompts of a table as the model sees them.
+
+    Args:
+        template: counts what it leaves out; None: one of the settings.
 
     Raises:
         TemplateError: a prompt cannot be rendered.
     """
-    return template_of(spec).render(*prompts_and_tools(table, spec), first_row=first_row)
+    template = template or template_of(spec)
+    return template.render(**prompt_columns(table, spec), first_row=first_row)
 
 
 def limits(spec: DataSpec, targets: bool = False, split: bool = False) -> LengthLimits:

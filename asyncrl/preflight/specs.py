@@ -219,6 +219,7 @@ def offline_data_spec(config: OfflineConfig) -> OfflineDataSpec:
         tools_column=data.tools_column,
         prompt_column=data.prompt_column,
         target_column=data.target_column,
+        unused_keys=data.unused_keys,
         least_reward=data.least_reward,
     )
 

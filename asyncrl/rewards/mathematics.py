@@ -54,8 +54,8 @@ def math_verify(
     answer_ended: Sequence[bool] | None = None,
     **_: object,
 ) -> list[float | None]:
-    """1.0 where a completion's final expression equals that of column `answer`, else 0.0. None where
-    the answer itself cannot be parsed.
+    """1.0 where a completion's final expression equals that of column `answer`, else 0.0. None
+    where the answer itself cannot be parsed.
 
     The final expression is the last box, or the number after `####`. Without both, math-verify
     looks for it, in the last `<answer>` tag if there is one. Reasoning and code do not count. A

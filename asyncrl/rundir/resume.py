@@ -50,6 +50,7 @@ FIXED = {
     "data.target_column": "ordinals identify the rows that were read",
     "data.loss_on": "the steps so far trained those tokens",
     "data.malformed": "it decides which rows are used, and ordinals count only those",
+    "data.unused_keys": "it decides which rows are used, and ordinals count only those",
     "data.shuffle": "data order depends on it",
     "data.max_prompt_length": "it decides which prompts are used, and ordinals count only those",
     "data.prompt_policy": "it decides which prompts are used, and ordinals count only those",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 __all__ = [
     "REASONING_FIELDS",
     "TEXT_PARTS",
+    "MessagesError",
     "argument_values",
     "plain_text",
     "template_messages",
@@ -17,6 +18,11 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's reasoning."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a content that are text."""
+
+
+class MessagesError(ValueError):
+    """The template refuses a chat, or a variable is not one of a template. The message is one
+    line."""
 
 
 def plain_text(content: object) -> object:

@@ -4,15 +4,25 @@ system prompt, tools and template variables."""
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeGuard, cast
 
+from asyncrl.text.chat_messages import MessagesError
+from asyncrl.text.row_chats import (
+    RowChat,
+    RowChats,
+    refusal,
+    render,
+    reserved_names,
+    template_variables,
+)
+from asyncrl.text.row_messages import UnusedError, chat_value, row_messages, without_marks
 from asyncrl.text.schemas import SchemaError, resolved_tool
-from asyncrl.text.tokenizer import chat_text, encode_prompts, load_tokenizer, special_tokens
+from asyncrl.text.tokenizer import encode_prompts, load_tokenizer, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +37,7 @@ __all__ = [
     "are_messages",
     "marked_messages",
     "marks_turns",
+    "own_variables",
     "render_messages",
     "reserved_names",
     "tool_schemas",
@@ -43,11 +54,6 @@ GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class TemplateError(ValueError):
     """A prompt cannot be rendered, or a setting has no effect on the template. The message is one
     line and names the setting or the row."""
-
-
-class MessagesError(ValueError):
-    """The template refuses a chat, or a variable is not one of a template. The message is one
-    line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +81,25 @@ class Template:
     """Added as a system message to every chat."""
     tools: Sequence[Schema] | None = None
     """JSON schemas of functions, for prompts without their own tools."""
+    dropped: Counter[str] | None = field(default=None, compare=False)
+    """Counts what is left out of chats, because it does not reach the text. None: it is refused."""
 
     def render(
-        self, values: Sequence[object], tools: Sequence[object] | None = None, first_row: int = 0
+        self,
+        values: Sequence[object],
+        tools: Sequence[object] | None = None,
+        first_row: int = 0,
+        variables: Sequence[object] | None = None,
     ) -> Rendered:
-        """Render and encode prompts.
+        """Render and encode prompts. A chat that ends with the assistant's message is continued
+        there.
 
         Args:
-            values: strings, or lists of chat messages.
+            values: strings, lists of chat messages, or such a list as JSON text.
             tools: for each prompt, a list of JSON schemas, such a list as JSON text, or None.
             first_row: row number of the first value, for error messages.
+            variables: for each prompt, variables of the template, or such an object as JSON text,
+                or None. They come on top of those of the settings.
 
         Raises:
             TemplateError: a value is not a string or a chat, the tokenizer has no template, or
@@ -92,10 +107,12 @@ class Template:
         """
         tokenizer = load_tokenizer(self.model)
         each = tools or [None] * len(values)
+        own = variables or [None] * len(values)
+        values = [self._value(value, row) for row, value in enumerate(values, first_row)]
         chats = [self._is_chat(value) for value in values]
         for row, value in enumerate(values):
             if chats[row]:
-                self._messages(value, first_row + row)
+                self._messages(value, first_row + row, Counter())
         if any(chats) and not tokenizer.chat_template:
             raise TemplateError(
                 f"model.path = {self.model!r}: its tokenizer has no chat template; use string"
@@ -103,13 +120,15 @@ class Template:
                 " chat_template_kwargs and tools"
             )
         if not all(chats):
-            self._refuse_without_chat(each)
+            self._refuse_without_chat(each, own)
         self._refuse_rendered(tokenizer, values, first_row)
         texts = [
             value
             if isinstance(value, str) and not self.apply
-            else self._text(tokenizer, value, own, row)
-            for row, (value, own) in enumerate(zip(values, each, strict=True), first_row)
+            else self._text(tokenizer, value, its_tools, row, its_variables)
+            for row, (value, its_tools, its_variables) in enumerate(
+                zip(values, each, own, strict=True), first_row
+            )
         ]
         ids: list[list[int]] = [[] for _ in texts]
         own_bos = 0
@@ -121,15 +140,27 @@ class Template:
                 ids[row] = tokens
         return Rendered(texts, ids, own_bos)
 
-    def check(self, values: Sequence[object], tools: Sequence[object] | None = None) -> list[str]:
+    def check(
+        self,
+        values: Sequence[object],
+        tools: Sequence[object] | None = None,
+        variables: Sequence[object] | None = None,
+    ) -> list[str]:
         """Describe the effect of each setting on a sample: the first chat with tools, or the first.
+        Chats without variables of their own come first.
 
         Raises:
             TemplateError: a setting has no effect, because the template ignores it.
         """
         each = tools or [None] * len(values)
+        ours = variables or [None] * len(values)
+        values = [self._value(value, row) for row, value in enumerate(values)]
         chats = [
-            (value, own) for value, own in zip(values, each, strict=True) if self._is_chat(value)
+            (value, own)
+            for _, value, own in sorted(
+                zip(map(bool, ours), values, each, strict=True), key=lambda chat: chat[0]
+            )
+            if self._is_chat(value)
         ]
         if not chats:
             return []
@@ -197,12 +228,20 @@ class Template:
     def _is_chat(self, value: object) -> bool:
         return self.apply or not isinstance(value, str)
 
-    def _refuse_without_chat(self, tools: Sequence[object]) -> None:
+    def _value(self, value: object, row: int) -> object:
+        """A row's value, or the chat whose JSON text it is."""
+        try:
+            return chat_value(value)
+        except MessagesError as error:
+            raise TemplateError(f"row {row}: its prompt {error}") from None
+
+    def _refuse_without_chat(self, tools: Sequence[object], variables: Sequence[object]) -> None:
         settings = {
             "data.system_prompt": self.system_prompt,
             "data.chat_template_kwargs": self.kwargs,
             "data.tools": self.tools,
             "data.tools_column": any(tools),
+            "the column chat_template_kwargs": any(variables),
         }
         if given := [name for name, setting in settings.items() if setting]:
             raise TemplateError(
@@ -229,11 +268,28 @@ class Template:
                 )
 
     def _text(
-        self, tokenizer: PreTrainedTokenizerBase, value: object, own_tools: object, row: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        value: object,
+        own_tools: object,
+        row: int,
+        own_variables: object = None,
     ) -> str:
-        messages = self._messages(value, row)
+        messages = self._messages(value, row, self.dropped)
+        variables = self._variables(own_variables, row)
+        chat = RowChat(
+            messages,
+            {**self.kwargs, **variables},
+            self._tools(own_tools, row),
+            bool(own_tools),
+            tuple(variables),
+            int(self.system_prompt is not None),
+        )
+        continued = messages[-1]["role"] == "assistant"
         try:
-            return _rendered(tokenizer, messages, self.kwargs, self._tools(own_tools, row))
+            return _row_chats(self.model).settled(chat, self.dropped, True, continued)[1]
+        except UnusedError as error:
+            raise TemplateError(f"row {row}: {error}") from None
         except MessagesError as error:
             way_out = "correct the messages" + (
                 ", or leave out data.system_prompt" if self.system_prompt is not None else ""
@@ -243,21 +299,39 @@ class Template:
                 f" ({error}); {way_out}"
             ) from None
 
-    def _messages(self, value: object, row: int) -> list[Message]:
-        messages: object = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        if not are_messages(messages):
-            raise TemplateError(
-                f"row {row}: the prompt is {str(value)[:80]!r}; give a string, or a list of"
-                " messages with role and content"
-            )
+    def _messages(self, value: object, row: int, dropped: Counter[str] | None) -> list[Message]:
+        given: object = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        try:
+            found = row_messages(given, dropped if self.dropped is not None else None)
+            if not are_messages(found):
+                raise TemplateError(
+                    f"row {row}: the prompt is {str(value)[:80]!r}; give a string, or a list of"
+                    " messages with role and content"
+                )
+            messages, marks = without_marks(found)
+        except MessagesError as error:
+            raise TemplateError(f"row {row}: {error}") from None
+        for place, (key, trained) in marks.items():
+            if trained:
+                raise TemplateError(
+                    f"row {row}: message {place} is marked as trained by {key!r}, and no token of a"
+                    " prompt is trained; remove the mark"
+                )
         if self.system_prompt is None:
             return messages
-        if messages[0]["role"] == "system":
+        if messages[0]["role"] in ("system", "developer"):
             raise TemplateError(
                 f"row {row} has its own system message, and data.system_prompt is set; remove one"
                 " of them"
             )
         return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def _variables(self, own: object, row: int) -> dict[str, object]:
+        """The prompt's own variables."""
+        try:
+            return own_variables(own)
+        except MessagesError as error:
+            raise TemplateError(f"row {row}: {error}") from None
 
     def _tools(self, own: object, row: int) -> list[Schema] | None:
         """The prompt's own tools, or those of the settings. None if there are none."""
@@ -282,7 +356,7 @@ class _Sample:
     def template_mentions(self, name: str) -> bool:
         tools = cast("list[dict[str, object]] | None", self.schemas)
         jinja = self.tokenizer.get_chat_template(tools=tools)
-        return re.search(rf"\b{re.escape(name)}\b", jinja) is not None
+        return name in template_variables(jinja)
 
     def is_unchanged_by(self, other: Template) -> bool:
         """Whether a template with these other settings renders the same text."""
@@ -309,7 +383,7 @@ def render_messages(
         raise MessagesError("there is no chat template")
     if taken := reserved_names(tokenizer, variables):
         raise MessagesError(f"{taken[0]} is not a variable of a template")
-    return _rendered(tokenizer, messages, variables, tools, generation_prompt)
+    return render(tokenizer, messages, variables, tools, generation_prompt)
 
 
 def marks_turns(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Schema] | None = None) -> bool:
@@ -356,46 +430,29 @@ def marked_messages(
             return_assistant_tokens_mask=True,
             **{**tokenizer.special_tokens_map, **variables},
         )
-    except Exception as error:  # as in `_rendered`
-        raise _refusal(error) from None
+    except Exception as error:  # as in `render`
+        raise refusal(error) from None
     return texts[0], spans[0]
 
 
-def reserved_names(
-    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object]
-) -> list[str]:
-    """Names that would not reach the template, because they are arguments of `apply_chat_template`.
-    One of those replaces the template, which no client may do."""
-    if not variables:
-        return []
-    apply = tokenizer.apply_chat_template
-    taken = _parameters(getattr(apply, "__func__", apply)) - {"documents"}
-    return sorted(taken.intersection(variables))
+@functools.lru_cache(maxsize=4)
+def _row_chats(model: str) -> RowChats:
+    return RowChats(load_tokenizer(model))
 
 
-@functools.lru_cache(maxsize=8)
-def _parameters(function: Callable[..., object]) -> frozenset[str]:
-    """The names of a function's parameters. They are kept, because every rendering needs them."""
-    return frozenset(inspect.signature(function).parameters)
+def own_variables(given: object) -> dict[str, object]:
+    """A row's variables of the template: an object, or its JSON text. Empty for None.
 
-
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    variables: Mapping[str, object],
-    tools: Sequence[Schema] | None,
-    generation_prompt: bool = True,
-) -> str:
+    Raises:
+        MessagesError: they are something else.
+    """
     try:
-        return chat_text(
-            tokenizer, messages, tools=tools, add_generation_prompt=generation_prompt, **variables
-        )
-    except Exception as error:  # a template may divide, index or recurse, so it may raise anything
-        raise _refusal(error) from None
-
-
-def _refusal(error: Exception) -> MessagesError:
-    return MessagesError(" ".join(str(error).split())[:200] or type(error).__name__)
+        value: object = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        value = given
+    if value is None or isinstance(value, dict):
+        return value or {}
+    raise MessagesError(f"its chat_template_kwargs are {str(given)[:80]!r}; give an object")
 
 
 def tool_schemas(given: object) -> list[Schema]:

@@ -416,14 +416,14 @@ def test_sources_are_contiguous_and_may_have_other_forms(chat_model, tmp_path):
     messages = pa.array([[ASK, assistant("7")], [ASK, {**assistant("8"), "name": "x"}]])
     pq.write_table(pa.table({"messages": messages, "id": [1, 2]}), tmp_path / "b.parquet")
     data = tuple(Source(path=str(tmp_path / name)) for name in ("a.jsonl", "b.parquet"))
-    spec = OfflineDataSpec(chat_model(CHATML), malformed="drop")
+    spec = OfflineDataSpec(chat_model(CHATML), malformed="drop", unused_keys="drop")
     report = write_offline_rows(tmp_path / "t.arrow", spec, data, "data.train", "sft")
     assert [(source.name, source.rows) for source in report.sources] == [("a", 2), ("b", 2)]
     assert report.forms == ("text (strings)", "messages (chats)")
     assert "unused columns of b: 'id'" in report.notes
     table = map_table(tmp_path / "t.arrow")
     assert [len(row) for row in table["input_ids"].to_pylist()] == [3, 3, 24, 24]
-    bad = OfflineDataSpec(chat_model(CHATML))
+    bad = OfflineDataSpec(chat_model(CHATML), unused_keys="drop")
     with pytest.raises(ConfigError, match=r"a.jsonl': row 1: a value is missing \(its column 'te"):
         check_offline_rows(bad, data, "data.train", "sft")
     (tmp_path / "c.jsonl").write_text('{"text": "3"}\n{"text": ""}\n')

@@ -180,7 +180,9 @@ def test_rewards_get_the_messages_as_given(prompt_config, tmp_path, llama_model,
         CHAT[:1],
         [*CHAT[:1], {"role": "assistant", "content": "2", "tool_calls": [TOOL_CALL]}, *CHAT[:1]],
     ]
-    config = prompt_config([], prompt_column=column, max_prompt_length=400)
+    config = prompt_config(
+        [], prompt_column=column, max_prompt_length=400, unused_keys="drop"
+    )  # the template has no tool calls, and rewards get them
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"path": str(llama_model)})}
     )

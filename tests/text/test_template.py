@@ -27,7 +27,8 @@ from asyncrl.text.tokenizer import load_tokenizer
 FULL = (
     "{{ bos_token }}{% if tools %}<|user|>tools: {{ tools | tojson }}<|end|>{% endif %}{% for m in"
     " messages %}{{ '<|' + m.role + '|>' + (m.content or '') + '<|end|>' }}{% if m.tool_calls %}{%"
-    " for c in m.tool_calls %}call {{ c.function.name }}{% endfor %}{% endif %}{% endfor %}{% if"
+    " for c in m.tool_calls %}call {{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% endif %}{% endfor %}{% if"
     " add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking"
     " %}<think></think>{% endif %}{% endif %}"
 )
@@ -133,7 +134,8 @@ def test_a_chat_with_tool_calls_keeps_its_shape(model: Any) -> None:
         "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 3}}}],
     }
     [text] = Template(model()).render([[*CHAT, call, {"role": "tool", "content": "7"}]]).texts
-    assert text == f"{BOS}<|user|>3+4={END}<|assistant|>{END}call add<|tool|>7{END}<|assistant|>"
+    called = f'{END}call add{{"a": 3}}'
+    assert text == f"{BOS}<|user|>3+4={END}<|assistant|>{called}<|tool|>7{END}<|assistant|>"
 
 
 def test_strings_and_chats_may_be_mixed(model: Any) -> None:
