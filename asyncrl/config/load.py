@@ -19,6 +19,7 @@ from asyncrl.config.run_settings import RunSettings, root_of_runs
 from asyncrl.config.schema import ENTRY_NAME, EvalSet, RewardFunction, Section, Source
 from asyncrl.contracts.errors import ConfigError
 from asyncrl.runtime.functions import FUNCTION
+from asyncrl.runtime.paths import meant
 from asyncrl.runtime.yaml_files import parse_yaml, read_yaml
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def _read_tree(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"config {str(path)!r} cannot be read ({error.strerror or error}); give the path of a"
-            " YAML file"
+            f" YAML file{meant(Path(path).absolute()) if not Path(path).exists() else ''}"
         ) from None
     except yaml.YAMLError as error:
         raise ConfigError(

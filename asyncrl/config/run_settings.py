@@ -24,6 +24,7 @@ from asyncrl.config.schema import (
     is_hub_name,
 )
 from asyncrl.contracts.errors import ConfigError
+from asyncrl.runtime.paths import written_path
 from asyncrl.runtime.redact import redact_tree
 
 __all__ = ["Limits", "RunSettings", "located", "root_of_runs"]
@@ -54,7 +55,8 @@ class RunSettings(Section):
         ("checkpoint", "save"),
         ("checkpoint", "load"),
     )
-    """Settings that are paths. `{runs_root}` in them is replaced, and they become absolute."""
+    """Settings that are paths. `{runs_root}`, `~` and environment variables in them are replaced,
+    and they become absolute: relative ones begin in the directory of the call."""
     MODELS: ClassVar[tuple[tuple[str, str], ...]] = (("model", "path"),)
     """Paths that may name a model on the hub instead."""
     DATA: ClassVar[tuple[tuple[str, str], ...]] = (("data", "train"), ("eval", "data"))
@@ -210,16 +212,21 @@ class RunSettings(Section):
 
 def located(value: object, setting: str, root: Path, stays: Callable[[str], bool] | None) -> object:
     """The value of a setting: a path, or a list of sources, with absolute paths. Paths for which
-    `stays` is true are not changed.
+    `stays` is true are not changed. Relative paths begin in the directory of the call.
 
     Raises:
-        ValueError: a path is empty.
+        ValueError: a path is empty, or has an unknown variable.
     """
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{setting} = {value!r} is an empty path; give one, or leave it out")
         path = value.replace("{runs_root}", str(root))
-        return path if stays and stays(path) else str(Path(path).expanduser().absolute())
+        if stays and stays(path):
+            return path
+        try:
+            return str(Path(written_path(path)).absolute())
+        except ValueError as error:
+            raise ValueError(f"{setting} = {value!r} {error}") from None
     if isinstance(value, list):
         return [located(item, setting, root, stays) for item in value]
     if isinstance(value, dict) and isinstance(value.get("path"), str):
@@ -228,5 +235,14 @@ def located(value: object, setting: str, root: Path, stays: Callable[[str], bool
 
 
 def root_of_runs(configured: str | None) -> Path:
-    """Absolute directory of all runs."""
-    return Path(configured or os.environ.get("ASYNCRL_RUNS") or "runs").expanduser().resolve()
+    """Absolute directory of all runs.
+
+    Raises:
+        ConfigError: the path has an unknown variable.
+    """
+    given = configured or os.environ.get("ASYNCRL_RUNS") or "runs"
+    try:
+        return Path(written_path(given)).resolve()
+    except ValueError as error:
+        setting = "runs_root" if configured else "the environment variable ASYNCRL_RUNS"
+        raise ConfigError(f"{setting} = {given!r} {error}") from None

@@ -32,7 +32,16 @@ from asyncrl.text.template import (
     tool_schemas,
 )
 
-__all__ = ["REASONS", "Chat", "MalformedError", "ParsedRow", "Side", "Text", "rows_of"]
+__all__ = [
+    "REASONS",
+    "Chat",
+    "MalformedError",
+    "ParsedRow",
+    "Side",
+    "Text",
+    "repeats_prompt",
+    "rows_of",
+]
 
 REASONS: Final[Mapping[str, str]] = {
     "missing": "a value is missing",
@@ -227,7 +236,7 @@ class _Sides:
 
     def completed(self, prompt: Value, completion: Value) -> Side:
         """A prompt with its completion, each a string or messages."""
-        if isinstance(completion, str) and _repeats(completion, prompt):
+        if isinstance(completion, str) and repeats_prompt(completion, prompt):
             raise MalformedError(
                 "repeated",
                 f"its completion begins with its prompt {_asked(prompt)[:40]!r}, which would be"
@@ -257,7 +266,7 @@ class _Sides:
         whole = [isinstance(side, list) and side[0]["role"] != "assistant" for side in sides]
         if asked is None or (isinstance(asked, str) and any(whole)):
             return self._implicit(asked, sides)
-        repeated = all(isinstance(side, str) and _repeats(side, asked) for side in sides)
+        repeated = all(isinstance(side, str) and repeats_prompt(side, asked) for side in sides)
         if repeated:
             sides = [str(side).partition(_asked(asked).strip())[2] for side in sides]
         made = tuple(self.completed(asked, side) for side in sides)
@@ -364,13 +373,14 @@ def _wrong_type(what: str, value: object, wanted: str) -> MalformedError:
     return MalformedError("type", f"its {what} is {repr(value)[:80]}; give {wanted}")
 
 
-def _asked(prompt: Value) -> str:
+def _asked(prompt: object) -> str:
     """The text of a prompt, or of its last message."""
-    text = prompt if isinstance(prompt, str) else prompt[-1].get("content")
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    text = last.get("content") if isinstance(last, Mapping) else prompt
     return text if isinstance(text, str) else ""
 
 
-def _repeats(completion: str, prompt: Value) -> bool:
+def repeats_prompt(completion: str, prompt: object) -> bool:
     """Whether a completion begins with its prompt."""
     asked = _asked(prompt).strip()
     return bool(asked) and completion.lstrip().startswith(asked)

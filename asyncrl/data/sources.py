@@ -29,6 +29,9 @@ from asyncrl.contracts.columns import (
 from asyncrl.data.jsonl import MOST_ROW_BYTES, read_jsonl, stream_jsonl
 from asyncrl.data.splits import folder_files, is_data_file
 from asyncrl.runtime import parquet
+from asyncrl.runtime.arrow_files import stream_arrow
+from asyncrl.runtime.parquet import ExtensionTypeError
+from asyncrl.runtime.paths import meant
 
 __all__ = [
     "Block",
@@ -187,28 +190,33 @@ def files_of(source: Source, field: str) -> list[Path]:
             return files
     raise ConfigError(
         f"{field} = {source.path!r}: no such file; give a Parquet or JSONL file, a glob, a folder,"
-        " or the owner/name of a dataset on the hub"
+        f" or the owner/name of a dataset on the hub{meant(path)}"
     )
 
 
 def _read_file(path: Path, field: str) -> list[pa.Table]:
     """The rows of a file, as tables that may differ in columns and types."""
     with _explained(path, field):
-        if not _is_parquet(path):
+        if _is_arrow(path):
+            tables = [table for _, table in stream_arrow(path, ROWS_PER_LOOK)]
+        elif _is_parquet(path):
+            tables = [parquet.read_table(path)]
+        else:
             return read_jsonl(path)
-        table = parquet.read_table(path)
-    return [_checked(table, path, field)]
+    return [_checked(table, path, field) for table in tables]
 
 
 def _stream_file(
     path: Path, field: str, rows: int, columns: Container[str]
 ) -> Iterator[tuple[tuple[str, ...], pa.Table]]:
     """All columns of the file, and the wanted ones of at most `rows` rows at a time."""
-    tables = (
-        parquet.stream_table(path, rows, columns)
-        if _is_parquet(path)
-        else _wanted(stream_jsonl(path, rows), columns)
-    )
+    if _is_parquet(path):
+        tables = parquet.stream_table(path, rows, columns)
+    elif _is_arrow(path):
+        tables = stream_arrow(path, rows, columns)
+    else:
+        tables = _wanted(stream_jsonl(path, rows), columns)
+    typed = _is_parquet(path) or _is_arrow(path)
     while True:
         with _explained(path, field):
             found = next(tables, None)
@@ -216,7 +224,7 @@ def _stream_file(
             return
         names, table = found
         if table.num_rows:
-            yield names, _checked(table, path, field) if _is_parquet(path) else table
+            yield names, _checked(table, path, field) if typed else table
 
 
 def _wanted(
@@ -225,6 +233,10 @@ def _wanted(
     for table in tables:
         names = table.column_names
         yield tuple(names), table.select([name for name in names if name in columns])
+
+
+def _is_arrow(path: Path) -> bool:
+    return path.suffix.lower() == ".arrow"
 
 
 def _is_parquet(path: Path) -> bool:
@@ -236,12 +248,13 @@ def _explained(path: Path, field: str) -> Iterator[None]:
     """Turn the errors of reading a file into ConfigError."""
     try:
         yield
-    except parquet.ExtensionTypeError as error:
+    except ExtensionTypeError as error:
         raise ConfigError(f"{field}: {error}") from None
     except (pa.ArrowException, OSError) as error:
         why = " ".join(str(error).split())
         raise ConfigError(
-            f"{field} = {str(path)!r} cannot be read as Parquet (*.parquet) or JSONL ({why})"
+            f"{field} = {str(path)!r} cannot be read as Parquet (*.parquet), Arrow (*.arrow) or"
+            f" JSONL ({why})"
         ) from None
     except ValueError as error:
         kind = "" if is_data_file(path.name) else "; asyncrl reads Parquet and JSONL, so convert it"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import yaml
@@ -18,9 +19,16 @@ from asyncrl.runtime.yaml_files import parse_yaml
 
 __all__ = ["DATA_SUFFIXES", "data_files", "folder_files", "is_data_file"]
 
-DATA_SUFFIXES = (".parquet", ".pq", ".jsonl", ".ndjson", ".json")
-NO_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+DATA_SUFFIXES = (".parquet", ".pq", ".arrow", *JSON_SUFFIXES)
+STATE = "state.json"
+"""File of `datasets.save_to_disk` beside the files of a split."""
+SPLITS = "dataset_dict.json"
+"""File of `datasets.save_to_disk` beside the folders of several splits."""
+NO_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", SPLITS, STATE)
 """Files that libraries write about a dataset, next to its rows."""
+CACHED = re.compile(r"cache-.*\.arrow|tmp.*\.arrow")
+"""Files that the library `datasets` writes as it works, next to rows."""
 COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 SPLIT_WORDS = {
     "train": "train",
@@ -41,11 +49,11 @@ SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<rest>
 def is_data_file(name: str) -> bool:
     """Whether this is the name of a Parquet or JSONL file, compressed JSONL included."""
     path = PurePosixPath(name.lower())
-    if path.name in NO_DATA:
+    if path.name in NO_DATA or CACHED.fullmatch(path.name):
         return False
     if path.suffix in COMPRESSED:
         path = path.with_suffix("")
-        return path.suffix in DATA_SUFFIXES[2:]
+        return path.suffix in JSON_SUFFIXES
     return path.suffix in DATA_SUFFIXES
 
 
@@ -67,6 +75,11 @@ def data_files(
     there = sorted(name for name in names if _visible(name))
     configs = _configs(readme)
     splits = _config_splits(configs, there, subset) if configs else _name_splits(there, subset)
+    return _chosen_files(splits, split)
+
+
+def _chosen_files(splits: Mapping[str, list[str]], split: str | None) -> list[str]:
+    """The files of the split. See `data_files`."""
     if not splits:
         raise ValueError(f"contains no data file ({', '.join(DATA_SUFFIXES)})")
     named = sorted(name for name in splits if name)
@@ -193,8 +206,48 @@ def _refuse_missing_shards(names: Sequence[str]) -> None:
 
 
 def folder_files(folder: Path, split: str | None, subset: str | None) -> list[Path]:
-    """`data_files` of a local folder. Raises ValueError, OSError."""
+    """`data_files` of a local folder, or of what `datasets.save_to_disk` wrote there. Raises
+    ValueError, OSError."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    names = _without_unsaved(folder, names)
+    if SPLITS in names and subset is None:
+        saved = _saved(folder / SPLITS).get("splits")
+        found = {
+            str(name): sorted(one for one in names if one.startswith(f"{name}/"))
+            for name in (saved if isinstance(saved, list) else ())
+        }
+        splits = {name: [*filter(is_data_file, files)] for name, files in found.items()}
+        if len(splits) > 1 and split is None:
+            raise ValueError(f"contains the splits {sorted(splits)}; name one of them as split")
+        return [folder / name for name in _chosen_files(splits, split)]
     readme = folder / "README.md"
     text = readme.read_text(errors="replace") if readme.is_file() else None
     return [folder / name for name in data_files(names, text, split, subset)]
+
+
+def _without_unsaved(folder: Path, names: Sequence[str]) -> list[str]:
+    """The names without Arrow files that a STATE beside them does not list."""
+    kept = list(names)
+    for state in (name for name in names if PurePosixPath(name).name == STATE):
+        listed = _saved(folder / state).get("_data_files")
+        if not isinstance(listed, list):
+            continue
+        parent = PurePosixPath(state).parent
+        files = {(parent / str(file.get("filename"))).as_posix() for file in listed}
+        if missing := sorted(files - {*names}):
+            raise ValueError(f"lacks {missing[0]}, which its {STATE} lists; save it again")
+        kept = [
+            name
+            for name in kept
+            if PurePosixPath(name).parent != parent or name in files or not name.endswith(".arrow")
+        ]
+    return kept
+
+
+def _saved(path: Path) -> dict[str, object]:
+    """The content of a JSON file; empty if it has none."""
+    try:
+        tree = json.loads(path.read_text())
+    except ValueError:
+        return {}
+    return tree if isinstance(tree, dict) else {}

@@ -9,6 +9,7 @@ import pyarrow as pa
 from asyncrl.config import ConfigError
 from asyncrl.contracts.columns import column_values
 from asyncrl.contracts.offline_rows import TokenRow
+from asyncrl.data.form_rows import repeats_prompt
 from asyncrl.data.length_limits import LengthReport, TooLongError, truncate
 from asyncrl.data.prompts import ROWS_PER_CHECK, in_turn
 from asyncrl.data.rendering import (
@@ -16,13 +17,15 @@ from asyncrl.data.rendering import (
     Data,
     limits,
     named,
+    prompt_values,
     read_prompt_rows,
     refuse_empty,
     render_rows,
 )
 from asyncrl.data.spec import DataSpec
+from asyncrl.text.row_messages import chat_value
 from asyncrl.text.stops import chat_end_token
-from asyncrl.text.template import TemplateError
+from asyncrl.text.template import MessagesError, TemplateError
 from asyncrl.text.tokenizer import load_tokenizer
 
 __all__ = ["read_supervised", "supervised_rows"]
@@ -56,14 +59,16 @@ def read_supervised(spec: DataSpec, data: Data, field: str) -> tuple[list[TokenR
         try:
             prompts = render_rows(block, spec, start).ids
             refuse_empty(prompts, start, data, field)
-            targets = _targets(column_values(block[column], block.schema.field(column)), spec)
+            values = column_values(block[column], block.schema.field(column))
+            _refuse_no_text(values, prompt_values(block, spec.data.prompt_column), start)
+            targets = _targets(values, spec)
             truncated = truncate(
                 pa.array(prompts, TOKENS),
                 {"completion": pa.array(targets, TOKENS)},
                 limits(spec, targets=True, split=split),
                 start,
             )
-        except (TooLongError, TemplateError) as error:
+        except (TooLongError, MessagesError, TemplateError) as error:
             raise ConfigError(f"{named(data, field)}: {error}") from None
         rows += zip(
             truncated.prompts.to_pylist(),
@@ -87,6 +92,28 @@ def supervised_rows(spec: DataSpec) -> tuple[list[TokenRow], list[TokenRow]]:
     train, _ = read_supervised(spec, spec.warm_start.data, "warm_start.data")
     held_out, _ = read_supervised(spec, spec.eval.data, "eval.data")
     return train, held_out[: spec.eval.max_prompts]
+
+
+def _refuse_no_text(values: Sequence[object], prompts: Sequence[object], first: int) -> None:
+    """Refuse targets that are chats, and targets that begin with their prompt.
+
+    Args:
+        first: row number of the first value.
+
+    Raises:
+        TemplateError: there is such a target.
+    """
+    for row, (value, prompt) in enumerate(zip(values, prompts, strict=True), first):
+        if isinstance(value, list | dict) or chat_value(value) is not value:
+            raise TemplateError(
+                f"row {row} has the target {str(value)[:60]!r}, which is no text; write what the"
+                " model should answer as a string"
+            )
+        if isinstance(value, str) and repeats_prompt(value, prompt):
+            raise TemplateError(
+                f"row {row} has a target that begins with its prompt, which would be trained twice;"
+                " leave it out of the target"
+            )
 
 
 def _targets(values: Sequence[object], spec: DataSpec) -> list[list[int]]:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from asyncrl.runtime.paths import meant
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -80,7 +82,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if not Path(path).is_dir():
         raise TokenizerError(
             f"model.path = {path!r}: there is no such directory; give a Hugging Face checkpoint"
-            " directory"
+            f" directory{meant(Path(path))}"
         )
     try:
         if (Path(path) / "tokenizer.json").exists():

@@ -1,7 +1,12 @@
 """The files of a split, for the layouts of datasets on the hub."""
 
+import json
+
+import pyarrow as pa
 import pytest
 
+from asyncrl.config import ConfigError, Source
+from asyncrl.data.sources import read_sources, stream_sources
 from asyncrl.data.splits import data_files
 
 GSM8K = [
@@ -174,3 +179,72 @@ def test_the_files_of_a_split(names, readme, split, subset, files):
 def test_missing_splits_and_files_are_refused(names, readme, split, subset, message):
     with pytest.raises(ValueError, match=message):
         data_files(names, readme, split, subset)
+
+
+def save_to_disk(folder, rows, split, shards=1):
+    """Write what `datasets.Dataset.save_to_disk` writes: Arrow streams and two JSON files."""
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05d}-of-{shards:05d}.arrow" for number in range(shards)]
+    for number, name in enumerate(names):
+        table = pa.Table.from_pylist(rows[number::shards])
+        table = table.replace_schema_metadata({"huggingface": '{"info": {"features": {}}}'})
+        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(
+            file, table.schema
+        ) as writer:  # fmt: skip
+            writer.write_table(table, max_chunksize=2)
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": "f",
+        "_split": split,
+    }
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}, "splits": {}}))
+
+
+def test_a_folder_of_save_to_disk_is_read(tmp_path):
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(7)]
+    save_to_disk(tmp_path / "set", rows, "train", shards=2)
+    (tmp_path / "set" / "cache-0123.arrow").write_bytes(b"an older map()")
+    (tmp_path / "set" / "stale.arrow").write_bytes(b"not listed")
+    found = read_sources(str(tmp_path / "set")).table.to_pylist()
+    assert found == [*rows[0::2], *rows[1::2]]
+    assert [
+        table.num_rows
+        for block in stream_sources(str(tmp_path / "set"), {"prompt"}, rows=3)
+        for table in [block.table]
+    ] == [2, 2, 2, 1], "never more than a record batch"
+    (tmp_path / "set" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(ConfigError, match=r"lacks data-00001-of-00002.arrow, which its state.json"):
+        read_sources(str(tmp_path / "set"))
+
+
+def test_splits_of_save_to_disk_have_their_own_names(tmp_path):
+    for split in ("train_sft", "test_gen", "extra"):
+        save_to_disk(tmp_path / split, [{"prompt": split}], split)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train_sft", "test_gen", "extra"]}')
+    for split in ("train_sft", "test_gen", "extra"):
+        source = Source(path=str(tmp_path), split=split)
+        assert read_sources([source]).table.to_pylist() == [{"prompt": split}]
+    with pytest.raises(ConfigError, match=r"the splits \['extra', 'test_gen', 'train_sft'\]; name"):
+        read_sources(str(tmp_path))
+    with pytest.raises(ConfigError, match="no split 'train'"):
+        read_sources([Source(path=str(tmp_path), split="train")])
+
+
+def test_arrow_files_are_read_in_both_formats_and_never_run_code(tmp_path):
+    table = pa.table({"prompt": ["1+1="]})
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(
+        file, table.schema
+    ) as writer:  # fmt: skip
+        writer.write_table(table)
+    assert read_sources(str(tmp_path / "a.arrow")).table.to_pylist() == [{"prompt": "1+1="}]
+    (tmp_path / "bad.arrow").write_bytes(b"no Arrow at all")
+    with pytest.raises(ConfigError, match=r"bad.arrow' cannot be read as .* Arrow \(\*.arrow\)"):
+        read_sources(str(tmp_path / "bad.arrow"))
+    marked = pa.field("prompt", pa.string(), metadata={b"ARROW:extension:name": b"ray.tensor"})
+    for new in (pa.ipc.new_file, pa.ipc.new_stream):
+        path = str(tmp_path / "e.arrow")
+        with pa.OSFile(path, "wb") as file, new(file, pa.schema([marked])) as writer:
+            writer.write_table(table.cast(pa.schema([marked])))
+        with pytest.raises(ConfigError, match="column of an Arrow extension type"):
+            read_sources(str(tmp_path / "e.arrow"))

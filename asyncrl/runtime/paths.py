@@ -1,0 +1,60 @@
+"""Paths as users write them, and what they may have meant."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+__all__ = ["meant", "written_path"]
+
+VARIABLE = re.compile(r"\$(?:\{(?P<braced>[^}]*)\}|(?P<plain>\w+))")
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def written_path(text: str) -> str:
+    """The path with `~` and environment variables (`$NAME`, `${NAME}`) replaced. A path that exists
+    as it is written stays.
+
+    Raises:
+        ValueError: a variable or a home directory is unknown, or the text is a URL. The message is
+            what follows the setting's name and value.
+    """
+    if URL.match(text):
+        raise ValueError("is a URL, and asyncrl reads local files; download it, or mount it")
+    if "$" in text and not os.path.lexists(text):
+        text = VARIABLE.sub(_value, text)
+    if not text.startswith("~"):
+        return text
+    try:
+        return str(Path(text).expanduser())
+    except RuntimeError:
+        raise ValueError("begins with a home directory that is unknown; write it out") from None
+
+
+def _value(match: re.Match[str]) -> str:
+    name = match["braced"] if match["plain"] is None else match["plain"]
+    value = os.environ.get(name)
+    if not value:
+        raise ValueError(
+            f"has {match[0]}, and the environment has no variable {name!r} with a value; set it, or"
+            " write the path"
+        )
+    return value
+
+
+def meant(path: Path) -> str:
+    """What a missing path may mean, as the end of a message: a similar name in its folder, or the
+    first folder that is missing. Empty if there is no idea."""
+    missing = path
+    while not missing.parent.is_dir() and missing.parent != missing:
+        missing = missing.parent
+    try:
+        names = os.listdir(missing.parent)
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(missing.name, names, 1)
+    if close:
+        return f"; did you mean {str(missing.parent / close[0])!r}?"
+    return f"; there is no folder {str(missing)!r}" if missing != path else ""
