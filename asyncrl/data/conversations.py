@@ -63,7 +63,7 @@ class _Rendered:
     turns: list[tuple[int, str, str]]
     """For each turn: its message, the text before what the model writes, and the text up to its
     end."""
-    begun: bool = False
+    started: bool = False
     """Whether the prompt ends within a turn."""
 
     @property
@@ -189,7 +189,7 @@ class Encoder:
                 spans = _spans_of(turns, written, spans)
             begins = chat.messages[chat.prompt]["role"] == "assistant"
             after_prompt = target in ("completion", "completion turns")
-            chat = chat if after_prompt else replace(chat, begun=None)
+            chat = chat if after_prompt else replace(chat, started=None)
             prompt = self._text(chat, chat.prompt, begins) if after_prompt else ""
             proofs = []
             if masked and spans is None:
@@ -203,7 +203,7 @@ class Encoder:
             self._count("marked", any(not trained for _, trained in chat.marks.values()))
         for place in turns if spans is not None else ():
             _refuse_lost_thought(chat.messages[place], place, whole)
-        return _Rendered(whole, spans, prompt, proofs, bool(chat.begun))
+        return _Rendered(whole, spans, prompt, proofs, bool(chat.started))
 
     def _settled(self, chat: Chat) -> tuple[Chat, str]:
         """The chat as the template takes it, and its text."""
@@ -229,8 +229,8 @@ class Encoder:
         if not count:
             return ""
         messages, continued = chat.messages[:count], False
-        if generation_prompt and count == chat.prompt and chat.begun:
-            turn = {**chat.messages[count], "content": chat.begun}
+        if generation_prompt and count == chat.prompt and chat.started:
+            turn = {**chat.messages[count], "content": chat.started}
             turn.pop("tool_calls", None)
             messages, continued = [*messages, turn], True
         begins = generation_prompt and not continued
@@ -266,7 +266,7 @@ class Encoder:
     ) -> Tokens:
         whole = ids[texts.whole]
         prompt = len(ids[texts.prompt]) if texts.prompt else 0
-        if texts.begun and whole[:prompt] != ids[texts.prompt]:
+        if texts.started and whole[:prompt] != ids[texts.prompt]:
             return self._within_turn(texts, ids[texts.prompt])
         if texts.prompt:
             self._prove(ids[texts.prompt], whole, "not_a_prefix", "its prompt")

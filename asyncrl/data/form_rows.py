@@ -96,7 +96,7 @@ class Chat:
     """Variables of the template."""
     marks: Mapping[int, Mark] = field(default_factory=dict)
     """Place of a message → the key that says whether its turn is trained, and what it says."""
-    begun: str | None = None
+    started: str | None = None
     """Start of the first turn after the prompt, which the prompt contains."""
     own_tools: bool = field(default=False, compare=False)
     """Whether the row has its tools, and not the settings."""
@@ -208,7 +208,9 @@ class _Sides:
             return found
         raise _wrong_type(what, value, "a string, or a list of messages with role and content")
 
-    def chat(self, messages: Sequence[Message], prompt: int = 0, begun: str | None = None) -> Chat:
+    def chat(
+        self, messages: Sequence[Message], prompt: int = 0, started: str | None = None
+    ) -> Chat:
         """A conversation whose first `prompt` messages are the prompt."""
         system = self.spec.system_prompt
         if system is not None and messages[0]["role"] in ("system", "developer"):
@@ -228,7 +230,7 @@ class _Sides:
             self._tools(),
             {**self.spec.chat_template_kwargs, **own},
             marks,
-            begun,
+            started,
             bool(self._tools(own=True)),
             tuple(own),
             int(system is not None),
@@ -250,10 +252,10 @@ class _Sides:
             if self.compared and not completion:
                 raise MalformedError("no_completion")
             return self.text(completion, prompt)
-        messages, count, begun = _joined(prompt, completion)
+        messages, count, started = _joined(prompt, completion)
         if self.compared:
-            _refuse_empty(messages[count:], begun)
-        return self.chat(messages, count, begun)
+            _refuse_empty(messages[count:], started)
+        return self.chat(messages, count, started)
 
     def pair(self, prompt: object, chosen: object, rejected: object) -> ParsedRow:
         """Two sides with the same prompt. Without a prompt, it is what the sides have in common."""
@@ -428,8 +430,8 @@ def _joined(prompt: Value, completion: Value) -> tuple[list[Message], int, str |
     elif first in ("system", "developer") or (first == "user" and prompt[-1]["role"] == "user"):
         count = 0
     elif first == "assistant" and prompt[-1]["role"] == "assistant":
-        turn, begun = _continued(prompt[-1], completion[0])
-        return [*prompt[:-1], turn, *completion[1:]], len(prompt) - 1, begun
+        turn, started = _continued(prompt[-1], completion[0])
+        return [*prompt[:-1], turn, *completion[1:]], len(prompt) - 1, started
     else:
         return [*prompt, *completion], len(prompt), None
     if not count:
@@ -453,7 +455,7 @@ def _continued(start: Message, rest: Message) -> tuple[Message, str]:
     return {**unmarked, **rest, "content": first + more}, first
 
 
-def _refuse_empty(completion: Sequence[Message], begun: str | None = None) -> None:
+def _refuse_empty(completion: Sequence[Message], started: str | None = None) -> None:
     """Raise MalformedError unless the completion of a compared side starts with the assistant, who
     says something."""
     if not completion:
@@ -463,7 +465,7 @@ def _refuse_empty(completion: Sequence[Message], begun: str | None = None) -> No
             "not_a_prefix", f"its completion starts with the role {completion[0]['role']!r}"
         )
     said = [m for m in completion if m["role"] == "assistant"]
-    if not any(map(_says_something, said)) or (begun and said[0].get("content") == begun):
+    if not any(map(_says_something, said)) or (started and said[0].get("content") == started):
         raise MalformedError("no_completion")
 
 

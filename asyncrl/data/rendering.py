@@ -109,6 +109,11 @@ def _refuse_unread(table: pa.Table, spec: DataSpec, where: str) -> None:
                 f"{where} has a column {TOOLS!r}, which no prompt shows; set data.tools_column:"
                 f" {TOOLS}, rename it if only the reward reads it, or set data.unused_keys: drop"
             )
+        if name == VARIABLES and spec.sessions:
+            raise ConfigError(
+                f"{where} has a column {VARIABLES!r}, which the sessions of an environment do not"
+                " read; set data.chat_template_kwargs for all rows, or data.unused_keys: drop"
+            )
 
 
 def _with_chats(table: pa.Table, spec: DataSpec, where: str) -> pa.Table:

@@ -22,3 +22,5 @@ class DataSpec:
     """Tokens."""
     seed: int
     """Seed of the data order."""
+    sessions: bool = False
+    """Whether an environment asks the model, and the prompts' own variables reach no template."""

@@ -53,6 +53,7 @@ def data_spec(config: Config) -> DataSpec:
         model_path=config.model.path,
         max_completion_length=config.rollout.max_completion_length,
         seed=config.seed,
+        sessions=config.environment is not None,
     )
 
 

@@ -1,5 +1,5 @@
 """Rows as public sets write them: marks of what is trained, keys and parts that a template may
-leave out, names of roles, chats as JSON text, repeated prompts, and begun answers."""
+leave out, names of roles, chats as JSON text, repeated prompts, and started answers."""
 
 import json
 
@@ -394,17 +394,17 @@ def test_pairs_whose_strings_both_repeat_the_prompt_take_it_once(trained, offlin
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_TAGS, FORCES_THINKING])
 def test_a_prompt_that_begins_the_answer_is_continued(trained, template):
-    begun = [ASK, assistant("The sum")]
+    started = [ASK, assistant("The sum")]
     for completion in (" is 7", [assistant(" is 7")]):
-        text, runs = trained({"prompt": begun, "completion": completion}, template)
+        text, runs = trained({"prompt": started, "completion": completion}, template)
         assert text.count("<|im_start|>assistant") == 1 and "The sum is 7<|im_end|>" in text
         assert [run.strip() for run in runs] == ["is 7<|im_end|>"]
-    pair = {"prompt": begun, "chosen": " is 7", "rejected": [assistant(" is 8")]}
+    pair = {"prompt": started, "chosen": " is 7", "rejected": [assistant(" is 8")]}
     sides = trained(pair, template, "dpo")
     assert [runs[0].strip() for _, runs in sides] == ["is 7<|im_end|>", "is 8<|im_end|>"]
 
 
-def test_tokens_that_would_merge_at_the_end_of_a_begun_answer_stay_apart(trained):
+def test_tokens_that_would_merge_at_the_end_of_a_started_answer_stay_apart(trained):
     for template in (CHATML, CHATML_TAGS):
         text, runs = trained({"prompt": [ASK, assistant("th")], "completion": "e sum"}, template)
         assert "the sum<|im_end|>" in text and runs[0].strip() == "e sum<|im_end|>"
