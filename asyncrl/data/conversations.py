@@ -230,7 +230,12 @@ class Encoder:
             return ""
         messages, continued = chat.messages[:count], False
         if generation_prompt and count == chat.prompt and chat.started:
-            turn = {**chat.messages[count], "content": chat.started}
+            inner = chat.messages[count]["content"]
+            parts = [{"type": "text", "text": chat.started}]
+            turn = {
+                **chat.messages[count],
+                "content": parts if isinstance(inner, list) else chat.started,
+            }
             turn.pop("tool_calls", None)
             messages, continued = [*messages, turn], True
         begins = generation_prompt and not continued

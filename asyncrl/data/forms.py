@@ -23,7 +23,7 @@ from asyncrl.config import ConfigError, Source
 from asyncrl.contracts.rows import TURN_COLUMNS
 from asyncrl.contracts.session_table import NODE_COLUMNS
 from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
-from asyncrl.text.row_messages import MARKS, MEDIA_COLUMNS
+from asyncrl.text.row_messages import MARKS, MEDIA_COLUMNS, TEXT_COLUMNS
 
 __all__ = [
     "RECORDED",
@@ -152,13 +152,20 @@ def form_of(
     return replace(found_form, unused=found_form.unused_of(there))
 
 
-def refuse_silent(unused: Iterable[str], where: str) -> None:
-    """Refuse unused columns that say what is trained, or hold what a placeholder stands for.
+def refuse_silent(form: Form, unused: Iterable[str], where: str) -> None:
+    """Refuse unused columns that say what is trained, or that hold a part of the chat.
 
     Raises:
         ConfigError: there is such a column.
     """
     for name in unused:
+        alpaca = name == "input" and "instruction" in form.columns
+        if name in TEXT_COLUMNS or alpaca:
+            raise ConfigError(
+                f"{where} has a column {name!r}, which is no part of {form.name} rows; put it into"
+                " the messages or the prompt, name a column of tools in data.tools_column, or set"
+                " data.unused_keys: drop"
+            )
         if name in MARKS:
             raise ConfigError(
                 f"{where} has a column {name!r}, which marks rows or turns that are trained, and"

@@ -170,7 +170,7 @@ class OfflineRows:
         unused = form.unused_of(block.columns)
         self._unused |= dict.fromkeys((block.source, name) for name in unused)
         if self._dropped is None:
-            refuse_silent(unused, f"{self._field} = {str(block.file)!r}")
+            refuse_silent(form, unused, f"{self._field} = {str(block.file)!r}")
         return form
 
     def _encoded(self, block: Block, form: Form) -> Iterator[EncodedRow]:

@@ -155,4 +155,4 @@ def template_notes(chat: Chat, spec: OfflineDataSpec) -> list[str]:
         spec.tools,
         Counter() if spec.unused_keys == "drop" else None,
     )
-    return template.check([own or list(chat.messages)], [chat.tools])
+    return template.check([own or list(chat.messages)], [chat.tools if chat.own_tools else None])

@@ -31,7 +31,7 @@ from asyncrl.data.forms import TOOLS, VARIABLES
 from asyncrl.data.length_limits import LengthLimits, Limit, Truncated, truncate
 from asyncrl.data.sources import Rows, read_sources
 from asyncrl.data.spec import DataSpec
-from asyncrl.text.row_messages import CHAT_START, MEDIA_COLUMNS, chat_value
+from asyncrl.text.row_messages import CHAT_START, MEDIA_COLUMNS, TEXT_COLUMNS, chat_value
 from asyncrl.text.template import MessagesError, Rendered, Template
 from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
 
@@ -99,10 +99,11 @@ def _refuse_unread(table: pa.Table, spec: DataSpec, where: str) -> None:
     for name in table.column_names:
         if table[name].null_count == table.num_rows:
             continue
-        if name in MEDIA_COLUMNS:
+        if name in (*MEDIA_COLUMNS, *TEXT_COLUMNS) and name != spec.data.tools_column:
+            why = "only text reaches the model" if name in MEDIA_COLUMNS else "no prompt shows it"
             raise ConfigError(
-                f"{where} has a column {name!r}, and only text reaches the model; rename it if only"
-                " the reward reads it, remove it, or set data.unused_keys: drop"
+                f"{where} has a column {name!r}, and {why}; rename it if only the reward reads it,"
+                " put it into the prompt, or set data.unused_keys: drop"
             )
         if name == TOOLS and spec.data.tools_column is None:
             raise ConfigError(

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
 
@@ -91,7 +92,7 @@ def stream_arrow(
                 yield names, table.slice(start, rows)
 
 
-def _schemas(file: io.BufferedIOBase, is_file: bool) -> Iterator[bytes]:
+def _schemas(file: BinaryIO, is_file: bool) -> Iterator[bytes]:
     """The bytes that describe the columns: those at the start, and the footer of a file."""
     file.seek(8 if is_file else 0)
     word = file.read(4)

@@ -39,6 +39,8 @@ STANDS_FOR: Final[Mapping[str, str]] = {
 }
 """Role → the role that it becomes under a template that does not know it."""
 GENERATION_TAGS: Final = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+PARTS: Final = re.compile(r"\bin\s+\w+(\.content|\[['\"]content['\"]\])")
+"""How a template reads a content as parts."""
 MOST_SHAPES: Final = 4096
 """Shapes of chats whose effect is remembered."""
 ABSENT: Final = object()
@@ -138,25 +140,26 @@ class RowChats:
             raise refused
         read, text, unused = first
         if dropped is None:
-            raise _unused_error(unused[0])
+            raise _unused_error(_as_given(unused[0], chat.messages))
         self._refuse_emptied(read, unused)
-        dropped.update(value.name for value in unused)
+        dropped.update(_as_given(value, chat.messages).name for value in unused)
         return read, text
 
     def _readings(self, messages: Sequence[Message]) -> Iterator[list[dict[str, object]]]:
-        """The messages in the ways in which templates read them. Only chats with tool calls have
-        several: a few templates need arguments as JSON text, or null for an absent content."""
+        """The messages in the ways in which templates read them. After the first way, a few
+        templates need arguments as JSON text, null for an absent content, or contents in parts."""
         names = self._thoughts
         _refuse_two_thoughts(messages)
-        yield template_messages(messages, True, names)
-        if not any(message.get("tool_calls") for message in messages):
-            return
-        yield template_messages(messages, False, names)
         values = template_messages(messages, True, names)
-        yield [
-            {**one, "content": one["content"] or None} if one.get("tool_calls") else one
-            for one in values
-        ]
+        yield values
+        if any(message.get("tool_calls") for message in messages):
+            yield template_messages(messages, False, names)
+            yield [
+                {**one, "content": one["content"] or None} if one.get("tool_calls") else one
+                for one in values
+            ]
+        if PARTS.search(self._source):
+            yield [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in values]
 
     def _with_roles(self, chat: RowChat) -> RowChat:
         messages = chat.messages
@@ -257,6 +260,14 @@ class RowChats:
                 )
 
 
+def _as_given(value: _Value, messages: Sequence[Message]) -> _Value:
+    """The value with the row's own name of reasoning, which the template may call otherwise."""
+    if value.message is None or value.name.strip("'") not in REASONING_FIELDS:
+        return value
+    given = (repr(name) for name in REASONING_FIELDS if messages[value.message].get(name))
+    return replace(value, name=next(given, value.name))
+
+
 def _unused_error(value: _Value) -> UnusedError:
     where = "its tools have" if value.message is None else f"message {value.message} has"
     return UnusedError(
@@ -289,6 +300,10 @@ def _values(chat: RowChat) -> Iterator[_Value]:
             if key == "role" or key in linked or item is None or item is False:
                 continue
             if item in ("", [], {}) or (isinstance(item, str) and not item.strip()):
+                continue
+            if key == "content" and isinstance(item, list):
+                if str(item[0]["text"]).strip():
+                    yield _Value("'content'", place, ((*path, 0, "text"),))
                 continue
             if key in REASONING_FIELDS:
                 thoughts.append(path)
@@ -432,6 +447,14 @@ def render(
     Raises:
         MessagesError: the template refuses the chat.
     """
+    start = str(messages[-1].get("content")) if continued else ""
+    if "<think>" in start and "</think>" not in start:  # templates take it for no reasoning yet
+        before = render(tokenizer, messages[:-1], variables, tools)
+        rest = start.lstrip()
+        if before.rstrip().endswith("<think>"):
+            rest = rest.removeprefix("<think>")
+            rest = rest.removeprefix("\n") if before.endswith("\n") else rest
+        return before + rest
     options: dict[str, object] = {"continue_final_message": True} if continued else {}
     try:
         return chat_text(

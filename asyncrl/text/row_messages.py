@@ -26,6 +26,7 @@ __all__ = [
     "CHAT_START",
     "MARKS",
     "MEDIA_COLUMNS",
+    "TEXT_COLUMNS",
     "Mark",
     "MarkError",
     "UnusedError",
@@ -59,6 +60,8 @@ MEDIA_COLUMNS: Final = (
     "image", "images", "audio", "audios", "video", "videos", "pixel_values", "multi_modal_data",
 )  # fmt: skip
 """Columns with what a placeholder in the text stands for. Only text reaches the model."""
+TEXT_COLUMNS: Final = ("system", "system_prompt", "history", "functions")
+"""Columns in which public sets keep a part of the chat."""
 
 ROLES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -172,17 +175,19 @@ def _message(
             )
         message["tool_calls"] = _calls(legacy, place)
     if "content" in message:
-        message["content"] = _text(message["content"], place, dropped)
-        if not message["content"] and not any(
-            item for key, item in message.items() if key not in ("role", "content", *MARKS)
-        ):
-            _refuse_emptied(given, place)
+        parts = message["content"]
+        message["content"] = _text(parts, place, dropped)
+        others = [item for key, item in message.items() if key not in ("role", "content", *MARKS)]
+        if not message["content"] and not any(others):
+            _refuse_silent(parts, place)
     return message
 
 
-def _refuse_emptied(given: Mapping[str, object], place: int) -> None:
-    """Refuse a message whose parts were all left out: a turn of the model would only end."""
-    content = given.get("content", given.get("value"))
+def _refuse_silent(content: object, place: int) -> None:
+    """Refuse a message that says nothing: a turn of the model would only end. The empty text is
+    allowed."""
+    if content is None:
+        raise MessagesError(f"message {place} has no content; write its text, or leave it out")
     if isinstance(content, list) and content:
         raise UnusedError(f"message {place} has no part that is text; leave the row out")
 

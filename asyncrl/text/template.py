@@ -447,7 +447,7 @@ def own_variables(given: object) -> dict[str, object]:
         MessagesError: they are something else.
     """
     try:
-        value: object = json.loads(given) if isinstance(given, str) else given
+        value: object = json.loads(given or "null") if isinstance(given, str) else given
     except ValueError:
         value = given
     if value is None or isinstance(value, dict):
@@ -463,7 +463,7 @@ def tool_schemas(given: object) -> list[Schema]:
         MessagesError: the tools are something else, or a schema cannot be read.
     """
     try:
-        schemas: object = json.loads(given) if isinstance(given, str) else given
+        schemas: object = json.loads(given or "null") if isinstance(given, str) else given
     except ValueError as error:
         raise MessagesError(
             f"its tools are not JSON ({error}); give a list of JSON schemas"

@@ -134,8 +134,10 @@ def test_a_reward_model_scores_whole_completions(offline):
         offline([row], "reward_model", CHATML)
 
 
-@pytest.mark.parametrize("column", ["weight", "loss_mask", "train", "images", "audio"])
-def test_a_column_of_marks_or_media_is_refused_also_where_later_rows_bring_it(offline, column):
+@pytest.mark.parametrize("column", ["weight", "loss_mask", "train", "images", "system", "history"])
+def test_a_column_of_marks_or_of_a_part_of_the_chat_is_refused_also_where_later_rows_bring_it(
+    offline, column
+):
     rows = [{"messages": [ASK, SAID]}] * 1500 + [{"messages": [ASK, SAID], column: [0]}]
     with pytest.raises(ConfigError, match=f"has a column '{column}'"):
         offline(rows, template=CHATML)
@@ -143,9 +145,27 @@ def test_a_column_of_marks_or_media_is_refused_also_where_later_rows_bring_it(of
     assert f"unused columns of rows: '{column}'" in report.notes
 
 
+def test_the_input_of_alpaca_rows_is_not_left_out_in_silence(offline):
+    row = {"instruction": "Add", "input": "3 and 4", "output": "7"}
+    columns = {"prompt_column": "instruction", "target_column": "output"}
+    with pytest.raises(ConfigError, match=r"a column 'input', which is no part of prompt-compl"):
+        offline([row], **columns)
+    assert offline([{**row, "input": ""}], unused_keys="drop", **columns)[1].rows == 1
+
+
+def test_a_message_that_says_nothing_is_refused(offline):
+    """A model that learns it ends its turn at once."""
+    with pytest.raises(ConfigError, match=r"row 0: .*message 1 has no content; write its text"):
+        offline([{"messages": [ASK, {"role": "assistant", "content": None}]}], template=CHATML)
+
+
 UNUSED = {
     "reasoning_content": ([ASK, assistant("7", reasoning_content="add")], CHATML),
     "thinking": ([ASK, assistant("7", thinking="add")], CHATML),
+    "reasoning_content', which": (
+        [ASK, assistant("7", reasoning_content="add"), ASK, SAID],
+        "{# m.thinking #}" + CHATML,
+    ),
     "reasoning": ([ASK, assistant("7", reasoning="add")], CHATML),
     "tool_calls": ([ASK, CALLS, RESULT, SAID], CHATML),
     "tool_calls' (arguments of call 0)": ([ASK, CALLS, RESULT, SAID], NAMES_ONLY),
@@ -279,6 +299,9 @@ def test_a_text_that_also_stands_elsewhere_is_no_proof(offline):
 def test_tools_and_variables_of_every_row_must_reach_the_text(offline, trained):
     plain, row = {"messages": [ASK, SAID]}, {"messages": [ASK, SAID], "tools": [ADD]}
     assert '"name": "add"' in trained(row, TOOLS)[0]
+    assert trained({**row, "tools": ""}, TOOLS) == trained(plain, TOOLS)
+    with pytest.raises(ConfigError, match=r"data.tools or data.tools_column: .* leaves tools out"):
+        offline([plain], template=CHATML, tools=[ADD])
     with pytest.raises(ConfigError, match=r"row 1: .*its tools have 'tools' .'add'."):
         offline([plain, row], template=CHATML)
     glad = {**plain, "chat_template_kwargs": {"mood": "glad"}}
@@ -402,6 +425,26 @@ def test_a_prompt_that_begins_the_answer_is_continued(trained, template):
     pair = {"prompt": started, "chosen": " is 7", "rejected": [assistant(" is 8")]}
     sides = trained(pair, template, "dpo")
     assert [runs[0].strip() for _, runs in sides] == ["is 7<|im_end|>", "is 8<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, FORCES_THINKING])
+def test_a_prompt_that_begins_the_reasoning_is_continued_within_it(trained, template):
+    row = {"prompt": [ASK, assistant("<think>3 and")], "completion": " 4</think>7"}
+    text, runs = trained(row, template)
+    assert "<|im_start|>assistant\n<think>3 and 4</think>7<|im_end|>" in text
+    assert [run.strip() for run in runs] == ["4</think>7<|im_end|>"]
+
+
+def test_templates_that_read_parts_get_parts(trained):
+    parts = CHATML.replace(
+        "m.content", "(m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') |"
+        " join)",
+    )  # fmt: skip
+    reads = "{% for m in messages %}{% for p in m.content %}{% endfor %}{% endfor %}" + parts
+    text, runs = trained({"messages": [ASK, SAID]}, reads)
+    assert "user\n3+4?<|im_end|>" in text and runs == ["7<|im_end|>\n"]
+    text, runs = trained({"prompt": [ASK, assistant("The")], "completion": " sum"}, reads)
+    assert "The sum" in text and [run.strip() for run in runs] == ["sum<|im_end|>"]
 
 
 def test_tokens_that_would_merge_at_the_end_of_a_started_answer_stay_apart(trained):
