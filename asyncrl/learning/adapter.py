@@ -15,9 +15,11 @@ from torch import Tensor
 
 from asyncrl.config import LoraConfig
 from asyncrl.contracts.messages import TensorEntry
+from asyncrl.learning.hf_directory import write_stops
 from asyncrl.learning.state import LearnerState
 from asyncrl.models.adapters import LowRank, adapter_settings, add_squares, layer_of
 from asyncrl.runtime.files import make_directory, replace_text
+from asyncrl.text.stops import Stops
 from asyncrl.weights.gather import TORCH_DTYPES, gather_buckets, weight_layout
 from asyncrl.weights.published import VersionTable, whole_table
 
@@ -78,13 +80,14 @@ def row_squares(state: LearnerState, adapters: Mapping[str, LowRank]) -> dict[st
 
 
 def write_adapter(
-    directory: Path, lora: LoraConfig, matrices: dict[str, Tensor], model_path: str
+    directory: Path, lora: LoraConfig, matrices: dict[str, Tensor], model_path: str, stops: Stops
 ) -> None:
-    """Write PEFT's two files into `directory`, which is made."""
+    """Write PEFT's two files and the run's stops into `directory`, which is made."""
     make_directory(directory)
     save_file(matrices, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = adapter_settings(lora, matrices, model_path)
     replace_text(directory / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
+    write_stops(directory, model_path, stops)
 
 
 def _matrix(entry: TensorEntry, buckets: list[np.ndarray]) -> Tensor:

@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import save_file
 
 from asyncrl.runtime.files import replace_text
+from asyncrl.text.stops import GENERATION_CONFIG, Stops, generation_settings
 from asyncrl.text.tokenizer import load_tokenizer, save_tokenizer
 from asyncrl.weights.classifier import SCORE, padding_of
 from asyncrl.weights.gather import TORCH_DTYPES, weight_layout
 from asyncrl.weights.published import VersionTable
 from asyncrl.weights.stored import INDEX
 
-__all__ = ["HfDirectory"]
+__all__ = ["HfDirectory", "write_stops"]
 
 COPIED = (
-    "generation_config.json",
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -64,9 +64,9 @@ class HfDirectory:
         }
         save_file(tensors, self.directory / self.files[number], metadata={"format": "pt"})
 
-    def finish(self, model_path: str | Path, tokenizer_source: str) -> None:
+    def finish(self, model_path: str | Path, tokenizer_source: str, stops: Stops) -> None:
         """Write the index, the tokenizer, and the checkpoint's settings with the dtype of the
-        weights."""
+        weights and the stops of the run."""
         weight_map = {entry.name: self.files[entry.bucket] for entry in self.entries}
         index = {
             "metadata": {"total_size": sum(entry.nbytes for entry in self.entries)},
@@ -81,6 +81,7 @@ class HfDirectory:
             self.directory / "config.json",
             json.dumps({**_typed(settings, self.dtype), "dtype": self.dtype}, indent=2) + "\n",
         )
+        write_stops(self.directory, model_path, stops)
         for name in COPIED:
             if (Path(model_path) / name).exists():
                 shutil.copyfile(Path(model_path) / name, self.directory / name)
@@ -107,6 +108,13 @@ class HfDirectory:
             return
         tokenizer = json.loads(path.read_text())
         replace_text(path, json.dumps({**tokenizer, "pad_token": padding.token}, indent=2) + "\n")
+
+
+def write_stops(directory: Path, model_path: str | Path, stops: Stops) -> None:
+    """Write generation_config.json with these stops. transformers and vLLM read it: without them,
+    the model would go on after the end that it was trained to write."""
+    text = json.dumps(generation_settings(model_path, stops), indent=2)
+    replace_text(directory / GENERATION_CONFIG, f"{text}\n")
 
 
 def _typed(settings: Mapping[str, object], dtype: str) -> dict[str, object]:

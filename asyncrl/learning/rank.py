@@ -46,6 +46,8 @@ from asyncrl.models.adapters import (
 from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.ray_objects import groups_at
 from asyncrl.runtime.shared import Written, answer_probe, sync_directory
+from asyncrl.text.stops import load_stops
+from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.weights.gather import gather_buckets, weight_layout
 from asyncrl.weights.layout import bucket_checksum
 
@@ -179,9 +181,15 @@ class LearnerRank:
         )
         if state.rank != 0:
             return {}
+        stops = load_stops(
+            spec.model_path,
+            load_tokenizer(tokenizer_source),
+            spec.rollout_stop,
+            spec.rollout_stop_token_ids,
+        )
         if spec.lora is not None and spec.reward_model is None:
-            write_adapter(target.directory / DIRECTORY, spec.lora, matrices, spec.model_path)
-        target.finish(spec.model_path, tokenizer_source)
+            write_adapter(target.directory / DIRECTORY, spec.lora, matrices, spec.model_path, stops)
+        target.finish(spec.model_path, tokenizer_source, stops)
         sync_directory(target.directory)
         return {
             str(path.relative_to(target.directory)): path.stat().st_size

@@ -51,6 +51,9 @@ class LearnerSpec:
     pairs: PairSpec | None = None
     """The pairs of scored groups, for online DPO; None = a step on scored groups is a policy
     step."""
+    rollout_stop: tuple[str, ...] = ()
+    rollout_stop_token_ids: tuple[int, ...] = ()
+    """What ends the generators' completions besides the model's own stops. Exports name them."""
     lora: LoraConfig | None = None
     """The adapter that is trained; None = all weights are."""
     max_staleness: int = 0

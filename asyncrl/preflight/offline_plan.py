@@ -28,6 +28,7 @@ from asyncrl.preflight.plan import check_heads, check_sinks, version_outline
 from asyncrl.preflight.plan_notes import gpus_here, notes_text, plan_notes
 from asyncrl.preflight.specs import offline_data_spec
 from asyncrl.runtime.files import make_directory, replace_text
+from asyncrl.text.stops import load_stops
 from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.weights.outline import Outline
 
@@ -249,7 +250,7 @@ def make_offline_plan(config: OfflineConfig) -> OfflinePlan:
     _ = config.run_directory
     context = model_context(config)
     try:
-        load_tokenizer(config.model.path)
+        load_stops(config.model.path, load_tokenizer(config.model.path))  # the export names them
     except ValueError as error:
         raise ConfigError(str(error)) from None
     check_heads(config)

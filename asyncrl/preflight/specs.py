@@ -168,6 +168,8 @@ def learner_spec(config: Config) -> LearnerSpec:
         pairs=pair_spec(config.algorithm),
         max_staleness=config.staleness.max_staleness,
         masks_stale=config.staleness.on_stale == "mask",
+        rollout_stop=tuple(config.rollout.rollout_stop),
+        rollout_stop_token_ids=tuple(config.rollout.rollout_stop_token_ids),
         lora=config.lora,
         gpus=config.rank_gpus,
         engine_memory=(

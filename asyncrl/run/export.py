@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from asyncrl.config import ConfigError, RunSettings, load_any
+from asyncrl.config import Config, ConfigError, RunSettings, load_any
 from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointError
 from asyncrl.learning.adapter import DIRECTORY, write_adapter
 from asyncrl.learning.checkpoint import TAG
@@ -26,6 +26,8 @@ from asyncrl.models.adapters import (
 from asyncrl.rundir.checkpoint import CheckpointStore
 from asyncrl.rundir.resume import frozen_hashes
 from asyncrl.runtime.redact import print_shown
+from asyncrl.text.stops import Stops, load_stops
+from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.weights.classifier import SCORE, classifier_table
 from asyncrl.weights.gather import fill_buckets
 from asyncrl.weights.pieces import Piece
@@ -84,6 +86,7 @@ def export_checkpoint(path: Path, target: Path) -> None:
             f"model.path = {config.model.path!r}, which the run began from, cannot be read"
             f" ({reason}); restore it"
         ) from None
+    stops = _stops(config)
     lora = config.lora
     weights, matrices = _trained(path, config)
     adapters = {} if lora is None else low_rank(lora, matrices)
@@ -116,10 +119,21 @@ def export_checkpoint(path: Path, target: Path) -> None:
             yield piece, merged(adapters, piece.parameter, piece.start, values)
 
     fill_buckets(table, directory.entries, directory.sizes, parts_of, directory.write)
-    directory.finish(config.model.path, config.model.path)
+    directory.finish(config.model.path, config.model.path, stops)
     if lora is not None and not config.trains_reward_model:
-        write_adapter(temporary / DIRECTORY, lora, matrices, config.model.path)
+        write_adapter(temporary / DIRECTORY, lora, matrices, config.model.path, stops)
     os.replace(temporary, target)
+
+
+def _stops(config: RunSettings) -> Stops:
+    """What ended the completions of the run, or those that its rows have. Raises ConfigError."""
+    own: tuple[Sequence[str], Sequence[int]] = ((), ())
+    if isinstance(config, Config):
+        own = config.rollout.rollout_stop, config.rollout.rollout_stop_token_ids
+    try:
+        return load_stops(config.model.path, load_tokenizer(config.model.path), *own)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _trained(

@@ -9,7 +9,7 @@ the stop string, so the policy learns to write it. Rewards read the text before 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,21 @@ from asyncrl.text.tokenizer import chat_text, decode, special_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Stops", "chat_end_token", "load_stops", "make_stops", "special_token", "text_before"]
+__all__ = [
+    "GENERATION_CONFIG",
+    "Stops",
+    "chat_end_token",
+    "generation_settings",
+    "load_stops",
+    "make_stops",
+    "special_token",
+    "text_before",
+]
+
+GENERATION_CONFIG = "generation_config.json"
+"""File of a checkpoint with the settings of generation, which transformers and vLLM read."""
+FROM_CONFIG = ("bos_token_id", "pad_token_id")
+"""Settings that transformers takes from config.json if a checkpoint lacks that file."""
 
 MARKER = "x"
 """Put before a stop string, since some tokenizers drop a space at the start of a text."""
@@ -44,28 +58,68 @@ def load_stops(
     rollout_stop: Sequence[str] = (),
     rollout_stop_token_ids: Sequence[int] = (),
 ) -> Stops:
-    """`make_stops` with the EOS ids of the checkpoint's generation_config.json, if it has one.
+    """`make_stops` with the EOS ids and stop strings of the checkpoint's generation_config.json, if
+    it has one.
 
     Raises:
         ValueError: that file is not valid, or as in `make_stops`.
     """
-    path = Path(model) / "generation_config.json"
-    eos_ids = _eos_ids(path) if path.exists() else []
-    return make_stops(tokenizer, eos_ids, rollout_stop, rollout_stop_token_ids)
+    path = Path(model) / GENERATION_CONFIG
+    settings = _settings(path)
+    strings = [*_stop_strings(path, settings), *rollout_stop]
+    return make_stops(tokenizer, _eos_ids(path, settings), strings, rollout_stop_token_ids)
 
 
-def _eos_ids(path: Path) -> list[int]:
+def generation_settings(model: str | Path, stops: Stops) -> dict[str, object]:
+    """The content of generation_config.json for weights that were trained from the checkpoint
+    `model` with these stops. Its other settings are those of the checkpoint.
+
+    Raises:
+        ValueError: a file of the checkpoint is not a JSON object.
+    """
+    path = Path(model) / GENERATION_CONFIG
+    settings = _settings(path)
+    if not path.exists():
+        tree = _settings(Path(model) / "config.json")
+        settings = {name: tree[name] for name in FROM_CONFIG if tree.get(name) is not None}
+    ids = list(stops.tokens)
+    found: dict[str, object] = {"eos_token_id": ids[0] if len(ids) == 1 else ids} if ids else {}
+    if stops.strings:
+        found["stop_strings"] = list(stops.strings)
+    return {**settings, **found}
+
+
+def _settings(path: Path) -> dict[str, object]:
+    """The content of a JSON file; empty if it is missing. Raises ValueError."""
+    if not path.exists():
+        return {}
     try:
-        eos: object = json.loads(path.read_text()).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
+        settings = json.loads(path.read_text())
+    except ValueError as error:
         raise ValueError(
             f"{path} is not a JSON object ({error}); repair it, or remove it"
         ) from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is not a JSON object; repair it, or remove it")
+    return settings
+
+
+def _eos_ids(path: Path, settings: Mapping[str, object]) -> list[int]:
+    eos = settings.get("eos_token_id")
     listed = eos if isinstance(eos, list) else [] if eos is None else [eos]
     ids = [token for token in listed if isinstance(token, int) and not isinstance(token, bool)]
     if len(ids) < len(listed):
         raise ValueError(f"{path} has eos_token_id = {eos!r}; give a token id, or a list of them")
     return ids
+
+
+def _stop_strings(path: Path, settings: Mapping[str, object]) -> list[str]:
+    given = settings.get("stop_strings")
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    strings = [text for text in listed if isinstance(text, str)]
+    if len(strings) < len(listed):
+        raise ValueError(f"{path} has stop_strings = {given!r}; give a string, or a list of them")
+    return strings
 
 
 def make_stops(
@@ -75,12 +129,14 @@ def make_stops(
     rollout_stop_token_ids: Sequence[int] = (),
 ) -> Stops:
     """Combine the stops of the model and of the settings. A string that is one special token
-    becomes a stop token, because decoding drops special tokens.
+    becomes a stop token, because decoding drops special tokens. A chat end token that is not
+    special is a stop string too, so that rewards do not read it.
 
     Raises:
         ValueError: a token id is outside the vocabulary. Or a stop string is empty, cannot be
             written by the tokenizer, or contains a special token and other text.
     """
+    end = chat_end_token(tokenizer)
     special = {text: special_token(tokenizer, text) for text in dict.fromkeys(rollout_stop)}
     for text, token in special.items():
         if token is None:
@@ -88,7 +144,7 @@ def make_stops(
     found: list[tuple[int | None, str]] = [(token, "generation config") for token in generation_eos]
     found += [
         (tokenizer.eos_token_id, "tokenizer EOS"),
-        (chat_end_token(tokenizer), "chat end token"),
+        (end, "chat end token"),
     ]
     found += [(token, f"rollout_stop {text!r}") for text, token in special.items()]
     found += [(token, "rollout_stop_token_ids") for token in rollout_stop_token_ids]
@@ -100,12 +156,15 @@ def make_stops(
                 " tokens; remove it"
             )
         sources[token] = (*sources.get(token, ()), source)
-    return Stops(sources, tuple(text for text, token in special.items() if token is None))
+    strings = [text for text, token in special.items() if token is None]
+    if end is not None:
+        strings.append(decode(tokenizer, [end]))  # empty if the token is special
+    return Stops(sources, tuple(dict.fromkeys(filter(None, strings))))
 
 
 def chat_end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that ends an assistant's turn in the chat template. None without a
-    template or such a token."""
+    """The token that ends an assistant's turn in the chat template: a special one, or else one that
+    was added to the vocabulary. None without a template or such a token."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     turns = [{"role": "user", "content": ANSWER}, {"role": "assistant", "content": ANSWER}]
@@ -115,8 +174,12 @@ def chat_end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     _, found, tail = text.rpartition(ANSWER)
     ids = tokenizer.encode(tail, add_special_tokens=False) if found else []
-    special = set(special_tokens(tokenizer).values())
-    return next((token for token in ids if token in special), None)
+    # A template may end turns with a text that the vocabulary lacks.
+    unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
+    special = set(special_tokens(tokenizer).values()) - unknown
+    added = set(tokenizer.added_tokens_decoder) - unknown
+    ends = [*filter(special.__contains__, ids), *filter(added.__contains__, ids)]
+    return ends[0] if ends else None
 
 
 def text_before(text: str, strings: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ from asyncrl.preflight import learner_spec
 from asyncrl.testing.families import family
 
 STEPS, RATE = 10, 1e-2
+EOS, STOP = 2, 7
 LORA = {"r": 4, "alpha": 16}
 
 
@@ -39,7 +40,12 @@ def rows_of(step: int) -> list[Any]:
 
 def config_of(model_path: Path, world_size: int, **lora: Any) -> Config:
     config = learner_config(model_path, world_size, weight_decay=0.1)
-    return config.model_copy(update={"lora": LoraConfig.model_validate(LORA | lora)})
+    rollout = config.rollout.model_copy(
+        update={"rollout_stop": ["A"], "rollout_stop_token_ids": [STOP]}
+    )
+    return config.model_copy(
+        update={"lora": LoraConfig.model_validate(LORA | lora), "rollout": rollout}
+    )
 
 
 def train_and_save(rank: int, world_size: int, config: Config, folder: Path) -> Any:
@@ -118,7 +124,7 @@ def test_steps_checkpoints_and_exports_are_those_of_a_plain_loop(
     world_size: int, dora: bool, model_path: Path, tmp_path: Path
 ) -> None:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     config = config_of(model_path, world_size, use_dora=bool(dora))
     assert config.lora is not None
@@ -146,6 +152,9 @@ def test_steps_checkpoints_and_exports_are_those_of_a_plain_loop(
         adapted = PeftModel.from_pretrained(base, exported / "adapter")(input_ids=ids).logits
     assert (merged - wanted).abs().max() < 1e-4 < (before - wanted).abs().max()
     assert (adapted - wanted).abs().max() < 1e-4
+    for folder in (exported, exported / "adapter"):
+        written = GenerationConfig.from_pretrained(folder)
+        assert written.eos_token_id == [EOS, STOP] and written.stop_strings == ["A"]
     settings = json.loads((exported / "adapter" / "adapter_config.json").read_text())
     assert settings["r"] == 4 and settings["base_model_name_or_path"] == str(model_path)
     assert settings["use_dora"] == bool(dora)

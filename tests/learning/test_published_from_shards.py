@@ -83,6 +83,7 @@ def export_all(rank: int, world_size: int, checkpoints: dict[str, Path], target:
     from asyncrl.config import LearnerConfig
     from asyncrl.learning import zero3
     from asyncrl.learning.hf_directory import HfDirectory
+    from asyncrl.text.stops import Stops
     from asyncrl.weights.gather import gather_buckets
     from asyncrl.weights.published import version_table
 
@@ -107,5 +108,5 @@ def export_all(rank: int, world_size: int, checkpoints: dict[str, Path], target:
         directory.directory.mkdir(parents=True, exist_ok=True)
         gather_buckets(parameters, table, directory.entries, directory.sizes, rank, directory.write)
         if rank == 0:
-            directory.finish(path, str(path))
+            directory.finish(path, str(path), Stops({2: ("tokenizer EOS",)}))
     del sharded

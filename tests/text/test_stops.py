@@ -7,9 +7,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
-from asyncrl.text.stops import Stops, chat_end_token, load_stops, make_stops, text_before
+from asyncrl.text.stops import (
+    Stops,
+    chat_end_token,
+    generation_settings,
+    load_stops,
+    make_stops,
+    text_before,
+)
 from asyncrl.text.tokenizer import decode, load_tokenizer
 
 
@@ -55,8 +62,9 @@ def test_chat_end_token(tokenizer: AutoTokenizer) -> None:
         ("{% for m in messages %}{{ m.content }}<|context_end|>{% endfor %}", "<|context_end|>"),
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", None),
         ("{{ raise_exception('three turns are wanted') }}", None),
+        ("{% for m in messages %}{{ m.content }}<|no_token|>{% endfor %}", None),
     ],
-    ids=["an x in the end token", "no end token", "a template that refuses"],
+    ids=["an x in the end token", "no end token", "a template that refuses", "an unknown token"],
 )
 def test_chat_end_token_of_unusual_templates(
     tokenizer: AutoTokenizer, template: str, end: str | None
@@ -65,6 +73,16 @@ def test_chat_end_token_of_unusual_templates(
     tokenizer.chat_template = template
     assert chat_end_token(tokenizer) == (
         None if end is None else tokenizer.convert_tokens_to_ids(end)
+    )
+
+
+def test_a_chat_end_token_may_be_an_ordinary_one(tokenizer: AutoTokenizer) -> None:
+    """Decoding keeps it, so the text must end before it."""
+    tokenizer.add_tokens(["<|im_end|>"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert make_stops(tokenizer, []) == Stops(
+        {2: ("tokenizer EOS",), end: ("chat end token",)}, ("<|im_end|>",)
     )
 
 
@@ -111,12 +129,42 @@ def test_a_text_ends_before_the_first_stop_string() -> None:
     assert text_before("1+2=3", ["x"]) == text_before("1+2=3", []) == "1+2=3"
 
 
+def test_the_stops_of_a_run_become_those_of_its_exports(llama_model: Path, tmp_path: Path) -> None:
+    """A base model's file names EOS only, and training taught the end of the template's turns."""
+    model = shutil.copytree(llama_model, tmp_path / "base")
+    file = model / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": 2, "do_sample": True}))
+    tokenizer = load_tokenizer(str(model))
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    stops = load_stops(model, tokenizer, ["</answer>"], [7])
+    assert sorted(stops.tokens) == sorted([2, end, 7])
+    settings = generation_settings(model, stops)
+    assert settings == {
+        "eos_token_id": sorted([2, end, 7]),
+        "do_sample": True,
+        "stop_strings": ["</answer>"],
+    }
+    file.write_text(json.dumps(settings))
+    again = load_stops(model, tokenizer)
+    assert set(again.tokens) == set(stops.tokens) and again.strings == stops.strings
+    GenerationConfig.from_pretrained(model).validate(strict=True)
+
+
+def test_a_checkpoint_without_settings_of_generation_gets_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 9, "vocab_size": 9}')
+    assert generation_settings(tmp_path, Stops({2: ("tokenizer EOS",)})) == {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "is not a JSON object"),
         ("[]", "is not a JSON object"),
         ('{"eos_token_id": "2"}', "has eos_token_id = '2'"),
+        ('{"stop_strings": [2]}', r"has stop_strings = \[2\]"),
     ],
 )
 def test_an_invalid_generation_config_is_refused(
