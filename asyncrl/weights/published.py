@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.pieces import NotExpressibleError, Piece, Selection
-from asyncrl.weights.stored import StoredTensor, stored_tensors
+from asyncrl.weights.stored import StoredTensor, same_values, stored_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,8 @@ class VersionTable:
 
 
 def version_table(model_path: str | Path) -> VersionTable:
-    """Make the table of a checkpoint. No tensor is read.
+    """Make the table of a checkpoint. No tensor is read, except those that the config ties and the
+    files hold apart.
 
     Raises:
         CannotPublishError: the checkpoint cannot be trained and published.
@@ -101,6 +102,7 @@ def version_table(model_path: str | Path) -> VersionTable:
     renamed = {
         name: tuple(_renamed(piece, first_of) for piece in pieces) for name, pieces in found.items()
     }
+    _refuse_apart(renamed, stored)
     rest = sorted(set(stored) - set(found))
     # vLLM reloads a module as a whole: if one of its tensors is published, all must be.
     modules = {name.rpartition(".")[0] for name in found}
@@ -336,6 +338,25 @@ def _check_covered(
         f"{lost!r} of {model} is not among the checkpoint's tensors (transformers would write"
         f" {wanted!r}); save it with transformers"
     )
+
+
+def _refuse_apart(
+    made: Mapping[str, tuple[Piece, ...]], stored: Mapping[str, StoredTensor]
+) -> None:
+    """Raise CannotPublishError if two tensors that the model ties have other values in the files.
+
+    transformers compares such tensors and leaves them untied. Under ZeRO-3 it compares empty
+    shards, and ties them. vLLM ties them without looking.
+    """
+    first: dict[tuple[Piece, ...], str] = {}
+    for name, pieces in made.items():
+        other = first.setdefault(pieces, name)
+        if other != name and not same_values(stored, other, name):
+            raise CannotPublishError(
+                f"config.json ties {name!r} to {other!r}, and the files hold other values for the"
+                " two, so one of them would be lost; set tie_word_embeddings: false in config.json"
+                " to keep both, or remove the one that should not count from the files"
+            )
 
 
 def _renamed(piece: Piece, first_of: Mapping[str, str]) -> Piece:

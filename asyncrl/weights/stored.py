@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
     "CheckpointFilesError",
     "StoredTensor",
+    "same_values",
     "sampled_weights",
     "stored_files",
     "stored_tensors",
@@ -36,6 +39,8 @@ TORCH_NAMES = {
 because their tensors cannot be trained."""
 
 
+COMPARED_ELEMENTS = 1 << 22
+"""Elements of two tensors that are compared at a time."""
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """Samples of each weights file, and the bytes of one."""
 
@@ -163,6 +168,29 @@ def stored_tensors(model_path: str | Path) -> dict[str, StoredTensor]:
                 f"{file} cannot be read ({error}); download it again"
             ) from None
     return found
+
+
+def same_values(stored: Mapping[str, StoredTensor], one: str, other: str) -> bool:
+    """Whether two tensors of a checkpoint are equal, in float32. Reads them in parts."""
+    import torch
+    from safetensors import safe_open
+
+    names = one, other
+    if stored[one].shape != stored[other].shape:
+        return False
+    with ExitStack() as files:
+        slices = [
+            files.enter_context(safe_open(stored[name].file, framework="pt")).get_slice(name)
+            for name in names
+        ]
+        shape = stored[one].shape
+        if not shape:
+            return bool(torch.equal(*(part[...].float() for part in slices)))
+        rows = max(1, COMPARED_ELEMENTS // max(1, math.prod(shape[1:])))
+        return all(
+            torch.equal(*(part[start : start + rows].float() for part in slices))
+            for start in range(0, shape[0], rows)
+        )
 
 
 def _weight_map(directory: Path) -> dict[str, str]:

@@ -106,6 +106,32 @@ def test_a_saved_copy_of_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     assert untied["lm_head.weight"] == "lm_head.weight"
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_a_tied_head_with_values_of_its_own_is_refused(name: str, tmp_path: Path) -> None:
+    """For example a base model into which an adapter of the head was merged. ZeRO-3's loading would
+    tie it, and vLLM would drop it."""
+    path = family(name).save(tmp_path, tie_word_embeddings=True)
+    embedding = next(key for key in contents(path) if key.endswith("embed_tokens.weight"))
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors[embedding].clone()
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    rewritten(path, change)
+    assert "tie_word_embeddings: false" in str(outline(path).refusal)
+    with pytest.raises(CannotPublishError, match=r"ties '.*' to '.*', and the files hold other"):
+        version_table(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    table = version_table(path)
+    parameters = dict(
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters()
+    )
+    assert torch.equal(
+        from_parameters(table, parameters)["lm_head.weight"], contents(path)["lm_head.weight"]
+    )
+
+
 def test_names_without_the_base_model_prefix_are_kept(tmp_path: Path) -> None:
     """The original GPT-2 checkpoints have such names."""
     path = family("gpt2").save(tmp_path)
