@@ -369,7 +369,13 @@ class OfflineConfig(RunSettings):
         """Checkpoint of the reference policy."""
         return self.dpo.ref_load or self.model.path
 
-    def steps(self, epoch: int) -> int:
+    def steps(self, epoch: int, applied: int = 0, rows: float = 0) -> int:
         """Optimizer steps of the whole run, for this many rows per epoch. The last step of an epoch
-        continues into the next epoch, so every step has `batch_size` rows."""
-        return self.max_steps or max(1, math.ceil(self.num_epochs * epoch / self.batch_size))
+        continues into the next epoch, so every step has `batch_size` rows.
+
+        Args:
+            applied: steps that the run took with other batch sizes.
+            rows: rows of those steps.
+        """
+        left = math.ceil((self.num_epochs * epoch - rows) / self.batch_size)
+        return self.max_steps or max(1, applied + max(0, left))

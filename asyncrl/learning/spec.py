@@ -8,6 +8,7 @@ from pathlib import Path
 from asyncrl.algorithms.objective_spec import ObjectiveSpec, PreferenceSpec, RewardModelSpec
 from asyncrl.algorithms.pairs import PairSpec
 from asyncrl.config import AlgorithmConfig, LearnerConfig, LoraConfig
+from asyncrl.learning.schedule import SAME, BatchSizes
 from asyncrl.packing.packing import Strategy
 
 __all__ = ["LearnerSpec"]
@@ -54,6 +55,9 @@ class LearnerSpec:
     rollout_stop: tuple[str, ...] = ()
     rollout_stop_token_ids: tuple[int, ...] = ()
     """What ends the generators' completions besides the model's own stops. Exports name them."""
+    batch_sizes: BatchSizes = SAME
+    """Rows of each applied step, over which the learning rate falls. By default, all steps have as
+    many."""
     lora: LoraConfig | None = None
     """The adapter that is trained; None = all weights are."""
     max_staleness: int = 0

@@ -113,6 +113,7 @@ class LearnerState:
             self.warmup_steps,
             self.spec.max_steps,
             self.spec.learner.lr_scheduler_type,
+            self.spec.batch_sizes,
         )
 
     def reset_optimizer(self, learning_rate: float, warmup_steps: int) -> None:

@@ -20,8 +20,10 @@ from asyncrl.data.offline_report import OfflineReport
 from asyncrl.data.offline_spec import RowsFor
 from asyncrl.data.rendering import Data
 from asyncrl.data.token_file import TokenFile, open_token_file
+from asyncrl.learning.schedule import BatchSizes, rows_at
 from asyncrl.models.supported import chosen_packing
 from asyncrl.preflight.adapter import adapter_text, check_targets, trained_elements
+from asyncrl.preflight.batch_sizes import batch_sizes
 from asyncrl.preflight.disk import Disk, disk_text, disks, refuse_full
 from asyncrl.preflight.model_limits import model_context
 from asyncrl.preflight.plan import check_heads, check_sinks, version_outline
@@ -49,6 +51,8 @@ class OfflinePlan:
     held_out: OfflineReport | None
     version: Outline
     disks: tuple[Disk, ...]
+    batch_sizes: BatchSizes
+    """Rows of each applied step: other ones before `batch_size` if a resume changed it."""
 
     @property
     def steps(self) -> int:
@@ -114,7 +118,7 @@ class OfflinePlan:
     def arithmetic(self) -> str:
         """Rows, steps and epochs."""
         config, rows, unit = self.config, self.order.epoch, self.unit
-        epochs = self.steps * config.batch_size / rows
+        epochs = rows_at(self.steps, self.batch_sizes) / rows
         return (
             f"# objective {config.objective}\n  {rows:,} {unit} per epoch; batch_size"
             f" {config.batch_size} {unit} per step; {self.steps} steps = {epochs:.2f} epochs"
@@ -274,12 +278,15 @@ def make_offline_plan(config: OfflineConfig) -> OfflinePlan:
             f"batch_size = {config.batch_size} is above the {epoch} rows of an epoch of data.train,"
             " so a step would train rows twice; lower it, or add rows"
         )
-    config = config.model_copy(update={"max_steps": config.steps(epoch)})
+    sizes = ((0, config.batch_size),) if config.max_steps else batch_sizes(config)
+    before = sizes[-1][0]
+    steps = config.steps(epoch, before, rows_at(before, sizes))
+    config = config.model_copy(update={"max_steps": steps})
     version = version_outline(config)
     check_targets(config, version)
     found = disks(config, version.nbytes(config.model.dtype))
     refuse_full(config, found)
-    return OfflinePlan(config, context, train, held_out, version, found)
+    return OfflinePlan(config, context, train, held_out, version, found, sizes)
 
 
 def _refuse_single_completions(config: OfflineConfig, reports: Mapping[str, OfflineReport]) -> None:

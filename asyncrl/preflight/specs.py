@@ -19,6 +19,7 @@ from asyncrl.data.offline_spec import OfflineDataSpec
 from asyncrl.data.spec import DataSpec
 from asyncrl.frozen.spec import ReferenceSpec, RefreshSpec
 from asyncrl.generation.settings import GeneratorApp
+from asyncrl.learning.schedule import SAME, BatchSizes
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.observe.spec import ObserveSpec
 from asyncrl.preflight.model_limits import model_vocabulary
@@ -227,11 +228,14 @@ def offline_data_spec(config: OfflineConfig) -> OfflineDataSpec:
     )
 
 
-def offline_learner_spec(config: OfflineConfig, steps: int) -> LearnerSpec:
+def offline_learner_spec(
+    config: OfflineConfig, steps: int, batch_sizes: BatchSizes = SAME
+) -> LearnerSpec:
     """The spec of the learner's ranks in a run on a dataset.
 
     Args:
         steps: optimizer steps of the whole run, which the learning-rate schedule needs.
+        batch_sizes: rows of each of these steps.
     """
     algorithm = AlgorithmConfig()
     return LearnerSpec(
@@ -255,6 +259,7 @@ def offline_learner_spec(config: OfflineConfig, steps: int) -> LearnerSpec:
         reward_model=(
             RewardModelSpec(config.reward_model.center_coef) if config.trains_reward_model else None
         ),
+        batch_sizes=batch_sizes,
         lora=config.lora,
         gpus=float(config.learner.device == "cuda"),
     )

@@ -159,7 +159,9 @@ class OfflineAttempt:
         config, state = self.config, self.state
         started = time.monotonic()
         learner = await LearnerGroup.create(
-            offline_learner_spec(config, self.plan.steps), state.run_id, state.attempt
+            offline_learner_spec(config, self.plan.steps, self.plan.batch_sizes),
+            state.run_id,
+            state.attempt,
         )
         seconds = time.monotonic() - started
         stack.add("learner", learner.close)

@@ -17,6 +17,18 @@ def test_the_rate_rises_during_warmup_and_falls_until_the_last_step(kind, wanted
     )
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_the_rate_falls_over_rows_when_a_resume_changes_the_batch_size(kind):
+    """10 steps of 8 rows, or the first 4 (of which 2 are warm-up) and then 12 of 4 rows."""
+    whole = [learning_rate_at(applied, 1.0, 2, 10, kind) for applied in range(11)]
+    sizes = ((0, 8), (4, 4))
+    resumed = [learning_rate_at(applied, 1.0, 2, 16, kind, sizes) for applied in range(17)]
+    assert resumed[:5] == whole[:5] and resumed[4::2] == whole[4:]
+    assert resumed[1:] == sorted(resumed[1:], reverse=True)
+    same = [learning_rate_at(applied, 1.0, 2, 10, kind, ((0, 8),)) for applied in range(11)]
+    assert same == whole
+
+
 def test_a_longer_run_has_a_higher_rate_at_the_same_step():
     assert learning_rate_at(50, 1e-3, 0, 100, "linear") < learning_rate_at(
         50, 1e-3, 0, 200, "linear"

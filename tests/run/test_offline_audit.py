@@ -83,29 +83,7 @@ def attempt(
     folder: Path, model: Path, objective: str = "sft", skips: Sequence[int] = (), **changes: Any
 ) -> Path:
     """One attempt of a run on 36 rows; its directory."""
-    data = folder / f"{objective}.parquet"
-    if not data.exists():
-        answers = [f"{number}" for number in range(36)]
-        columns = (
-            {"completion": answers}
-            if objective == "sft"
-            else {"chosen": answers, "rejected": [f"{answer}1" for answer in answers]}
-        )
-        pq.write_table(pa.table({"prompt": ["1+1="] * 36, **columns}), data)
-    pairs = {"dpo": {"ce_coef": 0.5}} if objective == "dpo" else {}
-    settings = {
-        "name": objective,
-        "runs_root": str(folder / "runs"),
-        "objective": objective,
-        "max_steps": 6,
-        "batch_size": 10,
-        "model": {"path": str(model)},
-        "data": {"train": str(data), "max_length": 12},
-        "eval": {"data": str(data), "max_rows": 20, "every_steps": 4},
-        "checkpoint": {"every_steps": 3},
-        **pairs,
-        **changes,
-    }
+    settings = settings_of(folder, model, objective, **changes)
     plan = make_offline_plan(OfflineConfig.model_validate(settings))
     across: Any = SimpleNamespace(failed=[])
     with RunDirectory(plan.config) as directory, open_writer(plan.config, directory) as writer:
@@ -122,6 +100,39 @@ def attempt(
         learner: Any = CountingLearner(made.state, record["attempts"][-1]["trained_tokens"], skips)
         asyncio.run(made._train(learner, train, held_out))
     return plan.config.run_directory
+
+
+def settings_of(
+    folder: Path, model: Path, objective: str = "sft", **changes: Any
+) -> dict[str, Any]:
+    """The settings of a run on 36 rows."""
+    data = folder / f"{objective}.parquet"
+    if not data.exists():
+        answers = [f"{number}" for number in range(36)]
+        columns = (
+            {"completion": answers}
+            if objective == "sft"
+            else {"chosen": answers, "rejected": [f"{answer}1" for answer in answers]}
+        )
+        pq.write_table(pa.table({"prompt": ["1+1="] * 36, **columns}), data)
+    pairs = {"dpo": {"ce_coef": 0.5}} if objective == "dpo" else {}
+    return {
+        "name": objective,
+        "runs_root": str(folder / "runs"),
+        "objective": objective,
+        "max_steps": 6,
+        "batch_size": 10,
+        "model": {"path": str(model)},
+        "data": {"train": str(data), "max_length": 12},
+        "eval": {"data": str(data), "max_rows": 20, "every_steps": 4},
+        "checkpoint": {"every_steps": 3},
+        **pairs,
+        **changes,
+    }
+
+
+def rows_taken(directory: Path) -> list[float]:
+    return [step["rows_taken"] for step in open_run(directory).records("step")]
 
 
 def failed(directory: Path) -> set[str]:
@@ -163,6 +174,35 @@ def test_a_resume_may_change_the_rows_of_a_step(
     assert failed(found) == set()
     rewrite(found, lambda records: [one for one in records if one["step"] != 5])
     assert {STEPS, ROWS, TOKENS} <= failed(found)
+
+
+def test_a_resume_with_another_batch_size_keeps_the_epochs(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Four epochs of 36 rows: 3 steps of 10 rows, one of which was skipped before, then 12, then
+    30."""
+    epochs = {"num_epochs": 4.0, "max_steps": None}
+    attempt(tmp_path, tiny_model, skips=[2], max_steps=3)
+    found = attempt(tmp_path, tiny_model, resume="must", batch_size=12, **epochs | {"max_steps": 6})
+    assert rows_taken(found) == [10] * 4 + [12] * 3
+    for batch_size, steps in ((12, 13), (30, 9), (10, 14)):
+        config = settings_of(tmp_path, tiny_model, resume="must", batch_size=batch_size, **epochs)
+        plan = make_offline_plan(OfflineConfig.model_validate(config))
+        assert (batch_size, plan.steps) == (batch_size, steps)
+        assert plan.config.max_steps == steps
+    attempt(tmp_path, tiny_model, resume="must", batch_size=30, **epochs)
+    taken = rows_taken(found)
+    assert taken == [10] * 4 + [12] * 3 + [30] * 3
+    assert 4 * 36 <= sum(taken) - 10 < 4 * 36 + 30, "without the skipped step"
+    assert failed(found) == set()
+    # A finished run stays finished, and another run goes on from its checkpoint.
+    again = settings_of(tmp_path, tiny_model, resume="must", batch_size=5, **epochs)
+    assert make_offline_plan(OfflineConfig.model_validate(again)).steps == 9
+    load = {"name": "other", "checkpoint": {"load": str(found), "ckpt_step": 6}}
+    other = settings_of(tmp_path, tiny_model, batch_size=26, **epochs | load)
+    plan = make_offline_plan(OfflineConfig.model_validate(other))
+    assert plan.batch_sizes == ((0, 10), (3, 12), (6, 26)) and plan.steps == 6 + 3
+    assert "4.00 epochs" in plan.arithmetic()
 
 
 def test_only_steps_skipped_in_a_row_end_a_run(tiny_model: Path, tmp_path: Path) -> None:
