@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.config import LoraConfig
@@ -22,6 +21,7 @@ from asyncrl.runtime.files import make_directory, replace_text
 from asyncrl.text.stops import Stops
 from asyncrl.weights.gather import TORCH_DTYPES, gather_buckets, weight_layout
 from asyncrl.weights.published import VersionTable, whole_table
+from asyncrl.weights.stored import save_tensors
 
 __all__ = ["DIRECTORY", "adapter_table", "gather_matrices", "row_squares", "write_adapter"]
 
@@ -84,7 +84,7 @@ def write_adapter(
 ) -> None:
     """Write PEFT's two files and the run's stops into `directory`, which is made."""
     make_directory(directory)
-    save_file(matrices, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_tensors(directory / "adapter_model.safetensors", matrices)
     settings = adapter_settings(lora, matrices, model_path)
     replace_text(directory / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
     write_stops(directory, model_path, stops)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from asyncrl.runtime.files import replace_text
 from asyncrl.text.stops import GENERATION_CONFIG, Stops, generation_settings
@@ -18,7 +17,7 @@ from asyncrl.text.tokenizer import load_tokenizer, save_tokenizer
 from asyncrl.weights.classifier import SCORE, padding_of
 from asyncrl.weights.gather import TORCH_DTYPES, weight_layout
 from asyncrl.weights.published import VersionTable
-from asyncrl.weights.stored import INDEX
+from asyncrl.weights.stored import INDEX, save_tensors
 
 __all__ = ["HfDirectory", "write_stops"]
 
@@ -62,7 +61,7 @@ class HfDirectory:
             for entry in self.entries
             if entry.bucket == number
         }
-        save_file(tensors, self.directory / self.files[number], metadata={"format": "pt"})
+        save_tensors(self.directory / self.files[number], tensors)
 
     def finish(self, model_path: str | Path, tokenizer_source: str, stops: Stops) -> None:
         """Write the index, the tokenizer, and the checkpoint's settings with the dtype of the

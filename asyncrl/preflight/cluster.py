@@ -21,6 +21,7 @@ from asyncrl.config import Config, RunSettings
 from asyncrl.generation.app import forget_controller
 from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.preflight.placement import needed
+from asyncrl.preflight.ray_token import keep_token_private
 from asyncrl.runtime.ray_shutdown import shut_down_ray
 from asyncrl.runtime.redact import print_shown
 from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
@@ -49,6 +50,7 @@ def ray_cluster(config: RunSettings) -> Iterator[Path | None]:
     auto_init_hook.enable_auto_connect = False
     address = answering_cluster()
     if address:
+        keep_token_private()
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     else:
         cpus = needed(config)["CPU"] if isinstance(config, Config) else config.num_cpus
@@ -94,6 +96,7 @@ def start_local_ray(
     Ray gives a node 30 seconds to start, which can be too short on a busy machine. Then this ends
     the processes of the failed try and tries again.
     """
+    keep_token_private()
     for tries_left in reversed(range(tries)):
         before = set(psutil.Process().children(recursive=True))
         try:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from asyncrl.config import Config, ConfigError, RunSettings
 from asyncrl.models.supported import NO_SHARES, chosen_packing, keeps_state, uniform_rope_tokens
 from asyncrl.preflight.served import refusal, text_config, unusable
+from asyncrl.runtime.files import NotAFileError, open_regular
 from asyncrl.weights.stored import CheckpointFilesError, stored_files
 
 __all__ = ["check_kv_cache", "kv_bytes_per_token", "kv_tokens", "model_context", "model_vocabulary"]
 
 KV_BLOCK = 128
 """Tokens in one block of vLLM's KV cache on CPU."""
+READ = (".json", ".safetensors", ".model", ".txt", ".jinja")
+"""Suffixes of a model's files that a run reads."""
 UNBOUNDED_CONTEXT = 1 << 30
 """Context of a model whose config.json has neither max_position_embeddings nor n_positions, in
 tokens."""
@@ -32,6 +36,7 @@ def model_context(config: RunSettings, at: str | None = None, field: str = "mode
             or a trajectory could be longer than its context.
     """
     path = Path(at or config.model.path)
+    _refuse_unreadable(path, field)
     tree = _read_config_json(path, field)
     try:
         stored_files(path)
@@ -66,6 +71,22 @@ def model_context(config: RunSettings, at: str | None = None, field: str = "mode
             " trajectory in the packed row; lower it, or set a lower data.max_length"
         )
     return min(context, uniform)
+
+
+def _refuse_unreadable(path: Path, field: str) -> None:
+    """Raise ConfigError for a file that exists and may not be read. Libraries call it missing."""
+    try:
+        for file in sorted(path.iterdir()):
+            if file.suffix in READ:
+                with suppress(FileNotFoundError, NotAFileError):
+                    open_regular(file).close()
+    except PermissionError as error:
+        raise ConfigError(
+            f"{field} = {str(path)!r}: {error.filename} cannot be read ({error.strerror}); give"
+            " this user permission to read it"
+        ) from None
+    except OSError:
+        return  # no such directory, which the next check says
 
 
 def model_vocabulary(config: RunSettings) -> int | None:

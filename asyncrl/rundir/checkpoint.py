@@ -198,7 +198,13 @@ class CheckpointStore:
             NoCheckpointError: no checkpoint exists, or none of `version`.
             UnreadableCheckpointError: none can be read.
         """
-        committed = self.newest_first()
+        try:
+            committed = self.newest_first()
+        except PermissionError as error:
+            raise UnreadableCheckpointError(
+                f"{error.filename} cannot be read ({error.strerror}); give this user permission to"
+                " read it"
+            ) from None
         if version is not None:
             committed = [path for path in committed if _version(path) == version]
         if not committed:
@@ -264,12 +270,13 @@ class CheckpointStore:
 
     def newest_first(self) -> list[Path]:
         """The committed checkpoints: the one that LATEST names, then older ones of the same line,
-        then those that the run went back from."""
+        then those that the run went back from. Raises PermissionError for one that may not be
+        read."""
         committed = sorted(
             (
-                path.parent
-                for path in self.directory.glob("step_*/COMMITTED")
-                if STEP.fullmatch(path.parent.name)
+                path
+                for path in (self.directory.iterdir() if self.directory.is_dir() else ())
+                if STEP.fullmatch(path.name) and (path / "COMMITTED").exists()
             ),
             reverse=True,
         )

@@ -165,8 +165,19 @@ def find_beginning(config: RunSettings, run_id: str | None, saved: bool = False)
     Raises:
         ConfigError: `resume: must`, `ckpt_step` or `checkpoint.load` names a checkpoint that does
             not exist. Or the run's saved checkpoints are gone, or none can be read. Or a setting,
-            the data or the model changed in a way that would falsify the run.
+            the data or the model changed in a way that would falsify the run. Or a file may not be
+            read.
     """
+    try:
+        return _beginning(config, run_id, saved)
+    except PermissionError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be read ({error.strerror}); give this user permission to"
+            " read it"
+        ) from None
+
+
+def _beginning(config: RunSettings, run_id: str | None, saved: bool) -> Beginning:
     own, load, step = (
         config.checkpoints_directory,
         config.checkpoint.load,

@@ -28,6 +28,8 @@ __all__ = [
 ]
 
 DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+NEW_FILE = 0o666
+"""Mode of a new file, from which the system takes the bits of the umask."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -70,7 +72,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                 descriptor = os.open(
                     temporary,
                     os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
-                    0o644,
+                    NEW_FILE,
                     dir_fd=parent,
                 )
                 with os.fdopen(descriptor, "wb") as file:
@@ -192,7 +194,7 @@ def _below(at: int, part: str, reached: Path) -> int:
 
 def _open(path: Path, flags: int, parent: int) -> int:
     try:
-        return os.open(path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=parent)
+        return os.open(path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, NEW_FILE, dir_fd=parent)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _a_link(path) from None

@@ -115,7 +115,9 @@ def save_tokenizer(path: str, directory: Path) -> None:
         if (source / name).exists():
             shutil.copyfile(source / name, directory / name)
     if (source / MORE_TEMPLATES).is_dir():
-        shutil.copytree(source / MORE_TEMPLATES, directory / MORE_TEMPLATES)
+        (directory / MORE_TEMPLATES).mkdir()
+        for template in (source / MORE_TEMPLATES).iterdir():
+            shutil.copyfile(template, directory / MORE_TEMPLATES / template.name)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

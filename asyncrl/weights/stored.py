@@ -5,16 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import stat
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "CheckpointFilesError",
     "StoredTensor",
     "same_values",
     "sampled_weights",
+    "save_tensors",
     "stored_files",
     "stored_tensors",
     "weights_hash",
@@ -152,6 +158,7 @@ def stored_tensors(model_path: str | Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for file in stored_files(model_path):
         try:
+            file.open("rb").close()  # safetensors calls a file missing that it may not read
             with safe_open(file, framework="np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     if name in found:
@@ -163,11 +170,26 @@ def stored_tensors(model_path: str | Path) -> dict[str, StoredTensor]:
                     found[name] = StoredTensor(
                         file, tuple(view.get_shape()), TORCH_NAMES.get(dtype, dtype)
                     )
+        except PermissionError as error:
+            raise CheckpointFilesError(
+                f"{file} cannot be read ({error.strerror}); give this user permission to read it"
+            ) from None
         except (SafetensorError, OSError) as error:
             raise CheckpointFilesError(
                 f"{file} cannot be read ({error}); download it again"
             ) from None
     return found
+
+
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file with the permissions of any new file. The library makes a private
+    one."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def same_values(stored: Mapping[str, StoredTensor], one: str, other: str) -> bool:

@@ -4,10 +4,12 @@ import json
 import shutil
 
 import pytest
+from unprivileged import without_permission
 
 from asyncrl.config import ConfigError, load_config
 from asyncrl.preflight.plan import make_plan
 from asyncrl.testing.families import family
+from asyncrl.weights.stored import CheckpointFilesError, stored_tensors
 
 
 def test_long_rope_limits_trajectories_to_the_short_frequencies(write, tiny_model, tmp_path):
@@ -90,3 +92,24 @@ def test_the_context_of_a_nested_text_config_is_used(write, tmp_path, tiny_model
                 )
             )
         )
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "."]
+)
+def test_a_file_without_permission_is_not_called_missing(write, tiny_model, tmp_path, name):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    config = load_config(write({"model.path": str(model)}))
+    message = rf"^model\.path = '.*': .*{name} cannot be read \(Permission denied\); give this user"
+    with without_permission(model / name), pytest.raises(ConfigError, match=message):
+        make_plan(config)
+
+
+def test_a_node_without_permission_to_read_the_weights_says_so(tiny_model, tmp_path):
+    """safetensors says `No such file or directory`."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    with (
+        without_permission(model / "model.safetensors"),
+        pytest.raises(CheckpointFilesError, match=r"cannot be read \(Permission denied\); give"),
+    ):
+        stored_tensors(model)

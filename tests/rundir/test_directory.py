@@ -4,9 +4,11 @@ import asyncio
 import errno
 import json
 import os
+import stat
 from dataclasses import replace
 
 import pytest
+from unprivileged import without_permission
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.contracts.messages import Scored
@@ -625,3 +627,30 @@ def test_an_export_replaces_the_old_one_only_when_complete(tmp_path, monkeypatch
         assert (directory.path / "hf" / "model").read_text() == "newer" and not (
             directory.path / ".replaced.hf"
         ).exists()
+
+
+@pytest.mark.parametrize("name", ["", "step_000001", "LATEST"])
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_checkpoints_without_permission_are_not_called_missing(tmp_path, name, resume):
+    with RunDirectory(config(tmp_path)) as directory:
+        for version in (0, 1):
+            write(directory, replace(directory.state, version=version))
+        place = directory.checkpoints.directory / name
+    with (
+        without_permission(place),
+        pytest.raises(ConfigError, match=r"checkpoints.* cannot be read \(Permission denied\)"),
+    ):
+        RunDirectory(config(tmp_path, resume=resume))
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o027])
+def test_the_files_of_a_run_follow_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        with RunDirectory(config(tmp_path)) as directory:
+            write(directory)
+    finally:
+        os.umask(before)
+    for path in [directory.path, *directory.path.rglob("*")]:
+        wanted = (0o777 if path.is_dir() else 0o666) & ~umask
+        assert (path.name, stat.S_IMODE(path.stat().st_mode)) == (path.name, wanted)
