@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from asyncrl.data.form_rows import Chat, MalformedError, Text
+from asyncrl.text.round_trip import Coverage
 from asyncrl.text.row_chats import RowChat, RowChats, render
 from asyncrl.text.row_messages import UnusedError
 from asyncrl.text.stops import chat_end_token
@@ -90,8 +91,13 @@ class Encoder:
     `end_added` (the tags leave the end of the turn out), `apart` (tokens would merge across the
     end of a prompt), `own_bos` (texts that begin with BOS), `marked` (chats with a turn that its
     row marks as not trained)."""
+    coverage: Coverage = field(init=False)
+    """What the tokenizer makes of the texts."""
     dropped: Counter[str] | None = None
     """Counts the keys of chats that do not reach the text. None: they are refused."""
+
+    def __post_init__(self) -> None:
+        self.coverage = Coverage(self.tokenizer, self.tokenizer.name_or_path)
 
     @functools.cached_property
     def _chats(self) -> RowChats:
@@ -109,7 +115,9 @@ class Encoder:
         ]
 
     def _some_texts(self, texts: Sequence[Text], target: Target) -> Iterator[Tokens]:
-        wholes = self._ended([(text.prompt or "") + text.completion for text in texts])
+        whole_texts = [(text.prompt or "") + text.completion for text in texts]
+        wholes = self._ended(whole_texts)
+        self.coverage.add(whole_texts, wholes)
         prompts, _ = encode_prompts(self.tokenizer, [text.prompt or "" for text in texts])
         for text, whole, prompt in zip(texts, wholes, prompts, strict=True):
             if text.prompt is None:
@@ -156,7 +164,9 @@ class Encoder:
     def _some(
         self, rendered: Sequence[_Rendered | MalformedError], target: Target
     ) -> Iterator[Tokens | MalformedError]:
+        whole_texts = [r.whole for r in rendered if isinstance(r, _Rendered)]
         ids, offsets = self._encoded([r for r in rendered if isinstance(r, _Rendered)])
+        self.coverage.add(whole_texts, [ids[text] for text in whole_texts])
         for texts in rendered:
             if isinstance(texts, MalformedError):
                 yield texts

@@ -37,7 +37,7 @@ from asyncrl.data.rendering import Data, named
 from asyncrl.data.sources import Block, SourceRows, files_of, stream_sources
 from asyncrl.runtime.arrow_files import write_batches
 from asyncrl.text.template import TemplateError
-from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
+from asyncrl.text.tokenizer import TokenizerError, decode_prompt, load_tokenizer
 
 __all__ = [
     "SCHEMAS",
@@ -179,7 +179,10 @@ class OfflineRows:
             if isinstance(found, ParsedRow):
                 self._meet(found.sides[0], block.source)
                 self._repeated += found.repeated
-        encoded = self._tokens(rows, form)
+        try:
+            encoded = self._tokens(rows, form)
+        except TokenizerError as error:
+            self._stop(str(error))
         self._describe(rows, encoded)
         for place, (found, sides) in enumerate(zip(rows, encoded, strict=True)):
             try:
@@ -384,7 +387,7 @@ class OfflineRows:
             notes.append(
                 f"{self._repeated} pairs: both sides repeat the prompt, which is taken once"
             )
-        notes += label_note(tally.labels)
+        notes += label_note(tally.labels) + self._encoder.coverage.notes()
         forms = []
         for place, (form, source) in enumerate(zip(self._forms, sources, strict=False)):
             kinds = {"text": "strings", "chat": "chats"}

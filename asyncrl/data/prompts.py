@@ -33,7 +33,9 @@ from asyncrl.data.rendering import (
 )
 from asyncrl.data.sources import RowsByNumber, SourceRows
 from asyncrl.data.spec import DataSpec
+from asyncrl.text.round_trip import Coverage
 from asyncrl.text.template import Rendered, TemplateError
+from asyncrl.text.tokenizer import TokenizerError, load_tokenizer
 
 __all__ = [
     "ROWS_PER_CHECK",
@@ -112,14 +114,16 @@ def check_prompts(
     found = read_prompt_rows(data, spec, field)
     table, checked, notes = found.table, _Checked(), list[str]()
     template = template_of(spec)
+    coverage = Coverage(load_tokenizer(spec.model_path), spec.model_path)
     for start in range(0, table.num_rows, ROWS_PER_CHECK):
         block = table.slice(start, ROWS_PER_CHECK)
         try:
             rendered = render_rows(block, spec, start, template)
             notes = notes or template_of(spec).check(**prompt_columns(block, spec))
             refuse_empty(rendered.ids, start, data, field)
+            coverage.add(rendered.texts, rendered.ids)
             texts, truncated = truncate_prompts(rendered.texts, rendered.ids, spec, start)
-        except (TooLongError, TemplateError) as error:
+        except (TooLongError, TemplateError, TokenizerError) as error:
             raise ConfigError(f"{named(data, field)}: {error}") from None
         checked.add(rendered, texts, truncated, start)
     if checked.first is None:
@@ -130,6 +134,7 @@ def check_prompts(
             " again"
         )
     notes += dropped_notes(template.dropped or {})
+    notes += coverage.notes()
     schema = reward_schema(table, spec)
     return PromptReport(
         rows=len(checked.kept),

@@ -23,10 +23,11 @@ from asyncrl.data.rendering import (
     render_rows,
 )
 from asyncrl.data.spec import DataSpec
+from asyncrl.text.round_trip import Coverage
 from asyncrl.text.row_messages import chat_value
 from asyncrl.text.stops import chat_end_token
 from asyncrl.text.template import MessagesError, TemplateError
-from asyncrl.text.tokenizer import load_tokenizer
+from asyncrl.text.tokenizer import TokenizerError, encode_prompts, load_tokenizer
 
 __all__ = ["read_supervised", "supervised_rows"]
 
@@ -68,7 +69,7 @@ def read_supervised(spec: DataSpec, data: Data, field: str) -> tuple[list[TokenR
                 limits(spec, targets=True, split=split),
                 start,
             )
-        except (TooLongError, MessagesError, TemplateError) as error:
+        except (TooLongError, MessagesError, TemplateError, TokenizerError) as error:
             raise ConfigError(f"{named(data, field)}: {error}") from None
         rows += zip(
             truncated.prompts.to_pylist(),
@@ -127,9 +128,9 @@ def _targets(values: Sequence[object], spec: DataSpec) -> list[list[int]]:
             f"model.path = {spec.model_path!r}: its tokenizer has no EOS token, which supervised"
             " rows need; set one there"
         )
-    ids = tokenizer(
-        ["" if value is None else str(value) for value in values], add_special_tokens=False
-    )["input_ids"]
+    texts = ["" if value is None else str(value) for value in values]
+    ids, _ = encode_prompts(tokenizer, texts, rendered=True)
+    Coverage(tokenizer, spec.model_path).add(texts, ids)
     return [
         [] if value is None else [*target, end] for value, target in zip(values, ids, strict=True)
     ]

@@ -47,9 +47,10 @@ from asyncrl.generation.sleep import Sleep
 from asyncrl.runtime.environment import Caches, claim_caches, preload_openmp
 from asyncrl.runtime.stacks import stack_here
 from asyncrl.runtime.temporary import TemporaryPlace
+from asyncrl.text.round_trip import refuse_another_decoder
 from asyncrl.text.stops import Stops, load_stops, special_token
 from asyncrl.text.streaming import TextStream
-from asyncrl.text.tokenizer import load_tokenizer, refuse_lossy, tokenizer_hash
+from asyncrl.text.tokenizer import load_tokenizer, tokenizer_hash
 from asyncrl.weights.engine import STACKS
 from asyncrl.weights.fingerprint import joined_fingerprints
 from asyncrl.weights.staging import Staged, sweep
@@ -243,7 +244,7 @@ class Engine:
             await llm.collective_rpc("execute_dummy_batch")
         # vLLM's type is wider, but `EngineTokenizer` makes its tokenizer.
         theirs = cast("PreTrainedTokenizerBase", llm.get_tokenizer())
-        refuse_lossy(self._tokenizer, self.app.model, theirs)
+        refuse_another_decoder(self._tokenizer, self.app.model, theirs)
         self.tokenizer_hash = tokenizer_hash(self._tokenizer)
         self.stops = load_stops(
             self.app.model, self._tokenizer, self.app.rollout_stop, self.app.rollout_stop_token_ids

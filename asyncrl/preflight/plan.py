@@ -22,8 +22,9 @@ from asyncrl.preflight.plan_text import Plan
 from asyncrl.preflight.resources import logical_cpus
 from asyncrl.preflight.specs import data_spec
 from asyncrl.preflight.teacher import check_teacher
+from asyncrl.text.round_trip import refuse_lossy
 from asyncrl.text.stops import Stops, load_stops
-from asyncrl.text.tokenizer import load_tokenizer, refuse_lossy
+from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.weights.outline import Outline, outline
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import shutil
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -30,9 +29,9 @@ __all__ = [
     "decode_prompt",
     "encode_continuations",
     "encode_prompts",
+    "encoded",
     "load_tokenizer",
     "refuse_another_tokenizer",
-    "refuse_lossy",
     "save_tokenizer",
     "special_tokens",
     "tokenizer_hash",
@@ -166,12 +165,11 @@ def encode_prompts(
 
     Args:
         rendered: the texts come from a chat template, which writes every special token.
+
+    Raises:
+        TokenizerError: the tokenizer has no token for a part of a text, and none for what it lacks.
     """
-    ids: list[list[int]] = (
-        [list(row) for row in tokenizer(list(texts), add_special_tokens=not rendered)["input_ids"]]
-        if texts
-        else []
-    )
+    ids = _all_encoded(tokenizer, texts, not rendered)
     if rendered:
         return ids, 0
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -186,6 +184,23 @@ def encode_prompts(
         ):
             del ids[row][-1]
     return ids, len(doubled)
+
+
+def _all_encoded(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_special_tokens: bool
+) -> list[list[int]]:
+    if not texts:
+        return []
+    try:
+        found = tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+    except Exception as error:  # the tokenizers library raises Exception itself
+        why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        bad = next((text for text in texts if text and not encoded(tokenizer, text)), texts[0])
+        raise TokenizerError(
+            f"model.path = {tokenizer.name_or_path!r}: its tokenizer cannot encode {bad!r} ({why});"
+            " use texts of its vocabulary, or give it an unknown token"
+        ) from error
+    return [list(row) for row in found]
 
 
 def encode_continuations(
@@ -207,6 +222,17 @@ def encode_continuations(
     ]
 
 
+def encoded(
+    tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = False
+) -> list[int]:
+    """The tokens of a text. None where the vocabulary lacks a part of it and has no token for
+    that, which is an error in some tokenizers."""
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    except Exception:  # the tokenizers library raises Exception itself
+        return []
+
+
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Special token → id, including tokens that only tokenizer.json marks as special."""
     added = {
@@ -217,48 +243,10 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
 
 
-def refuse_lossy(
-    tokenizer: PreTrainedTokenizerBase,
-    model: str,
-    other: PreTrainedTokenizerBase | None = None,
-    texts: Sequence[str] = ROUND_TRIP_TEXTS,
-) -> None:
-    """Raise TokenizerError unless `texts` survive encoding and decoding. With `other`, this
-    tokenizer encodes and the other one decodes.
-
-    Normalization may change case, accents and spaces. A decoded text must not contain new
-    characters, and must encode to the same tokens. Texts with unknown tokens are skipped, because
-    they prove nothing.
-    """
-    for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if tokenizer.unk_token_id in ids:
-            continue
-        back = decode_prompt(other or tokenizer, ids)
-        if (
-            _characters(back) - _characters(text)
-            or tokenizer.encode(back, add_special_tokens=False) != ids
-        ):
-            sides = (
-                "the engine's tokenizer does not decode what the prompts' tokenizer encodes"
-                if other is not None
-                else "its tokenizer does not decode what it encodes"
-            )
-            raise TokenizerError(
-                f"model.path = {model!r}: {sides}: {text!r} comes back as {back!r}; check"
-                " pre_tokenizer and decoder in its tokenizer.json"
-            )
-
-
-def _characters(text: str) -> set[str]:
-    """The set of characters, ignoring case and accents."""
-    return set(unicodedata.normalize("NFKD", text.casefold()))
-
-
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of the vocabulary, the special tokens, and ROUND_TRIP_TEXTS encoded and decoded. Two
     processes with the same hash read and write the same tokens."""
-    ids = [tokenizer.encode(text) for text in ROUND_TRIP_TEXTS]
+    ids = [encoded(tokenizer, text, True) for text in ROUND_TRIP_TEXTS]
     facts = [
         sorted(tokenizer.get_vocab().items()),
         ids,

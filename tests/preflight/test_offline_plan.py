@@ -122,6 +122,13 @@ def test_an_adapter_needs_layers_that_exist(plan: Any, tmp_path: Path) -> None:
         plan(train, lora={"target_modules": ["q_proj", "q_prj"]})
 
 
+def test_the_rows_decide_what_a_tokenizer_must_cover(plan: Any, tmp_path: Path) -> None:
+    rows = [*ROWS, {"prompt": "Größe=", "completion": "1"}]
+    made = plan(written(tmp_path / "a.jsonl", rows))
+    note = "no token for parts of 1 of 21 texts, which the model does not see: 'G', 'ö', 'ß'"
+    assert note in made.rows_text()
+
+
 def test_tokens_without_an_embedding_are_refused(
     plan: Any, save_qwen3: Any, tmp_path: Path
 ) -> None:

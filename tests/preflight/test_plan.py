@@ -85,8 +85,9 @@ def test_tools_of_a_column_are_in_the_prompts_and_reach_the_reward(write, llama_
 
 def test_a_tokenizer_that_does_not_preserve_text_is_refused(write, llama_model, tmp_path):
     model = shutil.copytree(llama_model, tmp_path / "no_decoder")
+    broken = shutil.copytree(model, tmp_path / "broken")
     tree = json.loads((model / "tokenizer.json").read_text())
-    (model / "tokenizer.json").write_text(json.dumps(tree | {"decoder": None}))
+    (broken / "tokenizer.json").write_text(json.dumps(tree | {"decoder": None}))
     with pytest.raises(
         ConfigError,
         match=(
@@ -574,3 +575,18 @@ def test_parts_of_an_engine_must_fit_the_model(tmp_path):
         check(**experts)
     sizes["num_local_experts"] = 4
     check(**experts)
+
+
+def test_the_prompts_decide_what_a_tokenizer_must_cover(write, tiny_model, tmp_path):
+    """Its characters are those of sums, and its settings do not name the unknown token."""
+    model = shutil.copytree(tiny_model, tmp_path / "domain")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"unk_token": None}))
+    plan = make_plan(load_config(write({"model.path": str(model)}, rows=("1 + 2 =", "1 ÷ 2 ="))))
+    note = "no token for parts of 1 of 2 texts, which the model does not see: '÷'"
+    assert any(note in line for line in plan.prompts.notes) and note in plan.text()
+    broken = shutil.copytree(model, tmp_path / "broken")
+    tree = json.loads((model / "tokenizer.json").read_text())
+    (broken / "tokenizer.json").write_text(json.dumps(tree | {"decoder": None}))
+    with pytest.raises(ConfigError, match=r"data\.train.*'1 \+ 2 =' comes back as '1   \+   2"):
+        make_plan(load_config(write({"model.path": str(model)})))

@@ -13,6 +13,7 @@ from llama_checkpoint import BOS, EOS, arithmetic_lines, claim_llama_class
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from asyncrl.text.round_trip import Coverage, refuse_another_decoder, refuse_lossy
 from asyncrl.text.tokenizer import (
     ROUND_TRIP_TEXTS,
     TokenizerError,
@@ -20,7 +21,6 @@ from asyncrl.text.tokenizer import (
     encode_prompts,
     load_tokenizer,
     refuse_another_tokenizer,
-    refuse_lossy,
     save_tokenizer,
     tokenizer_hash,
 )
@@ -58,7 +58,7 @@ def test_round_trips_do_not_depend_on_the_class_that_the_checkpoint_names(
 
 def test_two_different_tokenizers_are_refused(misnamed: Path) -> None:
     ours, theirs = load_tokenizer(str(misnamed)), AutoTokenizer.from_pretrained(misnamed)
-    refuse_lossy(ours, str(misnamed), ours)
+    refuse_another_decoder(ours, str(misnamed), ours)
     with pytest.raises(
         TokenizerError,
         match=(
@@ -66,7 +66,7 @@ def test_two_different_tokenizers_are_refused(misnamed: Path) -> None:
             r" tokenizer encodes: '3 \+ 40 =' comes"
         ),
     ) as error:
-        refuse_lossy(ours, str(misnamed), theirs)
+        refuse_another_decoder(ours, str(misnamed), theirs)
     assert "\n" not in str(error.value)
 
 
@@ -158,15 +158,83 @@ def unigram() -> Tokenizer:
     return made
 
 
-@pytest.mark.parametrize(
-    ("make", "unknown"), [(sentencepiece_like, "<unk>"), (word_piece, "[UNK]"), (unigram, "<unk>")]
-)
-def test_other_kinds_of_tokenizers_and_their_broken_versions(make: Any, unknown: str) -> None:
-    refuse_lossy(PreTrainedTokenizerFast(tokenizer_object=make(), unk_token=unknown), "whole")
+def characters(unknown: str | None = "<unk>") -> Tokenizer:
+    """One token for each character of a domain, such as amino acids."""
+    known = ["<eos>", *([unknown] if unknown else []), *"ACDEFGHIKLMNPQRSTVWY"]
+    vocabulary = {token: index for index, token in enumerate(known)}
+    model = models.WordLevel(vocabulary, **({"unk_token": unknown} if unknown else {}))
+    made = Tokenizer(model)
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return made
+
+
+def partial_bytes() -> Tokenizer:
+    """A byte-level BPE that lacks the bytes of other scripts, and has no unknown token."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    made.train_from_iterator(
+        arithmetic_lines(), trainers.BpeTrainer(vocab_size=120, show_progress=False)
+    )
+    return made
+
+
+KINDS = {
+    "characters": (characters, "<unk>", "ACDW"),
+    "bytes": (partial_bytes, None, "3 + 40 ="),
+    "sentencepiece": (sentencepiece_like, "<unk>", "What is 2 plus 40"),
+    "word piece": (word_piece, "[UNK]", "What is 2 plus 40?"),
+    "unigram": (unigram, "<unk>", "What is 2 plus 40?"),
+}
+"""Kind → how to make it, its unknown token, and a text that it covers."""
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "not named"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_need_not_cover_all_of_unicode(kind: str, named: bool) -> None:
+    """Also if the checkpoint's settings do not name its unknown token."""
+    make, unknown, text = KINDS[kind]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=make(), **({"unk_token": unknown} if named and unknown else {})
+    )
+    refuse_lossy(tokenizer, "whole")
+    tokenizer_hash(tokenizer)
+    coverage = Coverage(tokenizer, "whole")
+    coverage.add([text], [tokenizer.encode(text, add_special_tokens=False)])
+    assert coverage.notes() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_decoder_is_found_by_the_texts_of_the_data(kind: str) -> None:
+    make, unknown, text = KINDS[kind]
     broken = make()
-    broken.decoder = decoders.ByteLevel()
+    broken.decoder = None if kind == "characters" else decoders.WordPiece(prefix="a")
+    broken.decoder = decoders.CTC() if kind == "word piece" else broken.decoder
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=broken, unk_token=unknown)
     with pytest.raises(TokenizerError, match="does not decode what it encodes"):
-        refuse_lossy(PreTrainedTokenizerFast(tokenizer_object=broken, unk_token=unknown), "broken")
+        Coverage(tokenizer, "broken").add([text], [tokenizer.encode(text)])
+
+
+def test_a_note_names_what_the_model_does_not_see() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters(), unk_token="<unk>")
+    tokenizer.add_special_tokens({"eos_token": "<eos>"})
+    coverage = Coverage(tokenizer, "domain")
+    texts = ["ACD<eos>", "ABC<eos>", "WxZ W", "<eos>"]
+    coverage.add(texts, [tokenizer.encode(text) for text in texts])
+    assert coverage.notes() == [
+        "the tokenizer has no token for parts of 2 of 4 texts, which the model does not see: 'B',"
+        " 'x', 'Z', ' '"
+    ]
+    words = PreTrainedTokenizerFast(tokenizer_object=word_piece(), unk_token="[UNK]")
+    coverage = Coverage(words, "words")
+    coverage.add(["What is Ωmega plus 2?"], [words.encode("What is Ωmega plus 2?")])
+    assert coverage.notes()[0].endswith("does not see: 'Ωmega'")
+
+
+def test_a_text_that_cannot_be_encoded_is_refused() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters(None), eos_token="<eos>")
+    refuse_lossy(tokenizer, "domain")
+    with pytest.raises(TokenizerError, match=r"cannot encode 'BC' \(.*UNK.*\); use texts of its"):
+        encode_prompts(tokenizer, ["AC", "BC"])
 
 
 def test_normalization_is_not_a_loss(llama_model: Path, tmp_path: Path) -> None:
