@@ -589,4 +589,4 @@ def test_the_prompts_decide_what_a_tokenizer_must_cover(write, tiny_model, tmp_p
     tree = json.loads((model / "tokenizer.json").read_text())
     (broken / "tokenizer.json").write_text(json.dumps(tree | {"decoder": None}))
     with pytest.raises(ConfigError, match=r"data\.train.*'1 \+ 2 =' comes back as '1   \+   2"):
-        make_plan(load_config(write({"model.path": str(model)})))
+        make_plan(load_config(write({"model.path": str(broken)})))
