@@ -32,6 +32,8 @@ RENAMED = {
     "lora_rank": "lora.r",
     "lora.rank": "lora.r",
     "lora_alpha": "lora.alpha",
+    "lora_adapter_path": "lora.load",
+    "adapter_name_or_path": "lora.load",
     "lora_target_modules": "lora.target_modules",
     "normalise": "algorithm.correction.normalize",
     "rollout_max_response_len": "rollout.max_completion_length",

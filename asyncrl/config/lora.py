@@ -15,6 +15,9 @@ __all__ = ["LoraConfig"]
 class LoraConfig(Section):
     """Train a low-rank adapter (LoRA, arXiv:2106.09685) and keep the model's own weights."""
 
+    load: str | None = Field(default=None, min_length=1)
+    """PEFT's folder of an adapter with which training begins, such as `hf/adapter` of another run.
+    Its settings apply to those below that are not set. `{runs_root}` in it is replaced."""
     r: int = Field(default=16, gt=0, le=16384)
     """Rank of the adapter's matrices. vLLM serves ranks up to 512."""
     alpha: int = Field(default=32, gt=0)

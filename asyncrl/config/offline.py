@@ -276,6 +276,12 @@ class OfflineConfig(RunSettings):
 
     def _check_dpo(self) -> None:
         dpo = self.dpo
+        loads = self.lora is not None and self.lora.load is not None
+        if self.objective == "dpo" and dpo.has_reference and dpo.ref_load is None and loads:
+            raise ValueError(
+                "dpo with lora.load would compare the policy with model.path, as it was without"
+                " that adapter; name the reference policy in dpo.ref_load, such as the merged model"
+            )
         if dpo.label_smoothing and dpo.loss != "sigmoid":
             raise ValueError(
                 f"dpo.label_smoothing = {dpo.label_smoothing:g} only has an effect with dpo.loss:"

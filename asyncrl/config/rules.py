@@ -255,7 +255,7 @@ def check_rules(config: Settings) -> None:
     )
     check_preference(config)
     check_placement(config)
-    _check_lora(config)
+    check_lora(config)
     check_distillation(config)
     check_environment(config)
     check_turn_rewards(config)
@@ -769,7 +769,7 @@ def _check_correction(config: Settings) -> None:
         )
 
 
-def _check_lora(config: Settings) -> None:
+def check_lora(config: Settings) -> None:
     interval = config.algorithm.ref_update_interval
     if config.lora is not None and interval is not None:
         raise ValueError(
@@ -830,6 +830,17 @@ def _check_kl(config: Settings) -> None:
         raise ValueError(
             f"algorithm.ref_load = {algorithm.ref_load!r} has no effect without a KL term; set"
             " algorithm.kl_coef or kl_loss_coef, or leave it out"
+        )
+    if (
+        algorithm.has_reference
+        and algorithm.ref_load is None
+        and algorithm.distillation is None
+        and config.lora is not None
+        and config.lora.load is not None
+    ):
+        raise ValueError(
+            "a KL term with lora.load would pull the policy back to model.path, as it was without"
+            " that adapter; name the reference policy in algorithm.ref_load"
         )
     if (
         algorithm.has_reference

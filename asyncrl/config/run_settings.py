@@ -54,6 +54,7 @@ class RunSettings(Section):
         ("eval", "data"),
         ("checkpoint", "save"),
         ("checkpoint", "load"),
+        ("lora", "load"),
     )
     """Settings that are paths. `{runs_root}`, `~` and environment variables in them are replaced,
     and they become absolute: relative ones begin in the directory of the call."""

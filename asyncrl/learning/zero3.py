@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import deepspeed
@@ -15,7 +16,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from asyncrl.config import LearnerConfig, LoraConfig
 from asyncrl.learning.optimizer import make_optimizer
-from asyncrl.models.adapters import add_adapter, share_weights_with_dora
+from asyncrl.models.adapters import add_adapter, load_adapter, share_weights_with_dora
 from asyncrl.models.isolation import check_isolation
 from asyncrl.models.policy import Policy, checkpoint_activations, head_settings, load_policy
 from asyncrl.models.ulysses import SequenceGroup
@@ -185,6 +186,8 @@ def start_engine(
     )
     if lora is not None:
         add_adapter(policy.model, lora, seed)
+        if lora.load is not None:
+            load_adapter(policy.model, Path(lora.load))
         share_weights_with_dora(policy.model, deepspeed.zero.register_external_parameter)
     if config.gradient_checkpointing:
         checkpoint_activations(policy)

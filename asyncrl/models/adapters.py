@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.config import LoraConfig
 from asyncrl.contracts.adapters import PREFIX
+from asyncrl.models.adapter_files import read_matrices
 
 __all__ = [
     "LowRank",
@@ -30,6 +32,7 @@ __all__ = [
     "add_squares",
     "base_name",
     "layer_of",
+    "load_adapter",
     "low_rank",
     "merged",
     "published_name",
@@ -106,6 +109,24 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
             f" layers, first for {min(found ^ set(layers))!r}; name the attention's layers in"
             " lora.target_modules, or train all weights"
         )
+
+
+def load_adapter(model: PreTrainedModel, directory: Path) -> None:
+    """Give the matrices of `add_adapter` the values of an adapter's folder, in their own dtype.
+
+    Raises:
+        ValueError: the folder has other matrices.
+    """
+    stored = read_matrices(directory)
+    own = {published_name(name): part for name, part in model.named_parameters() if _matrix(name)}
+    if different := sorted(set(stored) ^ {str(name) for name in own}):
+        raise ValueError(
+            f"lora.load = {str(directory)!r}: it has other matrices than lora.target_modules asks"
+            f" for, first {different[0]!r}"
+        )
+    with torch.no_grad():
+        for name, part in own.items():
+            part.copy_(stored[str(name)])
 
 
 def _target_layers(model: PreTrainedModel, lora: LoraConfig) -> list[str]:

@@ -2,63 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from pathlib import Path
+from typing import TypeVar
 
-from asyncrl.config import Config, ConfigError, LoraConfig, RunSettings
-from asyncrl.contracts.adapters import may_be_linear
+from pydantic import ValidationError
+
+from asyncrl.config import Config, ConfigError, LoraConfig, OfflineConfig, RunSettings, explain
+from asyncrl.config.rules import check_lora
+from asyncrl.models.adapter_files import AdapterFilesError, AdapterFolder, open_adapter
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.outline import Outline, outline
 
 __all__ = [
     "adapter_text",
-    "check_targets",
+    "check_adapter",
     "published_bytes",
+    "run_outline",
     "trained_bytes",
     "trained_elements",
+    "with_loaded_adapter",
 ]
 
+Kind = TypeVar("Kind", Config, OfflineConfig)
 
-def trained_elements(lora: LoraConfig, parameters: Mapping[str, tuple[int, ...]]) -> int:
-    """Elements of the adapter's matrices: r · (in + out) of each layer, and out with DoRA. An
-    estimate, because the names of the parameters decide which of them are linear layers.
 
-    Args:
-        parameters: name → shape.
+def run_outline(config: RunSettings) -> Outline:
+    """The outline of what the run publishes, with its adapter."""
+    return outline(config.model.path, config.trains_reward_model, config.lora)
+
+
+def trained_elements(version: Outline) -> int:
+    """Elements of the adapter's matrices."""
+    return sum(math.prod(shape) for shape in version.adapter.values())
+
+
+def with_loaded_adapter(config: Kind) -> Kind:
+    """The config with the settings of the adapter in `lora.load` where it has none of its own.
+
+    Raises:
+        ConfigError: the folder has no adapter, or none that can be trained with these settings.
     """
-    layers = {
-        name.removesuffix(".weight"): shape
-        for name, shape in parameters.items()
-        if may_be_linear(name, shape)
-    }
-    targets = lora.target_modules
-    chosen = [
-        shape
-        for layer, shape in layers.items()
-        if isinstance(targets, str)
-        or any(layer == target or layer.endswith(f".{target}") for target in targets)
-    ]
-    lengths = sum(rows for rows, _ in chosen) if lora.use_dora else 0
-    return lora.r * sum(rows + columns for rows, columns in chosen) + lengths
-
-
-def check_targets(config: RunSettings, version: Outline) -> None:
-    """Raise ConfigError for one of lora.target_modules that is no linear layer of the model."""
     lora = config.lora
-    if lora is None:
-        return
-    targets = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
-    for target in targets:
-        alone = lora if isinstance(lora.target_modules, str) else _only(lora, target)
-        if not trained_elements(alone, version.parameters):
+    if lora is None or lora.load is None:
+        return config
+    stored = _stored(lora.load).settings
+    given = {name: getattr(lora, name) for name in lora.model_fields_set}
+    for name, value in stored.items():
+        if name != "target_modules" and given.get(name, value) != value:
             raise ConfigError(
-                f"lora.target_modules = {lora.target_modules!r}: {target} names no linear layer of"
-                f" model.path = {config.model.path!r}; use all-linear, or the last parts of its"
-                " layers' names"
+                f"lora.{name} = {given[name]}, but the adapter of lora.load = {lora.load!r} has"
+                f" {value}; leave it out"
             )
+    try:
+        found = config.model_copy(update={"lora": LoraConfig.model_validate({**stored, **given})})
+        if isinstance(found, Config):
+            check_lora(found)
+    except ValidationError as error:
+        raise ConfigError(f"lora.load = {lora.load!r}: {explain(error)}") from None
+    except ValueError as error:
+        raise ConfigError(f"lora.load = {lora.load!r}: {error}") from None
+    return found
 
 
-def _only(lora: LoraConfig, target: str) -> LoraConfig:
-    return lora.model_copy(update={"target_modules": [target]})
+def _stored(load: str) -> AdapterFolder:
+    try:
+        return open_adapter(Path(load))
+    except AdapterFilesError as error:
+        raise ConfigError(f"lora.load: {error}") from None
+
+
+def check_adapter(config: RunSettings, version: Outline) -> None:
+    """Raise ConfigError if the model cannot have the adapter, or not the values of `lora.load`."""
+    if version.adapter_refusal is not None:
+        why = version.adapter_refusal.removeprefix("lora: ")
+        raise ConfigError(f"lora: model.path = {config.model.path!r}: {why}")
+    if config.lora is None or config.lora.load is None:
+        return
+    stored = _stored(config.lora.load)
+    different = sorted(set(stored.shapes.items()) ^ set(version.adapter.items()))
+    if different:
+        name = different[0][0]
+        shapes = [found.get(name, "none") for found in (stored.shapes, version.adapter)]
+        made_for = f" It was made for {stored.base!r}." if stored.base else ""
+        raise ConfigError(
+            f"lora.load = {config.lora.load!r} has other matrices than lora.target_modules asks for"
+            f" on model.path = {config.model.path!r}, first {name!r}: {shapes[0]} there,"
+            f" {shapes[1]} here.{made_for} Set model.path to its model, or name its layers in"
+            " lora.target_modules"
+        )
 
 
 def trained_bytes(config: RunSettings, version_bytes: int, of_element: int) -> int:
@@ -70,7 +102,7 @@ def trained_bytes(config: RunSettings, version_bytes: int, of_element: int) -> i
     """
     if config.lora is None:
         return version_bytes // ITEM_BYTES[config.model.dtype] * of_element
-    return trained_elements(config.lora, outline(config.model.path).parameters) * of_element
+    return trained_elements(run_outline(config)) * of_element
 
 
 def published_bytes(config: RunSettings, version_bytes: int) -> int:
@@ -85,17 +117,18 @@ def adapter_text(config: RunSettings, version: Outline) -> str:
     lora = config.lora
     if lora is None:
         return ""
-    check_targets(config, version)
-    trained, whole = trained_elements(lora, version.parameters), version.trained
+    check_adapter(config, version)
+    trained, whole = trained_elements(version), version.trained
     where = (
         lora.target_modules
         if isinstance(lora.target_modules, str)
         else ", ".join(lora.target_modules)
     )
+    begins = "" if lora.load is None else f"\n  begins with the adapter of {lora.load}"
     text = (
-        f"# adapter (LoRA)\n  rank {lora.r}, scale {lora.scale:g}, on {where}: about"
+        f"# adapter (LoRA)\n  rank {lora.r}, scale {lora.scale:g}, on {where}:"
         f" {trained / 1e6:,.2f} M elements are trained, {trained / whole:.1%} of the model's"
-        f" {whole / 1e6:,.2f} M; checkpoints contain only these"
+        f" {whole / 1e6:,.2f} M; checkpoints contain only these{begins}"
     )
     if not isinstance(config, Config):
         return text

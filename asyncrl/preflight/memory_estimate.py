@@ -15,10 +15,9 @@ import psutil
 
 from asyncrl.config import RunSettings
 from asyncrl.models.supported import squares_scores
-from asyncrl.preflight.adapter import trained_elements
+from asyncrl.preflight.adapter import run_outline, trained_elements
 from asyncrl.preflight.served import text_config
 from asyncrl.weights.layout import ITEM_BYTES
-from asyncrl.weights.outline import outline
 
 __all__ = ["Needs", "estimate", "limit_text", "memory_text", "parameter_counts"]
 
@@ -81,14 +80,14 @@ def estimate(config: RunSettings) -> Needs:
     from asyncrl.algorithms.logprobs import LIVE_CHUNKS, chunk_elements
 
     learner = config.learner
-    version = outline(config.model.path)
+    version = run_outline(config)
     total, largest = parameter_counts(version.parameters)
     offload = {
         "cpu_offload": learner.offload_optimizer == "cpu",
         "cpu_offload_params": learner.offload_param == "cpu",
     }
     # With an adapter, the frozen weights have no gradients and no optimizer states.
-    trained = total if config.lora is None else trained_elements(config.lora, version.parameters)
+    trained = total if config.lora is None else trained_elements(version)
     host, device, _ = estimate_zero3_model_states_mem_needs(
         trained, largest, num_gpus_per_node=learner.world_size, num_nodes=1, **offload
     )

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from asyncrl.config import Config, ConfigError, RunSettings
+from asyncrl.models.adapter_files import adapter_base
 from asyncrl.models.supported import NO_SHARES, chosen_packing, keeps_state, uniform_rope_tokens
 from asyncrl.preflight.served import refusal, text_config, unusable
 from asyncrl.runtime.files import NotAFileError, open_regular
@@ -113,6 +114,16 @@ def _read_config_json(path: Path, field: str) -> dict[str, object]:
     try:
         tree: dict[str, object] = json.loads((path / "config.json").read_text())
     except OSError as error:
+        if (base := adapter_base(path)) is not None:
+            way_out = (
+                "set model.path to that model, and lora.load to this folder"
+                if field == "model.path"
+                else "merge it into that model first"
+            )
+            raise ConfigError(
+                f"{field} = {str(path)!r} is an adapter of {base or 'an unnamed model'!r} and no"
+                f" whole model; {way_out}"
+            ) from None
         raise ConfigError(
             f"{field} = {str(path)!r}: {error.strerror} (config.json); give a Hugging Face"
             " checkpoint directory"

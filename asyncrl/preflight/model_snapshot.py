@@ -33,6 +33,7 @@ from asyncrl.config import (
     Section,
     is_hub_name,
 )
+from asyncrl.preflight.adapter import with_loaded_adapter
 from asyncrl.preflight.dataset_snapshot import config_before, resolve_data
 from asyncrl.rundir.resume import MODEL_FILES
 from asyncrl.weights.stored import CheckpointFilesError, sampled_weights
@@ -71,11 +72,12 @@ class Snapshot:
 
 
 def resolve_models(config: Kind) -> Kind:
-    """The config with local directories instead of names of models and datasets on the hub. A
-    resumed run keeps its commits.
+    """The config with local directories instead of names of models and datasets on the hub, and
+    with the settings of a loaded adapter. A resumed run keeps its commits.
 
     Raises:
-        ConfigError: a model or dataset is neither on the hub nor in the cache.
+        ConfigError: a model or dataset is neither on the hub nor in the cache, or the adapter
+            cannot be used.
     """
     updates: dict[str, Section] = {}
     for section, name in config.MODELS:
@@ -92,7 +94,7 @@ def resolve_models(config: Kind) -> Kind:
         updates[section] = settings.model_copy(update=found)
     if isinstance(config, Config) and (algorithm := _with_downloaded_teacher(config, updates)):
         updates["algorithm"] = algorithm
-    return resolve_data(config.model_copy(update=updates))
+    return resolve_data(with_loaded_adapter(config.model_copy(update=updates)))
 
 
 def _with_downloaded_teacher(

@@ -22,7 +22,7 @@ from asyncrl.data.rendering import Data
 from asyncrl.data.token_file import TokenFile, open_token_file
 from asyncrl.learning.schedule import BatchSizes, rows_at
 from asyncrl.models.supported import chosen_packing
-from asyncrl.preflight.adapter import adapter_text, check_targets, trained_elements
+from asyncrl.preflight.adapter import adapter_text, check_adapter, trained_elements
 from asyncrl.preflight.batch_sizes import batch_sizes
 from asyncrl.preflight.disk import Disk, disk_text, disks, refuse_full
 from asyncrl.preflight.model_limits import model_context
@@ -194,8 +194,8 @@ class OfflinePlan:
         return plan_notes(self.config, self.version, gpus_here())
 
     def _trained(self) -> int:
-        lora, version = self.config.lora, self.version
-        return version.trained if lora is None else trained_elements(lora, version.parameters)
+        version = self.version
+        return version.trained if self.config.lora is None else trained_elements(version)
 
     def text(self) -> str:
         """The whole plan, for people."""
@@ -283,7 +283,7 @@ def make_offline_plan(config: OfflineConfig) -> OfflinePlan:
     steps = config.steps(epoch, before, rows_at(before, sizes))
     config = config.model_copy(update={"max_steps": steps})
     version = version_outline(config)
-    check_targets(config, version)
+    check_adapter(config, version)
     found = disks(config, version.nbytes(config.model.dtype))
     refuse_full(config, found)
     return OfflinePlan(config, context, train, held_out, version, found, sizes)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from asyncrl.config import Config, ConfigError, RunSettings, explain
 from asyncrl.observe.sinks import missing_packages, wandb_asks_for_a_key
-from asyncrl.preflight.adapter import check_targets
+from asyncrl.preflight.adapter import check_adapter, run_outline
 from asyncrl.preflight.disk import disks, refuse_full
 from asyncrl.preflight.model_limits import check_kv_cache, model_context
 from asyncrl.preflight.plan_text import Plan
@@ -25,7 +25,7 @@ from asyncrl.preflight.teacher import check_teacher
 from asyncrl.text.round_trip import refuse_lossy
 from asyncrl.text.stops import Stops, load_stops
 from asyncrl.text.tokenizer import load_tokenizer
-from asyncrl.weights.outline import Outline, outline
+from asyncrl.weights.outline import Outline
 
 if TYPE_CHECKING:
     from asyncrl.data.length_limits import LengthReport
@@ -70,7 +70,7 @@ def make_plan(config: Config) -> Plan:
     check_sinks(config)
     stops = _checked_stops(config)
     outline = version_outline(config)
-    check_targets(config, outline)
+    check_adapter(config, outline)
     found = disks(config, outline.nbytes(config.model.dtype))
     plan = Plan(
         config,
@@ -183,7 +183,7 @@ def _check_evaluation(config: Config, context: int) -> dict[str, LengthReport]:
 def version_outline(config: RunSettings) -> Outline:
     """The tensors of a published version. This is the last of many small checks, because it imports
     the transformers model, or waits for a process that does."""
-    version = outline(config.model.path, config.trains_reward_model)
+    version = run_outline(config)
     if version.refusal is not None:
         raise ConfigError(f"model.path = {config.model.path!r}: {version.refusal}")
     return version

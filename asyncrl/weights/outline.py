@@ -1,7 +1,8 @@
 """The sizes of a version, for a plan. Making the table imports torch, which the driver does not: it
 asks another process.
 
-`python -m asyncrl.weights.outline DIRECTORY [reward_model]` prints the result of `outline` as JSON.
+`python -m asyncrl.weights.outline DIRECTORY SCORES LORA` prints the result of `outline` as JSON.
+SCORES is `true` for a reward model, else `false`. LORA is the adapter's settings in JSON, or null.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from asyncrl.config import LoraConfig
 from asyncrl.weights.classifier import classifier_table
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.published import CannotPublishError, version_table
@@ -22,8 +24,6 @@ from asyncrl.weights.stored import CheckpointFilesError
 __all__ = ["Outline", "outline"]
 
 TABLE_TIMEOUT_S = 300.0
-REWARD_MODEL = "reward_model"
-"""Argument of this module that asks for the outline of a reward model."""
 FileState = tuple[str, int, int]
 """Name, time of the last change (ns) and bytes of a file."""
 
@@ -40,26 +40,39 @@ class Outline:
     """Bytes of each tensor that is published as stored in the file."""
     left_out: tuple[str, ...]
     parameters: Mapping[str, tuple[int, ...]]
+    adapter: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shape of each of the adapter's matrices, by its published name; empty without an adapter."""
     refusal: str | None = None
+    adapter_refusal: str | None = None
+    """Why the model cannot have the adapter."""
 
     def nbytes(self, dtype: str) -> int:
         """Bytes of a version whose parameters are published as `dtype`."""
         return self.trained * ITEM_BYTES[dtype] + sum(self.as_stored.values())
 
 
-def outline(model_path: str | Path, reward_model: bool = False) -> Outline:
+def outline(
+    model_path: str | Path, reward_model: bool = False, lora: LoraConfig | None = None
+) -> Outline:
     """The outline of a checkpoint's table, or of the reward model's that begins from it. Another
     process makes it if this one has not imported torch. The result is cached until the checkpoint's
-    files change."""
-    return _outline(str(model_path), reward_model, _file_states(Path(model_path)))
+    files change.
+
+    Args:
+        lora: the adapter that the model shall have.
+    """
+    settings = "null" if lora is None else lora.model_dump_json(exclude={"load"})
+    return _outline(str(model_path), reward_model, settings, _file_states(Path(model_path)))
 
 
 @lru_cache(maxsize=32)
-def _outline(model_path: str, reward_model: bool, files: tuple[FileState, ...]) -> Outline:
+def _outline(
+    model_path: str, reward_model: bool, lora: str, files: tuple[FileState, ...]
+) -> Outline:
     if "torch" in sys.modules:
-        return _outline_here(model_path, reward_model)
+        return _outline_here(model_path, reward_model, lora)
     command = [sys.executable, "-m", "asyncrl.weights.outline", model_path]
-    command += [REWARD_MODEL] if reward_model else []
+    command += [json.dumps(reward_model), lora]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=TABLE_TIMEOUT_S, check=False
     )
@@ -68,20 +81,54 @@ def _outline(model_path: str, reward_model: bool, files: tuple[FileState, ...]) 
     return Outline(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def _outline_here(model_path: str, reward_model: bool) -> Outline:
+def _outline_here(model_path: str, reward_model: bool, lora: str) -> Outline:
     try:
         table = version_table(model_path)
         if reward_model:
             table = classifier_table(model_path, table)
     except (CannotPublishError, CheckpointFilesError) as error:
-        return Outline(0, 0, {}, (), {}, str(error))
+        return Outline(0, 0, {}, (), {}, refusal=str(error))
     trained = [tensor.stored.elements for tensor in table.tensors if tensor.pieces]
     as_stored = {
         tensor.name: tensor.stored.elements * ITEM_BYTES[tensor.stored.dtype]
         for tensor in table.tensors
         if not tensor.pieces
     }
-    return Outline(sum(trained), max(trained), as_stored, table.left_out, table.parameters)
+    adapter: dict[str, tuple[int, ...]] = {}
+    adapter_refusal = None
+    if lora != "null":
+        try:
+            adapter = _adapter(model_path, LoraConfig.model_validate_json(lora))
+        except ValueError as error:
+            adapter_refusal = str(error)
+    return Outline(
+        sum(trained),
+        max(trained),
+        as_stored,
+        table.left_out,
+        table.parameters,
+        adapter,
+        adapter_refusal=adapter_refusal,
+    )
+
+
+def _adapter(model_path: str, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each of the adapter's matrices. PEFT makes them on a model without data. Raises
+    ValueError if the model cannot have the adapter."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from asyncrl.models.adapters import add_adapter, published_name
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        add_adapter(model, lora, seed=0)
+    return {
+        published: tuple(matrix.shape)
+        for name, matrix in model.named_parameters()
+        if (published := published_name(name))
+    }
 
 
 def _file_states(directory: Path) -> tuple[FileState, ...]:
@@ -92,4 +139,5 @@ def _file_states(directory: Path) -> tuple[FileState, ...]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(_outline_here(sys.argv[1], REWARD_MODEL in sys.argv[2:]))))
+    directory, scores, settings = sys.argv[1:]
+    print(json.dumps(asdict(_outline_here(directory, json.loads(scores), settings))))

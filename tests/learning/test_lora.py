@@ -70,15 +70,24 @@ def train_and_save(rank: int, world_size: int, config: Config, folder: Path) -> 
 
 
 def resume(rank: int, world_size: int, config: Config, folder: Path) -> Any:
+    """The losses of two steps from the checkpoint, and of one from the exported adapter."""
     from asyncrl.learning.state import load_state
     from asyncrl.learning.supervised_step import supervised_step
 
-    state = load_state(rank, learner_spec(config))
-    state.load(folder)
-    return [
-        supervised_step(state, token_table(rows_of(step)))["loss"]
-        for step in range(STEPS, STEPS + 2)
-    ]
+    losses = []
+    assert config.lora is not None
+    loaded = {"load": str(folder / f"hf-{world_size}" / "adapter")}
+    for lora in (config.lora, config.lora.model_copy(update=loaded)):
+        state = load_state(rank, learner_spec(config.model_copy(update={"lora": lora})))
+        if lora.load is None:
+            state.load(folder / f"saved-{world_size}")
+        losses += [
+            supervised_step(state, token_table(rows_of(step)))["loss"]
+            for step in range(STEPS, STEPS + (2 if lora.load is None else 1))
+        ]
+        state.engine.destroy()
+        del state  # while it exists, transformers loads every model sharded
+    return losses
 
 
 def plain_loop(model_path: Path, lora: LoraConfig, seed: int) -> tuple[list[float], Any]:
@@ -139,8 +148,8 @@ def test_steps_checkpoints_and_exports_are_those_of_a_plain_loop(
     elements = sum(matrix.size for matrix in matrices.values())
     whole = sum(part.numel() for part in model.parameters()) - elements
     assert sum(size for name, size in sizes.items() if name.endswith(".pt")) < 4 * whole
-    resumed = on_ranks(world_size, resume, config, tmp_path / f"saved-{world_size}")[0]
-    assert resumed == losses[STEPS:]
+    *resumed, loaded = on_ranks(world_size, resume, config, tmp_path)[0]
+    assert resumed == losses[STEPS:] and loaded == losses[STEPS]
 
     exported = tmp_path / f"hf-{world_size}"
     ids = torch.arange(3, 30)[None]

@@ -15,7 +15,7 @@ from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, Versio
 from asyncrl.preflight.offline_plan import OfflinePlan, make_offline_plan
 from asyncrl.rewards.files import write_groups
 from asyncrl.testing.families import family
-from asyncrl.text.tokenizer import decode, load_tokenizer
+from asyncrl.text.tokenizer import decode, load_tokenizer, save_tokenizer
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(5) for b in range(4)]
 
@@ -116,10 +116,27 @@ def test_an_adapter_needs_layers_that_exist(plan: Any, tmp_path: Path) -> None:
     """Before anything is allocated, and not only in the plan's text."""
     train = written(tmp_path / "a.jsonl", ROWS)
     assert plan(train, lora={"target_modules": ["q_proj"]}).steps == 5
-    with pytest.raises(
-        ConfigError, match=r"lora\.target_modules = .*: q_prj names no linear layer"
-    ):
+    with pytest.raises(ConfigError, match=r"lora\.target_modules: 'q_prj' is not a linear layer"):
         plan(train, lora={"target_modules": ["q_proj", "q_prj"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gpt2", "GPT2LMHeadModel has no torch.nn.Linear besides its head"),
+        ("qwen3_moe", "PEFT gives Qwen3MoeForCausalLM other matrices than those of its linear"),
+        ("falcon_h1", "PEFT refuses FalconH1ForCausalLM: .*'out_proj' is incompatible with Mamba"),
+    ],
+)
+def test_a_model_that_cannot_have_the_adapter_is_refused(
+    plan: Any, tiny_model: Path, tmp_path: Path, name: str, reason: str
+) -> None:
+    """Their weights have two dimensions and names like those of linear layers."""
+    model = family(name).save(tmp_path / name, vocab_size=64)
+    save_tokenizer(str(tiny_model), model)
+    changes = {"model": {"path": str(model)}, "lora": {"r": 2}}
+    with pytest.raises(ConfigError, match=rf"^lora: model\.path = .*: {reason}"):
+        plan(written(tmp_path / "a.jsonl", ROWS), **changes)
 
 
 def test_the_rows_decide_what_a_tokenizer_must_cover(plan: Any, tmp_path: Path) -> None:
