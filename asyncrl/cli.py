@@ -362,6 +362,10 @@ def on_a_run(known: argparse.Namespace) -> int:
     except pa.ArrowInvalid as error:
         print_shown(f"asyncrl: {error}; restore the file, or move it away", file=sys.stderr)
         return 2
+    except PermissionError as error:
+        way_out = "give this user permission, or name another place"
+        print_shown(f"asyncrl: {error.filename}: {error.strerror}; {way_out}", file=sys.stderr)
+        return 2
 
 
 def _samples(directory: Run, count: int, order: str, version: int | None) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from small_run import write_small_run
+from unprivileged import without_permission
 
 from asyncrl.cli import main
 from asyncrl.contracts.group_table import groups_from_table, groups_to_table
@@ -260,3 +261,12 @@ def test_a_session_is_shown_with_all_its_messages():
     assert "session, which ended: env_error\n  │ user: 1..9\n  │ assistant: " in text
     assert "note:\n  │ KeyError: 'x'" in text
     assert "\x1b" not in text
+
+
+def test_a_run_without_permission_is_named(tmp_path, capsys):
+    run = write_small_run(tmp_path / "run")
+    with without_permission(run), pytest.raises(SystemExit) as ended:
+        main(["samples", str(run)])
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and f"asyncrl: {run}" in message
+    assert "Permission denied; give this user permission" in message
