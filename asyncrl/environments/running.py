@@ -7,7 +7,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
@@ -104,6 +104,8 @@ class Ended:
     """Pairs of a turn's node in its session and its reward, for the turns that got one."""
     rewards_at_url: Sequence[float | None] | None = None
     """Rewards of the turns that were taken at the URL, which are not placed yet."""
+    raised: bool = False
+    """Whether the environment or its agent raised an error of its own."""
 
 
 async def run_session(
@@ -171,7 +173,7 @@ class _Course:
         ended = self._watched.ended
         if ended is not None and _comes_from(error, ended):
             return self.ended(end_of(ended), str(ended))
-        return self.ended(_blamed(error), _place(error))
+        return replace(self.ended(_blamed(error), _place(error)), raised=True)
 
     def _raise_failure_of_model(self) -> None:
         if self._watched.failed is not None:

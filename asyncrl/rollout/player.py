@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Player", "with_requests"]
 
+CUT = "the run cut the last turn (rollout.max_completion_length, or data.max_length)"
+"""Why a session ended whose agent failed after such a turn: the run is the cause."""
+
 
 class _Counted:
     """A session whose requests in process count together with those at its URL."""
@@ -97,7 +100,8 @@ class Player:
 
 def with_requests(ended: Ended, served: ServedSession) -> Ended:
     """The end of a session with its requests, also those at its URL. If the model refused one for
-    good, that is why it ended.
+    good, that is why it ended. If its agent failed after a turn that the run cut, its end is
+    `length`.
 
     Raises:
         Exception: the model's side failed at its last request.
@@ -106,6 +110,8 @@ def with_requests(ended: Ended, served: ServedSession) -> Ended:
         raise served.failed
     if served.ended is not None and ended.end in ("done", "env_error", "agent_error"):
         ended = replace(ended, end=end_of(served.ended), note=one_line(str(served.ended)))
+    elif served.cut and ended.raised and ended.end in ("env_error", "agent_error"):
+        ended = replace(ended, end="length", note=f"{CUT}; then: {ended.note}")
     if ended.rewards_at_url is not None:
         try:
             placed = turn_rewards_of(ended.rewards_at_url, served.taken)

@@ -80,3 +80,8 @@ class Answer:
     """The text and the log-prob, in nats, of each token, if wanted."""
     stop: str | None = None
     """The string of its request's `stop` that ended it."""
+
+    def cut_by_run(self, request: ChatRequest) -> bool:
+        """Whether a limit of the run ended it, and not `max_tokens` of its request."""
+        asked = request.max_tokens
+        return self.finish_reason != "stop" and (asked is None or self.completion_tokens < asked)

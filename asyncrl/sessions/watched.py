@@ -32,6 +32,8 @@ class Watched:
         """Why the model refused a request for good. An environment may catch the exception."""
         self.failed: Exception | None = None
         """The error of the model's side at the last request. An environment may catch it, too."""
+        self.cut = False
+        """Whether a limit of the run cut the last answer. Some clients then raise an error."""
         self._failed_after = 0
         """Requests that were made when that error came. Only a later one shows that it is over."""
         self._requests = 0
@@ -67,6 +69,7 @@ class Watched:
             chat = [dict(message) for message in request.messages]
             answers = await self._ask(replace(request, messages=chat), heard)
             self._answered[began_as] = tuple(answer.node for answer in answers)
+            self.cut = any(answer.cut_by_run(request) for answer in answers)
             if began_as > self._failed_after:
                 self.failed = None
             if isinstance(self.ended, ContextTooLongError):

@@ -362,6 +362,25 @@ def test_a_cut_answer_says_so(tmp_path: Path) -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.parametrize("options", [{}, {"max_output_tokens": 500}])
+def test_an_answer_that_the_run_cut_is_complete_for_the_responses_api(
+    tmp_path: Path, options: dict[str, int]
+) -> None:
+    server = Server(tmp_path, lambda number: "a long answer " * 20, max_length=50)
+
+    async def ask() -> None:
+        async with server.openai() as client:
+            whole: Any = await client.responses.create(model="m", input="q", **options)
+            async with client.responses.stream(model="m", input="q", **options) as events:
+                streamed = await events.get_final_response()
+        for answer in (whole, streamed):
+            assert answer.status == "completed" and answer.output[0].status == "incomplete"
+            assert answer.incomplete_details.reason == "max_output_tokens"
+            assert 0 < len(answer.output_text) < 50
+
+    asyncio.run(ask())
+
+
 def test_answers_that_follow_a_schema(tmp_path: Path) -> None:
     server = Server(tmp_path, lambda number: '{"a": 1}')
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -25,6 +25,9 @@ TEXTS = [
 ]
 
 
+LONG = "a long answer " * 20
+
+
 @function_tool
 def add(a: int, b: int) -> str:
     """Adds two numbers."""
@@ -65,3 +68,27 @@ def test_an_agent_of_the_library_is_one_row(tmp_path: Path, model: Any, stream: 
     for text in (TEXTS[0], "3<|im_end|>", TEXTS[1], "7<|im_end|>", "11<|im_end|>", TEXTS[2]):
         place = row.index(text, place)
     assert set(server.agent.overridden) <= {"strict"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("model", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
+def test_an_agent_of_the_library_goes_on_with_a_cut_turn(
+    tmp_path: Path, model: Any, stream: bool
+) -> None:
+    server = Server(tmp_path, lambda number: LONG, max_length=60)
+
+    async def play() -> str:
+        async with server.openai() as client:
+            agent = Agent(name="talker", model=model("gpt-x", client))
+            settings = RunConfig(tracing_disabled=True)
+            if stream:
+                done: Any = Runner.run_streamed(agent, "hello", run_config=settings)
+                async for _ in done.stream_events():
+                    pass
+            else:
+                done = await Runner.run(agent, "hello", run_config=settings)
+            return str(done.final_output)
+
+    said = asyncio.run(play())
+    (node,) = (node for node in server.session.nodes if node.sampled)
+    assert node.finish_reason == "length" and said and LONG.startswith(said)

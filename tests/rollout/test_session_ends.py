@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,3 +155,58 @@ def test_a_program_prints_a_reward_for_what_it_reached(
     assert (ended.end, ended.reward, ended.output) == (end, None, f"{code}\n{reward}\n")
     found = printed_reward(session_output=[ended.output], session_end=[ended.end])
     assert found == {"reward": [reward]}
+
+
+ASKS_AND_FAILS = """
+import json, os, urllib.request
+more = json.loads(os.environ["MORE"])
+body = json.dumps({"messages": [{"role": "user", "content": "q"}], **more})
+headers = {"Content-Type": "application/json"}
+headers["Authorization"] = "Bearer " + os.environ["OPENAI_API_KEY"]
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers)).read()
+raise SystemExit("no visible output")
+"""
+"""Takes a turn, and fails, as agents do that cannot go on with a cut one."""
+
+
+class Cut(Answers):
+    """Cuts each turn after two tokens."""
+
+    async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
+        return [Answer({"role": "assistant", "content": ""}, "length", 2, 5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("session", "more", "end"),
+    [
+        (Cut(""), {}, "length"),
+        (Cut(""), {"max_tokens": 9}, "length"),
+        (Cut(""), {"max_tokens": 2}, "agent_error"),  # its own limit cut the turn
+        (Answers(""), {}, "agent_error"),
+    ],
+)
+def test_an_agent_that_fails_after_a_turn_that_the_run_cut_is_not_to_blame(
+    session: Answers, more: dict[str, int], end: str
+) -> None:
+    async def play() -> Ended:
+        config = {
+            "function": "asyncrl.environments.agent:play",
+            "arguments": {
+                "command": [sys.executable, "-c", ASKS_AND_FAILS],
+                "stdin": "none",
+                "variables": {"MORE": json.dumps(more)},
+            },
+            "processes": 1,
+            "url": True,
+        }
+        player = Player(EnvironmentConfig.model_validate(config))
+        try:
+            return await player.play({"prompt": ""}, session)
+        finally:
+            await player.close()
+
+    ended = asyncio.run(asyncio.wait_for(play(), 120))
+    assert (ended.end, ended.reward) == (end, None)
+    assert ended.note.endswith("ended with exit code 1: no visible output")
+    assert ended.note.startswith("the run cut the last turn") == (end == "length")

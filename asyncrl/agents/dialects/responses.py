@@ -219,9 +219,9 @@ class Responses:
         body, given = self._body, self._given
         status, details, usage = "in_progress", None, None
         if answer is not None:
-            whole = answer.finish_reason == "stop"
-            status = "completed" if whole else "incomplete"
-            details = None if whole else {"reason": "max_output_tokens"}
+            cut = answer.finish_reason != "stop"
+            status = "completed" if self._is_complete(answer) else "incomplete"
+            details = {"reason": "max_output_tokens"} if cut else None
             usage = _usage(answer)
         return {
             "id": self._id,
@@ -249,6 +249,12 @@ class Responses:
             "truncation": "disabled",
             "usage": usage,
         }
+
+    def _is_complete(self, answer: Answer) -> bool:
+        """Whether its status is `completed`. Agents take `incomplete` as an error, and give up. So
+        only an answer that their own max_output_tokens cut has it. `incomplete_details` tells of
+        every cut."""
+        return answer.finish_reason == "stop" or answer.cut_by_run(self.request)
 
     async def events(self, parts: AsyncIterator[Part]) -> AsyncGenerator[Event, None]:
         """The events of a streamed answer."""
