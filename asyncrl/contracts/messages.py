@@ -179,7 +179,10 @@ class SessionCounts:
     repeated: int = 0
     """Sampled tokens that a row has as context, because an earlier row trains them."""
     failures: Mapping[str, int] = field(default_factory=dict)
-    """How and why sessions failed that are not trained → how many did."""
+    """How and why sessions failed that are not trained → how many did. Those without a turn that
+    `unasked` counts are among them."""
+    unasked: int = 0
+    """Sessions in which the model took no turn, although nothing failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,9 @@ __all__ = ["Bookkeeping", "Recorder", "RunProgress"]
 
 LOST_ROUNDS = 100
 """The run ends when more than this many batches of groups end without a step."""
+UNASKED_ROUNDS = 3
+"""The same for batches in which no session asked the model. Such sessions cost hardly any time, and
+waiting does not help."""
 
 
 class Recorder(Protocol):
@@ -113,7 +116,8 @@ class Bookkeeping:
         """Record the outcome of a group that has left the buffer.
 
         Raises:
-            RuntimeError: too many groups have ended without a step.
+            RuntimeError: too many groups have ended without a step, or without a turn of the
+                model.
         """
         progress, ended = self.progress, self._ended_since_step
         if outcome != "trained":
@@ -133,7 +137,16 @@ class Bookkeeping:
         )
         progress.ended[outcome] = progress.ended.get(outcome, 0) + 1
         ended[outcome] += 1
-        if outcome != "trained" and ended.total() > LOST_ROUNDS * self._groups_per_step:
+        if outcome == "trained":
+            return
+        failed = self._failed_since_step
+        if failed.all_unasked and failed.groups > UNASKED_ROUNDS * self._groups_per_step:
+            raise RuntimeError(
+                f"the model took no turn in any of {failed.sessions} sessions{failed.why()}:"
+                " nothing is left to train on. Let the environment ask the model that it gets, or"
+                " its agent use the session's URL and key; `asyncrl check-env` tries it"
+            )
+        if ended.total() > LOST_ROUNDS * self._groups_per_step:
             counts = ", ".join(f"{count} {name}" for name, count in ended.items())
             raise RuntimeError(
                 f"no step since {ended.total()} groups ended ({counts};"

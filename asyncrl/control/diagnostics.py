@@ -187,6 +187,7 @@ def _sessions(arrived: Sequence[Scored]) -> dict[str, float]:
             for end in SESSION_ENDS
         },
         "session/turns": turns / count,
+        "session/unasked_ratio": sum(sessions.unasked for sessions in known) / count,
         "session/branch_ratio": leaving / max(1, turns),
         **{f"session/branches_{name}": count for name, count in sorted(branches.items())},
         "session/unparsed_ratio": sum(sessions.unparsed for sessions in known) / max(1, turns),

@@ -22,7 +22,7 @@ class FailedSessions:
     """
 
     def __init__(self) -> None:
-        self.groups = self.sessions = self.failed = 0
+        self.groups = self.sessions = self.failed = self.unasked = 0
         self._reasons: Counter[str] = Counter()
         """Key of a reason → its count."""
         self._texts: dict[str, str] = {}
@@ -34,6 +34,7 @@ class FailedSessions:
         self.groups += 1
         self.sessions += sum(counts.ends.values())
         self.failed += sum(counts.failures.values())
+        self.unasked += counts.unasked
         for reason, count in counts.failures.items():
             self._last = " ".join(reason.split())  # one line, whatever a session says
             self._count(self._last, count)
@@ -53,6 +54,11 @@ class FailedSessions:
     def mostly(self) -> bool:
         """Whether more than half of the sessions failed."""
         return 2 * self.failed > self.sessions
+
+    @property
+    def all_unasked(self) -> bool:
+        """Whether the model took a turn in none of the sessions, although none failed."""
+        return 0 < self.sessions == self.unasked
 
     def _most_frequent(self) -> tuple[str, int]:
         """The first text of the most frequent reason, and its count."""

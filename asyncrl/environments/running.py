@@ -160,7 +160,9 @@ class _Course:
         self._raise_failure_of_model()
         ended = self._watched.ended
         # An environment may catch what ended it, and give a reward for what was reached.
-        return self._rewarded("done" if ended is None else end_of(ended), "", result)
+        if ended is None:
+            return self._rewarded("done", "", result)
+        return self._rewarded(end_of(ended), str(ended), result)
 
     def refused(self, error: Exception) -> Ended:
         """The end of a session whose environment raised the model's refusal. A game has given a

@@ -121,6 +121,12 @@ RANGES = {
         "sessions end late and are not trained: raise environment.deadline_s, or the limit that the"
         " column session_note of groups/*.parquet names",
     ),
+    "session/unasked_ratio": Range(
+        0.0,
+        0.05,
+        "the model takes no turn in these sessions, so they train nothing: the column session_note"
+        " of groups/*.parquet says why; `asyncrl check-env` tries the environment",
+    ),
     "session/unparsed_ratio": Range(
         0.0,
         0.2,

@@ -349,6 +349,11 @@ BATCH = (
     ),
     Metric("session/turns", "mean number of turns of a session"),
     Metric(
+        "session/unasked_ratio",
+        "share of the sessions in which the model took no turn, although nothing failed. They are"
+        " not trained (`no_token`)",
+    ),
+    Metric(
         "session/branch_ratio",
         "share of the turns that do not continue the tokens of any turn before them: all branches"
         " except forked and repeated ones. Their rows repeat what they share with others",

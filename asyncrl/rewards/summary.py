@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, TypeAlias, TypedDict
@@ -306,6 +306,7 @@ def _counts(row: Mapping[str, Any]) -> SessionCounts:
         tokens[reason] += count
         trained.append(count if reason == "trained" else 0)
     rewards = [reward for reward in row["turn_reward"] if reward is not None]
+    unasked = _unasked(row)
     return SessionCounts(
         ends=dict(Counter(row["session_end"])),
         turns=len(row["turn_tokens"]),
@@ -320,20 +321,30 @@ def _counts(row: Mapping[str, Any]) -> SessionCounts:
         other_s=sum(row["session_other_s"]),
         rewarded_turns=len(rewards),
         turn_reward=sum(rewards),
-        failures=_failures(row["session_end"], row["session_note"], row["status"]),
+        failures=_failures(row, unasked),
+        unasked=len(unasked),
     )
 
 
-def _failures(
-    ends: Sequence[str], notes: Sequence[str | None], statuses: Sequence[str]
-) -> dict[str, int]:
+def _unasked(row: Mapping[str, Any]) -> set[int]:
+    """The sessions in which the model took no turn, although they did not fail."""
+    asked = set(row["turn_trajectory"])
+    return {
+        session
+        for session, end in enumerate(row["session_end"])
+        if session not in asked and end not in (*FAILED_ENDS, "closed")
+    }
+
+
+def _failures(row: Mapping[str, Any], unasked: Collection[int]) -> dict[str, int]:
     """How and why sessions failed → how many did. One that `environment.train_ends` leaves out has
     its end as its status."""
+    sessions = zip(row["session_end"], row["session_note"], row["status"], strict=True)
     return dict(
         Counter(
             short(f"{end}: {note}" if note else end, REASON_LENGTH)
-            for end, note, status in zip(ends, notes, statuses, strict=True)
-            if end == status and end in FAILED_ENDS
+            for session, (end, note, status) in enumerate(sessions)
+            if (end == status and end in FAILED_ENDS) or session in unasked
         )
     )
 

@@ -23,6 +23,8 @@ __all__ = ["Player", "with_requests"]
 
 CUT = "the run cut the last turn (rollout.max_completion_length, or data.max_length)"
 """Why a session ended whose agent failed after such a turn: the run is the cause."""
+UNASKED = "it asked the model for no turn"
+AT_URL = "; an agent finds it by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, and the key of its session"
 
 
 class _Counted:
@@ -65,7 +67,8 @@ class Player:
         """Play one session to its end. Raises as `EnvironmentPool.play` does."""
         paced = PacedSession(session, self._tool_s)
         if self._server is None:
-            return await self._in_time(paced, self._pool.play(task, paced, alone, clock=paced))
+            played = self._pool.play(task, paced, alone, clock=paced)
+            return _with_note(await self._in_time(paced, played), UNASKED)
         await self._server.start()
         served = ServedSession(paced.chat, self._most_turns)
         with self._server.serving(served) as key:
@@ -73,7 +76,7 @@ class Player:
             played = self._pool.play(task, _Counted(session, served), alone, url, paced)
             ended = with_requests(await self._in_time(paced, played), served)
             served.end = ended.end
-        return ended
+        return _with_note(ended, UNASKED + AT_URL)
 
     async def _in_time(self, paced: PacedSession, played: Awaitable[Ended]) -> Ended:
         """The end of a session, which comes at once if its tools take too long."""
@@ -96,6 +99,12 @@ class Player:
                 model_s=model_s,
                 other_s=paced.played_s - model_s,
             )
+
+
+def _with_note(ended: Ended, unasked: str) -> Ended:
+    """The end of a session, with a note if it took no turn."""
+    quiet = ended.end == "done" and not ended.turns and not ended.note
+    return replace(ended, note=unasked) if quiet else ended
 
 
 def with_requests(ended: Ended, served: ServedSession) -> Ended:

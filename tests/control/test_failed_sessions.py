@@ -141,6 +141,31 @@ def test_a_run_without_steps_ends_with_the_most_frequent_reason() -> None:
     assert BROKEN in str(ended.value) and KEY not in str(ended.value)
 
 
+def unasked(ordinal: int, count: int, sessions: int = 4) -> Scored:
+    """A group in which the model took no turn in so many sessions."""
+    why = {"done: it asked the model for no turn": count} if count else {}
+    of = SessionCounts({"done": sessions}, 0, {}, 0, 0, {}, 0.0, 0.0, failures=why, unasked=count)
+    return Scored(ordinal, 0, None, 8, (), {}, sessions - count, 0, sessions=of)
+
+
+def test_a_run_that_never_asks_the_model_ends_soon_and_says_so() -> None:
+    made, recorder = books()
+    with pytest.raises(RuntimeError, match="the model took no turn in any of 28 sessions") as ended:
+        for ordinal in range(LOST_ROUNDS):
+            made.scored(unasked(ordinal, 4))
+            made.end(Outstanding(ordinal, 0), "dropped", "usable trajectories: 0")
+    assert "(28 times) done: it asked the model for no turn: nothing is left" in str(ended.value)
+    first, *_ = records(recorder)
+    assert (first["failed"], first["sessions"]) == (8, 8)
+
+
+def test_a_run_that_sometimes_asks_the_model_goes_on() -> None:
+    made, _ = books()
+    for ordinal in range(20):
+        made.scored(unasked(ordinal, 4 if ordinal else 3))
+        made.end(Outstanding(ordinal, 0), "dropped", "usable trajectories: 1")
+
+
 def test_nothing_is_recorded_without_failures_or_sessions() -> None:
     made, recorder = books()
     for ordinal in range(4):

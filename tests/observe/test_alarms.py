@@ -249,6 +249,12 @@ def test_sessions_have_alarms_for_calls_that_stay_text_and_for_a_small_cache() -
     assert alarms({"session/prefix_hit_ratio": float("nan")}) == []
 
 
+def test_sessions_that_ask_nothing_have_an_alarm() -> None:
+    assert alarms({"session/unasked_ratio": 0.0}) == []
+    (line,) = alarms({"session/unasked_ratio": 0.5})
+    assert line.startswith("session/unasked_ratio = 0.5 is outside 0 to 0.05: the model takes no")
+
+
 def test_sessions_that_failed_and_are_trained_need_a_reward() -> None:
     failed = {"session/agent_error_ratio": 0.5, "session/deadline_ratio": 0.25}
     unscored = {**failed, "reward/unscored_ratio": 0.8}

@@ -288,6 +288,11 @@ def test_a_session_without_a_turn_has_no_token(model: Path) -> None:
     row = scored(config, table)
     assert row["status"] == ["no_token"] * 3 and finished.tokens == 0
     assert nodes_of_group(cast("SessionsRow", row)) == [[], [], []]
+    assert row["session_note"] == ["it asked the model for no turn"] * 3
+    (summary,) = summaries(score_table(rewarded(config, table), scoring_spec(config)))
+    assert summary.sessions is not None and summary.sessions.unasked == 3
+    assert summary.sessions.failures == {"done: it asked the model for no turn": 3}
+    assert scoring_metrics([summary])["session/unasked_ratio"] == 1.0
 
 
 def test_a_generator_that_fails_fails_the_group(model: Path) -> None:
