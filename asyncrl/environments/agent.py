@@ -25,6 +25,7 @@ from asyncrl.environments.model import Model
 from asyncrl.environments.running import AgentFailedError
 from asyncrl.environments.threads import in_thread
 from asyncrl.runtime.functions import import_function, is_async, short
+from asyncrl.runtime.loopback import without_proxy_on_loopback
 from asyncrl.runtime.redact import is_secret_name
 from asyncrl.runtime.temporary import TemporaryFolder
 
@@ -80,13 +81,13 @@ async def play(
 
 def program_environment(process: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
     """The environment variables of a program: those of this process without its secrets, those of
-    Ray and OWN_FOLDERS, and `variables`."""
+    Ray and OWN_FOLDERS, and `variables`. No proxy is between the program and its session."""
     kept = {
         name: value
         for name, value in process.items()
         if not is_secret_name(name) and not name.startswith(NOT_PASSED) and name not in OWN_FOLDERS
     }
-    return {**kept, **variables}
+    return without_proxy_on_loopback({**kept, **variables})
 
 
 def own_folder(folder: Path, process: Mapping[str, str]) -> dict[str, str]:

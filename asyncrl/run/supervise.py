@@ -27,6 +27,7 @@ from asyncrl.run.attempts import AcrossAttempts
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import MetricsWriter, read_metrics
 from asyncrl.runtime.files import append_to
+from asyncrl.runtime.loopback import call_loopback_directly
 from asyncrl.runtime.redact import RedactingFormatter, print_shown, shown
 
 __all__ = [
@@ -137,6 +138,7 @@ def run_job(
     Raises:
         ConfigError: the run directory cannot be used. Nothing was started.
     """
+    call_loopback_directly()
     config = job.config
     resume = _variables() + shlex.join(
         [*_without_resume(resume_command, config), "--name", config.name, "--resume", "must"]

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from asyncrl.runtime.loopback import without_proxy_on_loopback
 from asyncrl.runtime.serve_calls import cluster_environment
 from asyncrl.runtime.supervisor import command
 
@@ -60,7 +61,7 @@ class ChildProcess:
                 command(end, theirs.fileno(), serve, folder),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(end, theirs.fileno(), *inherited),
-                env=cluster_environment(),
+                env=without_proxy_on_loopback(cluster_environment() or os.environ),
                 start_new_session=True,
             )
         finally:
