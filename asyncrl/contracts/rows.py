@@ -17,6 +17,7 @@ import pyarrow as pa
 
 __all__ = [
     "ADDED_COLUMNS",
+    "AFTER_CUT",
     "ANSWER_COLUMNS",
     "BASELINE_COLUMNS",
     "BASELINE_PARTS_COLUMN",
@@ -174,6 +175,9 @@ SESSION_ENDS = (
 """How a session ends (`asyncrl.environments.running`). `done` is the ordinary end."""
 FAILED_ENDS = ("deadline", "agent_error", "env_error", "reward_error")
 """Ends that someone should repair. Each has a metric `session/<end>_ratio` with an alarm."""
+AFTER_CUT = "the run cut the last turn (rollout.max_completion_length, or data.max_length)"
+"""Beginning of `session_note` if an agent failed after such a turn. The run is the cause, so its
+end is `length`."""
 STATUSES = (
     "ok",
     "unscored",

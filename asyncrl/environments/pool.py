@@ -12,6 +12,7 @@ cause a failure.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 import time
@@ -50,6 +51,8 @@ LOOK_EVERY_S = 0.25
 GUARD_S = 5.0
 """Seconds beyond its deadline, and beyond block_s, until the pool kills the process of a session
 that has not ended."""
+CLOSE_S = 4.0
+"""Seconds that the games of a pool that ends get to close."""
 MOST_LEFT = 16
 """Threads that may outlive their sessions in a process before it is replaced."""
 SHARED = RUNNING.size + ALIVE.size
@@ -112,6 +115,8 @@ class _Entry:
     failed: Exception | None = None
     """Why the model could not answer a request, the last time."""
     guard: asyncio.TimerHandle | None = None
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its process does not run it any more."""
 
     def stop_requests(self) -> None:
         """Cancel the requests that are under way."""
@@ -128,7 +133,7 @@ class EnvironmentPool:
         self._processes = [_Process() for _ in range(config.processes)]
         self._waiting: list[_Entry] = []
         self._count = 0
-        self._closing = False
+        self._closing = self._closed = False
         self._ready: asyncio.Future[None] | None = None
         self._keepers: list[asyncio.Task[None]] = []
 
@@ -183,9 +188,10 @@ class EnvironmentPool:
 
     async def close(self) -> None:
         """Kill the processes and everything that they have started."""
-        if self._closing:
+        if self._closed:
             return
-        self._closing = True
+        self._closed = True
+        await self.end_sessions()
         for process in self._processes:
             process.kill()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -193,6 +199,19 @@ class EnvironmentPool:
             entry.end.cancel()
         for process in self._processes:
             process.free()
+
+    async def end_sessions(self) -> None:
+        """End all sessions, and begin no more. Games that have a `close` get a moment for it."""
+        self._closing = True
+        ends = []
+        for process in self._processes:
+            for entry in process.running.values() if process.closes else ():
+                process.send(Stop(entry.number))
+                entry.end.cancel()
+                ends.append(entry.left.wait())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*ends)
 
     def _give_up(self, entry: _Entry) -> None:
         if entry in self._waiting:
@@ -248,7 +267,7 @@ class EnvironmentPool:
             if why := str(ready["ready"]):
                 process.refused = True
                 return why
-            process.ready = True
+            process.ready, process.closes = True, bool(ready.get("closes"))
             watch = asyncio.create_task(self._watch(process))
             self._is_ready()
             self._dispatch()
@@ -389,6 +408,8 @@ class _Process(ChildProcess):
     def __init__(self) -> None:
         super().__init__()
         self.ready = False
+        self.closes = False
+        """Whether its games have a method `close`."""
         self.refused = False
         """Whether it said itself why it cannot be used."""
         self.running: dict[int, _Entry] = {}
@@ -474,6 +495,7 @@ class _Process(ChildProcess):
     def done(self, entry: _Entry) -> None:
         """Remove a session that has ended."""
         del self.running[entry.number]
+        entry.left.set()
         if entry.guard is not None:
             entry.guard.cancel()
         entry.stop_requests()

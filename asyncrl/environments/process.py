@@ -124,7 +124,8 @@ def serve(connection: socket.socket) -> None:
         send({"ready": str(error)})
         return
     process = _Process(connection, send, environment, setup)
-    send({"ready": ""})
+    closes = inspect.isclass(environment) and callable(getattr(environment, "close", None))
+    send({"ready": "", "closes": closes})
     asyncio.run(process.run())
 
 
@@ -263,7 +264,8 @@ class _Process:
                 if session := self._sessions.get(number):
                     session.answered(request, answers, error, text)
             case Stop(number):
-                if task_of := self._playing.get(number):
+                # Once: a second one would cancel the `close` of a game.
+                if number not in self._stopped and (task_of := self._playing.get(number)):
                     self._stopped.add(number)
                     task_of.cancel()
 

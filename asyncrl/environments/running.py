@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -37,6 +38,8 @@ __all__ = [
     "run_session",
 ]
 
+logger = logging.getLogger(__name__)
+
 End: TypeAlias = Literal[
     "done", "length", "turns", "deadline", "agent_error", "env_error", "reward_error", "closed"
 ]
@@ -45,10 +48,13 @@ reached. `agent_error`: its agent program failed. `env_error`: the environment r
 ended its process. `reward_error`: it gave no valid reward. `closed`: the run ended it."""
 
 HOME = str(Path(asyncrl.__file__).parent) + "/"
+CLOSE_S = 3.0
+"""Seconds that a game's `close` may take."""
 
 
 class Game(Protocol):
-    """An environment whose loop is asyncrl's. There is one object for each session."""
+    """An environment whose loop is asyncrl's. There is one object for each session. It may have a
+    method `close`, which is called at the session's end, however that comes."""
 
     def reset(self, task: Mapping[str, Any]) -> object:
         """The first messages: a text for one user message, or a list of messages."""
@@ -270,9 +276,33 @@ async def _run(
 ) -> object:
     """What the environment returns."""
     if inspect.isclass(environment):
-        return await _play(cast("Callable[..., Game]", environment)(**arguments), task, course)
+        game = cast("Callable[..., Game]", environment)(**arguments)
+        try:
+            result = await _play(game, task, course)
+        except BaseException:  # a limit, an error of the game, or nobody waits for it any more
+            try:
+                await _close(game)
+            except Exception:  # what ended the session counts
+                logger.exception("close() of the environment failed, after another error")
+            raise
+        await _close(game)
+        return result
     solve = cast("Callable[..., Awaitable[object]]", environment)
     return await solve(task, course.model, **arguments)
+
+
+async def _close(game: Game) -> None:
+    """Call the game's `close`, if it has one. Raises TimeoutError after CLOSE_S."""
+    close = getattr(game, "close", None)
+    if not callable(close):
+        return
+    try:
+        async with asyncio.timeout(CLOSE_S) as limit:
+            await _awaited(close())
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise TimeoutError(f"close() took longer than {CLOSE_S:g} s") from None
 
 
 async def _play(game: Game, task: Mapping[str, Any], course: _Course) -> object:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from asyncrl.contracts.columns import SOURCE_COLUMN
 from asyncrl.contracts.messages import Scored, ScoredBaseline, SessionCounts, TrajectoryText
 from asyncrl.contracts.nodes import branch_class
-from asyncrl.contracts.rows import FAILED_ENDS, REFERENCE_VERSION_COLUMN, TRUNCATED
+from asyncrl.contracts.rows import AFTER_CUT, FAILED_ENDS, REFERENCE_VERSION_COLUMN, TRUNCATED
 from asyncrl.rewards.contract import UNSCORED_REASON
 from asyncrl.rewards.text_quality import looping, unprintable
 from asyncrl.runtime.functions import short
@@ -344,7 +344,9 @@ def _failures(row: Mapping[str, Any], unasked: Collection[int]) -> dict[str, int
         Counter(
             short(f"{end}: {note}" if note else end, REASON_LENGTH)
             for session, (end, note, status) in enumerate(sessions)
-            if (end == status and end in FAILED_ENDS) or session in unasked
+            if (end == status and end in FAILED_ENDS)
+            or session in unasked
+            or (status == "unscored" and (note or "").startswith(AFTER_CUT))
         )
     )
 

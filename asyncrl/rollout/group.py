@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ logger = logging.getLogger("asyncrl")
 CALLS_AT_ONCE = 10_000
 """Calls that a worker may have at once. No call lasts as long as a group, except `ended`."""
 RESTART_PAUSE_S = 0.2
+END_SESSIONS_S = 6.0
+"""Seconds that the workers get to end their sessions before they are killed."""
 LAST_GUARD_S = 30.0
 """Seconds after the deadline until the driver stops waiting for a worker that does not answer. The
 worker itself enforces the deadline."""
@@ -131,6 +134,11 @@ class RayRollouts:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # Killed workers end their environments without a word. Those with a `close` need one.
+        ends = [state.actor.end_sessions.remote() for state in self._states]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_SESSIONS_S):
+                await asyncio.gather(*ends, return_exceptions=True)
         for state in self._states:
             ray.kill(state.actor)
 

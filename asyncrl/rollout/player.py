@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.agents.served import ServedSession
 from asyncrl.config import EnvironmentConfig
+from asyncrl.contracts.rows import AFTER_CUT
 from asyncrl.environments.given import turn_rewards_of
 from asyncrl.environments.model import SessionUrl
 from asyncrl.environments.pool import EnvironmentPool
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Player", "with_requests"]
 
-CUT = "the run cut the last turn (rollout.max_completion_length, or data.max_length)"
-"""Why a session ended whose agent failed after such a turn: the run is the cause."""
 UNASKED = "it asked the model for no turn"
 AT_URL = "; an agent finds it by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, and the key of its session"
 
@@ -54,6 +53,10 @@ class Player:
         if self._server is not None:
             await self._server.start()
         await self._pool.start()
+
+    async def end_sessions(self) -> None:
+        """See `EnvironmentPool.end_sessions`."""
+        await self._pool.end_sessions()
 
     async def close(self) -> None:
         """End the environment processes and the server."""
@@ -120,7 +123,7 @@ def with_requests(ended: Ended, served: ServedSession) -> Ended:
     if served.ended is not None and ended.end in ("done", "env_error", "agent_error"):
         ended = replace(ended, end=end_of(served.ended), note=one_line(str(served.ended)))
     elif served.cut and ended.raised and ended.end in ("env_error", "agent_error"):
-        ended = replace(ended, end="length", note=f"{CUT}; then: {ended.note}")
+        ended = replace(ended, end="length", note=f"{AFTER_CUT}; then: {ended.note}")
     if ended.rewards_at_url is not None:
         try:
             placed = turn_rewards_of(ended.rewards_at_url, served.taken)

@@ -113,6 +113,10 @@ class Sessions:
         """Wait until the environment is imported. Raises EnvironmentFailedError."""
         await self._player.start()
 
+    async def end_sessions(self) -> None:
+        """See `EnvironmentPool.end_sessions`."""
+        await self._player.end_sessions()
+
     async def close(self) -> None:
         """End the environment processes."""
         await self._player.close()

@@ -146,6 +146,11 @@ class RolloutWorker:
         """End the takes, and with them the scoring reader."""
         await self._outbox.close()
 
+    async def end_sessions(self) -> None:
+        """See `EnvironmentPool.end_sessions`."""
+        if self._sessions is not None:
+            await self._sessions.end_sessions()
+
     async def close(self) -> None:
         """End the environment processes. They also end with this process."""
         if self._sessions is not None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from asyncrl.environments import AgentFailedError
@@ -164,6 +165,33 @@ class Game:
     def step(self, message: Mapping[str, Any]) -> tuple[str, float, bool]:
         self.left -= 1
         return "more", 1.0, self.left == 0
+
+
+class Closing:
+    """A game that notes its end. The task says how it goes, and what `close` does."""
+
+    def reset(self, task: Mapping[str, Any]) -> str:
+        self.task = task
+        if task["fault"] == "reset raises":
+            raise OSError("no table")
+        return "q"
+
+    async def step(self, message: Mapping[str, Any]) -> tuple[str, float, bool]:
+        if self.task["fault"] == "step raises":
+            raise OSError("no row")
+        if self.task["fault"] == "waits":
+            Path(self.task["file"] + ".waits").touch()
+            await asyncio.sleep(60)
+        return "more", 1.0, self.task["fault"] == "none"
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.01)
+        note = Path(self.task["file"])
+        note.write_text("closed\n" + (note.read_text() if note.exists() else ""))
+        if self.task.get("close") == "raises":
+            raise OSError("cannot close")
+        if self.task.get("close") == "hangs":
+            await asyncio.sleep(60)
 
 
 class Half:

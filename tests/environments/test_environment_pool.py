@@ -358,3 +358,56 @@ def test_a_module_that_cannot_be_imported_is_one_line(
     text = asyncio.run(asyncio.wait_for(refused(), 120))
     assert text.endswith(expected.format(file=file)), text
     assert "odd_module:solve" in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("task", "end", "note"),
+    [
+        ({"fault": "none"}, "done", ""),
+        ({"fault": "goes on"}, "turns", "has taken its 3 turns"),
+        ({"fault": "waits"}, "deadline", "was not over after 1 s"),
+        ({"fault": "reset raises"}, "env_error", "OSError: no table"),
+        ({"fault": "step raises"}, "env_error", "OSError: no row"),
+        ({"fault": "none", "close": "raises"}, "env_error", "OSError: cannot close"),
+        ({"fault": "step raises", "close": "raises"}, "env_error", "OSError: no row"),
+        ({"fault": "goes on", "close": "hangs"}, "turns", "has taken its 3 turns"),
+    ],
+)
+def test_a_game_is_closed_at_every_end(
+    task: dict[str, str], end: str, note: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "closed"
+    task = {"file": str(file), **task}
+
+    async def work(pool: EnvironmentPool) -> Ended:
+        return await pool.play(task, Echo())
+
+    deadline_s = 1.0 if task["fault"] == "waits" else 60.0
+    ended = with_pool(work, "Closing", max_turns=3, deadline_s=deadline_s)
+    assert ended.end == end and note in ended.note
+    assert file.read_text() == "closed\n"
+
+
+async def until_there(file: Path) -> None:
+    while not file.exists():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("by", ["its caller", "the pool"])
+def test_a_game_that_nobody_waits_for_is_closed(by: str, tmp_path: Path) -> None:
+    task = {"fault": "waits", "file": str(tmp_path / "closed")}
+
+    async def work(pool: EnvironmentPool) -> None:
+        playing = asyncio.ensure_future(pool.play(task, Echo()))
+        await until_there(tmp_path / "closed.waits")
+        if by == "its caller":
+            playing.cancel()
+        else:
+            await pool.close()
+        with contextlib.suppress(asyncio.CancelledError):
+            await playing
+        if by == "its caller":
+            await until_there(tmp_path / "closed")
+
+    with_pool(work, "Closing")
+    assert (tmp_path / "closed").read_text() == "closed\n"

@@ -30,8 +30,10 @@ def chat(messages, **more):
 
 
 messages = [{"role": "user", "content": str(low)}]
-messages += [chat(messages), {"role": "user", "content": "higher"}]
-if int(sys.argv[2]) % 8 == 0:
+fails = int(sys.argv[2]) % 8 == 0
+limit = {"max_tokens": 4} if fails else {}  # a turn that the run cuts would be to blame
+messages += [chat(messages, **limit), {"role": "user", "content": "higher"}]
+if fails:
     sys.exit("this task fails")
 second = chat(messages)
 # The same chat goes on by Anthropic's API.
