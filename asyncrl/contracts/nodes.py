@@ -18,6 +18,7 @@ __all__ = [
     "ORPHAN",
     "REPEATED",
     "REWRITTEN",
+    "SEPARATE",
     "Node",
     "branch_class",
     "check_nodes",
@@ -31,8 +32,10 @@ NODE_STATUSES = ("ok", CONSTRAINED, ORPHAN)
 """Only tokens of `ok` turns are trained."""
 
 REWRITTEN = "rewritten"
-"""Class of a branch: no turn has the beginning of its chat. The agent has changed or compacted it,
-or it is another agent's."""
+"""Class of a branch: no turn has the beginning of its chat, which has answers of the session. The
+agent has changed or compacted it."""
+SEPARATE = "separate"
+"""It begins a chat of its own: another agent asks, or the agent begins anew."""
 FORKED = "forked"
 """It goes on from a turn that another turn follows already."""
 REPEATED = "repeated"
@@ -43,7 +46,7 @@ CUT = "cut"
 """The turn before it was cut in a tool call."""
 HISTORY = "history"
 """`environment.history` is `template`, which would write the tokens before it in another way."""
-BRANCHES = (REWRITTEN, FORKED, REPEATED, DRIFT, CUT, HISTORY)
+BRANCHES = (REWRITTEN, SEPARATE, FORKED, REPEATED, DRIFT, CUT, HISTORY)
 
 
 @dataclass(frozen=True, slots=True)

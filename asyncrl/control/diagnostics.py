@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from asyncrl.contracts.messages import Scored
-from asyncrl.contracts.nodes import FORKED, REPEATED
+from asyncrl.contracts.nodes import FORKED, REPEATED, SEPARATE
 from asyncrl.contracts.outcomes import NO_BASELINE
 from asyncrl.contracts.rows import SESSION_ENDS
 
@@ -179,7 +179,7 @@ def _sessions(arrived: Sequence[Scored]) -> dict[str, float]:
     branches: Counter[str] = Counter()
     for sessions in known:
         branches.update(sessions.branches)
-    leaving = branches.total() - branches[FORKED] - branches[REPEATED]
+    leaving = branches.total() - sum(branches[one] for one in (FORKED, REPEATED, SEPARATE))
     hits = sum(sessions.cached for sessions in known) / reusable if reusable else math.nan
     return {
         **{

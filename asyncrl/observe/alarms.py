@@ -147,7 +147,8 @@ RANGES = {
         0.0,
         0.2,
         "turns do not continue the tokens before them, so rows repeat them: session/branches_… (not"
-        " forked or repeated ones) and the column turn_branch_reason of groups/*.parquet say why",
+        " forked, repeated or separate ones) and the column turn_branch_reason of groups/*.parquet"
+        " say why",
     ),
     "rollout/logprob_mean": Range(-4.0, 0.0, GIBBERISH),
     "rollout/loop_ratio": Range(0.0, 0.1, f"{GIBBERISH} rollout.repetition_stop ends loops"),

@@ -355,12 +355,13 @@ BATCH = (
     ),
     Metric(
         "session/branch_ratio",
-        "share of the turns that do not continue the tokens of any turn before them: all branches"
-        " except forked and repeated ones. Their rows repeat what they share with others",
+        "share of the turns whose rows repeat tokens of turns before them: all branches except"
+        " forked and repeated ones, and separate ones, such as those of another agent",
     ),
     Metric(
-        "session/branches_rewritten, session/branches_forked, session/branches_repeated,"
-        " session/branches_drift, session/branches_cut, session/branches_history",
+        "session/branches_rewritten, session/branches_separate, session/branches_forked,"
+        " session/branches_repeated, session/branches_drift, session/branches_cut,"
+        " session/branches_history",
         "number of these branches, by class; absent without one (docs/how_to/environments.md)",
     ),
     Metric(

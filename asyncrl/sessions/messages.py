@@ -11,7 +11,7 @@ from typing import NamedTuple
 from asyncrl.sessions.answers import ChatRequest
 from asyncrl.text.chat_messages import argument_values, plain_text
 
-__all__ = ["Chat", "ChatDigests", "chat_digests", "prompt_digest", "request_hash"]
+__all__ = ["Chat", "ChatDigests", "chat_digests", "message_digest", "prompt_digest", "request_hash"]
 
 REASONING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 """Reasoning that a client has as a part of an answer's text."""
@@ -87,6 +87,11 @@ class ChatDigests:
 def chat_digests(messages: Sequence[Mapping[str, object]], head: object = None) -> list[bytes]:
     """The digests of the beginnings of one chat, as `ChatDigests.of` gives them."""
     return ChatDigests().of(messages, head).digests
+
+
+def message_digest(message: Mapping[str, object]) -> bytes:
+    """The digest of one message. It leaves out what `ChatDigests` leaves out."""
+    return _digest(b"message", _compared(message, {}))
 
 
 def prompt_digest(prompt: str) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from asyncrl.contracts.heard import Heard
-from asyncrl.contracts.nodes import FORKED, HISTORY, ORPHAN, REPEATED, REWRITTEN, Node
+from asyncrl.contracts.nodes import FORKED, HISTORY, ORPHAN, REPEATED, REWRITTEN, SEPARATE, Node
 from asyncrl.contracts.rows import Completion
 from asyncrl.sessions.answers import (
     Answer,
@@ -17,6 +17,7 @@ from asyncrl.sessions.answers import (
     ContextTooLongError,
     SessionClosedError,
 )
+from asyncrl.sessions.beginnings import Beginnings
 from asyncrl.sessions.messages import ChatDigests, prompt_digest, request_hash
 from asyncrl.sessions.tree import Place, SessionTree
 from asyncrl.text.chat_messages import argument_values
@@ -228,6 +229,9 @@ class Session:
         self._asked: dict[int, int] = {}
         """Hash of a prompt's tokens → answers that were asked of it."""
         self._digests = ChatDigests()
+        self._beginnings = Beginnings()
+        self._separate: set[int] = set()
+        """Contexts that begin a chat of its own."""
         self._last: tuple[Sequence[Message], Message] | None = None
         """The messages of the last answered request, and its answer."""
         self._choices: dict[int, list[Answer]] = {}
@@ -357,11 +361,12 @@ class Session:
             return f"{REPEATED}: the request has an answer already"
         if nodes[context].branch_reason:
             return ""
-        why = (
-            f"{REWRITTEN}: no turn has the beginning of the chat"
-            if nodes[context].parent is None
-            else f"{FORKED}: another turn follows the turn before it"
-        )
+        if nodes[context].parent is not None:
+            why = f"{FORKED}: another turn follows the turn before it"
+        elif context in self._separate:
+            why = f"{SEPARATE}: a chat of its own, such as another agent's"
+        else:
+            why = f"{REWRITTEN}: no turn has the beginning of the chat"
         return f"{why}; {self._template.difference(self.tree.path_ids(beside), prompt_ids)}"
 
     def _begins_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
@@ -393,6 +398,8 @@ class Session:
                 self._prefer(turn)
             (ids,), _ = encode_prompts(self._template.tokenizer, [prompt[known:]], rendered=True)
             context = self.tree.add_context(Node(turn, tuple(ids)), digest)
+            if turn is None and self._beginnings.is_separate_text(prompt):
+                self._separate.add(context)
         return _Placed(
             context,
             digest,
@@ -437,7 +444,10 @@ class Session:
             return place.node
         if place.node is None:
             ids = self._template.render(messages, tools)
-            return self.tree.add_context(Node(None, tuple(ids)), chat)
+            context = self.tree.add_context(Node(None, tuple(ids)), chat)
+            if self._beginnings.is_separate(messages, tools):
+                self._separate.add(context)
+            return context
         self._prefer(place.node)
         path = self.tree.path_ids(place.node)
         try:
@@ -464,6 +474,7 @@ class Session:
             if request.prompt is None
             else {"role": "assistant", "content": completion.text}
         )
+        self._beginnings.said(message)
         node = self.tree.add_turn(
             Node(
                 placed.context,

@@ -208,19 +208,19 @@ def test_branches_are_counted_by_class(model: Path) -> None:
     block = scored_block(rewarded(config, table), scoring_spec(config))
     (found,) = map(scored_from_text, block["scored_summary"].to_pylist())
     assert found.sessions is not None and found.sessions.turns == 3 * 6
-    assert found.sessions.branches == {"rewritten": 3, "forked": 3, "repeated": 6}
+    assert found.sessions.branches == {"separate": 3, "forked": 3, "repeated": 6}
     metrics = scoring_metrics([found])
     counts = {name: value for name, value in metrics.items() if "/branches_" in name}
     assert counts == {f"session/branches_{name}": n for name, n in found.sessions.branches.items()}
     every = replace(found.sessions, branches=dict.fromkeys(BRANCHES, 1))
-    for sessions, leaving in ((found.sessions, 3), (every, len(BRANCHES) - 2)):
+    for sessions, leaving in ((found.sessions, 0), (every, len(BRANCHES) - 3)):
         metrics = scoring_metrics([replace(found, sessions=sessions)])
-        # Not forked and repeated ones.
+        # Not forked, repeated and separate ones.
         assert metrics["session/branch_ratio"] == leaving / found.sessions.turns
     assert {f"session/branches_{name}" for name in BRANCHES} <= known_names()
     (row,) = table.to_pylist()
     classes = [branch_class(reason) for reason in row["turn_branch_reason"]]
-    assert classes == ["", "", "forked", "rewritten", "repeated", "repeated"] * 3
+    assert classes == ["", "", "forked", "separate", "repeated", "repeated"] * 3
 
 
 def values_of(messages: Any) -> Any:

@@ -157,27 +157,82 @@ def test_a_branch_names_its_class_and_the_first_token_that_differs(chatml: Model
         assert place > len(session.tree.path_ids(first[0].node))
         (third,) = await session.chat(ChatRequest([*chat, user("cd")]))
         assert branch_of(chatml, session, third, edited.node)[0] == "forked"
-        # The history is compacted: all but the rules.
-        (compacted,) = await session.chat(ChatRequest([rules, user("summary")]))
+        # The history is compacted: all but the rules and an answer.
+        summary = [rules, user("summary"), first[0].message, user("sum")]
+        (compacted,) = await session.chat(ChatRequest(summary))
         kind, why, place = branch_of(chatml, session, compacted, third.node)
         assert (kind, why) == ("rewritten", "no turn has the beginning of the chat")
         assert 3 < place < len(generator.requests[0].prompt_ids)
         # Another agent with another system prompt.
         (other,) = await session.chat(ChatRequest([user("else"), user("d")]))
         kind, _, place = branch_of(chatml, session, other, compacted.node)
-        assert kind == "rewritten" and place < 3
+        assert kind == "separate" and place < 3
         # Both agents go on.
         for before in (compacted, other):
-            start = [user("else"), user("d")] if before is other else [rules, user("summary")]
+            start = [user("else"), user("d")] if before is other else summary
             (after,) = await session.chat(ChatRequest([*start, before.message, user("on")]))
             assert session.nodes[after.node].branch_reason == ""
         again = await session.chat(ChatRequest([rules, user("a")], n=2))
         assert branch_of(chatml, session, again[0], None)[0] == "repeated"
         assert session.nodes[again[1].node].branch_reason == "", "a request is one branch"
         (text,) = await session.chat(ChatRequest(prompt="once"))
-        assert branch_of(chatml, session, text, again[1].node)[0] == "rewritten"
+        assert branch_of(chatml, session, text, again[1].node)[0] == "separate"
+        (more,) = await session.chat(ChatRequest(prompt=f"x{text.message['content']}"))
+        assert branch_of(chatml, session, more, text.node)[0] == "rewritten"
 
     asyncio.run(agent())
+
+
+TWO_TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in "ab"]
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("second", "tools", "kind"),
+    [
+        ([system("critic"), user("is 1 right?")], None, "separate"),
+        ([system("solver"), user("another question")], None, "separate"),  # a worker like the first
+        ([user("quoted: 1")], None, "separate"),
+        # Examples for the second agent.
+        ([system("critic"), user("x"), {"role": "assistant", "content": "y"}], None, "separate"),
+        # A handoff has another prompt and other tools.
+        ([system("critic"), user("q"), "answer", user("go on")], TWO_TOOLS[1:], "separate"),
+        # The same agent with the time in its prompt, or with other tools.
+        (
+            [system("solver at 12:01"), user("q"), "answer", user("go on")],
+            TWO_TOOLS[:1],
+            "rewritten",
+        ),
+        ([system("solver"), user("q"), "answer", user("go on")], TWO_TOOLS[1:], "rewritten"),
+        # An agent that writes its answers in another way.
+        (
+            [system("solver"), user("q"), {"role": "assistant", "content": "I said 1"}],
+            TWO_TOOLS[:1],
+            "rewritten",
+        ),
+        ([system("solver"), user("summary"), "answer"], TWO_TOOLS[:1], "rewritten"),
+    ],
+)
+def test_a_second_agent_is_no_rewritten_chat(
+    chatml: Model, second: list[Any], tools: Any, kind: str
+) -> None:
+    session, _ = chatml.session(counted)
+
+    async def agents() -> None:
+        chat = [system("solver"), user("q")]
+        (answer,) = await session.chat(ChatRequest(chat, TWO_TOOLS[:1]))
+        asked = [answer.message if one == "answer" else one for one in second] + [user("?")]
+        (other,) = await session.chat(ChatRequest(asked, tools))
+        assert session.nodes[other.node].branch_reason.startswith(f"{kind}: ")
+        # Both go on, and are no branches.
+        for before, had, given in ((answer, chat, TWO_TOOLS[:1]), (other, asked, tools)):
+            (on,) = await session.chat(ChatRequest([*had, before.message, user("on")], given))
+            assert session.nodes[on.node].branch_reason == ""
+
+    asyncio.run(agents())
 
 
 def test_where_the_template_does_not_go_on_the_turn_before_says_the_token(tmp_path: Path) -> None:
