@@ -200,7 +200,8 @@ class _Completions:
             UnsupportedError: an argument asks for what a session does not do.
             Those of `Session.chat`.
         """
-        _check_numbers(n=n, max_tokens=max_tokens, max_completion_tokens=max_completion_tokens)
+        n, max_tokens = _number("n", n), _number("max_tokens", max_tokens)
+        max_completion_tokens = _number("max_completion_tokens", max_completion_tokens)
         extra_headers = dict(more.pop("extra_headers", None) or {})
         refuse_fields(more)
         calls, forced = chosen(tool_choice)
@@ -236,12 +237,14 @@ class _Completions:
         return Stream(_chunks(head, answers, bool(options.get("include_usage"))))
 
 
-def _check_numbers(**given: object) -> None:
-    for name, value in given.items():
-        most = MOST_CHOICES if name == "n" else math.inf
-        if value is not None and (type(value) is not int or not 1 <= value <= most):
-            wanted = f"from 1 to {most}" if name == "n" else "above 0"
-            raise UnsupportedError(f"{name}: {value!r} is not a whole number {wanted}", name)
+def _number(name: str, value: object) -> int | None:
+    """A number of a request. Like JSON, it may be 1.0. Raises UnsupportedError."""
+    most = MOST_CHOICES if name == "n" else math.inf
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    if number is None or (type(number) is int and 1 <= number <= most):
+        return number
+    wanted = f"from 1 to {most}" if name == "n" else "above 0"
+    raise UnsupportedError(f"{name}: {value!r} is not a whole number {wanted}", name)
 
 
 def _chat(messages: Sequence[Message | Reply]) -> list[Message]:

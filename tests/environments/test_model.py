@@ -110,6 +110,9 @@ def test_arguments_reach_the_session() -> None:
     (*first, key), second = session.requests
     assert first == [USER, tools, 2, 5] and key is not None
     assert second == (USER, None, 1, 4, None)
+    create(session, messages=USER, n=2.0, max_tokens=5.0)
+    assert session.requests[2] == (USER, None, 2, 5, None)
+    assert [type(one) for one in session.requests[2][2:4]] == [int, int]
 
 
 def test_sampling_of_the_agents_own_is_counted_and_has_no_effect() -> None:
@@ -134,6 +137,8 @@ def test_sampling_of_the_agents_own_is_counted_and_has_no_effect() -> None:
         ({"functions": [{}]}, "functions is not supported"),
         ({"n": 129}, "n: 129 is not a whole number from 1 to 128"),
         ({"max_completion_tokens": 0}, "max_completion_tokens: 0 is not a whole number above 0"),
+        ({"max_tokens": 5.5}, "max_tokens: 5.5 is not a whole number above 0"),
+        ({"n": True}, "n: True is not a whole number"),
         ({"tools": "x"}, "tools: input should be a valid list"),
         ({"tools": [5]}, r"tools\.0\.type: input should be 'function'"),
         ({"tools": [{"type": "function"}]}, r"tools\.0\.function is missing"),

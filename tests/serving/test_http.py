@@ -263,7 +263,14 @@ def test_models_and_health_describe_the_weights() -> None:
         ({"stream": 0}, 400, "invalid_value", "stream: input should be a valid boolean"),
         ({"top_p": True}, 400, "unknown_parameter", "use temperature"),
         ({"frequency_penalty": 0.1}, 400, "unknown_parameter", "use temperature"),
-        ({"user": ["a"]}, 400, "unknown_parameter", "user is unknown"),
+        ({"suffix": "x"}, 400, "unknown_parameter", "suffix is not supported; leave it out"),
+        ({"seed": 1.5}, 400, "invalid_value", "seed: "),
+        (
+            {"max_tokens": None, "max_completion_tokens": 1.5},
+            400,
+            "invalid_value",
+            "max_completion_tokens: input should be a valid integer",
+        ),
         (
             {"max_tokens": 8, "max_completion_tokens": 9},
             400,
@@ -303,7 +310,13 @@ def test_fields_without_effect_are_accepted() -> None:
         "suffix": None,
         "top_k": -1,
         "min_p": 0.0,
+        "metadata": {"task": "a"},
+        "store": True,
+        "service_tier": "flex",
+        "prompt_cache_key": "k",
     }
+    neutral |= {name: float(value) for name, value in BODY.items() if type(value) is int}
+    neutral["prompt"] = [float(token) for token in BODY["prompt"]]
     replica = served()
     plain = ask(routes(replica, None), "POST", "/v1/completions", BODY)
     accepted = ask(routes(replica, None), "POST", "/v1/completions", {**BODY, **neutral})

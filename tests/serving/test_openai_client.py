@@ -19,6 +19,7 @@ from served_http import listening
 
 from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import Details, GenerateRequest, ServedWeights, WeightsId
+from asyncrl.serving.dialects.chat import Chat
 from asyncrl.serving.http import routes
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import Traffic, TrafficCounter
@@ -295,8 +296,19 @@ def test_the_async_client_and_its_stream_helper(endpoint: SimpleNamespace) -> No
         (
             {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
             openai.BadRequestError,
-            "messages: send a list of messages with a role",
+            "messages.0.tool_call_id is not supported; tool calls are not implemented",
         ),
+        (
+            {"messages": [{"role": "function", "name": "f", "content": "x"}]},
+            openai.BadRequestError,
+            "messages.0.role: send one of system, developer, user, assistant",
+        ),
+        (
+            {"messages": [{**WHO, "name": 5}]},
+            openai.BadRequestError,
+            "messages.0.name is no string",
+        ),
+        ({"messages": ["x"]}, openai.BadRequestError, "messages: send a list of messages"),
         (
             {
                 "messages": [
@@ -304,14 +316,14 @@ def test_the_async_client_and_its_stream_helper(endpoint: SimpleNamespace) -> No
                 ]
             },
             openai.BadRequestError,
-            "parts of type text",
+            "messages.0.content.0 has the type 'image_url'; the model reads text only",
         ),
         (
-            {"messages": [{**WHO, "cache_control": {}}]},
+            {"messages": [{**WHO, "weights": {}}]},
             openai.BadRequestError,
-            "messages.0.cache_control is unknown; leave it out",
+            "messages.0.weights is unknown; leave it out",
         ),
-        ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages: send a list"),
+        ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages.0.content is missing"),
         (
             {"messages": [WHO, WHO]},
             openai.BadRequestError,
@@ -390,14 +402,14 @@ def test_chats_accept_fields_without_effect(endpoint: SimpleNamespace) -> None:
         "frequency_penalty": 0,
         "logit_bias": None,
         "logprobs": None,
-        "metadata": {},
+        "metadata": {"run": "one"},
         "parallel_tool_calls": True,
         "presence_penalty": 0,
     }
     neutral |= {
         "response_format": {"type": "text"},
-        "service_tier": "auto",
-        "store": False,
+        "service_tier": "flex",
+        "store": True,
         "stop": None,
         "tool_choice": "none",
         "tools": None,
@@ -416,7 +428,30 @@ def test_chats_accept_fields_without_effect(endpoint: SimpleNamespace) -> None:
         model="tiny", messages=[WHO], max_completion_tokens=4, **neutral
     )
     endpoint.client.chat.completions.create(model="tiny", messages=[WHO], max_tokens=4)
-    assert endpoint.replica.requests[0] == endpoint.replica.requests[1]
+    raw = {"max_tokens": 4.0, "n": 1.0, "top_logprobs": 0.0, "stream_options": {}}
+    endpoint.client.chat.completions.create(model="tiny", messages=[WHO], extra_body=raw)
+    first, *others = endpoint.replica.requests
+    assert others == [first, first]
+
+
+def test_chats_take_messages_as_clients_keep_them(endpoint: SimpleNamespace) -> None:
+    create = endpoint.client.chat.completions.create
+    plain = [WHO, {"role": "assistant", "content": ""}, WHO]
+    for answer in (
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": None},
+        {"role": "assistant"},
+        {"role": "assistant", "content": [], "name": "bot", "reasoning": "hm"},
+        {"role": "assistant", "content": None, "cache_control": {"type": "ephemeral"}},
+    ):
+        create(model="tiny", messages=[WHO, answer, {**WHO, "name": "me"}], max_tokens=4)
+    create(model="tiny", messages=plain, max_tokens=4)
+    assert all(one == endpoint.replica.requests[0] for one in endpoint.replica.requests)
+
+
+def test_a_template_gets_the_name_of_a_message() -> None:
+    body = {"model": "tiny", "messages": [{**WHO, "name": "me", "reasoning_content": "hm"}]}
+    chat = Chat(body, ServedModel("tiny", 64, 200, 4))
+    assert chat._messages == [{**WHO, "name": "me", "reasoning_content": "hm"}]
 
 
 def test_a_failure_before_the_first_piece_has_a_status_code(endpoint: SimpleNamespace) -> None:

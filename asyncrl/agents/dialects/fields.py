@@ -6,12 +6,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from asyncrl.sessions.answers import Answer
 from asyncrl.sessions.requests import LABELS
 from asyncrl.text.template import Schema
 from asyncrl.web.answers import MOST_CHOICES, end_reason
+from asyncrl.web.bodies import Whole
 from asyncrl.web.errors import ApiError, printable
 
 __all__ = [
@@ -32,16 +33,11 @@ __all__ = [
 JSON_OBJECT: Schema = {"type": "object"}
 
 
-def _whole(value: object) -> object:
-    """1 for 1.0, which is the same number in JSON."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-AtLeastOne = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-"""A number of tokens. Like all whole numbers, a client may write it as 1.0."""
-Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES), BeforeValidator(_whole)]
+AtLeastOne = Annotated[Whole, Field(ge=1)]
+"""A number of tokens."""
+Choices = Annotated[Whole, Field(ge=1, le=MOST_CHOICES)]
 """A number of answers."""
-TopLogprobs = Annotated[int, Field(ge=0, le=20), BeforeValidator(_whole)]
+TopLogprobs = Annotated[Whole, Field(ge=0, le=20)]
 """How many log-probs a client wants of each place."""
 
 

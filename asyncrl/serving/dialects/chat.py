@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece
 from asyncrl.serving.answers import ChoicePiece, Head, Words, siblings
@@ -20,71 +20,34 @@ from asyncrl.serving.dialects.fields import (
 )
 from asyncrl.serving.dialects.render import TokenUsage, ending, envelope
 from asyncrl.serving.identity import ServedModel
+from asyncrl.sessions.requests import UnsupportedError, chat_message
 from asyncrl.text.template import MessagesError
 from asyncrl.web.answers import finite
-from asyncrl.web.errors import ApiError
+from asyncrl.web.bodies import Whole
+from asyncrl.web.errors import ApiError, printable
 
 __all__ = ["Chat", "ChatBody"]
 
 OBJECT, EVENT = "chat.completion", "chat.completion.chunk"
-OPTIONAL = ("annotations", "audio", "function_call", "name", "refusal", "tool_calls")
-"""Fields of a message that clients copy from an earlier answer. They may be null or an empty
-list."""
-
-
-class TextPart(BaseModel):
-    """A part of a message's content."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One message of a chat."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
-
-    role: Literal["system", "developer", "user", "assistant"]
-    """`developer` is OpenAI's newer name for `system`. Templates only know `system`."""
-    content: str | list[TextPart]
-    """A string, or text parts that are joined with line breaks."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_empty_fields(cls, tree: object) -> object:
-        return (
-            {
-                name: value
-                for name, value in tree.items()
-                if name not in OPTIONAL or value not in (None, [])
-            }
-            if isinstance(tree, dict)
-            else tree
-        )
-
-    @property
-    def plain(self) -> dict[str, str]:
-        """The message as chat templates expect it."""
-        content = (
-            self.content
-            if isinstance(self.content, str)
-            else "\n".join(part.text for part in self.content)
-        )
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+ROLES = ("system", "developer", "user", "assistant")
+KEPT = ("name", "reasoning", "reasoning_content")
+"""Texts of a message that chat templates may write, beside its role and content."""
+CALLS = ("tool_calls", "tool_call_id", "function_call")
+OPTIONAL = ("annotations", "audio", "refusal", *CALLS, *KEPT)
+"""Fields that clients copy from an earlier answer. They may be null or an empty list."""
 
 
 class ChatBody(Sampling):
     """The body of POST /v1/chat/completions, without fields that have no effect."""
 
-    messages: list[Message] = Field(min_length=1)
-    """The chat so far."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    """The chat so far. A content is a string, text parts that are joined with line breaks, or
+    null. `developer` is OpenAI's newer name for `system`."""
+    max_tokens: Whole | None = Field(default=None, ge=1)
     """Longest completion, in tokens. Default: the rest of the context."""
     logprobs: bool = False
     """Return the completion's tokens with their log-probs."""
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: Whole | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     """Number of most probable tokens to return at each position. Requires `logprobs`."""
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking."""
@@ -112,7 +75,7 @@ class Chat:
         self.body = check(ChatBody, tree, "model and messages")
         check_name(self.body, model)
         check_top(self.body.top_logprobs, model, "top_logprobs")
-        self._messages = [message.plain for message in self.body.messages]
+        self._messages = [_plain(one, place) for place, one in enumerate(self.body.messages)]
         refuse_long_text(
             "".join(message["content"] for message in self._messages), model, "messages"
         )
@@ -188,6 +151,38 @@ class Chat:
             ),
             **ending(piece),
         }
+
+
+def _plain(message: Mapping[str, Any], place: int) -> dict[str, str]:
+    """A message as chat templates expect it. Raises ApiError, 400, which names the field."""
+    at = f"messages.{place}"
+    for name, value in message.items():
+        if name in ("role", "content", "cache_control") or (
+            name in OPTIONAL and value in (None, [])
+        ):
+            continue
+        shown = f"{at}.{printable(name)}"
+        if name in CALLS:
+            why = f"{shown} is not supported; tool calls are not implemented; leave it out"
+            raise ApiError(400, why, "unknown_parameter", "messages")
+        if name not in KEPT:
+            problem = "is not supported" if name in OPTIONAL else "is unknown"
+            why = f"{shown} {problem}; leave it out"
+            raise ApiError(400, why, "unknown_parameter", "messages")
+        if not isinstance(value, str):
+            raise ApiError(400, f"{shown} is no string; send one", "invalid_value", "messages")
+    if (role := message.get("role")) not in ROLES:
+        why = f"{at}.role: send one of {', '.join(ROLES)}"
+        raise ApiError(400, why, "invalid_value", "messages")
+    if "content" not in message and role != "assistant":
+        why = f"{at}.content is missing; set it"
+        raise ApiError(400, why, "missing_parameter", "messages")
+    try:
+        read = chat_message(message, place)
+    except UnsupportedError as error:
+        raise ApiError(400, str(error), "invalid_value", "messages") from None
+    kept = {name: message[name] for name in KEPT if message.get(name) is not None}
+    return {"role": read["role"], "content": read.get("content") or "", **kept}
 
 
 def _refuse_many(messages: object, model: ServedModel) -> None:

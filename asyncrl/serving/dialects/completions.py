@@ -22,6 +22,7 @@ from asyncrl.serving.dialects.fields import (
 from asyncrl.serving.dialects.render import TokenUsage, ending, envelope
 from asyncrl.serving.identity import ServedModel
 from asyncrl.web.answers import MOST_CHOICES, finite
+from asyncrl.web.bodies import Whole
 from asyncrl.web.errors import ApiError
 
 __all__ = ["CompletionBody", "Completions"]
@@ -33,13 +34,13 @@ NO_TOKENS = Tokens((), ())
 class CompletionBody(Sampling):
     """The body of POST /v1/completions, without fields that have no effect."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[Whole] | list[str] | list[list[Whole]]
     """A string, token ids, or a list of either."""
-    max_tokens: int = Field(default=16, ge=0)
+    max_tokens: Whole = Field(default=16, ge=0)
     """Longest completion, in tokens. 0 is valid with `echo`, and returns the prompt alone."""
     echo: bool = False
     """Return the prompt before each completion, in the text and in the log-probs."""
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    logprobs: Whole | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     """Return the tokens, and this many of the most probable ones at each position."""
 
     @model_validator(mode="after")

@@ -13,7 +13,9 @@ from pydantic_core import ErrorDetails
 from asyncrl.config.derived import request_deadline_s
 from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.serving.identity import ServedModel
+from asyncrl.sessions.requests import LABELS
 from asyncrl.web.answers import MOST_CHOICES
+from asyncrl.web.bodies import Whole
 from asyncrl.web.errors import ApiError, printable
 
 __all__ = [
@@ -33,6 +35,9 @@ MOST_LOGPROBS = 20
 
 SEED_LIMIT = 1 << 53
 """Seeds are below this. Some clients lose digits of larger JSON numbers."""
+
+NEWER = "max_completion_tokens"
+"""OpenAI's newer name of max_tokens."""
 
 WHOLE = (
     "completions are sampled from the whole distribution, so that log-probs are those of the"
@@ -79,9 +84,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto", None),
     "response_format": ({"type": "text"}, None),
     "modalities": (["text"], None),
-    "service_tier": ("auto", "default", None),
-    "store": (False, None),
-    "metadata": ({}, None),
     "prediction": (None,),
     "audio": (None,),
     "reasoning_effort": (None,),
@@ -91,8 +93,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 """Unsupported fields → values that have no effect, and are accepted. Clients send these by
 default."""
 
-LABELS = ("user", "safety_identifier", "prompt_cache_key")
-"""Strings that identify a client's users to OpenAI. They are accepted and ignored."""
+IGNORED = LABELS - {"model", "stream", "stream_options"}
+"""Fields that change no answer, such as `metadata`. They are accepted and ignored."""
 
 KINDS = {
     "prompt": "send a string, a list of token ids, or a list of such prompts",
@@ -101,6 +103,7 @@ KINDS = {
         "send a list of messages with a role (system, developer, user, assistant) and a content: a"
         " string, or parts of type text"
     ),
+    "chat_template_kwargs": "send an object of strings, numbers and booleans",
 }
 """Fields of several types → the valid ones. pydantic would only name the first type."""
 
@@ -125,11 +128,11 @@ class Sampling(BaseModel):
 
     model: str
     """Name of the model, as listed by /v1/models."""
-    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
+    n: Whole = Field(default=1, ge=1, le=MOST_CHOICES)
     """Number of completions for each prompt."""
     temperature: float = Field(default=1.0, ge=0, le=2)
     """0 is greedy. Other values are at least 0.01."""
-    seed: int | None = Field(default=None, ge=0, lt=SEED_LIMIT)
+    seed: Whole | None = Field(default=None, ge=0, lt=SEED_LIMIT)
     """Seed of the first completion of each prompt. Each further completion gets the next seed."""
     stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     """Strings that end a completion, in addition to the generator's own stops."""
@@ -160,7 +163,7 @@ class Sampling(BaseModel):
             raise ValueError(
                 "n: temperature 0 gives only one answer; use n = 1, or a higher temperature"
             )
-        if "stream_options" in self.model_fields_set and not self.stream:
+        if self.stream_options.include_usage and not self.stream:
             raise ValueError(
                 "stream_options: only valid with stream: true; remove it, or set stream"
             )
@@ -209,7 +212,10 @@ def check(kind: type[Body], tree: object, needs: str) -> Body:
     try:
         return kind.model_validate(_without_neutral(tree, kind))
     except ValidationError as error:
-        raise _explain(error.errors(include_url=False)[0]) from None
+        item = error.errors(include_url=False)[0]
+    if item["loc"][:1] == ("max_tokens",) and tree.get("max_tokens") is None:
+        item["loc"] = (NEWER,)  # as the client calls it
+    raise _explain(item)
 
 
 def check_name(body: Sampling, model: ServedModel) -> None:
@@ -301,16 +307,15 @@ def _without_neutral(tree: Mapping[str, object], kind: type[Sampling]) -> dict[s
         or name not in kind.model_fields
         or kind.model_fields[name].is_required()
     }
-    for name in LABELS:
-        if isinstance(kept.get(name), str | None):
-            kept.pop(name, None)
-    newer = kept.pop("max_completion_tokens", None)
+    for name in IGNORED:
+        kept.pop(name, None)
+    newer = kept.pop(NEWER, None)
     if newer is not None and kept.setdefault("max_tokens", newer) != newer:
         raise ApiError(
             400,
-            "max_completion_tokens and max_tokens differ; send one of them",
+            f"{NEWER} and max_tokens differ; send one of them",
             "invalid_value",
-            "max_completion_tokens",
+            NEWER,
         )
     return kept
 
@@ -327,12 +332,10 @@ def _explain(item: ErrorDetails) -> ApiError:
         return ApiError(400, f"{field}: {KINDS[field]}", "invalid_value", field)
     if item["type"] == "extra_forbidden":
         place = ".".join(printable(str(part)) for part in item["loc"])
-        return ApiError(
-            400,
-            f"{place} is unknown; {HINTS.get(place, 'leave it out')}",
-            "unknown_parameter",
-            field,
-        )
+        known = place in HINTS or place in NEUTRAL
+        problem = "is not supported" if known else "is unknown"
+        fix = HINTS.get(place, "leave it out")
+        return ApiError(400, f"{place} {problem}; {fix}", "unknown_parameter", field)
     if item["type"] == "missing":
         return ApiError(400, f"{field} is missing; set it", "missing_parameter", field)
     message = item["msg"].removeprefix("Value error, ")
