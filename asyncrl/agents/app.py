@@ -17,8 +17,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
 
-from asyncrl.agents.contract import AgentSession, AgentSessions, Dialect, Part
+from asyncrl.agents.contract import AgentSession, AgentSessions, Begun, Dialect, Part
 from asyncrl.agents.dialects.chat import Chat, ChatAnswer, ChatBody
 from asyncrl.agents.dialects.completions import (
     Completions,
@@ -157,7 +158,7 @@ class _Server:
                 answers = await while_connected(request.receive, chat(None))
                 return JSONResponse(dialect.answer(answers))
             parts = parts_of(chat, _text_filters(asked))
-            # A failure before the first part still gets its own status code.
+            # What is wrong with the request still gets its own status code.
             first = await while_connected(request.receive, anext(parts))
         except ClientLeftError:
             self._names.left(name)
@@ -193,10 +194,14 @@ def _text_filters(request: ChatRequest) -> list[CertainText] | None:
     return [CertainText(bool(request.tools)) for _ in range(request.n)]
 
 
-async def _again(first: Part, rest: AsyncGenerator[Part, None]) -> AsyncIterator[Part]:
-    yield first
+async def _again(
+    first: Part | Begun, rest: AsyncGenerator[Part | Begun, None]
+) -> AsyncIterator[Part]:
+    if not isinstance(first, Begun):
+        yield first
     async for part in rest:
-        yield part
+        if not isinstance(part, Begun):
+            yield part
 
 
 def _key(headers: Mapping[str, str]) -> str:
@@ -206,7 +211,7 @@ def _key(headers: Mapping[str, str]) -> str:
 
 
 async def _body(request: Request, largest: int) -> bytes:
-    """The body of a request. Raises ApiError: 413, or 415."""
+    """The body of a request. Raises ApiError: 413, or 415; and ClientLeftError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "Content-Type is not application/json; set it", "invalid_type")
@@ -220,11 +225,14 @@ async def _body(request: Request, largest: int) -> bytes:
     if total > largest:
         raise too_large
     total = 0
-    async for part in request.stream():
-        total += len(part)
-        if total > largest:
-            raise too_large
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            total += len(part)
+            if total > largest:
+                raise too_large
+            parts.append(part)
+    except ClientDisconnect:  # while it sent the body
+        raise ClientLeftError from None
     return b"".join(parts)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-from asyncrl.agents.contract import HeardText, Part
+from asyncrl.agents.contract import Begun, HeardText, Part
 from asyncrl.contracts.heard import Heard
 from asyncrl.sessions.answers import Answer
 
@@ -15,6 +16,9 @@ __all__ = ["CertainText", "parts_of"]
 MARKER = re.compile(r"<(?:[^\s\d=<]|\Z)|\[(?:[A-Z]|\Z)")
 """Where tool calls and reasoning may begin: <tool_call>, <think>, <|channel|>, [TOOL_CALLS]. A `<`
 or `[` at the end may become one."""
+BEGIN_S = 0.5
+"""Seconds after the beginning of sampling until an answer that cannot be heard yet begins. What an
+engine refuses is known by then."""
 BARE_CALLS = ("{", "[", "`")
 """How tool calls without a marker begin."""
 
@@ -54,9 +58,9 @@ class CertainText:
 
 async def parts_of(
     chat: Callable[[Heard], Awaitable[list[Answer]]], filters: Sequence[CertainText] | None
-) -> AsyncGenerator[Part, None]:
-    """The parts of an answer as they come. The work is canceled if the generator is closed before
-    its end.
+) -> AsyncGenerator[Part | Begun, None]:
+    """The parts of an answer as they come, after a `Begun` if none comes soon. The work is canceled
+    if the generator is closed before its end.
 
     Args:
         chat: answers a request.
@@ -66,17 +70,30 @@ async def parts_of(
         Those of `chat`.
     """
     queue: asyncio.Queue[HeardText | None] = asyncio.Queue()
+    begun = asyncio.Event()
 
     def heard(choice: int, text: str) -> None:
+        begun.set()
         certain = text if filters is None else filters[choice].add(text)
         if certain:
             queue.put_nowait(HeardText(choice, certain))
 
     task = asyncio.ensure_future(chat(heard))
-    task.add_done_callback(lambda _: queue.put_nowait(None))
+
+    def ended(_: object) -> None:
+        begun.set()
+        queue.put_nowait(None)
+
+    task.add_done_callback(ended)
     try:
-        while (part := await queue.get()) is not None:
+        await begun.wait()
+        part: HeardText | Begun | None = Begun()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BEGIN_S):
+                part = await queue.get()
+        while part is not None:
             yield part
+            part = await queue.get()
         yield await task
     finally:
         task.cancel()

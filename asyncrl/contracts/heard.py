@@ -9,4 +9,4 @@ __all__ = ["Heard"]
 
 Heard: TypeAlias = Callable[[int, str], None]
 """Called with the index of a completion, or of a choice, and its new text. The texts of one, in
-their order, begin its text without special tokens."""
+their order, begin its text without special tokens. An empty one says that sampling begins."""

@@ -24,6 +24,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError, StaleReplicaError
@@ -359,7 +360,7 @@ def _bounded(receive: Receive, largest: int) -> Receive:
 
 async def json_body(request: Request) -> object:
     """Parse the body. Other content types are refused, because a browser lets any web page send
-    them to this server. Raises ApiError."""
+    them to this server. Raises ApiError, and ClientLeftError."""
     if (
         request.headers.get("content-type", "").partition(";")[0].strip().lower()
         != "application/json"
@@ -372,7 +373,11 @@ async def json_body(request: Request) -> object:
             "invalid_content_encoding",
         )
     try:
-        return json.loads(await request.body(), object_pairs_hook=_without_repetition)
+        body = await request.body()
+    except ClientDisconnect:  # while it sent the body
+        raise ClientLeftError from None
+    try:
+        return json.loads(body, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not JSON; send a JSON object", "invalid_body") from None
 

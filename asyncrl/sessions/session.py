@@ -267,8 +267,8 @@ class Session:
         """Answer a request with n turns.
 
         Args:
-            heard: gets the text of the turns while they are sampled. It gets none of a request that
-                joins an earlier one with its key.
+            heard: gets the text of the turns while they are sampled, after an empty text at their
+                beginning. It gets no more of a request that joins an earlier one with its key.
 
         Raises:
             SessionClosedError: the session has ended.
@@ -286,6 +286,8 @@ class Session:
             task = asyncio.ensure_future(self._answer(request, heard))
             task.add_done_callback(lambda done: self._forget_failed(key, done))
             self._answers[key] = task
+        elif heard is not None:
+            heard(0, "")
         # A client that leaves does not end what its retry will ask for.
         answers = await asyncio.shield(self._answers[key])
         if self._closed is not None:  # before this request could go on
@@ -323,6 +325,8 @@ class Session:
         answered = self._asked.get(same, 0)
         self._asked[same] = answered + request.n
         before = self.tree.nodes[placed.context].parent
+        if heard is not None:
+            heard(0, "")  # whatever is wrong with the request was found before
         if heard is not None and request.prompt is None and self._begins_in_reasoning(prompt_ids):
             heard = None  # what comes first is no content
         sampled = await self._generator.generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -29,8 +30,15 @@ DONE = Event("[DONE]")
 """The last event of a complete answer in OpenAI's older APIs. It is not sent after an error."""
 
 
+COMMENT = ": sampling\n\n"
+"""Sent while there is no event. Clients ignore it, but know that the server lives."""
+FIRST_COMMENT_S, COMMENT_S = 0.1, 2.0
+"""Seconds without an event until a comment is sent: at the beginning, and later."""
+
+
 class EventStream(Response):
-    """Sends events while the client is connected. An exception becomes a last event."""
+    """Sends events while the client is connected, and comments while there is none. An exception
+    becomes a last event."""
 
     media_type = "text/event-stream"
 
@@ -59,13 +67,27 @@ class EventStream(Response):
                 self._left()
 
     async def _send(self, send: Send) -> None:
+        writing = asyncio.Lock()
+        quiet = asyncio.Event()
+
         async def put(message: Message) -> None:
-            try:
-                await send(message)
-            except OSError:  # the server noticed the closed connection first
-                raise ClientLeftError from None
+            quiet.clear()
+            async with writing:
+                try:
+                    await send(message)
+                except OSError:  # the server noticed the closed connection first
+                    raise ClientLeftError from None
 
         await put({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        comments = asyncio.ensure_future(_comment(put, quiet))
+        try:
+            await self._send_events(put)
+        finally:
+            comments.cancel()
+            await asyncio.gather(comments, return_exceptions=True)
+        await put({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, put: Send) -> None:
         sent = 0
         async with contextlib.aclosing(self._events) as events:
             try:
@@ -76,7 +98,21 @@ class EventStream(Response):
                 raise
             except Exception as error:
                 await put(_body(event_text(self._failed(error, sent))))
-        await put({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _comment(put: Send, quiet: asyncio.Event) -> None:
+    """Send a comment whenever nothing was sent for a while.
+
+    Args:
+        quiet: cleared by everything that is sent.
+    """
+    wait_s = FIRST_COMMENT_S
+    while True:
+        quiet.set()
+        await asyncio.sleep(wait_s)
+        if quiet.is_set():
+            await put(_body(COMMENT))
+        wait_s = COMMENT_S
 
 
 def _body(text: str) -> Message:
