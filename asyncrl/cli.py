@@ -304,15 +304,24 @@ def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
 
 
 def _check_env(config: Config | OfflineConfig) -> int:
-    from asyncrl.preflight.check_env import check_environment
+    from asyncrl.preflight.check_env import check_environment, settings_text
+    from asyncrl.preflight.finding import Finding, counts_text
     from asyncrl.preflight.model_snapshot import resolve_models
 
     if isinstance(config, OfflineConfig):
         raise ConfigError(
             f"objective: {config.objective} has no environment to check; run `asyncrl plan`"
         )
-    checked = check_environment(resolve_models(config))
-    print_shown(checked.text(shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    config = resolve_models(config)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    before = [f"{settings_text(config)}\n"]
+
+    def tell(finding: Finding) -> None:
+        print_shown("\n".join([*before, finding.lines(width)]))
+        before.clear()
+
+    checked = check_environment(config, tell)
+    print_shown(f"\n{counts_text(checked.findings)}")
     return 2 if checked.failed else 0
 
 

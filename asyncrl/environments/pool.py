@@ -125,10 +125,14 @@ class _Entry:
 
 
 class EnvironmentPool:
-    """`config.processes` environment processes. Use it on one event loop, and close it."""
+    """`config.processes` environment processes. Use it on one event loop, and close it.
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._config = config
+    Args:
+        output: file descriptor to which they print. None: to where this process prints.
+    """
+
+    def __init__(self, config: EnvironmentConfig, output: int | None = None) -> None:
+        self._config, self._output = config, output
         self._limits = Limits(config.max_turns, config.deadline_s)
         self._processes = [_Process() for _ in range(config.processes)]
         self._waiting: list[_Entry] = []
@@ -260,7 +264,7 @@ class EnvironmentPool:
         """Run a process to its end. Returns why it ended."""
         watch: asyncio.Task[None] | None = None
         try:
-            await process.start_with(self._setup(process))
+            await process.start_with(self._setup(process), self._output)
             if self._closing:
                 process.kill()
             ready = await asyncio.wait_for(process.read(), START_TIMEOUT_S)
@@ -426,10 +430,10 @@ class _Process(ChildProcess):
         self._memory.close()
         os.close(self.shared)
 
-    async def start_with(self, setup: Setup) -> None:
+    async def start_with(self, setup: Setup, output: int | None) -> None:
         RUNNING.pack_into(self._memory, 0, NOBODY, 0.0)
         ALIVE.pack_into(self._memory, RUNNING.size, time.monotonic(), 0)
-        await self.start(SERVE, setup, (self.shared,), FOLDER)
+        await self.start(SERVE, setup, (self.shared,), FOLDER, output)
 
     def running_now(self) -> tuple[int, float]:
         """The number of the session whose code has control, or NOBODY, and since when."""

@@ -7,14 +7,15 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import takewhile
+from typing import TypeAlias
 
 import psutil
 
 from asyncrl.config import Config, EnvironmentConfig
-from asyncrl.contracts.rows import Prompt
+from asyncrl.contracts.rows import AFTER_CUT, Prompt
 from asyncrl.environments.pool import SessionLostError
 from asyncrl.environments.running import End, Ended
 from asyncrl.preflight.finding import Finding
@@ -29,14 +30,16 @@ from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import GroupCall, RewardError, Session
 from asyncrl.rewards.pool import RewardPool, total_rewards
 from asyncrl.rollout.player import Player
-from asyncrl.runtime.together import together
 from asyncrl.sessions.session import SessionTemplate
 from asyncrl.text.answer import answer_format
 from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.template import Message, Schema
 
-__all__ = ["AgentChecks", "Tried"]
+__all__ = ["AgentChecks", "Request", "Tried"]
+
+Request: TypeAlias = tuple[Sequence[Message], Sequence[Schema] | None]
+"""The messages and tools of a turn."""
 
 DEADLINE_S, LATENCY_S = 1.0, 60.0
 """Of the slow agent: the deadline of its session here, and the seconds of a turn."""
@@ -61,6 +64,11 @@ class Tried:
     ended: Ended
 
     @property
+    def turns(self) -> int:
+        """The turns that it took."""
+        return sum(node.sampled for node in self.session.session.nodes)
+
+    @property
     def text(self) -> str:
         """The text of the last turn."""
         chat = self.session.session.chat_so_far
@@ -68,7 +76,15 @@ class Tried:
 
 
 class AgentChecks:
-    """Plays scripted agents in the environment of a config, on some prompts."""
+    """Plays scripted agents in the environment of a config, on some prompts. Use it as a context,
+    outside an event loop: it has its own, which stands still between two findings.
+
+    Args:
+        output: see `EnvironmentPool`.
+
+    Raises:
+        EnvironmentFailedError: the environment cannot be imported.
+    """
 
     def __init__(
         self,
@@ -77,34 +93,101 @@ class AgentChecks:
         template: SessionTemplate,
         reader: ResponseReader,
         prompts: Sequence[Prompt],
+        output: int | None = None,
     ) -> None:
         self._config, self._environment = config, environment
         self._template, self._reader, self._prompts = template, reader, prompts
         self._agents = ScriptedAgents(template, prompts, config.rollout.max_completion_length)
-        self.tried: list[Tried] = []
+        self._output = output
+        longest = LONGEST_AT_URL_S if environment.url else LONGEST_S
+        self._pool = self._player(deadline_s=min(environment.deadline_s, longest))
+        self._runner = asyncio.Runner()
+        self._played: list[tuple[str, asyncio.Task[Tried]]] = []
+        """Each scripted agent's name, and its session."""
+        self._costed: list[Tried] = []
+
+    def __enter__(self) -> AgentChecks:
+        try:
+            self._runner.run(self._begin())
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._runner:
+            self._runner.run(self._pool.close())
+
+    def _player(self, **changes: object) -> Player:
+        """The environment in one process, with these settings."""
+        config = self._environment.model_copy(update={"processes": 1, **changes})
+        return Player(config, self._output)
 
     @property
-    def first_request(self) -> tuple[Sequence[Message], Sequence[Schema] | None] | None:
-        """The messages and tools of a first turn. None: the environment asked for none."""
-        requests = [one.session.requests[0] for one in self.tried if one.session.requests]
-        return next((one for one in requests if one[1]), requests[0] if requests else None)
+    def tried(self) -> list[Tried]:
+        """The sessions that have ended, in the order of the agents."""
+        return [task.result() for _, task in self._played if task.done()]
 
-    async def play(self) -> list[Finding]:
-        """Play all agents, and the cost. Raises EnvironmentFailedError."""
-        longest = LONGEST_AT_URL_S if self._environment.url else LONGEST_S
-        shorter = {"processes": 1, "deadline_s": min(self._environment.deadline_s, longest)}
-        pool = Player(self._environment.model_copy(update=shorter))
-        try:
-            await pool.start()
-            self.tried = await together(
-                self._try(pool, agent, form, script, prompt)
-                for prompt in self._prompts
-                for agent, form, script in self._agents.of(prompt)
-            )
-            cost = await self._cost(pool)
-        finally:
-            await pool.close()
-        return [*await asyncio.to_thread(self._findings), *await self._slow(), *cost]
+    def first_request(self) -> Request | None:
+        """The messages and tools of a first turn, as soon as one was taken. None: there is none."""
+        while not (found := _turns(self.tried)) and self._some():
+            pass
+        return next((one for one in found if one[1]), found[0] if found else None)
+
+    def later_tools(self, known: Sequence[Schema] | None) -> list[Request]:
+        """A request for each further list of tools that the environment offers, with the tools that
+        are not known yet."""
+        seen = [*(known or ())]
+        found: list[Request] = []
+        for one in [*self.tried, *self._costed]:
+            for messages, tools in one.session.requests:
+                if new := [tool for tool in tools or () if tool not in seen]:
+                    seen += new
+                    chat = takewhile(lambda message: message.get("role") != "assistant", messages)
+                    found.append(([*chat], new))
+        return found
+
+    def findings(self) -> Iterator[Finding]:
+        """What the sessions show, as they end."""
+        names = list(dict.fromkeys(name for name, _ in self._played))
+        yield from self._without_right(names)
+        lines = _Lines()
+        told = self._own_rewards
+        for name in names if told else ():
+            while not all(task.done() for agent, task in self._played if agent == name):
+                self._some()
+            yield lines.once(self._agent_line(name, self._rewarded(self.tried)))
+        while self._some():
+            pass
+        yield from self._first_chats()
+        rewards = self._rewards()
+        if isinstance(rewards, Finding):
+            yield rewards
+            rewards = [None] * len(self.tried)
+            order: list[Finding] = []
+        else:
+            order = self._order(rewards)
+        for name in () if told else names:
+            found = list(zip(self.tried, rewards, strict=True))
+            yield lines.once(self._agent_line(name, found))
+        yield from order
+        yield from self._runner.run(self._slow())
+        yield from self._runner.run(self._cost(self._pool))
+
+    async def _begin(self) -> None:
+        await self._pool.start()
+        self._played = [
+            (agent, asyncio.create_task(self._try(self._pool, agent, form, script, prompt)))
+            for prompt in self._prompts
+            for agent, form, script in self._agents.of(prompt)
+        ]
+
+    def _some(self) -> bool:
+        """Wait until a further session has ended. False: all have."""
+        running = [task for _, task in self._played if not task.done()]
+        if running:
+            self._runner.run(_first_of(running))
+        return bool(running)
 
     async def _try(
         self,
@@ -136,25 +219,29 @@ class AgentChecks:
             finally:
                 session.session.close("the session has ended")
 
-    def _findings(self) -> list[Finding]:
-        rewards = self._rewards()
-        if isinstance(rewards, Finding):
-            none: list[float | None] = [None] * len(self.tried)
-            return [rewards, *self._agent_lines(none)]
-        return [*self._agent_lines(rewards), *self._order(rewards)]
-
-    def _agent_lines(self, rewards: Sequence[float | None]) -> list[Finding]:
-        found = list(zip(self.tried, rewards, strict=True))
-        names = list(dict.fromkeys(one.agent for one in self.tried))
-        lines = _once([self._agent_line(name, found) for name in names])
+    def _without_right(self, names: Sequence[str]) -> list[Finding]:
+        """Says that there is no right agent."""
         if RIGHT in names:
-            return lines
+            return []
         columns = ", ".join(self._prompts[0].columns) or "none"
         text = (
             f"could not be made: the data has no column {', '.join(ANSWERS)} (its columns:"
             f" {columns}); so whether a right answer gets more than a wrong one is not known"
         )
-        return [Finding("warn", "agent: right", text), *lines]
+        return [Finding("warn", "agent: right", text)]
+
+    def _first_chats(self) -> list[Finding]:
+        """Whether the first chat of a task leaves room for an answer."""
+        whole = {id(one.prompt) for one in self.tried}
+        long = {id(one.prompt): one for one in self.tried if one.turns == 0 and _is_long(one)}
+        if not long:
+            return []
+        note = next(iter(long.values())).ended.note
+        text = (
+            f"{len(long)} of {len(whole)} tasks begin with a chat that leaves no room for an answer"
+            f" ({note}); raise data.max_length = {self._template.max_length}, or shorten the chat"
+        )
+        return [Finding("FAIL" if len(long) == len(whole) else "warn", "first chat", text)]
 
     def _agent_line(self, name: str, found: Sequence[tuple[Tried, float | None]]) -> Finding:
         """How the sessions of an agent ended, and what they got."""
@@ -173,10 +260,13 @@ class AgentChecks:
                 f"{errors[0].note}",
             )
         ends = Counter(one.ended.end for one, _ in mine)
-        if self._environment.url and not any(one.session.requests for one, _ in mine):
-            text = f"{len(mine)} sessions: {_counts(ends)}; the model was asked for no turn"
+        quiet = [one for one, _ in mine if not one.turns]
+        if len(quiet) == len(mine):
+            refused = _is_long(quiet[0]) or quiet[0].session.requests
+            why = "" if refused else "; the model was asked for no turn"
+            text = f"{len(mine)} sessions: {_counts(ends)}{why}; nothing is trained"
             return Finding("FAIL" if normal else "warn", check, text)
-        turns = max(one.ended.turns for one, _ in mine)
+        turns = max(one.turns for one, _ in mine)
         unparsed = sum(one.session.unparsed for one, _ in mine)
         given = sorted({reward for _, reward in mine if reward is not None})
         text = (
@@ -184,17 +274,21 @@ class AgentChecks:
             f" {_counts(ends)};"
             f" at most {turns} {'turn' if turns == 1 else 'turns'}; reward {_range(given)}"
             + (f"; {unparsed} turns could not be parsed" if unparsed else "")
+            + (f"; {len(quiet)} took no turn, and are not trained" if quiet else "")
         )
         trained = [reward for one, reward in mine if one.ended.end in self._environment.train_ends]
         if None in trained:
             why = f"{text}; some sessions have no reward, so they are not trained"
+            cut = [one.ended.note for one, _ in mine if one.ended.note.startswith(AFTER_CUT)]
+            if cut:
+                why += f": {cut[0]}. Let the agent go on with a cut turn, so that length can cost"
             return Finding("FAIL" if normal and not given else "warn", check, why)
         if normal and not trained:
             note = next((one.ended.note for one, _ in mine if one.ended.note), "")
             return Finding("FAIL", check, f"{text}; no session is trained ({note})")
         if normal and len(trained) < len(mine):
             return Finding("warn", check, f"{text}; some ends are not trained")
-        return Finding("ok", check, text)
+        return Finding("warn" if quiet else "ok", check, text)
 
     def _order(self, rewards: Sequence[float | None]) -> list[Finding]:
         """Whether a right answer gets more than any other."""
@@ -239,16 +333,25 @@ class AgentChecks:
             return [Finding("warn", "reward", text)]
         return [Finding("ok", "reward", f"right answers get {got}, and all other agents less")]
 
+    @property
+    def _own_rewards(self) -> bool:
+        """Whether the environment's own reward is the run's."""
+        functions = self._config.reward.functions.values()
+        return all(one.function == BUILTIN for one in functions if one.weight)
+
+    def _rewarded(self, tried: Sequence[Tried]) -> list[tuple[Tried, float | None]]:
+        """Sessions with the environment's own reward."""
+        total = sum(one.weight for one in self._config.reward.functions.values())
+        return [
+            (one, None if one.ended.reward is None else total * one.ended.reward) for one in tried
+        ]
+
     def _rewards(self) -> list[float | None] | Finding:
         """The run's reward of each session; None where it is not scored."""
         reward = self._config.reward
         weights = {name: one.weight for name, one in reward.functions.items()}
-        scored = [name for name, weight in weights.items() if weight]
-        if all(reward.functions[name].function == BUILTIN for name in scored):
-            total = sum(weights.values())
-            return [
-                None if one.ended.reward is None else total * one.ended.reward for one in self.tried
-            ]
+        if self._own_rewards:
+            return [reward for _, reward in self._rewarded(self.tried)]
         if reward.num_gpus:
             return Finding("warn", "reward", "not tried: rewards need a GPU (reward.num_gpus)")
         try:
@@ -281,8 +384,7 @@ class AgentChecks:
         # A program gets the time that it needs to start and to end.
         usual_s = max(one.ended.other_s for one in self.tried) if self._environment.url else 0.0
         deadline_s, latency_s = DEADLINE_S + usual_s, LATENCY_S + usual_s
-        changes = {"processes": 1, "deadline_s": deadline_s, "block_s": 1.0}
-        pool = Player(self._environment.model_copy(update=changes))
+        pool = self._player(deadline_s=deadline_s, block_s=1.0)
         try:
             await pool.start()
             began = time.monotonic()
@@ -313,6 +415,7 @@ class AgentChecks:
                 await self._try(pool, "cost", "", self._agents.usual_turn, prompt, 0.0, template)
             )
         own, others = time.thread_time() - began, _children_s() - children
+        self._costed = played
         turns = sum(len(one.session.model.texts) for one in played)
         if not turns:
             return []
@@ -356,15 +459,37 @@ def _call(prompt: Prompt, tried: Sequence[Tried]) -> GroupCall:
     )
 
 
-def _once(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings. One that says the same as the one before it only refers to it."""
-    found = list(findings[:1])
-    for before, finding in pairwise(findings):
+class _Lines:
+    """Lines of which one that says the same as the one before it only refers to it."""
+
+    def __init__(self) -> None:
+        self._before = ""
+
+    def once(self, finding: Finding) -> Finding:
         _, error, note = finding.text.partition(NOT_TRAINED)
-        same = bool(error) and note == before.text.partition(NOT_TRAINED)[2]
-        text = finding.text.replace(f"{NOT_TRAINED}{note}", ", for the same reason")
-        found.append(replace(finding, text=text) if same else finding)
-    return found
+        before, self._before = self._before, note
+        if not error or note != before:
+            return finding
+        return replace(
+            finding, text=finding.text.replace(f"{error}{note}", ", for the same reason")
+        )
+
+
+async def _first_of(tasks: Sequence[asyncio.Task[Tried]]) -> None:
+    """Wait until one of the sessions has ended. Raises its error."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+
+
+def _turns(tried: Sequence[Tried]) -> list[Request]:
+    """The first requests of sessions that took a turn."""
+    return [one.session.requests[0] for one in tried if one.turns]
+
+
+def _is_long(one: Tried) -> bool:
+    """Whether its request left no room for an answer."""
+    return one.ended.end == "length"
 
 
 def _counts(ends: Mapping[End, int]) -> str:

@@ -3,24 +3,28 @@ found on CPU before anything is rented. It uses no Ray, and loads no weights."""
 
 from __future__ import annotations
 
-import asyncio
 import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config import Config, ConfigError
+from asyncrl.contracts.rows import Prompt
 from asyncrl.data.prompts import first_prompts
 from asyncrl.environments.pool import EnvironmentFailedError
-from asyncrl.preflight.agent_checks import AgentChecks
+from asyncrl.preflight.agent_checks import AgentChecks, Request
 from asyncrl.preflight.environment import check_agent
 from asyncrl.preflight.finding import Finding, findings_text
 from asyncrl.preflight.plan_sections import environment_text
+from asyncrl.preflight.printed import Printed
 from asyncrl.preflight.specs import data_spec, sessions_spec
 from asyncrl.preflight.template_checks import TemplateChecks
 from asyncrl.rollout.sessions import session_template
-from asyncrl.runtime.redact import secret_names
+from asyncrl.runtime.redact import print_shown, secret_names
+from asyncrl.sessions.session import SessionTemplate
 from asyncrl.text.response import ResponseReader
 
-__all__ = ["Checked", "check_environment"]
+__all__ = ["Checked", "check_environment", "settings_text"]
 
 ROWS = 2
 """Rows of data.train that the scripted agents get."""
@@ -40,12 +44,21 @@ class Checked:
 
     def text(self, width: int | None = None) -> str:
         """The session's settings and the findings. `width`: see `findings_text`."""
-        findings = findings_text(self.findings, width)
-        return "\n\n".join([*environment_text(self.config), findings])
+        return "\n\n".join([settings_text(self.config), findings_text(self.findings, width)])
 
 
-def check_environment(config: Config) -> Checked:
+def settings_text(config: Config) -> str:
+    """The settings of the config's sessions."""
+    return "\n\n".join(environment_text(config))
+
+
+def check_environment(
+    config: Config, tell: Callable[[Finding], None] = lambda finding: None
+) -> Checked:
     """Check the environment of a config with scripted turns and agents.
+
+    Args:
+        tell: gets each finding as soon as it is known.
 
     Raises:
         ConfigError: there is no environment, or it, the model's tokenizer or the data cannot be
@@ -69,14 +82,36 @@ def check_environment(config: Config) -> Checked:
         )
     prompts = first_prompts(data_spec(config), ROWS)
     check_agent(config.agent, prompts[0].columns)
-    agents = AgentChecks(config, environment, template, reader, prompts)
-    try:
-        played = asyncio.run(agents.play())
-    except EnvironmentFailedError as error:
-        raise ConfigError(str(error)) from None
-    chat, tools = agents.first_request or ([{"role": "user", "content": prompts[0].text}], None)
-    checks = TemplateChecks(template, reader, chat, tools)
-    return Checked(config, (*checks.all(), *played, _secrets()))
+    findings: list[Finding] = []
+    with Printed(lambda text: print_shown(text.rstrip(), file=sys.stderr)) as printed:
+        try:
+            with AgentChecks(
+                config, environment, template, reader, prompts, printed.descriptor
+            ) as agents:
+                for finding in _all(agents, template, reader, prompts):
+                    findings.append(finding)
+                    tell(finding)
+        except EnvironmentFailedError as error:
+            raise ConfigError(str(error)) from None
+    for finding in (*printed.findings(), _secrets()):
+        findings.append(finding)
+        tell(finding)
+    return Checked(config, tuple(findings))
+
+
+def _all(
+    agents: AgentChecks,
+    template: SessionTemplate,
+    reader: ResponseReader,
+    prompts: Sequence[Prompt],
+) -> Iterator[Finding]:
+    """The findings about the template, and about the sessions of scripted agents."""
+    alone: Request = ([{"role": "user", "content": prompts[0].text}], None)
+    chat, tools = agents.first_request() or alone
+    yield from TemplateChecks(template, reader, chat, tools).all()
+    yield from agents.findings()
+    for chat, further in agents.later_tools(tools):
+        yield from TemplateChecks(template, reader, chat, further).tool_calls(made_up=False)
 
 
 def _secrets() -> Finding:

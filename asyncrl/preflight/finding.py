@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Finding", "findings_text"]
+__all__ = ["Finding", "counts_text", "findings_text"]
 
 CHECK_WIDTH = 24
 MIN_WIDTH = 60
@@ -35,9 +35,10 @@ class Finding:
 
 def findings_text(findings: Sequence[Finding], width: int | None = None) -> str:
     """The findings in lines of at most `width` characters, and their counts. None: a line each."""
-    counts = {
-        verdict: sum(one.verdict == verdict for one in findings)
-        for verdict in ("ok", "warn", "FAIL")
-    }
-    total = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    return "\n".join([*(one.lines(width) for one in findings), "", total])
+    return "\n".join([*(one.lines(width) for one in findings), "", counts_text(findings)])
+
+
+def counts_text(findings: Sequence[Finding]) -> str:
+    """How many findings have each verdict."""
+    verdicts = [finding.verdict for finding in findings]
+    return ", ".join(f"{verdicts.count(one)} {one}" for one in ("ok", "warn", "FAIL"))

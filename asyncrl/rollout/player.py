@@ -37,10 +37,14 @@ class _Counted:
 
 
 class Player:
-    """Plays sessions of one environment. Use it on one event loop, and close it."""
+    """Plays sessions of one environment. Use it on one event loop, and close it.
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._pool = EnvironmentPool(config)
+    Args:
+        output: see `EnvironmentPool`.
+    """
+
+    def __init__(self, config: EnvironmentConfig, output: int | None = None) -> None:
+        self._pool = EnvironmentPool(config, output)
         self._most_turns, self._tool_s = config.max_turns, config.tool_s
         self._server: AgentServer | None = None
         if config.url:

@@ -43,7 +43,12 @@ class ChildProcess:
         self._writer: asyncio.StreamWriter | None = None
 
     async def start(
-        self, serve: str, setup: object, inherited: Sequence[int] = (), folder: str = ""
+        self,
+        serve: str,
+        setup: object,
+        inherited: Sequence[int] = (),
+        folder: str = "",
+        output: int | None = None,
     ) -> None:
         """Start the process and send it its first message.
 
@@ -51,6 +56,7 @@ class ChildProcess:
             serve: `module:function`, which the process calls with its socket.
             inherited: further file descriptors that it has, under the same numbers.
             folder: kind of a temporary folder that ends with the process; "" = none.
+            output: file descriptor to which it prints. None: to where this process prints.
         """
         ours, theirs = socket.socketpair()
         end, self._lifeline = os.pipe()
@@ -60,6 +66,8 @@ class ChildProcess:
                 subprocess.Popen,
                 command(end, theirs.fileno(), serve, folder),
                 stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 pass_fds=(end, theirs.fileno(), *inherited),
                 env=without_proxy_on_loopback(cluster_environment() or os.environ),
                 start_new_session=True,

@@ -370,7 +370,10 @@ def test_a_module_that_cannot_be_imported_is_one_line(
         ({"fault": "step raises"}, "env_error", "OSError: no row"),
         ({"fault": "none", "close": "raises"}, "env_error", "OSError: cannot close"),
         ({"fault": "step raises", "close": "raises"}, "env_error", "OSError: no row"),
-        ({"fault": "goes on", "close": "hangs"}, "turns", "has taken its 3 turns"),
+        pytest.param(
+            *({"fault": "goes on", "close": "hangs"}, "turns", "has taken its 3 turns"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_game_is_closed_at_every_end(

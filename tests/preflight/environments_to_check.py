@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -88,3 +89,47 @@ async def silent(task: Mapping[str, Any], model: Any) -> float:
 
 def wants_column(completions: list[str], solution: list[str]) -> list[float]:
     return [0.0] * len(completions)
+
+
+async def too_long(task: Mapping[str, Any], model: Any) -> float:
+    """Its first chat has more text than a session may have."""
+    return agrees(task, await ask({**task, "prompt": task["prompt"] * 20_000}, model))
+
+
+async def too_long_at_times(task: Mapping[str, Any], model: Any) -> float:
+    """Its first chat is too long for the second of three tasks."""
+    times = 20_000 if task["answer"] == "42" else 1
+    return agrees(task, await ask({**task, "prompt": task["prompt"] * times}, model))
+
+
+async def asks_at_times(task: Mapping[str, Any], model: Any) -> float:
+    """It never asks the model about the second of three tasks."""
+    return 0.0 if task["answer"] == "42" else agrees(task, await ask(task, model))
+
+
+async def slow_at_times(task: Mapping[str, Any], model: Any) -> float:
+    await asyncio.sleep(1.5 if task["answer"] == "42" else 0)
+    return agrees(task, await ask(task, model))
+
+
+async def prints_much(task: Mapping[str, Any], model: Any) -> float:
+    print("x" * 100_000)
+    return agrees(task, await ask(task, model))
+
+
+UNWRITABLE: Any = {
+    "type": "function",
+    "function": {"name": "kept</tool_call>", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+async def hands_over(task: Mapping[str, Any], model: Any) -> float:
+    """A second agent, with a tool of its own, goes on if the first one calls its tool."""
+    chat: list[Any] = [{"role": "user", "content": task["prompt"]}]
+    create = model.chat.completions.create
+    first = (await create(messages=chat, tools=[NOTE])).choices[0].message
+    if not first.tool_calls:
+        return agrees(task, first.content)
+    second = [{"role": "system", "content": "second"}, *chat]
+    await create(messages=second, tools=[NOTE, UNWRITABLE])
+    return 0.0

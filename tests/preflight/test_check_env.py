@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -21,6 +22,7 @@ from asyncrl.config import Config, ConfigError
 from asyncrl.contracts.nodes import Node
 from asyncrl.preflight.check_env import Checked, check_environment
 from asyncrl.preflight.environment import try_environment
+from asyncrl.preflight.finding import Finding
 from asyncrl.preflight.tool_examples import example_arguments
 from asyncrl.sessions.rows import SessionRows, session_rows
 from jobs.guess.game import question
@@ -305,7 +307,9 @@ def test_a_template_that_hides_the_tools(config_of: Callable[..., Config]) -> No
         ("gives_nothing", "FAIL", "agent: right", "reward none; some sessions have no reward"),
         ("fails_on_empty", "warn", "agent: empty", "2 of 2 sessions end with env_error"),
         ("blocks", "warn", "agent: slow", "ends env_error instead of deadline"),
-        ("silent", "warn", "agent: slow", "asked the model for no turn"),
+        ("silent", "FAIL", "agent: wrong", "done; the model was asked for no turn; nothing is"),
+        ("asks_at_times", "warn", "agent: right", "; 5 took no turn, and are not trained"),
+        ("too_long_at_times", "warn", "first chat", "1 of 2 tasks begin with a chat that leaves"),
     ],
 )
 def test_an_environment_with_a_fault(
@@ -320,7 +324,7 @@ def test_an_environment_with_a_fault(
     ("code", "text"),
     [
         ("raise SystemExit('no such task')", "ended with exit code 1: no such task"),
-        ("print(1)", "10 sessions: done; the model was asked for no turn"),
+        ("print(1)", "10 sessions: done; the model was asked for no turn; nothing"),
     ],
 )
 def test_a_program_that_cannot_be_trained(
@@ -407,6 +411,52 @@ def test_one_reason_is_given_once(config_of: Callable[..., Config]) -> None:
     assert "2 of 2 sessions end with env_error, for the same reason" in found(
         checked, "warn", "agent: empty"
     )
+
+
+def test_a_first_chat_beyond_every_limit_is_a_finding(
+    config_of: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.preflight.template_checks.LONGEST", 4096)
+    checked = check_environment(config_of("too_long"))
+    text = found(checked, "FAIL", "first chat")
+    assert text.startswith("2 of 2 tasks begin with a chat that leaves no room for an answer")
+    assert "more than 2048 tokens; shorten the messages); raise data.max_length = 2048" in text
+    assert "so a session is one row" in found(checked, "ok", "template")
+
+
+def test_the_tools_of_a_later_agent_are_checked(config_of: Callable[..., Config]) -> None:
+    checked = check_environment(config_of("hands_over"))
+    assert checked.failed
+    texts = [one.text for one in checked.findings if one.check == "tool calls"]
+    (bad,) = [text for text in texts if "kept</tool_call>: plain" in text]
+    assert "come back as they were written" in texts[0] and "note: plain" in texts[0]
+    assert sum("note: plain" in text for text in texts) == 1, "each tool is checked once"
+    assert bad in [one.text for one in checked.findings if one.verdict == "FAIL"]
+
+
+def test_findings_come_while_it_works(config_of: Callable[..., Config]) -> None:
+    """Those of the template come before the session of a slow task has ended."""
+    came: list[Finding] = []
+    at: dict[str, float] = {}
+
+    def tell(finding: Finding) -> None:
+        came.append(finding)
+        at.setdefault(finding.check, time.monotonic())
+
+    checked = check_environment(config_of("slow_at_times"), tell)
+    assert tuple(came) == checked.findings
+    order = list(at)
+    assert order.index("stops") < order.index("agent: right") < order.index("cost")
+    assert at["agent: right"] - at["stops"] > 0.5, "it did not wait for the slow task"
+
+
+def test_what_an_environment_prints_is_bounded(
+    config_of: Callable[..., Config], capfd: pytest.CaptureFixture[str]
+) -> None:
+    checked = check_environment(config_of("prints_much"))
+    assert " bytes here, and 4,096 of them are shown" in found(checked, "warn", "output")
+    printed = capfd.readouterr()
+    assert 1000 < (printed.out + printed.err).count("x") < 8192
 
 
 def test_reward_functions_are_the_reward(config_of: Callable[..., Config]) -> None:
