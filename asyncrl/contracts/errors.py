@@ -17,6 +17,7 @@ __all__ = [
     "PlacementLostError",
     "ReferenceLostError",
     "RolloutFailedError",
+    "RunStoppedError",
     "StaleReplicaError",
     "TeacherError",
     "UnreadableCheckpointError",
@@ -26,6 +27,10 @@ __all__ = [
 class PartDiedError(RuntimeError):
     """A process of the run died, or a stream broke because one did. A new attempt from the last
     committed checkpoint may succeed."""
+
+
+class RunStoppedError(Exception):
+    """The run was asked to stop, and has ended after a step. A checkpoint has its last step."""
 
 
 class EvaluationLostError(Exception):

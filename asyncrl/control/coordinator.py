@@ -20,6 +20,8 @@ generators, wakes them, and so gives them the turn. The learner's next turn wait
 for the evaluations that are due. On GPUs, the learner's states are on the device in its turn only:
 the generators leave it before, and take it after.
 
+`stop` ends the run early, after the step in progress and with a checkpoint.
+
 If a loop that should never end does end, the run fails. Everything runs on one event loop. Nothing
 here imports Ray, vLLM or DeepSpeed, so a whole run on fakes takes milliseconds.
 """
@@ -33,7 +35,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol, TypeAlias
 
-from asyncrl.contracts.errors import EvaluationLostError, RolloutFailedError
+from asyncrl.contracts.errors import EvaluationLostError, RolloutFailedError, RunStoppedError
 from asyncrl.contracts.messages import Manifest, PushReport, Scored, StepResult
 from asyncrl.contracts.outcomes import FILTERED, UNFORESEEN, WAYS_OUT
 from asyncrl.contracts.protocols import (
@@ -182,6 +184,12 @@ class Coordinator:
         self.evaluation_lost = False
         """Whether the last evaluation lost its replica."""
         self.turn: Turn = "generators"
+        self.saved_version = state.version
+        """Version of the newest checkpoint, or with which the attempt began."""
+        self.stopping = False
+        """Whether the run ends after the step in progress."""
+        self._waking: asyncio.Task[None] | None = None
+        """Wakes the loops after `stop`."""
         self.learning_done = False
         self.publishing_done = False
         self.evaluations_due = {0} if state.version == 0 else set(state.evaluations_due)
@@ -195,7 +203,11 @@ class Coordinator:
 
     async def run(self) -> RunProgress:
         """Train to the last version, then commit and evaluate it. An exception that ends a loop
-        early is raised."""
+        early is raised.
+
+        Raises:
+            RunStoppedError: `stop` was called. The last step is in a checkpoint.
+        """
         endless = {
             "rollouts": self._rollouts,
             "scoring": self._scoring,
@@ -229,6 +241,26 @@ class Coordinator:
             await self.parts.recorder.flushed()
         self.progress.phase = "done"
         return self.progress
+
+    def stop(self) -> bool:
+        """Ask the run to end after the step in progress, with a checkpoint. A run that waits for a
+        batch does not wait for it. Call it on the event loop.
+
+        Returns:
+            False if there is nothing to save: no step is in progress, and none was applied since
+            the newest checkpoint. The run then goes on.
+        """
+        if self.parts.checkpoints is None or self.learning_done:
+            return False
+        if not self.buffer.training and self.progress.version == self.saved_version:
+            return False
+        self.stopping = True
+        self._waking = asyncio.create_task(self._notify())
+        return True
+
+    async def _notify(self) -> None:
+        async with self._changing():
+            pass
 
     # rollouts: prompts, slots → groups. Waits for a slot, then for a completion. Never ends.
 
@@ -368,6 +400,9 @@ class Coordinator:
             started = clock()
             batch, occupied = await self._next_batch()
             await self._take_turn()
+            if batch is None:
+                await self._save_if_due()
+                raise RunStoppedError
             occupied += self._turn_times.get("time/rest_s", 0.0)
             waited, began = clock() - started - occupied, clock()
             self.progress.learner_waited_s += waited
@@ -393,7 +428,9 @@ class Coordinator:
                 )
             if result.applied:
                 await self._refresh_if_due()
-                await self._save_if_due()
+            await self._save_if_due()
+            if self.stopping:
+                raise RunStoppedError
             if self._gather_due():
                 await self._gather()
             await self._end_turn()
@@ -404,12 +441,14 @@ class Coordinator:
         async with self._changing():
             self.learning_done = True
 
-    async def _next_batch(self) -> tuple[list[Scored], float]:
+    async def _next_batch(self) -> tuple[list[Scored] | None, float]:
         """Wait for a batch. While waiting, gather the newest version once the current publication
-        ends. Returns the batch and the seconds spent gathering."""
+        ends. Returns the batch, or None if the run stops, and the seconds spent gathering."""
         clock, gathering = asyncio.get_running_loop().time, 0.0
         while True:
-            async with self._when(lambda: self._gather_due() or self._cut_due()):
+            async with self._when(lambda: self.stopping or self._gather_due() or self._cut_due()):
+                if self.stopping:
+                    return None, gathering
                 self._drop_stale()
                 batch = (
                     None if self._gather_due() else self.buffer.next_batch(self.progress.version)
@@ -519,8 +558,9 @@ class Coordinator:
 
     async def _save_if_due(self) -> None:
         version, every = self.progress.version, self.schedule.checkpoint_every
-        due = version == self.schedule.max_steps or (every > 0 and version % every == 0)
-        if self.parts.checkpoints is None or not due:
+        last = self.stopping or version == self.schedule.max_steps
+        due = last or (every > 0 and version % every == 0)
+        if self.parts.checkpoints is None or not due or version == self.saved_version:
             return
         clock = asyncio.get_running_loop().time
         started = clock()
@@ -530,6 +570,7 @@ class Coordinator:
         self._flush_outcomes()
         await self.parts.recorder.flushed()
         await self.parts.checkpoints.write(state, groups, self.parts.learner, self.parts.scores)
+        self.saved_version = version
         self.books.record("checkpoint", version, {"checkpoint/save_s": clock() - started})
 
     def state(self) -> State:
@@ -682,14 +723,14 @@ class Coordinator:
 
     async def _take_turn(self) -> None:
         """Begin the learner's turn, once the generators' last version has been checked and every
-        evaluation that is due has ended."""
+        evaluation that is due has ended. A run that stops does not wait for evaluations."""
         if not self.schedule.colocate:
             return
         async with self._when(
             lambda: (
                 self.in_publication is None
-                and self.evaluation is None
-                and not self._evaluation_due()
+                and (self.stopping or self.evaluation is None)
+                and (self.stopping or not self._evaluation_due())
             )
         ):
             self.turn = "going to rest"

@@ -78,7 +78,8 @@ MUTANTS = [
     Mutant(
         "the learner's turn begins during an evaluation",
         COORDINATOR,
-        "and self.evaluation is None\n                and not self._evaluation_due()\n",
+        "and (self.stopping or self.evaluation is None)\n"
+        "                and (self.stopping or not self._evaluation_due())\n",
         "",
     ),
     Mutant(

@@ -8,7 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.contracts.errors import EvaluationLostError, PartDiedError, RolloutFailedError
+from asyncrl.contracts.errors import (
+    EvaluationLostError,
+    PartDiedError,
+    RolloutFailedError,
+    RunStoppedError,
+)
 from asyncrl.contracts.messages import Scored, ScoredBaseline
 from asyncrl.contracts.outcomes import WAYS_OUT
 from asyncrl.contracts.state import State
@@ -674,6 +679,68 @@ def test_a_resume_continues_from_the_frontier(tmp_path):
     assert second.parts.weights.applied[0] == 4
 
 
+def stopped(coordinator, when):
+    """Run until `when()` is true, then stop. Returns the seconds that the stop took."""
+
+    async def stopping():
+        task = asyncio.ensure_future(coordinator.run())
+        clock = asyncio.get_running_loop().time
+        while not when():
+            await asyncio.sleep(0.05)
+        began = clock()
+        assert coordinator.stop()
+        with pytest.raises(RunStoppedError):
+            await task
+        return clock() - began
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(stopping())
+
+
+def test_a_stop_finishes_the_step_and_writes_a_checkpoint():
+    checkpoints, learner = FakeCheckpoints(), FakeLearner(4, latency=1.0)
+    coordinator = make(steps=50, learner=learner, checkpoints=checkpoints)
+    took = stopped(
+        coordinator,
+        lambda: coordinator.progress.version == 12 and coordinator.buffer.training,
+    )
+    assert took <= 1.0 and [state.version for state in checkpoints.states] == [13]
+    assert coordinator.parts.recorder.all_outcomes[-1].outcome == "waiting"
+
+
+def test_a_stop_does_not_wait_for_the_next_batch_or_an_evaluation():
+    """An hour passes until the next group, and an evaluation takes an hour."""
+    for colocate in (False, True):
+        checkpoints, began = FakeCheckpoints(), []
+
+        async def evaluate(version, replica, began=began):
+            began.append(version)
+            await asyncio.sleep(3600 if version else 0)
+            return {"eval/accuracy": 0.0}
+
+        coordinator = make(
+            steps=50,
+            max_staleness=0,
+            rollouts=FakeRollouts(latency=lambda ordinal: 3600 if ordinal >= 12 else 0.1),
+            checkpoints=checkpoints,
+            evaluate=evaluate,
+            evaluate_every=2,
+            colocate=colocate,
+        )
+        took = stopped(coordinator, lambda began=began: began[-1:] == [2])
+        assert took < 1 and [state.version for state in checkpoints.states] == [2]
+        assert checkpoints.states[0].evaluations_due == (2,)
+
+
+def test_a_stop_has_nothing_to_save_before_the_first_step_and_after_a_checkpoint():
+    checkpoints = FakeCheckpoints()
+    coordinator = make(steps=3, checkpoints=checkpoints, checkpoint_every=1)
+    assert not coordinator.stop() and not coordinator.stopping
+    run(coordinator)
+    assert not coordinator.stop()
+    assert [state.version for state in checkpoints.states] == [1, 2, 3]
+
+
 def scored(ordinal, oldest_version):
     return Scored(ordinal, oldest_version, oldest_version, 4, (0.0, 1.0), {}, 2, 0, oldest_version)
 
@@ -776,21 +843,23 @@ class Weights(FakeLearner):
         }
 
 
+@pytest.mark.parametrize("stops", [False, True], ids=["killed", "stopped"])
 @pytest.mark.parametrize(
     ("max_staleness", "on_stale", "moments"), [(0, "wait", 20), (2, "wait", 20), (1, "drop", 20)]
 )
 def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
-    tmp_path, monkeypatch, max_staleness, on_stale, moments
+    tmp_path, monkeypatch, max_staleness, on_stale, moments, stops
 ):
     """At staleness 0, seed and data determine every batch, so the weights equal those of an
     uninterrupted run. At larger staleness, each ordinal still has exactly one outcome among those
-    that count."""
+    that count. A run that is stopped has lost no step."""
 
     async def at_once(function, *arguments):
         return function(*arguments)
 
     # The virtual clock does not see threads.
     monkeypatch.setattr(asyncio, "to_thread", at_once)
+    moments -= 8 * stops  # a stop repeats no step, so the run ends earlier
     steps, random_ = 110, random.Random(1)
     latency = [random_.random() for _ in range(97)]
 
@@ -816,7 +885,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
             state,
             **parts,
             on_stale=on_stale,
-            checkpoint_every=1 + random_.randrange(3),
+            checkpoint_every=50 if stops else 1 + random_.randrange(3),
         )
 
     def finish(coordinator, after=None):
@@ -829,6 +898,13 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
             if task.done():
                 task.result()
                 return True
+            if stops and coordinator.stop():
+                with pytest.raises(RunStoppedError):
+                    await task
+                assert coordinator.parts.checkpoints.find()[1].version == (
+                    coordinator.progress.version
+                )
+                return False
             coordinator.parts.recorder.outcomes = lambda *_: None
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
