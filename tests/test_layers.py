@@ -408,7 +408,7 @@ def test_nothing_is_computed_with_the_wall_clock() -> None:
         if ast.unparse(node) in wall
     }
     readers |= {name for name, path in modules() if "time.time" in imports(path)}
-    records = {"runtime.clock", "serving.http", "serving.score_routes"}
+    records = {"runtime.clock", "rundir.record", "serving.http", "serving.score_routes"}
     records |= {"rollout.lost_requests", "rewards.score"}
     ages = {"weights.staging"}
     assert {name for name in readers if folder(name) != "testing"} <= records | ages

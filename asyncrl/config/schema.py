@@ -1276,6 +1276,10 @@ class CheckpointConfig(Section):
     """Applied steps between two checkpoints. 0 = only at the end."""
     keep: int = Field(default=2, gt=0)
     """Number of committed checkpoints to keep."""
+    on_stop_s: float = Field(default=120, ge=0)
+    """Seconds that a stop (Ctrl-C, SIGTERM, SIGHUP, an interrupted cell) waits for the step in
+    progress and its checkpoint. 0 = it does not wait, and steps since the last checkpoint are lost.
+    """
     save: str | None = None
     """Directory for checkpoints. Default: `checkpoints/` in the run directory. `{runs_root}` in it
     is replaced."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
+from asyncrl.contracts.errors import RunStoppedError
 from asyncrl.runtime.redact import redact
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ class ProgressView:
         trace: TracebackType | None,
     ) -> None:
         if error is not None and self._newest is not None:
-            stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
+            ways = (KeyboardInterrupt, asyncio.CancelledError, RunStoppedError)
+            stopped = isinstance(error, ways)
             # A full disk may be why the run failed; its own error must reach the user.
             with contextlib.suppress(OSError):
                 self.show(replace(self._newest, phase="interrupted" if stopped else "failed"))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-from ray._private import auto_init_hook
+from ray._private import auto_init_hook, services
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
-from asyncrl.config import Config, RunSettings
+from asyncrl.config import Config, ConfigError, RunSettings
 from asyncrl.generation.app import forget_controller
 from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.preflight.placement import needed
@@ -26,12 +29,27 @@ from asyncrl.runtime.ray_shutdown import shut_down_ray
 from asyncrl.runtime.redact import print_shown
 from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
 
-__all__ = ["ray_cluster", "shut_down_ray", "start_local_ray"]
+__all__ = [
+    "RayEndedError",
+    "ray_cluster",
+    "shut_down_ray",
+    "start_local_ray",
+    "until_ray_ends",
+]
 
 logger = logging.getLogger("asyncrl")
 
 END_S = 10.0
 """Seconds for the processes of a failed node start to end."""
+LOOK_EVERY_S = 0.5
+"""Seconds between two looks at the processes of a local cluster."""
+ASK_EVERY_S, MOST_SILENT = 5.0, 3
+"""Seconds between two questions to another cluster, and the questions without an answer after which
+it is gone. Ray itself ends this process a minute after the cluster."""
+
+
+class RayEndedError(RuntimeError):
+    """The cluster of the run has ended. The message names what ended."""
 
 
 @contextmanager
@@ -51,7 +69,8 @@ def ray_cluster(config: RunSettings) -> Iterator[Path | None]:
     address = answering_cluster()
     if address:
         keep_token_private()
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        with _signals_stay():
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
     else:
         cpus = needed(config)["CPU"] if isinstance(config, Config) else config.num_cpus
         start_local_ray(max(os.cpu_count() or 1, math.ceil(cpus)), configure_logging=False)
@@ -85,6 +104,75 @@ def _refuse_open_ray(allowed: bool = False) -> None:
     )
 
 
+@contextmanager
+def _signals_stay() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM. `ray.init` installs one that ends the process at
+    once."""
+    utils: Any = ray._private.utils
+    before = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = before
+
+
+@contextmanager
+def _in_own_sessions() -> Iterator[None]:
+    """Start Ray's servers in sessions of their own. A signal to this process's group, as `timeout`
+    or a scheduler sends it, then reaches this process only, which ends them in order. The kernel
+    ends them if this process is killed."""
+    module: Any = services
+    before = module.ConsolePopen
+    module.ConsolePopen = functools.partial(before, start_new_session=True)
+    try:
+        yield
+    finally:
+        module.ConsolePopen = before
+
+
+async def until_ray_ends() -> RayEndedError:
+    """Wait until the cluster to which this process is connected has ended, and return the error
+    that says so."""
+    silent, asked = 0, time.monotonic()
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        node: Any = ray._private.worker._global_node
+        if node is None:
+            continue
+        if node.all_processes:
+            ended = _ended(node.all_processes)
+            # `ray stop` ends all of them. Without one that only keeps logs, a run goes on.
+            if len(ended) > 1 or {"gcs_server", "raylet"} & {*ended}:
+                return RayEndedError(
+                    f"Ray's processes on this machine ended during the run ({', '.join(ended)});"
+                    " did somebody run `ray stop`, or did the machine run out of memory?"
+                )
+        elif time.monotonic() - asked >= ASK_EVERY_S:
+            why = await asyncio.to_thread(_silence)
+            silent, asked = (silent + 1 if why else 0), time.monotonic()
+            if silent == MOST_SILENT:
+                return RayEndedError(f"the Ray cluster ended during the run: {why}")
+
+
+def _ended(processes: Mapping[str, Any]) -> list[str]:
+    """Kinds of Ray's processes, started by this process, that have ended."""
+    return [
+        kind
+        for kind, started in processes.items()
+        if any(one.process.poll() is not None for one in started)
+    ]
+
+
+def _silence() -> str:
+    """Why the cluster at RAY_ADDRESS does not answer; "" if it does."""
+    try:
+        answering_cluster()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def start_local_ray(
     num_cpus: int,
     tries: int = 4,
@@ -100,14 +188,15 @@ def start_local_ray(
     for tries_left in reversed(range(tries)):
         before = set(psutil.Process().children(recursive=True))
         try:
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=configure_logging,
-                object_store_memory=object_store_memory,
-            )
+            with _signals_stay(), _in_own_sessions():
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    configure_logging=configure_logging,
+                    object_store_memory=object_store_memory,
+                )
             return
         except Exception as error:  # Ray raises no narrower class
             shut_down_ray()

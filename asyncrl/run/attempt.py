@@ -90,6 +90,13 @@ class Attempt:
             self.live.phase("stopping")
             view.show(self.live.progress)
 
+    def stop(self) -> bool:
+        """See `RunningAttempt`."""
+        stops = self.coordinator is not None and self.coordinator.stop()
+        if stops:
+            self.live.phase("finishing the step")
+        return stops
+
     async def _wait_for_resources(self) -> None:
         self.live.phase("looking for room on the cluster")
         if self.across.generators is None:

@@ -81,17 +81,19 @@ class AcrossAttempts:
                 and not (self.placed is not None and self.placed.takes_turns_on_gpus)
                 and await self.generators.release(state.run_id, state.attempt)
             )
-            if not keep:
-                await self._end_generators()
-            # A thread that calls Ray after the end of the cluster would kill this process.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    asyncio.get_running_loop().shutdown_default_executor(), THREADS_END_S
-                )
-            if not keep:
-                self._end_cluster()
-            if self._session_logs is not None:
-                _keep_logs(self._session_logs, logs / "ray")
+            try:
+                if not keep:
+                    await self._end_generators()
+                # A thread that calls Ray after the end of the cluster would kill this process.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(
+                        asyncio.get_running_loop().shutdown_default_executor(), THREADS_END_S
+                    )
+            finally:
+                if not keep:
+                    self._end_cluster()
+                if self._session_logs is not None:
+                    _keep_logs(self._session_logs, logs / "ray")
 
     def end(self) -> None:
         """End what an attempt kept for a further attempt that did not start."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from asyncrl.config import OfflineConfig
+from asyncrl.contracts.errors import RunStoppedError
 from asyncrl.contracts.outcomes import NOT_FINITE
 from asyncrl.data.token_file import TokenFile
 from asyncrl.learning.group import LearnerGroup
@@ -124,6 +125,9 @@ class OfflineAttempt:
         self.config, self.plan = config, plan
         self.directory, self.across = directory, across
         self.state = directory.state
+        self.saved_version = directory.state.version
+        """Version of the newest checkpoint, or with which the attempt began."""
+        self.in_step = self.stopping = False
         self.live = OfflineRecorder(writer, plan.steps, directory.state.version)
 
     async def run(self, view: ProgressView) -> None:
@@ -136,6 +140,14 @@ class OfflineAttempt:
             await cancel(showing)
             self.live.phase("stopping")
             view.show(self.live.progress)
+
+    def stop(self) -> bool:
+        """See `RunningAttempt`."""
+        if not self.in_step and self.state.version == self.saved_version:
+            return False
+        self.stopping = True
+        self.live.phase("finishing the step")
+        return True
 
     async def _run(self, stack: Closing) -> None:
         self.live.phase("preparing the rows")
@@ -184,20 +196,23 @@ class OfflineAttempt:
         if held_out is not None and first == 0:
             await self._evaluate(learner, held_out)
         self.live.phase("training")
-        saved = self.state.version if self.directory.checkpoint is not None else None
         while self.state.version < self.plan.steps:
+            self.in_step = True
             applied = await self._step(learner, train)
+            self.in_step = False
             version = self.state.version
+            if self.stopping:
+                await self._checkpoint(learner)
+                raise RunStoppedError
             if not applied:
                 continue
             last = version == self.plan.steps
             if held_out is not None and (last or _due(version, self.config.eval.every_steps)):
                 await self._evaluate(learner, held_out)
-            if last or _due(version, self.config.checkpoint.every_steps):
+            if self.stopping or last or _due(version, self.config.checkpoint.every_steps):
                 await self._checkpoint(learner)
-                saved = version
-        if saved != self.state.version:
-            await self._checkpoint(learner)
+            if self.stopping:
+                raise RunStoppedError
 
     async def _step(self, learner: LearnerGroup, train: TokenFile) -> bool:
         """Take one step on the next `batch_size` rows. Returns whether it was applied."""
@@ -268,8 +283,11 @@ class OfflineAttempt:
         self.live.phase(phase)
 
     async def _checkpoint(self, learner: LearnerGroup) -> None:
+        if self.state.version == self.saved_version:
+            return
         started = time.monotonic()
         await self.directory.checkpoints.write(self.state, (), learner, None)
+        self.saved_version = self.state.version
         self._record("checkpoint", {"checkpoint/save_s": time.monotonic() - started})
 
     def _record(self, event: str, metrics: Mapping[str, object]) -> None:

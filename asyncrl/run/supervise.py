@@ -9,25 +9,27 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
 
 from asyncrl.config import RunSettings
-from asyncrl.contracts.errors import PartDiedError
+from asyncrl.contracts.errors import PartDiedError, RunStoppedError
 from asyncrl.observe.progress import Progress, ProgressView, duration
 from asyncrl.observe.sinks import SinkRun, open_sinks
+from asyncrl.preflight.cluster import RayEndedError, until_ray_ends
 from asyncrl.run.attempts import AcrossAttempts
+from asyncrl.run.stopping import Stop, handling_signals
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import MetricsWriter, read_metrics
 from asyncrl.runtime.files import append_to
 from asyncrl.runtime.loopback import call_loopback_directly
+from asyncrl.runtime.output import lasting_output
 from asyncrl.runtime.redact import RedactingFormatter, print_shown, shown
 
 __all__ = [
@@ -40,9 +42,16 @@ __all__ = [
     "run_job",
 ]
 
+INTERRUPTED = 130
+"""Exit code of an interrupted run."""
 REPLACED = ("--resume", "--name")
 """Options that the resume command sets itself, and so does not repeat."""
 CKPT_STEP = "--checkpoint.ckpt_step"
+
+RAY_END_KNOWN_S = 2.0
+"""Seconds until the end of a local Ray cluster is known. A part of the run may notice it before."""
+CANCEL_EVERY_S = 1.0
+"""Seconds that each closing part gets once the Ray cluster has ended."""
 
 PHASE = "startup/phase/"
 """Beginning of the names of a `first_step` record's phases."""
@@ -86,7 +95,13 @@ class RunningAttempt(Protocol):
     def live(self) -> Told: ...
 
     async def run(self, view: ProgressView) -> None:
-        """Train to the last step, or raise the error that ended the attempt."""
+        """Train to the last step, or raise the error that ended the attempt: after `stop`,
+        RunStoppedError."""
+        ...
+
+    def stop(self) -> bool:
+        """Ask the attempt to end after the step in progress, with a checkpoint. False: it has
+        nothing to save, and goes on."""
         ...
 
 
@@ -129,10 +144,12 @@ def run_job(
     When a part of the run dies, a new attempt starts from the last committed checkpoint, at most
     `max_restarts` times between checkpoints. The generators keep running between attempts.
 
+    Ctrl-C, SIGTERM and SIGHUP stop the run after the step in progress, with a checkpoint.
+
     Args:
         resume_command: the user's command, from which the resume command is derived.
         after: called with the summary of a finished run, for example to print more.
-        on_start: called with a function that interrupts the run, which any thread may call.
+        on_start: called with a function that stops the run, which any thread may call.
         asked: when the user's command began, on the monotonic clock. None: now.
 
     Raises:
@@ -143,48 +160,52 @@ def run_job(
     resume = _variables() + shlex.join(
         [*_without_resume(resume_command, config), "--name", config.name, "--resume", "must"]
     )
-    across = AcrossAttempts(asked)
-    try:
-        summary = _attempts(job, resume, across, on_start)
-    finally:
-        across.end()
-    if isinstance(summary, int):
-        return summary
-    _print_summary(job, summary, resume)
-    if after is not None:
-        after(summary)
+    across, stop = AcrossAttempts(asked), Stop()
+    if on_start is not None:
+        on_start(lambda: stop.ask("canceled"))
+    with lasting_output(), handling_signals(stop.ask):
+        try:
+            summary = _attempts(job, resume_command, resume, across, stop)
+        except KeyboardInterrupt:  # between two attempts
+            again = f"{resume.removesuffix(' must')} auto"
+            print_shown(f"\ninterrupted ({stop.cause}); go on with: {again}", file=sys.stderr)
+            return INTERRUPTED
+        finally:
+            stop.over = True
+            across.end()
+        if isinstance(summary, int):
+            return summary
+        _print_summary(job, summary, resume)
+        if after is not None:
+            after(summary)
     return 0
 
 
 def _attempts(
-    job: Job,
-    resume: str,
-    across: AcrossAttempts,
-    on_start: Callable[[Callable[[], None]], None] | None,
+    job: Job, command: Sequence[str], resume: str, across: AcrossAttempts, stop: Stop
 ) -> Summary | int:
     """Run attempts until one finishes, or ends the run: its summary, or the exit code."""
     restarts_left = job.config.max_restarts
     while True:
         config = job.config
-        with RunDirectory(config) as directory:
+        with RunDirectory(config, command) as directory:
             _announce(job, directory, resume)
             left = partial(_restarts_left, config, directory, restarts_left)
             try:
-                return asyncio.run(_interruptible(_train(job, directory, across, left), on_start))
-            except (asyncio.CancelledError, KeyboardInterrupt):
-                logger.info("interrupted")
-                print_shown(f"\ninterrupted; {_way_on(directory, resume)}", file=sys.stderr)
-                return 130
-            except Exception as error:
-                logger.error("the run failed", exc_info=error)
-                print_shown(
-                    f"\nasyncrl: {_one_line(error)}\n  full log: {directory.logs / 'driver.log'}",
-                    file=sys.stderr,
-                )
-                restarts_left = left()
-                if not isinstance(error, PartDiedError) or restarts_left == 0:
-                    print_shown(f"  {_way_on(directory, resume)}", file=sys.stderr)
+                summary = asyncio.run(_train(job, directory, across, left, stop))
+            except (Exception, asyncio.CancelledError, KeyboardInterrupt) as error:
+                restarts_left, stop.over = left(), True
+                if stop.cause or not isinstance(error, Exception):
+                    return _interrupted(directory, resume, stop.cause, error)
+                dies = isinstance(error, PartDiedError) and restarts_left > 0
+                _say_failed(directory, error, "" if dies else resume)
+                if not dies:
                     return 1
+                stop.over = False
+            else:
+                stop.over = True
+                directory.end("finished")
+                return summary
         restarts_left -= 1
         print_shown(
             f"  a new attempt starts automatically (max_restarts = {config.max_restarts};"
@@ -192,6 +213,31 @@ def _attempts(
             file=sys.stderr,
         )
         job = job.resumed(_for_next_attempt(config))
+
+
+def _interrupted(directory: RunDirectory, resume: str, cause: str, error: BaseException) -> int:
+    """Say and record that the run was interrupted, and return the exit code."""
+    if isinstance(error, Exception) and not isinstance(error, RunStoppedError):
+        # A signal to all processes ends parts of the run, too.
+        logger.error("a part failed while the run stopped", exc_info=error)
+    text = f"interrupted ({cause or 'KeyboardInterrupt'}); {_way_on(directory, resume)}"
+    logger.info("%s", text)
+    directory.end("interrupted", cause)
+    print_shown(f"\n{text}", file=sys.stderr)
+    return INTERRUPTED
+
+
+def _say_failed(directory: RunDirectory, error: Exception, resume: str) -> None:
+    """Say and record that the attempt failed. `resume`: the resume command, if it ends the run."""
+    line = _one_line(error)
+    logger.error("the run failed", exc_info=error)
+    directory.end("failed", line)
+    log = directory.logs / "driver.log"
+    print_shown(f"\nasyncrl: {line}\n  full log: {log}", file=sys.stderr)
+    if resume:
+        way_on = _way_on(directory, resume)
+        logger.info("%s", way_on)
+        print_shown(f"  {way_on}", file=sys.stderr)
 
 
 def _for_next_attempt(config: RunSettings) -> dict[str, object]:
@@ -214,54 +260,55 @@ def _restarts_left(config: RunSettings, directory: RunDirectory, before: int) ->
     )
 
 
-async def _interruptible(
-    work: Coroutine[object, None, Summary], on_start: Callable[[Callable[[], None]], None] | None
-) -> Summary:
-    """Await the work. Ctrl-C and SIGTERM cancel it once, so that its clean-up can finish. Ray
-    replaces the handler of SIGTERM, so `_train` sets it again."""
-    task = asyncio.create_task(work)
-    _catch_signals(task)
-    if on_start is not None:
-        loop = asyncio.get_running_loop()
+@asynccontextmanager
+async def _watching_ray() -> AsyncIterator[None]:
+    """Raise RayEndedError soon after the cluster has ended. Ray itself waits a minute, and then
+    ends this process."""
+    task, found = asyncio.current_task(), list[RayEndedError]()
+    assert task is not None
 
-        def stop() -> None:
-            loop.call_soon_threadsafe(_stop, task)
+    async def watch() -> None:
+        found.append(await until_ray_ends())
+        logger.error("%s", found[0])
+        while True:  # each part that closes may wait for an answer of the cluster
+            task.cancel()
+            await asyncio.sleep(CANCEL_EVERY_S)
 
-        on_start(stop)
-    return await task
-
-
-def _catch_signals(task: asyncio.Task[Summary]) -> None:
-    if threading.current_thread() is not threading.main_thread():
-        return  # only the main thread receives signals, and here it belongs to the caller
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _stop, task)
-
-
-def _stop(task: asyncio.Task[Summary]) -> None:
-    """Cancel the task once. A second signal does not interrupt the clean-up after the first."""
-    if task.cancelling():
-        print_shown(
-            "\nasyncrl: already stopping; each part gets a few seconds to end", file=sys.stderr
-        )
-    else:
-        task.cancel()
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except (Exception, asyncio.CancelledError) as error:
+        if isinstance(error, PartDiedError) and not found:
+            await asyncio.sleep(RAY_END_KNOWN_S)
+        if found:
+            raise found[0] from error
+        raise
+    finally:
+        watcher.cancel()
 
 
 async def _train(
-    job: Job, directory: RunDirectory, across: AcrossAttempts, restarts_left: Callable[[], int]
+    job: Job,
+    directory: RunDirectory,
+    across: AcrossAttempts,
+    restarts_left: Callable[[], int],
+    stop: Stop,
 ) -> Summary:
     started, config = time.monotonic(), job.config
-    task = asyncio.current_task()
-    assert task is not None
     _log_to_file(directory.logs / "driver.log")
     for line in [_beginning(config, directory), *directory.notes]:
         logger.info("%s", line)
-    with ProgressView() as view, open_writer(config, directory) as writer:
+    with (
+        stop.ending(config.checkpoint.on_stop_s),
+        ProgressView() as view,
+        open_writer(config, directory) as writer,
+    ):
         attempt = job.attempt(directory, across, writer)
-        async with across.attempt(config, directory.state, directory.logs, restarts_left):
-            _catch_signals(task)  # Ray has replaced the handlers
+        stop.finish_step = attempt.stop
+        async with (
+            _watching_ray(),
+            across.attempt(config, directory.state, directory.logs, restarts_left),
+        ):
             await attempt.run(view)
         live = attempt.live
         live.phase("done")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
-import hashlib
-import json
+import logging
 import os
+import platform
 import shutil
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, NotRequired
-
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict
+from typing import Literal
 
 from asyncrl.config import ConfigError, RunSettings
 from asyncrl.contracts.errors import EscapesDirectoryError
@@ -25,6 +24,16 @@ from asyncrl.frozen.kept import begin_place
 from asyncrl.rundir.checkpoint import REFERENCE, CheckpointStore
 from asyncrl.rundir.metrics import read_metrics
 from asyncrl.rundir.outcomes import refuse_old_folder
+from asyncrl.rundir.record import (
+    LOCK,
+    RECORD,
+    AttemptRecord,
+    RunRecord,
+    now,
+    read_record,
+    versions,
+    write_record,
+)
 from asyncrl.rundir.resume import (
     Beginning,
     config_text,
@@ -39,10 +48,10 @@ from asyncrl.runtime.files import (
     NotAFileError,
     append_to,
     make_directory,
-    read_text,
     replace_text,
 )
 from asyncrl.runtime.links import refuse_links
+from asyncrl.runtime.redact import redact
 
 __all__ = [
     "AttemptRecord",
@@ -52,6 +61,8 @@ __all__ = [
     "read_record",
     "replace_directory",
 ]
+
+logger = logging.getLogger("asyncrl")
 
 OURS = (
     "groups",
@@ -69,40 +80,8 @@ OURS = (
 LEFTOVERS = (".hf", ".replaced.hf", ".snapshot_*", ".probe_*", "converted")
 """Folders that an attempt removes from the run directory, unless it is killed."""
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
-RECORD = "run.json"
-"""File with the run's id and the start of each attempt (`RunRecord`)."""
-Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-
-
-@with_config(ConfigDict(strict=True, extra="allow"))
-class AttemptRecord(TypedDict):
-    """Where one attempt began, and its limits."""
-
-    attempt: Count
-    from_attempt: Count | None
-    checkpoint: str | None
-    trained_tokens: Count
-    version: Count
-    frontier: Count
-    finished_above: list[Count]
-    waiting: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
-    """[attempt, ordinal] of each group."""
-    max_staleness: Count
-    masks_stale: NotRequired[bool]
-    """Whether the attempt's `staleness.on_stale` is `mask`. Absent: it is not."""
-    train_ends: NotRequired[list[str]]
-    """The attempt's `environment.train_ends`; empty without an environment. Absent: unknown."""
-    n_samples_per_prompt: Count
-    groups_per_step: Count
-    data_hash: str
-    model_hash: str
-
-
-class RunRecord(TypedDict):
-    """The content of run.json, without its checksum."""
-
-    run_id: str
-    attempts: list[AttemptRecord]
+LOCK_TRIES, LOCK_AGAIN_S = 3, 0.05
+"""How often a driver tries to get the lock again, and the seconds between two tries."""
 
 
 class LockLostError(RuntimeError):
@@ -125,8 +104,13 @@ class RunDirectory:
             that this config can resume from.
     """
 
-    def __init__(self, config: RunSettings) -> None:
+    def __init__(self, config: RunSettings, command: Sequence[str] = ()) -> None:
+        """
+        Args:
+            command: the user's command, for run.json.
+        """
         self.path = config.run_directory
+        self._command = command
         try:
             refuse_links(self.path)
             for name in OURS:
@@ -202,6 +186,22 @@ class RunDirectory:
         """Log directory of this attempt."""
         return self.path / "logs" / f"attempt_{self.state.attempt}"
 
+    def end(self, outcome: Literal["finished", "failed", "interrupted"], cause: str = "") -> None:
+        """Record in run.json how the attempt ended. It is logged if that cannot be written.
+
+        Args:
+            cause: why, in one line; "" = nothing to say.
+        """
+        try:
+            self._check_locks()
+            record = read_record(self.path)
+            record["attempts"][-1] |= {"end": now(), "outcome": outcome}
+            if cause:
+                record["attempts"][-1]["cause"] = redact(cause)
+            write_record(self.path, record)
+        except (OSError, ConfigError, LockLostError) as error:
+            logger.warning("%s does not say that the attempt %s: %s", RECORD, outcome, error)
+
     def __enter__(self) -> RunDirectory:
         return self
 
@@ -250,7 +250,7 @@ class RunDirectory:
         return _Lock.acquire(self.path, f"run directory {self.path}", "choose another --name")
 
     def _refuse_in_use(self) -> None:
-        if (self.path / ".lock").exists():
+        if (self.path / LOCK).exists():
             self._acquire().release()
 
     def _begin_attempt(
@@ -286,11 +286,12 @@ class RunDirectory:
             groups_per_step=limits.groups_per_step,
             data_hash=state.data_hash,
             model_hash=state.model_hash,
+            command=[redact(word) for word in self._command],
+            host=platform.node(),
+            versions=versions(),
+            start=now(),
         )
-        record = RunRecord(run_id=run_id, attempts=[*attempts, started])
-        replace_text(
-            self.path / RECORD, json.dumps({**record, "checksum": _checksum(record)}, indent=1)
-        )
+        write_record(self.path, RunRecord(run_id=run_id, attempts=[*attempts, started]))
         make_directory(self.path / "logs" / f"attempt_{attempt}")
         return state
 
@@ -307,7 +308,7 @@ class _Lock:
     @classmethod
     def acquire(cls, directory: Path, title: str, way_out: str) -> _Lock:
         """Raises ConfigError if another process has the lock, or `.lock` is not a regular file."""
-        path = directory / ".lock"
+        path = directory / LOCK
         try:
             append_to(path).close()  # refuses links, pipes and devices
         except (EscapesDirectoryError, NotAFileError) as error:
@@ -315,7 +316,7 @@ class _Lock:
         lock = cls(path, os.open(path, os.O_RDWR | os.O_NOFOLLOW), os.open(directory, os.O_RDONLY))
         try:
             for descriptor in (lock.file, lock.directory):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(descriptor)
         except BlockingIOError:
             holder = os.read(lock.file, 32).decode(errors="replace")
             lock.release()
@@ -345,6 +346,17 @@ class _Lock:
             os.close(descriptor)
 
 
+def _lock(descriptor: int) -> None:
+    """Lock a file exclusively. Raises BlockingIOError if another process has the lock for longer
+    than `is_locked` takes."""
+    for _ in range(LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(LOCK_AGAIN_S)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def _has_saved(directory: Path) -> bool:
     """Whether the run's metrics record a checkpoint.
 
@@ -364,60 +376,6 @@ def _line(attempts: Sequence[AttemptRecord]) -> dict[int, int]:
         line[before] = attempts[at]["version"]
         at = before
     return line
-
-
-def read_record(directory: Path) -> RunRecord:
-    """Read run.json.
-
-    Raises:
-        ConfigError: the file is missing, damaged, edited, or from an asyncrl without a record of
-            attempts.
-    """
-    try:
-        record = json.loads(read_text(directory / RECORD))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{directory / RECORD} cannot be read ({error}); restore it, since only it records"
-            " where the attempts began"
-        ) from None
-    checksum = record.pop("checksum", None) if isinstance(record, dict) else None
-    if not isinstance(record, dict) or not isinstance(record.get("attempts"), list):
-        raise ConfigError(
-            f"{directory / RECORD} is from an older asyncrl without a record of attempts; start a"
-            " new run with checkpoint.load"
-        )
-    if checksum != _checksum(record):
-        raise ConfigError(
-            f"{directory / RECORD} is damaged or was edited: it does not match its checksum;"
-            " restore what asyncrl wrote"
-        )
-    try:
-        attempts = TypeAdapter(Annotated[list[AttemptRecord], Field(min_length=1)]).validate_python(
-            record["attempts"]
-        )
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = " ".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"{directory / RECORD} is damaged: attempts, {where}: {first['msg'].lower()}; restore"
-            " what asyncrl wrote"
-        ) from None
-    for number, attempt in enumerate(attempts):
-        name, before = attempt["attempt"], attempt["from_attempt"]
-        if name != number or (before is not None and before >= number):
-            raise ConfigError(
-                f"{directory / RECORD} is damaged: attempt {number} is called {name} and continues"
-                f" from {before}; restore what asyncrl wrote"
-            )
-    if not isinstance(record.get("run_id"), str):
-        raise ConfigError(
-            f"{directory / RECORD} is damaged: it has no run_id; restore what asyncrl wrote"
-        )
-    return RunRecord(run_id=record["run_id"], attempts=attempts)
-
-
-def _checksum(record: Mapping[str, object]) -> str:
-    return hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def replace_directory(finished: Path, final: Path) -> None:

@@ -8,15 +8,16 @@ being written and is skipped. A group that was written again after a failure app
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from asyncrl.config import Config, RunSettings, load_any, load_config
+from asyncrl.config import Config, ConfigError, RunSettings, load_any, load_config
 from asyncrl.contracts.rows import (
     ANSWER_COLUMNS,
     COLUMNS,
@@ -31,6 +32,7 @@ from asyncrl.contracts.rows import (
 )
 from asyncrl.rundir.metrics import read_metrics
 from asyncrl.rundir.outcomes import OUTCOME_COLUMNS, refuse_old_folder
+from asyncrl.rundir.record import AttemptRecord, is_locked, read_record
 from asyncrl.runtime import parquet
 
 __all__ = ["Run", "RunNotFoundError", "Status", "open_run"]
@@ -79,6 +81,11 @@ class Status:
     """Unix seconds of the newest record."""
     last: dict[str, Any]
     """The newest record."""
+    state: Literal["running", "finished", "failed", "interrupted"]
+    """What the run does, or how its newest attempt ended. `interrupted`: it was stopped, or its
+    process was killed. A run whose driver restarts it is `failed` for a moment."""
+    cause: str = ""
+    """Why it failed or was interrupted, in one line; "" if unknown."""
 
 
 class Run:
@@ -123,7 +130,8 @@ class Run:
         ]
 
     def status(self) -> Status:
-        """Phase, step and versions, from the records of the newest attempt."""
+        """Phase, step and versions, from the records of the newest attempt, and whether the run
+        still runs."""
         records = self.records()
         last = records[-1] if records else {}
         records = [
@@ -138,6 +146,7 @@ class Run:
             (record["version"] for record in records if record["event"] == "step"),
             default=last.get("version", 0),
         )
+        state, cause = self._state(newest)
         return Status(
             phase=last.get("event", "starting"),
             step=max((record["step"] for record in records), default=0),
@@ -146,7 +155,26 @@ class Run:
             committed=committed,
             time=last.get("time"),
             last=last,
+            state=state,
+            cause=cause,
         )
+
+    def _state(
+        self, version: int
+    ) -> tuple[Literal["running", "finished", "failed", "interrupted"], str]:
+        """`Status.state` and `Status.cause`."""
+        if is_locked(self.directory):
+            return "running", ""
+        attempts: list[AttemptRecord] = []
+        with suppress(ConfigError):
+            attempts = read_record(self.directory)["attempts"]
+        if attempts and "outcome" in attempts[-1]:
+            return attempts[-1]["outcome"], attempts[-1].get("cause", "")
+        if attempts and "start" in attempts[-1]:
+            return "interrupted", "the driver was killed, or its machine failed"
+        # An older asyncrl did not record how attempts end.
+        done = version >= self.settings.last_step and (self.directory / "hf").is_dir()
+        return ("finished" if done else "interrupted"), ""
 
     def groups(self) -> pa.Table:
         """One row per group, ordered by attempt and ordinal. Empty before the first flush."""

@@ -88,8 +88,13 @@ LONGEST = (
 )
 """Settings not in `FIXED` that bound a trajectory's length."""
 
-FREE = ("resume", "name", "runs_root", "checkpoint.load", "checkpoint.ckpt_step", "checkpoint.save")
-"""Settings whose changes are not reported: they only name places."""
+FREE = (
+    "resume",
+    "name",
+    "runs_root",
+    *(f"checkpoint.{name}" for name in ("load", "ckpt_step", "save", "on_stop_s")),
+)
+"""Settings whose changes are not reported: they name places, or say how long a stop may take."""
 
 SCORED_WITH = (
     *(

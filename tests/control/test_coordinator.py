@@ -685,7 +685,7 @@ def stopped(coordinator, when):
     async def stopping():
         task = asyncio.ensure_future(coordinator.run())
         clock = asyncio.get_running_loop().time
-        while not when():
+        while not when():  # noqa: ASYNC110 (the clock is virtual)
             await asyncio.sleep(0.05)
         began = clock()
         assert coordinator.stop()

@@ -1,0 +1,93 @@
+"""Standard output that is gone, full or closed never ends the program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+PROGRAM = """
+import sys, time
+from asyncrl.runtime.output import lasting_output, open_missing_streams
+
+open_missing_streams()
+with lasting_output():
+    for line in range({lines}):
+        print("line", line, {text!r}, flush=True)
+    print("at the end", file=sys.stderr, flush=True)
+print("after", flush=True)
+with open({done!r}, "w") as file:
+    file.write("done")
+"""
+
+
+def program(done: object, lines: int = 3, text: str = "") -> list[str]:
+    source = PROGRAM.format(done=str(done), lines=lines, text=text)
+    return [sys.executable, "-c", source]
+
+
+def started(command: Sequence[str], **streams: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, **streams)
+
+
+def test_a_reader_that_leaves_does_not_end_the_program(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = started(program(tmp_path / "done", 20_000), stdout=writer, stderr=writer)
+    os.close(writer)
+    assert process.wait(30) == 0 and (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_full_pipe_does_not_block_the_program(tmp_path, blocking):
+    """Nobody reads. At the end, what could not be written is left out."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, blocking)
+    source = program(tmp_path / "done", 2000, "x" * 1000)
+    source[-1] = source[-1].replace('print("after", flush=True)\n', "")  # it would wait
+    process = started(source, stdout=writer, stderr=subprocess.DEVNULL)
+    try:
+        assert process.wait(30) == 0 and (tmp_path / "done").exists()
+    finally:
+        process.kill()
+        os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        assert file.readline().startswith(b"line 0 x")
+
+
+def test_what_is_read_is_whole_and_in_order(tmp_path):
+    command = program(tmp_path / "done", 2000)
+    printed = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=30, check=True
+    )
+    lines = [f"line {line} " for line in range(2000)]
+    assert printed.stdout.decode().splitlines() == [*lines, "at the end", "after"]
+
+
+def test_a_full_disk_and_closed_streams_do_not_end_the_program(tmp_path):
+    source = program(tmp_path / "first")
+    source[-1] = source[-1].replace('print("after", flush=True)\n', "")  # it would fail
+    with open("/dev/full", "wb") as full:
+        assert started(source, stdout=full.fileno()).wait(30) == 0
+    assert (tmp_path / "first").exists()
+    shell = 'exec "$@" <&- >&- 2>&-'
+    command = ["sh", "-c", shell, "sh", *program(tmp_path / "second")]
+    assert subprocess.run(command, timeout=30).returncode == 0
+    assert (tmp_path / "second").exists()
+
+
+def test_streams_that_are_no_files_stay():
+    import io
+
+    from asyncrl.runtime.output import lasting_output
+
+    before, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        with lasting_output():
+            print("kept")
+        assert sys.stdout.getvalue() == "kept\n"
+    finally:
+        sys.stdout = before
