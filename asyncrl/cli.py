@@ -20,6 +20,7 @@ from asyncrl.config import (
     load_offline,
 )
 from asyncrl.runtime.clock import process_began
+from asyncrl.runtime.output import lasting_output, open_missing_streams
 from asyncrl.runtime.redact import print_shown
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ PLAN_OPTIONS = {
 def main(arguments: list[str] | None = None) -> None:
     """Run one subcommand and exit with 0 (done), 1 (failed), 2 (a setting cannot be used) or 130
     (interrupted)."""
+    open_missing_streams()
     parser, commands = _parser()
     known, overrides = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if known.command not in ON_A_CONFIG:
@@ -217,11 +219,25 @@ def _add_export_options(command: argparse.ArgumentParser) -> None:
 
 
 def run(command: str, path: str, overrides: list[str], options: Collection[str] = ()) -> int:
-    """Run a subcommand on a config and return its exit code.
+    """Run a subcommand on a config and return its exit code. Training goes on without its standard
+    output, and SIGTERM and SIGHUP stop it as Ctrl-C does.
 
     Args:
         options: the given PLAN_OPTIONS.
     """
+    if command in ("plan", "check-env"):
+        return _run(command, path, overrides, options)
+    from asyncrl.run.stopping import handling_signals
+
+    with lasting_output(), handling_signals(_interrupt):
+        return _run(command, path, overrides, options)
+
+
+def _interrupt(cause: str) -> NoReturn:
+    raise KeyboardInterrupt(cause)
+
+
+def _run(command: str, path: str, overrides: list[str], options: Collection[str]) -> int:
     # Reward functions may be in the current directory. `python -m` and Ray's workers add it too.
     sys.path.insert(0, os.getcwd())
     try:
@@ -240,9 +256,20 @@ def run(command: str, path: str, overrides: list[str], options: Collection[str] 
     except ConfigError as error:
         print_shown(f"asyncrl: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt as stop:
+        cause = str(stop) or "Ctrl-C"
+        print_shown(f"\nasyncrl: interrupted ({cause}); nothing was started", file=sys.stderr)
+        return 130
 
 
 def _train(command: str, config: Config | OfflineConfig, path: str, overrides: list[str]) -> int:
+    from asyncrl.run.early import look_early
+
+    config, finished = look_early(config)
+    if finished is not None:
+        print_shown(finished)
+        return 0
+    # Imported after that, because they take seconds.
     from asyncrl.run.supervise import command_name
 
     resume = [command_name(), command, path, *overrides]

@@ -30,7 +30,8 @@ def train(
 
     A plain call blocks. If an event loop is running, as in Jupyter, the call returns an awaitable:
     `run = await asyncrl.train(config)`. The run is then in its own thread, and canceling the call
-    (the interrupt button) stops it as Ctrl-C does.
+    (the interrupt button) stops it as Ctrl-C does: after its step, with a checkpoint. A second
+    interrupt does not wait for that. A finished run that is resumed is returned as it is.
 
     Args:
         config: a `Config` or `OfflineConfig`, the same settings as nested mappings, or the path of
@@ -85,8 +86,12 @@ def _finished(
 ) -> Run:
     from asyncrl.run import offline, supervise
     from asyncrl.run import train as run
+    from asyncrl.run.early import look_early
 
+    config, finished = look_early(config)
     directory = config.run_directory
+    if finished is not None:
+        return open_run(directory)
     resume = [supervise.command_name(), "train", str(directory / "config.yaml")]
     code = (
         offline.run_offline(config, resume, on_start=on_start)
@@ -139,7 +144,11 @@ async def _in_thread(config: Config | OfflineConfig) -> Run:
         return await asyncio.shield(done)
     except asyncio.CancelledError:
         cancelled.set()
-        if stops:
-            stops[-1]()
-        await asyncio.wait({done})
+        while not done.done():
+            if stops:
+                stops[-1]()
+            try:
+                await asyncio.wait({done})
+            except asyncio.CancelledError:
+                continue  # a second interrupt, which does not wait for the checkpoint
         raise

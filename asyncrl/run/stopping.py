@@ -27,9 +27,10 @@ CAUSES = {
     signal.SIGHUP: "SIGHUP, because the terminal was closed",
 }
 """Signal that ends a run → its name for the user."""
+SENT_TWICE = (CAUSES[signal.SIGTERM], CAUSES[signal.SIGHUP])
+"""Causes that come twice for one request: from `timeout`, and from a closing terminal."""
 ONE_REQUEST_S = 2.0
-"""Seconds within which further signals other than Ctrl-C are the same request. `timeout` and a
-closing terminal send theirs twice."""
+"""Seconds within which such causes are the same request."""
 
 
 @contextmanager
@@ -118,7 +119,7 @@ class Stop:
                 loop.call_later(self._limit_s, self._end_late)
             else:
                 self._end_now()
-        elif cause == CAUSES[signal.SIGINT] or loop.time() - self._asked > ONE_REQUEST_S:
+        elif cause not in SENT_TWICE or loop.time() - self._asked > ONE_REQUEST_S:
             logger.info("the run stops without a checkpoint: %s", cause)
             self._end_now()
 

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -279,7 +279,8 @@ async def _watching_ray() -> AsyncIterator[None]:
         yield
     except (Exception, asyncio.CancelledError) as error:
         if isinstance(error, PartDiedError) and not found:
-            await asyncio.sleep(RAY_END_KNOWN_S)
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(RAY_END_KNOWN_S)
         if found:
             raise found[0] from error
         raise

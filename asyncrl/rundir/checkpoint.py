@@ -185,8 +185,11 @@ class CheckpointStore:
             else:
                 append_to(path / ABANDONED).close()
 
-    def find(self, version: int | None = None) -> tuple[Path, State, list[str]]:
-        """Find the checkpoint to resume from and verify its files against its manifest.
+    def find(
+        self, version: int | None = None, verified: bool = True
+    ) -> tuple[Path, State, list[str]]:
+        """Find the checkpoint to resume from and verify its files against its manifest, unless
+        `verified` is false.
 
         Uses `version` if given; otherwise the one that LATEST names, or the next older one that can
         be read.
@@ -220,7 +223,7 @@ class CheckpointStore:
         passed_over = self._bad_pointer()
         for path in committed:
             try:
-                return path, self.read(path), passed_over
+                return path, self.read(path) if verified else self.read_state(path), passed_over
             except UnreadableCheckpointError as error:
                 passed_over.append(str(error))
         raise UnreadableCheckpointError(
@@ -264,6 +267,16 @@ class CheckpointStore:
                         )
             return TypeAdapter(State).validate_json(read_text(path / "state.json"), strict=True)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise UnreadableCheckpointError(
+                f"checkpoint {path} cannot be read ({' '.join(str(error).split())})"
+            ) from error
+
+    @staticmethod
+    def read_state(path: Path) -> State:
+        """The state of a checkpoint that is not verified. Raises UnreadableCheckpointError."""
+        try:
+            return TypeAdapter(State).validate_json(read_text(path / "state.json"), strict=True)
+        except (OSError, ValueError, RecursionError) as error:
             raise UnreadableCheckpointError(
                 f"checkpoint {path} cannot be read ({' '.join(str(error).split())})"
             ) from error

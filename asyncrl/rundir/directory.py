@@ -29,6 +29,7 @@ from asyncrl.rundir.record import (
     RECORD,
     AttemptRecord,
     RunRecord,
+    is_locked,
     now,
     read_record,
     versions,
@@ -36,6 +37,7 @@ from asyncrl.rundir.record import (
 )
 from asyncrl.rundir.resume import (
     Beginning,
+    config_changes,
     config_text,
     data_hash,
     find_beginning,
@@ -48,10 +50,12 @@ from asyncrl.runtime.files import (
     NotAFileError,
     append_to,
     make_directory,
+    read_text,
     replace_text,
 )
 from asyncrl.runtime.links import refuse_links
 from asyncrl.runtime.redact import redact
+from asyncrl.runtime.yaml_files import parse_yaml
 
 __all__ = [
     "AttemptRecord",
@@ -59,6 +63,8 @@ __all__ = [
     "RunDirectory",
     "RunRecord",
     "read_record",
+    "refuse_early",
+    "refuse_taken",
     "replace_directory",
 ]
 
@@ -117,12 +123,7 @@ class RunDirectory:
                 refuse_links(self.path / name, whole=True)
         except EscapesDirectoryError as error:
             raise ConfigError(str(error)) from None
-        if self.path.exists() and config.resume == "never" and any(self.path.iterdir()):
-            self._refuse_in_use()
-            raise ConfigError(
-                f"run directory {self.path} exists; resume it (--resume auto), or choose another"
-                " --name"
-            )
+        refuse_taken(config)
         # An existing directory is locked before it is read. A new one is created only after the
         # checks have passed.
         self._locks: list[_Lock] = []
@@ -247,11 +248,7 @@ class RunDirectory:
             lock.check()
 
     def _acquire(self) -> _Lock:
-        return _Lock.acquire(self.path, f"run directory {self.path}", "choose another --name")
-
-    def _refuse_in_use(self) -> None:
-        if (self.path / LOCK).exists():
-            self._acquire().release()
+        return _acquire(self.path)
 
     def _begin_attempt(
         self, beginning: Beginning, known: RunRecord | None, config: RunSettings, config_hash: str
@@ -294,6 +291,63 @@ class RunDirectory:
         write_record(self.path, RunRecord(run_id=run_id, attempts=[*attempts, started]))
         make_directory(self.path / "logs" / f"attempt_{attempt}")
         return state
+
+
+def refuse_taken(config: RunSettings) -> None:
+    """Raise ConfigError if another driver uses the run directory, or if it exists and `resume` is
+    `never`."""
+    path = config.run_directory
+    if is_locked(path):
+        _acquire(path).release()
+    if config.resume == "never" and path.exists() and any(path.iterdir()):
+        raise ConfigError(
+            f"run directory {path} exists; resume it (--resume auto), or choose another --name"
+        )
+
+
+def refuse_early(config: RunSettings) -> str | None:
+    """Refuse what a RunDirectory will refuse and what is found without reading large files.
+
+    Returns:
+        A line that says that the run is finished, if there is nothing left to train; else None.
+
+    Raises:
+        ConfigError: see `RunDirectory`.
+    """
+    refuse_taken(config)
+    path = config.run_directory
+    if not (path / RECORD).exists():
+        find_beginning(config, None, verified=False)
+        return None
+    record = read_record(path)
+    beginning = find_beginning(config, record["run_id"], _has_saved(path), verified=False)
+    last = record["attempts"][-1]
+    if config.resume == "never" or beginning.state is None or last.get("outcome") != "finished":
+        return None
+    steps = _last_step(config, path)
+    if steps is None or beginning.state.version < steps or not (path / "hf").is_dir():
+        return None
+    return (
+        f"run {config.name} is finished: step {beginning.state.version} of {steps}; the model is in"
+        f" {path / 'hf'}; to train longer, add --max_steps N"
+    )
+
+
+def _last_step(config: RunSettings, directory: Path) -> int | None:
+    """The step after which the run ends. None: only its data would tell."""
+    if getattr(config, "max_steps", None) is not None:
+        return config.last_step
+    before = parse_yaml(read_text(directory / "config.yaml"))
+    if not isinstance(before, dict) or not isinstance(before.get("max_steps"), int):
+        return None
+    steps: int = before.pop("max_steps")
+    after = config.dump()
+    after.pop("max_steps", None)
+    return None if config_changes(before, after) else steps
+
+
+def _acquire(path: Path) -> _Lock:
+    return _Lock.acquire(path, f"run directory {path}", "choose another --name")
 
 
 @dataclass(frozen=True, slots=True)

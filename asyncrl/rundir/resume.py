@@ -127,6 +127,9 @@ SCORED_WITH = (
 the checkpoint are generated again."""
 
 
+FIX = "set it back, or start a new run under another --name (asyncrl export provides these weights)"
+
+
 @dataclass(frozen=True, slots=True)
 class Beginning:
     """Where an attempt begins: a checkpoint, or a new start."""
@@ -159,13 +162,17 @@ def _steps_of_optimizer(checkpoint: Path) -> int:
     return int(json.loads(counters.read_text())["applied"]) if counters.exists() else 0
 
 
-def find_beginning(config: RunSettings, run_id: str | None, saved: bool = False) -> Beginning:
+def find_beginning(
+    config: RunSettings, run_id: str | None, saved: bool = False, verified: bool = True
+) -> Beginning:
     """Find where the attempt begins. The run's own checkpoints take precedence over
     `checkpoint.load`.
 
     Args:
         run_id: id of the run; None if its directory is new.
         saved: whether the run has saved checkpoints before.
+        verified: whether to read all files of the checkpoint, the data and the models. Without it,
+            this takes no time, and finds only what is wrong with settings and names.
 
     Raises:
         ConfigError: `resume: must`, `ckpt_step` or `checkpoint.load` names a checkpoint that does
@@ -193,7 +200,8 @@ def _beginning(config: RunSettings, run_id: str | None, saved: bool) -> Beginnin
         versions = CheckpointStore(own, keep=1).versions()
         if versions or config.resume == "must":
             # With `load`, a `ckpt_step` that this run lacks refers to the run at `load`.
-            return _own(config, own, step if step in versions or load is None else None, run_id)
+            step = step if step in versions or load is None else None
+            return _own(config, own, step, run_id, verified)
         if saved or (own / "LATEST").exists():
             raise ConfigError(
                 "resume: auto would start at version 0 again: this run has saved checkpoints, but"
@@ -208,15 +216,15 @@ def _beginning(config: RunSettings, run_id: str | None, saved: bool) -> Beginnin
         )
     if load is None:
         return Beginning(None, None, notes)
-    found = _loaded(config, load, step)
+    found = _loaded(config, load, step, verified)
     return replace(found, notes=(*notes, *found.notes))
 
 
-def _loaded(config: RunSettings, load: str, step: int | None) -> Beginning:
+def _loaded(config: RunSettings, load: str, step: int | None, verified: bool) -> Beginning:
     """The checkpoint of another run, as the beginning of this one."""
     directory = Path(load) / "checkpoints" if (Path(load) / "checkpoints").is_dir() else Path(load)
     try:
-        found = _found(config, directory, step, own=False)
+        found = _found(config, directory, step, False, verified)
     except NoCheckpointError as error:
         raise ConfigError(
             f"checkpoint.load: {error}".replace(
@@ -235,9 +243,11 @@ def _loaded(config: RunSettings, load: str, step: int | None) -> Beginning:
     )
 
 
-def _own(config: RunSettings, own: Path, step: int | None, run_id: str | None) -> Beginning:
+def _own(
+    config: RunSettings, own: Path, step: int | None, run_id: str | None, verified: bool
+) -> Beginning:
     try:
-        found = _found(config, own, step, own=True)
+        found = _found(config, own, step, True, verified)
     except NoCheckpointError as error:
         raise ConfigError(str(error)) from None
     assert found.state is not None
@@ -250,7 +260,9 @@ def _own(config: RunSettings, own: Path, step: int | None, run_id: str | None) -
     return found
 
 
-def _found(config: RunSettings, directory: Path, step: int | None, own: bool) -> Beginning:
+def _found(
+    config: RunSettings, directory: Path, step: int | None, own: bool, verified: bool
+) -> Beginning:
     """The checkpoint in a directory, with notes. Raises NoCheckpointError, or ConfigError like
     `find_beginning`.
 
@@ -258,11 +270,14 @@ def _found(config: RunSettings, directory: Path, step: int | None, own: bool) ->
         own: whether this run wrote it.
     """
     try:
-        path, state, passed_over = CheckpointStore(directory, keep=1).find(step)
+        path, state, passed_over = CheckpointStore(directory, keep=1).find(step, verified)
     except UnreadableCheckpointError as error:
         raise ConfigError(str(error)) from None
     changes = _changes_since(path, config)
     _refuse_falsifying(path, changes, state, config, FIXED | (FIXED_IN_RUN if own else {}))
+    if not verified:
+        return Beginning(path, state, (), state.attempt)
+    _refuse_other_files(path, state, config)
     _refuse_other_weights(path, state, config, own)
     reference = _reference_of(path, state, config, own)
     lines = [f"passed over: {reason}" for reason in passed_over]
@@ -317,10 +332,6 @@ def _refuse_falsifying(
     Args:
         unchangeable: settings that must not change → why.
     """
-    fix = (
-        "set it back, or start a new run under another --name (asyncrl export provides these"
-        " weights)"
-    )
     for name, (old, new) in changes.items():
         if (
             name not in MAY_CHANGE
@@ -333,25 +344,29 @@ def _refuse_falsifying(
         ):
             raise ConfigError(
                 f"{name} = {_short(new)}, but {path} was made with {_short(old)}, and"
-                f" {unchangeable[fixed]}; {fix}"
+                f" {unchangeable[fixed]}; {FIX}"
             )
         if name == "learner.world_size" and (why := _why_not_converted(path, config)):
-            raise ConfigError(f"{name} = {new}, but {path} was made with {old}, and {why}; {fix}")
+            raise ConfigError(f"{name} = {new}, but {path} was made with {old}, and {why}; {FIX}")
         if name == "algorithm.advantage" and "gae" in (old, new):
             raise ConfigError(
                 f"{name} = {new}, but {path} was made with {old}, and only one of them has a value"
-                f" head; {fix}"
+                f" head; {FIX}"
             )
         if name == "dpo.loss" and "kto" in (old, new):
             raise ConfigError(
                 f"{name} = {new}, but {path} was made with {old}, and only one of them counts"
-                f" single completions as rows; {fix}"
+                f" single completions as rows; {FIX}"
             )
     if state.seed != config.seed:
         raise ConfigError(
             f"seed = {config.seed}, but {path} was made with {state.seed}, and {FIXED['seed']};"
-            f" {fix}"
+            f" {FIX}"
         )
+
+
+def _refuse_other_files(path: Path, state: State, config: RunSettings) -> None:
+    """Raise ConfigError if the data, or the config or tokenizer of the model, have changed."""
     for field, known, now, what in (
         ("data.train", state.data_hash, data_hash(config), "ordinals identify its rows"),
         (
@@ -364,7 +379,7 @@ def _refuse_falsifying(
         if known and now and known != now:
             raise ConfigError(
                 f"{field}: its content has changed since {path} was written, and {what};"
-                f" {fix.replace('set it back', 'restore it')}"
+                f" {FIX.replace('set it back', 'restore it')}"
             )
 
 

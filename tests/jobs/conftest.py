@@ -44,6 +44,24 @@ def task(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str
 
 
 @pytest.fixture
+def sft(task: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The tiny model's task as a config of an SFT run in `tmp_path / "runs"`."""
+    return {
+        "name": "run",
+        "runs_root": str(tmp_path / "runs"),
+        "objective": "sft",
+        "max_steps": 400,
+        "batch_size": 16,
+        "model": task["model"],
+        "data": {"train": task["data"]["train"], "target_column": "answer", "max_length": 16},
+        "eval": {"data": task["eval"]["data"]},
+        "learner": {"learning_rate": 1e-3},
+        "checkpoint": {"every_steps": 20},
+        "placement_timeout_s": 120,
+    }
+
+
+@pytest.fixture
 def session_task(tmp_path: Path) -> dict[str, Any]:
     """The guessing game for its tiny model, as changes of `task`. It has no environment or agent
     yet, and no evaluation; the held-out tasks are in `tmp_path / "held_out.parquet"`."""

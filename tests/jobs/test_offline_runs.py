@@ -7,24 +7,6 @@ from asyncrl.run.audit import audit, audit_text
 from asyncrl.rundir.directory import read_record
 
 
-@pytest.fixture
-def sft(task, tmp_path):
-    """The tiny model's task as a config of an SFT run in `tmp_path / "runs"`."""
-    return {
-        "name": "run",
-        "runs_root": str(tmp_path / "runs"),
-        "objective": "sft",
-        "max_steps": 400,
-        "batch_size": 16,
-        "model": task["model"],
-        "data": {"train": task["data"]["train"], "target_column": "answer", "max_length": 16},
-        "eval": {"data": task["eval"]["data"]},
-        "learner": {"learning_rate": 1e-3},
-        "checkpoint": {"every_steps": 20},
-        "placement_timeout_s": 120,
-    }
-
-
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_a_rank_that_dies_is_started_again_and_no_row_is_lost(

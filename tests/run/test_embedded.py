@@ -89,9 +89,9 @@ def test_it_blocks_without_a_loop_and_is_awaited_in_one(settings, monkeypatch, t
     assert asyncrl.train(config).directory == config.run_directory
 
     async def in_a_loop():
-        return await asyncrl.train(settings)
+        return await asyncrl.train({**settings, "name": "second"})
 
-    assert asyncio.run(in_a_loop()).directory == config.run_directory
+    assert asyncio.run(in_a_loop()).directory == config.run_directory.with_name("second")
     assert [thread is threading.main_thread() for *_, thread in calls] == [True, False]
     assert calls[0][1][1:] == ["train", str(config.run_directory / "config.yaml")]
 
@@ -102,7 +102,7 @@ def test_a_run_that_fails_or_is_interrupted_raises(settings, monkeypatch):
         asyncrl.train(settings)
     fake(monkeypatch, 130)
     with pytest.raises(KeyboardInterrupt):
-        asyncrl.train(settings)
+        asyncrl.train({**settings, "name": "second"})
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["while it works", "before it began"])

@@ -1,0 +1,25 @@
+"""What is refused, or known to be finished, before anything costs time."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from asyncrl.config import Config, OfflineConfig
+from asyncrl.preflight.model_snapshot import resolve_models
+from asyncrl.rundir.directory import refuse_early, refuse_taken
+
+__all__ = ["look_early"]
+
+Kind = TypeVar("Kind", Config, OfflineConfig)
+
+
+def look_early(config: Kind) -> tuple[Kind, str | None]:
+    """The config with local models and data, and a line that says that the run is finished already;
+    None if there is something to train.
+
+    Raises:
+        ConfigError: the run directory cannot be used, or a model or dataset cannot be found.
+    """
+    refuse_taken(config)
+    config = resolve_models(config)
+    return config, refuse_early(config)
