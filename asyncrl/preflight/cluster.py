@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import logging
 import math
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ __all__ = [
     "ray_cluster",
     "shut_down_ray",
     "start_local_ray",
-    "until_ray_ends",
+    "wait_until_ray_ends",
 ]
 
 logger = logging.getLogger("asyncrl")
@@ -106,15 +106,21 @@ def _refuse_open_ray(allowed: bool = False) -> None:
 
 @contextmanager
 def _signals_stay() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM. `ray.init` installs one that ends the process at
-    once."""
+    """Keep this process's handler of SIGTERM, and hold the signal back during the body. `ray.init`
+    installs two handlers that end the process."""
     utils: Any = ray._private.utils
-    before = utils.set_sigterm_handler
+    ours, before = signal.getsignal(signal.SIGTERM), utils.set_sigterm_handler
+    if threading.current_thread() is not threading.main_thread() or not callable(ours):
+        yield
+        return
     utils.set_sigterm_handler = lambda handler: None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
     finally:
         utils.set_sigterm_handler = before
+        signal.signal(signal.SIGTERM, ours)  # Ray's library has replaced it
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager
@@ -124,19 +130,26 @@ def _in_own_sessions() -> Iterator[None]:
     ends them if this process is killed."""
     module: Any = services
     before = module.ConsolePopen
-    module.ConsolePopen = functools.partial(before, start_new_session=True)
+
+    def start(*words: Any, preexec_fn: Callable[[], None], **options: Any) -> Any:
+        def prepare() -> None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            preexec_fn()
+
+        return before(*words, preexec_fn=prepare, start_new_session=True, **options)
+
+    module.ConsolePopen = start
     try:
         yield
     finally:
         module.ConsolePopen = before
 
 
-async def until_ray_ends() -> RayEndedError:
+def wait_until_ray_ends(over: threading.Event) -> RayEndedError | None:
     """Wait until the cluster to which this process is connected has ended, and return the error
-    that says so."""
+    that says so. None: `over` was set before."""
     silent, asked = 0, time.monotonic()
-    while True:
-        await asyncio.sleep(LOOK_EVERY_S)
+    while not over.wait(LOOK_EVERY_S):
         node: Any = ray._private.worker._global_node
         if node is None:
             continue
@@ -149,17 +162,18 @@ async def until_ray_ends() -> RayEndedError:
                     " did somebody run `ray stop`, or did the machine run out of memory?"
                 )
         elif time.monotonic() - asked >= ASK_EVERY_S:
-            why = await asyncio.to_thread(_silence)
+            why = _silence()
             silent, asked = (silent + 1 if why else 0), time.monotonic()
             if silent == MOST_SILENT:
                 return RayEndedError(f"the Ray cluster ended during the run: {why}")
+    return None
 
 
 def _ended(processes: Mapping[str, Any]) -> list[str]:
     """Kinds of Ray's processes, started by this process, that have ended."""
     return [
         kind
-        for kind, started in processes.items()
+        for kind, started in list(processes.items())
         if any(one.process.poll() is not None for one in started)
     ]
 

@@ -11,8 +11,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,8 +21,8 @@ from asyncrl.config import RunSettings
 from asyncrl.contracts.errors import PartDiedError, RunStoppedError
 from asyncrl.observe.progress import Progress, ProgressView, duration
 from asyncrl.observe.sinks import SinkRun, open_sinks
-from asyncrl.preflight.cluster import RayEndedError, until_ray_ends
 from asyncrl.run.attempts import AcrossAttempts
+from asyncrl.run.ray_watch import RayWatch
 from asyncrl.run.stopping import Stop, handling_signals
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import MetricsWriter, read_metrics
@@ -47,11 +46,6 @@ INTERRUPTED = 130
 REPLACED = ("--resume", "--name")
 """Options that the resume command sets itself, and so does not repeat."""
 CKPT_STEP = "--checkpoint.ckpt_step"
-
-RAY_END_KNOWN_S = 2.0
-"""Seconds until the end of a local Ray cluster is known. A part of the run may notice it before."""
-CANCEL_EVERY_S = 1.0
-"""Seconds that each closing part gets once the Ray cluster has ended."""
 
 PHASE = "startup/phase/"
 """Beginning of the names of a `first_step` record's phases."""
@@ -191,17 +185,16 @@ def _attempts(
         with RunDirectory(config, command) as directory:
             _announce(job, directory, resume)
             left = partial(_restarts_left, config, directory, restarts_left)
+            end = partial(_end, directory, resume, stop)
             try:
-                summary = asyncio.run(_train(job, directory, across, left, stop))
+                with RayWatch(end) as ray:
+                    summary = asyncio.run(_train(job, directory, across, left, stop, ray))
             except (Exception, asyncio.CancelledError, KeyboardInterrupt) as error:
-                restarts_left, stop.over = left(), True
-                if stop.cause or not isinstance(error, Exception):
-                    return _interrupted(directory, resume, stop.cause, error)
-                dies = isinstance(error, PartDiedError) and restarts_left > 0
-                _say_failed(directory, error, "" if dies else resume)
-                if not dies:
-                    return 1
-                stop.over = False
+                restarts_left = left()
+                goes_on = isinstance(error, PartDiedError) and restarts_left > 0 and not stop.cause
+                code = end(error, goes_on)
+                if not goes_on:
+                    return code
             else:
                 stop.over = True
                 directory.end("finished")
@@ -215,29 +208,33 @@ def _attempts(
         job = job.resumed(_for_next_attempt(config))
 
 
-def _interrupted(directory: RunDirectory, resume: str, cause: str, error: BaseException) -> int:
-    """Say and record that the run was interrupted, and return the exit code."""
+def _end(
+    directory: RunDirectory, resume: str, stop: Stop, error: BaseException, goes_on: bool = False
+) -> int:
+    """Say and record how an attempt ended that did not finish. Returns the exit code.
+
+    Args:
+        resume: the resume command.
+        goes_on: whether another attempt follows.
+    """
+    stop.over = not goes_on
+    interrupted = stop.cause or not isinstance(error, Exception)
+    line = stop.cause or "KeyboardInterrupt" if interrupted else _one_line(error)
     if isinstance(error, Exception) and not isinstance(error, RunStoppedError):
-        # A signal to all processes ends parts of the run, too.
-        logger.error("a part failed while the run stopped", exc_info=error)
-    text = f"interrupted ({cause or 'KeyboardInterrupt'}); {_way_on(directory, resume)}"
-    logger.info("%s", text)
-    directory.end("interrupted", cause)
-    print_shown(f"\n{text}", file=sys.stderr)
-    return INTERRUPTED
-
-
-def _say_failed(directory: RunDirectory, error: Exception, resume: str) -> None:
-    """Say and record that the attempt failed. `resume`: the resume command, if it ends the run."""
-    line = _one_line(error)
-    logger.error("the run failed", exc_info=error)
-    directory.end("failed", line)
+        # While a run stops, a signal to all processes ends its parts, too.
+        logger.error("a part failed" if interrupted else "the run failed", exc_info=error)
+    directory.end("interrupted" if interrupted else "failed", line)
+    way_on = _way_on(directory, resume)
+    if interrupted:
+        logger.info("interrupted (%s); %s", line, way_on)
+        print_shown(f"\ninterrupted ({line}); {way_on}", file=sys.stderr)
+        return INTERRUPTED
     log = directory.logs / "driver.log"
     print_shown(f"\nasyncrl: {line}\n  full log: {log}", file=sys.stderr)
-    if resume:
-        way_on = _way_on(directory, resume)
+    if not goes_on:
         logger.info("%s", way_on)
         print_shown(f"  {way_on}", file=sys.stderr)
+    return 1
 
 
 def _for_next_attempt(config: RunSettings) -> dict[str, object]:
@@ -260,40 +257,13 @@ def _restarts_left(config: RunSettings, directory: RunDirectory, before: int) ->
     )
 
 
-@asynccontextmanager
-async def _watching_ray() -> AsyncIterator[None]:
-    """Raise RayEndedError soon after the cluster has ended. Ray itself waits a minute, and then
-    ends this process."""
-    task, found = asyncio.current_task(), list[RayEndedError]()
-    assert task is not None
-
-    async def watch() -> None:
-        found.append(await until_ray_ends())
-        logger.error("%s", found[0])
-        while True:  # each part that closes may wait for an answer of the cluster
-            task.cancel()
-            await asyncio.sleep(CANCEL_EVERY_S)
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    except (Exception, asyncio.CancelledError) as error:
-        if isinstance(error, PartDiedError) and not found:
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(RAY_END_KNOWN_S)
-        if found:
-            raise found[0] from error
-        raise
-    finally:
-        watcher.cancel()
-
-
 async def _train(
     job: Job,
     directory: RunDirectory,
     across: AcrossAttempts,
     restarts_left: Callable[[], int],
     stop: Stop,
+    ray: RayWatch,
 ) -> Summary:
     started, config = time.monotonic(), job.config
     _log_to_file(directory.logs / "driver.log")
@@ -307,7 +277,7 @@ async def _train(
         attempt = job.attempt(directory, across, writer)
         stop.finish_step = attempt.stop
         async with (
-            _watching_ray(),
+            ray.watching(),
             across.attempt(config, directory.state, directory.logs, restarts_left),
         ):
             await attempt.run(view)

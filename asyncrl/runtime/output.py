@@ -59,7 +59,7 @@ class _Writer:
             self._changed.notify()
 
     def close(self) -> None:
-        """Write the rest, as long as the reader takes it."""
+        """Write the rest, as long as the reader takes it. Nothing more is written after that."""
         with self._changed:
             self._open = False
             self._changed.notify()
@@ -114,7 +114,7 @@ class _Lasting(io.TextIOBase):
     """A stream of text whose writer neither waits nor fails."""
 
     def __init__(self, stream: io.TextIOWrapper, writer: _Writer, descriptor: int) -> None:
-        self._stream, self._writer, self._descriptor = stream, writer, descriptor
+        self._stream, self.writer, self._descriptor = stream, writer, descriptor
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -125,7 +125,7 @@ class _Lasting(io.TextIOBase):
         return "backslashreplace"
 
     def write(self, text: str) -> int:
-        self._writer.put(self._descriptor, text.encode(self.encoding, self.errors))
+        self.writer.put(self._descriptor, text.encode(self.encoding, self.errors))
         return len(text)
 
     def fileno(self) -> int:
@@ -152,6 +152,13 @@ def lasting_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
         for writer in writers.values():
             writer.close()
+
+
+def drain_output() -> None:
+    """Write what `lasting_output` still has to write, before the process ends at once."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, _Lasting):
+            stream.writer.close()
 
 
 def _lasting(name: str, stream: IO[str], writers: dict[tuple[int, int], _Writer]) -> Any:

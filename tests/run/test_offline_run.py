@@ -25,6 +25,8 @@ from plain_ranks import on_ranks
 from safetensors.numpy import load_file
 
 from asyncrl.config import ConfigError, OfflineConfig
+from asyncrl.contracts.errors import RunStoppedError
+from asyncrl.contracts.messages import HeldOutLoss
 from asyncrl.contracts.offline_rows import PREFERENCE_SCHEMA, UNPAIRED_SCHEMA
 from asyncrl.data.token_file import open_token_file
 from asyncrl.learning.group import LearnerGroup
@@ -286,6 +288,48 @@ def test_dpo_scores_the_pairs_once_and_learns_them(
     trained = found.directory / "hf"  # the same config and tokenizer with other weights
     with pytest.raises(ConfigError, match=r"^dpo\.ref_load .* has other weights than when"):
         run({**settings, "model": {"path": str(trained)}, "max_steps": 8, "resume": "must"})
+
+
+def test_a_stop_finishes_the_step_and_writes_a_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+    """The stop comes in the second step, and later in the evaluation after the third one."""
+    settings = tree(tmp_path, tiny_model, "sft", checkpoint={"every_steps": 0})
+    stops_in = {"supervised_step": 2, "heldout_loss": 1}
+
+    class Stopping:
+        async def supervised_step(self, table: pa.Table, scheduled: bool) -> dict[str, float]:
+            self.stop_in("supervised_step")
+            return {"applied": 1.0, "loss": 1.0, "grad_norm": 1.0}
+
+        async def heldout_loss(self, table: pa.Table) -> HeldOutLoss:
+            if attempt.state.version:
+                self.stop_in("heldout_loss")
+            return HeldOutLoss(1.0, 4, 0.0)
+
+        def stop_in(self, method: str) -> None:
+            stops_in[method] -= 1
+            if not stops_in[method]:
+                assert attempt.stop()
+
+        async def save(self, directory: Path) -> dict[str, Any]:
+            return {}
+
+    fake: Any = Stopping()
+    across: Any = SimpleNamespace(failed=[])
+    for version in (2, 3):
+        plan = make_offline_plan(OfflineConfig.model_validate(settings))
+        with RunDirectory(plan.config) as directory, open_writer(plan.config, directory) as writer:
+            attempt = OfflineJob(plan.config, plan).attempt(directory, across, writer)
+            assert not attempt.stop(), "there is nothing to save yet"
+            train, held_out = plan.write_rows(directory.path / "rows")
+            with pytest.raises(RunStoppedError):
+                asyncio.run(attempt._train(fake, train, held_out))
+            path, state, _ = directory.checkpoints.find()
+        assert (path.name, state.version, state.frontier) == (
+            f"step_00000{version}",
+            version,
+            10 * version,
+        )
+        settings = {**settings, "resume": "must"}
 
 
 def test_scored_pairs_are_used_again_only_as_they_were_written(tmp_path: Path) -> None:

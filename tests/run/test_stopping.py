@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from small_config import small_config
 from asyncrl import cli
 from asyncrl.contracts.errors import PartDiedError, RunStoppedError
 from asyncrl.preflight.cluster import RayEndedError
-from asyncrl.run import attempts, supervise
+from asyncrl.run import attempts, ray_watch
 from asyncrl.run.stopping import CAUSES, handling_signals
 from asyncrl.run.supervise import run_job
 from asyncrl.rundir.reader import open_run
@@ -70,8 +71,8 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
 
     monkeypatch.setattr(attempts, "ray_cluster", cluster)
-    monkeypatch.setattr(supervise, "RAY_END_KNOWN_S", 0.3)
-    monkeypatch.setattr(supervise, "CANCEL_EVERY_S", 0.1)
+    monkeypatch.setattr(ray_watch, "KNOWN_S", 0.3)
+    monkeypatch.setattr(ray_watch, "CANCEL_EVERY_S", 0.1)
 
 
 def ended(job: StandIn) -> tuple[int, str, str]:
@@ -160,11 +161,11 @@ def test_whatever_fails_while_the_run_stops_it_is_interrupted(tmp_path, capfd):
 
 
 def test_the_end_of_ray_is_named_instead_of_what_failed_with_it(tmp_path, monkeypatch, capfd):
-    async def ends() -> RayEndedError:
-        await asyncio.sleep(0.1)
+    def ends(over: threading.Event) -> RayEndedError:
+        time.sleep(0.1)
         return RayEndedError("Ray's processes ended")
 
-    monkeypatch.setattr(supervise, "until_ray_ends", ends)
+    monkeypatch.setattr(ray_watch, "wait_until_ray_ends", ends)
 
     async def hangs(job: StandIn) -> None:
         try:
@@ -179,6 +180,26 @@ def test_the_end_of_ray_is_named_instead_of_what_failed_with_it(tmp_path, monkey
         found = ended(StandIn(tmp_path / name, work))
         assert found == (1, "failed", "Ray's processes ended")
         assert "  no checkpoint was written yet; start again" in capfd.readouterr().err
+
+
+def test_a_call_of_ray_that_blocks_the_event_loop_does_not_hold_the_run(tmp_path, monkeypatch):
+    """In a child, because the process ends at once."""
+
+    async def blocks(job: StandIn) -> None:
+        await asyncio.to_thread(time.sleep, 60)
+
+    monkeypatch.setattr(ray_watch, "GIVE_UP_S", 0.3)
+    monkeypatch.setattr(
+        ray_watch, "wait_until_ray_ends", lambda over: RayEndedError("Ray's processes ended")
+    )
+    job = StandIn(tmp_path, blocks)
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            ended(job)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    status = open_run(job.config.run_directory).status()
+    assert (status.state, status.cause) == ("failed", "Ray's processes ended")
 
 
 def test_other_ends_are_recorded_and_a_killed_run_is_interrupted(tmp_path):

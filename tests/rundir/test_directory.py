@@ -5,14 +5,22 @@ import errno
 import json
 import os
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
+import yaml
 from unprivileged import without_permission
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.contracts.messages import Scored
-from asyncrl.rundir.directory import LockLostError, RunDirectory, replace_directory
+from asyncrl.rundir.directory import (
+    LockLostError,
+    RunDirectory,
+    refuse_early,
+    replace_directory,
+)
 from asyncrl.runtime.shared import size_and_checksum
 from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
 
@@ -654,3 +662,47 @@ def test_the_files_of_a_run_follow_the_umask(tmp_path, umask):
     for path in [directory.path, *directory.path.rglob("*")]:
         wanted = (0o777 if path.is_dir() else 0o666) & ~umask
         assert (path.name, stat.S_IMODE(path.stat().st_mode)) == (path.name, wanted)
+
+
+def test_what_is_cheap_is_refused_before_anything_is_imported(tmp_path):
+    """A taken name, no checkpoint, and a changed setting: without torch, and without the parts of a
+    run."""
+    first = config(tmp_path)
+    with RunDirectory(first) as directory:
+        write(directory, replace(directory.state, version=1))
+        with pytest.raises(ConfigError, match="is in use by process"):
+            refuse_early(config(tmp_path, resume="must"))
+    script = """if True:
+        import sys
+        from asyncrl.cli import run
+        codes = [run("train", sys.argv[1], words.split()) for words in sys.argv[2:]]
+        print(codes, {"torch", "deepspeed", "asyncrl.preflight.plan"} & {*sys.modules})
+    """
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(first.model_dump(mode="json")))
+    words = ["--name run", "--resume must --seed 7", "--resume must --name other"]
+    found = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "run.yaml", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.stdout == "[2, 2, 2] set()\n", found.stderr
+    for message in ("exists; resume it", "seed = 7, but", "no committed checkpoint in"):
+        assert message in found.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_finished_run_has_nothing_left_to_train(tmp_path):
+    again = config(tmp_path, resume="must")
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory, replace(directory.state, version=3))
+        (directory.path / "hf").mkdir()
+    assert refuse_early(again) is None, "its attempt was killed"
+    with RunDirectory(again) as directory:
+        directory.end("finished")
+    text = refuse_early(again)
+    assert text is not None and text.startswith("run run is finished: step 3 of 3; the model is in")
+    assert refuse_early(again.model_copy(update={"resume": "auto"})) == text
+    assert refuse_early(again.model_copy(update={"max_steps": 4})) is None
+    (directory.path / "hf").rmdir()
+    assert refuse_early(again) is None
