@@ -220,14 +220,16 @@ def _end(
     stop.over = not goes_on
     interrupted = stop.cause or not isinstance(error, Exception)
     line = stop.cause or "KeyboardInterrupt" if interrupted else _one_line(error)
-    if isinstance(error, Exception) and not isinstance(error, RunStoppedError):
-        # While a run stops, a signal to all processes ends its parts, too.
-        logger.error("a part failed" if interrupted else "the run failed", exc_info=error)
+    failed = isinstance(error, Exception) and not isinstance(error, RunStoppedError)
+    if failed:
+        logger.error("the run failed", exc_info=error)
     directory.end("interrupted" if interrupted else "failed", line)
     way_on = _way_on(directory, resume)
     if interrupted:
         logger.info("interrupted (%s); %s", line, way_on)
         print_shown(f"\ninterrupted ({line}); {way_on}", file=sys.stderr)
+        if failed:  # such as a full disk, or a part that got the same signal
+            print_shown(f"  the last step is not saved: {_one_line(error)}", file=sys.stderr)
         return INTERRUPTED
     log = directory.logs / "driver.log"
     print_shown(f"\nasyncrl: {line}\n  full log: {log}", file=sys.stderr)

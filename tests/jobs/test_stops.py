@@ -104,3 +104,21 @@ def test_the_end_of_rays_servers_is_named_with_the_way_on(
     assert "  resume with: " in run.output and time.monotonic() - began < 45, run.output
     status = asyncrl.open_run(directory).status()
     assert status.state == "failed" and status.cause.startswith("Ray's processes")
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_a_signal_to_every_process_is_an_interruption_without_the_last_steps(
+    sft: dict[str, Any], start_config: Callable[..., RunProcess], tmp_path: Path
+) -> None:
+    """As systemd's default does, which ends Ray and the learner, too."""
+    directory = tmp_path / "runs" / "run"
+    run = start_config(sft | {"max_steps": 100_000, "eval": {}})
+    run.until(lambda: 20 in versions(directory, "checkpoint"))
+    for process in [*run.descendants(), psutil.Process(run.process.pid)]:
+        process.terminate()
+    began = time.monotonic()
+    assert run.wait(60) == 130 and time.monotonic() - began < 45, run.output
+    assert run.gone() == [], run.output
+    assert "\ninterrupted (SIGTERM); resume with: " in run.output
+    assert asyncrl.open_run(directory).status().state == "interrupted"

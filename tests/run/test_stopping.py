@@ -155,7 +155,7 @@ def test_whatever_fails_while_the_run_stops_it_is_interrupted(tmp_path, capfd):
 
     job = StandIn(tmp_path, work)
     assert ended(job) == (130, "interrupted", "SIGTERM")
-    assert "learner rank 0 died" not in capfd.readouterr().err
+    assert "\n  the last step is not saved: learner rank 0 died" in capfd.readouterr().err
     log = (job.config.run_directory / "logs" / "attempt_0" / "driver.log").read_text()
     assert "PartDiedError: learner rank 0 died" in log
 

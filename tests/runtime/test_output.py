@@ -33,10 +33,11 @@ def started(command: Sequence[str], **streams: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, **streams)
 
 
-def test_a_reader_that_leaves_does_not_end_the_program(tmp_path):
-    reader, writer = os.pipe()
+@pytest.mark.parametrize("opened", [os.pipe, os.openpty], ids=["pipe", "terminal"])
+def test_a_reader_that_leaves_does_not_end_the_program(tmp_path, opened):
+    reader, writer = opened()
     os.close(reader)
-    process = started(program(tmp_path / "done", 20_000), stdout=writer, stderr=writer)
+    process = started(program(tmp_path / "done", 2000), stdout=writer, stderr=writer)
     os.close(writer)
     assert process.wait(30) == 0 and (tmp_path / "done").exists()
 
