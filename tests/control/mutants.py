@@ -76,6 +76,27 @@ MUTANTS = [
         "pass",
     ),
     Mutant(
+        "a stop saves nothing", COORDINATOR, "last = self.stopping or version", "last = version"
+    ),
+    Mutant(
+        "a stop waits for the next batch",
+        COORDINATOR,
+        "lambda: self.stopping or self._gather_due()",
+        "lambda: self._gather_due()",
+    ),
+    Mutant(
+        "a stop waits for an evaluation",
+        COORDINATOR,
+        "and (self.stopping or self.evaluation is None)",
+        "and self.evaluation is None",
+    ),
+    Mutant(
+        "a stopped run goes on",
+        COORDINATOR,
+        "            if self.stopping:\n                raise RunStoppedError\n",
+        "",
+    ),
+    Mutant(
         "the learner's turn begins during an evaluation",
         COORDINATOR,
         "and (self.stopping or self.evaluation is None)\n"

@@ -131,6 +131,31 @@ def test_cancelling_stops_the_run_and_waits_for_its_end(settings, monkeypatch, e
     asyncio.run(in_a_loop())
 
 
+def test_a_second_interrupt_does_not_wait_for_the_checkpoint(settings, monkeypatch):
+    started, asked, ended = threading.Event(), threading.Semaphore(0), threading.Event()
+
+    def works(on_start):
+        on_start(asked.release)
+        started.set()
+        for _ in range(2):
+            assert asked.acquire(timeout=10)
+        ended.set()
+
+    fake(monkeypatch, 130, works=works)
+
+    async def in_a_loop():
+        task = asyncio.ensure_future(asyncrl.train(settings))
+        await asyncio.to_thread(started.wait, 10)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.is_set()
+
+    asyncio.run(in_a_loop())
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [

@@ -11,8 +11,10 @@ import pytest
 
 PROGRAM = """
 import sys, time
+from asyncrl.runtime import output
 from asyncrl.runtime.output import lasting_output, open_missing_streams
 
+output.END_S = 0.3
 open_missing_streams()
 with lasting_output():
     for line in range({lines}):
