@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -10,9 +11,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -107,20 +109,27 @@ def _refuse_open_ray(allowed: bool = False) -> None:
 @contextmanager
 def _signals_stay() -> Iterator[None]:
     """Keep this process's handler of SIGTERM, and hold the signal back during the body. `ray.init`
-    installs two handlers that end the process."""
+    installs one handler that ends the process at once, and one that ends it after three seconds."""
     utils: Any = ray._private.utils
     ours, before = signal.getsignal(signal.SIGTERM), utils.set_sigterm_handler
     if threading.current_thread() is not threading.main_thread() or not callable(ours):
         yield
         return
+    received: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.alarm(0)  # which Ray's second handler has set
+
+    signal.signal(signal.SIGTERM, hold)
     utils.set_sigterm_handler = lambda handler: None
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
     finally:
         utils.set_sigterm_handler = before
-        signal.signal(signal.SIGTERM, ours)  # Ray's library has replaced it
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGTERM, ours)  # Ray's second handler is in its place
+        if received:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
@@ -130,15 +139,7 @@ def _in_own_sessions() -> Iterator[None]:
     ends them if this process is killed."""
     module: Any = services
     before = module.ConsolePopen
-
-    def start(*words: Any, preexec_fn: Callable[[], None], **options: Any) -> Any:
-        def prepare() -> None:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            preexec_fn()
-
-        return before(*words, preexec_fn=prepare, start_new_session=True, **options)
-
-    module.ConsolePopen = start
+    module.ConsolePopen = functools.partial(before, start_new_session=True)
     try:
         yield
     finally:

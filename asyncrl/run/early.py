@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from asyncrl.config import Config, OfflineConfig
 from asyncrl.preflight.model_snapshot import resolve_models
 from asyncrl.rundir.directory import refuse_early, refuse_taken
 
 __all__ = ["look_early"]
 
-Kind = TypeVar("Kind", Config, OfflineConfig)
 
-
-def look_early(config: Kind) -> tuple[Kind, str | None]:
+def look_early(config: Config | OfflineConfig) -> tuple[Config | OfflineConfig, str | None]:
     """The config with local models and data, and a line that says that the run is finished already;
     None if there is something to train.
 
@@ -21,5 +17,8 @@ def look_early(config: Kind) -> tuple[Kind, str | None]:
         ConfigError: the run directory cannot be used, or a model or dataset cannot be found.
     """
     refuse_taken(config)
-    config = resolve_models(config)
+    if isinstance(config, OfflineConfig):
+        config = resolve_models(config)
+    else:
+        config = resolve_models(config)  # apart, for its type
     return config, refuse_early(config)

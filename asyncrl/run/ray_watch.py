@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
-from typing import Any
 
 from asyncrl.contracts.errors import PartDiedError
 from asyncrl.preflight.cluster import RayEndedError, wait_until_ray_ends
@@ -42,7 +41,7 @@ class RayWatch:
         self._main = threading.current_thread() is threading.main_thread()
         self._over = threading.Event()
         self._found: RayEndedError | None = None
-        self._cancel: Callable[[], None] = lambda: None
+        self._cancel: Callable[[], object] = lambda: None
 
     def __enter__(self) -> RayWatch:
         threading.Thread(target=self._watch, name="asyncrl-ray-watch", daemon=True).start()
@@ -65,7 +64,12 @@ class RayWatch:
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        self._cancel = lambda: loop.call_soon_threadsafe(_cancel, task) and None
+
+        def cancel() -> None:
+            if not task.done():
+                task.cancel()
+
+        self._cancel = lambda: loop.call_soon_threadsafe(cancel)
         try:
             yield
         except (Exception, asyncio.CancelledError) as error:
@@ -89,8 +93,3 @@ class RayWatch:
                 code = self._end(error)
                 drain_output()
                 os._exit(code)
-
-
-def _cancel(task: asyncio.Task[Any]) -> None:
-    if not task.done():
-        task.cancel()

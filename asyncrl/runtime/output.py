@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import IO, Any
 
-__all__ = ["lasting_output", "open_missing_streams"]
+__all__ = ["drain_output", "forgive_output", "lasting_output", "open_missing_streams"]
 
 logger = logging.getLogger("asyncrl")
 
@@ -177,6 +177,43 @@ def _lasting(name: str, stream: IO[str], writers: dict[tuple[int, int], _Writer]
         writers[key] = _Writer(name)
     writers[key].descriptors.append(descriptor)
     return _Lasting(stream, writers[key], descriptor)
+
+
+class _Forgiving(io.TextIOBase):
+    """A stream that leaves out what it cannot write."""
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def writable(self) -> bool:
+        return True
+
+
+def forgive_output() -> None:
+    """Let `print` of a user's function in a process of its own never raise, without a thread."""
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            setattr(sys, name, _Forgiving(stream))
 
 
 def open_missing_streams() -> None:

@@ -27,6 +27,7 @@ import time
 
 import psutil
 
+from asyncrl.runtime.output import forgive_output
 from asyncrl.runtime.temporary import TemporaryPlace, temporary_folder
 
 __all__ = ["command", "main"]
@@ -94,6 +95,7 @@ def _become_process(connection: int, serve: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        forgive_output()
         module, _, name = serve.partition(":")
         getattr(importlib.import_module(module), name)(socket.socket(fileno=connection))
         code = 0

@@ -122,3 +122,24 @@ def test_a_signal_to_every_process_is_an_interruption_without_the_last_steps(
     assert run.gone() == [], run.output
     assert "\ninterrupted (SIGTERM); resume with: " in run.output
     assert asyncrl.open_run(directory).status().state == "interrupted"
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_a_stopped_run_of_two_ranks_resumes_at_its_last_step(
+    start_run: Callable[..., RunProcess], tmp_path: Path
+) -> None:
+    directory = tmp_path / "runs" / "run"
+    changes = {"learner.world_size": 2, "checkpoint.every_steps": 0, "eval": {}}
+    run = start_run(changes | {"max_steps": 10_000})
+    run.until(lambda: len(versions(directory)) >= 5)
+    run.descendants()
+    os.killpg(run.process.pid, signal.SIGTERM)
+    assert run.wait(120) == 130 and run.gone() == [], run.output
+    reached = versions(directory)[-1]
+    assert versions(directory, "checkpoint") == [reached]
+    resumed = start_run(changes | {"max_steps": reached + 2}, "--resume", "must")
+    assert resumed.wait() == 0, resumed.output
+    assert versions(directory)[-1] == reached + 2
+    checks = audit(asyncrl.open_run(directory))
+    assert all(check.passed for check in checks), audit_text(checks)

@@ -94,3 +94,20 @@ def test_streams_that_are_no_files_stay():
         assert sys.stdout.getvalue() == "kept\n"
     finally:
         sys.stdout = before
+
+
+def test_a_users_function_may_print_to_a_reader_that_has_left(tmp_path):
+    source = f"""
+from asyncrl.runtime.output import forgive_output
+forgive_output()
+for line in range(20_000):
+    print("line", line, "\\ud800", flush=line % 2)
+open({str(tmp_path / "done")!r}, "w").close()
+import os
+os._exit(0)  # as the process of a user's function does
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = started([sys.executable, "-c", source], stdout=writer, stderr=writer)
+    os.close(writer)
+    assert process.wait(30) == 0 and (tmp_path / "done").exists()
