@@ -17,8 +17,5 @@ def look_early(config: Config | OfflineConfig) -> tuple[Config | OfflineConfig, 
         ConfigError: the run directory cannot be used, or a model or dataset cannot be found.
     """
     refuse_taken(config)
-    if isinstance(config, OfflineConfig):
-        config = resolve_models(config)
-    else:
-        config = resolve_models(config)  # apart, for its type
+    config = resolve_models(config)
     return config, refuse_early(config)
