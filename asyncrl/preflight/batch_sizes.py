@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncrl.config import OfflineConfig
 from asyncrl.learning.schedule import BatchSizes
-from asyncrl.rundir.directory import RECORD, AttemptRecord, read_record
+from asyncrl.rundir.record import RECORD, AttemptRecord, read_record
 from asyncrl.rundir.resume import find_beginning
 
 __all__ = ["batch_sizes"]

@@ -23,7 +23,7 @@ from asyncrl.runtime.yaml_files import read_yaml
 
 __all__ = ["config_before", "resolve_data"]
 Data = str | tuple[Source, ...] | None
-Kind = TypeVar("Kind", bound=Config | OfflineConfig)
+Kind = TypeVar("Kind", Config, OfflineConfig)
 
 
 def resolve_data(config: Kind) -> Kind:

@@ -48,7 +48,7 @@ __all__ = [
     "resolve_models",
 ]
 
-Kind = TypeVar("Kind", bound=Config | OfflineConfig)
+Kind = TypeVar("Kind", Config, OfflineConfig)
 FILES, NOT_FILES = (
     ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
     ["*/*", "consolidated*"],

@@ -31,7 +31,7 @@ def plan_notes(config: RunSettings, version: Outline, gpus: int) -> list[str]:
         gpus: GPUs of this machine.
     """
     lora = config.lora
-    trained = version.trained if lora is None else trained_elements(lora, version.parameters)
+    trained = version.trained if lora is None else trained_elements(version)
     return [*filter(None, [_no_gpu(config, gpus), _learning_rate(config, trained)])]
 
 

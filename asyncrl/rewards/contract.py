@@ -251,7 +251,7 @@ def keyword_arguments(
         "completion_ids": [list(ids) for ids in call.completion_ids],
     }
     if named := parameter_names(reward) & {*ANSWERS}:
-        found = {
+        found: dict[str, Callable[[], object]] = {
             "answer_texts": partial(_answers, call, answers or AnswerReader(AnswerFormat())),
             "answer_ended": partial(_ended, call),
         }

@@ -181,7 +181,7 @@ def find_beginning(
             read.
     """
     try:
-        return _beginning(config, run_id, saved)
+        return _beginning(config, run_id, saved, verified)
     except PermissionError as error:
         raise ConfigError(
             f"{error.filename} cannot be read ({error.strerror}); give this user permission to"
@@ -189,7 +189,7 @@ def find_beginning(
         ) from None
 
 
-def _beginning(config: RunSettings, run_id: str | None, saved: bool) -> Beginning:
+def _beginning(config: RunSettings, run_id: str | None, saved: bool, verified: bool) -> Beginning:
     own, load, step = (
         config.checkpoints_directory,
         config.checkpoint.load,

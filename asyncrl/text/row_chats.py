@@ -373,7 +373,7 @@ def _refuse_two_thoughts(messages: Sequence[Message]) -> None:
 def _edited(tree: Any, path: Path, change: Callable[[Any], Any]) -> Any:
     """A copy of nested lists and dicts with another value at a path, or without it."""
     key, rest = path[0], path[1:]
-    copy = list(tree) if isinstance(tree, list) else dict(tree)
+    copy: Any = list(tree) if isinstance(tree, list) else dict(tree)
     value = _edited(copy[key], rest, change) if rest else change(copy[key])
     if value is ABSENT:
         del copy[key]
