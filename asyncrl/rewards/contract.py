@@ -265,8 +265,10 @@ def _answers(call: GroupCall, reader: AnswerReader) -> list[str | None]:
     """The answer part of each completion."""
     if call.sessions is not None:
         return [
-            reader.of_session(prompt, text)
-            for prompt, text in zip(call.prompts, call.completions, strict=True)
+            reader.of_session(prompt, text, session.messages[-1] if session.messages else {})
+            for prompt, text, session in zip(
+                call.prompts, call.completions, call.sessions, strict=True
+            )
         ]
     return list(map(reader.of_completion, call.prompts, call.completion_ids, call.completions))
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from asyncrl.text.chat_messages import REASONING_FIELDS
 from asyncrl.text.tokenizer import (
     TokenizerError,
     decode,
@@ -24,6 +25,7 @@ from asyncrl.text.tokenizer import (
 
 if TYPE_CHECKING:
     from asyncrl.text.response import ResponseReader
+    from asyncrl.text.template import Message
 
 __all__ = [
     "AnswerFormat",
@@ -81,7 +83,7 @@ def opens_reasoning(prompt: str) -> bool:
     return OPENED.search(prompt[-PROMPT_END:]) is not None
 
 
-def text_after_reasoning(text: str, opened: bool = False) -> str | None:
+def text_after_reasoning(text: str, opened: bool = False, read: bool = False) -> str | None:
     """The text without its reasoning. None: there is nothing else, such as in reasoning that never
     ends.
 
@@ -90,11 +92,12 @@ def text_after_reasoning(text: str, opened: bool = False) -> str | None:
 
     Args:
         opened: whether the text begins within reasoning.
+        read: whether reasoning before the text was read already.
     """
     parts: list[str] = []
     inside: str | None = "" if opened else None
     """Number of the pair whose reasoning is open. "": that of the prompt, which any mark ends."""
-    begin, seen = 0, opened
+    begin, seen = 0, opened or read
     for mark in MARKS.finditer(text):
         if _is_quoted(text, mark):
             continue
@@ -190,15 +193,18 @@ class AnswerReader:
                 marked = marked[: marked.rfind(whole[len(text) :].rstrip())]
             answer = text_after_reasoning(marked, opens_reasoning(prompt))
             return None if answer is None else _without(answer, special_tokens(tokenizer))
-        return text_after_reasoning(content) if content.strip() else None
+        return text_after_reasoning(content, read=True) if content.strip() else None
 
-    def of_session(self, prompt: str, text: str) -> str | None:
-        """The answer part of the text of a session's last message; None if it has none.
+    def of_session(self, prompt: str, text: str, message: Message) -> str | None:
+        """The answer part of a session's last message; None if it has none.
 
         Args:
             prompt: of the session, whose end is that of the prompt of any turn.
+            text: of the message.
         """
-        answer = text_after_reasoning(text, not self._known.parsed and opens_reasoning(prompt))
+        read = any(message.get(name) for name in REASONING_FIELDS)
+        opened = not self._known.parsed and opens_reasoning(prompt)
+        answer = text_after_reasoning(text, opened, read)
         return answer if answer and answer.strip() else None
 
 

@@ -21,7 +21,9 @@ from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode, decode_prompt, special_tokens
 from asyncrl.text.turn_formats import (
     ARGUMENT_PARSERS,
+    REASONING_ONLY,
     REST_NAME,
+    THINK,
     TurnFormat,
     starts_of,
     turn_format,
@@ -61,7 +63,11 @@ class ResponseReader:
 
         self._tokenizer = tokenizer
         own = getattr(tokenizer, "response_template", None)
-        self._format = known = None if own is not None else _format(tokenizer)
+        special = special_tokens(tokenizer)
+        known = None if own is not None else _format(tokenizer)
+        if own is None and known is None and THINK["open"] in special:
+            known = REASONING_ONLY
+        self._format = known
         self._starts = starts_of(str(getattr(tokenizer, "chat_template", None)))
         """What may come before a turn. A model's own response template says that itself."""
         spec = own if known is None else {**known.response_template, "start_anchor": self._starts}
@@ -69,9 +75,9 @@ class ResponseReader:
         self._template: Any = None if spec is None else load_response_template(dict(spec))
         calls = None if self._template is None else self._template.fields.get("tool_calls")
         own_json = calls is not None and calls.content == "json"
-        self._body = known.body if known else json_value if own_json else None
+        reads_calls = known is not None and "tool_calls" in known.fields
+        self._body = known.body if known and reads_calls else json_value if own_json else None
         """Reads a call up to its end. None: its first mark ends it."""
-        special = special_tokens(tokenizer)
         kept = "" if known is None else known.closing + known.last + known.before
         self._ends = frozenset(token for text, token in special.items() if text not in kept)
         """Special tokens that are no part of a turn, if they end it."""

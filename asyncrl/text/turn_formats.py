@@ -29,8 +29,10 @@ from asyncrl.text.call_texts import (
 
 __all__ = [
     "ARGUMENT_PARSERS",
+    "REASONING_ONLY",
     "STARTS",
     "TAKES_TOOLS",
+    "THINK",
     "TURN_FORMATS",
     "TurnFormat",
     "starts_of",
@@ -148,6 +150,10 @@ THINK: Mapping[str, Any] = {
 REST: Mapping[str, Any] = {"repeats": True}
 REST_NAME = "rest"
 """The field of what is outside all parts of a turn."""
+REASONING_ONLY = TurnFormat(
+    "reasoning in special tokens", (), {"reasoning": THINK, "content": REST}, ""
+)
+"""Of a model without another format whose text does not show the marks of its reasoning."""
 NAMED = {
     "type": "function",
     "function": {"name": "{name}", "arguments": "{content}"},

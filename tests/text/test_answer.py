@@ -17,10 +17,12 @@ from asyncrl.text.answer import (
     opens_reasoning,
     text_after_reasoning,
 )
+from asyncrl.text.response import ResponseReader
 from asyncrl.text.tokenizer import decode, load_tokenizer
 
 GPT_OSS = "{# <|start|> <|channel|> <|call|> #}" + CHATML
 MISTRAL = "{# [TOOL_CALLS] #}" + CHATML
+HERMES = CHATML + "{# <tool_call> #}"
 COMMAND = "{# <|START_ACTION|> #}" + CHATML
 
 
@@ -154,14 +156,40 @@ def test_a_model_whose_text_shows_its_marks_needs_no_tokenizer(tmp_path: Path) -
     assert answer_format(str(tmp_path)) == AnswerFormat(None, parsed=False)
 
 
-def test_a_session_is_read_as_a_single_turn_is() -> None:
-    for parsed in (True, False):
-        reader = AnswerReader(AnswerFormat(None, parsed))
-        assert reader.of_session("q", "It is 7.") == "It is 7."
-        assert reader.of_session("q", "<think>5</think>It is 7.") == "It is 7."
-        assert reader.of_session("q", "") is None
-    assert AnswerReader(AnswerFormat(None, True)).of_session("q<think>\n", "7") == "7"
-    assert AnswerReader(AnswerFormat(None, False)).of_session("q<think>\n", "so 7") is None
+TEXTS = [
+    "<think>5</think>7",
+    "7",
+    "<think>5",
+    "5</think>7",
+    "<think></think>7",
+    "</think>7",
+    "5</think>",
+    "<think>5</think>7</think>",
+    "<think>5</think>4<think>6",
+    "<think>5</think><answer>7</answer>",
+    "",
+]
+
+
+@pytest.mark.parametrize("special", [[], ["<think>", "</think>"]])
+@pytest.mark.parametrize(
+    "template", [CHATML, FORCES_THINKING, HERMES, FORCES_THINKING + "{# <tool_call> #}"]
+)
+def test_a_session_is_read_as_a_single_turn_is(
+    template: str, special: list[str], tmp_path: Path
+) -> None:
+    saved_model(tmp_path, template, special)
+    tokenizer: Any = load_tokenizer(str(tmp_path))
+    reader, turns = AnswerReader(answer_format(str(tmp_path))), ResponseReader(tokenizer)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "q"}], add_generation_prompt=True, tokenize=False
+    )
+    for text in TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        seen = decode(tokenizer, ids)
+        message, _ = turns.read(tokenizer.encode(prompt, add_special_tokens=False), ids, seen, None)
+        alone = reader.of_completion(prompt, ids, seen)
+        assert reader.of_session(prompt, str(message["content"]), message) == (alone or None), text
 
 
 @pytest.mark.parametrize(
