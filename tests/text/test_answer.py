@@ -163,7 +163,6 @@ TEXTS = [
     "5</think>7",
     "<think></think>7",
     "</think>7",
-    "5</think>",
     "<think>5</think>7</think>",
     "<think>5</think>4<think>6",
     "<think>5</think><answer>7</answer>",
@@ -184,7 +183,8 @@ def test_a_session_is_read_as_a_single_turn_is(
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "q"}], add_generation_prompt=True, tokenize=False
     )
-    for text in TEXTS:
+    # A special token that nothing opened is lost in a session's message.
+    for text in [*TEXTS, *([] if special else ["5</think>"])]:
         ids = tokenizer.encode(text, add_special_tokens=False)
         seen = decode(tokenizer, ids)
         message, _ = turns.read(tokenizer.encode(prompt, add_special_tokens=False), ids, seen, None)
