@@ -277,7 +277,8 @@ def _without_braces(overrides: list[str], tree: Mapping[str, Any]) -> list[str]:
     given = dict(pairwise(overrides)).get("--runs_root")
     joined = [word.removeprefix("--runs_root=") for word in overrides if "runs_root=" in word]
     root = root_of_runs(given or next(iter(joined), None) or tree.get("runs_root"))
-    return [word.replace("{runs_root}", str(root)) for word in overrides]
+    plain = (word.replace("${runs_root}", "{runs_root}") for word in overrides)
+    return [word.replace("{runs_root}", str(root)) for word in plain]
 
 
 def _overrides_of_mappings(overrides: list[str]) -> tuple[list[tuple[str, object]], list[str]]:

@@ -221,7 +221,7 @@ def located(value: object, setting: str, root: Path, stays: Callable[[str], bool
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{setting} = {value!r} is an empty path; give one, or leave it out")
-        path = value.replace("{runs_root}", str(root))
+        path = value.replace("${runs_root}", "{runs_root}").replace("{runs_root}", str(root))
         if stays and stays(path):
             return path
         try:

@@ -68,7 +68,7 @@ HUB_CACHE = re.compile(
     r"/snapshots/(?P<commit>[0-9a-f]{40})"
 )
 """Path of one commit of a model or dataset in the hub's cache."""
-DATA_FILE = re.compile(r".*\.(parquet|pq|jsonl|ndjson|json|csv|txt)(\.\w+)?")
+DATA_FILE = re.compile(r".*\.(parquet|pq|arrow|jsonl|ndjson|json|csv|txt)(\.\w+)?")
 
 
 class Section(BaseModel):

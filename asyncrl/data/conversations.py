@@ -89,7 +89,8 @@ class Encoder:
     counts: dict[str, int] = field(default_factory=dict)
     """Number of rows with each of: `tags`, `proof` (chats by the way their mask was found),
     `end_added` (the tags leave the end of the turn out), `apart` (tokens would merge across the
-    end of a prompt), `own_bos` (texts that begin with BOS), `marked` (chats with a turn that its
+    end of a prompt), `own_bos` (texts that begin with BOS), `started` (chats whose prompt ends
+    within a turn), `marked` (chats with a turn that its
     row marks as not trained)."""
     coverage: Coverage = field(init=False)
     """What the tokenizer makes of the texts."""
@@ -210,6 +211,7 @@ class Encoder:
             raise MalformedError("template", str(error)) from None
         if masked:
             self._count("proof" if spans is None else "tags")
+            self._count("started", chat.started is not None)
             self._count("marked", any(not trained for _, trained in chat.marks.values()))
         for place in turns if spans is not None else ():
             _refuse_lost_thought(chat.messages[place], place, whole)

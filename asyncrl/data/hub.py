@@ -30,6 +30,7 @@ from huggingface_hub.errors import (
 
 from asyncrl.config import ConfigError
 from asyncrl.data.splits import data_files
+from asyncrl.runtime.paths import meant
 
 __all__ = ["download_dataset"]
 
@@ -139,4 +140,5 @@ def _not_downloaded(name: str, at: str, field: str, error: BaseException) -> Con
     return ConfigError(
         f"{field} = {name!r}: no such file or folder, and no dataset on the hub{at} that can be"
         f" downloaded ({why}); correct it, or first run `hf download --repo-type dataset {name}`"
+        f"{meant(Path(name).absolute())}"
     )

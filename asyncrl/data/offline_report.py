@@ -31,6 +31,7 @@ COUNTED: Mapping[str, str] = {
     "proof": "chats: what is trained follows from the tokens before and after each turn",
     "end_added": "chats: the generation tags leave out the end of a turn, which is trained as well",
     "marked": "chats have turns that their rows mark as not trained",
+    "started": "prompts end within the model's turn, which the completion continues",
     "apart": "completions were encoded apart, because tokens would merge across the prompt's end",
     "own_bos": "texts already begin with BOS, which is not added again",
 }

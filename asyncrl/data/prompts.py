@@ -90,11 +90,13 @@ class _Checked:
     first: tuple[str, tuple[int, ...]] | None = None
     """Text and token ids of the first prompt that is used."""
     own_bos: int = 0
+    continued: int = 0
     truncation: LengthReport = dataclasses.field(default_factory=LengthReport)
 
     def add(self, rendered: Rendered, texts: list[str], truncated: Truncated, start: int) -> None:
         """Count a block whose first row has the index `start`."""
         self.own_bos += rendered.own_bos
+        self.continued += rendered.continued
         self.truncation += truncated.report
         if texts:
             self.kept += (truncated.kept + start).tolist()
@@ -132,6 +134,11 @@ def check_prompts(
         notes.append(
             f"{checked.own_bos} of {table.num_rows} prompts already begin with BOS: it is not added"
             " again"
+        )
+    if checked.continued:
+        notes.append(
+            f"{checked.continued} of {table.num_rows} prompts end with a message of the assistant:"
+            " the model continues it"
         )
     notes += dropped_notes(template.dropped or {})
     notes += coverage.notes()

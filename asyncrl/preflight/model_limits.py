@@ -11,6 +11,7 @@ from asyncrl.models.adapter_files import adapter_base
 from asyncrl.models.supported import NO_SHARES, chosen_packing, keeps_state, uniform_rope_tokens
 from asyncrl.preflight.served import refusal, text_config, unusable
 from asyncrl.runtime.files import NotAFileError, open_regular
+from asyncrl.runtime.paths import meant
 from asyncrl.weights.stored import CheckpointFilesError, stored_files
 
 __all__ = ["check_kv_cache", "kv_bytes_per_token", "kv_tokens", "model_context", "model_vocabulary"]
@@ -126,7 +127,7 @@ def _read_config_json(path: Path, field: str) -> dict[str, object]:
             ) from None
         raise ConfigError(
             f"{field} = {str(path)!r}: {error.strerror} (config.json); give a Hugging Face"
-            " checkpoint directory"
+            f" checkpoint directory{'' if path.is_dir() else meant(path)}"
         ) from None
     except ValueError as error:
         raise ConfigError(f"{field} = {str(path)!r}: config.json is not JSON ({error})") from None

@@ -36,6 +36,7 @@ from asyncrl.config import (
 from asyncrl.preflight.adapter import with_loaded_adapter
 from asyncrl.preflight.dataset_snapshot import config_before, resolve_data
 from asyncrl.rundir.resume import MODEL_FILES
+from asyncrl.runtime.paths import meant
 from asyncrl.weights.stored import CheckpointFilesError, sampled_weights
 
 __all__ = [
@@ -148,6 +149,7 @@ def download(
         raise ConfigError(
             f"{field} = {name!r}: no such directory, and no model on the hub{at} that can be"
             f" downloaded ({_first_line(error)}); correct it, or first run `hf download {name}`"
+            f"{meant(Path(name).absolute())}"
         ) from None
 
 

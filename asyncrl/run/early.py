@@ -17,8 +17,6 @@ def look_early(config: Config | OfflineConfig) -> tuple[Config | OfflineConfig, 
         ConfigError: the run directory cannot be used, or a model or dataset cannot be found.
     """
     refuse_taken(config)
-    if isinstance(config, Config):
-        config = resolve_models(config)
-    else:
-        config = resolve_models(config)
+    # One call for each kind: a type variable takes no union.
+    config = resolve_models(config) if isinstance(config, Config) else resolve_models(config)
     return config, refuse_early(config)

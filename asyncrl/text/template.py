@@ -64,6 +64,8 @@ class Rendered:
     ids: list[list[int]]
     own_bos: int = 0
     """Number of plain prompts that already began with BOS, and did not get a second one."""
+    continued: int = 0
+    """Number of chats that end with the start of the assistant's turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,8 @@ class Template:
             own_bos += doubled
             for row, tokens in zip(rows, encoded, strict=True):
                 ids[row] = tokens
-        return Rendered(texts, ids, own_bos)
+        continued = sum(_continues(value) for value in values)
+        return Rendered(texts, ids, own_bos, continued)
 
     def check(
         self,
@@ -433,6 +436,12 @@ def marked_messages(
     except Exception as error:  # as in `render`
         raise refusal(error) from None
     return texts[0], spans[0]
+
+
+def _continues(value: object) -> bool:
+    """Whether a chat ends with the start of the assistant's turn."""
+    found = row_messages(value, Counter())
+    return are_messages(found) and found[-1]["role"] == "assistant"
 
 
 @functools.lru_cache(maxsize=4)

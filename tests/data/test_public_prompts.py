@@ -39,8 +39,12 @@ def texts(spec):
     return read
 
 
-def test_a_prompt_that_begins_the_answer_is_continued(texts):
-    (text,) = texts([{"prompt": [ASK, {"role": "assistant", "content": "The sum is"}]}])
+def test_a_prompt_that_begins_the_answer_is_continued(texts, spec):
+    rows = [{"prompt": [ASK, {"role": "assistant", "content": "The sum is"}]}]
+    (text,) = texts(rows)
+    assert check_prompts(spec(rows)).notes == (
+        "1 of 1 prompts end with a message of the assistant: the model continues it",
+    )
     assert text == f"<|im_start|>user\n3+4?<|im_end|>\n{START}The sum is"
 
 

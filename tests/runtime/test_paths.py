@@ -34,6 +34,8 @@ def test_variables_and_home_are_replaced_in_every_path(tmp_path, monkeypatch):
     assert str(config.run_directory) == "/home/ann/runs/paths"
     sources = load(tmp_path, train="[{path: $SETS/a.jsonl}, {path: ~/b.jsonl}]").data.train
     assert [source.path for source in sources] == ["/sets/a.jsonl", "/home/ann/b.jsonl"]
+    rooted = load(tmp_path, save="'${runs_root}/s'", more="runs_root: /r")
+    assert rooted.checkpoint.save == "/r/s"
     asked = load(tmp_path, overrides=["--data.train", "$SETS/c.jsonl"])
     assert asked.data.train == "/sets/c.jsonl"
 
