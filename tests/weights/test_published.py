@@ -236,7 +236,7 @@ def test_the_outline_is_the_same_from_another_process_and_follows_the_files(tmp_
     assert here.nbytes("float32") == sum(tensor.nbytes for tensor in contents(path).values())
     assert here.nbytes("bfloat16") == here.nbytes("float32") - 2 * here.trained
     assert sum(here.as_stored.values()) == here.nbytes("float32") - 4 * here.trained > 0
-    command = [sys.executable, "-m", "asyncrl.weights.outline", str(path)]
+    command = [sys.executable, "-m", "asyncrl.weights.outline", str(path), "false", "null"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert json.loads(done.stdout) == json.loads(json.dumps(asdict(here)))
     rewritten(path, lambda tensors: tensors.pop("model.norm.weight"))
