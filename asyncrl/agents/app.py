@@ -19,7 +19,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
-from asyncrl.agents.contract import AgentSession, AgentSessions, Begun, Dialect, Part
+from asyncrl.agents.contract import AgentSession, AgentSessions, Dialect, Part, Silent
 from asyncrl.agents.dialects.chat import Chat, ChatAnswer, ChatBody
 from asyncrl.agents.dialects.completions import (
     Completions,
@@ -195,12 +195,12 @@ def _text_filters(request: ChatRequest) -> list[CertainText] | None:
 
 
 async def _again(
-    first: Part | Begun, rest: AsyncGenerator[Part | Begun, None]
+    first: Part | Silent, rest: AsyncGenerator[Part | Silent, None]
 ) -> AsyncIterator[Part]:
-    if not isinstance(first, Begun):
+    if not isinstance(first, Silent):
         yield first
     async for part in rest:
-        if not isinstance(part, Begun):
+        if not isinstance(part, Silent):
             yield part
 
 

@@ -16,7 +16,7 @@ from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.template import Message
 from asyncrl.web.events import Event
 
-__all__ = ["AgentSession", "AgentSessions", "Begun", "Dialect", "HeardText", "Part"]
+__all__ = ["AgentSession", "AgentSessions", "Dialect", "HeardText", "Part", "Silent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class HeardText:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """Sampling has begun, and nothing can be heard yet. The client gets the head of its stream."""
+class Silent:
+    """Sampling has started, and nothing can be heard yet. The client gets the head of its stream."""
 
 
 Part: TypeAlias = HeardText | Sequence[Answer]

@@ -7,7 +7,7 @@ import contextlib
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-from asyncrl.agents.contract import Begun, HeardText, Part
+from asyncrl.agents.contract import HeardText, Part, Silent
 from asyncrl.contracts.heard import Heard
 from asyncrl.sessions.answers import Answer
 
@@ -58,8 +58,8 @@ class CertainText:
 
 async def parts_of(
     chat: Callable[[Heard], Awaitable[list[Answer]]], filters: Sequence[CertainText] | None
-) -> AsyncGenerator[Part | Begun, None]:
-    """The parts of an answer as they come, after a `Begun` if none comes soon. The work is canceled
+) -> AsyncGenerator[Part | Silent, None]:
+    """The parts of an answer as they come, after a `Silent` if none comes soon. The work is canceled
     if the generator is closed before its end.
 
     Args:
@@ -70,10 +70,10 @@ async def parts_of(
         Those of `chat`.
     """
     queue: asyncio.Queue[HeardText | None] = asyncio.Queue()
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
     def heard(choice: int, text: str) -> None:
-        begun.set()
+        started.set()
         certain = text if filters is None else filters[choice].add(text)
         if certain:
             queue.put_nowait(HeardText(choice, certain))
@@ -81,13 +81,13 @@ async def parts_of(
     task = asyncio.ensure_future(chat(heard))
 
     def ended(_: object) -> None:
-        begun.set()
+        started.set()
         queue.put_nowait(None)
 
     task.add_done_callback(ended)
     try:
-        await begun.wait()
-        part: HeardText | Begun | None = Begun()
+        await started.wait()
+        part: HeardText | Silent | None = Silent()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BEGIN_S):
                 part = await queue.get()

@@ -405,6 +405,23 @@ def test_a_program_gets_the_time_that_it_needs_to_start(config_of: Callable[...,
     assert found(checked, "ok", "agent: slow").startswith("ends deadline after ")
 
 
+@pytest.mark.slow
+def test_an_agent_that_gives_up_after_a_cut_turn(config_of: Callable[..., Config]) -> None:
+    """As `openai-agents` does with chat completions, if no visible text came."""
+    cut = ASKS.replace(
+        'said = json.load(urllib.request.urlopen(request))["choices"][0]',
+        'choice = json.load(urllib.request.urlopen(request))["choices"][0]\n'
+        "if choice['finish_reason'] == 'length': sys.exit('no visible output')\n"
+        "said = choice",
+    )
+    checked = check_environment(agent_of(config_of, cut))
+    assert not checked.failed, checked.text()
+    text = found(checked, "warn", "agent: very long")
+    assert "2 sessions: length; at most 1 turn; reward none; some sessions have no reward" in text
+    assert "the run cut the last turn" in text and "exit code 1: no visible output" in text
+    assert text.endswith("Let the agent go on with a cut turn, so that length can cost")
+
+
 def test_one_reason_is_given_once(config_of: Callable[..., Config]) -> None:
     checked = check_environment(config_of("raises"))
     assert checked.text().count("no such table") == 1
