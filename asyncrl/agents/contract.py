@@ -30,7 +30,7 @@ class HeardText:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """Sampling has started, and nothing can be heard yet. The client gets the head of its stream."""
+    """Sampling has started, and nothing can be heard yet. Its client gets the stream's head."""
 
 
 Part: TypeAlias = HeardText | Sequence[Answer]

@@ -59,8 +59,8 @@ class CertainText:
 async def parts_of(
     chat: Callable[[Heard], Awaitable[list[Answer]]], filters: Sequence[CertainText] | None
 ) -> AsyncGenerator[Part | Silent, None]:
-    """The parts of an answer as they come, after a `Silent` if none comes soon. The work is canceled
-    if the generator is closed before its end.
+    """The parts of an answer as they come, after a `Silent` if none comes soon. The work is
+    canceled if the generator is closed before its end.
 
     Args:
         chat: answers a request.
