@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from asyncrl.config import Config, OfflineConfig
 from asyncrl.preflight.model_snapshot import resolve_models
 from asyncrl.rundir.directory import refuse_early, refuse_taken
@@ -17,6 +19,6 @@ def look_early(config: Config | OfflineConfig) -> tuple[Config | OfflineConfig, 
         ConfigError: the run directory cannot be used, or a model or dataset cannot be found.
     """
     refuse_taken(config)
-    # One call for each kind: a type variable takes no union.
-    config = resolve_models(config) if isinstance(config, Config) else resolve_models(config)
-    return config, refuse_early(config)
+    resolve: Any = resolve_models  # its type is one kind of config at a time
+    resolved: Config | OfflineConfig = resolve(config)
+    return resolved, refuse_early(resolved)
