@@ -7,19 +7,18 @@ number of threads then leaves their cores idle. But small matrices become slower
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import psutil
 import torch
 
-__all__ = ["CpuTimes", "Threads", "cpu_times", "usable_cores"]
+from asyncrl.sandbox.machine import usable_cpus
+
+__all__ = ["CpuTimes", "Threads", "cpu_times"]
 
 SHORTEST_S = 0.2
 """Shortest time between two choices. The system counts CPU time in units of 10 ms."""
@@ -30,8 +29,6 @@ AGAIN = 32
 """The next lower and higher number of threads are tried again after this many choices."""
 NEW = 0.5
 """Weight of a new measurement in the mean. Other processes can disturb a single one."""
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""The container's limit on CPU time: microseconds (or `max`) of each period of microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +48,6 @@ def cpu_times() -> CpuTimes:
     return CpuTimes(time.monotonic(), idle, time.process_time())
 
 
-def usable_cores(quota: Path = QUOTA) -> int:
-    """The cores that this process may use: of its affinity, and of its container's quota."""
-    cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # without cgroups of version 2, or without a limit
-        allowed, period = quota.read_text().split()
-        cores = min(cores, max(1, math.floor(int(allowed) / int(period))))
-    return cores
-
-
 class Threads:
     """The number of torch threads of this process. A training pass calls `begin` before its first
     micro-batch and `adapt` after each of them. Forward passes alone are faster, so they would spoil
@@ -74,11 +62,11 @@ class Threads:
         """
         Args:
             setting: `learner.num_threads`. A number stays fixed.
-            most: largest number of threads; default: `usable_cores()`.
+            most: largest number of threads; default: `usable_cpus()`.
         """
         self.auto = setting == "auto"
         self.count = 1 if setting == "auto" else setting
-        self._most = most or usable_cores()
+        self._most = most or usable_cpus()
         self._times, self._before = times, times()
         self._seconds = self._free = 0.0
         """Seconds of passes since the last choice, and the core-seconds that were free in them."""

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import psutil
-
 from asyncrl.config import RunSettings
 from asyncrl.models.supported import squares_scores
 from asyncrl.preflight.adapter import run_outline, trained_elements
 from asyncrl.preflight.served import text_config
+from asyncrl.sandbox.machine import usable_memory
 from asyncrl.weights.layout import ITEM_BYTES
 
 __all__ = ["Needs", "estimate", "limit_text", "memory_text", "parameter_counts"]
@@ -222,8 +221,8 @@ def _gpus() -> dict[str, int]:
 
 
 def _machine() -> str:
-    memory = psutil.virtual_memory()
-    host = f"{_size(memory.total).strip()} of memory, {_size(memory.available).strip()} of it free"
+    total, available = usable_memory()
+    host = f"{_size(total).strip()} of memory, {_size(available).strip()} of it free"
     gpus = [f"GPU {name} with {_size(size).strip()}" for name, size in _gpus().items()]
     return f"{host}; " + (", ".join(gpus) or "no GPU")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +29,7 @@ from asyncrl.preflight.plan import check_heads, check_sinks, version_outline
 from asyncrl.preflight.plan_notes import gpus_here, notes_text, plan_notes
 from asyncrl.preflight.specs import offline_data_spec
 from asyncrl.runtime.files import make_directory, replace_text
+from asyncrl.sandbox.machine import usable_cpus
 from asyncrl.text.stops import load_stops
 from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.weights.outline import Outline
@@ -239,7 +239,7 @@ class OfflinePlan:
             for name, count, cpus in parts
         ]
         total = math.fsum(count * cpus for _, count, cpus in parts)
-        last = f"  {'total':<48} = {total:5.2f}   (this machine has {os.cpu_count()})"
+        last = f"  {'total':<48} = {total:5.2f}   (usable here: {usable_cpus()})"
         return "\n".join(["# logical CPUs", *rows, last])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from asyncrl.preflight.plan_sections import (
     sources_text,
 )
 from asyncrl.preflight.resources import Part, placement_text
+from asyncrl.sandbox.machine import usable_cpus
 from asyncrl.text.stops import Stops
 from asyncrl.weights.outline import Outline
 
@@ -178,7 +178,7 @@ class Plan:
             [
                 "# logical CPUs",
                 *rows,
-                f"  {'total':<36} = {total:5.2f}   (this machine has {os.cpu_count()})",
+                f"  {'total':<36} = {total:5.2f}   (usable here: {usable_cpus()})",
             ]
         )
 

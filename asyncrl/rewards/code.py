@@ -23,6 +23,7 @@ from asyncrl.config import SandboxConfig
 from asyncrl.rewards.code_forms import Cases, Source, TestsError, heads_of, read_tests
 from asyncrl.rewards.final_answer import code_blocks
 from asyncrl.sandbox import Limits, Program, Result, Sandbox, open_sandbox
+from asyncrl.sandbox.machine import usable_cpus
 
 __all__ = [
     "Verdict",
@@ -82,7 +83,7 @@ async def code_tests(
             not have.
     """
     sandbox, limits = await asyncio.to_thread(configured_sandbox)
-    slots = asyncio.Semaphore(os.cpu_count() or 1)
+    slots = asyncio.Semaphore(usable_cpus())
     rows = [row_of(columns, place, len(completions)) for place in range(len(completions))]
     read: list[Cases | Source] = []
     for given, row in zip(tests, rows, strict=True):

@@ -22,6 +22,7 @@ from typing import NoReturn
 from math_verify import parse, verify
 
 from asyncrl.rewards.final_answer import answers_of, final_expression
+from asyncrl.sandbox.machine import usable_cpus
 
 __all__ = ["math_verify"]
 
@@ -36,7 +37,7 @@ PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}|\n")
 
 RIGHT, WRONG, UNKNOWN = "1", "0", "?"
 
-MOST_CHILDREN = os.cpu_count() or 1
+MOST_CHILDREN = usable_cpus()
 """Children that judge at once. Other threads wait."""
 FIRST_INHERITED = 3
 """The lowest file descriptor that is no standard stream."""

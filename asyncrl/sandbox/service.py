@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from asyncrl.sandbox.job import limits_from, program_from, program_to, result_from, result_to
 from asyncrl.sandbox.levels import Level, Limits, Program, Result, Sandbox, SandboxError
+from asyncrl.sandbox.machine import usable_cpus
 
 __all__ = ["TOKEN", "SandboxServer", "ServiceSandbox"]
 
@@ -143,13 +144,13 @@ class SandboxServer:
         """Listen on `port`; 0 = a free port.
 
         Args:
-            at_once: Programs that run concurrently. Default: one per processor core.
+            at_once: Programs that run concurrently. Default: one per usable processor.
 
         Raises:
             SandboxError: There is no token.
             OSError: The port is taken.
         """
-        slots = threading.BoundedSemaphore(at_once or os.cpu_count() or 1)
+        slots = threading.BoundedSemaphore(at_once or usable_cpus())
         handler = type(
             "Handler", (_Handler,), {"sandbox": sandbox, "token": _token(), "slots": slots}
         )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncrl.learning.threads import AGAIN, CpuTimes, Threads, cpu_times, usable_cores
+from asyncrl.learning.threads import AGAIN, CpuTimes, Threads, cpu_times
 
 
 @pytest.fixture(autouse=True)
@@ -146,23 +146,6 @@ def test_the_times_of_this_machine():
     now = cpu_times()
     assert now.own - before.own >= 0.05
     assert 0 <= now.idle - before.idle <= (now.clock - before.clock) * (os.cpu_count() or 1) + 0.1
-
-
-@pytest.mark.parametrize(
-    ("text", "most"), [("100000 100000", 1), ("150000 100000", 1), ("50000 100000", 1)]
-)
-def test_a_container_limits_the_threads(tmp_path, text, most):
-    quota = tmp_path / "cpu.max"
-    quota.write_text(f"{text}\n")
-    assert usable_cores(quota) == most
-
-
-def test_without_a_limit_all_cores_of_the_affinity_count(tmp_path):
-    quota = tmp_path / "cpu.max"
-    cores = len(os.sched_getaffinity(0))
-    assert usable_cores(quota) == cores
-    quota.write_text("max 100000\n")
-    assert usable_cores(quota) == cores
 
 
 def test_a_forward_pass_is_not_measured(monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +19,7 @@ from asyncrl.sandbox import (
     SandboxUnavailableError,
     open_sandbox,
 )
+from asyncrl.sandbox.machine import usable_cpus
 from asyncrl.text.template import Schema
 
 __all__ = ["RUN_PYTHON", "python", "result_text"]
@@ -104,9 +104,9 @@ def _opened(level: str, service: str | None) -> Sandbox:
 
 
 def _slot() -> asyncio.Semaphore:
-    """Programs that run at once: as many as there are processors."""
+    """Programs that run at once: as many as there are usable processors."""
     loop = asyncio.get_running_loop()
-    return _slots.setdefault(loop, asyncio.Semaphore(os.cpu_count() or 1))
+    return _slots.setdefault(loop, asyncio.Semaphore(usable_cpus()))
 
 
 def result_text(result: Result, most: int) -> str:
