@@ -25,6 +25,7 @@ from asyncrl.environments.model import Model
 from asyncrl.environments.running import AgentFailedError
 from asyncrl.environments.threads import in_thread
 from asyncrl.runtime.functions import import_function, is_async, short
+from asyncrl.runtime.imports import SAFE, SAFE_PATH
 from asyncrl.runtime.loopback import without_proxy_on_loopback
 from asyncrl.runtime.redact import is_secret_name
 from asyncrl.runtime.temporary import TemporaryFolder
@@ -85,7 +86,10 @@ def program_environment(process: Mapping[str, str], variables: Mapping[str, str]
     kept = {
         name: value
         for name, value in process.items()
-        if not is_secret_name(name) and not name.startswith(NOT_PASSED) and name not in OWN_FOLDERS
+        if not is_secret_name(name)
+        and not name.startswith(NOT_PASSED)
+        and name not in OWN_FOLDERS
+        and (name, value) != (SAFE_PATH, SAFE)
     }
     return without_proxy_on_loopback({**kept, **variables})
 

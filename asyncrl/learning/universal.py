@@ -63,7 +63,7 @@ def _convert(source: Path, place: Path) -> str | None:
     near = os.path.relpath(source, place.parent)
     folders = ["--input_folder", near, "--output_folder", place.name]
     done = subprocess.run(
-        [sys.executable, "-m", CONVERTER, *folders, *workers],
+        [sys.executable, "-P", "-m", CONVERTER, *folders, *workers],
         cwd=place.parent,
         capture_output=True,
         text=True,

@@ -21,15 +21,17 @@ import psutil
 import ray
 from ray._private import auto_init_hook, services
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray.job_config import JobConfig
 
 from asyncrl.config import Config, ConfigError, RunSettings
 from asyncrl.generation.app import forget_controller
-from asyncrl.preflight.cluster_address import answering_cluster
+from asyncrl.preflight.cluster_address import answering_cluster, without_uv
 from asyncrl.preflight.placement import needed
 from asyncrl.preflight.ray_token import keep_token_private
 from asyncrl.runtime.ray_shutdown import shut_down_ray
 from asyncrl.runtime.redact import print_shown
 from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
+from asyncrl.sandbox.machine import usable_cpus
 
 __all__ = [
     "RayEndedError",
@@ -68,6 +70,7 @@ def ray_cluster(config: RunSettings) -> Iterator[Path | None]:
     """
     # Otherwise, a thread that calls Ray after its end would start a second cluster, which leaks.
     auto_init_hook.enable_auto_connect = False
+    without_uv()
     address = answering_cluster()
     if address:
         keep_token_private()
@@ -75,7 +78,7 @@ def ray_cluster(config: RunSettings) -> Iterator[Path | None]:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
     else:
         cpus = needed(config)["CPU"] if isinstance(config, Config) else config.num_cpus
-        start_local_ray(max(os.cpu_count() or 1, math.ceil(cpus)), configure_logging=False)
+        start_local_ray(max(usable_cpus(), math.ceil(cpus)), configure_logging=False)
     node: Any = ray._private.worker._global_node
     session = Path(node.get_session_dir_path())
     try:
@@ -200,6 +203,9 @@ def start_local_ray(
     the processes of the failed try and tries again.
     """
     keep_token_private()
+    # Ray would put the current folder before Python's own modules in every worker. The workers
+    # start there, and `asyncrl.runtime.imports` puts it last. Ray leaves it out for such a job.
+    job = JobConfig(_client_job=True)
     for tries_left in reversed(range(tries)):
         before = set(psutil.Process().children(recursive=True))
         try:
@@ -210,6 +216,7 @@ def start_local_ray(
                     include_dashboard=False,
                     log_to_driver=False,
                     configure_logging=configure_logging,
+                    job_config=job,
                     object_store_memory=object_store_memory,
                 )
             return

@@ -1,5 +1,5 @@
-"""Find the Ray cluster of a command and check that it answers. Ray itself waits many minutes for an
-address without a cluster."""
+"""Find the Ray cluster of a command and check that it answers, before the command connects. Ray
+itself waits many minutes for an address without a cluster."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 
 import grpc
 from ray._common.network_utils import parse_address  # type: ignore[attr-defined]
+from ray._private import ray_constants
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import canonicalize_bootstrap_address
 from ray.core.generated.gcs_service_pb2 import CheckAliveRequest  # type: ignore[attr-defined]
@@ -15,8 +16,9 @@ from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
 from asyncrl.config import ConfigError
 
-__all__ = ["answering_cluster"]
+__all__ = ["answering_cluster", "without_uv"]
 
+UV = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 CONNECT_S = 3.0
 """Seconds for the machine of a cluster to accept a connection."""
 ANSWER_S = 6.0
@@ -25,6 +27,15 @@ WAY_OUT = (
     "set it to the host and port that `ray start` printed, or unset it: `asyncrl train` then starts"
     " a local cluster"
 )
+
+
+def without_uv() -> None:
+    """Keep Ray from packing the current folder, with the runs in it, and from installing packages
+    on each node, if `uv run` started this process. Ray fails on a folder of more than 512 MiB.
+    Nodes have their own environment. If the variable is set, it decides. Ray reads it once, when
+    it is imported."""
+    if os.environ.setdefault(UV, "0") == "0":
+        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
 
 
 def answering_cluster(default: str | None = None) -> str | None:

@@ -19,6 +19,7 @@ import numpy as np
 from asyncrl.algorithms.own import is_own, own_advantages, own_verdict
 from asyncrl.config import AlgorithmConfig, Config, ConfigError
 from asyncrl.runtime.functions import FunctionError
+from asyncrl.runtime.imports import for_users_programs, import_path
 
 __all__ = ["LIMIT_S", "main", "own_text", "try_own"]
 
@@ -54,9 +55,10 @@ def _try_in_process(algorithm: AlgorithmConfig, name: str, function: str, limit_
     with tempfile.TemporaryFile() as answer:
         command = [
             sys.executable,
+            "-P",
             "-c",
             START,
-            json.dumps(sys.path),
+            json.dumps(import_path()),
             name,
             algorithm.model_dump_json(),
         ]
@@ -80,6 +82,7 @@ def _try_in_process(algorithm: AlgorithmConfig, name: str, function: str, limit_
 def main(name: str, algorithm: str) -> None:
     """Entry point of the process: try one function, and write the result to the parent. The
     function's output goes to stderr."""
+    for_users_programs()
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # Ctrl-C reaches this process too. It should end without a traceback.

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray._private.state import actors, available_resources_per_node
 from ray.autoscaler.v2.sdk import get_cluster_status
@@ -23,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.config import Config, ConfigError, RunSettings
 from asyncrl.contracts.errors import PlacementError, PlacementLostError
 from asyncrl.learning.group import resource_table
-from asyncrl.preflight.cluster_address import answering_cluster
+from asyncrl.preflight.cluster_address import answering_cluster, without_uv
 from asyncrl.preflight.model_snapshot import Snapshot, difference, in_cache, look, read_snapshot
 from asyncrl.preflight.resource_usage import users_by_node
 from asyncrl.preflight.resources import (
@@ -39,6 +38,7 @@ from asyncrl.preflight.resources import (
 from asyncrl.runtime.environment import passed_on
 from asyncrl.runtime.ray_shutdown import shut_down_ray
 from asyncrl.runtime.redact import print_shown
+from asyncrl.sandbox.machine import usable_memory
 
 __all__ = [
     "check_models",
@@ -287,6 +287,7 @@ def plan_on_cluster(config: Config, version_bytes: int) -> int:
 
 @contextmanager
 def _connected() -> Iterator[None]:
+    without_uv()
     ray.init(address=answering_cluster("auto"), log_to_driver=False, configure_logging=False)
     try:
         yield
@@ -349,9 +350,9 @@ def cluster_nodes(with_memory: bool) -> list[Node]:
 
 def _machine() -> tuple[dict[str, float], dict[str, float]]:
     """(Total, free) bytes of memory and shared memory of this machine."""
-    memory, shared = psutil.virtual_memory(), shutil.disk_usage("/dev/shm")
-    return {"memory": memory.total, "shared memory": shared.total}, {
-        "memory": memory.available,
+    (total, available), shared = usable_memory(), shutil.disk_usage("/dev/shm")
+    return {"memory": total, "shared memory": shared.total}, {
+        "memory": available,
         "shared memory": shared.free,
     }
 

@@ -7,9 +7,13 @@ import difflib
 import importlib
 import inspect
 import pkgutil
+import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeGuard
+
+from asyncrl.runtime.imports import current_folder, import_path
 
 __all__ = [
     "FUNCTION",
@@ -50,13 +54,14 @@ def import_function(kind: str, function: str) -> Callable[..., object]:
     """
     module, _, name = function.partition(":")
     refuse_main(kind, function)
+    sys.path[:] = import_path()  # Ray's workers do not have the user's folder
     try:
         loaded = importlib.import_module(module)
     except (ImportError, AttributeError) as error:
         missing = isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name))
         raise FunctionError(
-            f"{kind} {function!r} cannot be imported ({error}{_place_in_module(error)}); check its"
-            " name and that its package is installed"
+            f"{kind} {function!r} cannot be imported ({error}{_place_in_module(error)});"
+            f" {_hidden(module) or 'check its name and that its package is installed'}"
             f"{near_module(str(error.name)) if missing else ''}"
         ) from None
     except Exception as error:
@@ -99,6 +104,18 @@ def near_module(module: str) -> str:
     except Exception:  # the package may raise anything, and the message is about its module
         return ""
     return did_you_mean(f"{package}.{last}".lstrip("."), names)
+
+
+def _hidden(module: str) -> str:
+    """The way out if a library's module hides the one in the user's folder; "" if none does."""
+    name, folder = module.partition(".")[0], current_folder()
+    if folder is None or name not in sys.modules:
+        return ""
+    own = [place for place in (Path(folder, f"{name}.py"), Path(folder, name)) if place.exists()]
+    found = getattr(sys.modules[name], "__file__", None) or "part of Python"
+    if not own or Path(found).is_relative_to(own[0]):
+        return ""
+    return f"{own[0]} is not used, because module {name!r} is {found}; rename yours"
 
 
 def is_async(function: object) -> TypeGuard[Callable[..., Awaitable[object]]]:

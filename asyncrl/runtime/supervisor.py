@@ -27,6 +27,7 @@ import time
 
 import psutil
 
+from asyncrl.runtime.imports import for_users_programs, import_path
 from asyncrl.runtime.output import forgive_output
 from asyncrl.runtime.temporary import TemporaryPlace, temporary_folder
 
@@ -38,7 +39,7 @@ LOOK_AGAIN_S = 0.005
 
 def command(lifeline: int, connection: int, serve: str, folder: str = "") -> list[str]:
     """The command line of a supervisor that inherits these file descriptors. It imports modules
-    from where this process does.
+    from where this process does, and from the current folder last.
 
     Args:
         serve: `module:function` that the process calls with its connection, a socket.
@@ -49,8 +50,8 @@ def command(lifeline: int, connection: int, serve: str, folder: str = "") -> lis
         " import main; main(*map(int, sys.argv[2:4]), *sys.argv[4:])"
     )
     # What it serves is last: `asyncrl.observe.memory` names the process after it.
-    given = [json.dumps(sys.path), str(lifeline), str(connection), folder, serve]
-    return [sys.executable, "-c", start, *given]
+    given = [json.dumps(import_path()), str(lifeline), str(connection), folder, serve]
+    return [sys.executable, "-P", "-c", start, *given]
 
 
 def main(lifeline: int, connection: int, folder: str, serve: str) -> None:
@@ -95,6 +96,7 @@ def _become_process(connection: int, serve: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        for_users_programs()
         forgive_output()
         module, _, name = serve.partition(":")
         getattr(importlib.import_module(module), name)(socket.socket(fileno=connection))

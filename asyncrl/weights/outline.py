@@ -71,7 +71,7 @@ def _outline(
 ) -> Outline:
     if "torch" in sys.modules:
         return _outline_here(model_path, reward_model, lora)
-    command = [sys.executable, "-m", "asyncrl.weights.outline", model_path]
+    command = [sys.executable, "-P", "-m", "asyncrl.weights.outline", model_path]
     command += [json.dumps(reward_model), lora]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=TABLE_TIMEOUT_S, check=False
