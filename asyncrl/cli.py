@@ -20,6 +20,8 @@ from asyncrl.config import (
     load_offline,
 )
 from asyncrl.runtime.clock import process_began
+from asyncrl.runtime.encodings import restart_in_utf8, safe_output
+from asyncrl.runtime.imports import user_folder_last
 from asyncrl.runtime.output import lasting_output, open_missing_streams
 from asyncrl.runtime.redact import print_shown
 
@@ -69,6 +71,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one subcommand and exit with 0 (done), 1 (failed), 2 (a setting cannot be used) or 130
     (interrupted)."""
     open_missing_streams()
+    if arguments is None:
+        restart_in_utf8()
+    safe_output()
     parser, commands = _parser()
     known, overrides = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if known.command not in ON_A_CONFIG:
@@ -238,8 +243,7 @@ def _interrupt(cause: str) -> NoReturn:
 
 
 def _run(command: str, path: str, overrides: list[str], options: Collection[str]) -> int:
-    # Reward functions may be in the current directory. `python -m` and Ray's workers add it too.
-    sys.path.insert(0, os.getcwd())
+    user_folder_last()  # reward functions may be in it
     try:
         config = (
             load_offline(path, overrides, objective=command)
@@ -294,6 +298,9 @@ def _reader_may_leave() -> Iterator[None]:
 
 
 def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
+    from asyncrl.preflight.machine import refuse_machine
+
+    refuse_machine(config)
     if isinstance(config, OfflineConfig):
         return _offline_plan(config, options)
     from asyncrl.preflight.code_trial import try_code
@@ -333,8 +340,10 @@ def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
 def _check_env(config: Config | OfflineConfig) -> int:
     from asyncrl.preflight.check_env import check_environment, settings_text
     from asyncrl.preflight.finding import Finding, counts_text
+    from asyncrl.preflight.machine import refuse_environment
     from asyncrl.preflight.model_snapshot import resolve_models
 
+    refuse_environment()
     if isinstance(config, OfflineConfig):
         raise ConfigError(
             f"objective: {config.objective} has no environment to check; run `asyncrl plan`"
@@ -428,8 +437,7 @@ def _samples(directory: Run, count: int, order: str, version: int | None) -> int
 def _replay(directory: Run, ordinal: int, sample: int | None, attempt: int | None) -> int:
     from asyncrl.run.replay import replay_sessions, replay_text
 
-    # The environment may be in the current directory.
-    sys.path.insert(0, os.getcwd())
+    user_folder_last()  # the environment may be in it
     sessions = replay_sessions(directory, ordinal, sample, attempt)
     print_shown(replay_text(sessions))
     return 1 if any(session.difference for session in sessions) else 0

@@ -23,6 +23,7 @@ from asyncrl.observe.offline import OfflineRecorder, loss_changes
 from asyncrl.observe.progress import ProgressView
 from asyncrl.observe.watchdog import Stage, watching_learner
 from asyncrl.preflight.cluster_address import answering_cluster
+from asyncrl.preflight.machine import refuse_machine
 from asyncrl.preflight.model_snapshot import resolve_models
 from asyncrl.preflight.offline_plan import OfflinePlan, make_offline_plan
 from asyncrl.preflight.placement import check_models
@@ -72,6 +73,7 @@ def run_offline(
             started.
     """
     answering_cluster()
+    refuse_machine(config)
     plan = make_offline_plan(resolve_models(config))
 
     def finished(summary: Summary) -> None:

@@ -26,6 +26,7 @@ from asyncrl.run.ray_watch import RayWatch
 from asyncrl.run.stopping import Stop, handling_signals
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import MetricsWriter, read_metrics
+from asyncrl.runtime.encodings import safe_output
 from asyncrl.runtime.files import append_to
 from asyncrl.runtime.loopback import call_loopback_directly
 from asyncrl.runtime.output import lasting_output
@@ -150,6 +151,7 @@ def run_job(
         ConfigError: the run directory cannot be used. Nothing was started.
     """
     call_loopback_directly()
+    safe_output()
     config = job.config
     resume = _variables() + shlex.join(
         [*_without_resume(resume_command, config), "--name", config.name, "--resume", "must"]

@@ -17,6 +17,7 @@ from asyncrl.observe.failed_sessions import failed_in_all
 from asyncrl.observe.summary import before_and_after
 from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.preflight.code_trial import try_code
+from asyncrl.preflight.machine import refuse_machine
 from asyncrl.preflight.model_snapshot import resolve_models
 from asyncrl.preflight.own_functions import try_own
 from asyncrl.preflight.plan import make_plan
@@ -89,6 +90,7 @@ def run_training(
     """
     asked = time.monotonic() if asked is None else asked
     answering_cluster()
+    refuse_machine(config)
     config = resolve_models(config)
     with reward_trial(config) as try_rewards:
         plan = make_plan(config)

@@ -127,10 +127,14 @@ class RunDirectory:
         # An existing directory is locked before it is read. A new one is created only after the
         # checks have passed.
         self._locks: list[_Lock] = []
+        self._made = False
         try:
+            new = not self.path.is_dir() or not any(self.path.iterdir())
             self._locks += [self._acquire()] if self.path.exists() else []
-            self._begin(config)
+            self._begin(config, new)
         except BaseException as error:
+            if self._made:  # its name stays free
+                shutil.rmtree(self.path, ignore_errors=True)
             self._release()
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 why = (
@@ -144,7 +148,7 @@ class RunDirectory:
                 raise ConfigError(f"run directory {self.path} cannot be written: {why}") from None
             raise
 
-    def _begin(self, config: RunSettings) -> None:
+    def _begin(self, config: RunSettings, new: bool) -> None:
         known = read_record(self.path) if (self.path / RECORD).exists() else None
         refuse_old_folder(self.path)
         beginning = find_beginning(config, known and known["run_id"], _has_saved(self.path))
@@ -157,6 +161,7 @@ class RunDirectory:
                     f"run directory {self.path}: another driver has started a run there just now;"
                     " resume it (--resume auto), or choose another --name"
                 )
+        self._made = new and not (self.path / RECORD).exists()
         text = config_text(config)
         self.checkpoints = CheckpointStore(
             config.checkpoints_directory, config.checkpoint.keep, text, self._check_locks
@@ -378,6 +383,14 @@ class _Lock:
                 f"{title} is in use by"
                 f" {f'process {holder}' if holder.isdigit() else 'another process'}; wait for it,"
                 f" or {way_out}"
+            ) from None
+        except OSError as error:
+            if not os.fstat(lock.file).st_size:
+                path.unlink(missing_ok=True)  # the name of the directory stays free
+            lock.release()
+            raise ConfigError(
+                f"{title}: its file system has no locks ({error.strerror}), which keep a second run"
+                " out; use another file system"
             ) from None
         os.ftruncate(lock.file, 0)
         os.pwrite(lock.file, str(os.getpid()).encode(), 0)

@@ -102,7 +102,7 @@ def claim_caches(role: str, root: Path | None = None) -> Caches:
 
     Args:
         root: default: the variable ASYNCRL_CACHE, else `asyncrl` in XDG_CACHE_HOME or ~/.cache. If
-            that is not writable, the temporary folder.
+            that is not writable, or its file system has no locks, the temporary folder.
     """
     path = _claim((root or _default_root()) / _versions() / platform.node(), role)
     damaged = damaged_file(path)
@@ -160,19 +160,19 @@ def _numbered(directory: Path, role: str) -> Iterator[Path]:
 
 def _default_root() -> Path:
     named = os.environ.get("ASYNCRL_CACHE")
-    root = (
-        Path(named)
-        if named
-        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl"
-    )
+    temporary = Path(tempfile.gettempdir()) / f"asyncrl-cache-{os.getuid()}"
     try:
+        root = (
+            Path(named)
+            if named
+            else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl"
+        )
         root.mkdir(parents=True, exist_ok=True)
-        writable = os.access(root, os.W_OK)
-    except OSError:
-        writable = False
-    return (
-        root if writable else _private(Path(tempfile.gettempdir()) / f"asyncrl-cache-{os.getuid()}")
-    )
+        with tempfile.TemporaryFile(dir=root) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return root
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home folder
+        return _private(temporary)
 
 
 def _private(path: Path) -> Path:

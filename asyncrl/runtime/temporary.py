@@ -30,7 +30,7 @@ OURS = re.compile(r"asyncrl_[A-Za-z-]+_([0-9]+)_([0-9]+)_\w+")
 SHORT = Path("/tmp")
 """Place for folders with sockets if the temporary directory's path is too long."""
 SOCKET_PATH = 107
-"""Maximum length of a Unix socket's path."""
+"""Maximum length of a Unix socket's path, in bytes."""
 FOLDER_NAME = 48
 """Maximum length of a folder's name."""
 SOCKET_NAME = 37
@@ -119,7 +119,9 @@ class TemporaryPlace:
     def where() -> Path:
         """The temporary directory, or `SHORT` if its path is too long for sockets."""
         place = Path(tempfile.gettempdir())
-        return place if len(str(place)) + FOLDER_NAME + SOCKET_NAME <= SOCKET_PATH else SHORT
+        return (
+            place if len(os.fsencode(place)) + FOLDER_NAME + SOCKET_NAME <= SOCKET_PATH else SHORT
+        )
 
     def close(self) -> None:
         """Restore the temporary directory and remove the folder. May be called twice."""

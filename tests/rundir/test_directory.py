@@ -586,6 +586,30 @@ def test_a_directory_that_cannot_be_written_is_named_with_the_fix(
         RunDirectory(config(tmp_path, resume="auto"))
 
 
+def test_a_refused_run_does_not_take_its_name(tmp_path, monkeypatch):
+    def fail(number, within):
+        def failing(*arguments):
+            if within in str(arguments):
+                raise OSError(number, os.strerror(number))
+            return
+
+        return failing
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fcntl.flock", fail(errno.ENOLCK, ""))
+        with pytest.raises(ConfigError, match="its file system has no locks"):
+            RunDirectory(config(tmp_path))
+    with monkeypatch.context() as patched:
+        full = fail(errno.ENOSPC, "config.yaml")
+        patched.setattr("asyncrl.rundir.directory.replace_text", full)
+        patched.setattr("asyncrl.rundir.directory.read_record", lambda path: None)
+        with pytest.raises(ConfigError, match="cannot be written: No space left"):
+            RunDirectory(config(tmp_path))
+    assert not (tmp_path / "run").exists()
+    with RunDirectory(config(tmp_path)) as directory:
+        assert directory.state.attempt == 0
+
+
 @pytest.mark.parametrize(
     "line",
     [b'{"event"', b"5", b"{}", b"null", b"\x80", b"[" * 100_000],
