@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
@@ -17,13 +18,14 @@ from asyncrl.preflight.cluster import ray_cluster
 from asyncrl.run.closing import close_part
 from asyncrl.runtime.files import replace_text
 from asyncrl.runtime.redact import redact
+from asyncrl.runtime.removal import remove_folder
 
 __all__ = ["AcrossAttempts"]
 
 THREADS_END_S = 10.0
 """Seconds that calls in threads get to return at the end of an attempt."""
 LARGEST_LOG = 10 << 20
-"""Bytes. Larger log files of a Ray session are not kept."""
+"""Bytes. Of larger log files of a Ray session, the end is kept."""
 
 
 class AcrossAttempts:
@@ -93,13 +95,17 @@ class AcrossAttempts:
                 if not keep:
                     self._end_cluster()
                 if self._session_logs is not None:
-                    _keep_logs(self._session_logs, logs / "ray")
+                    kept = _keep_logs(self._session_logs, logs / "ray")
+                    if kept and self._cluster is None:
+                        _remove_session(self._session_logs.parent)
 
     def end(self) -> None:
         """End what an attempt kept for a further attempt that did not start."""
         if self._cluster is not None:
             asyncio.run(self._end_generators())
             self._end_cluster()
+            if self._session_logs is not None:
+                _remove_session(self._session_logs.parent)
 
     def config(self, config: Config) -> Config:
         """The config of an attempt, which attaches to generators that an earlier attempt kept."""
@@ -120,10 +126,30 @@ class AcrossAttempts:
             stack.close()
 
 
-def _keep_logs(session: Path, target: Path) -> None:
-    """Copy the logs of the Ray session (Ray's, vLLM's and DeepSpeed's) without secrets."""
+def _keep_logs(session: Path, target: Path) -> bool:
+    """Copy the logs of the Ray session (Ray's, vLLM's and DeepSpeed's) without secrets. Returns
+    whether all could be copied."""
+    failed = 0
     for file in session.rglob("*"):
-        with contextlib.suppress(OSError):
-            if file.is_file() and 0 < file.stat().st_size <= LARGEST_LOG:
-                copy = target / file.relative_to(session)
-                replace_text(copy, redact(file.read_text(errors="replace")))
+        try:
+            if file.is_file() and (size := file.stat().st_size):
+                with file.open("rb") as log:
+                    log.seek(max(0, size - LARGEST_LOG))
+                    if size > LARGEST_LOG:
+                        log.readline()  # a secret may be cut
+                    text = log.read(LARGEST_LOG).decode(errors="replace")
+                replace_text(target / file.relative_to(session), redact(text))
+        except FileNotFoundError:
+            continue  # a process of Ray that is still ending has removed it
+        except OSError:
+            failed += 1
+    return not failed
+
+
+def _remove_session(session: Path) -> None:
+    """Remove the folder that Ray leaves of a cluster that has ended, and Ray's link to it."""
+    latest = session.with_name("session_latest")
+    with contextlib.suppress(OSError):
+        if os.readlink(latest) == str(session):
+            latest.unlink()
+    remove_folder(session)

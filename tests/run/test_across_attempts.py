@@ -148,3 +148,32 @@ def test_generators_kept_for_an_attempt_that_does_not_start_are_ended(
     attempt(across, StandIn(calls, hangs=True), LearnerDiedError("rank 0"))
     across.end()
     assert calls == ["cluster", "release run 0", "end", "no cluster"]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_session_of_an_ended_cluster_leaves_its_logs_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ours: bool
+) -> None:
+    """Ray keeps the folder of each session, and a link to the latest one."""
+    session = tmp_path / "ray" / "session_1"
+    (session / "logs").mkdir(parents=True)
+    (session / "logs" / "large.log").write_text("first\n" + "x" * attempts.LARGEST_LOG + "\nlast\n")
+    latest = session.with_name("session_latest")
+    latest.symlink_to(session if ours else session.with_name("session_2"))
+
+    @contextlib.contextmanager
+    def cluster(config: Config) -> Iterator[Path]:
+        yield session / "logs"
+
+    monkeypatch.setattr(attempts, "ray_cluster", cluster)
+    across = AcrossAttempts()
+    state = State("run", 0, 0, 0, 0, (), 0)
+
+    async def run() -> None:
+        async with across.attempt(CONFIG, state, tmp_path / "kept", lambda: 0):
+            pass
+
+    asyncio.run(run())
+    kept = (tmp_path / "kept" / "ray" / "large.log").read_text()
+    assert kept.endswith("last\n") and "first" not in kept
+    assert not session.exists() and latest.is_symlink() != ours
