@@ -1,4 +1,4 @@
-.PHONY: setup setup-run demo demo-agent demo-seeds test test-all faults mutants lint types docs resolve sizes
+.PHONY: setup setup-run demo demo-agent demo-seeds test test-all hostile faults mutants lint types docs resolve sizes
 
 PYTHON := .venv/bin/python
 export PYTHONUNBUFFERED := 1
@@ -17,6 +17,9 @@ test: setup  ## the default tests, real vLLM and DeepSpeed included
 
 test-all: setup  ## what is too slow for `make test`
 	@$(PYTHON) -m pytest -q -m slow
+
+hostile: setup  ## machines that are not ours, imitated with namespaces, limits and variables: about four minutes; most need root
+	@$(PYTHON) -m pytest -q -m hostile -rs
 
 demo-agent: setup-run  ## a model learns a game of several turns with a tool; ARGS="--max_steps 20" changes settings
 	@$(PYTHON) -m jobs.guess $(ARGS)

@@ -30,7 +30,9 @@ def written_path(text: str) -> str:
     try:
         return str(Path(text).expanduser())
     except RuntimeError:
-        raise ValueError("begins with a home directory that is unknown; set HOME, or write it out") from None
+        raise ValueError(
+            "begins with a home directory that is unknown; set HOME, or write it out"
+        ) from None
 
 
 def _value(match: re.Match[str]) -> str:
