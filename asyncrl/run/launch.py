@@ -462,7 +462,7 @@ async def _start_rewards(config: Config, stack: Closing) -> RewardPool | RemoteR
     pool = (
         RemoteRewardPool(config.reward, answers)
         if config.scores_evaluation_apart
-        else RewardPool(config.reward, answers=answers)
+        else RewardPool(config.reward, None, answers)
     )
     stack.add("reward processes", functools.partial(asyncio.to_thread, pool.close))
     await pool.check()
