@@ -50,6 +50,8 @@ class Stops:
     """Stop token id → the sources that name it, ordered by id."""
     strings: tuple[str, ...] = ()
     """Strings to find in the text, however many tokens they span."""
+    token_texts: tuple[str, ...] = ()
+    """Those of the strings that are the text of a stop token, which ends the completion anyway."""
 
 
 def load_stops(
@@ -84,8 +86,8 @@ def generation_settings(model: str | Path, stops: Stops) -> dict[str, object]:
         settings = {name: tree[name] for name in FROM_CONFIG if tree.get(name) is not None}
     ids = list(stops.tokens)
     found: dict[str, object] = {"eos_token_id": ids[0] if len(ids) == 1 else ids} if ids else {}
-    if stops.strings:
-        found["stop_strings"] = list(stops.strings)
+    if strings := [text for text in stops.strings if text not in stops.token_texts]:
+        found["stop_strings"] = strings
     return {**settings, **found}
 
 
@@ -157,9 +159,9 @@ def make_stops(
             )
         sources[token] = (*sources.get(token, ()), source)
     strings = [text for text, token in special.items() if token is None]
-    if end is not None:
-        strings.append(decode(tokenizer, [end]))  # empty if the token is special
-    return Stops(sources, tuple(dict.fromkeys(filter(None, strings))))
+    text = "" if end is None else decode(tokenizer, [end])  # empty if the token is special
+    texts = (text,) if text else ()
+    return Stops(sources, tuple(dict.fromkeys([*strings, *texts])), texts)
 
 
 def chat_end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:

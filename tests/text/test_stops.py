@@ -81,9 +81,11 @@ def test_a_chat_end_token_may_be_an_ordinary_one(tokenizer: AutoTokenizer) -> No
     tokenizer.add_tokens(["<|im_end|>"])
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert make_stops(tokenizer, []) == Stops(
-        {2: ("tokenizer EOS",), end: ("chat end token",)}, ("<|im_end|>",)
-    )
+    stops = make_stops(tokenizer, [], ["\n"])
+    assert stops.tokens == {2: ("tokenizer EOS",), end: ("chat end token",)}
+    assert stops.strings == ("\n", "<|im_end|>")
+    settings = generation_settings(Path("nowhere"), stops)
+    assert settings == {"eos_token_id": [2, end], "stop_strings": ["\n"]}
 
 
 def test_special_tokens_that_only_tokenizer_json_lists(llama_model: Path, tmp_path: Path) -> None:
