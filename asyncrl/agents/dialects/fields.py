@@ -6,13 +6,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from asyncrl.sessions.answers import Answer
 from asyncrl.sessions.requests import LABELS
 from asyncrl.text.template import Schema
 from asyncrl.web.answers import MOST_CHOICES, end_reason
-from asyncrl.web.bodies import Whole
+from asyncrl.web.bodies import whole
 from asyncrl.web.errors import ApiError, printable
 
 __all__ = [
@@ -33,11 +33,11 @@ __all__ = [
 JSON_OBJECT: Schema = {"type": "object"}
 
 
-AtLeastOne = Annotated[Whole, Field(ge=1)]
-"""A number of tokens."""
-Choices = Annotated[Whole, Field(ge=1, le=MOST_CHOICES)]
+AtLeastOne = Annotated[int, Field(ge=1), BeforeValidator(whole)]
+"""A number of tokens. Like all whole numbers, a client may write it as 1.0."""
+Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES), BeforeValidator(whole)]
 """A number of answers."""
-TopLogprobs = Annotated[Whole, Field(ge=0, le=20)]
+TopLogprobs = Annotated[int, Field(ge=0, le=20), BeforeValidator(whole)]
 """How many log-probs a client wants of each place."""
 
 
