@@ -54,7 +54,8 @@ def handling_signals(handle: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         for number, old in before.items():
-            signal.signal(number, old)
+            if old is not None:  # a handler of a library, which Python cannot set again
+                signal.signal(number, old)
 
 
 class Stop:
