@@ -357,12 +357,17 @@ def test_a_new_attempt_starts_automatically_after_a_lost_placement(monkeypatch, 
     )
     monkeypatch.setattr(supervise, "_announce", lambda *args: None)
     monkeypatch.setattr(supervise, "_print_summary", lambda *args: None)
+    ends = []
     directory = SimpleNamespace(
-        checkpoints=SimpleNamespace(newest_first=list), checkpoint=None, logs=tmp_path
+        checkpoints=SimpleNamespace(newest_first=list),
+        checkpoint=None,
+        logs=tmp_path,
+        end=lambda outcome, *cause: ends.append(outcome),
     )
-    monkeypatch.setattr(supervise, "RunDirectory", lambda config: contextlib.nullcontext(directory))
+    monkeypatch.setattr(supervise, "RunDirectory", lambda *_: contextlib.nullcontext(directory))
     assert run.run_training(wanted, ["asyncrl", "train"]) == 0
     assert attempts == [("never", 4), ("auto", 4), ("auto", 4)]
+    assert ends == ["failed", "failed", "finished"]
     attempts.clear()
     assert (
         run.run_training(wanted.model_copy(update={"max_restarts": 1}), ["asyncrl", "train"]) == 1
