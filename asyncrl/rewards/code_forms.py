@@ -214,10 +214,16 @@ def _results(value: object) -> tuple[object, ...]:
 
 ASSERTS = re.compile(r"assert|expect|raises|warns|fail|check|verify", re.IGNORECASE)
 """Names of functions that are taken to assert something, where the tests do not define them."""
-RUNNERS = ("unittest.main", "pytest.main", "main")
+RUNNERS = ("unittest.main", "pytest.main")
 EXITS = ("sys.exit", "exit", "quit", "os._exit", "SystemExit")
 PER_TEST = re.compile(r"(setup|teardown)_?(function|method|class|module)?$")
 """pytest's functions and methods that run before and after tests."""
+SKIPS = re.compile(r"\b(skip|expectedFailure)\b")
+"""Decorators of tests that say nothing about the program."""
+CATCHES = re.compile(r"\b(AssertionError|Exception|BaseException)\b")
+"""Exceptions under which a failed assertion is lost."""
+LIBRARIES = {"hypothesis", "mock", "numpy", "pandas", "pytest", "scipy", "torch"}
+"""Packages with which tests compare values. They do not reach the program."""
 
 
 def _source(tests: Sequence[str], row: Mapping[str, object]) -> Source:
@@ -235,8 +241,9 @@ def _source(tests: Sequence[str], row: Mapping[str, object]) -> Source:
             " entry_point with the name of the function to check"
         )
     found.refuse_what_asserts_nothing(str(tests[0]))
+    _refuse_own_entry_point(trees, entry)
     own = {"solution", "__future__"}
-    imports_others = found.needs - {*sys.stdlib_module_names}
+    imports_others = found.needs - {*sys.stdlib_module_names} - LIBRARIES
     if not (calls_check or imports_others or "solution" in "".join(sources)):
         _refuse_what_is_not_about_the_program(trees, entry)
     return Source(
@@ -247,6 +254,19 @@ def _source(tests: Sequence[str], row: Mapping[str, object]) -> Source:
         tuple(sorted(found.imports - own)),
         tuple(sorted(found.needs - own)),
     )
+
+
+def _refuse_own_entry_point(trees: Sequence[ast.Module], entry: str | None) -> None:
+    """Raise TestsError if the tests define the function that they test: the program's is not
+    called."""
+    name = re.match(r"\w*", entry or "")
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    for node in (node for tree in trees for node in _flat(tree.body)):
+        if isinstance(node, kinds) and name and node.name == name.group():
+            raise TestsError(
+                f"column tests defines {node.name} itself, which entry_point names: the program's"
+                " would not be tested; remove the definition"
+            )
 
 
 BY_TEXT = {"__import__", "eval", "exec", "globals", "open", "vars"}
@@ -300,13 +320,17 @@ def _without_runner(text: str) -> str:
     tree = _parsed(text)
     statements = list(_flat(tree.body))
     lines = text.split("\n")
+    runners = [*RUNNERS]
+    for node in statements:
+        if isinstance(node, ast.ImportFrom) and node.module in ("unittest", "pytest"):
+            runners += [one.asname or one.name for one in node.names if one.name == "main"]
     for node in statements:
         call = node.value if isinstance(node, ast.Expr) else None
         last = node is statements[-1]
-        if _calls(call, RUNNERS) or (
+        if _calls(call, runners) or (
             _calls(call, EXITS)
             and isinstance(call, ast.Call)
-            and (any(_calls(value, RUNNERS) for value in call.args) or (last and _is_zero(call)))
+            and (any(_calls(value, runners) for value in call.args) or (last and _is_zero(call)))
         ):
             assert node.end_lineno is not None and node.end_col_offset is not None
             first, end = node.lineno - 1, node.end_lineno - 1
@@ -340,8 +364,9 @@ class _Executed:
     and classes, and every function that one of these mentions."""
 
     def __init__(self, trees: Sequence[ast.Module]) -> None:
-        self.nodes: list[tuple[ast.AST, bool]] = []
-        """(node, whether an exception there is expected or caught)."""
+        self.nodes: list[tuple[ast.AST, bool, bool]] = []
+        """(node, whether an exception there is expected or caught, whether a failed assertion there
+        is lost)."""
         self.imports, tried = set[str](), set[str]()
         self.needs_pytest = False
         self._functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
@@ -356,42 +381,67 @@ class _Executed:
                     for part in inner:
                         tried |= _packages(part)
         self.needs = self.imports - tried
+        self._defined = {*self._functions}
+        self._cases: dict[str, bool] = {}
+        """The tests' own subclasses of TestCase → whether they run asynchronous tests."""
         self.statements = [node for tree in trees for node in _flat(tree.body)]
         self.needs_pytest = "pytest" in self.imports
         for node in self.statements:
-            self._visit(node, False)
+            self._visit(node)
         # The functions that the module's own statements do not reach.
         self.uncalled = {
             node.name
             for node in self.statements
             if isinstance(node, ast.FunctionDef) and node.name in self._functions
         }
+        self._has_tests = False
         for node in self.statements:
             self._visit_test(node)
+        self.needs_pytest &= self._has_tests
 
-    def _visit(self, node: ast.AST, caught: bool) -> None:
+    def _visit(self, node: ast.AST, caught: bool = False, lost: bool = False) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             for part in (*node.decorator_list, *node.args.defaults):
-                self._visit(part, caught)
+                self._visit(part, caught, lost)
             return
-        self.nodes.append((node, caught))
+        self.nodes.append((node, caught, lost))
         name = getattr(node, "id", getattr(node, "attr", None))
         for function in self._functions.pop(name, ()) if isinstance(name, str) else ():
             self._body(function)
         inner = caught or isinstance(node, ast.With | ast.AsyncWith | ast.Try)
+        body = getattr(node, "body", []) if self._loses(node) else []
+        never = node.body if isinstance(node, ast.If) and _is_false(node.test) else []
         for child in ast.iter_child_nodes(node):
-            self._visit(child, inner)
+            if child not in never:
+                self._visit(child, inner, lost or child in body)
 
     def _body(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         for node in function.body:
-            self._visit(node, False)
+            self._visit(node)
+
+    def _loses(self, node: ast.AST) -> bool:
+        """Whether an assertion that fails in the statement's body fails nothing."""
+        if isinstance(node, ast.With | ast.AsyncWith):
+            managers = [ast.unparse(item.context_expr) for item in node.items]
+            return any("suppress(" in text and CATCHES.search(text) for text in managers)
+        if not isinstance(node, ast.Try):
+            return False
+        return any(
+            (handler.type is None or CATCHES.search(ast.unparse(handler.type)))
+            and not any(self._asserts(part) or _calls(part, EXITS) for part in ast.walk(handler))
+            for handler in node.handlers
+        )
 
     def _visit_test(self, node: ast.stmt) -> None:
         """Visit what a runner of tests would run."""
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if _is_skipped(node):
+                return
             if node.name == "check" and node.name in self.uncalled:
                 self._body(node)
             elif node.name.startswith("test"):
+                self._has_tests = True
+                _refuse_unrun(node)
                 self._body(node)
                 self.needs_pytest |= bool(_needed(node.args)) and not node.decorator_list
             elif PER_TEST.match(node.name) or _is_fixture(node):
@@ -401,18 +451,26 @@ class _Executed:
                     "tearDownModule",
                 )
         elif isinstance(node, ast.ClassDef):
-            is_case = any("Test" in ast.unparse(base) for base in node.bases)
-            if not is_case and not node.name.startswith("Test"):
+            bases = [ast.unparse(base) for base in node.bases]
+            is_case = any("Test" in base or base in self._cases for base in bases)
+            if is_case:
+                runs_async = any("Async" in base or self._cases.get(base) for base in bases)
+                self._cases[node.name] = runs_async
+            if (not is_case and not node.name.startswith("Test")) or _is_skipped(node):
                 return
-            for method in node.body:
-                if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+            methods = [
+                m for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef)
+            ]
+            for method in methods:
+                is_test = method.name.startswith("test") or (is_case and method.name == "runTest")
+                if is_test and not _is_skipped(method):
+                    self._has_tests = True
+                    _refuse_unrun(method, not is_case or self._cases[node.name])
                     self._body(method)
-                    if not is_case:
-                        self.needs_pytest |= bool(PER_TEST.match(method.name)) or (
-                            method.name.startswith("test")
-                            and len(_needed(method.args)) > 1
-                            and not method.decorator_list
-                        )
+                if not is_case:
+                    self.needs_pytest |= bool(PER_TEST.match(method.name)) or (
+                        is_test and len(_needed(method.args)) > 1 and not method.decorator_list
+                    )
 
     def refuse_what_asserts_nothing(self, text: str) -> None:
         """Raise TestsError if nothing is asserted, or if a statement only looks like it."""
@@ -423,7 +481,7 @@ class _Executed:
                     f"column tests ends its own process on line {statement.lineno}:"
                     f" `{ast.unparse(statement)[:80]}`; remove it"
                 )
-        for node, caught in self.nodes:
+        for node, caught, _ in self.nodes:
             if isinstance(node, ast.Assert) and _is_display(node.test):
                 raise TestsError(
                     f"column tests asserts nothing on line {node.lineno}:"
@@ -434,7 +492,14 @@ class _Executed:
                     f"column tests asserts nothing on line {node.lineno}:"
                     f" `{ast.unparse(node)[:80]}` is an expression whose value is lost; {way_out}"
                 )
-        if not any(self._asserts(node) for node, _ in self.nodes):
+        if not any(self._asserts(node) and not lost for node, _, lost in self.nodes):
+            for node, _, lost in self.nodes:
+                if lost and self._asserts(node) and isinstance(node, ast.stmt | ast.expr):
+                    raise TestsError(
+                        f"column tests asserts nothing on line {node.lineno}:"
+                        f" `{ast.unparse(node)[:80]}` is in a block that catches its failure; let"
+                        " it fail"
+                    )
             uncalled = sorted(name for name in self._functions if name != "check")
             why = f": nothing calls {', '.join(uncalled[:3])}" if uncalled else ""
             raise TestsError(f"column tests asserts nothing{why} ({text[:80]!r}); {way_out}")
@@ -446,13 +511,12 @@ class _Executed:
         kinds = ast.Call | ast.Await | ast.Yield | ast.YieldFrom | ast.NamedExpr | ast.ListComp
         return not isinstance(node, kinds) and not any(map(self._asserts, ast.walk(node)))
 
-    @staticmethod
-    def _asserts(node: ast.AST) -> bool:
+    def _asserts(self, node: ast.AST) -> bool:
         if isinstance(node, ast.Assert):
-            return not isinstance(node.test, ast.Constant)
+            return not isinstance(node.test, ast.Constant) or not node.test.value
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            return bool(ASSERTS.search(name))
+            return name not in self._defined and bool(ASSERTS.search(name))
         return isinstance(node, ast.Raise)
 
 
@@ -476,8 +540,42 @@ def _is_fixture(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
+def _is_skipped(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    return any(SKIPS.search(ast.unparse(decorator)) for decorator in node.decorator_list)
+
+
+def _refuse_unrun(test: ast.FunctionDef | ast.AsyncFunctionDef, runs_async: bool = True) -> None:
+    """Raise TestsError for a test that its runner calls without running its body."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    waiting: list[ast.AST] = [*test.body]
+    is_generator = False
+    while waiting and not is_generator:
+        node = waiting.pop()
+        is_generator = isinstance(node, ast.Yield | ast.YieldFrom)
+        waiting += [] if isinstance(node, functions) else ast.iter_child_nodes(node)
+    if is_generator:
+        raise TestsError(
+            f"column tests asserts nothing in {test.name}, which contains yield: no runner runs it;"
+            " write a loop that asserts"
+        )
+    if isinstance(test, ast.AsyncFunctionDef) and not runs_async:
+        raise TestsError(
+            f"column tests asserts nothing in {test.name}: unittest.TestCase runs no asynchronous"
+            " test; use unittest.IsolatedAsyncioTestCase"
+        )
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and not node.value
+
+
 def _is_display(node: ast.expr) -> bool:
-    """A tuple, list, … with items: always true."""
+    """A tuple, list, … with items, or a choice of such a value: always true."""
+    if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+        return any(
+            _is_display(value) or (isinstance(value, ast.Constant) and bool(value.value))
+            for value in node.values
+        )
     items = getattr(node, "elts", getattr(node, "keys", ()))
     return bool(items) or isinstance(node, ast.Lambda | ast.GeneratorExp)
 

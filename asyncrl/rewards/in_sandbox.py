@@ -136,8 +136,10 @@ def call_once() -> NoReturn:
 
 
 def plain(value: Any) -> Any:
-    """Sequences as lists, so that JSON can contain them."""
-    if isinstance(value, (list, tuple)) or type(value).__name__ in ("deque", "ndarray"):
+    """Sequences and numbers of numpy as JSON can contain them."""
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)) or type(value).__name__ == "deque":
         return [plain(item) for item in value]
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
@@ -313,7 +315,7 @@ def load(heads: list[str]) -> types.ModuleType:
     for head in heads:
         with contextlib.suppress(Exception):  # a later error names what is then missing
             exec(compile(head, "head", "exec", dont_inherit=True), module.__dict__)
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:
         tree = Guards().visit(ast.parse(file.read(), path))
     exec(compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True), module.__dict__)
     return module

@@ -100,6 +100,18 @@ FIXTURE = (
         ("assert True, 'for debugging'\nassert add(1, 2) == 3", False, False),
         ("assert globals()['add'](1, 2) == 3", False, False),
         ("import subprocess\nassert subprocess.run(['python', 'solution.py'])", False, False),
+        ("def main():\n    assert add(1, 2) == 3\n\nmain()", False, False),
+        ("import pytest\nwith pytest.raises(TypeError):\n    add(1, 'a')", False, False),
+        (f"import pytest\n{CHECK}", True, False),
+        ("try:\n    add(1, 'a')\n    assert False\nexcept TypeError:\n    pass", False, False),
+        ("try:\n    assert add(1, 2)\nexcept Exception:\n    raise SystemExit(1)", False, False),
+        (
+            UNITTEST.replace("(unittest.TestCase)", "(Base)").replace(
+                "\n\n", "\n\nclass Base(unittest.TestCase):\n    pass\n\n", 1
+            ),
+            False,
+            False,
+        ),
         ("from mock import patch\n@patch('a')\ndef test_a(a):\n    assert add(1, 2)", False, False),
     ],
 )
@@ -107,6 +119,9 @@ def test_reads_source(tests, calls_check, needs_pytest):
     found = read_tests(tests, {"entry_point": "add"})
     assert isinstance(found, Source)
     assert (found.calls_check, found.needs_pytest) == (calls_check, needs_pytest)
+
+
+CAUGHT = "in a block that catches its failure"
 
 
 @pytest.mark.parametrize(
@@ -148,12 +163,35 @@ def test_reads_source(tests, calls_check, needs_pytest):
         ("import os\nassert add(1, 2) == 3\nos._exit(1)", "ends its own process on line 3"),
         (CHECK, "add the column entry_point"),
         ("import math\nassert math.pi > 3", "no name of the program"),
+        (f"import numpy as np\n{ADD}np.testing.assert_equal(add(1, 2), 3)", "no name of the prog"),
+        ("try:\n    assert add(1, 2) == 3\nexcept AssertionError:\n    print('no')", CAUGHT),
+        (
+            "def test_a():\n    try:\n        assert add(1, 2) == 3\n    except:\n        pass",
+            CAUGHT,
+        ),
+        ("from contextlib import *\nwith suppress(Exception):\n    assert add(1, 2) == 3", CAUGHT),
+        ("assert add(1, 2) == 3 or 'it must add'", "is always true"),
+        ("def check(a):\n    print(a == 3)\ncheck(add(1, 2))", "asserts nothing"),
+        ("if False:\n    assert add(1, 2) == 3", "asserts nothing"),
+        ("def test_a():\n    yield compare, add(1, 2), 3\nassert add(0, 0) == 0", "contains yield"),
+        (UNITTEST.replace("    def", "    async def"), "use unittest.IsolatedAsyncioTestCase"),
+        (UNITTEST.replace("test_add", "adds"), "nothing calls adds"),
+        (UNITTEST.replace("class", "@unittest.skip('later')\nclass"), "nothing calls test_add"),
         ("x = [1, 2]\nassert sum(x) == 3", "no name of the program; .* entry_point"),
     ],
 )
 def test_refuses_by_name_what_asserts_nothing_or_has_another_form(tests, message):
     with pytest.raises(TestsError, match=message):
         read_tests(tests)
+
+
+def test_tests_that_define_the_function_itself_are_refused() -> None:
+    for tests, entry in (
+        (ADD + CHECK, "add"),
+        (f"class Solution:\n    pass\n{CHECK}", "Solution().f"),
+    ):
+        with pytest.raises(TestsError, match="itself, which entry_point names"):
+            read_tests(tests, {"entry_point": entry})
 
 
 def test_compares_outputs_outside() -> None:
@@ -365,6 +403,7 @@ def test_a_function_may_have_the_name_of_a_builtin(sandboxed):
 
 
 AS_A_FILE = {
+    "byte order mark": "\ufeffvalue = 1",
     "forward reference": (
         "from __future__ import annotations\nfrom dataclasses import dataclass, fields\n"
         "import typing\n@dataclass\nclass P:\n    next: P | None = None\n"
@@ -380,6 +419,13 @@ AS_A_FILE = {
 
 def test_a_program_runs_as_a_file_does(sandboxed):
     assert graded(AS_A_FILE, "assert value") == dict.fromkeys(AS_A_FILE, True)
+
+
+@pytest.mark.slow
+def test_results_of_numpy_are_numbers(sandboxed):
+    program = "import numpy\ndef f(x):\n    return [numpy.int64(x), numpy.arange(2)]\n"
+    tests = {"fn_name": "f", "inputs": [[3]], "outputs": [[3, [0, 1]]]}
+    assert graded({"numpy": program}, tests) == {"numpy": True}
 
 
 @pytest.mark.slow
