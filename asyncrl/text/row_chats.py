@@ -41,6 +41,8 @@ STANDS_FOR: Final[Mapping[str, str]] = {
 GENERATION_TAGS: Final = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 PARTS: Final = re.compile(r"\bin\s+\w+(\.content|\[['\"]content['\"]\])")
 """How a template reads a content as parts."""
+MARK: Final = re.compile("train|loss|mask|weight|learn")
+"""Keys whose false may say that a turn is not trained."""
 MOST_SHAPES: Final = 4096
 """Shapes of chats whose effect is remembered."""
 ABSENT: Final = object()
@@ -297,7 +299,9 @@ def _values(chat: RowChat) -> Iterator[_Value]:
         linked = _links(chat.messages, place)
         for key, item in message.items():
             path: Path = ("messages", place, key)
-            if key == "role" or key in linked or item is None or item is False:
+            if key == "role" or key in linked or item is None:
+                continue
+            if item is False and not MARK.search(key):
                 continue
             if item in ("", [], {}) or (isinstance(item, str) and not item.strip()):
                 continue

@@ -44,6 +44,7 @@ MARKS: Final[Mapping[str, bool]] = {
     "trainable": True,
     "is_trainable": True,
     "trained": True,
+    "train_on_turn": True,
     "loss": True,
     "loss_mask": True,
     "loss_weight": True,
@@ -75,6 +76,8 @@ ROLES: Final[Mapping[str, str]] = {
 CALL_ROLES: Final = ("function_call", "tool_call", "tool_calls")
 """Roles of a message whose content is a tool call as JSON."""
 ROLE_KEYS: Final = (("role", "content"), ("from", "value"))
+SAYS: Final = ("content", "value", "tool_calls", "function_call")
+"""Keys of what a message says."""
 WRAPPERS: Final = ("messages", "conversations", "conversation")
 """Keys of an object around the messages of a chat."""
 KNOWN: Final = frozenset(
@@ -82,10 +85,10 @@ KNOWN: Final = frozenset(
     | {"observation", "ipython"}
 )
 """Roles by which JSON is recognized as a chat. Other JSON with such keys is text."""
-CHAT_START: Final = re.compile(
-    r"""\s*(\[\s*)?\{\s*["'](role|from|content|value|messages|conversations?)["']\s*:"""
-)
+CHAT_START: Final = re.compile(r"""\s*(\[\s*)?\{\s*["']\w{1,32}["']\s*:""")
 """How a text begins that may be a chat, or one message."""
+NAMED_SOON: Final = 200
+"""Characters within which a text that is no JSON names a role, if it is taken for a chat."""
 NAMED_ROLE: Final = re.compile(
     rf"""["'](role|from)["']\s*:\s*["']({"|".join(sorted(KNOWN))})["']""", re.IGNORECASE
 )
@@ -113,7 +116,7 @@ def chat_value(value: object) -> object:
     try:
         found = json.loads(value)
     except (ValueError, RecursionError):
-        if NAMED_ROLE.search(value) is None:
+        if NAMED_ROLE.search(value, 0, NAMED_SOON) is None:
             return value
         raise MessagesError(
             f"{value[:60]!r} begins like a chat, and is not JSON; write the chat as JSON, or as a"
@@ -133,11 +136,12 @@ def chat_value(value: object) -> object:
 
 
 def _is_message(item: object, known: bool = False) -> bool:
-    """Whether a value is a message; with `known`: of a known role."""
+    """Whether a value is a message; with `known`: of a known role, and with what it says."""
     if not isinstance(item, Mapping):
         return False
     role = next((item[key] for key, _ in ROLE_KEYS if key in item), None)
-    return isinstance(role, str) and (not known or role.strip().lower() in KNOWN)
+    says = not known or any(key in item for key in SAYS)
+    return isinstance(role, str) and says and (not known or role.strip().lower() in KNOWN)
 
 
 def row_messages(value: object, dropped: Counter[str] | None = None) -> object:
@@ -174,6 +178,8 @@ def _message(
                 f"message {place} has both tool_calls and function_call; leave one out"
             )
         message["tool_calls"] = _calls(legacy, place)
+    if "tool_calls" in message:
+        message["tool_calls"] = _call_list(message["tool_calls"], place)
     if "content" in message:
         parts = message["content"]
         message["content"] = _text(parts, place, dropped)
@@ -190,6 +196,32 @@ def _refuse_silent(content: object, place: int) -> None:
         raise MessagesError(f"message {place} has no content; write its text, or leave it out")
     if isinstance(content, list) and content:
         raise UnusedError(f"message {place} has no part that is text; leave the row out")
+
+
+def _call_list(given: object, place: int) -> object:
+    """The value of `tool_calls`, which may be JSON text, as a list. The arguments of each call must
+    be an object, or JSON text of one."""
+    calls = given
+    if isinstance(given, str):
+        try:
+            calls = json.loads(given or "[]") or []
+        except (ValueError, RecursionError):
+            calls = None
+    calls = [calls] if isinstance(calls, Mapping) else calls
+    if not isinstance(calls, list):
+        raise MessagesError(
+            f"message {place} has the tool_calls {str(given)[:80]!r}; give a list of calls, or JSON"
+            " of one"
+        )
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        if arguments is not None and not isinstance(argument_values(arguments), Mapping):
+            raise MessagesError(
+                f"message {place} has a call with the arguments {str(arguments)[:80]!r}, which are"
+                " no JSON object; correct them, or leave the row out"
+            )
+    return calls
 
 
 def _calls(given: object, place: int) -> list[dict[str, object]]:

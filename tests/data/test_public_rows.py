@@ -62,7 +62,8 @@ def trained(offline, chat_model):
 MARKS_OFF = [
     {"weight": 0}, {"weight": 0.0}, {"weight": "0"}, {"weight": False}, {"train": False},
     {"training": False}, {"loss_mask": 0}, {"step_loss_mask": 0}, {"trainable": False},
-    {"trainable": "false"}, {"masked": True}, {"masked": 1}, {"loss": False},
+    {"trainable": "false"}, {"train_on_turn": False}, {"masked": True}, {"masked": 1},
+    {"loss": False},
 ]  # fmt: skip
 
 
@@ -451,3 +452,46 @@ def test_tokens_that_would_merge_at_the_end_of_a_started_answer_stay_apart(train
     for template in (CHATML, CHATML_TAGS):
         text, runs = trained({"prompt": [ASK, assistant("th")], "completion": "e sum"}, template)
         assert "the sum<|im_end|>" in text and runs[0].strip() == "e sum<|im_end|>"
+
+
+def test_tool_calls_as_json_text_are_calls(trained):
+    chat = [ASK, {**CALLS, "tool_calls": json.dumps([CALL])}, RESULT, SAID]
+    assert trained({"messages": chat}, TOOLS) == trained(
+        {"messages": [ASK, CALLS, RESULT, SAID]}, TOOLS
+    )
+    assert trained({"messages": [ASK, {**SAID, "tool_calls": "[]"}]})[1] == ["7<|im_end|>\n"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ("add(3)", r"message 1 has the tool_calls 'add\(3\)'; give a list of calls"),
+        (
+            [{"function": {"name": "add", "arguments": "{a: 3"}}],
+            "'{a: 3', which are no JSON object",
+        ),
+        ([{"function": {"name": "add", "arguments": "[3]"}}], "which are no JSON object"),
+    ],
+)
+def test_calls_that_are_no_calls_are_refused(offline, calls, message):
+    with pytest.raises(ConfigError, match=f"row 0: .*{message}"):
+        offline([{"messages": [ASK, {**CALLS, "tool_calls": calls}, RESULT, SAID]}], template=TOOLS)
+
+
+def test_a_mark_of_another_name_is_refused(offline):
+    chat = [ASK, assistant("wrong", train_this=False), ASK, SAID]
+    with pytest.raises(ConfigError, match="message 1 has 'train_this', which the chat template"):
+        offline([{"messages": chat}], template=CHATML)
+    offline([{"messages": [{**ASK, "toxic": False}, SAID]}], template=CHATML)
+
+
+def test_chats_as_json_text_may_begin_with_any_key(trained):
+    chat = [{"id": None, **ASK}, {"weight": 1, **SAID}]
+    whole, runs = trained({"messages": json.dumps(chat)})
+    assert runs == ["7<|im_end|>\n"]
+    row = {"prompt": json.dumps(chat[:1]), "completion": json.dumps(chat[1:])}
+    assert trained(row)[0] == whole
+    said = '{"id": 3, "role": "user"}'
+    assert trained({"prompt": "Who?", "completion": said})[1] == [said + "</s>"], (
+        "an answer in JSON"
+    )
