@@ -56,15 +56,18 @@ def math_verify(
     **_: object,
 ) -> list[float | None]:
     """1.0 where a completion's final expression equals that of column `answer`, else 0.0. None
-    where the answer itself cannot be parsed.
+    where the answer itself is missing or cannot be parsed.
 
     The final expression is the last box, or the number after `####`. Without both, math-verify
     looks for it, in the last `<answer>` tag if there is one. Reasoning and code do not count. A
     completion that was cut needs one of these marks.
 
     Args:
-        answer: LaTeX or plain mathematics, with or without delimiters.
+        answer: LaTeX or plain mathematics, with or without delimiters. A list has one of them.
         seconds: CPU time per completion. A completion that takes longer gets 0.0.
+
+    Raises:
+        ValueError: an answer is no text or number, such as an object.
     """
     texts = answers_of(completions, answer_texts)
     finals = [
@@ -72,10 +75,29 @@ def math_verify(
         for text, ended in zip(texts, answer_ended or [True] * len(texts), strict=True)
     ]
     verdicts = [
-        _verdict(seconds, final_expression(str(expected)) or str(expected), final or "")
+        _verdict(seconds, _gold(expected), final or "")
         for expected, final in zip(answer, finals, strict=True)
     ]
     return [None if verdict == UNKNOWN else float(verdict == RIGHT) for verdict in verdicts]
+
+
+def _gold(expected: object) -> str:
+    """The expression of a row's answer; "" if the row has none.
+
+    Raises:
+        ValueError: the answer is no text or number.
+    """
+    given = expected
+    if isinstance(given, list | tuple) and len(given) == 1:
+        given = given[0]
+    if given is None or given != given:  # a missing number of pandas
+        return ""
+    if not isinstance(given, str | int | float) or isinstance(given, bool):
+        raise ValueError(
+            f"column answer contains {str(expected)[:80]!r}; give one expression as text, or a"
+            " number"
+        )
+    return final_expression(str(given)) or str(given)
 
 
 def _verdict(seconds: float, answer: str, completion: str) -> str:

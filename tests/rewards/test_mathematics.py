@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.config import RewardConfig
 from asyncrl.rewards.contract import GroupCall
+from asyncrl.rewards.mathematics import math_verify
 from asyncrl.rewards.pool import RewardPool
 from tests.rewards.math_cases import CASES
 
@@ -121,3 +122,16 @@ for answer, completion in (("4", "$4$"), ("1/2", "boxed{0.5}"), ("(1, 2)", "$(1,
 print(sorted(set(sys.modules) - known))
 """
     assert run_script(script) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"), [(None, None), (float("nan"), None), ("", None), (["5"], 1.0), (5.0, 1.0)]
+)
+def test_a_missing_answer_gives_no_reward(answer: object, reward: float | None) -> None:
+    assert math_verify([r"\boxed{5}"], [answer]) == [reward]
+
+
+@pytest.mark.parametrize("answer", [{"ground_truth": "5"}, ["5", "7"], True])
+def test_an_answer_that_is_no_expression_is_refused(answer: object) -> None:
+    with pytest.raises(ValueError, match=r"column answer contains .*; give one"):
+        math_verify([r"\boxed{5}"], [answer])
