@@ -259,8 +259,11 @@ class ResponseReader:
             calls = [call_of(call) for call in found]
         if len(calls) > MOST_CALLS:
             raise ValueError(f"more than {MOST_CALLS} tool calls")
+        bare = turn.lstrip().startswith(("{", "["))
         for call in calls:
             function = call["function"]
+            if bare and not function["arguments"] and not _is_offered(tools, function["name"]):
+                raise ValueError("JSON with a name that may be an answer")
             given = function["arguments"] if self._body else _raw(function["arguments"])
             parameters = _parameters(tools or (), function["name"])
             function["arguments"] = {
@@ -338,6 +341,11 @@ class _Ends:
         if found is None and self._needed:
             raise ValueError("the tool call was cut")
         return found
+
+
+def _is_offered(tools: Sequence[Schema] | None, name: object) -> bool:
+    functions = [tool.get("function", tool) for tool in tools or ()]
+    return any(isinstance(one, Mapping) and one.get("name") == name for one in functions)
 
 
 def _parameters(tools: Sequence[Schema], name: object) -> object:

@@ -418,3 +418,10 @@ def test_two_tags_with_one_key_are_unparsed(name: str) -> None:
     end = one.index(">", one.index("</", place)) + 1
     doubled = one[:end] + two[start:end] + one[end:]
     assert read(name, doubled)[:2] == ("[]", False), doubled
+
+
+@pytest.mark.parametrize("turn", ['{"name": "Bob"}', '[{"name": "Bob"}]', '{"function": "x"}'])
+def test_json_that_names_no_tool_is_no_call_without_arguments(turn: str) -> None:
+    calls, _, message = read("Llama 3", turn)
+    assert (calls, message["content"]) == ("[]", turn)
+    assert read("Llama 3", turn.replace("Bob", "now").replace("x", "now"))[0] == '[["now", {}]]'
