@@ -62,7 +62,7 @@ UNSERVED: Mapping[str, str] = {
     "qwen3_next": "no: computes in bfloat16 alone",
 }
 """Families that vLLM 0.32.0 on CPU does not serve like the learner in float32. They are only
-checked on the learner's side. `asyncrl.preflight.served` refuses those that a run could use."""
+checked on the learner's side. `asyncrl.generation.served` refuses those that a run could use."""
 
 ENGINES = tuple(name for name in FAMILIES if name not in UNSERVED)
 """Families that also go through vLLM."""

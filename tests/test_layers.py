@@ -64,6 +64,7 @@ HOMES = {
     "deepspeed": ["learning", "preflight.memory_estimate", "run.export"],
     "ray.serve": [
         "generation",
+        "serving.building",
         "serving.proxies",
         "serving.reward_model",
         "serving.standing",

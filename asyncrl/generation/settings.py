@@ -25,7 +25,9 @@ class GeneratorApp(Section):
     max_model_len: int | None = Field(default=None, gt=0)
     """Longest prompt plus completion, in tokens. Default: the model's context."""
     generator: GeneratorConfig = GeneratorConfig()
-    """Replicas, device, cache, and what an update does to generations in flight."""
+    """Replicas, device, cache, and what an update does to generations in flight. A standing
+    generator on CPU without kv_cache_memory_bytes gets room for its longest request: at least 256
+    MiB, at most 4 GiB."""
     seed: int = 0
     """Seed of the engine; a request's own seed takes precedence."""
     rollout_stop: list[str] = Field(default_factory=list)

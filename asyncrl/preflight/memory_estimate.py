@@ -12,9 +12,9 @@ from math import prod
 from pathlib import Path
 
 from asyncrl.config import RunSettings
+from asyncrl.generation.served import text_config
 from asyncrl.models.supported import squares_scores
 from asyncrl.preflight.adapter import run_outline, trained_elements
-from asyncrl.preflight.served import text_config
 from asyncrl.sandbox.machine import usable_memory
 from asyncrl.weights.layout import ITEM_BYTES
 

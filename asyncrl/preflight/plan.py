@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from asyncrl.config import Config, ConfigError, RunSettings, explain
+from asyncrl.generation.model_checks import check_share, check_workers
 from asyncrl.observe.sinks import missing_packages, wandb_asks_for_a_key
 from asyncrl.preflight.adapter import check_adapter, run_outline
 from asyncrl.preflight.disk import disks, refuse_full
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from asyncrl.data.length_limits import LengthReport
 
 __all__ = ["check_heads", "check_sinks", "make_plan", "version_outline"]
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts in models' configs."""
 
 
 def make_plan(config: Config) -> Plan:
@@ -194,47 +190,15 @@ def check_heads(config: RunSettings) -> None:
     Learner and engine check models whose config uses other names for its sizes."""
     tree = json.loads((Path(config.model.path) / "config.json").read_text())
     text = tree.get("text_config", tree)
-    # Some models have lists, with a size for each layer.
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    heads, keys, width = (size if isinstance(size := text.get(name), int) else 0 for name in names)
-    if not heads:
-        return
-    keys = keys or heads
+    heads, model = text.get("num_attention_heads"), f"model.path = {config.model.path!r}"
+    if not heads or not isinstance(heads, int):
+        return  # some models have lists, with a size for each layer
     divisors = [size for size in range(1, heads + 1) if heads % size == 0]
-    _check_split(config, "learner.sequence_parallel_size", divisors, f"{heads} attention heads")
+    shares = config.learner.sequence_parallel_size
+    sizes = f"{heads} attention heads"
+    check_share("learner.sequence_parallel_size", shares, divisors, sizes, model)
     if isinstance(config, Config):
-        fitting = [
-            size for size in divisors if not (keys % size and size % keys) and not width % size
-        ]
-        sizes = f"{heads} attention heads, {keys} key-value heads and intermediate size {width}"
-        _check_split(config, "generator.tensor_parallel_size", fitting, sizes)
-        _check_parts(config, text)
-
-
-def _check_parts(config: Config, text: Mapping[str, object]) -> None:
-    """Check that an engine's pipeline has no more parts than the model has layers, and that experts
-    are there to be distributed."""
-    generator, layers = config.generator, text.get("num_hidden_layers")
-    if isinstance(layers, int) and generator.pipeline_parallel_size > layers:
-        raise ConfigError(
-            f"generator.pipeline_parallel_size = {generator.pipeline_parallel_size} is above the"
-            f" {layers} layers of model.path = {config.model.path!r}; lower it"
-        )
-    if generator.expert_parallel and not any(text.get(name) for name in EXPERTS):
-        raise ConfigError(
-            f"generator.expert_parallel: true needs a model with experts, and the config of"
-            f" model.path = {config.model.path!r} names none; leave it out"
-        )
-
-
-def _check_split(config: RunSettings, setting: str, fitting: Sequence[int], sizes: str) -> None:
-    """Raise ConfigError unless the setting is one of these numbers."""
-    size: int = attrgetter(setting)(config)
-    if size not in fitting:
-        raise ConfigError(
-            f"{setting} = {size} does not fit the {sizes} of model.path = {config.model.path!r};"
-            f" use one of {', '.join(map(str, fitting))}"
-        )
+        check_workers(text, config.generator, model)
 
 
 def _check_reference(config: Config) -> None:

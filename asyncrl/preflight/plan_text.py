@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import yaml
 
 from asyncrl.config import Config
+from asyncrl.generation.model_checks import kv_tokens
 from asyncrl.preflight.adapter import adapter_text, published_bytes
 from asyncrl.preflight.disk import Disk, disk_text
 from asyncrl.preflight.evaluation import evaluation_text
-from asyncrl.preflight.model_limits import kv_bytes_per_token, kv_tokens
+from asyncrl.preflight.model_limits import kv_bytes_per_token
 from asyncrl.preflight.plan_notes import gpus_here, notes_text, plan_notes
 from asyncrl.preflight.plan_sections import (
     algorithm_text,

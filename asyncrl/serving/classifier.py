@@ -17,12 +17,12 @@ from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from asyncrl.models.supported import caps_attention
+from asyncrl.serving.reward_checks import NO_DIRECTORY, WAY_OUT, not_one_label
 
 __all__ = ["Classifier", "ClassifierError"]
 
 UNBOUNDED_CONTEXT = 1 << 20
 """Context of a model whose config.json has no max_position_embeddings, in tokens."""
-WAY_OUT = "give the directory of a Hugging Face sequence classifier with one label"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest difference between our score of a sequence and that of transformers, absolute and
 relative."""
@@ -77,15 +77,12 @@ class Classifier:
 
     def _loaded(self, dtype: torch.dtype) -> PreTrainedModel:
         if not Path(self._path).is_dir():
-            raise self._error("there is no such directory")
+            raise self._error(NO_DIRECTORY)
         try:
             config = AutoConfig.from_pretrained(self._path, trust_remote_code=False)
             names, labels = config.architectures or [], config.num_labels
-            if not str(*names[:1]).endswith("ForSequenceClassification") or labels != 1:
-                raise self._error(
-                    f"its config.json has architectures {names} and {labels} labels, so it is no"
-                    " sequence classifier with one label"
-                )
+            if why := not_one_label(names, labels):
+                raise self._error(why)
             own = "eager" if caps_attention(config.to_dict()) else None
             model, found = AutoModelForSequenceClassification.from_pretrained(
                 self._path,

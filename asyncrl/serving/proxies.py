@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ray
+from ray.serve.config import ProxyLocation
 from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 
-__all__ = ["bound_host", "nodes"]
+__all__ = ["bound_host", "nodes", "refuse_closed_proxies"]
 
 
 def nodes() -> int:
@@ -20,3 +22,19 @@ def bound_host() -> str | None:
     assert client is not None  # the call raises if Serve does not run
     host: str | None = client.http_config.host
     return host
+
+
+def refuse_closed_proxies() -> None:
+    """Raise RayServeException if this cluster's Serve runs without HTTP proxies: nobody could reach
+    the routes. Serve ignores what a later config file asks for. Without a cluster, do nothing."""
+    if not ray.is_initialized():
+        return
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return
+    if ray.get(client._controller.get_proxy_location.remote()) == ProxyLocation.Disabled:
+        raise RayServeException(
+            "http: true: Serve on this cluster was started without HTTP proxies, and cannot open"
+            " them any more; run `serve shutdown` when its applications (`serve status`) may end,"
+            " and deploy again, or set http: false"
+        )

@@ -4,14 +4,13 @@ its Serve handle and over HTTP.
     request → rows (token ids) → batches of concurrent requests' rows → one forward pass each
 """
 
-# No postponed annotations here: Serve validates YAML arguments against the builder's annotation
-# only if that is a class.
+# No postponed annotations here: Serve reads those of the routes and of the builder.
 
 import asyncio
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import ray
@@ -19,8 +18,10 @@ import torch
 from fastapi import FastAPI
 from ray import serve
 
+from asyncrl.serving.building import refusals, settings_of, visible
 from asyncrl.serving.http import api_key, refuse_open_host
-from asyncrl.serving.proxies import bound_host, nodes
+from asyncrl.serving.proxies import bound_host, nodes, refuse_closed_proxies
+from asyncrl.serving.reward_checks import check_reward_app
 from asyncrl.serving.reward_settings import RewardModelApp
 from asyncrl.serving.row_batches import RowBatches
 from asyncrl.serving.score_routes import score_routes
@@ -133,10 +134,19 @@ class HttpRewardModel(RewardModel):
         return score_routes(self, self._key)
 
 
-def build_reward_app(args: RewardModelApp) -> serve.Application:
-    """The application that `serve deploy` builds from YAML. It has HTTP routes if `args.http` is
-    set."""
-    chosen = args.on("cuda" if args.device == "cuda" or has_gpu() else "cpu")
+def build_reward_app(args: Mapping[str, object] | RewardModelApp) -> serve.Application:
+    """The application that `serve deploy` builds from YAML. It has HTTP routes if `http` is set.
+
+    Raises:
+        RayServeException: one line with the setting, its value and the fix. Serve shows it.
+    """
+    app = settings_of(RewardModelApp, args)
+    if app.http:
+        refuse_closed_proxies()
+    if visible(app.model):
+        with refusals():
+            check_reward_app(app)
+    chosen = app.on("cuda" if app.device == "cuda" or has_gpu() else "cpu")
     options: dict[str, object] = {"num_cpus": chosen.num_cpus}
     if chosen.device == "cuda":
         options["num_gpus"] = 1

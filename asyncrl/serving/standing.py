@@ -1,22 +1,24 @@
 """The standing application: generators that also answer HTTP requests."""
 
-# No postponed annotations here: Serve validates YAML arguments against the builder's annotation
-# only if that is a class.
+# No postponed annotations here: Serve reads those of the routes and of the builder.
 
 import asyncio
 import os
+from collections.abc import Mapping
 
 from fastapi import FastAPI
 from ray import serve
 
 from asyncrl.generation.app import STATUS_S, application, build_app
+from asyncrl.generation.model_checks import check_app, check_tokens_and_tensors
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.serve_calls import ask_all
+from asyncrl.serving.building import refusals, settings_of, visible
 from asyncrl.serving.http import api_key, refuse_open_host, routes
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import HttpStatus, Traffic
-from asyncrl.serving.proxies import bound_host, nodes
+from asyncrl.serving.proxies import bound_host, nodes, refuse_closed_proxies
 from asyncrl.serving.words import ModelWords
 
 __all__ = ["HttpGenerator", "build_standing_app"]
@@ -34,6 +36,8 @@ class HttpGenerator(Generator):
         refuse_open_host(
             await asyncio.to_thread(bound_host), self._key, await asyncio.to_thread(nodes)
         )
+        # The builder may not have seen this node's files.
+        check_app(GeneratorApp.model_validate(app))
         self.traffic = Traffic()
         await super().__init__(app)
         self.words = ModelWords(self.settings.model)
@@ -64,7 +68,17 @@ class HttpGenerator(Generator):
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
-def build_standing_app(args: GeneratorApp) -> serve.Application:
-    """The application that `serve deploy` builds from YAML. It has HTTP routes if `args.http` is
-    set."""
-    return build_app(args, HttpGenerator if args.http else Generator)
+def build_standing_app(args: Mapping[str, object] | GeneratorApp) -> serve.Application:
+    """The application that `serve deploy` builds from YAML. It has HTTP routes if `http` is set.
+
+    Raises:
+        RayServeException: one line with the setting, its value and the fix. Serve shows it.
+    """
+    app = settings_of(GeneratorApp, args)
+    if app.http:
+        refuse_closed_proxies()
+    if visible(app.model):
+        with refusals():
+            app = check_app(app)
+            check_tokens_and_tensors(app)
+    return build_app(app, HttpGenerator if app.http else Generator)

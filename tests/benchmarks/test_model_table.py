@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from small_config import small_config
 
+from asyncrl.generation.served import NOT_SERVED_ON_CPU
 from asyncrl.models.supported import support
-from asyncrl.preflight.served import NOT_SERVED_ON_CPU, refusal
+from asyncrl.preflight.model_limits import refusal
 from asyncrl.testing.families import FAMILIES, family
 from benchmarks.model_table import (
     BEGIN,

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from asyncrl.generation.ahead import AheadProcess, fatal_error, handed_to_vllm, keep_fatal_error
 from asyncrl.generation.arguments import engine_environment
-from asyncrl.preflight.served import CPU_HEAD_SIZES
+from asyncrl.generation.served import CPU_HEAD_SIZES
 
 PREPARE = partial(os.chdir, "/")
 

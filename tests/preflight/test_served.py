@@ -5,7 +5,8 @@ import re
 import pytest
 from small_config import small_config
 
-from asyncrl.preflight.served import NOT_SERVED_ON_CPU, refusal, unusable
+from asyncrl.generation.served import NOT_SERVED_ON_CPU, unusable
+from asyncrl.preflight.model_limits import refusal
 from asyncrl.testing.families import FAMILIES
 
 BF16 = {"model": {"path": "m", "dtype": "bfloat16"}}

@@ -174,7 +174,7 @@ def served(
     path = save_reward_model(
         tmp_path_factory.mktemp("reward_models") / "served", tiny_model, pad_token_id=2
     )
-    args = RewardModelApp(model=str(path), device="cpu", num_cpus=0.1, max_batch_size=4)
+    args = RewardModelApp(model=str(path), device="cpu", num_cpus=0.1, max_batch_size=4, http=False)
     serve.start(proxy_location=ProxyLocation.Disabled)
     handle = serve.run(build_reward_app(args), name="scores", route_prefix=None)
     yield SimpleNamespace(path=path, handle=handle)

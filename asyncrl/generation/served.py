@@ -1,5 +1,5 @@
 """Models for which vLLM does not compute the same log-probs as transformers. A run with such a
-model would fail at its first log-prob check, or earlier.
+model would fail at its first log-prob check, or earlier. A standing generator would answer wrongly.
 
 docs/reference/models.md lists what was tried and how large the differences are.
 """
@@ -7,10 +7,20 @@ docs/reference/models.md lists what was tried and how large the differences are.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
-from asyncrl.config import Config
-
-__all__ = ["NOT_SERVED_ON_CPU", "SERVED_IN_PART", "WHY", "refusal", "text_config", "unusable"]
+__all__ = [
+    "APPLICATION",
+    "NOT_SERVED_ON_CPU",
+    "RUN",
+    "SERVED_IN_PART",
+    "WHY",
+    "Names",
+    "context_of",
+    "not_served",
+    "text_config",
+    "unusable",
+]
 
 COUNTS = (
     "hidden_size",
@@ -64,6 +74,18 @@ first token."""
 OTHER = "use generator.device: cuda (not tried yet), or another model"
 
 
+class Names(NamedTuple):
+    """What messages call the settings."""
+
+    model: str
+    dtype: str
+    longest: str
+
+
+RUN = Names("model.path", "model.dtype", "data.max_length")
+APPLICATION = Names("model", "dtype", "max_model_len")
+
+
 def text_config(tree: Mapping[str, object]) -> Mapping[str, object]:
     """The settings of the text model in a config.json: a multimodal model nests them."""
     nested = tree.get("text_config")
@@ -105,48 +127,50 @@ def _is_count(value: object) -> bool:
     )
 
 
-def refusal(tree: Mapping[str, object], config: Config) -> str | None:
-    """Why the generators of a run would not agree with its learner, with a fix, in one sentence.
-    None: no known problem.
+def not_served(
+    tree: Mapping[str, object], device: str, dtype: str, longest: int | None, names: Names
+) -> str | None:
+    """Why generators would not agree with transformers, with a fix, in one sentence. None: no known
+    problem.
 
     Args:
         tree: the model's config.json.
+        longest: tokens of the longest sequence; None = the model's context.
+        names: what the messages call the settings.
     """
     text = text_config(tree)
-    kind, on_cpu = text.get("model_type"), config.generator.device == "cpu"
+    kind, on_cpu = text.get("model_type"), device == "cpu"
     why = WHY.get(str(kind))
     if on_cpu and kind in NOT_SERVED_ON_CPU:
         return f"vLLM on CPU {why}; {OTHER}"
     if on_cpu and kind == "nemotron_h" and _has_experts(text):
         return f"vLLM on CPU {why}; {OTHER}"
-    if on_cpu and kind == "qwen3_next" and config.model.dtype == "float32":
-        return f"vLLM on CPU {why}; set model.dtype: bfloat16"
+    if on_cpu and kind == "qwen3_next" and dtype == "float32":
+        return f"vLLM on CPU {why}; set {names.dtype}: bfloat16"
     if kind == "phimoe" and text.get("lm_head_bias"):
         return f"vLLM {why} (lm_head_bias); use another model"
-    if kind == "apertus" and config.model.dtype == "float32":
-        return f"vLLM {why}, 0.004 nats away from float32; set model.dtype: bfloat16"
-    if kind == "mamba2" and config.learner.bf16 and config.learner.device == "cpu":
-        return (
-            "transformers mixes float32 and bfloat16 in its recurrent layers on CPU; set"
-            " learner.bf16: false"
-        )
+    if kind == "apertus" and dtype == "float32":
+        return f"vLLM {why}, 0.004 nats away from float32; set {names.dtype}: bfloat16"
     if on_cpu and (size := _head_size(text)) is not None and size not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         return (
             f"vLLM on CPU supports attention heads of {sizes} elements, and this model's have"
             f" {size}; use generator.device: cuda, or another model"
         )
-    window = text.get("sliding_window")
-    if (
-        kind == "cohere2"
-        and isinstance(window, int | float)
-        and 0 < window < config.longest_trajectory
-    ):
+    window, longest = text.get("sliding_window"), longest or context_of(tree)
+    if kind == "cohere2" and isinstance(window, int | float) and 0 < window < (longest or 0):
         return (
-            f"vLLM {why} of {window} tokens, and a trajectory may have {config.longest_trajectory};"
-            f" set data.max_length: {window} or less"
+            f"vLLM {why} of {window} tokens, and a trajectory may have {longest};"
+            f" set {names.longest}: {window} or less"
         )
     return None
+
+
+def context_of(tree: Mapping[str, object]) -> int | None:
+    """The model's context in tokens; None if its config.json does not say it."""
+    text = text_config(tree)
+    positions = text.get("max_position_embeddings", text.get("n_positions"))  # GPT-2's name
+    return positions if isinstance(positions, int) else None
 
 
 def _head_size(text: Mapping[str, object]) -> int | None:
