@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ray import serve
-from ray.serve import context
-from ray.serve.config import ProxyLocation, RequestRouterConfig
+from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus
 
@@ -29,6 +28,7 @@ from asyncrl.generation.replica import Generator
 from asyncrl.generation.router import VersionRouter
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.generation.shared_calls import SharedCalls
+from asyncrl.generation.shared_serve import start_serve
 from asyncrl.generation.streamed import StreamedCompletion
 from asyncrl.runtime.ray_objects import DEATHS
 from asyncrl.runtime.serve_calls import Handle, ask_all
@@ -40,7 +40,6 @@ __all__ = [
     "begin_generators",
     "build_app",
     "end_generators",
-    "forget_controller",
     "start_generators",
     "stop_generators",
     "wait_for_generators",
@@ -119,10 +118,14 @@ def build_app(args: GeneratorApp, replica: type[Generator] | None = None) -> ser
     return deployment.bind(args.model_dump())
 
 
-def begin_generators(args: GeneratorApp, name: str) -> Handle:
-    """Deploy the application and return its handle without waiting (see `wait_for_generators`). No
-    HTTP port is opened."""
-    serve.start(proxy_location=ProxyLocation.Disabled)
+def begin_generators(args: GeneratorApp, name: str, shared: bool = False) -> Handle:
+    """Deploy the application and return its handle without waiting (see `wait_for_generators`). It
+    has no HTTP route.
+
+    Args:
+        shared: others may use this cluster after the run (see `asyncrl.generation.shared_serve`).
+    """
+    start_serve(shared)
     target = serve.RunTarget(target=build_app(args), name=name, route_prefix=None)
     return serve.run_many([target], wait_for_applications_running=False)[0]
 
@@ -194,12 +197,6 @@ async def end_generators(name: str) -> None:
     await asyncio.to_thread(serve.delete, name, _blocking=False)
     while name in (await asyncio.to_thread(serve.status)).applications:  # noqa: ASYNC110
         await asyncio.sleep(0.2)
-
-
-def forget_controller() -> None:
-    """Drop Serve's connection to its controller. Call this after `shut_down_ray`: Serve would
-    reuse the old controller in this process's next cluster, since both count jobs from 1."""
-    context._disconnect()
 
 
 class ServeGenerate:

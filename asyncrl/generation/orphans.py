@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.generation.app import end_generators
 from asyncrl.generation.settings import registry_name
+from asyncrl.generation.shared_serve import end_shared_serve, forget_controller
 from asyncrl.runtime.ray_objects import Actor
 from asyncrl.weights.version_registry import (
     REGISTRY_NAMESPACE,
@@ -49,7 +50,8 @@ def application_name(name: str, run_id: str, attempt: int | None = None) -> str:
 
 
 class ApplicationWatcher:
-    """Ends an application once the lease on it has ended, and then ends itself."""
+    """Ends an application once the lease on it has ended, and Serve if a run started it and nobody
+    uses it. Then it ends itself."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits an actor's constructor
         self, application: str, grace_s: float
@@ -74,11 +76,12 @@ class ApplicationWatcher:
                     type(error).__name__,
                     error,
                 )
+                forget_controller()  # Serve may run again, with another one
             await asyncio.sleep(LOOK_EVERY_S)
         ray.kill(ray.get_runtime_context().current_actor)
 
     async def _abandoned(self) -> bool:
-        """Return whether the lease has ended. If so, the application has been ended too."""
+        """Return whether the lease has ended. If so, all that it was for has been ended too."""
         if await self._leased():
             return False
         await asyncio.sleep(self._grace_s)
@@ -86,6 +89,7 @@ class ApplicationWatcher:
             return False
         if self._application in await _applications():
             await _end(self._application)
+        await end_shared_serve(self._application)
         return True
 
     async def _leased(self) -> bool:

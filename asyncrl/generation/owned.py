@@ -15,6 +15,7 @@ from asyncrl.config import GeneratorConfig
 from asyncrl.generation.app import application, begin_generators, end_generators
 from asyncrl.generation.orphans import watch_application
 from asyncrl.generation.settings import GeneratorApp, registry_name
+from asyncrl.generation.shared_serve import end_shared_serve
 from asyncrl.runtime.ray_objects import Actor
 from asyncrl.runtime.serve_calls import Handle, ask_all
 from asyncrl.weights.version_registry import take_lease
@@ -66,7 +67,7 @@ class OwnGenerators:
         """Deploy the application and return its handle without waiting for the replicas."""
         self.watcher = watch_application(self.name) if watched else None
         self._beginning = asyncio.ensure_future(
-            asyncio.to_thread(begin_generators, self.settings, self.name)
+            asyncio.to_thread(begin_generators, self.settings, self.name, shared=watched)
         )
         return await asyncio.shield(self._beginning)
 
@@ -99,14 +100,15 @@ class OwnGenerators:
         return bool(answers) and not any(isinstance(answer, BaseException) for answer in answers)
 
     async def end(self) -> None:
-        """End the application, then the lease. If this fails or is canceled, the watcher ends the
-        application once the lease has ended."""
+        """End the application, then the lease, then Serve if the run started it and nobody uses
+        it. If this fails or is canceled, the watcher does it once the lease has ended."""
         try:
             if self._beginning is not None and not self._beginning.done():
                 # Otherwise the thread could deploy the application after this method has ended it.
                 await asyncio.wait([self._beginning])
             await end_generators(self.name)
-            if self.watcher is not None:
-                ray.kill(self.watcher)
         finally:
             end_lease(self.registry, self.name)
+        if self.watcher is not None:
+            await end_shared_serve(self.name)
+            ray.kill(self.watcher)

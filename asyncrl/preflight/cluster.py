@@ -24,7 +24,7 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 from ray.job_config import JobConfig
 
 from asyncrl.config import Config, ConfigError, RunSettings
-from asyncrl.generation.app import forget_controller
+from asyncrl.generation.shared_serve import forget_controller
 from asyncrl.preflight.cluster_address import answering_cluster, without_uv
 from asyncrl.preflight.placement import needed
 from asyncrl.preflight.ray_token import keep_token_private

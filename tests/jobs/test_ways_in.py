@@ -8,11 +8,13 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,40 @@ lease = asyncio.run(take_lease(registry_name("generator"), "run 'first'", "gener
 ray.get(lease.holder.remote())
 print("held", flush=True)
 sys.stdin.read()
+"""
+
+
+RUN = """
+import asyncio, sys, ray
+from asyncrl.generation import app, shared_serve
+from asyncrl.generation.owned import OwnGenerators, lease_generators
+from asyncrl.generation.settings import GeneratorApp
+from asyncrl.serving.standing import build_standing_app
+
+class Replica:
+    def __init__(self, app): pass
+
+address, shared_serve.PORT, name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+real = app.build_app
+app.build_app = lambda args: real(args, Replica)
+ray.init(address=address, log_to_driver=False)
+settings = GeneratorApp.model_validate({"model": "m", "generator":
+    {"num_cpus": 0, "stall_timeout_s": 60, "start_timeout_s": 300}})
+
+async def main():
+    own = OwnGenerators(name, await lease_generators(name, name), settings)
+    await own.begin(watched=True)
+    await app.wait_for_generators(name, 300)
+    print("up", flush=True)
+    for line in iter(lambda: sys.stdin.readline().strip(), "end"):
+        try:
+            build_standing_app({"model": "m", "http": True})
+        except Exception as error:
+            print(error, flush=True)
+    await own.end()
+    print("ended", flush=True)
+
+asyncio.run(main())
 """
 
 
@@ -147,12 +183,19 @@ class Cluster:
     def applications(self) -> dict[str, Any]:
         """The applications of `serve status`, from the REST API: the imports of the command would
         starve the replica."""
+        return self._serve()["applications"]
+
+    def proxies(self) -> list[bool]:
+        """Whether each of Serve's proxies is healthy."""
+        return [one["status"] == "HEALTHY" for one in self._serve()["proxies"].values()]
+
+    def _serve(self) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.dashboard}/api/serve/applications/", headers=headers
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["applications"]
+            return json.load(answer)
 
     def having(self, part: str) -> list[psutil.Process]:
         """Processes of the cluster whose command line contains `part`."""
@@ -245,6 +288,8 @@ def test_a_submitted_job_trains_in_its_runs_folder(cluster, runs, engine_starts)
     } == set()
     assert sum(file.stat().st_size for file in uploaded) < 6 << 20
 
+    assert not cluster.having("ServeController")  # the run started it, so it also ended it
+
     cluster.stop()
     run = asyncrl.open_run(runs / "quickstart")
     startup = run.records("startup")[0]
@@ -253,6 +298,75 @@ def test_a_submitted_job_trains_in_its_runs_folder(cluster, runs, engine_starts)
         startup["package/driver"] == startup["package/replica"]
         and "runtime_resources" in startup["package/driver"]
     )
+
+
+class OtherRun:
+    """A driver that starts generators without an engine, as a run does on a shared cluster."""
+
+    def __init__(self, cluster: Cluster, port: int, name: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN, f"127.0.0.1:{cluster.port}", str(port), name],
+            env={key: cluster.environment[key] for key in cluster.environment if "ADDR" not in key},
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.wait_for("up")
+
+    def ask(self, word: str) -> str:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(word, file=self.process.stdin, flush=True)
+        return self.process.stdout.readline().strip()
+
+    def wait_for(self, word: str) -> None:
+        assert self.process.stdout is not None
+        assert word in iter(lambda: self.process.stdout.readline().strip() or None, None)
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        print("end", file=self.process.stdin, flush=True)
+        self.wait_for("ended")
+        self.process.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_runs_change_in_a_shared_serve_is_undone(cluster: Cluster) -> None:
+    """Who comes during a run finds an open port, and who comes after the last run no Serve at all.
+    A port that is taken is left alone."""
+    port = free_port()
+    first, second = OtherRun(cluster, port, "first"), OtherRun(cluster, port, "second")
+    try:
+        assert set(cluster.applications()) == {"first", "second"} and cluster.proxies() == [True]
+        socket.create_connection(("127.0.0.1", port), 30).close()
+        assert first.ask("build").startswith("model = 'm': No such file")  # Serve has proxies
+        first.end()
+        assert set(cluster.applications()) == {"second"} and cluster.proxies() == [True]
+        second.process.kill()  # its watcher ends Serve
+        until(lambda: not cluster.having("ServeController"))
+        with socket.create_server(("127.0.0.1", port)):
+            third = OtherRun(cluster, port, "third")
+            try:
+                assert cluster.proxies() == []
+                refused = third.ask("build")
+                assert refused.startswith("http: true: Serve on this cluster was started without")
+                assert "serve shutdown" in refused
+                third.end()
+            finally:
+                third.process.kill()
+        assert not cluster.having("ServeController")
+    finally:
+        first.process.kill()
+        second.process.kill()
+
+
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
 
 
 @pytest.mark.faults
