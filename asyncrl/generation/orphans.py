@@ -76,7 +76,6 @@ class ApplicationWatcher:
                     type(error).__name__,
                     error,
                 )
-                forget_controller()  # Serve may run again, with another one
             await asyncio.sleep(LOOK_EVERY_S)
         ray.kill(ray.get_runtime_context().current_actor)
 
@@ -145,6 +144,7 @@ async def end_orphans(
 
 
 async def _applications() -> set[str]:
+    forget_controller()  # Serve may run again, or no more
     return set((await asyncio.to_thread(serve.status)).applications)
 
 

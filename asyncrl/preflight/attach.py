@@ -12,6 +12,7 @@ from asyncrl.config import Config
 from asyncrl.contracts.messages import ReplicaStatus
 from asyncrl.generation.app import wait_for_generators
 from asyncrl.generation.settings import GeneratorApp
+from asyncrl.generation.shared_serve import forget_controller
 from asyncrl.text.stops import load_stops
 from asyncrl.text.tokenizer import load_tokenizer, tokenizer_hash
 from asyncrl.weights.manifest import expected_tensors, layout_hash
@@ -36,6 +37,7 @@ async def attached_config(config: Config, name: str, tokens: int) -> Config:
             generators do not fit the run.
         RuntimeError: it is not ready within `generator.start_timeout_s`.
     """
+    forget_controller()  # Serve may run again, or no more
     known = (await asyncio.to_thread(serve.status)).applications
     if name not in known:
         raise AttachError(

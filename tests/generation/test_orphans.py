@@ -34,6 +34,8 @@ from small_config import SMALL
 
 address, name, grace_s = sys.argv[1:]
 app.Generator = StubGenerator
+# The cluster is that of all tests: no port, and Serve stays.
+app.start_serve = lambda shared, start=app.start_serve: start(shared=False)
 orphans.watch_application.__defaults__ = (float(grace_s),)
 ray.init(address=address, log_to_driver=False, configure_logging=False)
 
@@ -188,6 +190,9 @@ def test_the_watcher_survives_errors_and_a_new_lease(monkeypatch: pytest.MonkeyP
     async def end(name: str) -> None:
         ended.append(name)
 
+    async def end_serve(name: str) -> None:
+        ended.append(f"Serve of {name}")
+
     async def applications() -> set[str]:
         return {"one", "two"}
 
@@ -203,6 +208,7 @@ def test_the_watcher_survives_errors_and_a_new_lease(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(orphans, "LOOK_EVERY_S", 0)
     monkeypatch.setattr(orphans, "_end", end)
+    monkeypatch.setattr(orphans, "end_shared_serve", end_serve)
     monkeypatch.setattr(orphans, "_applications", applications)
     monkeypatch.setattr(
         orphans,
@@ -219,7 +225,7 @@ def test_the_watcher_survives_errors_and_a_new_lease(monkeypatch: pytest.MonkeyP
         ),
     )
     asyncio.run(scenario())
-    assert ended == ["one"]
+    assert ended == ["one", "Serve of one"]
 
 
 def test_the_next_attempt_waits_until_ray_notices_the_loss_of_a_node(

@@ -18,7 +18,7 @@ def test_a_start_that_is_cancelled_leaves_no_application(monkeypatch: pytest.Mon
     deploying, proceed = threading.Event(), threading.Event()
     calls: list[str] = []
 
-    def begin(settings: Any, name: str) -> None:
+    def begin(settings: Any, name: str, shared: bool) -> None:
         deploying.set()
         proceed.wait(20)
         calls.append("begin")
@@ -56,7 +56,7 @@ def test_generators_can_end_in_another_event_loop_than_they_started_in(
     async def end(name: str) -> None:
         calls.append("end")
 
-    monkeypatch.setattr(owned, "begin_generators", lambda settings, name: "handle")
+    monkeypatch.setattr(owned, "begin_generators", lambda settings, name, shared: "handle")
     monkeypatch.setattr(owned, "end_generators", end)
     monkeypatch.setattr(owned, "end_lease", lambda registry, name: calls.append("lease"))
     generators = OwnGenerators("app", None, None)  # type: ignore[arg-type]
