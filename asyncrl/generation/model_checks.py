@@ -32,6 +32,7 @@ __all__ = [
     "check_files",
     "check_share",
     "check_tokens_and_tensors",
+    "check_weight_files",
     "check_workers",
     "enough_cache",
     "kv_tokens",
@@ -60,11 +61,16 @@ def check_files(path: Path, field: str) -> dict[str, object]:
     """
     _refuse_unreadable(path, field)
     tree = read_config_json(path, field)
+    check_weight_files(path, field)
+    return tree
+
+
+def check_weight_files(path: Path, field: str) -> None:
+    """Raise ConfigError unless the checkpoint has its weight files."""
     try:
         stored_files(path)
     except CheckpointFilesError as error:
         raise ConfigError(f"{field} = {error}") from None
-    return tree
 
 
 def _refuse_unreadable(path: Path, field: str) -> None:

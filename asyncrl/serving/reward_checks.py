@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.config import ConfigError
+from asyncrl.generation.model_checks import check_weight_files
 from asyncrl.serving.reward_settings import RewardModelApp
-from asyncrl.weights.stored import CheckpointFilesError, stored_files
 
 __all__ = ["NO_DIRECTORY", "WAY_OUT", "check_reward_app", "not_one_label"]
 
@@ -36,10 +36,7 @@ def check_reward_app(app: RewardModelApp) -> None:
         raise ConfigError(
             f"{model}: its config.json has a quantization_config; give the checkpoint without it"
         )
-    try:
-        stored_files(path)
-    except CheckpointFilesError as error:
-        raise ConfigError(f"model = {error}") from None
+    check_weight_files(path, "model")
     context = tree.get("max_position_embeddings")
     if isinstance(context, int) and (app.max_tokens or 0) > context:
         raise ConfigError(
