@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from asyncrl.config import (
     Config,
@@ -21,9 +23,9 @@ from asyncrl.config import (
 )
 from asyncrl.runtime.clock import process_began
 from asyncrl.runtime.encodings import restart_in_utf8, safe_output
-from asyncrl.runtime.imports import user_folder_last
+from asyncrl.runtime.imports import current_folder, user_folder_last
 from asyncrl.runtime.output import lasting_output, open_missing_streams
-from asyncrl.runtime.redact import print_shown
+from asyncrl.runtime.redact import OutputError, print_shown
 
 if TYPE_CHECKING:
     from asyncrl.rundir.reader import Run
@@ -76,6 +78,12 @@ def main(arguments: list[str] | None = None) -> None:
     safe_output()
     parser, commands = _parser()
     known, overrides = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    if current_folder() is None:
+        print_shown(
+            "asyncrl: the current folder was removed, and paths begin there; change to another",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     if known.command not in ON_A_CONFIG:
         if overrides:
             commands[known.command].error(f"unrecognized arguments: {' '.join(overrides)}")
@@ -234,12 +242,25 @@ def run(command: str, path: str, overrides: list[str], options: Collection[str] 
         return _run(command, path, overrides, options)
     from asyncrl.run.stopping import handling_signals
 
-    with lasting_output(), handling_signals(_interrupt):
+    # Until the last line is written: `timeout` sends its signal twice.
+    with handling_signals(_once()), lasting_output():
         return _run(command, path, overrides, options)
 
 
-def _interrupt(cause: str) -> NoReturn:
-    raise KeyboardInterrupt(cause)
+def _once() -> Callable[[str], None]:
+    """A handler of signals that raises KeyboardInterrupt, but once for one request."""
+    from asyncrl.run.stopping import is_repeated
+
+    asked: list[tuple[str, float]] = []
+
+    def interrupt(cause: str) -> None:
+        now = time.monotonic()
+        repeated = bool(asked) and is_repeated(cause, now - asked[0][1])
+        asked[:] = asked or [(cause, now)]
+        if not repeated:
+            raise KeyboardInterrupt(cause)
+
+    return interrupt
 
 
 def _run(command: str, path: str, overrides: list[str], options: Collection[str]) -> int:
@@ -288,12 +309,18 @@ def _train(command: str, config: Config | OfflineConfig, path: str, overrides: l
 
 @contextlib.contextmanager
 def _reader_may_leave() -> Iterator[None]:
-    """End the command silently if the reader of its standard output closes the pipe, as `head`
-    does."""
+    """End the command if its standard output cannot be written: silently if the reader closes the
+    pipe, as `head` does, or if the terminal was closed."""
     try:
         yield
-    except BrokenPipeError:
+    except OutputError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for output that is not flushed yet
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            with contextlib.suppress(OutputError):
+                print_shown(
+                    f"asyncrl: standard output cannot be written ({error.strerror})",
+                    file=sys.stderr,
+                )
         sys.exit(1)
 
 

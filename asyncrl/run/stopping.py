@@ -11,13 +11,14 @@ import logging
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from asyncrl.runtime.redact import print_shown
 
-__all__ = ["Stop", "handling_signals"]
+__all__ = ["Stop", "handling_signals", "is_repeated"]
 
 logger = logging.getLogger("asyncrl")
 
@@ -31,6 +32,11 @@ SENT_TWICE = (CAUSES[signal.SIGTERM], CAUSES[signal.SIGHUP])
 """Causes that come twice for one request: from `timeout`, and from a closing terminal."""
 ONE_REQUEST_S = 2.0
 """Seconds within which such causes are the same request."""
+
+
+def is_repeated(cause: str, seconds: float) -> bool:
+    """Whether a signal, this long after the first, is the same request again."""
+    return cause in SENT_TWICE and seconds <= ONE_REQUEST_S
 
 
 @contextmanager
@@ -97,7 +103,10 @@ class Stop:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._ask, cause)
             return
-        self.cause = self.cause or cause
+        if self.cause and is_repeated(cause, time.monotonic() - self._asked):
+            return
+        if not self.cause:
+            self.cause, self._asked = cause, time.monotonic()
         if not self.over and threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
 
@@ -108,7 +117,7 @@ class Stop:
                 "\nasyncrl: already stopping; each part gets a few seconds to end", file=sys.stderr
             )
         elif not self.cause:
-            self.cause, self._asked = cause, loop.time()
+            self.cause, self._asked = cause, time.monotonic()
             logger.info("the run stops: %s", cause)
             if self._limit_s and self.finish_step():
                 print_shown(
@@ -120,7 +129,7 @@ class Stop:
                 loop.call_later(self._limit_s, self._end_late)
             else:
                 self._end_now()
-        elif cause not in SENT_TWICE or loop.time() - self._asked > ONE_REQUEST_S:
+        elif not is_repeated(cause, time.monotonic() - self._asked):
             logger.info("the run stops without a checkpoint: %s", cause)
             self._end_now()
 

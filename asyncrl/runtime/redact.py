@@ -15,6 +15,7 @@ from urllib.parse import quote, quote_plus
 import yaml
 
 __all__ = [
+    "OutputError",
     "RedactingFormatter",
     "is_secret_name",
     "print_shown",
@@ -189,9 +190,20 @@ def shown(text: str) -> str:
     )
 
 
+class OutputError(OSError):
+    """A standard stream cannot be written: its reader has left, or its disk is full."""
+
+
 def print_shown(text: str = "", file: IO[str] | None = None) -> None:
-    """Print `shown(text)` and flush. Names of columns, files and runs may contain anything."""
-    print(shown(text), file=file, flush=True)
+    """Print `shown(text)` and flush. Names of columns, files and runs may contain anything.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        print(shown(text), file=file, flush=True)
+    except OSError as error:
+        raise OutputError(error.errno, error.strerror) from error
 
 
 class RedactingFormatter(logging.Formatter):

@@ -21,7 +21,7 @@ from asyncrl import cli
 from asyncrl.contracts.errors import PartDiedError, RunStoppedError
 from asyncrl.preflight.cluster import RayEndedError
 from asyncrl.run import attempts, ray_watch
-from asyncrl.run.stopping import CAUSES, handling_signals
+from asyncrl.run.stopping import CAUSES, Stop, handling_signals
 from asyncrl.run.supervise import run_job
 from asyncrl.rundir.reader import open_run
 from asyncrl.rundir.record import read_record
@@ -267,3 +267,35 @@ def test_a_signal_before_the_run_begins_is_named(tmp_path, monkeypatch, capfd, n
     assert capfd.readouterr().err == (
         f"\nasyncrl: interrupted ({CAUSES[number]}); nothing was started\n"
     )
+
+
+@pytest.mark.parametrize("place", ["loading", "telling"])
+def test_a_signal_that_timeout_sends_twice_is_named_once(tmp_path, monkeypatch, capfd, place):
+    """The second one comes while the first is being reported."""
+
+    def load(path: str, overrides: list[str]) -> None:
+        try:
+            send(signal.SIGTERM)
+        finally:
+            send(signal.SIGTERM)
+
+    def tell(text: str = "", file: Any = None) -> None:
+        send(signal.SIGTERM)
+        print(text, file=file, flush=True)
+
+    monkeypatch.setattr(cli, "load_any", load)
+    if place == "telling":
+        monkeypatch.setattr(cli, "print_shown", tell)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert cli.run("train", "config.yaml", []) == 130
+    assert capfd.readouterr().err == "\nasyncrl: interrupted (SIGTERM); nothing was started\n"
+
+
+def test_a_repeated_sigterm_between_attempts_is_one_request():
+    stop = Stop()
+    with pytest.raises(KeyboardInterrupt):
+        stop.ask("SIGTERM")
+    stop.ask("SIGTERM")
+    with pytest.raises(KeyboardInterrupt):
+        stop.ask("Ctrl-C")
+    assert stop.cause == "SIGTERM"

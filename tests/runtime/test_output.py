@@ -111,3 +111,42 @@ os._exit(0)  # as the process of a user's function does
     process = started([sys.executable, "-c", source], stdout=writer, stderr=writer)
     os.close(writer)
     assert process.wait(30) == 0 and (tmp_path / "done").exists()
+
+
+COMMAND = [sys.executable, "-m", "asyncrl.cli"]
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("/dev/full", "asyncrl: standard output cannot be written (No space left on device)\n"),
+        ("terminal", ""),
+        ("pipe", ""),
+    ],
+)
+def test_a_command_whose_output_cannot_be_written_ends_without_a_traceback(target, said):
+    if target == "/dev/full":
+        writer = os.open(target, os.O_WRONLY)
+    else:
+        reader, writer = os.openpty() if target == "terminal" else os.pipe()
+        os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        done = subprocess.run(
+            [*COMMAND, "plan", "--help"], stdout=output, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+@pytest.mark.parametrize("words", [["plan", "/run.yaml"], ["samples", "runs/run"]])
+def test_a_command_in_a_removed_folder_is_refused(tmp_path, words):
+    (tmp_path / "gone").mkdir()
+    script = 'cd "$1" && rmdir "$1" && shift && exec "$@"'
+    place = str(tmp_path / "gone")
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", place, *COMMAND, *words],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("asyncrl: the current folder was removed"), done.stderr
