@@ -23,6 +23,7 @@ from asyncrl.config import ConfigError, Source
 from asyncrl.contracts.rows import TURN_COLUMNS
 from asyncrl.contracts.session_table import NODE_COLUMNS
 from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
+from asyncrl.text.chat_messages import REASONING_FIELDS
 from asyncrl.text.row_messages import MARKS, MEDIA_COLUMNS, TEXT_COLUMNS
 
 __all__ = [
@@ -160,7 +161,7 @@ def refuse_silent(form: Form, unused: Iterable[str], where: str) -> None:
     """
     for name in unused:
         alpaca = name == "input" and "instruction" in form.columns
-        if name in TEXT_COLUMNS or alpaca:
+        if name in (*TEXT_COLUMNS, *REASONING_FIELDS) or alpaca:
             raise ConfigError(
                 f"{where} has a column {name!r}, which is no part of {form.name} rows; put it into"
                 " the messages or the prompt, name a column of tools in data.tools_column, or set"

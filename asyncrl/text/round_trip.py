@@ -29,7 +29,7 @@ RARE = ("\U00012000", "\U00013000")
 """Letters of two dead scripts. A tokenizer that gives both one token has it for what it lacks."""
 LOST = "\ufffd"
 """What decoding gives for bytes that are no character."""
-TRIPS = 1024
+TRIPS = 256
 """Texts of a file that are decoded again."""
 SHOWN, LONGEST_SHOWN = 8, 24
 """Unseen parts of texts that a note lists, and their length in characters."""

@@ -135,7 +135,9 @@ def test_a_reward_model_scores_whole_completions(offline):
         offline([row], "reward_model", CHATML)
 
 
-@pytest.mark.parametrize("column", ["weight", "loss_mask", "train", "images", "system", "history"])
+@pytest.mark.parametrize(
+    "column", ["weight", "loss_mask", "train", "images", "system", "history", "thinking"]
+)
 def test_a_column_of_marks_or_of_a_part_of_the_chat_is_refused_also_where_later_rows_bring_it(
     offline, column
 ):
