@@ -27,6 +27,9 @@ RAY_ITSELF, REPLICA, PART, IDLE = 180, 90, 32, 22
 """Processes and threads of Ray's own processes with the driver, of a generator replica with its
 engine, of any other part, and of a worker without work: as counted on two processors. More
 processors bring more threads."""
+LEAST_FREE = 16 << 20
+"""Bytes that a temporary folder needs, at least: for Ray's logs, and small files of libraries. Ray
+itself waits for files that it could not write, and then names only those."""
 SERVICES = 6
 """Workers of every run with generators: two streams, and what Serve, Ray Data and the weights
 need."""
@@ -36,10 +39,13 @@ def refuse_machine(config: RunSettings) -> None:
     """Refuse a run that this machine cannot hold. Without RAY_ADDRESS, it starts Ray here.
 
     Raises:
-        ConfigError: a folder cannot be used, its file system has no locks, paths are not in UTF-8,
-            or too few processes are allowed. The message names the variable or setting to change.
+        ConfigError: a folder cannot be used or is full, its file system has no locks, paths are not
+            in UTF-8, or too few processes are allowed. The message names the variable or setting
+            to change.
     """
     refuse_environment()
+    temporary = tempfile.gettempdir()
+    _refuse_full(f"the temporary folder {temporary!r}", "TMPDIR", temporary)
     for setting, directory in _directories(config):
         _refuse_unusable(setting, directory)
     if os.environ.get("RAY_ADDRESS") in (None, "", "local"):
@@ -124,6 +130,23 @@ def _refuse_ray_folder() -> None:
         raise ConfigError(
             f"{title}: {_owned(place)}, and this user cannot write to it; {way_out} a folder of"
             " your own with a short path"
+        )
+    _refuse_full(title, "RAY_TMPDIR", place)
+
+
+def _refuse_full(title: str, variable: str, place: str | Path) -> None:
+    """`place`: a folder on its file system."""
+    found = os.statvfs(place)
+    free = found.f_bavail * found.f_frsize
+    if free < LEAST_FREE:
+        raise ConfigError(
+            f"{title} has {free >> 10:,} KiB left on its file system, and a run needs at least"
+            f" {LEAST_FREE >> 20} MiB; free some, or set {variable} to another"
+        )
+    if found.f_files and not found.f_favail:  # some file systems do not count files
+        raise ConfigError(
+            f"{title}: its file system has no room for another file (`df -i`); remove some, or set"
+            f" {variable} to another"
         )
 
 

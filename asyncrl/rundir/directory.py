@@ -332,9 +332,11 @@ def refuse_early(config: RunSettings) -> str | None:
     steps = _last_step(config, path)
     if steps is None or beginning.state.version < steps or not (path / "hf").is_dir():
         return None
+    version = beginning.state.version
+    of = f", and max_steps = {steps}" if version > steps else f" of {steps}"
     return (
-        f"run {config.name} is finished: step {beginning.state.version} of {steps}; the model is in"
-        f" {path / 'hf'}; to train longer, add --max_steps N"
+        f"run {config.name} is finished: step {version}{of}; the model is in {path / 'hf'}; to"
+        " train longer, add --max_steps N"
     )
 
 

@@ -5,6 +5,7 @@ import fcntl
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small_config import small_config
@@ -67,6 +68,27 @@ def test_a_relative_folder_of_ray(run, tmp_path, monkeypatch):
 def test_a_temporary_folder_that_does_not_exist_is_named(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
     refused(run, tmp_path, "TMPDIR", str(tmp_path / "absent"), "create it")
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+@pytest.mark.parametrize("lacks", ["bytes", "files"])
+def test_a_full_temporary_folder_is_named(run, tmp_path, monkeypatch, variable, lacks):
+    """Ray would wait for a file that it could not write, and name only that."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    monkeypatch.setattr(machine, "SESSION", "")
+    monkeypatch.setenv(variable, str(folder))
+    real = os.statvfs
+
+    def statvfs(place):
+        if not Path(place).is_relative_to(folder):
+            return real(place)
+        free = 1 << 8 if lacks == "bytes" else 1 << 20  # blocks of 4 KiB
+        return SimpleNamespace(f_bavail=free, f_frsize=4096, f_files=9, f_favail=lacks == "bytes")
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    words = ("1,024 KiB left", "16 MiB") if lacks == "bytes" else ("no room for another file",)
+    refused(run, tmp_path, *words, str(folder), f"set {variable} to another")
 
 
 def test_ray_folder_that_is_a_file(run, tmp_path, monkeypatch):

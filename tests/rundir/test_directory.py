@@ -728,5 +728,7 @@ def test_a_finished_run_has_nothing_left_to_train(tmp_path):
     assert text is not None and text.startswith("run run is finished: step 3 of 3; the model is in")
     assert refuse_early(again.model_copy(update={"resume": "auto"})) == text
     assert refuse_early(again.model_copy(update={"max_steps": 4})) is None
+    fewer = refuse_early(again.model_copy(update={"max_steps": 2}))
+    assert fewer is not None and "step 3, and max_steps = 2; the model is in" in fewer
     (directory.path / "hf").rmdir()
     assert refuse_early(again) is None
