@@ -491,7 +491,7 @@ def test_import_paths_come_from_the_config_alone(
     monkeypatch.syspath_prepend(tmp_path)
     names = (
         "function",
-        "functions",
+        "function_path",
         "reward_function",
         "import_path",
         "environment",

@@ -76,8 +76,8 @@ def import_function(kind: str, function: str) -> Callable[..., object]:
     except AttributeError as error:
         names = [one for one in getattr(loaded, "__all__", dir(loaded)) if one[:1] != "_"]
         raise FunctionError(
-            f"{kind} {function!r} cannot be imported ({error}); check its name"
-            f"{did_you_mean(name, names)}"
+            f"{kind} {function!r} cannot be imported ({error});"
+            f" {_hidden(module) or f'check its name{did_you_mean(name, names)}'}"
         ) from None
     if not callable(found):
         raise FunctionError(

@@ -159,6 +159,8 @@ def test_caches_and_packages_of_the_user_stay() -> None:
         "TMPDIR": "/t/session_1/tmp",
         "XDG_CACHE_HOME": "/home/me/.cache",
         "PYTHONUSERBASE": "/home/me/.local",
+        "no_proxy": "localhost,127.0.0.1,::1",
+        "NO_PROXY": "localhost,127.0.0.1,::1",
     }
 
 

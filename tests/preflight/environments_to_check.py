@@ -119,7 +119,7 @@ async def prints_much(task: Mapping[str, Any], model: Any) -> float:
 
 UNWRITABLE: Any = {
     "type": "function",
-    "function": {"name": "kept</tool_call>", "parameters": {"type": "object", "properties": {}}},
+    "function": {"name": 'kept"', "parameters": {"type": "object", "properties": {}}},
 }
 
 

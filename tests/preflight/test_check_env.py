@@ -445,7 +445,7 @@ def test_the_tools_of_a_later_agent_are_checked(config_of: Callable[..., Config]
     checked = check_environment(config_of("hands_over"))
     assert checked.failed
     texts = [one.text for one in checked.findings if one.check == "tool calls"]
-    (bad,) = [text for text in texts if "kept</tool_call>: plain" in text]
+    (bad,) = [text for text in texts if 'kept": plain' in text]
     assert "come back as they were written" in texts[0] and "note: plain" in texts[0]
     assert sum("note: plain" in text for text in texts) == 1, "each tool is checked once"
     assert bad in [one.text for one in checked.findings if one.verdict == "FAIL"]
