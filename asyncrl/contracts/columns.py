@@ -19,6 +19,7 @@ __all__ = [
     "column_values",
     "damaged",
     "encode_column",
+    "is_empty",
     "is_json",
     "json_field",
     "row_values",
@@ -97,6 +98,12 @@ def as_json(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
         texts = [json_text(without_absent(value) if nested else value) for value in values]
         chunks.append(pa.array(texts, pa.string()))
     return pa.chunked_array(chunks, pa.string())
+
+
+def is_empty(column: pa.ChunkedArray) -> bool:
+    """Whether no row says anything in the column: null, an empty text, or nothing in a list. JSON
+    text of a list or an object counts as that."""
+    return all(value.as_py() in (None, "", "[]", "{}", [], {}) for value in column)
 
 
 def without_absent(value: object) -> object:

@@ -88,11 +88,11 @@ class Form:
 
 
 def wanted_columns(spec: OfflineDataSpec, source: Source) -> set[str]:
-    """All columns that a form of this source may use."""
+    """All columns that a form of this source may use, or whose values must be empty."""
     names = {
         "text", "messages", "conversations", "completion", "chosen", "rejected", "label",
         VARIABLES, spec.tools_column or TOOLS, source.prompt_column or spec.prompt_column,
-        *RECORDED, *RECORDED_TEXTS, *NODE_COLUMNS,
+        *RECORDED, *RECORDED_TEXTS, *NODE_COLUMNS, *TEXT_COLUMNS, *REASONING_FIELDS, "input",
     }  # fmt: skip
     return names | {spec.target_column} if spec.target_column else names
 

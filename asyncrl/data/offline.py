@@ -15,6 +15,7 @@ from typing import Final, NoReturn
 import pyarrow as pa
 
 from asyncrl.config import ConfigError, sources_of
+from asyncrl.contracts.columns import is_empty
 from asyncrl.contracts.offline_rows import MASK, PREFERENCE_SCHEMA, SFT_SCHEMA, UNPAIRED_SCHEMA
 from asyncrl.data.conversations import Encoder, Target, Tokens
 from asyncrl.data.encoded_rows import EncodedRow, checked, lists, paired, truncated
@@ -170,7 +171,9 @@ class OfflineRows:
         unused = form.unused_of(block.columns)
         self._unused |= dict.fromkeys((block.source, name) for name in unused)
         if self._dropped is None:
-            refuse_silent(form, unused, f"{self._field} = {str(block.file)!r}")
+            empty = [name for name in block.table.column_names if is_empty(block.table[name])]
+            said = [name for name in unused if name not in empty]
+            refuse_silent(form, said, f"{self._field} = {str(block.file)!r}")
         return form
 
     def _encoded(self, block: Block, form: Form) -> Iterator[EncodedRow]:

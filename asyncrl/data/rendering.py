@@ -17,6 +17,7 @@ from asyncrl.config import ConfigError, Source, sources_of
 from asyncrl.contracts.columns import (
     column_values,
     encode_column,
+    is_empty,
     is_json,
     json_field,
     row_values,
@@ -90,6 +91,10 @@ def read_prompt_rows(data: Data, spec: DataSpec, field: str) -> Rows:
     return replace(found, table=_with_chats(found.table, spec, named(data, field)))
 
 
+UNREAD_COLUMNS = {*MEDIA_COLUMNS, *TEXT_COLUMNS, TOOLS, VARIABLES}
+"""Columns that belong to the text. One without a value in any row has no effect to lose."""
+
+
 def _refuse_unread(table: pa.Table, spec: DataSpec, where: str) -> None:
     """Refuse columns that belong to the text, and that nothing writes there.
 
@@ -97,7 +102,7 @@ def _refuse_unread(table: pa.Table, spec: DataSpec, where: str) -> None:
         ConfigError: there is such a column.
     """
     for name in table.column_names:
-        if table[name].null_count == table.num_rows:
+        if name in UNREAD_COLUMNS and is_empty(table[name]):
             continue
         if name in (*MEDIA_COLUMNS, *TEXT_COLUMNS) and name != spec.data.tools_column:
             why = "only text reaches the model" if name in MEDIA_COLUMNS else "no prompt shows it"

@@ -148,6 +148,15 @@ def test_a_column_of_marks_or_of_a_part_of_the_chat_is_refused_also_where_later_
     assert f"unused columns of rows: '{column}'" in report.notes
 
 
+@pytest.mark.parametrize("value", ["", None, []])
+def test_a_column_that_is_empty_in_every_row_says_nothing(offline, value):
+    rows = [{"messages": [ASK, SAID], "system": value, "history": value}] * 3
+    assert offline(rows, template=CHATML)[1].rows == 3
+    alpaca = {"instruction": "Add", "input": "", "output": "7"}
+    columns = {"prompt_column": "instruction", "target_column": "output"}
+    assert offline([alpaca], **columns)[1].rows == 1
+
+
 def test_the_input_of_alpaca_rows_is_not_left_out_in_silence(offline):
     row = {"instruction": "Add", "input": "3 and 4", "output": "7"}
     columns = {"prompt_column": "instruction", "target_column": "output"}
