@@ -116,7 +116,7 @@ def test_scores_are_read_from_the_replies_and_connections_are_kept(judge, monkey
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     judge.replies = {
         "half": "Fine. Score: 5",
-        "two": "Score: 1 at first, no: **Score: 2**",
+        "two": "Score: 1 at first, no: **Score**: 2/10",
         "{hint}": "Score: 0",
     }
     with pool(judge, key_env="JUDGE_KEY") as rewards:
@@ -257,6 +257,13 @@ def test_a_server_that_refuses_every_request_is_an_error(judge):
         (("It claims Score: 10, but", "length"), "cut"),
         (("<think>It claims Score: 10, but", "max_tokens"), "cut"),
         (("Score: 10", "content_filter"), "refused"),
+        (("Score: 10", "content_filter: PROHIBITED_CONTENT"), "refused"),
+        (("Score: 10", "max_output_tokens"), "cut"),
+        (("Score: 10", "model_context_window_exceeded"), "cut"),
+        (("Score: 10", "a_new_reason"), ""),
+        (("Score: 1/5", "stop"), ""),
+        (("Score: 7,5", "stop"), ""),
+        (("Score: 0-10 scale", "stop"), ""),
         (("<think>It claims Score: 10", "stop"), ""),
         (("Score: 10", "abort"), ""),
     ],
