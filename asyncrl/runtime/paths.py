@@ -21,10 +21,10 @@ def written_path(text: str) -> str:
         ValueError: a variable or a home directory is unknown, or the text is a URL. The message is
             what follows the setting's name and value.
     """
-    if URL.match(text):
-        raise ValueError("is a URL, and asyncrl reads local files; download it, or mount it")
     if "$" in text and not os.path.lexists(text):
         text = VARIABLE.sub(_value, text)
+    if URL.match(text):
+        raise ValueError("is a URL, and asyncrl reads local files; download it, or mount it")
     if not text.startswith("~"):
         return text
     try:

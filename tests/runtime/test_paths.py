@@ -60,6 +60,7 @@ def test_relative_paths_begin_in_the_directory_of_the_call(tmp_path, monkeypatch
         ("train", "s3://bucket/t.jsonl", "data.train = 's3://bucket/t.jsonl' is a URL"),
         ("train", "file:///t.jsonl", "is a URL, and asyncrl reads local files"),
         ("save", "gs://bucket", "checkpoint.save = 'gs://bucket' is a URL"),
+        ("train", "$BUCKET/t", "is a URL"),
         ("train", "~nobody-of-this-name/t", "begins with a home directory that is unknown"),
         ("more", "runs_root: $NOWHERE_SET/r", r"runs_root = '\$NOWHERE_SET/r' has"),
     ],
@@ -69,6 +70,7 @@ def test_what_would_become_a_folder_of_that_name_is_refused(
 ):
     monkeypatch.delenv("NOWHERE_SET", raising=False)
     monkeypatch.setenv("EMPTY_SET", "")
+    monkeypatch.setenv("BUCKET", "s3://bucket")
     for overrides in (None, ["--seed", "1"]):
         with pytest.raises(ConfigError, match=message) as refused:
             load(tmp_path, **{setting: path}, overrides=overrides)
