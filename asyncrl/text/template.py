@@ -362,8 +362,12 @@ class _Sample:
         return name in template_variables(jinja)
 
     def is_unchanged_by(self, other: Template) -> bool:
-        """Whether a template with these other settings renders the same text."""
-        return other._text(self.tokenizer, self.value, self.own_tools, 0) == self.text
+        """Whether a template with these other settings renders the same text. One that refuses the
+        chat without a setting needs it."""
+        try:
+            return other._text(self.tokenizer, self.value, self.own_tools, 0) == self.text
+        except (TemplateError, MessagesError):
+            return False
 
 
 def render_messages(

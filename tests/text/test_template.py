@@ -96,6 +96,12 @@ def test_a_variable_may_have_the_default_value(model: Any) -> None:
     assert notes == ["enable_thinking = True (no effect on this prompt)"]
 
 
+def test_a_variable_that_the_template_requires_acts(model):
+    jinja = "{{ (date | default(none)).strip() }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = Template(model(jinja), True, {"date": " today "})
+    assert template.check(["3+4="])[0] == "date = ' today '"
+
+
 def test_a_template_that_writes_todays_date_is_noted(model: Any) -> None:
     """Llama 3.2's template does. A run that crosses midnight would train on prompts that differ
     from those it checked."""
