@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,9 +85,9 @@ def _example(schema: object, text: str, choice: int, depth: int) -> object:
     schema = schema if isinstance(schema, Mapping) else {}
     if "const" in schema:
         return schema["const"]
-    if options := schema.get("enum"):
+    if options := _list(schema.get("enum")):
         return options[min(choice, len(options) - 1)]
-    options = schema.get("anyOf") or schema.get("oneOf")
+    options = _list(schema.get("anyOf")) or _list(schema.get("oneOf"))
     if options and "type" not in schema:
         return _example(options[min(choice, len(options) - 1)], text, choice, depth)
     kinds = types_of(schema)
@@ -95,11 +96,11 @@ def _example(schema: object, text: str, choice: int, depth: int) -> object:
         case "object":
             return _object(schema, text, choice, depth)
         case "array":
-            items = [*(schema.get("prefixItems") or ()), schema.get("items")]
+            items = [*_list(schema.get("prefixItems")), schema.get("items")]
             items = items[:-1] if len(items) > 1 and not items[-1] else items
             return [_example(one, text, choice, depth + 1) for one in items if depth < DEEPEST]
         case "integer":
-            return max(42, int(schema.get("minimum", 42)))
+            return _integer(schema.get("minimum"), schema.get("maximum"))
         case "number":
             return 1.5
         case "boolean":
@@ -109,8 +110,24 @@ def _example(schema: object, text: str, choice: int, depth: int) -> object:
     return text
 
 
+def _list(value: object) -> list[Any]:
+    """A list of a schema. Schemas of users may have anything in its place."""
+    return value if isinstance(value, list) else []
+
+
+def _integer(lowest: object, highest: object) -> int:
+    """42, or the nearest number between the limits that are numbers."""
+    found = 42
+    if isinstance(lowest, int | float):
+        found = max(found, math.ceil(lowest))
+    if isinstance(highest, int | float):
+        found = min(found, math.floor(highest))
+    return found
+
+
 def _object(schema: Mapping[str, Any], text: str, choice: int, depth: int) -> dict[str, object]:
     named, more = schema.get("properties"), schema.get("additionalProperties")
+    named = named if isinstance(named, Mapping) else None
     if depth >= DEEPEST:
         return {}
     if not named and isinstance(more, Mapping):

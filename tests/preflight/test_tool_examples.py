@@ -69,3 +69,21 @@ def test_a_template_that_writes_other_values_is_found() -> None:
     template = TEMPLATES[QWEN].replace("v | tojson", "v | tojson | replace('null', '0')")
     found = findings(template)
     assert any("plan: choice 2" in one and "comes back as" in one for one in found["FAIL"]), found
+
+
+def test_schemas_of_users_may_have_anything_in_them() -> None:
+    """Dumps of schemas keep nulls, and a keyword may have a value of another kind."""
+    fields: dict[str, Any] = {
+        "null": {"type": "integer", "minimum": None, "maximum": None},
+        "small": {"type": "integer", "maximum": 7},
+        "large": {"type": "integer", "minimum": 99.5},
+        "enum": {"type": "string", "enum": {"a": 1}},
+        "any": {"type": "string", "anyOf": {"type": "string"}},
+        "odd": {"type": "object", "properties": ["a"]},
+        "list": {"type": "array", "prefixItems": None, "items": {"type": "boolean"}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": fields}}}
+    found = example_arguments(tool)
+    assert (found["null"], found["small"], found["large"]) == (42, 7, 100)
+    assert (found["enum"], found["any"], found["list"]) == ("a", "a", [True])
+    assert own_cases({"function": {"name": "f", "parameters": {"properties": ["a"]}}})["plain"]
