@@ -39,6 +39,17 @@ MARKER = "x"
 """Put before a stop string, since some tokenizers drop a space at the start of a text."""
 ANSWER = "42, of course"
 """Content of a sample assistant turn. No chat template contains this text."""
+PARTS = [{"type": "text", "text": ANSWER}]
+CHATS: tuple[list[dict[str, object]], ...] = (
+    [{"role": "user", "content": ANSWER}, {"role": "assistant", "content": ANSWER}],
+    [
+        {"role": "system", "content": ANSWER},
+        {"role": "user", "content": ANSWER},
+        {"role": "assistant", "content": ANSWER},
+    ],
+    [{"role": "user", "content": PARTS}, {"role": "assistant", "content": PARTS}],
+)
+"""Chats of which a template takes one: some ask for a system message, others for parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,19 +180,24 @@ def chat_end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     was added to the vocabulary. None without a template or such a token."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    turns = [{"role": "user", "content": ANSWER}, {"role": "assistant", "content": ANSWER}]
-    try:
-        text = chat_text(tokenizer, turns)
-    except Exception:  # a template may raise anything for these two turns
-        return None
-    _, found, tail = text.rpartition(ANSWER)
-    ids = tokenizer.encode(tail, add_special_tokens=False) if found else []
+    tail = next(filter(None, (_after_answer(tokenizer, chat) for chat in CHATS)), "")
+    ids = tokenizer.encode(tail, add_special_tokens=False)
     # A template may end turns with a text that the vocabulary lacks.
     unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
     special = set(special_tokens(tokenizer).values()) - unknown
     added = set(tokenizer.added_tokens_decoder) - unknown
     ends = [*filter(special.__contains__, ids), *filter(added.__contains__, ids)]
     return ends[0] if ends else None
+
+
+def _after_answer(tokenizer: PreTrainedTokenizerBase, chat: Sequence[Mapping[str, object]]) -> str:
+    """What the template writes after the last message of a chat; empty if it refuses the chat."""
+    try:
+        text = chat_text(tokenizer, chat)
+    except Exception:  # a template may raise anything for a chat
+        return ""
+    _, found, tail = text.rpartition(ANSWER)
+    return tail if found else ""
 
 
 def text_before(text: str, strings: Sequence[str]) -> str:

@@ -76,6 +76,23 @@ def test_chat_end_token_of_unusual_templates(
     )
 
 
+@pytest.mark.parametrize(
+    "chat_template",
+    [
+        "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}<pad>{% endfor %}",
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}<pad>"
+        "{% endfor %}",
+    ],
+    ids=["needs a system message", "reads parts"],
+)
+def test_the_chat_end_token_of_templates_that_ask_for_more(
+    tokenizer: AutoTokenizer, chat_template: str
+) -> None:
+    tokenizer.chat_template = chat_template
+    assert chat_end_token(tokenizer) == tokenizer.pad_token_id
+
+
 def test_a_chat_end_token_may_be_an_ordinary_one(tokenizer: AutoTokenizer) -> None:
     """Decoding keeps it, so the text must end before it."""
     tokenizer.add_tokens(["<|im_end|>"])
