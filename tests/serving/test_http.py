@@ -672,6 +672,7 @@ def test_a_replica_serves_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCRL_API_KEY", KEY)
     monkeypatch.setattr(standing, "bound_host", lambda: "0.0.0.0")
     monkeypatch.setattr(standing, "nodes", lambda: 2)
+    monkeypatch.setattr(standing, "check_app", lambda app: app)
     monkeypatch.setattr(replica, "Engine", lambda settings: engine)
     monkeypatch.setattr(replica, "expected_tensors", lambda model, dtype: {})
     monkeypatch.setattr(replica, "find_registry", lambda name: None)
