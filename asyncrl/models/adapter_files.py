@@ -32,6 +32,8 @@ TAKEN = {
     "target_modules": "target_modules",
 }
 """PEFT's setting → the setting of the section `lora`."""
+DEFAULTS: Mapping[str, object] = {"r": 8, "lora_alpha": 8}
+"""PEFT's values of settings that a file leaves out, where those of `lora` are others."""
 ABSENT: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
@@ -112,6 +114,7 @@ def open_adapter(directory: Path) -> AdapterFolder:
             f"{path} has {foreign!r}, which is no matrix of an adapter; merge the adapter into its"
             " model, and train that"
         )
+    tree = {**DEFAULTS, **tree}
     known = {ours: tree[theirs] for theirs, ours in TAKEN.items() if theirs in tree}
     targets = known.get("target_modules")
     if not isinstance(targets, list):  # a pattern of PEFT

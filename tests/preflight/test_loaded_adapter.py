@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from asyncrl.config import ConfigError, OfflineConfig, load_config
@@ -23,7 +24,7 @@ SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 @pytest.fixture(scope="module")
 def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter that PEFT itself has saved."""
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
     settings = LoraConfig(r=4, lora_alpha=12, use_rslora=True, target_modules=["q_proj", "o_proj"])
@@ -76,6 +77,14 @@ def test_the_settings_are_those_of_the_adapter(folder: Path, plan: Any) -> None:
     assert f"begins with the adapter of {folder}" in made.text()
     again = plan({"load": str(folder), "r": 4, "target_modules": ["self_attn.q_proj", "o_proj"]})
     assert again.version.adapter == made.version.adapter
+
+
+def test_a_setting_that_the_file_leaves_out_has_pefts_value(changed: Any, plan: Any) -> None:
+    path = Path(changed())
+    tree = json.loads((path / SETTINGS).read_text())
+    del tree["lora_alpha"]
+    (path / SETTINGS).write_text(json.dumps(tree))
+    assert plan({"load": str(path)}).config.lora.alpha == LoraConfig(r=4).lora_alpha == 8
 
 
 @pytest.mark.parametrize(
