@@ -20,6 +20,12 @@ from asyncrl.serving.standing import build_standing_app
 CONFIGS = sorted((Path(__file__).parents[2] / "serve_configs").glob("generator_*.yaml"))
 
 
+@pytest.fixture(autouse=True)
+def open_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier test may have started Serve without proxies."""
+    monkeypatch.setattr("asyncrl.serving.standing.refuse_closed_proxies", lambda: None)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_serve_configs_are_loopback_and_build(path: Path) -> None:
     schema = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))

@@ -104,6 +104,8 @@ async def step_then_stop(job: StandIn) -> None:
     ],
 )
 def test_a_signal_lets_the_step_finish_and_is_recorded(tmp_path, capfd, number, cause):
+    before = signal.getsignal(signal.SIGTERM)
+
     async def work(job: StandIn) -> None:
         assert open_run(job.config.run_directory).status().state == "running"
         send(number)
@@ -115,7 +117,7 @@ def test_a_signal_lets_the_step_finish_and_is_recorded(tmp_path, capfd, number, 
     log = (job.config.run_directory / "logs" / "attempt_0" / "driver.log").read_text()
     for text in (capfd.readouterr().err, log):
         assert f"interrupted ({cause}); no checkpoint was written yet; start again with: " in text
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_repeated_sigterm_is_one_request_and_a_second_ctrl_c_does_not_wait(tmp_path, capfd):

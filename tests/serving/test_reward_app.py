@@ -41,6 +41,12 @@ def replica(checkpoint: Path) -> RewardModel:
     return RewardModel({"model": str(checkpoint), "device": "cpu", "max_batch_size": 4})
 
 
+@pytest.fixture(autouse=True)
+def open_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier test may have started Serve without proxies."""
+    monkeypatch.setattr("asyncrl.serving.reward_model.refuse_closed_proxies", lambda: None)
+
+
 def test_the_serve_config_is_loopback_and_builds() -> None:
     schema = ServeDeploySchema.model_validate(yaml.safe_load(CONFIG.read_text()))
     assert schema.http_options.host == "127.0.0.1"
