@@ -315,7 +315,7 @@ def test_a_demand_that_is_partly_placed_frees_its_part_for_fewer_replicas(nodes_
         return [Node(name, {"CPU": 4.0}, free) for name in "ab"]
 
     monkeypatch.setattr(placement, "cluster_nodes", two_nodes)
-    monkeypatch.setattr(placement, "GIVEN_BACK_S", 0.01)
+    monkeypatch.setattr(placement, "GIVEN_BACK_S", 0.2)
     engines = config(
         generator={**RANGE, "tensor_parallel_size": 2, "nnodes": 2}, placement_timeout_s=0.05
     )
