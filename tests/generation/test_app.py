@@ -22,8 +22,9 @@ CONFIGS = sorted((Path(__file__).parents[2] / "serve_configs").glob("generator_*
 
 @pytest.fixture(autouse=True)
 def open_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier test may have started Serve without proxies."""
+    """An earlier test may have started Serve without proxies, on a node without these models."""
     monkeypatch.setattr("asyncrl.serving.standing.refuse_closed_proxies", lambda: None)
+    monkeypatch.setattr("asyncrl.serving.standing.visible", lambda model: False)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

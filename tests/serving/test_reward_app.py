@@ -43,8 +43,9 @@ def replica(checkpoint: Path) -> RewardModel:
 
 @pytest.fixture(autouse=True)
 def open_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier test may have started Serve without proxies."""
+    """An earlier test may have started Serve without proxies, on a node without these models."""
     monkeypatch.setattr("asyncrl.serving.reward_model.refuse_closed_proxies", lambda: None)
+    monkeypatch.setattr("asyncrl.serving.reward_model.visible", lambda model: False)
 
 
 def test_the_serve_config_is_loopback_and_builds() -> None:
