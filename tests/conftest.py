@@ -314,3 +314,10 @@ def generators(
     ray_cluster.kill(registry)
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert alive == []
+
+
+@pytest.fixture
+def own_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build applications as if no earlier test had started Ray, and Serve without proxies."""
+    monkeypatch.setattr("asyncrl.serving.building.refuse_closed_proxies", lambda: None)
+    monkeypatch.setattr("asyncrl.serving.building._visible", lambda model: Path(model).exists())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,36 +13,41 @@ from pydantic_core import ErrorDetails
 from ray.serve.exceptions import RayServeException
 
 from asyncrl.config import ConfigError, Section, field_names
-from asyncrl.serving.proxies import nodes
+from asyncrl.generation.settings import GeneratorApp
+from asyncrl.serving.proxies import nodes, refuse_closed_proxies
+from asyncrl.serving.reward_settings import RewardModelApp
 
-__all__ = ["refusals", "settings_of", "visible"]
+__all__ = ["checked_settings"]
 
-Kind = TypeVar("Kind", bound=Section)
+Kind = TypeVar("Kind", GeneratorApp, RewardModelApp)
 
 
-def settings_of(kind: type[Kind], args: Mapping[str, object] | Kind) -> Kind:
-    """The settings that `args` of a YAML file give.
+def checked_settings(
+    kind: type[Kind], args: Mapping[str, object] | Kind, check: Callable[[Kind], Kind]
+) -> Kind:
+    """The settings that `args` of a YAML file give, as `check` returns them. `check` reads the
+    model's files, so it is not called where they may be on another node.
 
     Raises:
-        RayServeException: one line for all of their errors.
+        RayServeException: one line for all errors of `args`, or for the ConfigError of `check`; or
+            nobody could reach the routes.
     """
     try:
-        return kind.model_validate(args)
+        app = kind.model_validate(args)
     except ValidationError as error:
         lines = "; ".join(_explained(item, kind) for item in error.errors())
         raise RayServeException(f"args: {lines}") from None
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Raise a ConfigError in this block as the error that Serve shows without a traceback."""
+    if app.http:
+        refuse_closed_proxies()
+    if not _visible(app.model):
+        return app
     try:
-        yield
+        return check(app)
     except ConfigError as error:
         raise RayServeException(" ".join(str(error).split())) from None
 
 
-def visible(model: str) -> bool:
+def _visible(model: str) -> bool:
     """Whether the builder can judge the files of this model. It may run on a node that lacks the
     model; the replica checks them again on its own node."""
     return Path(model).exists() or (ray.is_initialized() and nodes() == 1)

@@ -19,8 +19,8 @@ DEFAULT_LABELS = 2
 """Labels of a classifier whose config.json names none."""
 
 
-def check_reward_app(app: RewardModelApp) -> None:
-    """Check the model before a replica loads it.
+def check_reward_app(app: RewardModelApp) -> RewardModelApp:
+    """Check the model before a replica loads it. Return the settings as they are.
 
     Raises:
         ConfigError: one line with the setting, its value and the fix.
@@ -43,6 +43,7 @@ def check_reward_app(app: RewardModelApp) -> None:
             f"max_tokens = {app.max_tokens} is above the context of {context} tokens of {model};"
             " lower it"
         )
+    return app
 
 
 def not_one_label(architectures: Sequence[object], labels: int) -> str | None:

@@ -18,9 +18,9 @@ import torch
 from fastapi import FastAPI
 from ray import serve
 
-from asyncrl.serving.building import refusals, settings_of, visible
+from asyncrl.serving.building import checked_settings
 from asyncrl.serving.http import api_key, refuse_open_host
-from asyncrl.serving.proxies import bound_host, nodes, refuse_closed_proxies
+from asyncrl.serving.proxies import bound_host, nodes
 from asyncrl.serving.reward_checks import check_reward_app
 from asyncrl.serving.reward_settings import RewardModelApp
 from asyncrl.serving.row_batches import RowBatches
@@ -140,12 +140,7 @@ def build_reward_app(args: Mapping[str, object] | RewardModelApp) -> serve.Appli
     Raises:
         RayServeException: one line with the setting, its value and the fix. Serve shows it.
     """
-    app = settings_of(RewardModelApp, args)
-    if app.http:
-        refuse_closed_proxies()
-    if visible(app.model):
-        with refusals():
-            check_reward_app(app)
+    app = checked_settings(RewardModelApp, args, check_reward_app)
     chosen = app.on("cuda" if app.device == "cuda" or has_gpu() else "cpu")
     options: dict[str, object] = {"num_cpus": chosen.num_cpus}
     if chosen.device == "cuda":

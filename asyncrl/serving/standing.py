@@ -14,11 +14,11 @@ from asyncrl.generation.model_checks import check_app, check_tokens_and_tensors
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.serve_calls import ask_all
-from asyncrl.serving.building import refusals, settings_of, visible
+from asyncrl.serving.building import checked_settings
 from asyncrl.serving.http import api_key, refuse_open_host, routes
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import HttpStatus, Traffic
-from asyncrl.serving.proxies import bound_host, nodes, refuse_closed_proxies
+from asyncrl.serving.proxies import bound_host, nodes
 from asyncrl.serving.words import ModelWords
 
 __all__ = ["HttpGenerator", "build_standing_app"]
@@ -74,11 +74,11 @@ def build_standing_app(args: Mapping[str, object] | GeneratorApp) -> serve.Appli
     Raises:
         RayServeException: one line with the setting, its value and the fix. Serve shows it.
     """
-    app = settings_of(GeneratorApp, args)
-    if app.http:
-        refuse_closed_proxies()
-    if visible(app.model):
-        with refusals():
-            app = check_app(app)
-            check_tokens_and_tensors(app)
+    app = checked_settings(GeneratorApp, args, _check)
     return build_app(app, HttpGenerator if app.http else Generator)
+
+
+def _check(app: GeneratorApp) -> GeneratorApp:
+    app = check_app(app)
+    check_tokens_and_tensors(app)
+    return app

@@ -19,12 +19,7 @@ from asyncrl.serving.standing import build_standing_app
 
 CONFIGS = sorted((Path(__file__).parents[2] / "serve_configs").glob("generator_*.yaml"))
 
-
-@pytest.fixture(autouse=True)
-def open_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier test may have started Serve without proxies, on a node without these models."""
-    monkeypatch.setattr("asyncrl.serving.standing.refuse_closed_proxies", lambda: None)
-    monkeypatch.setattr("asyncrl.serving.standing.visible", lambda model: False)
+pytestmark = pytest.mark.usefixtures("own_serve")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

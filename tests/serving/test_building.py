@@ -16,6 +16,8 @@ from asyncrl.serving.standing import build_standing_app
 
 CONFIGS = Path(__file__).parents[2] / "serve_configs"
 
+pytestmark = pytest.mark.usefixtures("own_serve")
+
 
 def shipped(name: str, **changes: Any) -> dict[str, Any]:
     """The arguments of a shipped file, with changes."""

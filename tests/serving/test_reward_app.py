@@ -30,6 +30,8 @@ from asyncrl.serving.score_rows import ScoreRows
 CONFIG = Path(__file__).parents[2] / "serve_configs" / "reward_model.yaml"
 BOS, EOS = 1, 2
 
+pytestmark = pytest.mark.usefixtures("own_serve")
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
@@ -39,13 +41,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Pa
 @pytest.fixture(scope="module")
 def replica(checkpoint: Path) -> RewardModel:
     return RewardModel({"model": str(checkpoint), "device": "cpu", "max_batch_size": 4})
-
-
-@pytest.fixture(autouse=True)
-def open_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier test may have started Serve without proxies, on a node without these models."""
-    monkeypatch.setattr("asyncrl.serving.reward_model.refuse_closed_proxies", lambda: None)
-    monkeypatch.setattr("asyncrl.serving.reward_model.visible", lambda model: False)
 
 
 def test_the_serve_config_is_loopback_and_builds() -> None:
