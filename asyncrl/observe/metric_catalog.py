@@ -290,6 +290,10 @@ BATCH = (
         "the same, for judgments that reached `judge.max_tokens`",
     ),
     Metric(
+        "reward/<name>/unscored_unread_ratio, reward/unscored_unread_ratio",
+        "the same, for replies of a judge without a score that can be read",
+    ),
+    Metric(
         "reward/<name>/unscored_<reason>_ratio, reward/unscored_<reason>_ratio",
         "the same, for a part `unscored_REASON` that your own reward returns",
         "0",

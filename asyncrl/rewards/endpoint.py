@@ -15,9 +15,10 @@ import httpx2
 from asyncrl.runtime.urls import sends_in_the_clear
 
 __all__ = [
+    "ABOUT_CONTENT",
+    "Accepted",
     "BusyError",
     "Endpoint",
-    "Refusals",
     "RefusedError",
     "first_answer",
     "refuse_key_in_the_clear",
@@ -29,12 +30,15 @@ Answer = TypeVar("Answer")
 
 RETRIED = (408, 409, 425, 429)
 """Statuses below 500 after which the same request may succeed."""
-REFUSED = (400, 413, 422)
+REFUSED = (400, 413, 414, 422, 451)
 """Statuses of a request that the server refuses for what is in it: it is too long, or filtered."""
-ABOUT_CONTENT = re.compile(r"moderation|flagged|content.(?:filter|policy)", re.IGNORECASE)
-"""In a refusal with status 403. Others with that status refuse the key."""
-MOST_REFUSED = 64
-"""Refused requests in a row, without an answer before, after which the settings are at fault."""
+ABOUT_CONTENT = re.compile(
+    r"moderation|flagged|content.?(?:filter|polic|management)|usage.polic|safety|responsible.?ai"
+    r"|prohibited.content|blocklist",
+    re.IGNORECASE,
+)
+"""In a refusal with status 403, and in a reply without choices. Others with that status refuse the
+key."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 
 
@@ -68,34 +72,38 @@ def refuse_key_in_the_clear(url: str, key_env: str | None) -> None:
         )
 
 
-class Refusals:
-    """Tells requests that a server refuses from settings that it refuses."""
+class Accepted:
+    """Whether a server has accepted a request. One that has not may refuse the settings."""
 
     def __init__(self, title: str, check: str) -> None:
         """
         Args:
             check: what to look at if the server refuses all requests.
         """
-        self._title, self._check = title, check
-        self._answered, self._refused = False, 0
+        self.title, self._check = title, check
+        self.any = False
 
-    def answered(self) -> None:
-        """The server has answered a request."""
-        self._answered = True
+    async def check(self, ask: Callable[[], Awaitable[object]]) -> None:
+        """Tell settings from contents, after a call whose requests were all refused.
 
-    def refused(self, why: str) -> RefusedError:
-        """The error for a request that the server refuses.
+        Args:
+            ask: sends an ordinary request. Requests that waited before it get their answers first.
 
         Raises:
-            RuntimeError: it has refused all of MOST_REFUSED requests.
+            RuntimeError: the server refuses that as well, and has accepted none.
         """
-        self._refused += 1
-        if not self._answered and self._refused >= MOST_REFUSED:
-            raise RuntimeError(
-                f"{self._title} has refused all of {self._refused} requests, the last one with"
-                f" {why}; see {self._check}"
-            )
-        return RefusedError(why)
+        if self.any:
+            return
+        try:
+            await ask()
+        except RefusedError as why:
+            if not self.any:
+                raise RuntimeError(
+                    f"{self.title} refuses every request, also one with 0 as its texts ({why});"
+                    f" see {self._check}"
+                ) from None
+        except AGAIN:
+            return
 
 
 class Endpoint:
@@ -122,7 +130,7 @@ class Endpoint:
         limits = httpx2.Limits(max_connections=at_once, max_keepalive_connections=at_once)
         self.title = f"the {name.replace('_', ' ')} at {url}"
         self._url, self._check = url, check
-        self._refusals = Refusals(self.title, check)
+        self.accepted = Accepted(self.title, check)
         # A proxy from the environment, or a redirect, could send the key elsewhere.
         self._client = httpx2.AsyncClient(
             headers=headers, limits=limits, timeout=None, trust_env=False, follow_redirects=False
@@ -130,7 +138,7 @@ class Endpoint:
         self._room = asyncio.Semaphore(at_once)
 
     async def post(self, body: object) -> httpx2.Response:
-        """The server's answer, with status 200.
+        """The server's answer to a request that it accepts.
 
         Raises:
             BusyError: another try may succeed.
@@ -139,18 +147,16 @@ class Endpoint:
         """
         async with self._room:
             response = await self._client.post(self._url, json=body)
-        if response.status_code >= 500 or response.status_code in RETRIED:
-            raise BusyError(f"status {response.status_code}")
-        code, body = response.status_code, response.text if response.status_code != 200 else ""
-        if code in REFUSED or (code == 403 and ABOUT_CONTENT.search(body)):
-            raise self._refusals.refused(f"status {code}: {body[:200]!r}")
-        if code != 200:
-            raise RuntimeError(
-                f"{self.title} refuses requests with status {code}: {body[:200]!r};"
-                f" see {self._check}"
-            )
-        self._refusals.answered()
-        return response
+        code = response.status_code
+        if response.is_success:
+            self.accepted.any = True
+            return response
+        if code >= 500 or code in RETRIED:
+            raise BusyError(f"status {code}")
+        why = f"status {code}: {response.text[:200]!r}"
+        if code in REFUSED or (code == 403 and ABOUT_CONTENT.search(response.text)):
+            raise RefusedError(why)
+        raise RuntimeError(f"{self.title} refuses requests with {why}; see {self._check}")
 
 
 async def first_answer(

@@ -14,7 +14,16 @@ from typing import ClassVar, Literal
 from pydantic import model_validator
 
 from asyncrl.rewards.final_answer import answers_of
-from asyncrl.rewards.judge import REASONS, JudgeSettings, Judgment, answers, filled, of_each
+from asyncrl.rewards.judge import (
+    REASONS,
+    JudgeSettings,
+    Judgment,
+    Reason,
+    answers,
+    filled,
+    labeled,
+    of_each,
+)
 
 __all__ = ["PairwiseSettings", "pairwise_judge"]
 
@@ -38,9 +47,9 @@ neither is better."""
 FIRST, SECOND = 0.5, 1.0
 """Scores, in [0, 1], of the answers 1 and 2. 0 is a tie."""
 
-Verdict = Literal["first", "second", "tie", "contradiction", "none", "refused", "cut"]
+Verdict = Literal["first", "second", "tie", "contradiction", "none", Reason]
 """Which of two completions is better. `contradiction`: the two orders disagree. `none`: the judge
-did not answer. `refused`, `cut`: why it did not."""
+did not answer. The others: why it did not."""
 UNANSWERED: tuple[Verdict, ...] = ("none", *REASONS)
 
 
@@ -53,7 +62,7 @@ class PairwiseSettings(JudgeSettings):
     template: str = TEMPLATE
     """The question to the judge. {prompt}, {first} and {second} (completions without their
     reasoning) and {NAME} of any dataset column are filled in."""
-    score: str = r"(?i)better\s*[:=]\s*\**\s*([012])(?![\d.])"
+    score: str = labeled("better", "[012]")
     """Regular expression with one group, the number of the better answer. The last match in the
     reply counts."""
     highest: float = 2.0

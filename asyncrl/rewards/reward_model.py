@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from asyncrl.contracts.errors import InvalidRequestError
 from asyncrl.rewards.endpoint import (
+    Accepted,
     BusyError,
     Endpoint,
-    Refusals,
     RefusedError,
     first_answer,
     refuse_key_in_the_clear,
@@ -34,6 +34,8 @@ _Ask = Callable[[_Request], Awaitable[list[float | None]]]
 """Asks for the scores of a request's completions."""
 
 FINISHED = "stop"
+ORDINARY: _Request = {"prompts": ["0"], "completions": ["0"], "complete": [True]}
+"""A request that no server refuses for what is in it."""
 """Finish reason of a completion that ended by itself."""
 
 
@@ -97,7 +99,7 @@ async def reward_model(
         "completions": list(completions),
         "complete": [reason == FINISHED for reason in reasons],
     }
-    ask, title = (_by_url if settings.url is not None else _by_handle)(settings)
+    ask, accepted = (_by_url if settings.url is not None else _by_handle)(settings)
 
     async def ask_all() -> list[float | RefusedError | None]:
         try:
@@ -105,16 +107,20 @@ async def reward_model(
         except RefusedError as refused:
             # One completion may be the reason, so each is asked for alone.
             alone = [{name: [values[at]] for name, values in request.items()} for at in range(n)]
-            return await _one_by_one(ask, alone) if n > 1 else [refused]
+            given = await _one_by_one(ask, alone) if n > 1 else [refused]
+            if all(isinstance(one, RefusedError) for one in given):
+                await accepted.check(lambda: ask(ORDINARY))
+            return given
 
     n = len(completions)
     found = await first_answer(
-        ask_all, title, settings.retries, settings.timeout_s, "reward_model.timeout_s"
+        ask_all, accepted.title, settings.retries, settings.timeout_s, "reward_model.timeout_s"
     )
     given = [None] * n if found is None else found
     refused = [isinstance(one, RefusedError) for one in given]
     if any(refused):
         first = next(one for one in given if isinstance(one, RefusedError))
+        title = accepted.title
         logger.warning("%s refuses %d of %d completions: %s", title, sum(refused), n, first)
     return {
         "reward": [None if isinstance(one, RefusedError) else one for one in given],
@@ -134,17 +140,17 @@ async def _one_by_one(ask: _Ask, requests: Sequence[_Request]) -> list[float | R
     return list(await asyncio.gather(*map(of, requests)))
 
 
-def _by_url(settings: RewardModelSettings) -> tuple[_Ask, str]:
+def _by_url(settings: RewardModelSettings) -> tuple[_Ask, Accepted]:
     assert settings.url is not None  # the caller has looked
     server = _server(asyncio.get_running_loop(), settings.url, settings.key_env, settings.at_once)
 
     async def ask(request: _Request) -> list[float | None]:
         return _scores((await server.post(request)).json()["scores"], request)
 
-    return ask, server.title
+    return ask, server.accepted
 
 
-def _by_handle(settings: RewardModelSettings) -> tuple[_Ask, str]:
+def _by_handle(settings: RewardModelSettings) -> tuple[_Ask, Accepted]:
     from asyncrl.runtime.serve_calls import ask_one
 
     assert settings.app is not None  # one of both is set
@@ -154,13 +160,13 @@ def _by_handle(settings: RewardModelSettings) -> tuple[_Ask, str]:
         try:
             scores = _scores(await ask_one(await app.handle(), "score", **request), request)
         except InvalidRequestError as error:
-            raise app.refusals.refused(str(error)) from None
+            raise RefusedError(str(error)) from None
         except ConnectionError as error:
             raise BusyError(str(error)) from None
-        app.refusals.answered()
+        app.accepted.any = True
         return scores
 
-    return ask, app.title
+    return ask, app.accepted
 
 
 @lru_cache(maxsize=16)
@@ -180,8 +186,7 @@ def _app(loop: asyncio.AbstractEventLoop, name: str) -> _App:
 
 class _App:
     def __init__(self, name: str) -> None:
-        self.title = f"reward_model.app = {name!r}"
-        self.refusals = Refusals(self.title, "reward_model.app")
+        self.accepted = Accepted(f"reward_model.app = {name!r}", "reward_model.app")
         self._name = name
         self._connecting = asyncio.Lock()
         self._handle: Handle | None = None
@@ -195,7 +200,7 @@ class _App:
                 try:
                     self._handle = await asyncio.to_thread(application_handle, self._name)
                 except LookupError as error:
-                    raise RuntimeError(f"{self.title}: {error}") from None
+                    raise RuntimeError(f"{self.accepted.title}: {error}") from None
             return self._handle
 
 

@@ -1,5 +1,6 @@
 """The judge against a small server on loopback."""
 
+import asyncio
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,8 +10,12 @@ import pytest
 from asyncrl.config import RewardConfig
 from asyncrl.rewards.builtin import check_builtin
 from asyncrl.rewards.contract import GroupCall, RewardError, call_reward
+from asyncrl.rewards.endpoint import Accepted, RefusedError
 from asyncrl.rewards.judge import JudgeSettings
 from asyncrl.rewards.pool import RewardPool
+
+WHOLE = "whole"
+"""Finish reason of a text that is the whole body."""
 
 
 class Judge(ThreadingHTTPServer):
@@ -23,7 +28,7 @@ class Judge(ThreadingHTTPServer):
         self.requests, self.connections, self.replies, self.refusal = [], set(), {}, "no"
         self.together = threading.Barrier(1)
         """Holds each answer until this many requests have arrived."""
-        self.lock = threading.Lock()
+        self.lock, self.success = threading.Lock(), 200
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
@@ -60,8 +65,8 @@ class Handler(BaseHTTPRequestHandler):
             if status == 200
             else {"error": text}
         ).encode()
-        payload = payload if raw is None else raw
-        self.send_response(status)
+        payload = text.encode() if reason == WHOLE else payload if raw is None else raw
+        self.send_response(self.server.success if status == 200 else status)
         if raw is not None and not raw.startswith(b"["):
             self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(payload)))
@@ -219,36 +224,117 @@ def given(judge, *completions, **settings):
     return call_reward("asyncrl.rewards.builtin:llm_judge", call, {"judge": settings})
 
 
-@pytest.mark.parametrize("status", [400, 413, 422])
+@pytest.mark.parametrize("status", [400, 413, 414, 422, 451])
 def test_a_completion_that_the_server_refuses_costs_only_that_completion(judge, status):
     judge.replies = {"long": status}
     found = given(judge, "good", "long", "good")
     assert found.rewards == [1.0, None, 1.0]
-    assert found.parts == {"unscored_refused": [0.0, 1.0, 0.0], "unscored_cut": [0.0] * 3}
+    assert found.parts.pop("unscored_refused") == [0.0, 1.0, 0.0]
+    assert found.parts == {"unscored_cut": [0.0] * 3, "unscored_unread": [0.0] * 3}
     assert len(judge.requests) == 3  # a retry would be refused as well
 
 
-@pytest.mark.parametrize("status", [403, 404])
+@pytest.mark.parametrize("status", [401, 403, 404])
 def test_settings_that_the_server_refuses_are_an_error(judge, status):
     judge.replies = {"bad": status}
     with pytest.raises(RewardError, match=f"refuses requests with status {status}: .*see judge"):
         given(judge, "good", "bad")
 
 
-def test_a_flagged_completion_is_refused_alone(judge):
-    judge.replies, judge.refusal = {"bad": 403}, "your input was flagged"
+@pytest.mark.parametrize(
+    "why",
+    [
+        "your input was flagged",
+        "rejected by our safety system",
+        "usage policies violated",
+        "content policy",
+        "content_filter",
+        "ResponsibleAIPolicyViolation",
+        "PROHIBITED_CONTENT",
+    ],
+)
+def test_a_flagged_completion_is_refused_alone(judge, why):
+    judge.replies, judge.refusal = {"bad": 403}, why
     assert given(judge, "good", "bad").rewards == [1.0, None]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"choices": [], "prompt_feedback": {"block_reason": "SAFETY"}},
+        {"promptFeedback": {"blockReason": "PROHIBITED_CONTENT"}},
+        {"error": {"code": "content_filter"}},
+        {"choices": [{"message": {}, "error": {"message": "Input was flagged"}}]},
+    ],
+)
+def test_a_block_in_the_body_of_an_answer_is_a_refusal(judge, body):
+    judge.replies = {"bad": (json.dumps(body), WHOLE)}
+    found = given(judge, "good", "bad")
+    assert found.rewards == [1.0, None] and found.parts["unscored_refused"] == [0.0, 1.0]
+    assert len(judge.requests) == 2
+
+
+def test_a_reply_of_a_server_with_filters_is_read(judge):
+    results = {"content_filter_results": {"hate": {"filtered": False}}}
+    choice = {"message": {"content": "Score: 7"}, "finish_reason": "stop", **results}
+    judge.replies = {"good": (json.dumps({"choices": [choice]}), WHOLE)}
+    assert given(judge, "good").rewards == [0.7]
+
+
+def test_every_status_of_success_is_an_answer(judge):
+    judge.success = 201
+    assert given(judge, "good").rewards == [1.0]
+
+
 def test_a_server_that_refuses_every_request_is_an_error(judge):
-    judge.replies, judge.refusal = {"good": 400}, "max_tokens is not supported"
+    judge.replies, judge.refusal = {"good": 400, "0": 400}, "max_tokens is not supported"
     with pytest.raises(
         RewardError,
-        match=r"has refused all of 64 requests, .* status 400: .*max_tokens is not supported",
+        match=r"refuses every request, .* with 0 as its texts \(status 400: .*max_tokens is not",
     ):
-        given(judge, *["good"] * 70)
-    judge.replies = {"bad": 400}
-    assert given(judge, "good", *["bad"] * 70).rewards == [1.0, *[None] * 70]
+        given(judge, "good", "good")
+    assert len(judge.requests) == 3
+    judge.replies = {"0": 400}
+    assert given(judge, "good").rewards == [1.0]
+
+
+@pytest.mark.parametrize("after", [(), ("good",)])
+def test_refused_completions_never_end_the_run(judge, after):
+    """Not even if no other one is among the first."""
+    bad = [f"bad {number}" for number in range(70)]
+    judge.replies = dict.fromkeys(bad, 400)
+    assert given(judge, *bad, *after).rewards == [*[None] * 70, *[1.0] * len(after)]
+
+
+def test_a_request_that_waited_before_the_ordinary_one_rescues_the_run() -> None:
+    accepted = Accepted("the judge", "judge.url")
+
+    async def ask():
+        accepted.any = True  # by a request that waited
+        raise RefusedError("status 400")
+
+    asyncio.run(accepted.check(ask))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        r"Score: \boxed{7}",
+        r"$$\text{Score: } 1$$ no, score: $\boxed{7/10}$",
+        "Score: **7**",
+        "Score: 7/10.",
+        "Score: **7**/10",
+        "7 of 10 [[7]]",
+        "Score: [7]",
+        "**Score:** 7",
+        '{"score": 7, "max_score": 10}',
+        "Score: 7 out of 10",
+        "The maximum score: 10\n\n## Score\n: 7",
+    ],
+)
+def test_common_ways_to_write_a_score_are_read(judge, reply):
+    judge.replies = {"good": reply}
+    assert given(judge, "good", retries=0).rewards == [0.7]
 
 
 @pytest.mark.parametrize(
@@ -260,19 +346,22 @@ def test_a_server_that_refuses_every_request_is_an_error(judge):
         (("Score: 10", "content_filter: PROHIBITED_CONTENT"), "refused"),
         (("Score: 10", "max_output_tokens"), "cut"),
         (("Score: 10", "model_context_window_exceeded"), "cut"),
-        (("Score: 10", "a_new_reason"), ""),
-        (("Score: 1/5", "stop"), ""),
-        (("Score: 7,5", "stop"), ""),
-        (("Score: 0-10 scale", "stop"), ""),
-        (("<think>It claims Score: 10", "stop"), ""),
-        (("Score: 10", "abort"), ""),
+        (("Score: 10", "a_new_reason"), "unread"),
+        (("Score: 1/5", "stop"), "unread"),
+        (("Score: 7,5", "stop"), "unread"),
+        (("Score: 0-10 scale", "stop"), "unread"),
+        (("<think>It claims Score: 10", "stop"), "unread"),
+        (("Score: 10", "abort"), "unread"),
+        (("Score: \\boxed{1}/5", "stop"), "unread"),
+        (("Seven of ten", "stop"), "unread"),
+        (("Score: 11", "stop"), "unread"),
     ],
 )
 def test_a_judgment_that_did_not_end_is_no_score(judge, reply, reason):
     judge.replies = {"cut": reply, "good": ("<think>Score: 10?</think>Score: 3", "stop")}
     found = given(judge, "cut", "good", retries=0)
     assert found.rewards == [None, 0.3]
-    for one in ("cut", "refused"):
+    for one in ("cut", "refused", "unread"):
         assert found.parts[f"unscored_{one}"] == [float(reason == one), 0.0]
 
 
