@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,14 +17,13 @@ from asyncrl.preflight.specs import data_spec
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import (
     ANSWERS,
+    UNSCORED_REASON,
     GroupCall,
     RewardError,
     Session,
-    keyword_arguments,
     with_notes,
 )
 from asyncrl.rewards.pool import GroupRewards, RewardPool
-from asyncrl.runtime.functions import did_you_mean
 from asyncrl.text.answer import answer_format
 from asyncrl.text.tokenizer import load_tokenizer
 
@@ -45,16 +43,17 @@ FORMS = (
 )
 """How completions contain a value of the prompt's row."""
 LIKELY = (
-    "answer", "ground_truth", "solution", "canonical_solution", "target", "label", "output",
+    "answer", "ground_truth", "gold", "final_answer", "correct_answer", "expected_answer",
+    "reference_answer", "gold_answer", "answers", "target", "label", "solution",
+    "canonical_solution", "output",
 )  # fmt: skip
 """Columns, and keys in them, that most likely contain a right answer."""
-MOST_VALUES = 2
+MOST_VALUES = 4
 """Values of the row that completions are made of."""
 MOST_CHARACTERS = 20_000
 """Characters of such a value."""
 ASK_SERVERS = ("llm_judge", "pairwise_judge")
 """Built-in rewards that get few completions, because each one costs requests."""
-MISSING_KEY = re.compile(r"raised KeyError: '([^']+)'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ def _try_rewards(config: Config, pool: RewardPool, report: PromptReport) -> Trie
     except RewardError as error:
         raise ConfigError(
             f"the first prompt of data.train with the completion {COMPLETION!r}:"
-            f" {error}{_missing_column(str(error), call)}{with_notes(error)[len(str(error)) :]}"
+            f" {with_notes(error)}"
         ) from None
     values = {name: values[0] for name, values in given.parts.items()}
     return Tried(values, _notes(config, pool, prompt, given))
@@ -129,20 +128,6 @@ def _call(config: Config, prompt: Prompt, completions: Sequence[str]) -> GroupCa
     )
 
 
-def _missing_column(error: str, call: GroupCall) -> str:
-    """What a function gets that raised KeyError, as it may look for another column."""
-    missing = MISSING_KEY.search(error)
-    if missing is None:
-        return ""
-    names = sorted(keyword_arguments(_any_arguments, call, {}))
-    columns = ", ".join(sorted(call.columns)) or "none"
-    near = did_you_mean(missing[1], names)
-    return f"; columns of the data: {columns}; all arguments: {', '.join(names)}{near}"
-
-
-def _any_arguments(**_: object) -> None: ...
-
-
 def _notes(config: Config, pool: RewardPool, prompt: Prompt, first: GroupRewards) -> list[str]:
     """A line for each reward that treats all completions alike."""
     known = _values(prompt)
@@ -156,8 +141,8 @@ def _notes(config: Config, pool: RewardPool, prompt: Prompt, first: GroupRewards
         line = str(error).splitlines()[0]
         return [f"other completions of that prompt end the run under reward.policy: fail: {line}"]
     notes = []
-    for name in config.reward.functions:
-        values = [*first.parts[name], *given.parts[name]]
+    for name in _judged(config, given):
+        values = [*first.parts.get(name, ()), *given.parts[name]]
         count = f"{len(values)} made-up completions of that prompt"
         if set(values) == {None}:
             notes.append(
@@ -173,24 +158,38 @@ def _notes(config: Config, pool: RewardPool, prompt: Prompt, first: GroupRewards
     return notes
 
 
+def _judged(config: Config, given: GroupRewards) -> list[str]:
+    """The rewards, and after each one the parts that it is the sum of."""
+    names = []
+    for name in config.reward.functions:
+        parts = {one: some for one, some in given.parts.items() if one.startswith(f"{name}/")}
+        sums = [None if None in row else sum(row) for row in zip(*parts.values(), strict=True)]
+        names.append(name)
+        if len(parts) > 1 and sums == given.parts[name]:
+            names += [one for one in parts if not one.startswith(f"{name}/{UNSCORED_REASON}")]
+    return names
+
+
 def _values(prompt: Prompt) -> dict[str, str]:
     """Texts of the prompt's row that may be right answers, by name; at most MOST_VALUES."""
-    found = dict(_texts(prompt.columns))
-    for column, value in prompt.columns.items():
-        if isinstance(value, Mapping):
-            found |= {f"{column}.{name}": text for name, text in _texts(value)}
+    found = dict(_texts("", prompt.columns))
     likely = sorted(found, key=lambda name: _place(name.rpartition(".")[2]))
     return {name: found[name] for name in likely[:MOST_VALUES]}
 
 
-def _texts(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        if isinstance(value, str | int | float) and len(text := str(value)) <= MOST_CHARACTERS:
-            yield name, text
+def _texts(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """The texts and numbers in a value, by name. Of a list, the first item."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _texts(f"{name}.{key}" if name else str(key), inner)
+    elif isinstance(value, list) and value:
+        yield from _texts(name, value[0])
+    elif isinstance(value, str | int | float) and len(text := str(value)) <= MOST_CHARACTERS:
+        yield name, text
 
 
 def _place(name: str) -> int:
-    return LIKELY.index(name) if name in LIKELY else len(LIKELY)
+    return LIKELY.index(name.lower()) if name.lower() in LIKELY else len(LIKELY)
 
 
 def rewards_text(tried: Tried | None) -> str:

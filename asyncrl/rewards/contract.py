@@ -54,10 +54,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from asyncrl.rewards.missing_key import missing_column
 from asyncrl.runtime import functions
 from asyncrl.runtime.functions import (
     FunctionError,
     chosen_arguments,
+    did_you_mean,
     import_function,
     near_module,
     parameter_names,
@@ -208,7 +210,7 @@ def call_reward(
         if inspect.isawaitable(values):
             values = asyncio.run(_wait_for(values))
     except Exception as error:
-        raise failed(function, error) from None
+        raise failed(function, error, call, arguments or {}) from None
     return check_rewards(function, values, call, per_token)
 
 
@@ -278,9 +280,12 @@ def _ended(call: GroupCall) -> list[bool]:
     return [reason == ENDED for reason in call.finish_reasons or [ENDED] * len(call.completions)]
 
 
-def failed(function: str, error: BaseException) -> RewardError:
+def failed(
+    function: str, error: BaseException, call: GroupCall, arguments: Mapping[str, object]
+) -> RewardError:
     """The RewardError for an exception of a reward function, with the function's name and the line
-    that raised. Its note is the traceback, from the function on. A RewardError stays as it is."""
+    that raised, and the columns if it did not find one. Its note is the traceback, from the
+    function on. A RewardError stays as it is."""
     if isinstance(error, RewardError):  # of a built-in function, which refuses its input
         return error
     if isinstance(error, MemoryError):
@@ -290,7 +295,7 @@ def failed(function: str, error: BaseException) -> RewardError:
         )
     wrapped = RewardError(
         f"reward function {function!r} raised {type(error).__name__}:"
-        f" {text_of(str, error)}{place_of(_frames(error))}"
+        f" {text_of(str, error)}{place_of(_frames(error))}{_columns(error, call, arguments)}"
     )
     if frames := _frames(error):
         wrapped.add_note(
@@ -302,6 +307,20 @@ def failed(function: str, error: BaseException) -> RewardError:
             ).rstrip()
         )
     return wrapped
+
+
+def _columns(error: BaseException, call: GroupCall, arguments: Mapping[str, object]) -> str:
+    """The columns and arguments, for a function that did not find one of them; else ""."""
+    names = sorted(keyword_arguments(_any_arguments, call, arguments))
+    if (missing := missing_column(error, call.columns, names)) is None:
+        return ""
+    looked = "" if isinstance(error, KeyError) else f"; it looked for {text_of(repr, missing)}"
+    columns = ", ".join(sorted(call.columns)) or "none"
+    near = did_you_mean(missing, names)
+    return f"{looked}; columns of the data: {columns}; all arguments: {', '.join(names)}{near}"
+
+
+def _any_arguments(**_: object) -> None: ...
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:

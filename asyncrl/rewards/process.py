@@ -244,7 +244,7 @@ class _Process:
             raise
         except BaseException as error:
             # Not only Exception: KeyboardInterrupt and some packages' errors are BaseExceptions.
-            raise failed(named.function, error) from None
+            raise failed(named.function, error, group, named.arguments) from None
         return check_rewards(named.function, values, group, named.per_token)
 
     def _in_thread(self, work: Callable[[], T]) -> Future[T]:

@@ -39,8 +39,8 @@ def wants_one(completions, anwser):
 def short(completions, **_):
     return [1.0 / len(one) for one in completions]
 
-def nested(completions, **_):
-    return [inner({}) for _ in completions]
+def nested(completions, **columns):
+    return [inner(columns) for _ in completions]
 
 def inner(row):
     return row["reward"]
@@ -58,6 +58,52 @@ def ends(completions, **_):
 def hangs(completions, **_):
     import time
     time.sleep(100)
+
+def hidden_column(completions, **columns):
+    try:
+        gold = columns["anwser"]
+    except KeyError as error:
+        raise ValueError("no gold") from error
+
+def in_a_row(completions, **columns):
+    rows = [dict(zip(columns, row)) for row in zip(*columns.values())]
+    return [row[
+        "anwser"
+    ] for row in rows]
+
+def by_format(completions, **columns):
+    return ["{anwser}".format(**columns)]
+
+def from_a_column(completions, **columns):
+    value = columns["reward_model" if "reward_model" in columns else "gold"][0]
+    return [value["anwser"] if isinstance(value, dict) else columns["anwser"]]
+
+def needs_a_variable(completions, **columns):
+    import os
+    return [os.environ["NO_SUCH_VARIABLE"]]
+
+PRICES = {"answer": 1}
+
+def needs_a_price(completions, **columns):
+    prices = {"a": 1}
+    return [PRICES["anwser"] if len(prompts) else prices for prompts in completions]
+
+def needs_a_local_price(completions, **columns):
+    prices = {"a": 1}
+    return [prices["anwser"]]
+
+def combined(completions, **_):
+    return {"length": [len(one) for one in completions], "format": [1] * len(completions)}
+
+def half_unscored(completions, **_):
+    return {"length": [len(one) for one in completions], "b": [None] * len(completions)}
+
+def gold(completions, reward_model, **_):
+    truths = [one["ground_truth"] for one in reward_model]
+    return [float(text == one) for text, one in zip(completions, truths)]
+
+def golds(completions, gold, **_):
+    return [float(text in one) for text, one in zip(completions, gold)]
 
 def unscored(completions, **_):
     return [None] * len(completions)
@@ -154,6 +200,12 @@ def test_a_reward_that_treats_all_completions_alike_gets_a_line(trial, name, not
             r"KeyError: 'anwser' at .*; columns of the data: answer; all arguments: answer, "
             r".*; did you mean 'answer'\?\nTraceback",
         ),
+        (
+            "hidden_column",
+            r"ValueError: no gold at .*; it looked for 'anwser'; columns of the data",
+        ),
+        ("in_a_row", r"KeyError: 'anwser' at .*; columns of the data: answer; all"),
+        ("by_format", r"KeyError: 'anwser' at .*; columns of the data: answer; all"),
         ("wants_one", r"it takes anwser, which .*; did you mean 'answer'\?; available: answer, "),
         ("exat", r"has no attribute 'exat'\); check its name; did you mean 'exact'\?"),
     ],
@@ -162,6 +214,48 @@ def test_a_misspelled_name_gets_the_near_one(trial, name, message):
     one = trial(name)
     with pytest.raises(ConfigError, match=message):
         tried(one.config, one.report)
+
+
+@pytest.mark.parametrize("name", ["needs_a_variable", "needs_a_price", "needs_a_local_price"])
+def test_a_key_of_something_else_gets_no_columns(trial, name):
+    one = trial(name)
+    with pytest.raises(ConfigError, match="raised KeyError: ") as raised:
+        tried(one.config, one.report)
+    assert "columns of the data" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("gold", {"reward_model": [{"style": "rule", "ground_truth": "3"}]}),
+        ("golds", {"gold": [["3"]]}),
+    ],
+)
+def test_right_answers_are_found_in_the_columns_of_public_sets(trial, tmp_path, name, column):
+    others = {name: ["x"] for name in ("source", "id", "split", "level")}
+    pq.write_table(
+        pa.table({"prompt": ["1 + 2 ="], **others, **column}), tmp_path / "train.parquet"
+    )
+    one = trial(name)
+    assert tried(one.config, one.report).notes == []
+    one = trial("from_a_column")
+    with pytest.raises(ConfigError, match=r"KeyError: 'anwser' at .*; columns of the data: "):
+        tried(one.config, one.report)
+
+
+@pytest.mark.parametrize(
+    ("name", "notes"),
+    [
+        ("combined", [r"mine/format is always 1: 8 made-up completions"]),
+        ("half_unscored", ["mine is always None: ", "mine/b is always None: it scores none of 8"]),
+    ],
+)
+def test_each_part_of_a_combined_reward_gets_a_line(trial, name, notes):
+    one = trial(name)
+    found = tried(one.config, one.report).notes
+    assert len(found) == len(notes)
+    for note, line in zip(notes, found, strict=True):
+        assert re.match(note, line)
 
 
 def test_a_column_with_the_name_of_an_argument_is_refused(trial, tmp_path):
