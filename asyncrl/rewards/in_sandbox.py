@@ -213,7 +213,7 @@ def run_tests(begin: dict[str, Any], tests: int, answer: int) -> NoReturn:
     pristine = dict(vars(builtins))
     for name in dir(unittest.TestCase):
         if name == "assertIn" or (name.startswith("assert") and name.endswith(EQUAL)):
-            setattr(unittest.TestCase, name, checked(getattr(unittest.TestCase, name)))
+            setattr(unittest.TestCase, name, checked(name, getattr(unittest.TestCase, name)))
     before = functions_of({*ALWAYS_CHECKED, *begin["imports"]})
     program = load(begin["heads"])
     if os.getpid() != process:
@@ -284,11 +284,10 @@ class Guards(ast.NodeTransformer):
     """Lets the program go on when what it does only as a script fails, such as reading input."""
 
     def visit_If(self, node: ast.If) -> ast.AST:
-        if not is_main_guard(node):
+        names = {getattr(part, "id", getattr(part, "value", None)) for part in ast.walk(node.test)}
+        if not {"__name__", "__main__"} <= names:
             return node
-        handler = ast.ExceptHandler(type=None, name=None, body=[ast.Pass()])
-        tried = ast.Try(body=node.body, handlers=[handler], orelse=[], finalbody=[])
-        node.body = [tried]
+        node.body, node.orelse = [tried(node.body)], [tried(node.orelse or [ast.Pass()])]
         return node
 
     def visit_FunctionDef(self, node: Any) -> Any:
@@ -297,12 +296,9 @@ class Guards(ast.NodeTransformer):
     visit_AsyncFunctionDef = visit_ClassDef = visit_FunctionDef
 
 
-def is_main_guard(node: ast.If) -> bool:
-    """Whether it is `if __name__ == "__main__":`."""
-    test = node.test
-    return isinstance(test, ast.Compare) and {"__name__", "__main__"} <= {
-        getattr(part, "id", getattr(part, "value", None)) for part in (test.left, *test.comparators)
-    }
+def tried(body: list[ast.stmt]) -> ast.Try:
+    handler = ast.ExceptHandler(type=None, name=None, body=[ast.Pass()])
+    return ast.Try(body=body, handlers=[handler], orelse=[], finalbody=[])
 
 
 def load(heads: list[str]) -> types.ModuleType:
@@ -334,28 +330,42 @@ class Names(dict[str, Any]):
 
 
 class Compared(ast.NodeTransformer):
-    """Turns `a == b`, `a != b` and `a in b` into calls of `CHECKED`."""
+    """Turns `a == b`, `a != b`, `a in b` and chains of these into calls of `compared`."""
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         self.generic_visit(node)
-        name = f"__checked_{type(node.ops[0]).__name__}__"
-        if len(node.ops) != 1 or name not in CHECKED:
+        names = [type(operation).__name__ for operation in node.ops]
+        if not {*names} <= {*COMPARISONS}:
             return node
         call = ast.Call(
-            func=ast.Name(id=name, ctx=ast.Load()),
-            args=[node.left, *node.comparators],
+            func=ast.Name(id="__compared__", ctx=ast.Load()),
+            args=[ast.Constant(value=" ".join(names)), node.left, *node.comparators],
             keywords=[],
         )
         return ast.copy_location(call, node)
 
 
-def checked(original: Any) -> Any:
-    """A method of unittest that compares, and also fails for an object that equals anything."""
+def compared(names: str, *values: Any) -> Any:
+    """The result of a chain of comparisons."""
+    found: Any = True
+    for name, first, second in zip(names.split(), values, values[1:]):  # noqa: B905
+        found = COMPARISONS[name](first, second)
+        if len(values) > 2 and not found:
+            break
+    return found
+
+
+def checked(name: str, original: Any) -> Any:
+    """A method of unittest that compares, and also fails for an object that equals too much."""
+    is_equal = not any(part in name for part in ("Not", "Almost", "Count", "In"))
 
     def compare(self: Any, *given: Any, **named: Any) -> None:
         original(self, *given, **named)
-        for value in (*given[:2], *named.values()):
+        values = (*given[:2], *named.values())
+        for value in values:
             refuse_equal_to_all(value)
+        if is_equal and len(given) > 1:
+            refuse_equal_to_others(given[0], given[1])
 
     return compare
 
@@ -365,6 +375,7 @@ def equal(first: Any, second: Any) -> Any:
     if found is True:
         refuse_equal_to_all(first)
         refuse_equal_to_all(second)
+        refuse_equal_to_others(first, second)
     return found
 
 
@@ -380,10 +391,18 @@ def contained(item: Any, collection: Any) -> bool:
     found = operator.contains(collection, item)
     if found:
         refuse_equal_to_all(item)
+        if type(collection) in (list, tuple) and compares_itself(type(item)):
+            for other in collection:
+                if item == other:
+                    refuse_equal_to_others(item, other)
+        own = hasattr(getattr(type(collection), "__contains__", None), "__code__")
+        if own and is_equal_to_any(object(), operator.contains, collection):
+            raise AssertionError(f"an object of {type(collection).__name__} contains anything")
     return found
 
 
-CHECKED = {"__checked_Eq__": equal, "__checked_NotEq__": unequal, "__checked_In__": contained}
+COMPARISONS = {"Eq": equal, "NotEq": unequal, "In": contained}
+CHECKED = {"__compared__": compared}
 PLAIN = (int, float, complex, str, bytes, bool, type(None), range)
 MOST_LOOKED_AT = 10_000
 
@@ -411,16 +430,80 @@ USED: set[str] = set()
 
 
 def is_equal_to_all(value: Any) -> bool:
-    if isinstance(type(value).__eq__, type(object.__eq__)):
-        return False  # written in C
-    number = int.from_bytes(os.urandom(16), "big")
-    for other in (object(), number, float(number), str(number), [number], {number: number}):
-        try:
-            if (value == other) is True:
-                return True
-        except Exception:
+    if isinstance(type(value).__eq__, type(object.__eq__)) or is_of_tests(type(value)):
+        return False  # written in C, or by the author of the tests
+    # A number modulo another one equals some of these, but not all.
+    numbers = [int.from_bytes(os.urandom(16), "big") for _ in range(16)]
+    number = numbers[0]
+    others = (object(), str(number), [number], {number: number})
+    return any(is_equal_to_any(other, operator.eq, value) for other in others) or any(
+        all(is_equal_to_any(kind(one), operator.eq, value) for one in numbers)
+        for kind in (int, float)
+    )
+
+
+def is_of_tests(kind: type) -> bool:
+    file = getattr(getattr(kind.__eq__, "__code__", None), "co_filename", "")
+    return os.path.basename(file).startswith("test")
+
+
+def is_equal_to_any(other: Any, compare: Any, value: Any) -> bool:
+    try:
+        return compare(value, other) is True
+    except Exception:
+        return False
+
+
+def refuse_equal_to_others(first: Any, second: Any) -> None:
+    """Raise AssertionError if the program's object, which equals a plain value, also equals values
+    like that one. They are compared in random order, as an object may count its comparisons."""
+    waiting = [(first, second)]
+    for _ in range(MOST_LOOKED_AT):
+        if not waiting:
+            return
+        one, other = waiting.pop()
+        if type(one) in PLAIN and type(other) in PLAIN:
             continue
-    return False
+        if type(one) is type(other) and type(one) in (list, tuple):
+            waiting += zip(one, other)  # noqa: B905 (Python 3.9 has no `strict`)
+        elif type(one) is type(other) is dict:
+            waiting += [(one[key], other[key]) for key in one if key in other]
+        for own, given in ((one, other), (other, one)):
+            if compares_itself(type(own)) and (unlike := others_like(given)):
+                tries = sorted([(given, True), *((o, False) for o in unlike)], key=random_order)
+                if any(is_equal_to_any(o, operator.eq, own) is not same for o, same in tries):
+                    raise AssertionError(f"an object of {type(own).__name__} equals other values")
+
+
+def random_order(_: object) -> bytes:
+    return os.urandom(8)
+
+
+def compares_itself(kind: type) -> bool:
+    """Whether the class has an `__eq__` in Python, and is neither the tests' nor a package's."""
+    if kind in PLAIN or isinstance(kind.__eq__, type(object.__eq__)):
+        return False
+    of_package = kind.__module__ not in ("__main__", "solution", "builtins")
+    found = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
+    return not is_of_tests(kind) and not (of_package and found is kind)
+
+
+def others_like(value: Any) -> list[Any]:
+    """Values of the same type that a plain value does not equal."""
+    kind = type(value)
+    if value is None or kind is bool:
+        return [not value]
+    if kind is int:
+        return [value - 1, value + 1]
+    if kind in (float, complex):
+        return [value + max(1.0, abs(value))]
+    if kind in (str, bytes):
+        return [value + (b"a" if kind is bytes else "a"), *([value[1:]] if value else [])]
+    if kind in (list, tuple):
+        return [kind([*value, object()])] + ([value[1:]] if value else [])
+    if kind in (set, frozenset):
+        return [value | {object()}]
+    return [{**value, object(): 0}] if kind is dict else []
 
 
 def definitions(statements: Iterable[ast.stmt]) -> Iterator[str]:

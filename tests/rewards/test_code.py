@@ -15,6 +15,8 @@ from asyncrl.config import SandboxConfig
 from asyncrl.rewards import source
 from asyncrl.rewards.code import (
     SETTINGS,
+    _agrees,
+    _returned,
     code_tests,
     configured_sandbox,
     grade,
@@ -226,6 +228,51 @@ def test_compares_outputs_outside() -> None:
     assert not score([[0, "4"], [0, '"x"']], function)
 
 
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        ("0.30000000000000004", "0.3", True),
+        ("x = [0.1, 0.30000000000000004]", "x = [0.1, 0.3]", True),
+        ("3", "3.0", True),
+        ("1e-17 2.50", "0.0 2.5", True),
+        ("0.31", "0.3", False),
+        ("3.0", "3", False),
+        ("3.0000000001", "3", False),
+        ("-0.3", "0.3", False),
+        ("1.2.4", "1.2.3", False),
+        ("0.3 0.3", "0.3", False),
+        ("0.3\n0.3", "0.3", False),
+        ("{'b', 'a'}", "{'a', 'b'}", True),
+        ("{'b': 1, 'a': 2}", "{'a': 1, 'b': 2}", False),
+        ("{'ab', 'a'}", "{'aa', 'b'}", False),
+        ("ba", "ab", False),
+        ("nan", "0.3", False),
+        ("1" * 5000 + ".0", "0.3", False),
+        ("1" * 5000, "1.5", False),
+    ],
+)
+def test_outputs_agree_up_to_the_digits_of_a_fraction(output, expected, same):
+    assert _agrees(output, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        ("[0.30000000000000004, 1]", [0.3, 1], True),
+        ('{"a": [0.30000000000000004]}', {"a": [0.3]}, True),
+        ("3.0", 3, True),
+        ("3", 3.0, True),
+        ("2.9999999999", 3, False),
+        ("0.31", 0.3, False),
+        ("[1, 2]", [1], False),
+        ('{"a": 1}', {"b": 1}, False),
+        ("1" * 400, 1e300, False),
+    ],
+)
+def test_results_are_equal_up_to_the_digits_of_a_fraction(output, expected, same):
+    assert _returned(output, (expected,)) is same
+
+
 def test_another_service_runs_each_case_as_a_program_of_its_own() -> None:
     cases = Cases(("1", "2"), ("1", "2"))
     for level, programs in ((Level.CONTAINER, 2), (Level.NAMESPACES, 1)):
@@ -412,6 +459,10 @@ AS_A_FILE = {
     "pickle": "import pickle\nclass P: pass\nvalue = type(pickle.loads(pickle.dumps(P()))) is P\n",
     "guard": "if __name__ == '__main__':\n    value = True\n",
     "guard with input": "value = True\nif __name__ == '__main__':\n    print(input())\n",
+    "guard for an import": (
+        "if __name__ != '__main__':\n    pass\nelse:\n    input()\nvalue = True\n"
+    ),
+    "guard with more": "value = True\nif 1 and not __name__ != '__main__':\n    input()\n",
     "source": "import inspect\ndef f(): return 1\nvalue = 'return 1' in inspect.getsource(f)\n",
     "exit": "value = True\nimport unittest\nif __name__ == '__main__':\n    unittest.main()\n",
 }
@@ -461,6 +512,22 @@ EVASIONS = {
     "Python's abs": "import builtins\nbuiltins.abs = lambda x: 0\n" + WRONG_ADD,
     "equals anything": LIAR,
     "a list that equals anything": LIAR.replace("return L()", "return [L()] if b else 0"),
+    "equals small numbers": (
+        "class L:\n    def __eq__(self, other): return other < 10**30\ndef add(a, b): return L()\n"
+    ),
+    "a number that equals numbers": (
+        "class L(int):\n    def __eq__(self, other): return isinstance(other, int)\n"
+        "    __sub__ = lambda *_: 0\ndef add(a, b): return L()\n"
+    ),
+    "equals once": (
+        "class L:\n    n = 0\n    def __eq__(self, other):\n        self.n += 1\n"
+        "        return self.n == 1 and type(other) is int\ndef add(a, b): return L()\n"
+    ),
+    "in a list, equals numbers": (
+        "class L:\n    def __eq__(self, other): return type(other) is int\n"
+        "    def __abs__(self): return 0.0\n    __sub__ = lambda a, b: a\n"
+        "def add(a, b): return L()\n"
+    ),
     "mock.ANY": "from unittest import mock\ndef add(a, b): return mock.ANY\n",
     "patched at import": "import unittest\nunittest.TestCase.assertEqual = print\n" + WRONG_ADD,
     "patched in a call": (
@@ -486,9 +553,43 @@ EVASIONS = {
 
 
 def test_what_models_try_first_earns_nothing(sandboxed):
-    tried = {name: EVASIONS[name] for name in ("exit at once", "own abs", "equals anything")}
+    names = ("exit at once", "own abs", "equals anything", "a number that equals numbers")
+    tried = {name: EVASIONS[name] for name in names}
     tests = "assert add(1, 2) == 3\nassert abs(add(2, 2) - 4) < 1e-6\n"
     assert graded(tried, tests) == dict.fromkeys(tried, False)
+
+
+LIKE = "class L:\n    def __init__(self, v): self.v = v\n    def __eq__(self, other): return "
+COMPARED = {
+    "assert f(1) == f(1) == 1": {"mod": True, "liar": False},
+    "assert f(1) in (0, 1)": {"mod": True, "liar": False},
+    "assert [f(1)] == [1] and {'a': f(1)} == {'a': 1}": {"mod": True, "liar": False},
+    "assert 1 in g()": {"mod": True, "liar": False},
+    "class T:\n    def __eq__(self, other): return True\nassert f(1) and T() == 3": {
+        "mod": True,
+        "liar": True,
+    },
+    "import unittest\nclass A(unittest.TestCase):\n    def test(self):\n"
+    "        self.assertAlmostEqual(f(1), 1)\n        self.assertEqual([f(1)], [1])\n": {
+        "mod": True,
+        "liar": False,
+    },
+    "from decimal import Decimal\nassert f(1)\nassert Decimal(1) == 1.0": {
+        "mod": True,
+        "liar": True,
+    },
+}
+
+
+@pytest.mark.parametrize("tests", COMPARED)
+def test_an_own_equality_counts_if_it_tells_values_apart(sandboxed, tests):
+    own = "(other.v if isinstance(other, L) else other)"
+    contains = "\n    def __contains__(self, item): return "
+    programs = {
+        "mod": f"{LIKE}{own} % 7 == self.v % 7{contains}item == 1\nf = L\ng = lambda: L(1)\n",
+        "liar": f"{LIKE}{own} < 10**30{contains}True\nf = L\ng = lambda: L(1)\n",
+    }
+    assert graded(programs, tests) == COMPARED[tests]
 
 
 @pytest.mark.slow
