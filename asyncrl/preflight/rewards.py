@@ -16,7 +16,7 @@ from asyncrl.preflight.environment import check_agent, try_environment
 from asyncrl.preflight.specs import data_spec
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import (
-    ANSWERS,
+    ON_REQUEST,
     UNSCORED_REASON,
     GroupCall,
     RewardError,
@@ -92,7 +92,7 @@ def _try_rewards(config: Config, pool: RewardPool, report: PromptReport) -> Trie
     try_environment(config)
     prompt = first_prompt(data_spec(config), report)
     check_agent(config.agent, prompt.columns)
-    if taken := sorted({*ANSWERS} & prompt.columns.keys()):
+    if taken := sorted({*ON_REQUEST} & prompt.columns.keys()):
         raise ConfigError(
             f"data.train: the column {taken[0]} has the name of an argument that rewards get;"
             " rename it"

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from asyncrl.config import SandboxConfig
 from asyncrl.rewards.code_forms import Cases, Source, TestsError, heads_of, read_tests
+from asyncrl.rewards.contract import row_of
 from asyncrl.rewards.final_answer import code_blocks
 from asyncrl.sandbox import Limits, Program, Result, Sandbox, open_sandbox
 from asyncrl.sandbox.machine import usable_cpus
@@ -74,6 +75,7 @@ async def code_tests(
     tests: Sequence[object],
     answer_texts: Sequence[str | None] | None = None,
     answer_ended: Sequence[bool] | None = None,
+    shared_arguments: Sequence[str] = (),
     **columns: object,
 ) -> list[float | None]:
     """1.0 where the completion's last Python block passes all its tests, else 0.0.
@@ -87,7 +89,8 @@ async def code_tests(
     """
     sandbox, limits = await asyncio.to_thread(configured_sandbox)
     slots = asyncio.Semaphore(usable_cpus())
-    rows = [row_of(columns, place, len(completions)) for place in range(len(completions))]
+    count = len(completions)
+    rows = [row_of(columns, place, count, shared_arguments) for place in range(count)]
     read: list[Cases | Source] = []
     for given, row in zip(tests, rows, strict=True):
         same = bool(read) and given == tests[0]
@@ -102,17 +105,6 @@ async def code_tests(
 
     programs = code_blocks(completions, answer_texts, answer_ended)
     return list(await asyncio.gather(*map(score, programs, read, rows)))
-
-
-def row_of(columns: Mapping[str, object], place: int, count: int) -> dict[str, object]:
-    """One trajectory's values of the columns. An entry of the function's `arguments` is the same
-    for all."""
-    return {
-        name: values[place]
-        if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
-        else values
-        for name, values in columns.items()
-    }
 
 
 async def grade(

@@ -15,6 +15,8 @@ answer_texts     the texts without their reasoning, by the model's own turn form
                  nothing else came. Only for a function that names it
 answer_ended     whether the completion ended by itself (finish_reason stop, or unknown). Only for a
                  function that names it
+shared_arguments names of the entries of `arguments`, which are no lists of n items. Only for a
+                 function that names it
 messages         the chat messages that the template rendered, as the dataset has them; only where
                  a template was applied
 session_messages with an environment, each trajectory's messages with all its turns. `completions`
@@ -49,7 +51,7 @@ import math
 import numbers
 import re
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -85,6 +87,7 @@ __all__ = [
     "finite_sum",
     "import_reward",
     "keyword_arguments",
+    "row_of",
     "with_notes",
 ]
 
@@ -92,7 +95,7 @@ CALLERS = {str(Path(__file__)), str(Path(__file__).with_name("process.py")), fun
 """Files whose frames precede those of the reward in a traceback."""
 MOST_FRAMES = 12
 """Frames of a traceback that are kept, from the innermost."""
-ANSWERS = ("answer_texts", "answer_ended")
+ON_REQUEST = ("answer_texts", "answer_ended", "shared_arguments")
 """Arguments for functions that name them. No column of the data replaces them."""
 UNSCORED_REASON = "unscored_"
 """Beginning of the names of parts that say why there is no reward."""
@@ -252,15 +255,33 @@ def keyword_arguments(
         "completions": list(call.completions),
         "completion_ids": [list(ids) for ids in call.completion_ids],
     }
-    if named := parameter_names(reward) & {*ANSWERS}:
+    if named := parameter_names(reward) & {*ON_REQUEST}:
         found: dict[str, Callable[[], object]] = {
             "answer_texts": partial(_answers, call, answers or AnswerReader(AnswerFormat())),
             "answer_ended": partial(_ended, call),
+            "shared_arguments": lambda: sorted(arguments),
         }
         available |= {name: found[name]() for name in named}
     return chosen_arguments(
         reward, available, "no column of the data and no entry of its arguments provides"
     )
+
+
+def row_of(
+    columns: Mapping[str, object], place: int, count: int, shared: Collection[str] = ()
+) -> dict[str, object]:
+    """One trajectory's values of the arguments that a function got for `count` trajectories.
+
+    Args:
+        shared: those that are the same for all (`shared_arguments`). Another one is the same for
+            all unless it is a list of `count` items.
+    """
+    return {
+        name: values[place]
+        if isinstance(values, list | tuple) and len(values) == count and name not in shared
+        else values
+        for name, values in columns.items()
+    }
 
 
 def _answers(call: GroupCall, reader: AnswerReader) -> list[str | None]:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from asyncrl.rewards.contract import row_of
 from asyncrl.rewards.endpoint import (
     ABOUT_CONTENT,
     Endpoint,
@@ -38,7 +39,6 @@ __all__ = [
     "filled",
     "labeled",
     "llm_judge",
-    "of_each",
 ]
 
 logger = logging.getLogger(__name__)
@@ -163,6 +163,7 @@ async def llm_judge(
     completions: Sequence[str],
     judge: Mapping[str, object],
     answer_texts: Sequence[str | None] | None = None,
+    shared_arguments: Sequence[str] = (),
     **columns: object,
 ) -> dict[str, list[float | None]]:
     """The judge's score of each completion, in [0, 1]; None where it gave none in time. 0.0 for a
@@ -178,7 +179,11 @@ async def llm_judge(
     settings = JudgeSettings.model_validate(dict(judge))
     texts = answers_of(completions, answer_texts)
     fields = {
-        index: {**of_each(columns, index, len(texts)), "prompt": prompts[index], "completion": text}
+        index: {
+            **row_of(columns, index, len(texts), shared_arguments),
+            "prompt": prompts[index],
+            "completion": text,
+        }
         for index, text in enumerate(texts)
         if text is not None
     }
@@ -219,15 +224,6 @@ async def answers(settings: JudgeSettings, questions: Sequence[str]) -> list[Jud
             async with asyncio.timeout_at(ends):
                 await server.accepted.check(lambda: server.post(ordinary))
     return given
-
-
-def of_each(columns: Mapping[str, object], index: int, count: int) -> dict[str, object]:
-    """The values of one of `count` trajectories in the columns that have one for each."""
-    return {
-        name: value[index]
-        for name, value in columns.items()
-        if isinstance(value, list) and len(value) == count
-    }
 
 
 def filled(template: str, fields: Mapping[str, object]) -> str:

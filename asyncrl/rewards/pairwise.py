@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
+from asyncrl.rewards.contract import row_of
 from asyncrl.rewards.final_answer import answers_of
 from asyncrl.rewards.judge import (
     REASONS,
@@ -22,7 +23,6 @@ from asyncrl.rewards.judge import (
     answers,
     filled,
     labeled,
-    of_each,
 )
 
 __all__ = ["PairwiseSettings", "pairwise_judge"]
@@ -83,6 +83,7 @@ async def pairwise_judge(
     completions: Sequence[str],
     judge: Mapping[str, object],
     answer_texts: Sequence[str | None] | None = None,
+    shared_arguments: Sequence[str] = (),
     **columns: object,
 ) -> dict[str, list[float | None]]:
     """The share of its comparisons that each completion wins against the others of its group, in
@@ -112,7 +113,7 @@ async def pairwise_judge(
         filled(
             settings.template,
             {
-                **of_each(columns, first, count),
+                **row_of(columns, first, count, shared_arguments),
                 "prompt": prompts[first],
                 "first": texts[first],
                 "second": texts[second],

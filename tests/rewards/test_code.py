@@ -345,6 +345,13 @@ def test_assertions_pass_or_fail(sandboxed):
     assert list(found) == [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0]
 
 
+def test_a_list_in_the_arguments_is_the_same_for_all(sandboxed):
+    setup = {"test_setup_code": ["one = add(1, 0)", "two = add(one, 1)"]}
+    two = group([f"```python\n{ADD}```"] * 2, "assert add(1, two) == 3")
+    found = call_reward("asyncrl.rewards.builtin:code_tests", two, setup)
+    assert found.rewards == [1.0, 1.0]
+
+
 def test_programs_are_run_on_inputs(sandboxed):
     programs = [
         "a, b = map(int, input().split())\nprint(a + b)",

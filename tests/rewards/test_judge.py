@@ -365,6 +365,15 @@ def test_a_judgment_that_did_not_end_is_no_score(judge, reply, reason):
         assert found.parts[f"unscored_{one}"] == [float(reason == one), 0.0]
 
 
+def test_a_list_in_the_arguments_is_the_same_for_all(judge):
+    settings = {"url": judge.url, "model": "m", "template": "{rubric} {prompt} A: {completion}"}
+    two = GroupCall(["p"] * 2, ["a", "b"], [[1]] * 2)
+    arguments = {"judge": settings, "rubric": ["x", "y"]}
+    call_reward("asyncrl.rewards.builtin:llm_judge", two, arguments)
+    asked = {body["messages"][0]["content"] for _, _, body in judge.requests}
+    assert asked == {"['x', 'y'] p A: a", "['x', 'y'] p A: b"}
+
+
 def test_a_judge_reads_the_answer_part(judge):
     found = given(judge, "<think>Score: 10</think>good", "<think>good")
     assert found.rewards == [1.0, 0.0]
