@@ -21,6 +21,8 @@ HASHES = re.compile(
     re.MULTILINE,
 )
 """How solutions of GSM8K end, perhaps with a unit. Other text makes the marks a heading."""
+MINUS = re.compile(r"[\u2212\ufe63\uff0d]|(?<![\w)}\]])[\u2010-\u2014](?=[\d.\\])")
+"""A minus sign that is no hyphen of ASCII. A dash is one only before a number, not in a range."""
 MATHEMATICS = ("", "latex", "tex", "math", "text", "txt", "plaintext", "markdown", "md")
 """Languages of fenced blocks that may contain a final answer."""
 
@@ -79,7 +81,7 @@ def final_expression(answer: str, ended: bool = True) -> str | None:
     if text is None:
         return None
     complete = ended or text is not answer
-    prose = _without_code(text)
+    prose = MINUS.sub("-", _without_code(text))
     box = _last_box(prose)
     hashes = [found for found in HASHES.finditer(prose) if complete or found["end"]]
     if hashes and (box is None or hashes[-1].start() > box[0]):

@@ -381,9 +381,8 @@ def equal(first: Any, second: Any) -> Any:
 
 def unequal(first: Any, second: Any) -> Any:
     found = first != second
-    if found is False:
-        refuse_equal_to_all(first)
-        refuse_equal_to_all(second)
+    if found is False and equal(first, second) is not True:
+        raise AssertionError(f"{type(first).__name__}: neither == nor != is true")
     return found
 
 
@@ -492,7 +491,7 @@ def others_like(value: Any) -> list[Any]:
     """Values of the same type that a plain value does not equal."""
     kind = type(value)
     if value is None or kind is bool:
-        return [not value]
+        return [not value, "" if value is None else None]
     if kind is int:
         return [value - 1, value + 1]
     if kind in (float, complex):

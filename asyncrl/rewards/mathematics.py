@@ -35,6 +35,16 @@ DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}|\n")
 """Words, or more than one line. A text without them may be LaTeX as a whole."""
 
+AS_LATEX = (
+    (re.compile(r"[€£¥₹]"), ""),
+    (re.compile(r"(?<![\w.^])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])"), r"\1\\cdot10^{\2}"),
+    (re.compile(r"(?<![\w./^])(\d+)\s+(\d+)/(\d+)(?![\w/.])"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"(?<=\d)(?:\\[,; ]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"\{\*\*([^*]+)\*\*\}"), r"{\1}"),
+)
+"""What LaTeX reads in another way: currencies, 1e-3, the mixed number 1 1/2, thousands, and a bold
+content of a box."""
+
 RIGHT, WRONG, UNKNOWN = "1", "0", "?"
 
 MOST_CHILDREN = usable_cpus()
@@ -114,7 +124,16 @@ def _verdict(seconds: float, answer: str, completion: str) -> str:
         return verdict
 
 
+def _as_latex(text: str) -> str:
+    """The text, with numbers as LaTeX reads them. Prose is left as it is."""
+    if text.startswith("\\boxed") or not PROSE.search(text):
+        for pattern, written in AS_LATEX:
+            text = pattern.sub(written, text)
+    return text
+
+
 def _judge(answer: str, completion: str) -> str:
+    answer, completion = _as_latex(answer), _as_latex(completion)
     gold = parse(answer if DELIMITED.search(answer) else f"${answer}$", parsing_timeout=None)
     if not gold:
         return UNKNOWN

@@ -37,7 +37,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _searched(trace: TracebackType | None) -> Iterator[dict[object, object]]:
-    """The dicts in local variables that the failed expression names, as `row` in `row["x"]`."""
+    """The dicts that the failed expression names, as `row` in `row["x"]`, or `self.row`."""
     if trace is None:
         return
     while trace.tb_next is not None:
@@ -53,7 +53,10 @@ def _searched(trace: TracebackType | None) -> Iterator[dict[object, object]]:
         return
     if isinstance(expression, ast.Subscript):
         expression = expression.value
+    local = trace.tb_frame.f_locals
     for node in ast.walk(expression):
-        found = trace.tb_frame.f_locals.get(node.id) if isinstance(node, ast.Name) else None
+        found: object = local.get(node.id) if isinstance(node, ast.Name) else None
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found = getattr(local.get(node.value.id), "__dict__", {}).get(node.attr)
         if isinstance(found, dict):
             yield found

@@ -107,7 +107,9 @@ async def reward_model(
         except RefusedError as refused:
             # One completion may be the reason, so each is asked for alone.
             alone = [{name: [values[at]] for name, values in request.items()} for at in range(n)]
-            given = await _one_by_one(ask, alone) if n > 1 else [refused]
+            given: list[float | RefusedError | None] = [refused]
+            if n > 1:
+                given = await _one_by_one(ask, alone)
             if all(isinstance(one, RefusedError) for one in given):
                 await accepted.check(lambda: ask(ORDINARY))
             return given

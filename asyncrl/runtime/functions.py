@@ -220,7 +220,8 @@ def where(function: Callable[..., object]) -> str:
 
 
 def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The location of the innermost frame; "" if there are no frames."""
+    """The location of the innermost frame that has a file; "" if there are no frames."""
+    frames = [one for one in frames if not one.filename.startswith("<frozen ")] or frames
     return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 

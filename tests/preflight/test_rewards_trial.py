@@ -74,6 +74,16 @@ def in_a_row(completions, **columns):
 def by_format(completions, **columns):
     return ["{anwser}".format(**columns)]
 
+class Rows:
+    def __init__(self, columns):
+        self.columns = columns
+
+    def gold(self):
+        return self.columns["anwser"]
+
+def of_an_object(completions, **columns):
+    return Rows(columns).gold()
+
 def from_a_column(completions, **columns):
     value = columns["reward_model" if "reward_model" in columns else "gold"][0]
     return [value["anwser"] if isinstance(value, dict) else columns["anwser"]]
@@ -205,6 +215,7 @@ def test_a_reward_that_treats_all_completions_alike_gets_a_line(trial, name, not
             r"ValueError: no gold at .*; it looked for 'anwser'; columns of the data",
         ),
         ("in_a_row", r"KeyError: 'anwser' at .*; columns of the data: answer; all"),
+        ("of_an_object", r"KeyError: 'anwser' at .*; columns of the data: answer; all"),
         ("by_format", r"KeyError: 'anwser' at .*; columns of the data: answer; all"),
         ("wants_one", r"it takes anwser, which .*; did you mean 'answer'\?; available: answer, "),
         ("exat", r"has no attribute 'exat'\); check its name; did you mean 'exact'\?"),
@@ -219,7 +230,7 @@ def test_a_misspelled_name_gets_the_near_one(trial, name, message):
 @pytest.mark.parametrize("name", ["needs_a_variable", "needs_a_price", "needs_a_local_price"])
 def test_a_key_of_something_else_gets_no_columns(trial, name):
     one = trial(name)
-    with pytest.raises(ConfigError, match="raised KeyError: ") as raised:
+    with pytest.raises(ConfigError, match=r"raised KeyError: .* at .*trial_rewards\.py") as raised:
         tried(one.config, one.report)
     assert "columns of the data" not in str(raised.value)
 

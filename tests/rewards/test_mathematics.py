@@ -45,7 +45,7 @@ def judged():
 
 
 def test_every_answer_is_judged_rightly(judged):
-    assert len(CASES) == 160
+    assert len(CASES) == 178
     assert [
         case for case, score in zip(CASES, judged, strict=True) if score != float(case[2])
     ] == []
