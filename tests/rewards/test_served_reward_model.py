@@ -114,6 +114,16 @@ def test_a_completion_that_the_server_refuses_costs_only_that_completion(
     assert server.requests[0][1]["completions"] == ["a", "b"]
 
 
+def test_a_server_that_refuses_every_request_is_an_error(server: Any) -> None:
+    """The group, each completion alone, and then an ordinary one."""
+    server.replies = [400] * 4
+    with pytest.raises(RewardError, match=r"refuses every request, also .*status 400"):
+        asked(server)
+    assert server.requests[-1][1]["completions"] == ["0"] and server.replies == []
+    server.replies = [400, 400, 400, {"scores": [0.5]}]
+    assert asked(server) == [None, None]
+
+
 def test_scores_that_are_no_finite_numbers_are_unscored() -> None:
     request = {"complete": [True] * 5}
     values = json.loads("[1, NaN, 1e999, null, 1" + "0" * 400 + "]")
