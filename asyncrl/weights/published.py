@@ -34,6 +34,13 @@ __all__ = [
 
 TRAINED_TYPES = ("float32", "float16", "bfloat16", "float64")
 """Dtypes of a checkpoint's tensors that can be trained."""
+UNUSED = (
+    r"rotary_emb\.inv_freq$",
+    r"(^|\.)position_ids$",
+    r"\.masked_bias$",
+    r"\.causal_mask$",
+)
+"""Buffers of old checkpoints: models compute them anew."""
 
 
 class CannotPublishError(ValueError):
@@ -84,8 +91,9 @@ def version_table(model_path: str | Path) -> VersionTable:
         CheckpointFilesError: its files cannot be read.
     """
     stored = stored_tensors(model_path)
-    model, missing = _empty_model(model_path, stored)
-    selections = _selections(model)
+    config, model_class = _causal_lm(model_path)
+    model, missing = _empty_model(config, model_class, stored)
+    selections, buffers = _selections(model)
     try:
         reverted = _revert(model, selections)
     except NotExpressibleError as error:
@@ -93,22 +101,23 @@ def version_table(model_path: str | Path) -> VersionTable:
             f"{type(model).__name__}: transformers {error} to write this model's weights back,"
             " which cannot be done from shards"
         ) from error
-    first_of = _first_names(model)
+    first_of = _first_names(model, selections)
     found: dict[str, tuple[Piece, ...]] = {}
     for name, selection in reverted.items():
         if (at := _stored_name(name, stored, model.base_model_prefix)) is not None:
             found[at] = _fitting(at, selection, stored[at])
     _check_covered(selections, found, reverted, first_of, missing, type(model).__name__)
     renamed = {
-        name: tuple(_renamed(piece, first_of) for piece in pieces) for name, pieces in found.items()
+        name: tuple(_renamed(piece, first_of) for piece in pieces)
+        for name, pieces in found.items()
+        if not any(piece.parameter in buffers for piece in pieces)
     }
     _refuse_apart(renamed, stored)
-    rest = sorted(set(stored) - set(found))
+    rest = sorted(set(stored) - set(found), key=_natural)
+    unused = {name for name in rest if _unused(name, stored[name], model)}
     # vLLM reloads a module as a whole: if one of its tensors is published, all must be.
     modules = {name.rpartition(".")[0] for name in found}
-    left_out = [
-        name for name in rest if _not_loaded(name, model) and name.rpartition(".")[0] not in modules
-    ]
+    left_out = [name for name in rest if name in unused and name.rpartition(".")[0] not in modules]
     if whole := next(
         (name for name in sorted(found) if stored[name].dtype not in TRAINED_TYPES), None
     ):
@@ -124,6 +133,7 @@ def version_table(model_path: str | Path) -> VersionTable:
             f"{unknown!r} of the checkpoint has type {stored[unknown].dtype}: it is quantized, and"
             " cannot be trained"
         )
+    _refuse_untaken([name for name in rest if name not in unused], found, config, model)
     tensors = [
         PublishedTensor(name, stored[name], renamed.get(name, ()))
         for name in stored
@@ -131,7 +141,11 @@ def version_table(model_path: str | Path) -> VersionTable:
     ]
     # Order by layer: vLLM completes each layer as soon as all of its tensors have arrived.
     tensors.sort(key=lambda tensor: _natural(tensor.name))
-    shapes = {name: selections[name].shape for name in dict.fromkeys(first_of.values())}
+    shapes = {
+        name: selections[name].shape
+        for name in dict.fromkeys(first_of.values())
+        if name not in buffers
+    }
     return VersionTable(tuple(tensors), tuple(left_out), shapes, type(model).__name__)
 
 
@@ -147,7 +161,9 @@ def whole_table(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> VersionTab
 
 
 def _empty_model(
-    model_path: str | Path, stored: Mapping[str, StoredTensor]
+    config: PreTrainedConfig,
+    model_class: type[PreTrainedModel],
+    stored: Mapping[str, StoredTensor],
 ) -> tuple[PreTrainedModel, set[str]]:
     """Load the checkpoint with tensors on the meta device, which have shapes and no data. Returns
     the model, and the names of parameters and buffers that the checkpoint lacks. The model records
@@ -161,7 +177,6 @@ def _empty_model(
             "make a version's table before an HfDeepSpeedConfig: while one exists, transformers"
             " shards every model"
         )
-    config, model_class = _causal_lm(model_path)
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in stored.items()}
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -252,21 +267,22 @@ def _revert(model: PreTrainedModel, selections: Mapping[str, Selection]) -> dict
     return reverted
 
 
-def _selections(model: PreTrainedModel) -> dict[str, Selection]:
-    """A selection of every parameter, under each of its names."""
-    return {
-        name: Selection.of(name, parameter.shape)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+def _selections(model: PreTrainedModel) -> tuple[dict[str, Selection], set[str]]:
+    """A selection of every parameter, under each of its names, and of every buffer that is saved.
+    Also the names of these buffers."""
+    saved = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
+    return {name: Selection.of(name, tensor.shape) for name, tensor in tensors.items()}, {*buffers}
 
 
-def _first_names(model: PreTrainedModel) -> dict[str, str]:
-    """Name of a parameter → the name under which `named_parameters` lists it. Tied parameters share
-    the first of their names."""
+def _first_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Name of a tensor → the name under which the model lists it. Tied parameters share the first
+    of their names."""
     tied: dict[str, str] = dict(model.all_tied_weights_keys)
     firsts: dict[str, str] = {}
     found: dict[str, str] = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
+    for name in names:
         found[name] = firsts.setdefault(tied.get(name, name), name)
     return found
 
@@ -309,8 +325,8 @@ def _check_covered(
     missing: set[str],
     model: str,
 ) -> None:
-    """Raise CannotPublishError unless the checkpoint's tensors cover every parameter completely,
-    under one of its names."""
+    """Raise CannotPublishError unless the checkpoint's tensors cover every parameter and buffer
+    completely, under one of its names."""
     covered = dict.fromkeys(selections, 0)
     for pieces in found.values():
         for piece in pieces:
@@ -323,7 +339,7 @@ def _check_covered(
         return
     if lost in missing:
         raise CannotPublishError(
-            f"the checkpoint lacks {lost!r} of {model}, which would start from random values;"
+            f"the checkpoint lacks {lost!r} of {model}, which would start from new values;"
             " complete it"
         )
     wanted = next(
@@ -370,11 +386,31 @@ def _renamed(piece: Piece, first_of: Mapping[str, str]) -> Piece:
     )
 
 
-def _not_loaded(name: str, model: PreTrainedModel) -> bool:
-    """Whether transformers ignores the name when it loads, such as rotary frequencies of old
-    checkpoints."""
-    patterns = {r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())}
-    return any(re.search(pattern, name) for pattern in patterns)
+def _unused(name: str, tensor: StoredTensor, model: PreTrainedModel) -> bool:
+    """Whether no model of this family loads the tensor, such as rotary frequencies and causal masks
+    of old checkpoints, and layers that predict several tokens."""
+    text = model.config.get_text_config()
+    layers, more = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0
+    patterns = [*UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]
+    patterns += [rf"(^|\.)layers\.{number}\." for number in range(layers, layers + more)]
+    mask = name.endswith(".bias") and len(tensor.shape) == 4 and tensor.shape[:2] == (1, 1)
+    return mask or any(re.search(pattern, name) for pattern in patterns)
+
+
+def _refuse_untaken(
+    names: Iterable[str], found: Iterable[str], config: PreTrainedConfig, model: PreTrainedModel
+) -> None:
+    """Raise CannotPublishError for the first tensor that no parameter or buffer takes. If the model
+    is a part of the checkpoint, such as its text model, the other parts stay as stored."""
+    if type(model.config) is not type(config):
+        own = {name.partition(".")[0] for name in found}
+        names = [name for name in names if name.partition(".")[0] in own]
+    for name in names:
+        raise CannotPublishError(
+            f"the checkpoint's tensor {name!r} has no place in {type(model).__name__} of its"
+            " config.json, so another model than the checkpoint's would be trained; restore the"
+            " config.json that belongs to it, merge an adapter, or remove the tensor"
+        )
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -193,11 +194,12 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def same_values(stored: Mapping[str, StoredTensor], one: str, other: str) -> bool:
-    """Whether two tensors of a checkpoint are equal, in float32. Reads them in parts."""
+    """Whether two tensors of a checkpoint are equal, in float32. NaN equals NaN. Reads them in
+    parts."""
     import torch
     from safetensors import safe_open
 
-    names = one, other
+    names, equal = (one, other), partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
     if stored[one].shape != stored[other].shape:
         return False
     with ExitStack() as files:
@@ -207,10 +209,10 @@ def same_values(stored: Mapping[str, StoredTensor], one: str, other: str) -> boo
         ]
         shape = stored[one].shape
         if not shape:
-            return bool(torch.equal(*(part[...].float() for part in slices)))
+            return equal(*(part[...].float() for part in slices))
         rows = max(1, COMPARED_ELEMENTS // max(1, math.prod(shape[1:])))
         return all(
-            torch.equal(*(part[start : start + rows].float() for part in slices))
+            equal(*(part[start : start + rows].float() for part in slices))
             for start in range(0, shape[0], rows)
         )
 

@@ -132,6 +132,16 @@ def test_a_tied_head_with_values_of_its_own_is_refused(name: str, tmp_path: Path
     )
 
 
+def test_a_tied_head_with_the_same_nan_is_the_embedding(tmp_path: Path) -> None:
+    path = family("qwen3").save(tmp_path, tie_word_embeddings=True)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][0, 0] = float("nan")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    assert outline(rewritten(path, change)).refusal is None
+
+
 def test_names_without_the_base_model_prefix_are_kept(tmp_path: Path) -> None:
     """The original GPT-2 checkpoints have such names."""
     path = family("gpt2").save(tmp_path)
@@ -153,31 +163,68 @@ def test_names_without_the_base_model_prefix_are_kept(tmp_path: Path) -> None:
     )
 
 
-def test_rotary_frequencies_of_old_checkpoints_are_left_out_and_buffers_keep_their_type(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("qwen3", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("gpt2", "transformer.h.0.attn.masked_bias"),
+        ("gpt2", "transformer.h.0.attn.bias"),
+        ("gpt_neox", "gpt_neox.layers.1.attention.bias"),
+        ("glm4_moe", "model.layers.2.eh_proj.weight"),
+        ("glm4_moe", "model.layers.92.eh_proj.weight"),
+    ],
+)
+def test_tensors_that_no_model_of_the_family_loads_are_left_out(
+    tmp_path: Path, name: str, key: str
 ) -> None:
-    path = family("glm4_moe").save(tmp_path)
-    names = [
-        "model.layers.0.self_attn.rotary_emb.inv_freq",
-        "model.layers.2.unknown.weight",
-        "model.steps",
-    ]
-    extra = dict(
-        zip(
-            names,
-            (torch.ones(4), torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(7)),
-            strict=True,
-        )
-    )
+    """Buffers of old checkpoints, and layers that predict several tokens (GLM-4.5 has one)."""
+    path = family(name).save(tmp_path)
+    if "eh_proj" in key:
+        _set(path, num_nextn_predict_layers=1)
+    extra = {key: torch.ones(1, 1, 4, 4)}
     table = version_table(rewritten(path, lambda tensors: tensors.update(extra)))
-    assert table.left_out == (names[0],)
+    assert table.left_out == (key,)
+
+
+def _set(path: Path, **changes: object) -> None:
+    tree = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(tree | changes))
+
+
+def test_buffers_keep_their_type(tmp_path: Path) -> None:
+    table = version_table(family("glm4_moe").save(tmp_path))
     kept = {tensor.name: tensor.dtype("bfloat16") for tensor in table.tensors if not tensor.pieces}
-    assert kept == {
-        names[1]: "bfloat16",
-        names[2]: "int64",
-        "model.layers.1.mlp.gate.e_score_correction_bias": "float32",
-    }
+    assert kept == {"model.layers.1.mlp.gate.e_score_correction_bias": "float32"}
     assert {tensor.dtype("bfloat16") for tensor in table.tensors if tensor.pieces} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("qwen3", "model.layers.0.self_attn.q_proj.bias"),
+        ("qwen3", "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"),
+        ("qwen3", "model.layers.0.self_attn.q_proj.lora_A.default.weight"),
+        ("qwen3", "model.layers.2.input_layernorm.weight"),
+        ("qwen3", "lm_head.bias"),
+        ("qwen3", "score.weight"),
+        ("qwen3", "model.steps"),
+        ("gpt2", "wte.weight"),
+        ("gemma3", "audio_tower.layers.0.weight"),
+        ("mixtral", "model.layers.1.block_sparse_moe.gate.bias"),
+        ("glm4_moe", "model.layers.3.eh_proj.weight"),
+    ],
+)
+def test_tensors_without_a_place_in_the_model_are_refused(
+    tmp_path: Path, name: str, key: str
+) -> None:
+    """Dropped in silence, another model than the checkpoint's would be trained."""
+    path = family(name).save(tmp_path)
+    if "eh_proj" in key:
+        _set(path, num_nextn_predict_layers=1)
+    rewritten(path, lambda tensors: tensors.update({key: torch.ones(4)}))
+    for reward_model in False, True:
+        refusal = outline(path, reward_model).refusal
+        assert f"the checkpoint's tensor {key!r} has no place in " in str(refusal)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +240,13 @@ def test_rotary_frequencies_of_old_checkpoints_are_left_out_and_buffers_keep_the
         (
             lambda tensors: tensors.pop("model.norm.weight"),
             (
-                r"lacks 'model.norm.weight' of Qwen3MoeForCausalLM, which would start from random"
+                r"lacks 'model.norm.weight' of Qwen3MoeForCausalLM, which would start from new"
                 r" values"
             ),
+        ),
+        (
+            lambda tensors: tensors.pop("lm_head.weight"),
+            "lacks 'lm_head.weight' of Qwen3MoeForCausalLM",
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(8)}),
@@ -216,6 +267,13 @@ def test_a_checkpoint_that_the_model_does_not_fit_is_refused(
     with pytest.raises(CannotPublishError, match=words) as error:
         version_table(path)
     assert "\n" not in str(error.value)
+
+
+def test_a_buffer_that_is_missing_is_refused(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    path = rewritten(family("glm4_moe").save(tmp_path), lambda tensors: tensors.pop(name))
+    with pytest.raises(CannotPublishError, match=f"lacks '{name}' of Glm4MoeForCausalLM"):
+        version_table(path)
 
 
 def test_quantized_weights_are_refused_by_the_config(tmp_path: Path) -> None:
