@@ -20,7 +20,7 @@ class LoraConfig(Section):
     Its settings apply to those below that are not set. `{runs_root}` in it is replaced."""
     r: int = Field(default=16, gt=0, le=16384)
     """Rank of the adapter's matrices. vLLM serves ranks up to 512."""
-    alpha: int = Field(default=32, gt=0)
+    alpha: int | float = Field(default=32, gt=0, allow_inf_nan=False)
     """Scale: the adapter's product is multiplied by alpha / r (alpha / sqrt(r) with use_rslora)."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Linear layers that get an adapter: the last parts of their names, such as `q_proj`.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from asyncrl.contracts.adapters import PREFIX
 
@@ -45,10 +45,8 @@ WITHOUT_EFFECT = (
     "base_model_name_or_path",
     "ensure_weight_tying",
     "eva_config",
-    "exclude_modules",
+    "fan_in_fan_out",
     "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
     "lora_dropout",
     "megatron_core",
     "peft_type",
@@ -57,8 +55,11 @@ WITHOUT_EFFECT = (
     "runtime_config",
     "task_type",
 )
-"""PEFT's settings that do not change what the adapter computes in evaluation: the names of its
-matrices tell its layers."""
+"""PEFT's settings that do not change what the adapter of a `torch.nn.Linear` computes in
+evaluation."""
+NARROWING = ("exclude_modules", "layers_to_transform", "layers_pattern")
+"""PEFT's settings that take layers from those of target_modules. The names of the matrices tell the
+layers that are left."""
 MAGNITUDE = re.compile(r"(lora_magnitude_vector)(\.weight)?")
 
 
@@ -76,6 +77,8 @@ class AdapterFolder:
     """Published name of each matrix → its shape."""
     base: str
     """The model that it was made for, as PEFT recorded it; may be empty."""
+    dropout: float
+    """Share of an adapter's inputs that PEFT drops in training. Nothing is dropped here."""
 
 
 def adapter_base(directory: Path) -> str | None:
@@ -117,16 +120,30 @@ def open_adapter(directory: Path) -> AdapterFolder:
     tree = {**DEFAULTS, **tree}
     known = {ours: tree[theirs] for theirs, ours in TAKEN.items() if theirs in tree}
     targets = known.get("target_modules")
-    if not isinstance(targets, list):  # a pattern of PEFT
+    if not isinstance(targets, list) or any(tree.get(name) not in (None, []) for name in NARROWING):
         known["target_modules"] = sorted({_layer(name) for name in shapes})
-    return AdapterFolder(known, shapes, str(tree.get("base_model_name_or_path") or ""))
+    base, dropout = tree.get("base_model_name_or_path"), tree.get("lora_dropout")
+    return AdapterFolder(known, shapes, str(base or ""), float(cast("float", dropout or 0)))
 
 
 def read_matrices(directory: Path) -> dict[str, Tensor]:
-    """The matrices by their published names."""
+    """The matrices by their published names.
+
+    Raises:
+        AdapterFilesError: a matrix has values that are no finite numbers, or a quantized type.
+    """
     from safetensors.torch import load_file
 
-    return {_published(name): value for name, value in load_file(directory / WEIGHTS).items()}
+    matrices = load_file(directory / WEIGHTS)
+    for name, value in matrices.items():
+        if not value.is_floating_point() or value.itemsize < 2:
+            why = f"has type {value.dtype}; give an adapter that is not quantized"
+        elif not value.isfinite().all():
+            why = "has NaN or infinite values, so it cannot be trained; give an earlier checkpoint"
+        else:
+            continue
+        raise AdapterFilesError(f"{name!r} in {directory / WEIGHTS} {why}")
+    return {_published(name): value for name, value in matrices.items()}
 
 
 def _tree(directory: Path) -> dict[str, object]:
@@ -151,7 +168,8 @@ def _refuse_other_kinds(directory: Path, tree: Mapping[str, object]) -> None:
             f"{directory} is an adapter of type {kind!r}; give one of type LORA"
         )
     for name, value in tree.items():
-        if name in TAKEN or name in WITHOUT_EFFECT or not value or value in ABSENT.get(name, ()):
+        known = name in TAKEN or name in WITHOUT_EFFECT or name in NARROWING
+        if known or not value or value in ABSENT.get(name, ()):
             continue
         raise AdapterFilesError(
             f"{directory / SETTINGS} has {name} = {value!r}, which adapters have not here; merge"

@@ -17,6 +17,7 @@ from asyncrl.weights.outline import Outline, outline
 __all__ = [
     "adapter_text",
     "check_adapter",
+    "loaded_dropout",
     "published_bytes",
     "run_outline",
     "trained_bytes",
@@ -91,6 +92,19 @@ def check_adapter(config: RunSettings, version: Outline) -> None:
             f" {shapes[1]} here.{made_for} Set model.path to its model, or name its layers in"
             " lora.target_modules"
         )
+
+
+def loaded_dropout(config: RunSettings) -> str:
+    """A note that the dropout of `lora.load` has no effect; empty if it has none."""
+    if config.lora is None or config.lora.load is None:
+        return ""
+    dropout = _stored(config.lora.load).dropout
+    return (
+        f"the adapter of lora.load was trained with lora_dropout = {dropout:g}; the learner uses no"
+        " dropout"
+        if dropout
+        else ""
+    )
 
 
 def trained_bytes(config: RunSettings, version_bytes: int, of_element: int) -> int:

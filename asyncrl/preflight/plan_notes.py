@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from asyncrl.config import Config, RunSettings
-from asyncrl.preflight.adapter import trained_elements
+from asyncrl.preflight.adapter import loaded_dropout, trained_elements
 from asyncrl.weights.outline import Outline
 
 __all__ = ["gpus_here", "notes_text", "plan_notes"]
@@ -32,7 +32,8 @@ def plan_notes(config: RunSettings, version: Outline, gpus: int) -> list[str]:
     """
     lora = config.lora
     trained = version.trained if lora is None else trained_elements(version)
-    return [*filter(None, [_no_gpu(config, gpus), _learning_rate(config, trained)])]
+    notes = [_no_gpu(config, gpus), _learning_rate(config, trained), loaded_dropout(config)]
+    return [*filter(None, notes)]
 
 
 def notes_text(notes: list[str]) -> list[str]:

@@ -61,8 +61,11 @@ def outline(
     Args:
         lora: the adapter that the model shall have.
     """
-    settings = "null" if lora is None else lora.model_dump_json(exclude={"load"})
-    return _outline(str(model_path), reward_model, settings, _file_states(Path(model_path)))
+    settings = "null" if lora is None else lora.model_dump_json()
+    files = _file_states(Path(model_path))
+    if lora is not None and lora.load is not None:
+        files += _file_states(Path(lora.load))
+    return _outline(str(model_path), reward_model, settings, files)
 
 
 @lru_cache(maxsize=32)
@@ -113,13 +116,19 @@ def _outline_here(model_path: str, reward_model: bool, lora: str) -> Outline:
 
 
 def _adapter(model_path: str, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each of the adapter's matrices. PEFT makes them on a model without data. Raises
-    ValueError if the model cannot have the adapter."""
+    """Shape of each of the adapter's matrices. PEFT makes them on a model without data.
+
+    Raises:
+        ValueError: the model cannot have the adapter, or its values cannot be trained.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from asyncrl.models.adapter_files import read_matrices
     from asyncrl.models.adapters import add_adapter, published_name
 
+    if lora.load is not None:
+        read_matrices(Path(lora.load))
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

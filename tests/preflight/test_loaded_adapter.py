@@ -111,6 +111,10 @@ def test_settings_that_contradict_the_adapter_are_refused(
         ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern = .* merge the adapter into its model"),
         ({"bias": "all"}, "has bias = 'all'"),
         ({"init_lora_weights": "pissa"}, "has init_lora_weights = 'pissa'"),
+        ({"alpha_pattern": {"q_proj": 8}}, "has alpha_pattern = "),
+        ({"lora_bias": True}, "has lora_bias = True"),
+        ({"target_parameters": ["experts.down_proj"]}, "has target_parameters = "),
+        ({"trainable_token_indices": [3]}, r"has trainable_token_indices = \[3\]"),
         ({"a_later_setting": 3}, "has a_later_setting = 3"),
     ],
 )
@@ -119,6 +123,54 @@ def test_an_adapter_that_would_be_another_one_here_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^lora\.load: .*{message}"):
         plan({"load": changed(settings)})
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({"target_modules": r".*layers\.\d+\.self_attn\.(q|o)_proj"}, 4),
+        ({"layers_to_transform": [1]}, 2),
+        ({"layers_to_transform": 0, "layers_pattern": "layers"}, 2),
+        ({"exclude_modules": ["layers.0.self_attn.o_proj"]}, 3),
+        ({"fan_in_fan_out": True, "init_lora_weights": "gaussian"}, 4),
+    ],
+)
+def test_pefts_other_ways_to_name_the_layers_have_their_effect(
+    tiny_model: Path, plan: Any, tmp_path: Path, settings: dict[str, Any], layers: int
+) -> None:
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    chosen = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "o_proj"], **settings})
+    path = tmp_path / "own"
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), chosen).save_pretrained(path)
+    assert len(plan({"load": str(path)}).version.adapter) == 2 * layers
+
+
+def test_a_scale_may_be_a_fraction_and_dropout_is_noted(changed: Any, plan: Any) -> None:
+    made = plan({"load": changed({"lora_alpha": 12.5, "lora_dropout": 0.1})})
+    assert made.config.lora.alpha == 12.5 and "scale 6.25" in made.text()
+    assert [note for note in made.notes if "lora" in note] == [
+        "the adapter of lora.load was trained with lora_dropout = 0.1; the learner uses no dropout"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda value: value.fill_(float("nan")), "has NaN or infinite values"),
+        (lambda value: value.bfloat16().fill_(-float("inf")), "has NaN or infinite values"),
+        (lambda value: value.to(torch.int8), "has type torch.int8; give an adapter that is not q"),
+    ],
+)
+def test_values_that_cannot_be_trained_are_refused(
+    changed: Any, plan: Any, folder: Path, make: Any, message: str
+) -> None:
+    name, value = max(load_file(folder / WEIGHTS).items())
+    load = changed(tensors={name: make(value)})
+    with pytest.raises(ConfigError, match=rf"{name}' in .*{WEIGHTS} {message}"):
+        plan({"load": load})
+    assert plan({"load": str(folder)}).version.adapter, "the other folder is not refused"
 
 
 def test_other_tensors_and_missing_files_are_refused(
