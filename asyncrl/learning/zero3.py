@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from asyncrl.config import LearnerConfig, LoraConfig
 from asyncrl.learning.optimizer import make_optimizer
 from asyncrl.models.adapters import add_adapter, load_adapter, share_weights_with_dora
-from asyncrl.models.isolation import check_isolation
+from asyncrl.models.isolation import NOT_FINITE, check_isolation
 from asyncrl.models.policy import Policy, checkpoint_activations, head_settings, load_policy
 from asyncrl.models.ulysses import SequenceGroup
 from asyncrl.weights.gather import ShardedParameter
@@ -167,8 +167,8 @@ def start_engine(
         value_bias: see `load_policy`.
 
     Raises:
-        ValueError: the model cannot isolate packed trajectories from each other, or cannot have
-            the adapter.
+        ValueError: the model cannot isolate packed trajectories from each other, cannot have the
+            adapter, or has weights that are no finite numbers.
     """
     chosen = settings(config)
     sharded = HfDeepSpeedConfig(chosen)
@@ -198,6 +198,8 @@ def start_engine(
         model=policy, optimizer=make_optimizer(policy, config), config=chosen
     )
     engine.eval()  # no dropout: the policy is in eval mode and stays there
+    if not parameters_finite(engine):
+        raise ValueError(NOT_FINITE.format(path=path))
     check_isolation(
         engine,
         policy.model.config.get_text_config().vocab_size,

@@ -12,7 +12,12 @@ from torch import Tensor
 from asyncrl.models.micro_batches import Example, micro_batch, plain_example, token_example
 from asyncrl.models.supported import WAY_OUT, Packing
 
-__all__ = ["check_isolation"]
+__all__ = ["NOT_FINITE", "check_isolation"]
+
+NOT_FINITE = (
+    "model.path = {path!r}: its weights contain NaN or Inf, or its logits overflow; use an earlier"
+    " checkpoint"
+)
 
 TOKENS = 12
 """Tokens of each trajectory: more than any short convolution spans."""
@@ -73,6 +78,8 @@ def check_isolation(
 def _check_arithmetic(
     alone: Tensor, plain: Tensor, vocabulary: int, tolerance: float, model: str
 ) -> None:
+    if not plain.isfinite().all():
+        raise ValueError(NOT_FINITE.format(path=model))
     error = float((alone - plain).abs().mean())
     # The two use different attention kernels, and their rounding grows with the logits. A random
     # guess costs log(vocabulary).

@@ -26,7 +26,7 @@ from asyncrl.preflight.batch_sizes import batch_sizes
 from asyncrl.preflight.disk import Disk, disk_text, disks, refuse_full
 from asyncrl.preflight.model_limits import model_context
 from asyncrl.preflight.plan import check_heads, check_sinks, version_outline
-from asyncrl.preflight.plan_notes import gpus_here, notes_text, plan_notes
+from asyncrl.preflight.plan_notes import counted, gpus_here, notes_text, plan_notes
 from asyncrl.preflight.specs import offline_data_spec
 from asyncrl.runtime.files import make_directory, replace_text
 from asyncrl.sandbox.machine import usable_cpus
@@ -225,7 +225,9 @@ class OfflinePlan:
         return (
             f"# learner\n  {how}; {learner.world_size} rank(s) on {learner.device}; learning rate"
             f" {learner.learning_rate:g} ({learner.lr_scheduler_type}, {learner.warmup_steps}"
-            f" warm-up steps); longest sequence {self.train.longest} of {self.context} tokens"
+            f" warm-up steps); longest sequence {self.train.longest} of {self.context} tokens\n"
+            "  tensors of the checkpoint that are left out because the model does not use them:"
+            f" {counted(self.version.left_out)}"
         )
 
     def cpu_table(self) -> str:

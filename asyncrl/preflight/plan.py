@@ -24,7 +24,7 @@ from asyncrl.preflight.teacher import check_teacher
 from asyncrl.text.round_trip import refuse_lossy
 from asyncrl.text.stops import Stops, load_stops
 from asyncrl.text.tokenizer import load_tokenizer
-from asyncrl.weights.outline import Outline
+from asyncrl.weights.outline import Outline, outline
 
 if TYPE_CHECKING:
     from asyncrl.data.length_limits import LengthReport
@@ -65,9 +65,9 @@ def make_plan(config: Config) -> Plan:
     _check_rewards(config)
     check_sinks(config)
     stops = _checked_stops(config)
-    outline = version_outline(config)
-    check_adapter(config, outline)
-    found = disks(config, outline.nbytes(config.model.dtype))
+    version = version_outline(config)
+    check_adapter(config, version)
+    found = disks(config, version.nbytes(config.model.dtype))
     plan = Plan(
         config,
         logical_cpus(config),
@@ -76,7 +76,7 @@ def make_plan(config: Config) -> Plan:
         report,
         truncation,
         stops,
-        outline,
+        version,
         sandbox,
         found,
         teacher,
@@ -177,11 +177,15 @@ def _check_evaluation(config: Config, context: int) -> dict[str, LengthReport]:
 
 
 def version_outline(config: RunSettings) -> Outline:
-    """The tensors of a published version. This is the last of many small checks, because it imports
-    the transformers model, or waits for a process that does."""
+    """The tensors of a published version. Also checks those of a reference policy. This is the
+    last of many small checks, because it imports the transformers model, or waits for a process
+    that does."""
     version = run_outline(config)
     if version.refusal is not None:
         raise ConfigError(f"model.path = {config.model.path!r}: {version.refusal}")
+    for setting, path in config.models.items():
+        if path != config.model.path and (refusal := outline(path).refusal):
+            raise ConfigError(f"{setting} = {path!r}: {refusal}")
     return version
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from asyncrl.config import Config, RunSettings
 from asyncrl.preflight.adapter import loaded_dropout, trained_elements
 from asyncrl.weights.outline import Outline
 
-__all__ = ["gpus_here", "notes_text", "plan_notes"]
+__all__ = ["counted", "gpus_here", "notes_text", "plan_notes"]
 
 SMALL = 10_000_000
 """Trained elements below which high learning rates are usual, as for adapters."""
@@ -34,6 +35,11 @@ def plan_notes(config: RunSettings, version: Outline, gpus: int) -> list[str]:
     trained = version.trained if lora is None else trained_elements(version)
     notes = [_no_gpu(config, gpus), _learning_rate(config, trained), loaded_dropout(config)]
     return [*filter(None, notes)]
+
+
+def counted(names: Collection[str]) -> str:
+    """The number of names, and the first."""
+    return f"{len(names)} (first {next(iter(names))})" if names else "none"
 
 
 def notes_text(notes: list[str]) -> list[str]:

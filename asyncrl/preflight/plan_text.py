@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from asyncrl.preflight.adapter import adapter_text, published_bytes
 from asyncrl.preflight.disk import Disk, disk_text
 from asyncrl.preflight.evaluation import evaluation_text
 from asyncrl.preflight.model_limits import kv_bytes_per_token
-from asyncrl.preflight.plan_notes import gpus_here, notes_text, plan_notes
+from asyncrl.preflight.plan_notes import counted, gpus_here, notes_text, plan_notes
 from asyncrl.preflight.plan_sections import (
     algorithm_text,
     arithmetic,
@@ -184,9 +183,6 @@ class Plan:
         )
 
     def _version(self) -> str:
-        def counted(names: Collection[str]) -> str:
-            return f"{len(names)} (first {next(iter(names))})" if names else "none"
-
         version = self.version
         return (
             f"# published weights\n  {version.trained} elements of {len(version.parameters)}"

@@ -28,6 +28,7 @@ __all__ = [
     "CannotPublishError",
     "PublishedTensor",
     "VersionTable",
+    "is_unused",
     "version_table",
     "whole_table",
 ]
@@ -114,7 +115,7 @@ def version_table(model_path: str | Path) -> VersionTable:
     }
     _refuse_apart(renamed, stored)
     rest = sorted(set(stored) - set(found), key=_natural)
-    unused = {name for name in rest if _unused(name, stored[name], model)}
+    unused = {name for name in rest if is_unused(name, model, stored[name].shape)}
     # vLLM reloads a module as a whole: if one of its tensors is published, all must be.
     modules = {name.rpartition(".")[0] for name in found}
     left_out = [name for name in rest if name in unused and name.rpartition(".")[0] not in modules]
@@ -386,14 +387,14 @@ def _renamed(piece: Piece, first_of: Mapping[str, str]) -> Piece:
     )
 
 
-def _unused(name: str, tensor: StoredTensor, model: PreTrainedModel) -> bool:
+def is_unused(name: str, model: PreTrainedModel, shape: tuple[int, ...] = ()) -> bool:
     """Whether no model of this family loads the tensor, such as rotary frequencies and causal masks
     of old checkpoints, and layers that predict several tokens."""
     text = model.config.get_text_config()
     layers, more = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0
     patterns = [*UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]
     patterns += [rf"(^|\.)layers\.{number}\." for number in range(layers, layers + more)]
-    mask = name.endswith(".bias") and len(tensor.shape) == 4 and tensor.shape[:2] == (1, 1)
+    mask = name.endswith(".bias") and len(shape) == 4 and shape[:2] == (1, 1)
     return mask or any(re.search(pattern, name) for pattern in patterns)
 
 

@@ -325,6 +325,14 @@ def test_loading_refuses_a_checkpoint(tmp_path: Path) -> None:
         load_policy(str(tmp_path), torch.float32, 1.0, sequence_group=SequenceGroup(None, 0, 2))
 
 
+def test_weights_that_are_no_numbers_are_named_as_such() -> None:
+    model = qwen3()
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(ValueError, match=r"^model\.path = 'model': its weights contain NaN or Inf"):
+        check_isolation(Policy(model, 1.0), 50, "cpu", torch.float32, "model")
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("_is_stateful", True), ("_supports_attention_backend", False)]
 )

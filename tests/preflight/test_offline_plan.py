@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from asyncrl.config import ConfigError, OfflineConfig
 from asyncrl.contracts.group_table import groups_to_table
@@ -137,6 +140,35 @@ def test_a_model_that_cannot_have_the_adapter_is_refused(
     changes = {"model": {"path": str(model)}, "lora": {"r": 2}}
     with pytest.raises(ConfigError, match=rf"^lora: model\.path = .*: {reason}"):
         plan(written(tmp_path / "a.jsonl", ROWS), **changes)
+
+
+def _with_tensors(source: Path, target: Path, tensors: Mapping[str, torch.Tensor]) -> str:
+    shutil.copytree(source, target)
+    (file,) = target.glob("*.safetensors")
+    save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
+    return str(target)
+
+
+def test_tensors_without_a_place_are_refused_in_every_objective_and_the_reference(
+    plan: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.0.self_attn.q_proj.bias"
+    other = _with_tensors(tiny_model, tmp_path / "other", {name: torch.ones(4)})
+    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 4
+    train, rows = (written(tmp_path / f"{len(kind)}.jsonl", kind) for kind in (pairs, ROWS))
+    for objective, data in (("sft", rows), ("dpo", train), ("reward_model", train)):
+        with pytest.raises(ConfigError, match=rf"^model\.path = .* tensor '{name}' has no place"):
+            plan(data, objective=objective, model={"path": other})
+    with pytest.raises(ConfigError, match=rf"^dpo\.ref_load = .* tensor '{name}' has no place"):
+        plan(train, objective="dpo", dpo={"ref_load": other})
+
+
+def test_a_reward_model_leaves_the_head_out_and_says_so(
+    plan: Any, untied_model: Path, tmp_path: Path
+) -> None:
+    train = written(tmp_path / "a.jsonl", [{"prompt": "1=", "chosen": "1", "rejected": "2"}] * 4)
+    text = plan(train, objective="reward_model", model={"path": str(untied_model)}).text()
+    assert "because the model does not use them: 1 (first lm_head.weight)" in text
 
 
 def test_the_rows_decide_what_a_tokenizer_must_cover(plan: Any, tmp_path: Path) -> None:

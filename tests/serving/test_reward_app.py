@@ -276,6 +276,10 @@ Change = Callable[[dict[str, Any]], None]
             lambda tree: tree.update(num_hidden_layers=3, layer_types=None),
             "its weights lack",
         ),
+        (
+            lambda tree: tree.update(num_hidden_layers=1, layer_types=None),
+            "Qwen3ForSequenceClassification has no place for model.layers.1.",
+        ),
         (lambda tree: tree.update(model_type="unheard-of"), "it cannot be loaded"),
     ],
 )
