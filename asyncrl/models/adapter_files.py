@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from asyncrl.contracts.adapters import PREFIX
 
@@ -123,7 +123,8 @@ def open_adapter(directory: Path) -> AdapterFolder:
     if not isinstance(targets, list) or any(tree.get(name) not in (None, []) for name in NARROWING):
         known["target_modules"] = sorted({_layer(name) for name in shapes})
     base, dropout = tree.get("base_model_name_or_path"), tree.get("lora_dropout")
-    return AdapterFolder(known, shapes, str(base or ""), float(cast("float", dropout or 0)))
+    share = dropout if isinstance(dropout, (int, float)) else 0.0
+    return AdapterFolder(known, shapes, str(base or ""), share)
 
 
 def read_matrices(directory: Path) -> dict[str, Tensor]:

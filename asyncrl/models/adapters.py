@@ -88,7 +88,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         )
     settings = PeftConfig(
         r=lora.r,
-        lora_alpha=lora.alpha,
+        lora_alpha=cast("int", lora.alpha),  # PEFT takes fractions too
         target_modules=layers,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,

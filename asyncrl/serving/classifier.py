@@ -17,8 +17,8 @@ from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from asyncrl.models.supported import caps_attention
+from asyncrl.models.unused import unused
 from asyncrl.serving.reward_checks import NO_DIRECTORY, WAY_OUT, not_one_label
-from asyncrl.weights.published import is_unused
 
 __all__ = ["Classifier", "ClassifierError"]
 
@@ -102,10 +102,9 @@ class Classifier:
         if lacking := sorted(map(str, found["missing_keys"])):
             raise self._error(f"its weights lack {lacking[0]}")
         # A head that predicts tokens has no part in a score.
-        unused = ("lm_head.weight", "lm_head.bias")
-        names = sorted(map(str, found["unexpected_keys"]))
-        if more := [name for name in names if name not in unused and not is_unused(name, model)]:
-            raise self._error(f"{type(model).__name__} has no place for {more[0]} of its weights")
+        more = set(map(str, found["unexpected_keys"])) - {"lm_head.weight", "lm_head.bias"}
+        if more := more - unused(dict.fromkeys(more, ()), model):
+            raise self._error(f"{type(model).__name__} has no place for {min(more)} of its weights")
         loaded: PreTrainedModel = model.eval().to(self._device)
         return loaded
 

@@ -10,12 +10,12 @@ no data.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
+from asyncrl.models.unused import unused
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.pieces import NotExpressibleError, Piece, Selection
 from asyncrl.weights.stored import StoredTensor, same_values, stored_tensors
@@ -28,20 +28,12 @@ __all__ = [
     "CannotPublishError",
     "PublishedTensor",
     "VersionTable",
-    "is_unused",
     "version_table",
     "whole_table",
 ]
 
 TRAINED_TYPES = ("float32", "float16", "bfloat16", "float64")
 """Dtypes of a checkpoint's tensors that can be trained."""
-UNUSED = (
-    r"rotary_emb\.inv_freq$",
-    r"(^|\.)position_ids$",
-    r"\.masked_bias$",
-    r"\.causal_mask$",
-)
-"""Buffers of old checkpoints: models compute them anew."""
 
 
 class CannotPublishError(ValueError):
@@ -115,10 +107,10 @@ def version_table(model_path: str | Path) -> VersionTable:
     }
     _refuse_apart(renamed, stored)
     rest = sorted(set(stored) - set(found), key=_natural)
-    unused = {name for name in rest if is_unused(name, model, stored[name].shape)}
+    ignored = unused({name: stored[name].shape for name in rest}, model)
     # vLLM reloads a module as a whole: if one of its tensors is published, all must be.
     modules = {name.rpartition(".")[0] for name in found}
-    left_out = [name for name in rest if name in unused and name.rpartition(".")[0] not in modules]
+    left_out = [name for name in rest if name in ignored and name.rpartition(".")[0] not in modules]
     if whole := next(
         (name for name in sorted(found) if stored[name].dtype not in TRAINED_TYPES), None
     ):
@@ -134,7 +126,7 @@ def version_table(model_path: str | Path) -> VersionTable:
             f"{unknown!r} of the checkpoint has type {stored[unknown].dtype}: it is quantized, and"
             " cannot be trained"
         )
-    _refuse_untaken([name for name in rest if name not in unused], found, config, model)
+    _refuse_untaken([name for name in rest if name not in ignored], found, config, model)
     tensors = [
         PublishedTensor(name, stored[name], renamed.get(name, ()))
         for name in stored
@@ -385,17 +377,6 @@ def _renamed(piece: Piece, first_of: Mapping[str, str]) -> Piece:
         piece.to,
         piece.to_strides,
     )
-
-
-def is_unused(name: str, model: PreTrainedModel, shape: tuple[int, ...] = ()) -> bool:
-    """Whether no model of this family loads the tensor, such as rotary frequencies and causal masks
-    of old checkpoints, and layers that predict several tokens."""
-    text = model.config.get_text_config()
-    layers, more = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0
-    patterns = [*UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]
-    patterns += [rf"(^|\.)layers\.{number}\." for number in range(layers, layers + more)]
-    mask = name.endswith(".bias") and len(shape) == 4 and shape[:2] == (1, 1)
-    return mask or any(re.search(pattern, name) for pattern in patterns)
 
 
 def _refuse_untaken(

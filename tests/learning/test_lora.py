@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from plain_ranks import on_ranks
 from recorded import VOCABULARY, learner_config
+from safetensors.torch import load_file, save_file
 
 from asyncrl.config import Config, LoraConfig
 from asyncrl.contracts.offline_rows import token_table
@@ -232,3 +234,27 @@ def test_a_layer_that_cannot_have_an_adapter_is_refused(tmp_path: Path) -> None:
         lora = LoraConfig(target_modules=["q_proj", target])
         with pytest.raises(ValueError, match=rf"'{target}' is not a linear.*'down_proj'.*'v_proj'"):
             add_adapter(policy.model, lora, seed=0)
+
+
+@pytest.mark.slow
+def test_weights_that_are_no_numbers_are_refused_at_the_start(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """On both ranks, although the value is in the shard of one."""
+    other = shutil.copytree(model_path, tmp_path / "other")
+    (file,) = other.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][-1, -1] = float("inf")
+    save_file(tensors, file, metadata={"format": "pt"})
+    for refusal in on_ranks(2, refused_start, other):
+        assert refusal.startswith(f"model.path = '{other}': its weights contain NaN or Inf")
+
+
+def refused_start(rank: int, world_size: int, path: Path) -> str:
+    from asyncrl.learning.state import load_state
+
+    try:
+        load_state(rank, learner_spec(learner_config(path, world_size)))
+    except ValueError as error:
+        return str(error)
+    return ""
