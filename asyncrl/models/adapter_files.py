@@ -103,15 +103,17 @@ def open_adapter(directory: Path) -> AdapterFolder:
     try:
         path.open("rb").close()
         with safe_open(path, framework="np") as file:
-            shapes = {
-                _published(name): tuple(file.get_slice(name).get_shape())
-                for name in file.keys()  # noqa: SIM118 - not a mapping
-            }
+            names = list(file.keys())
+            shapes = {_published(name): tuple(file.get_slice(name).get_shape()) for name in names}
     except (OSError, SafetensorError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise AdapterFilesError(
             f"{path} cannot be read ({why}); give PEFT's folder of an adapter with safetensors"
         ) from None
+    if len(shapes) < len(names):
+        found = [_published(name) for name in names]
+        twice = next(name for name in found if found.count(name) > 1)
+        raise AdapterFilesError(f"{path} has {twice!r} under two names; keep one of them")
     if foreign := next((name for name in shapes if ".lora_" not in name), None):
         raise AdapterFilesError(
             f"{path} has {foreign!r}, which is no matrix of an adapter; merge the adapter into its"

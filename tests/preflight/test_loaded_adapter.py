@@ -180,6 +180,9 @@ def test_other_tensors_and_missing_files_are_refused(
     with pytest.raises(ConfigError, match=r"has 'base_model\.model\.lm_head\.weight', which"):
         plan({"load": changed(tensors=head)})
     name = next(iter(load_file(folder / WEIGHTS)))
+    short = name.removeprefix("base_model.model.")
+    with pytest.raises(ConfigError, match=rf"has '{name}' under two names; keep one"):
+        plan({"load": changed(tensors={short: torch.ones(2)})})
     with pytest.raises(ConfigError, match=r"first '.*': \(3, 3\) there, .*Set model\.path to its"):
         plan({"load": changed(tensors={name: torch.ones(3, 3)})})
     with pytest.raises(ConfigError, match=rf"^lora.load: .*{SETTINGS} cannot be read \(No such"):
