@@ -17,7 +17,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from typing import Protocol
 
 from fastapi import FastAPI, HTTPException, Request
@@ -67,6 +67,9 @@ LARGEST_BODY = 4 << 20
 
 METHODS = "use POST to generate or score, and GET for other paths"
 
+HEADERS_S = 2.0
+"""Seconds after which a stream without a token sends its headers, and then comments. A client with
+an idle timeout would leave. A failure up to then gets a status code; a later one is an event."""
 ENCODES_AT_ONCE = 2
 """Number of requests tokenized at once. Each occupies a core, and many times its size in memory."""
 
@@ -208,11 +211,20 @@ async def _generate(
         choices = await while_connected(receive, _all(pieces))
         return JSONResponse(dialect.answer(head, choices) | weights(await served.served_weights()))
     identity = weights(await served.served_weights())
-    # A failure before the first piece still gets its own status code.
-    first = await while_connected(receive, anext(pieces))
+    first = asyncio.ensure_future(anext(pieces))
+    opened = contextlib.AsyncExitStack()
+    opened.push_async_callback(pieces.aclose)
+    opened.push_async_callback(_canceled, first)
+    try:
+        await while_connected(receive, asyncio.wait([first], timeout=HEADERS_S))
+        if first.done():
+            first.result()  # raises a failure, which gets its own status code
+    except BaseException:
+        await opened.aclose()
+        raise
     return EventStream(
         _events(dialect, head, identity, first, pieces),
-        pieces,
+        opened,
         lambda error, _: Event(as_api_error(error).body()),
     )
 
@@ -247,16 +259,22 @@ async def _all(pieces: AsyncGenerator[ChoicePiece, None]) -> list[ChoicePiece]:
         return sorted([part async for part in pieces], key=lambda part: part.choice)
 
 
+async def _canceled(task: asyncio.Future[ChoicePiece]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def _events(
     dialect: Dialect,
     head: Head,
     identity: dict[str, object],
-    first: ChoicePiece,
+    first: Awaitable[ChoicePiece],
     pieces: AsyncGenerator[ChoicePiece, None],
 ) -> AsyncGenerator[Event, None]:
     """The events of a stream, including that of `first`. The last event of a choice names the
     weights."""
-    yield Event(dialect.event(head, first) | (identity if first.piece.finish_reason else {}))
+    part = await first
+    yield Event(dialect.event(head, part) | (identity if part.piece.finish_reason else {}))
     async for part in pieces:
         yield Event(dialect.event(head, part) | (identity if part.piece.finish_reason else {}))
     if (last := dialect.last_event(head)) is not None:

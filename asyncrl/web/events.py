@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -15,6 +15,10 @@ from starlette.types import Message, Receive, Scope, Send
 from asyncrl.web.connection import ClientLeftError, while_connected
 
 __all__ = ["DONE", "Event", "EventStream", "event_text"]
+
+
+class Closable(Protocol):
+    async def aclose(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncGenerator[Event, None],
-        source: AsyncGenerator[Any, None],
+        source: Closable,
         failed: Callable[[Exception, int], Event],
         left: Callable[[], None] = lambda: None,
     ) -> None:

@@ -606,6 +606,46 @@ def test_a_disconnect_ends_the_generation() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stream_that_waits_for_its_first_token_sends_its_headers(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    class Slow(FakeServed):
+        async def stream(self, request: Any, details: Any) -> Any:
+            await headers.wait()
+            if fails:
+                raise InvalidRequestError("too late for a status code")
+            async for piece in super().stream(request, details):
+                yield piece
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        headers.set()
+
+    async def scenario() -> None:
+        app, body = routes(Slow(MODEL), None), json.dumps({**BODY, "stream": True}).encode()
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        }
+        requests = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            return requests.pop() if requests else await asyncio.Event().wait()
+
+        await asyncio.wait_for(app(scope, receive, send), 10)
+
+    monkeypatch.setattr("asyncrl.serving.http.HEADERS_S", 0.01)
+    headers, sent = asyncio.Event(), []
+    asyncio.run(scenario())
+    text = b"".join(message.get("body", b"") for message in sent).decode()
+    assert sent[0]["status"] == 200
+    assert ("too late for a status code" in text) == fails == (not text.endswith("[DONE]\n\n"))
+
+
 def test_a_broken_generator_is_not_healthy() -> None:
     replica = served()
     replica.failure = RuntimeError("the update of version 3 failed")
