@@ -340,10 +340,15 @@ def _with_messages(table: pa.Table, spec: DataSpec) -> pa.Table:
 def prompts_of(table: pa.Table, schema: pa.Schema) -> Iterator[Prompt]:
     """The prompts of a rendered table. `schema` has the dataset's columns."""
     ours = (table[name].to_pylist() for name in ("ordinal", "epoch", "prompt_text", "prompt_ids"))
+    # Arrow cannot cast a slice of a struct in a struct whose values are all null (pyarrow 26).
+    given = [
+        table[field.name]
+        if table[field.name].type == field.type
+        else table[field.name].cast(field.type)
+        for field in schema
+    ]
     rows = (
-        row_values(table.select(schema.names).cast(schema))
-        if schema.names
-        else [{} for _ in range(table.num_rows)]
+        row_values(pa.table(given, schema=schema)) if given else [{} for _ in range(table.num_rows)]
     )
     for ordinal, epoch, text, ids, columns in zip(*ours, rows, strict=True):
         yield Prompt(ordinal, epoch, text, tuple(ids), columns, schema)

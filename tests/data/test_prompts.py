@@ -9,7 +9,7 @@ import pytest
 from asyncrl.config import Config, ConfigError
 from asyncrl.data.length_limits import Cuts, LengthReport
 from asyncrl.data.mixture import ordinal_to_row
-from asyncrl.data.prompts import check_prompts, first_prompts, read_prompts
+from asyncrl.data.prompts import check_prompts, first_prompt, first_prompts, read_prompts
 from asyncrl.data.rendering import render_table, with_ordinals
 from asyncrl.preflight.specs import data_spec
 
@@ -40,6 +40,13 @@ def test_the_report_has_first_prompt_and_columns(prompt_config):
     )
     assert report.first_text == "0+1=" and len(report.first_ids) == 4
     assert report.columns == ("answer", "level")
+
+
+def test_a_struct_without_a_value_in_any_row_is_read(prompt_config, tmp_path):
+    table = pa.Table.from_pylist([{**row, "info": {"a": {"b": None}}} for row in ROWS])
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    spec = data_spec(prompt_config(ROWS, train=str(tmp_path / "train.parquet")))
+    assert first_prompt(spec, check_prompts(spec)).columns.keys() == {"answer", "level", "info"}
 
 
 @pytest.mark.parametrize(
