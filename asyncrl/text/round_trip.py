@@ -6,11 +6,13 @@ completions as text. The texts of a run decide, since the model sees those.
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from asyncrl.text.tokenizer import (
     ROUND_TRIP_TEXTS,
@@ -25,14 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Coverage", "refuse_another_decoder", "refuse_lossy"]
 
-RARE = ("\U00012000", "\U00013000")
-"""Letters of two dead scripts. A tokenizer that gives both one token has it for what it lacks."""
 LOST = "\ufffd"
 """What decoding gives for bytes that are no character."""
 TRIPS = 256
 """Texts of a file that are decoded again."""
 SHOWN, LONGEST_SHOWN = 8, 24
-"""Unseen parts of texts that a note lists, and their length in characters."""
+"""Parts of texts that a note lists, and their length in characters."""
 
 
 @dataclass
@@ -47,9 +47,11 @@ class Coverage:
     """Texts with a part that the tokenizer has no token for."""
     unseen: dict[str, None] = field(default_factory=dict)
     """Such parts, in the order in which they came."""
+    changed: dict[str, str] = field(default_factory=dict)
+    """Character of the first texts → what the normalizer makes of it."""
 
     def __post_init__(self) -> None:
-        self._unknown = unknown_token(self.tokenizer)
+        self._codec = _Codec(self.tokenizer, self.model)
         self._special = {
             number: token for token, number in special_tokens(self.tokenizer).items() if token
         }
@@ -65,17 +67,15 @@ class Coverage:
 
     def _add(self, text: str, ids: Sequence[int]) -> None:
         self.texts += 1
-        unknown = self._unknown in ids
+        unknown = self._codec.has_unknown(text, ids)
         if self.texts > TRIPS and not (unknown and len(self.unseen) < SHOWN):
             self.unseen_in += unknown
             return
-        parts = [
-            part
-            for piece in self._between_special(text, ids)
-            for part in _unseen(self.tokenizer, self.model, piece, self._unknown)
-        ]
-        self.unseen_in += unknown or bool(parts)
-        self.unseen |= dict.fromkeys(parts)
+        trips = [self._codec.trip(piece) for piece in self._between_special(text, ids)]
+        self.unseen_in += any(trip.unseen for trip in trips)
+        for trip in trips:
+            self.unseen |= dict.fromkeys(trip.unseen)
+            self.changed |= trip.changed
 
     def _between_special(self, text: str, ids: Sequence[int]) -> list[str]:
         """The parts of a text between its special tokens."""
@@ -86,15 +86,27 @@ class Coverage:
         return list(filter(None, re.split("|".join(map(re.escape, longest_first)), text)))
 
     def notes(self) -> list[str]:
-        """A line about what the model does not see; none if it sees everything."""
-        if not self.unseen_in:
-            return []
-        shown = ", ".join(repr(part[:LONGEST_SHOWN]) for part in list(self.unseen)[:SHOWN])
-        more = ", …" if len(self.unseen) > SHOWN else ""
-        return [
-            f"the tokenizer has no token for parts of {self.unseen_in} of {self.texts} texts, which"
-            f" the model does not see: {shown}{more}"
-        ]
+        """Lines about what the model does not see, or sees as something else."""
+        found = []
+        if self.unseen_in:
+            parts = [repr(part[:LONGEST_SHOWN]) for part in self.unseen]
+            found.append(
+                f"the tokenizer has no token for parts of {self.unseen_in} of {self.texts} texts,"
+                f" which the model does not see: {_some(parts)}"
+            )
+        if self.changed:
+            parts = [
+                f"{one!r} as {'something else' if form == one else repr(form)}"
+                for one, form in self.changed.items()
+            ]
+            found.append(
+                f"the tokenizer's normalizer changes characters: the model sees {_some(parts)}"
+            )
+        return found
+
+
+def _some(parts: Sequence[str]) -> str:
+    return ", ".join([*parts[:SHOWN], *(["…"] if len(parts) > SHOWN else [])])
 
 
 def refuse_lossy(
@@ -102,9 +114,9 @@ def refuse_lossy(
 ) -> None:
     """Raise TokenizerError if the tokenizer has tokens for one of `texts`, and does not decode
     them to it. A text that it has no tokens for proves nothing."""
-    unknown = unknown_token(tokenizer)
+    codec = _Codec(tokenizer, model)
     for text in texts:
-        _unseen(tokenizer, model, text, unknown)
+        codec.trip(text)
 
 
 def refuse_another_decoder(
@@ -123,45 +135,116 @@ def refuse_another_decoder(
             )
 
 
-def unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token of everything that the vocabulary lacks; None if there is none. A checkpoint's
-    settings need not name it."""
-    declared = tokenizer.unk_token_id
-    if declared is not None:
-        return None if declared == tokenizer.eos_token_id else int(declared)
-    first, second = (encoded(tokenizer, letter)[-1:] for letter in RARE)
-    return first[0] if first and first == second else None
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    """What became of a text that was encoded and decoded."""
+
+    unseen: list[str]
+    """Parts without a token."""
+    changed: dict[str, str]
+    """Character → what the normalizer makes of it."""
 
 
-def _unseen(
-    tokenizer: PreTrainedTokenizerBase, model: str, text: str, unknown: int | None
-) -> list[str]:
-    """The parts of a text without special tokens that the tokenizer has no token for.
+class _Codec:
+    """Encodes and decodes texts without special tokens."""
 
-    Normalization may change case, accents and spaces. A decoded text must not contain new
-    characters. If nothing is lost, it must encode to the same tokens. Raises TokenizerError.
-    """
-    ids = encoded(tokenizer, text)
-    back = decode_prompt(tokenizer, [token for token in ids if token != unknown])
-    here, there = _characters(text), _characters(back)
-    new, lost = there - here, here - there
-    if unknown in ids or lost or LOST in new:
-        wrong = bool(new - {LOST})
-    else:
-        wrong = bool(new) or encoded(tokenizer, back) != ids
-    if wrong:
-        raise TokenizerError(
-            f"model.path = {model!r}: its tokenizer does not decode what it encodes: {text!r}"
-            f" comes back as {back!r}; check pre_tokenizer and decoder in its tokenizer.json"
-        )
-    if unknown in ids and tokenizer.is_fast:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+        self._tokenizer, self._model = tokenizer, model
+        self._unknown = unknown_token(tokenizer)
+        written = [] if self._unknown is None else [self._unknown]
+        self._unknown_text = decode_prompt(tokenizer, written).strip()
+        # Some normalizers write a space as a letter.
+        apart, joined = (Counter(self._normal(text)) for text in ("x x", "xx"))
+        self._space = "".join(apart - joined)
+
+    def has_unknown(self, text: str, ids: Sequence[int]) -> bool:
+        """Whether a part of a text became the unknown token. That may also be a character of texts,
+        or what begins or ends them."""
+        if self._unknown not in ids:
+            return False
+        own = text.count(self._unknown_text) if self._unknown_text else 0
+        around = [self._tokenizer.bos_token_id, self._tokenizer.eos_token_id]
+        return list(ids).count(self._unknown) > own + around.count(self._unknown)
+
+    def trip(self, text: str) -> _Trip:
+        """Encode and decode a text. Case, accents and spaces may change.
+
+        The decoded text must contain only characters of the text, or what the normalizer makes of
+        them. If nothing is unseen, it must encode to the same tokens. Raises TokenizerError.
+        """
+        ids = encoded(self._tokenizer, text)
+        known, parts = self._without_unknown(text, ids)
+        back = decode_prompt(self._tokenizer, known)
+        here, there, form = _characters(text), _characters(back), self._form(text)
+        lost = [one for one in dict.fromkeys(text) if _characters(one) & (here - there)]
+        changed = {one for one in lost if form <= there or self._form(one) <= there}
+        unseen = parts or [one for one in lost if one not in changed]
+        new = there - here - form
+        if unseen or len(known) < len(ids) or LOST in new:
+            wrong = bool(new - {LOST})
+        else:
+            # Some put a space before every text.
+            again = (encoded(self._tokenizer, one) for one in (back, back.removeprefix(" ")))
+            wrong = bool(new) or ids not in again
+        if wrong:
+            raise TokenizerError(
+                f"model.path = {self._model!r}: its tokenizer does not decode what it encodes:"
+                f" {text!r} comes back as {back!r}; check pre_tokenizer and decoder in its"
+                " tokenizer.json"
+            )
+        return _Trip(unseen, {one: self._shown_form(one) for one in lost if one in changed})
+
+    def _without_unknown(self, text: str, ids: list[int]) -> tuple[list[int], list[str]]:
+        """The known tokens of a text, and its parts that became the unknown token."""
+        unknown, tokenizer = self._unknown, self._tokenizer
+        if unknown not in ids:
+            return ids, []
+        if not tokenizer.is_fast:
+            known = [token for token in ids if token != unknown]
+            return known, [one for one in dict.fromkeys(text) if unknown in encoded(tokenizer, one)]
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        spans = zip(found["input_ids"], found["offset_mapping"], strict=True)
-        return [text[first:last] for token, (first, last) in spans if token == unknown]
-    return sorted(lost)
+        parts = [text[first:last] for first, last in found["offset_mapping"]]
+        lacking = [
+            token == unknown and part != self._unknown_text
+            for token, part in zip(ids, parts, strict=True)
+        ]
+        known = [token for token, lacks in zip(ids, lacking, strict=True) if not lacks]
+        return known, [part for part, lacks in zip(parts, lacking, strict=True) if part and lacks]
+
+    def _form(self, text: str) -> set[str]:
+        """The characters of the normalized text."""
+        return _characters(self._normal(text)) - _characters(self._space)
+
+    def _shown_form(self, one: str) -> str:
+        """What the normalizer makes of a character within a text."""
+        form = self._normal("x" + one).removeprefix(self._normal("x"))
+        return form.replace(self._space, " ") if self._space else form
+
+    def _normal(self, text: str) -> str:
+        if not self._tokenizer.is_fast:
+            return unicodedata.normalize("NFKC", text)
+        normalizer = _backend(self._tokenizer).normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
+
+
+def unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token of everything that the vocabulary lacks; None if there is none. The model of
+    tokenizer.json decides, since a checkpoint's settings may name none, or one without effect."""
+    if not tokenizer.is_fast:
+        return tokenizer.unk_token_id
+    model = _backend(tokenizer).model
+    if not hasattr(model, "unk_token"):  # Unigram
+        return cast("int | None", json.loads(model.__getstate__())["unk_id"])
+    text = model.unk_token
+    return None if text is None else cast("int | None", model.token_to_id(text))
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The tokenizer of tokenizer.json."""
+    return cast("Any", tokenizer).backend_tokenizer
 
 
 def _characters(text: str) -> set[str]:
     """The set of characters, ignoring case, accents and spaces."""
-    parts = unicodedata.normalize("NFKD", text.casefold())
+    parts = unicodedata.normalize("NFD", unicodedata.normalize("NFD", text).casefold())
     return {one for one in parts if not one.isspace() and not unicodedata.combining(one)}

@@ -13,7 +13,7 @@ from llama_checkpoint import BOS, EOS, arithmetic_lines, claim_llama_class
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.text.round_trip import Coverage, refuse_another_decoder, refuse_lossy
+from asyncrl.text.round_trip import TRIPS, Coverage, refuse_another_decoder, refuse_lossy
 from asyncrl.text.tokenizer import (
     ROUND_TRIP_TEXTS,
     TokenizerError,
@@ -228,6 +228,65 @@ def test_a_note_names_what_the_model_does_not_see() -> None:
     coverage = Coverage(words, "words")
     coverage.add(["What is Ωmega plus 2?"], [words.encode("What is Ωmega plus 2?")])
     assert coverage.notes()[0].endswith("does not see: 'Ωmega'")
+
+
+def whole_bytes(normalizer: normalizers.Normalizer | None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE without an unknown token, as most models have it."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made = Tokenizer(models.BPE({token: index for index, token in enumerate(sorted(alphabet))}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        made.normalizer = normalizer
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+NORMALIZERS = {
+    "none": (None, "ℝ x² “quoted” 日本 \U00012000", ""),
+    "NFC": (normalizers.NFC(), "cafe\u0301 ℝ", ""),
+    "lower case": (normalizers.Lowercase(), "Straße ÉCOLE", ""),
+    "a space before": (normalizers.Prepend(" "), "x y", ""),
+    "NFKC": (
+        normalizers.NFKC(),
+        "ℝ ™ ℃ № x² ﬁ…",
+        "'ℝ' as 'R', '™' as 'TM', '℃' as '°C', '№' as 'No', '²' as '2', '…' as '...'",
+    ),
+    "quotes": (normalizers.Replace("“", '"'), "“x", "'“' as '\"'"),
+    "letters": (normalizers.Replace("a", "e"), "rate", "'a' as 'e'"),
+    "two characters": (normalizers.Replace("--", "—"), "x -- y", "'-' as something else"),
+    "removed": (normalizers.Replace("\u200d", ""), "x\u200dy", "'\\u200d' as ''"),
+    "spaces as letters": (
+        normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("\u200d", " ")]),
+        "x²\u200dy",
+        "'²' as '2', '\\u200d' as ' '",
+    ),
+}
+"""Kind → a normalizer, a text, and what a note says of it."""
+
+
+@pytest.mark.parametrize("kind", NORMALIZERS)
+def test_a_note_names_what_the_model_sees_as_something_else(kind: str) -> None:
+    normalizer, text, shown = NORMALIZERS[kind]
+    tokenizer = whole_bytes(normalizer)
+    refuse_lossy(tokenizer, kind)
+    coverage = Coverage(tokenizer, kind)
+    coverage.add([text], [tokenizer.encode(text)])
+    assert coverage.notes() == (
+        [f"the tokenizer's normalizer changes characters: the model sees {shown}"] if shown else []
+    )
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "not named"])
+def test_an_unknown_token_may_be_a_character_of_texts(named: bool) -> None:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters("?"), **({"unk_token": "?"} if named else {})
+    )
+    coverage = Coverage(tokenizer, "domain")
+    texts = ["A?C", "A☃?C", *["A?"] * TRIPS, "?☃C"]
+    coverage.add(texts, [tokenizer.encode(text) for text in texts])
+    assert coverage.notes() == [
+        "the tokenizer has no token for parts of 2 of 259 texts, which the model does not see: '☃'"
+    ]
 
 
 def test_a_text_that_cannot_be_encoded_is_refused() -> None:
