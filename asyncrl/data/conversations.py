@@ -96,6 +96,8 @@ class Encoder:
     """What the tokenizer makes of the texts."""
     dropped: Counter[str] | None = None
     """Counts the keys of chats that do not reach the text. None: they are refused."""
+    variables: Mapping[str, object] = field(default_factory=dict)
+    """The settings' variables of the template."""
 
     def __post_init__(self) -> None:
         self.coverage = Coverage(self.tokenizer, self.tokenizer.name_or_path)
@@ -361,7 +363,7 @@ class Encoder:
 
     @functools.cached_property
     def _turn_end(self) -> int | None:
-        return chat_end_token(self.tokenizer)
+        return chat_end_token(self.tokenizer, self.variables)
 
     def _without_last_end(self, part: list[int], whole: Sequence[int]) -> list[int]:
         """A beginning of a chat without the EOS with which some templates end every chat."""

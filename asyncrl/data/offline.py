@@ -120,7 +120,11 @@ class OfflineRows:
         self._dropped = Counter[str]() if spec.unused_keys == "drop" else None
         self._unused: dict[tuple[int, str], None] = {}
         """(Source, column) of the columns that are not used."""
-        self._encoder = Encoder(load_tokenizer(spec.model_path), dropped=self._dropped)
+        self._encoder = Encoder(
+            load_tokenizer(spec.model_path),
+            dropped=self._dropped,
+            variables=spec.chat_template_kwargs,
+        )
         self._groups = RecordedGroups(spec, objective, self._encoder.tokenizer)
         self._tally = Tally()
         self._forms: list[Form] = []

@@ -121,7 +121,8 @@ def _targets(values: Sequence[object], spec: DataSpec) -> list[list[int]]:
     """Token ids of the targets with the token that ends them: the template's end of turn if it
     renders the prompts, else EOS. Empty for null."""
     tokenizer = load_tokenizer(spec.model_path)
-    end = chat_end_token(tokenizer) if spec.data.apply_chat_template else None
+    data = spec.data
+    end = chat_end_token(tokenizer, data.chat_template_kwargs) if data.apply_chat_template else None
     end = tokenizer.eos_token_id if end is None else end
     if end is None:
         raise ConfigError(

@@ -247,7 +247,11 @@ class Engine:
         refuse_another_decoder(self._tokenizer, self.app.model, theirs)
         self.tokenizer_hash = tokenizer_hash(self._tokenizer)
         self.stops = load_stops(
-            self.app.model, self._tokenizer, self.app.rollout_stop, self.app.rollout_stop_token_ids
+            self.app.model,
+            self._tokenizer,
+            self.app.rollout_stop,
+            self.app.rollout_stop_token_ids,
+            self.app.chat_template_kwargs,
         )
 
     async def _generate_first(self) -> None:

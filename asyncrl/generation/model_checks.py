@@ -272,7 +272,13 @@ def check_tokens_and_tensors(app: GeneratorApp) -> None:
     """
     try:
         tokenizer = load_tokenizer(app.model)
-        load_stops(app.model, tokenizer, app.rollout_stop, app.rollout_stop_token_ids)
+        load_stops(
+            app.model,
+            tokenizer,
+            app.rollout_stop,
+            app.rollout_stop_token_ids,
+            app.chat_template_kwargs,
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if refusal := outline(app.model).refusal:

@@ -4,7 +4,7 @@ them from its config. This module does not import vLLM."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -34,6 +34,9 @@ class GeneratorApp(Section):
     """Further stop strings: special tokens, or strings that a decoded text can contain."""
     rollout_stop_token_ids: list[int] = Field(default_factory=list)
     """Further stop token ids."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template for its end of turn, which ends a completion. A job sets it to
+    data.chat_template_kwargs."""
     max_lora_rank: int | None = Field(default=None, gt=0, le=512)
     """Take versions that are adapters (LoRA) of at most this rank, and no others. None = take whole
     weights. A job sets it to lora.r."""

@@ -186,6 +186,7 @@ class LearnerRank:
             load_tokenizer(tokenizer_source),
             spec.rollout_stop,
             spec.rollout_stop_token_ids,
+            spec.chat_template_kwargs,
         )
         if spec.lora is not None and spec.reward_model is None:
             write_adapter(target.directory / DIRECTORY, spec.lora, matrices, spec.model_path, stops)

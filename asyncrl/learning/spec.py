@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.algorithms.objective_spec import ObjectiveSpec, PreferenceSpec, RewardModelSpec
@@ -55,6 +56,8 @@ class LearnerSpec:
     rollout_stop: tuple[str, ...] = ()
     rollout_stop_token_ids: tuple[int, ...] = ()
     """What ends the generators' completions besides the model's own stops. Exports name them."""
+    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    """Variables of the chat template, whose end of turn exports name too."""
     batch_sizes: BatchSizes = SAME
     """Rows of each applied step, over which the learning rate falls. By default, all steps have as
     many."""

@@ -95,15 +95,19 @@ def check_fits(
             " with the same model"
         )
     stops = load_stops(
-        config.model.path, tokenizer, rollout.rollout_stop, rollout.rollout_stop_token_ids
+        config.model.path,
+        tokenizer,
+        rollout.rollout_stop,
+        rollout.rollout_stop_token_ids,
+        config.data.chat_template_kwargs,
     )
     ours = sorted(stops.tokens), sorted(stops.strings)
     theirs = list(status.stop_token_ids), list(status.stop_strings)
     if ours != theirs:
         raise AttachError(
             f"{title} ends completions at tokens {theirs[0]} and strings {theirs[1]}, but the run"
-            f" at {ours[0]} and {ours[1]}; give the application the same rollout_stop and"
-            " rollout_stop_token_ids"
+            f" at {ours[0]} and {ours[1]}; give the application the same rollout_stop,"
+            " rollout_stop_token_ids and chat_template_kwargs"
         )
 
 

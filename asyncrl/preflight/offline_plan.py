@@ -256,7 +256,11 @@ def make_offline_plan(config: OfflineConfig) -> OfflinePlan:
     _ = config.run_directory
     context = model_context(config)
     try:
-        load_stops(config.model.path, load_tokenizer(config.model.path))  # the export names them
+        load_stops(  # the export names them
+            config.model.path,
+            load_tokenizer(config.model.path),
+            variables=config.data.chat_template_kwargs,
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     check_heads(config)

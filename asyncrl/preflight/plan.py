@@ -128,7 +128,11 @@ def _checked_stops(config: Config) -> Stops:
         tokenizer = load_tokenizer(config.model.path)
         refuse_lossy(tokenizer, config.model.path)
         return load_stops(
-            config.model.path, tokenizer, rollout.rollout_stop, rollout.rollout_stop_token_ids
+            config.model.path,
+            tokenizer,
+            rollout.rollout_stop,
+            rollout.rollout_stop_token_ids,
+            config.data.chat_template_kwargs,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None

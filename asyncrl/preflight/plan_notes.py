@@ -6,8 +6,10 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from asyncrl.config import Config, RunSettings
+from asyncrl.config import Config, OfflineConfig, RunSettings
 from asyncrl.preflight.adapter import loaded_dropout, trained_elements
+from asyncrl.text.stops import chat_end_token
+from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.weights.outline import Outline
 
 __all__ = ["counted", "gpus_here", "notes_text", "plan_notes"]
@@ -24,7 +26,7 @@ def gpus_here() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def plan_notes(config: RunSettings, version: Outline, gpus: int) -> list[str]:
+def plan_notes(config: Config | OfflineConfig, version: Outline, gpus: int) -> list[str]:
     """A sentence for each setting that is probably not meant.
 
     Args:
@@ -33,7 +35,12 @@ def plan_notes(config: RunSettings, version: Outline, gpus: int) -> list[str]:
     """
     lora = config.lora
     trained = version.trained if lora is None else trained_elements(version)
-    notes = [_no_gpu(config, gpus), _learning_rate(config, trained), loaded_dropout(config)]
+    notes = [
+        _no_gpu(config, gpus),
+        _learning_rate(config, trained),
+        loaded_dropout(config),
+        _no_end(config),
+    ]
     return [*filter(None, notes)]
 
 
@@ -56,6 +63,17 @@ def _no_gpu(config: RunSettings, gpus: int) -> str:
     return (
         f"this machine has no GPU for {' and '.join(on_cuda)}; set RAY_ADDRESS to a cluster with"
         " GPUs, or set device: cpu"
+    )
+
+
+def _no_end(config: Config | OfflineConfig) -> str:
+    tokenizer = load_tokenizer(config.model.path)
+    has_template = getattr(tokenizer, "chat_template", None)
+    if not has_template or chat_end_token(tokenizer, config.data.chat_template_kwargs) is not None:
+        return ""
+    return (
+        f"the chat template of model.path = {config.model.path!r} shows no token that ends a turn,"
+        " so only EOS, generation_config.json and the settings say where a completion ends"
     )
 
 

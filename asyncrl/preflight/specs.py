@@ -171,6 +171,7 @@ def learner_spec(config: Config) -> LearnerSpec:
         masks_stale=config.staleness.on_stale == "mask",
         rollout_stop=tuple(config.rollout.rollout_stop),
         rollout_stop_token_ids=tuple(config.rollout.rollout_stop_token_ids),
+        chat_template_kwargs=config.data.chat_template_kwargs,
         lora=config.lora,
         gpus=config.rank_gpus,
         engine_memory=(
@@ -255,6 +256,7 @@ def offline_learner_spec(
         placement_wait_s=config.placement_wait_s,
         run_directory=config.run_directory,
         length_setting="data.max_length",
+        chat_template_kwargs=config.data.chat_template_kwargs,
         preference=preference_spec(config) if config.objective == "dpo" else None,
         reward_model=(
             RewardModelSpec(config.reward_model.center_coef) if config.trains_reward_model else None
@@ -336,6 +338,7 @@ def generator_app(config: Config) -> GeneratorApp:
         seed=config.seed,
         rollout_stop=config.rollout.rollout_stop,
         rollout_stop_token_ids=config.rollout.rollout_stop_token_ids,
+        chat_template_kwargs=config.data.chat_template_kwargs,
         fetch_timeout_s=config.push_timeout_s,
         replace_after_s=config.push_timeout_s,
         num_gpus=config.replica_gpus if config.replicas_share_gpus else None,

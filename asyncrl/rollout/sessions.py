@@ -30,14 +30,21 @@ from asyncrl.sessions.answers import TurnDeadlineError
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.response import ResponseReader
-from asyncrl.text.stops import load_stops
+from asyncrl.text.stops import Stops, load_stops
 from asyncrl.text.template import Message, MessagesError, Schema
 from asyncrl.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from asyncrl.contracts.rows import Group
 
-__all__ = ["Played", "Sessions", "session_table", "session_template", "turn_seed"]
+__all__ = [
+    "Played",
+    "Sessions",
+    "session_stops",
+    "session_table",
+    "session_template",
+    "turn_seed",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +89,21 @@ def turn_seed(seed: int, ordinal: int, sample: int, retry: int, turn: int, answe
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")
 
 
+def session_stops(spec: SessionsSpec) -> Stops:
+    """What ends a turn of the sessions."""
+    return load_stops(
+        spec.model_path,
+        load_tokenizer(spec.model_path),
+        spec.rollout_stop,
+        spec.rollout_stop_token_ids,
+        spec.variables,
+    )
+
+
 def session_template(spec: SessionsSpec) -> SessionTemplate:
     """How the sessions of a run become tokens."""
     tokenizer = load_tokenizer(spec.model_path)
-    stops = load_stops(spec.model_path, tokenizer, spec.rollout_stop, spec.rollout_stop_token_ids)
+    stops = session_stops(spec)
     return SessionTemplate(
         tokenizer,
         frozenset(stops.tokens),

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from asyncrl.config import Config, ConfigError, RunSettings, load_any
+from asyncrl.config import Config, ConfigError, OfflineConfig, RunSettings, load_any
 from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointError
 from asyncrl.learning.adapter import DIRECTORY, write_adapter
 from asyncrl.learning.checkpoint import TAG
@@ -125,13 +125,14 @@ def export_checkpoint(path: Path, target: Path) -> None:
     os.replace(temporary, target)
 
 
-def _stops(config: RunSettings) -> Stops:
+def _stops(config: Config | OfflineConfig) -> Stops:
     """What ended the completions of the run, or those that its rows have. Raises ConfigError."""
     own: tuple[Sequence[str], Sequence[int]] = ((), ())
     if isinstance(config, Config):
         own = config.rollout.rollout_stop, config.rollout.rollout_stop_token_ids
+    model, variables = config.model.path, config.data.chat_template_kwargs
     try:
-        return load_stops(config.model.path, load_tokenizer(config.model.path), *own)
+        return load_stops(model, load_tokenizer(model), *own, variables)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

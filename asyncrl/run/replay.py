@@ -28,12 +28,12 @@ from asyncrl.environments.running import Ended
 from asyncrl.preflight.model_snapshot import resolve_models
 from asyncrl.preflight.specs import sessions_spec
 from asyncrl.rollout.player import Player
-from asyncrl.rollout.sessions import session_template
+from asyncrl.rollout.sessions import session_stops, session_template
 from asyncrl.runtime.redact import shown
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.text.continuation import first_difference
 from asyncrl.text.response import ResponseReader
-from asyncrl.text.stops import load_stops, text_before
+from asyncrl.text.stops import text_before
 from asyncrl.text.tokenizer import decode, decode_prompt
 
 if TYPE_CHECKING:
@@ -148,9 +148,7 @@ async def _replay(spec: SessionsSpec, table: pa.Table, samples: Sequence[int]) -
     group = record.group
     task = {**group.prompt.columns, "prompt": group.prompt.text}
     template = session_template(spec)
-    stops = load_stops(
-        spec.model_path, template.tokenizer, spec.rollout_stop, spec.rollout_stop_token_ids
-    )
+    stops = session_stops(spec)
     reader = ResponseReader(template.tokenizer)
     pool = Player(spec.environment.model_copy(update={"processes": 1}))
     try:

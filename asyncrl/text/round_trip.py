@@ -164,7 +164,8 @@ class _Codec:
             return False
         own = text.count(self._unknown_text) if self._unknown_text else 0
         around = [self._tokenizer.bos_token_id, self._tokenizer.eos_token_id]
-        return list(ids).count(self._unknown) > own + around.count(self._unknown)
+        lacking = sum(token == self._unknown for token in ids)
+        return lacking > own + around.count(self._unknown)
 
     def trip(self, text: str) -> _Trip:
         """Encode and decode a text. Case, accents and spaces may change.
@@ -231,7 +232,7 @@ def unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token of everything that the vocabulary lacks; None if there is none. The model of
     tokenizer.json decides, since a checkpoint's settings may name none, or one without effect."""
     if not tokenizer.is_fast:
-        return tokenizer.unk_token_id
+        return cast("int | None", tokenizer.unk_token_id)
     model = _backend(tokenizer).model
     if not hasattr(model, "unk_token"):  # Unigram
         return cast("int | None", json.loads(model.__getstate__())["unk_id"])

@@ -9,11 +9,15 @@ the stop string, so the policy learns to write it. Rewards read the text before 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from asyncrl.text.row_chats import template_variables
 from asyncrl.text.tokenizer import chat_text, decode, special_tokens
 
 if TYPE_CHECKING:
@@ -37,8 +41,8 @@ FROM_CONFIG = ("bos_token_id", "pad_token_id")
 
 MARKER = "x"
 """Put before a stop string, since some tokenizers drop a space at the start of a text."""
-ANSWER = "42, of course"
-"""Content of a sample assistant turn. No chat template contains this text."""
+ANSWER = "4207159"
+"""Content of a sample assistant turn. No chat template contains it, and no filter changes it."""
 PARTS = [{"type": "text", "text": ANSWER}]
 CHATS: tuple[list[dict[str, object]], ...] = (
     [{"role": "user", "content": ANSWER}, {"role": "assistant", "content": ANSWER}],
@@ -50,6 +54,15 @@ CHATS: tuple[list[dict[str, object]], ...] = (
     [{"role": "user", "content": PARTS}, {"role": "assistant", "content": PARTS}],
 )
 """Chats of which a template takes one: some ask for a system message, others for parts."""
+GUESSES: tuple[object, ...] = (True, False, "x", 1, ["x"])
+"""Values of variables that a template may ask for."""
+TOOL = {"type": "function", "function": {"name": "x", "description": "x", "parameters": {}}}
+GIVEN = {
+    *("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"),
+    *ImmutableSandboxedEnvironment().globals,
+}
+"""Variables that every template gets, or that transformers does not pass on."""
+NONE: Mapping[str, object] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,7 @@ def load_stops(
     tokenizer: PreTrainedTokenizerBase,
     rollout_stop: Sequence[str] = (),
     rollout_stop_token_ids: Sequence[int] = (),
+    variables: Mapping[str, object] = NONE,
 ) -> Stops:
     """`make_stops` with the EOS ids and stop strings of the checkpoint's generation_config.json, if
     it has one.
@@ -80,7 +94,8 @@ def load_stops(
     path = Path(model) / GENERATION_CONFIG
     settings = _settings(path)
     strings = [*_stop_strings(path, settings), *rollout_stop]
-    return make_stops(tokenizer, _eos_ids(path, settings), strings, rollout_stop_token_ids)
+    eos = _eos_ids(path, settings)
+    return make_stops(tokenizer, eos, strings, rollout_stop_token_ids, variables)
 
 
 def generation_settings(model: str | Path, stops: Stops) -> dict[str, object]:
@@ -140,16 +155,20 @@ def make_stops(
     generation_eos: Sequence[int],
     rollout_stop: Sequence[str] = (),
     rollout_stop_token_ids: Sequence[int] = (),
+    variables: Mapping[str, object] = NONE,
 ) -> Stops:
     """Combine the stops of the model and of the settings. A string that is one special token
     becomes a stop token, because decoding drops special tokens. A chat end token that is not
     special is a stop string too, so that rewards do not read it.
 
+    Args:
+        variables: the run's variables of the chat template.
+
     Raises:
         ValueError: a token id is outside the vocabulary. Or a stop string is empty, cannot be
             written by the tokenizer, or contains a special token and other text.
     """
-    end = chat_end_token(tokenizer)
+    end = chat_end_token(tokenizer, variables)
     special = {text: special_token(tokenizer, text) for text in dict.fromkeys(rollout_stop)}
     for text, token in special.items():
         if token is None:
@@ -175,12 +194,39 @@ def make_stops(
     return Stops(sources, tuple(dict.fromkeys([*strings, *texts])), texts)
 
 
-def chat_end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def chat_end_token(
+    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object] = NONE
+) -> int | None:
     """The token that ends an assistant's turn in the chat template: a special one, or else one that
-    was added to the vocabulary. None without a template or such a token."""
+    was added to the vocabulary. None without a template or such a token.
+
+    Args:
+        variables: of the template. If it refuses every chat with them, its others are guessed.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return None
-    tail = next(filter(None, (_after_answer(tokenizer, chat) for chat in CHATS)), "")
+    for options in _options(tokenizer, variables):
+        tails = [_after_answer(tokenizer, chat, options) for chat in CHATS]
+        if any(tail is not None for tail in tails):
+            ends = (_first_end(tokenizer, tail) for tail in filter(None, tails))
+            return next((end for end in ends if end is not None), None)
+    return None
+
+
+def _options(
+    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object]
+) -> Iterator[Mapping[str, object]]:
+    """What a template may need to render a chat, the run's own variables first."""
+    yield variables
+    yield {"tools": [TOOL], **variables}
+    source = tokenizer.chat_template
+    names = template_variables(source if isinstance(source, str) else str(source))
+    missing = names - GIVEN - set(tokenizer.special_tokens_map)
+    for guess in GUESSES if missing else ():
+        yield {"tools": [TOOL], **dict.fromkeys(sorted(missing), guess), **variables}
+
+
+def _first_end(tokenizer: PreTrainedTokenizerBase, tail: str) -> int | None:
     ids = tokenizer.encode(tail, add_special_tokens=False)
     # A template may end turns with a text that the vocabulary lacks.
     unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
@@ -190,14 +236,19 @@ def chat_end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return ends[0] if ends else None
 
 
-def _after_answer(tokenizer: PreTrainedTokenizerBase, chat: Sequence[Mapping[str, object]]) -> str:
-    """What the template writes after the last message of a chat; empty if it refuses the chat."""
+def _after_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Sequence[Mapping[str, object]],
+    options: Mapping[str, object],
+) -> str | None:
+    """What the template writes after the last message of a chat; None if it refuses the chat, or
+    does not write that message."""
     try:
-        text = chat_text(tokenizer, chat)
+        text = chat_text(tokenizer, chat, **options)
     except Exception:  # a template may raise anything for a chat
-        return ""
+        return None
     _, found, tail = text.rpartition(ANSWER)
-    return tail if found else ""
+    return tail if found else None
 
 
 def text_before(text: str, strings: Sequence[str]) -> str:

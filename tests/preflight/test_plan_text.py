@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -219,6 +220,20 @@ def test_a_missing_gpu_is_noted_if_a_device_is_cuda(write, monkeypatch):
     ]
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert plan_notes(config, plan.version, 0) == []
+
+
+def test_a_chat_template_without_an_end_of_turn_is_noted(write, llama_model, tmp_path):
+    model = shutil.copytree(llama_model, tmp_path / "open")
+    template = "{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    config = load_config(write({"model.path": str(model)}))
+    outline = Outline(1, 1, {}, (), {})
+    (note,) = plan_notes(config, outline, 0)
+    assert "shows no token that ends a turn, so only EOS, generation_config.json" in note
+    config = load_config(
+        write({"model.path": str(model), "data.chat_template_kwargs": {"end": "<|end|>"}})
+    )
+    assert plan_notes(config, outline, 0) == []
 
 
 @pytest.mark.parametrize(

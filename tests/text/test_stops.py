@@ -93,6 +93,42 @@ def test_the_chat_end_token_of_templates_that_ask_for_more(
     assert chat_end_token(tokenizer) == tokenizer.pad_token_id
 
 
+STRICT = (
+    "{% if mode is not defined %}{{ raise_exception('set mode') }}{% endif %}",
+    "{% if mode is not boolean %}{{ raise_exception('set mode') }}{% endif %}",
+    "{{ mode.upper() }}",
+    "{{ mode + 1 }}",
+    "{% for name in tools %}{{ name.function.name }}{% endfor %}",
+    "{% if not tools %}{{ raise_exception('tools are wanted') }}{% endif %}",
+)
+"""Beginnings of templates that need a variable."""
+
+
+@pytest.mark.parametrize("strict", STRICT)
+def test_the_chat_end_token_of_a_template_that_needs_a_variable(
+    tokenizer: AutoTokenizer, strict: str
+) -> None:
+    tokenizer.chat_template = strict + "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
+    assert chat_end_token(tokenizer) == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize(
+    "written", ["(m.role ~ m.content) | upper", "m.content | title", "m.content | tojson"]
+)
+def test_a_filter_does_not_hide_the_chat_end_token(tokenizer: AutoTokenizer, written: str) -> None:
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ {written} }}}}<pad>{{% endfor %}}"
+    assert chat_end_token(tokenizer) == tokenizer.pad_token_id
+
+
+def test_the_runs_variables_may_choose_the_chat_end_token(
+    tokenizer: AutoTokenizer, tmp_path: Path
+) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}"
+    assert chat_end_token(tokenizer) is None
+    stops = load_stops(tmp_path, tokenizer, variables={"end": "<pad>"})
+    assert stops.tokens == {0: ("chat end token",), 2: ("tokenizer EOS",)}
+
+
 def test_a_chat_end_token_may_be_an_ordinary_one(tokenizer: AutoTokenizer) -> None:
     """Decoding keeps it, so the text must end before it."""
     tokenizer.add_tokens(["<|im_end|>"])
