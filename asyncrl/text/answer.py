@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from asyncrl.text.template import Message
 
 __all__ = [
+    "MARKS",
+    "OPENED",
     "AnswerFormat",
     "AnswerReader",
     "answer_format",
+    "has_reasoning_marks",
     "opens_reasoning",
     "text_after_reasoning",
 ]
@@ -39,11 +42,12 @@ logger = logging.getLogger(__name__)
 
 PROMPT_END = 200
 """Characters at a prompt's end in which a template may open the reasoning."""
-WORDS = r"(?:\w{1,32}:)?(?:think|thinking|thought|reasoning)"
+WORDS = r"(?:\w{1,32}:)?(?:think|thinking|thoughts?|reasoning|analysis|scratch_?pad)"
 PAIRS = (
     (rf"<{WORDS}>|\[think\]|◁think▷", rf"</{WORDS}>|\[/think\]|◁/think▷"),
     (r"<\|begin_of_thought\|>", r"<\|end_of_thought\|>"),
     (r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),
+    (r"<\|inner_prefix\|>", r"<\|inner_suffix\|>"),
     (r"<\|channel\|?>(?:analysis|thought)\n?(?:<\|message\|>)?", r"<\|end\|>|<channel\|>"),
 )
 """How models open and close their reasoning."""
@@ -57,8 +61,12 @@ AROUND_ANSWER = re.compile(
     r"|<\|(?:return|start\|>assistant|(?:begin|end)_of_solution|(?:START|END)_(?:RESPONSE|TEXT))\|>"
 )
 """What models write around an answer."""
-CHANNEL = "3"
-"""Number of the pair whose end also ends other things."""
+RESPONSE = re.compile(r"\s*<response>(.*?)(?:</response>\s*)?", re.DOTALL)
+"""What some write around an answer after reasoning. Elsewhere, it may be a part of the answer."""
+WORD, CHANNEL = "0", str(len(PAIRS) - 1)
+"""Numbers of the pair that a sentence may name, and of that whose end also ends other things."""
+LINE_START = re.compile(r"(?:\A|\n)[^\S\n]*\Z")
+"""The end of what is before the first mark of a line."""
 LINE_PART = 500
 """Characters of a line around a mark that may show its quotes."""
 BACKTICKS = re.compile("``+")
@@ -88,7 +96,7 @@ def text_after_reasoning(text: str, opened: bool = False, read: bool = False) ->
     ends.
 
     A mark of an end without a start ends reasoning that began before the text. A mark in quotes is
-    text.
+    text, and so is the first one if it is a word in tags that begins no line and has no end.
 
     Args:
         opened: whether the text begins within reasoning.
@@ -98,12 +106,14 @@ def text_after_reasoning(text: str, opened: bool = False, read: bool = False) ->
     inside: str | None = "" if opened else None
     """Number of the pair whose reasoning is open. "": that of the prompt, which any mark ends."""
     begin, seen = 0, opened or read
-    for mark in MARKS.finditer(text):
-        if _is_quoted(text, mark):
-            continue
+    marks = [mark for mark in MARKS.finditer(text) if not _is_quoted(text, mark)]
+    has_end = any(mark.lastgroup == f"close{WORD}" for mark in marks)
+    for mark in marks:
         kind = str(mark.lastgroup)
         number = kind.removeprefix("open").removeprefix("close")
         if kind.startswith("open"):
+            if number == WORD and not (seen or has_end or _begins_line(text, mark)):
+                continue
             if inside is None:
                 parts.append(text[begin : mark.start()])
                 inside = number
@@ -124,7 +134,17 @@ def text_after_reasoning(text: str, opened: bool = False, read: bool = False) ->
     if not seen:
         return AROUND_ANSWER.sub("", text)
     answer = "\n".join(filter(str.strip, (AROUND_ANSWER.sub("", part) for part in parts)))
-    return answer or None
+    within = RESPONSE.fullmatch(answer)
+    return (within[1] if within else answer) or None
+
+
+def has_reasoning_marks(text: str) -> bool:
+    """Whether a turn has a mark of reasoning."""
+    return any(mark.lastgroup != f"close{CHANNEL}" for mark in MARKS.finditer(text))
+
+
+def _begins_line(text: str, mark: re.Match[str]) -> bool:
+    return LINE_START.search(text, max(0, mark.start() - LINE_PART), mark.start()) is not None
 
 
 def _is_quoted(text: str, mark: re.Match[str]) -> bool:

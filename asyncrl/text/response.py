@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.text.answer import MARKS, OPENED, has_reasoning_marks
 from asyncrl.text.call_texts import Calls, Raw, Reads, call_of, json_value, some_calls
 from asyncrl.text.chat_messages import REASONING_FIELDS
 from asyncrl.text.schemas import property_schema, typed
@@ -38,11 +39,7 @@ PREFIX_TOKENS = 64
 """Tokens before the turn that the parser sees: some templates write the turn's first ones."""
 PREFIX_CHARACTERS = 4096
 """The same in characters, for a prompt that is a text."""
-THINKING = re.compile(r"[<\[](?P<end>/?)(?:\w+:)?think(?:ing)?[>\]]", re.IGNORECASE)
-"""How templates mark the start and the end of reasoning."""
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
-OPEN_REASONING = re.compile(rf"{THINKING.pattern.replace('(?P<end>/?)', '')}\s*\Z", re.IGNORECASE)
-"""Reasoning that the template opens for the model."""
 OWN = "its own response_template"
 MOST_CALLS = 256
 """Calls of a turn. A turn with more is text."""
@@ -166,7 +163,7 @@ class ResponseReader:
             return prefix
         # Without a start, transformers would take all of it for the turn.
         # Marks before the end may be those of a user's message.
-        opened = OPEN_REASONING.search(prefix)
+        opened = OPENED.search(prefix)
         return "" if opened is None else opened.group()
 
     def _message(
@@ -245,7 +242,7 @@ class ResponseReader:
     def _marks_content(self, turn: str) -> bool:
         """Whether a turn has marks beside its content, even without calls and reasoning."""
         return self._format is not None and (
-            self._format.marked_content or THINKING.search(turn) is not None
+            self._format.marked_content or has_reasoning_marks(turn)
         )
 
     def _calls(self, found: Any, turn: str, ended: bool, tools: Sequence[Schema] | None) -> Calls:
@@ -367,8 +364,8 @@ def _raw(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def in_reasoning(text: str) -> bool:
     """Whether a text ends within reasoning. Some templates begin it for the model, whose first text
     is then no content."""
-    marks = THINKING.findall(text)
-    return bool(marks) and not marks[-1]
+    marks = [str(mark.lastgroup) for mark in MARKS.finditer(text)]
+    return bool(marks) and marks[-1].startswith("open")
 
 
 def format_name(tokenizer: PreTrainedTokenizerBase) -> str | None:

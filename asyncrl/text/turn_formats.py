@@ -475,7 +475,10 @@ TURN_FORMATS = (
     TurnFormat(
         "Apertus",
         ("<|tools_prefix|>",),
-        _listed(r"<\|tools_prefix\|>", r"<\|tools_suffix\|>"),
+        {
+            **_listed(r"<\|tools_prefix\|>", r"<\|tools_suffix\|>"),
+            "reasoning": {**THINK, "open": "<|inner_prefix|>", "close": "<|inner_suffix|>"},
+        },
         "<|tools_prefix|>",
         "<|tools_suffix|>",
         calls=json_calls,

@@ -51,6 +51,13 @@ def saved_model(directory: Path, template: str, special: list[str]) -> None:
         ("<reasoning>a</reasoning><answer>42</answer>", "<answer>42</answer>"),
         ("<|begin_of_thought|>a<|end_of_thought|><|begin_of_solution|>42<|end_of_solution|>", "42"),
         ("<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>42<|END_RESPONSE|>", "42"),
+        ("<think>a</think>\n<response>42</response>", "42"),
+        ("<think>a</think><response>42", "42"),
+        ("<response>42</response>", "<response>42</response>"),
+        ("<|inner_prefix|>a<|inner_suffix|>42", "42"),
+        ("<analysis>a</analysis>42", "42"),
+        ("<scratchpad>a</scratchpad>42", "42"),
+        ("Sure. <think>a</think>42", "Sure. \n42"),
         (
             "<|channel|>analysis<|message|>5<|end|><|start|>assistant<|channel|>final<|message|>"
             "42<|return|>",
@@ -66,12 +73,17 @@ def saved_model(directory: Path, template: str, special: list[str]) -> None:
         ('re.sub(r"<think>.*?</think>", "", x)', 're.sub(r"<think>.*?</think>", "", x)'),
         ("x.split('</think>')", "x.split('</think>')"),
         ("The tag `<think>` opens it.", "The tag `<think>` opens it."),
+        ("The tag <think> is used. Answer 5", "The tag <think> is used. Answer 5"),
+        ("Do your <analysis> first.\n5", "Do your <analysis> first.\n5"),
+        ("First this.\n  <think>a", "First this.\n  "),
         # No answer.
         ("<think>a so \\boxed{5}", None),
         ("<think>a</think>", None),
         ("<think>a</think>\n ", None),
         ("<|channel|>analysis<|message|>it is 5", None),
         ("[THINK]a", None),
+        ("<|inner_prefix|>a", None),
+        ("\n <reasoning>a", None),
     ],
 )
 def test_the_text_without_its_reasoning(text: str, answer: str | None) -> None:

@@ -180,6 +180,8 @@ def test_a_model_without_calls_writes_text(tmp_path: Path) -> None:
         ("[THINK]a", True),
         ("[THINK]a[/THINK]b", False),
         ("to think", False),
+        ("<|assistant_start|><|inner_prefix|>", True),
+        ("<|START_THINKING|>a<|END_THINKING|>", False),
     ],
 )
 def test_where_reasoning_goes_on(text: str, within: bool) -> None:

@@ -143,8 +143,8 @@ TURNS = {
     ),
     "Apertus": (
         "<|im_start|>assistant\n",
-        f'<think>so</think>look<|tools_prefix|>[{{"weather": {WRITTEN}}}, {{"now": {{}}}}]'
-        "<|tools_suffix|>",
+        f'<|inner_prefix|>so<|inner_suffix|>look<|tools_prefix|>[{{"weather": {WRITTEN}}},'
+        ' {"now": {}}]<|tools_suffix|>',
     ),
     "GigaChat 3": (
         "<|im_start|>assistant\n",
