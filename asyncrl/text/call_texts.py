@@ -30,6 +30,7 @@ __all__ = [
     "named_calls",
     "python_calls",
     "python_text",
+    "python_value",
     "some_calls",
     "tagged_arguments",
     "whole",
@@ -120,7 +121,12 @@ def json_text(text: str) -> Any:
 
 def python_text(text: str) -> Any:
     """The value of a literal of Python or JSON. Raises ValueError."""
-    return whole(lambda text, place: _value(text, _skipped(SPACE, text, place), 0, EVERY), text)
+    return whole(python_value, text)
+
+
+def python_value(text: str, place: int) -> tuple[Any, int]:
+    """The literal of Python or JSON at `place`, and the place after it. Raises ValueError."""
+    return _value(text, _skipped(SPACE, text, place), 0, EVERY)
 
 
 def arguments_of(value: object) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from asyncrl.text.call_texts import python_value
 from asyncrl.text.chat_messages import TEXT_PARTS, MessagesError, argument_values
 
 __all__ = [
@@ -85,10 +86,15 @@ KNOWN: Final = frozenset(
     | {"observation", "ipython"}
 )
 """Roles by which JSON is recognized as a chat. Other JSON with such keys is text."""
-CHAT_START: Final = re.compile(r"""\s*(\[\s*)?\{\s*["']\w{1,32}["']\s*:""")
-"""How a text begins that may be a chat, or one message."""
+CHAT_START: Final = re.compile(
+    r"""(?:[\s"[]|\\+["nrt])*\{(?:\s|\\+[nrt])*\\*["']\w{1,32}\\*["']\s*:"""
+)
+"""How a text begins that may be a chat, or one message. Either may be JSON inside JSON."""
+LIST_START: Final = re.compile(r"""\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
+"""How a text begins that is taken for a chat although it is no JSON, if it soon names a role."""
 NAMED_SOON: Final = 200
-"""Characters within which a text that is no JSON names a role, if it is taken for a chat."""
+"""Characters within which it names one."""
+BYTE_ORDER_MARK: Final = "\ufeff"
 NAMED_ROLE: Final = re.compile(
     rf"""["'](role|from)["']\s*:\s*["']({"|".join(sorted(KNOWN))})["']""", re.IGNORECASE
 )
@@ -107,16 +113,17 @@ def chat_value(value: object) -> object:
     """A row's value: messages instead of JSON text of them, or of one message. Other values stay.
 
     Raises:
-        MessagesError: the text begins like a chat in JSON, and is none.
+        MessagesError: the text is a chat that JSON cannot read, or one within another object.
     """
     if not isinstance(value, str):
         return [value] if isinstance(value, Mapping) and _is_message(value) else value
-    if CHAT_START.match(value) is None:
+    text = _trimmed(value)
+    if CHAT_START.match(text) is None:
         return value
     try:
-        found = json.loads(value)
+        found = _decoded(text)
     except (ValueError, RecursionError):
-        if NAMED_ROLE.search(value, 0, NAMED_SOON) is None:
+        if not _is_broken_chat(text):
             return value
         raise MessagesError(
             f"{value[:60]!r} begins like a chat, and is not JSON; write the chat as JSON, or as a"
@@ -133,6 +140,35 @@ def chat_value(value: object) -> object:
                 " column"
             )
     return value
+
+
+def _trimmed(text: str) -> str:
+    return text.strip().strip(BYTE_ORDER_MARK).strip()
+
+
+def _decoded(text: str) -> object:
+    """The value of JSON text, also if that or its items are JSON text again. Raises ValueError."""
+    found = json.loads(text)
+    if isinstance(found, str) and CHAT_START.match(inner := _trimmed(found)):
+        return _decoded(inner)
+    items = found if isinstance(found, list) else []
+    if items and all(isinstance(item, str) and CHAT_START.match(item) for item in items):
+        return [json.loads(item) for item in items]
+    return found
+
+
+def _is_broken_chat(text: str) -> bool:
+    """Whether a text that is no JSON begins a list of messages, and has nothing after it."""
+    if text.startswith('"'):  # JSON inside JSON
+        text = text[1:].replace('\\"', '"')
+    if LIST_START.match(text) is None or NAMED_ROLE.search(text, 0, NAMED_SOON) is None:
+        return False
+    for read in (json.JSONDecoder().raw_decode, python_value):
+        try:
+            return not text[read(text, 0)[1] :].strip()
+        except (ValueError, IndexError, RecursionError):
+            continue
+    return True
 
 
 def _is_message(item: object, known: bool = False) -> bool:

@@ -60,6 +60,45 @@ def test_chats_as_json_text_are_chats_for_the_model_and_the_reward(texts, spec):
         check_prompts(spec([{"prompt": "3+4?"}, {"prompt": str([ASK])}]))
 
 
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda chat: json.dumps(json.dumps(chat)),
+        lambda chat: json.dumps(json.dumps(json.dumps(chat, indent=1))),
+        lambda chat: json.dumps([json.dumps(one) for one in chat]),
+        lambda chat: f"\ufeff{json.dumps(chat)}",
+        lambda chat: f"\n\u00a0 {json.dumps(chat)}\u3000",
+    ],
+    ids=["twice", "three times", "each message", "byte order mark", "spaces"],
+)
+def test_a_chat_is_a_chat_however_its_json_is_wrapped(texts, encode):
+    assert texts([{"prompt": encode([ASK])}]) == texts([{"prompt": [ASK]}])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"role": "user", "content": "hi"} What is this JSON?',
+        '{"from": "user", "to": "bot"\nComplete the object.',
+        '[{"role": "user", "content": "hi"}]\nSummarize this chat.',
+        "[{'role': 'user', 'content': 'it]'}] is a list of Python.",
+        '[{"name": "Ann", "role": "user"}, {"name": ',
+        '"{\\"role\\": \\"admin\\"}"',
+        '"Quoted" {"role": "user"}',
+    ],
+)
+def test_a_text_about_json_is_a_text(texts, text):
+    assert texts([{"prompt": text}]) == [text]
+
+
+@pytest.mark.parametrize("encoded", [json.dumps, lambda chat: json.dumps(json.dumps(chat))])
+@pytest.mark.parametrize("cut", [-1, -2, -4, 40])
+def test_a_chat_that_was_cut_is_refused(spec, cut, encoded):
+    text = encoded([ASK, SAID])[:cut]
+    with pytest.raises(ConfigError, match=r"row 0: its prompt .* begins like a chat, and is not"):
+        check_prompts(spec([{"prompt": text}]))
+
+
 def test_a_rows_own_variables_and_tools_reach_the_text(texts, spec):
     rows = [{"prompt": [ASK]}, {"prompt": [ASK], "chat_template_kwargs": {"mood": "glad"}}]
     plain, glad = texts(rows, MOOD)
