@@ -72,6 +72,7 @@ EVERY = re.compile("")
 NEXT_ARGUMENT = re.compile(r",\s*+[A-Za-z_]\w*+\s*+=")
 BARE_KEY = re.compile(r"[^\s:,{}\[\]<>\"']{1,256}+")
 BARE_VALUE = re.compile(r"[^\n,{}\[\]<>\"]{1,256}+")
+QUOTED = re.compile(r"""(["'])([^"'\n]+)\1""")
 DEEPEST = 32
 """Levels of nested values in Python's syntax, or with bare keys."""
 
@@ -172,12 +173,18 @@ def call_of(value: object) -> dict[str, Any]:
         raise ValueError("a tool call of another type")
     call = {
         "function": {
-            "name": function[names[0]],
+            "name": _unquoted(function[names[0]]),
             "arguments": arguments_of(function[given[0]] if given else None),
         }
     }
     identity = next((value[key] for key in IDS if isinstance(value.get(key), str)), None)
     return call if identity is None else {"id": identity, **call}
+
+
+def _unquoted(name: Any) -> Any:
+    """A name without the quotes around it, which some models write in tags."""
+    found = QUOTED.fullmatch(name) if isinstance(name, str) else None
+    return found[2] if found else name
 
 
 def json_value(text: str, place: int) -> tuple[Any, int]:
@@ -260,7 +267,7 @@ def tagged_arguments(text: str, place: int, tags: Mapping[str, str]) -> tuple[di
             raise ValueError(f"no end of the argument at character {place} of a tool call")
         written = text[found.end() : last].removesuffix(tags["trim"])
         kind = found.groupdict().get("kind")
-        arguments.append((found["key"], written if kind == "true" else Raw(written)))
+        arguments.append((_unquoted(found["key"]), written if kind == "true" else Raw(written)))
         place = _skipped(SPACE, text, last + len(end))
     return _entries(arguments), place
 

@@ -673,6 +673,30 @@ def test_a_call_whose_arguments_are_not_all_in_tags_is_text(name: str, turn: str
     )
 
 
+QUOTED = {
+    QWEN: "<tool_call><function=@weather@><parameter=@place@>x</parameter></function></tool_call>",
+    GLM: "<tool_call>@weather@<arg_key>@place@</arg_key><arg_value>x</arg_value></tool_call>",
+    "MiniMax M2": (
+        "<minimax:tool_call><invoke name=@weather@><parameter name=@place@>x</parameter></invoke>"
+        "</minimax:tool_call>"
+    ),
+    "Seed-OSS": (
+        "<seed:tool_call><function=@weather@><parameter=@place@>x</parameter></function>"
+        "</seed:tool_call>"
+    ),
+    "Functionary 3.1": '<function=@weather@>{"place": "x"}</function>',
+}
+"""Format → a call whose names may have quotes around them."""
+
+
+@pytest.mark.parametrize("quote", ['"', "'", ""])
+@pytest.mark.parametrize("name", QUOTED)
+def test_quotes_around_a_name_are_no_part_of_it(name: str, quote: str) -> None:
+    message, parsed = read(name, QUOTED[name].replace("@", quote), thinks=False)
+    (call,) = message["tool_calls"]
+    assert parsed and call["function"] == {"name": "weather", "arguments": '{"place": "x"}'}
+
+
 def decoded(name: str, text: str) -> Any:
     """A text without special tokens."""
     tokenizer = tokenizer_of(name)
