@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from asyncrl.rewards.code_blocks import code_block, fenced_blocks
-from asyncrl.text.answer import text_after_reasoning
+from asyncrl.text.reasoning import text_after_reasoning
 
 __all__ = ["answers_of", "code_blocks", "final_expression", "tagged_answer"]
 

@@ -28,8 +28,8 @@ from asyncrl.rewards.endpoint import (
     refuse_key_in_the_clear,
 )
 from asyncrl.rewards.final_answer import answers_of
-from asyncrl.text.answer import text_after_reasoning
 from asyncrl.text.chat_messages import plain_text
+from asyncrl.text.reasoning import text_after_reasoning
 
 __all__ = [
     "REASONS",

@@ -14,9 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.text.answer import MARKS, OPENED, has_reasoning_marks
 from asyncrl.text.call_texts import Calls, Raw, Reads, call_of, json_value, some_calls
 from asyncrl.text.chat_messages import REASONING_FIELDS
+from asyncrl.text.reasoning import (
+    MARKS,
+    OPENED,
+    has_reasoning_marks,
+    only_names_reasoning,
+    opens_reasoning,
+)
 from asyncrl.text.schemas import property_schema, typed
 from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode, decode_prompt, special_tokens
@@ -148,6 +154,8 @@ class ResponseReader:
             message = self._message(parsed, turn, text, stop, place, tools, ended)
             if self._outside(parsed) or (tools and self._thought(message, turn)):
                 return _said(text), False
+            if self._only_names_reasoning(message, prompt, turn):
+                return _said(text), True
             if not tools:
                 return message, True
             left = self._left(message, parsed, turn, text)
@@ -155,6 +163,12 @@ class ResponseReader:
             return (_said(text) if left and "tool_calls" in message else message), not left
         except Exception:  # a model can write anything, and parsers raise anything
             return _said(text), False
+
+    def _only_names_reasoning(self, message: Message, prompt: str, turn: str) -> bool:
+        """Whether the format took words of a text without calls for marks of reasoning."""
+        if self._format is None or "reasoning" not in message or "tool_calls" in message:
+            return False
+        return not opens_reasoning(prompt) and only_names_reasoning(turn)
 
     def _start(self, prompt: str) -> str:
         """The end of the prompt, from before the start of the turn on."""

@@ -10,13 +10,8 @@ import llama_checkpoint
 import pytest
 from chat_families import CHATML, FORCES_THINKING
 
-from asyncrl.text.answer import (
-    AnswerFormat,
-    AnswerReader,
-    answer_format,
-    opens_reasoning,
-    text_after_reasoning,
-)
+from asyncrl.text.answer import AnswerFormat, AnswerReader, answer_format
+from asyncrl.text.reasoning import opens_reasoning, text_after_reasoning
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.tokenizer import decode, load_tokenizer
 
@@ -74,6 +69,7 @@ def saved_model(directory: Path, template: str, special: list[str]) -> None:
         ("x.split('</think>')", "x.split('</think>')"),
         ("The tag `<think>` opens it.", "The tag `<think>` opens it."),
         ("The tag <think> is used. Answer 5", "The tag <think> is used. Answer 5"),
+        ("<think>a</think>The tag <think> is used. 5", "The tag <think> is used. 5"),
         ("Do your <analysis> first.\n5", "Do your <analysis> first.\n5"),
         ("First this.\n  <think>a", "First this.\n  "),
         # No answer.
@@ -178,6 +174,8 @@ TEXTS = [
     "<think>5</think>7</think>",
     "<think>5</think>4<think>6",
     "<think>5</think><answer>7</answer>",
+    "The tag <think> is used. Answer 7",
+    "The tag `<think>` opens it.",
     "",
 ]
 
