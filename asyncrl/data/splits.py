@@ -9,9 +9,11 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import yaml
 
@@ -25,7 +27,9 @@ STATE = "state.json"
 """File of `datasets.save_to_disk` beside the files of a split."""
 SPLITS = "dataset_dict.json"
 """File of `datasets.save_to_disk` beside the folders of several splits."""
-NO_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", SPLITS, STATE)
+SELECTIONS = ("_indices_data_files", "_indices_files", "_indices")
+"""Keys of a STATE of older versions, whose dataset has only some rows of its files."""
+NO_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", SPLITS)
 """Files that libraries write about a dataset, next to its rows."""
 CACHED = re.compile(r"cache-.*\.arrow|tmp.*\.arrow")
 """Files that the library `datasets` writes as it works, next to rows."""
@@ -72,7 +76,7 @@ def data_files(
         ValueError: no such split or subset exists, there are several and none is named, or a shard
             is missing. The message lists those that exist.
     """
-    there = sorted(name for name in names if _visible(name))
+    there = sorted(name for name in _without_states(names) if _visible(name))
     configs = _configs(readme)
     splits = _config_splits(configs, there, subset) if configs else _name_splits(there, subset)
     return _chosen_files(splits, split)
@@ -205,49 +209,94 @@ def _refuse_missing_shards(names: Sequence[str]) -> None:
             raise ValueError(f"lacks {stem}-{missing[0]:05d}-of-{count}{rest}; download it again")
 
 
+def _without_states(names: Iterable[str]) -> list[str]:
+    """The names without each STATE beside an Arrow file, which is not data."""
+    known = [*names]
+    saved = {PurePosixPath(name).parent for name in known if name.endswith(".arrow")}
+    states = {(parent / STATE).as_posix() for parent in saved}
+    return [name for name in known if name not in states]
+
+
 def folder_files(folder: Path, split: str | None, subset: str | None) -> list[Path]:
     """`data_files` of a local folder, or of what `datasets.save_to_disk` wrote there. Raises
     ValueError, OSError."""
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    names = _without_unsaved(folder, names)
+    names = sorted(path.relative_to(folder).as_posix() for path in _files(folder))
     if SPLITS in names and subset is None:
-        saved = _saved(folder / SPLITS).get("splits")
-        found = {
-            str(name): sorted(one for one in names if one.startswith(f"{name}/"))
-            for name in (saved if isinstance(saved, list) else ())
-        }
-        splits = {name: [*filter(is_data_file, files)] for name, files in found.items()}
-        if len(splits) > 1 and split is None:
-            raise ValueError(f"contains the splits {sorted(splits)}; name one of them as split")
-        return [folder / name for name in _chosen_files(splits, split)]
+        return [folder / name for name in _saved_split(folder, names, split)]
     readme = folder / "README.md"
     text = readme.read_text(errors="replace") if readme.is_file() else None
-    return [folder / name for name in data_files(names, text, split, subset)]
+    return [folder / name for name in data_files(_saved(folder, names), text, split, subset)]
 
 
-def _without_unsaved(folder: Path, names: Sequence[str]) -> list[str]:
-    """The names without Arrow files that a STATE beside them does not list."""
+def _files(folder: Path, within: tuple[str, ...] = ()) -> Iterator[Path]:
+    """The visible files of a folder, of its folders, and of those that links lead to. A file that
+    a link does not find is one of them, so that reading it fails."""
+    real = os.path.realpath(folder)
+    for path in folder.iterdir() if real not in within else ():
+        if not _visible(path.name):
+            continue
+        if path.is_dir():
+            yield from _files(path, (*within, real))
+        elif path.is_file() or path.is_symlink():
+            yield path
+
+
+def _saved_split(folder: Path, names: Sequence[str], split: str | None) -> list[str]:
+    """The files of a split that SPLITS lists."""
+    tree = _json(folder / SPLITS)
+    listed = tree.get("splits") if isinstance(tree, dict) else None
+    if not (isinstance(listed, list) and listed and all(isinstance(one, str) for one in listed)):
+        raise ValueError(f"has a {SPLITS} without a list of splits; save it again, or remove that")
+    if split is None and len(listed) > 1:
+        raise ValueError(f"contains the splits {sorted(listed)}; name one of them as split")
+    split = listed[0] if split is None else split
+    if split not in listed:
+        raise ValueError(f"contains no split {split!r}; it has {sorted(listed)}")
+    below = [name for name in names if name.startswith(f"{split}/")]
+    if not below:
+        raise ValueError(f"lacks the folder {split!r}, which its {SPLITS} lists; save it again")
+    found = [*filter(is_data_file, _without_states(_saved(folder, below)))]
+    if not found:
+        raise ValueError(f"contains no data file in its folder {split!r}; save it again")
+    _refuse_missing_shards(found)
+    return found
+
+
+def _saved(folder: Path, names: Sequence[str]) -> list[str]:
+    """The names without Arrow files that a STATE beside them does not list. Raises ValueError if
+    the rows of the STATE are not those of its files."""
     kept = list(names)
     for state in (name for name in names if PurePosixPath(name).name == STATE):
-        listed = _saved(folder / state).get("_data_files")
-        if not isinstance(listed, list):
-            continue
-        parent = PurePosixPath(state).parent
-        files = {(parent / str(file.get("filename"))).as_posix() for file in listed}
+        parent, tree = PurePosixPath(state).parent, _json(folder / state)
+        arrows = {name for name in names if _is_arrow_in(parent, name)}
+        if not arrows and not (isinstance(tree, dict) and "_data_files" in tree):
+            continue  # a file of the user
+        listed = tree.get("_data_files") if isinstance(tree, dict) else None
+        try:
+            files = {(parent / file["filename"]).as_posix() for file in listed}
+        except (TypeError, KeyError):
+            raise ValueError(
+                f"has {state}, which does not list its Arrow files as datasets.save_to_disk does;"
+                " save it again, or remove that file"
+            ) from None
+        if any(tree.get(key) for key in SELECTIONS):
+            raise ValueError(
+                f"has {state} of a dataset with only some rows of its files; load it with"
+                " datasets, call flatten_indices(), and save it again"
+            )
         if missing := sorted(files - {*names}):
             raise ValueError(f"lacks {missing[0]}, which its {STATE} lists; save it again")
-        kept = [
-            name
-            for name in kept
-            if PurePosixPath(name).parent != parent or name in files or not name.endswith(".arrow")
-        ]
+        kept = [name for name in kept if name not in arrows - files and name != state]
     return kept
 
 
-def _saved(path: Path) -> dict[str, object]:
-    """The content of a JSON file; empty if it has none."""
+def _is_arrow_in(folder: PurePosixPath, name: str) -> bool:
+    return name.endswith(".arrow") and PurePosixPath(name).parent == folder
+
+
+def _json(path: Path) -> Any:
+    """The content of a JSON file; None if it has none."""
     try:
-        tree = json.loads(path.read_text())
-    except ValueError:
-        return {}
-    return tree if isinstance(tree, dict) else {}
+        return json.loads(path.read_text())
+    except (ValueError, RecursionError):
+        return None

@@ -10,7 +10,9 @@ from pathlib import Path
 __all__ = ["meant", "written_path"]
 
 VARIABLE = re.compile(r"\$(?:\{(?P<braced>[^}]*)\}|(?P<plain>\w+))")
-URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+"""Also with one slash: `file:/x` is a URL, and others are slips."""
+WINDOWS = re.compile(r"(?:^|/)%(\w+)%(?:/|$)")
 
 
 def written_path(text: str) -> str:
@@ -21,9 +23,12 @@ def written_path(text: str) -> str:
         ValueError: a variable or a home directory is unknown, or the text is a URL. The message is
             what follows the setting's name and value.
     """
-    if "$" in text and not os.path.lexists(text):
+    exists = os.path.lexists(text)
+    if "$" in text and not exists:
         text = VARIABLE.sub(_value, text)
-    if URL.match(text):
+    if not exists and (found := WINDOWS.search(text)):
+        raise ValueError(f"has %{found[1]}%, which is not replaced; write ${found[1]}")
+    if not exists and URL.match(text):
         raise ValueError("is a URL, and asyncrl reads local files; download it, or mount it")
     if not text.startswith("~"):
         return text
@@ -56,7 +61,8 @@ def meant(path: Path) -> str:
         names = os.listdir(missing.parent)
     except OSError:
         return ""
-    close = difflib.get_close_matches(missing.name, names, 1)
+    by_lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(missing.name.lower(), by_lower, 1)
     if close:
-        return f"; did you mean {str(missing.parent / close[0])!r}?"
+        return f"; did you mean {str(missing.parent / by_lower[close[0]])!r}?"
     return f"; there is no folder {str(missing)!r}" if missing != path else ""

@@ -231,6 +231,79 @@ def test_splits_of_save_to_disk_have_their_own_names(tmp_path):
         read_sources([Source(path=str(tmp_path), split="train")])
 
 
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"_indices_data_files": [{"filename": "i.arrow"}]}, r"flatten_indices\(\), and save it"),
+        ({"_data_files": ["data-00000-of-00001.arrow"]}, "has state.json, which does not list its"),
+        ({"_data_files": [{"filename": 5}]}, "does not list its Arrow files as"),
+        ({"_data_files": [{}]}, "does not list its Arrow files as"),
+        ({"_data_files": None}, "does not list its Arrow files as"),
+        ({"_data_files": {"filename": "x"}}, "does not list its Arrow files as"),
+        (
+            {"_data_files": [{"filename": "../x.arrow"}]},
+            r"lacks \.\./x.arrow, which its state.json",
+        ),
+        ("{", "does not list its Arrow files as"),
+        ("[" * 100_000, "does not list its Arrow files as"),
+        ("[]", "does not list its Arrow files as"),
+        (b"\xff\xfe", "does not list its Arrow files as"),
+    ],
+)
+def test_a_state_that_is_not_followed_is_refused(tmp_path, state, message):
+    save_to_disk(tmp_path / "set", [{"prompt": "1+1="}], "train")
+    file = tmp_path / "set" / "state.json"
+    if isinstance(state, dict):
+        state = json.dumps(json.loads(file.read_text()) | state)
+    file.write_bytes(state if isinstance(state, bytes) else state.encode())
+    with pytest.raises(ConfigError, match=message) as refused:
+        read_sources(str(tmp_path / "set"))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_users_own_state_is_data(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1="}')
+    (tmp_path / "state.json").write_text('{"prompt": "2+2="}')
+    assert read_sources(str(tmp_path)).table["prompt"].to_pylist() == ["1+1=", "2+2="]
+
+
+@pytest.mark.parametrize(
+    ("splits", "split", "message"),
+    [
+        ('{"splits": ["train", "test"]}', "test", "lacks the folder 'test', which its dataset_di"),
+        ('{"splits": "train"}', None, "has a dataset_dict.json without a list of splits"),
+        ('{"splits": [["train"]]}', None, "has a dataset_dict.json without a list of splits"),
+        ('{"splits": []}', None, "has a dataset_dict.json without a list of splits"),
+        ("{", None, "has a dataset_dict.json without a list of splits"),
+        ('{"splits": ["a"]}', None, "contains no data file in its folder 'a'"),
+    ],
+)
+def test_splits_that_are_not_there_are_refused(tmp_path, splits, split, message):
+    save_to_disk(tmp_path / "train", [{"prompt": "1+1="}], "train")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "none.txt").write_text("")
+    (tmp_path / "dataset_dict.json").write_text(splits)
+    with pytest.raises(ConfigError, match=message):
+        read_sources([Source(path=str(tmp_path), split=split)])
+
+
+def test_hidden_files_are_no_data_and_linked_folders_are(tmp_path):
+    save_to_disk(tmp_path / "set" / "train", [{"prompt": "1+1="}], "train")
+    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "link").symlink_to(tmp_path / "set")
+    (tmp_path / "set" / "back").symlink_to(tmp_path / "plain")
+    for name in (".x.parquet", "._x.parquet", "_x.jsonl", ".cache/x.arrow", "_SUCCESS"):
+        file = tmp_path / "set" / "train" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"no data")
+    for folder in ("set", "plain"):
+        assert read_sources(str(tmp_path / folder)).table.to_pylist() == [{"prompt": "1+1="}]
+    (tmp_path / "plain" / "train.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"plain/train.jsonl. cannot be read"):
+        read_sources([Source(path=str(tmp_path / "plain"))])
+
+
 def test_arrow_files_are_read_in_both_formats_and_never_run_code(tmp_path):
     table = pa.table({"prompt": ["1+1="]})
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(

@@ -61,6 +61,9 @@ def test_relative_paths_begin_in_the_directory_of_the_call(tmp_path, monkeypatch
         ("train", "file:///t.jsonl", "is a URL, and asyncrl reads local files"),
         ("save", "gs://bucket", "checkpoint.save = 'gs://bucket' is a URL"),
         ("train", "$BUCKET/t", "is a URL"),
+        ("train", "file:/t.jsonl", "is a URL, and asyncrl reads local files"),
+        ("save", "s3:/bucket", "checkpoint.save = 's3:/bucket' is a URL"),
+        ("train", "'%HOME%/t'", r"has %HOME%, which is not replaced; write \$HOME"),
         ("train", "~nobody-of-this-name/t", "begins with a home directory that is unknown"),
         ("more", "runs_root: $NOWHERE_SET/r", r"runs_root = '\$NOWHERE_SET/r' has"),
     ],
@@ -82,12 +85,16 @@ def test_a_path_that_exists_as_it_is_written_stays(tmp_path, monkeypatch):
     (tmp_path / "a$HOME").mkdir()
     assert written_path("a$HOME") == "a$HOME"
     assert written_path("cost$/x") == "cost$/x"
+    (tmp_path / "a:").mkdir()
+    assert written_path("a:/") == "a:/"
+    assert written_path("50%_a%.jsonl") == "50%_a%.jsonl"
 
 
 def test_a_missing_file_names_its_neighbor(tmp_path, chat_model_path):
     (tmp_path / "train.jsonl").write_text("{}")
     assert meant(tmp_path / "trian.jsonl") == f"; did you mean '{tmp_path}/train.jsonl'?"
     assert meant(tmp_path / "train.json") == f"; did you mean '{tmp_path}/train.jsonl'?"
+    assert meant(tmp_path / "TRAIN.JSONL") == f"; did you mean '{tmp_path}/train.jsonl'?"
     assert meant(tmp_path / "none" / "x.jsonl") == f"; there is no folder '{tmp_path}/none'"
     (tmp_path / "sets").mkdir()
     assert meant(tmp_path / "set" / "x.jsonl") == f"; did you mean '{tmp_path}/sets'?"
