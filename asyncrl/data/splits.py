@@ -271,7 +271,7 @@ def _saved(folder: Path, names: Sequence[str]) -> list[str]:
         arrows = {name for name in names if _is_arrow_in(parent, name)}
         if not arrows and not (isinstance(tree, dict) and "_data_files" in tree):
             continue  # a file of the user
-        listed = tree.get("_data_files") if isinstance(tree, dict) else None
+        listed: Any = tree.get("_data_files") if isinstance(tree, dict) else None
         try:
             files = {(parent / file["filename"]).as_posix() for file in listed}
         except (TypeError, KeyError):

@@ -37,7 +37,13 @@ from asyncrl.runtime.child_process import ChildProcess
 from asyncrl.runtime.functions import one_line
 from asyncrl.sessions.answers import ChatRequest
 
-__all__ = ["EnvironmentFailedError", "EnvironmentPool", "ModelFailedError", "SessionLostError"]
+__all__ = [
+    "BLOCKED",
+    "EnvironmentFailedError",
+    "EnvironmentPool",
+    "ModelFailedError",
+    "SessionLostError",
+]
 
 SERVE = "asyncrl.environments.process:serve"
 FOLDER = "environment"
@@ -53,6 +59,8 @@ GUARD_S = 5.0
 that has not ended."""
 CLOSE_S = 4.0
 """Seconds that the games of a pool that ends get to close."""
+BLOCKED = "it kept its process for over environment.block_s"
+"""How the note of a session begins whose code blocked its process."""
 MOST_LEFT = 16
 """Threads that may outlive their sessions in a process before it is replaced."""
 SHARED = RUNNING.size + ALIVE.size
@@ -322,8 +330,8 @@ class EnvironmentPool:
             if time.monotonic() - since > self._config.block_s:
                 process.blame(
                     number,
-                    f"it kept its process for over environment.block_s = {self._config.block_s:g} s"
-                    " without an await; call blocking code with asyncio.to_thread",
+                    f"{BLOCKED} = {self._config.block_s:g} s without an await; call"
+                    " blocking code with asyncio.to_thread",
                 )
 
     def _handle(self, process: _Process, message: Mapping[str, Any]) -> None:

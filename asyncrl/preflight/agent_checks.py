@@ -16,7 +16,7 @@ import psutil
 
 from asyncrl.config import Config, EnvironmentConfig
 from asyncrl.contracts.rows import AFTER_CUT, Prompt
-from asyncrl.environments.pool import SessionLostError
+from asyncrl.environments.pool import BLOCKED, SessionLostError
 from asyncrl.environments.running import End, Ended
 from asyncrl.preflight.finding import Finding
 from asyncrl.preflight.scripted import (
@@ -46,6 +46,9 @@ DEADLINE_S, LATENCY_S = 1.0, 60.0
 LONGEST_S, LONGEST_AT_URL_S = 30.0, 120.0
 """Deadline of other sessions here, and of those of programs, which take long to start. That of the
 config counts if it is shorter."""
+BLOCKED_S = 40.0
+"""Seconds that sessions may block their process in all, one after another, until no further one is
+played."""
 COSTED, COSTED_S = 100, 1.0
 """Sessions whose cost is measured, and the seconds after which no further one begins."""
 BUILTIN = "asyncrl.rewards.builtin:environment"
@@ -100,11 +103,16 @@ class AgentChecks:
         self._agents = ScriptedAgents(template, prompts, config.rollout.max_completion_length)
         self._output = output
         longest = LONGEST_AT_URL_S if environment.url else LONGEST_S
-        self._pool = self._player(deadline_s=min(environment.deadline_s, longest))
+        self._block_s = min(environment.block_s, LONGEST_S)
+        self._pool = self._player(
+            deadline_s=min(environment.deadline_s, longest), block_s=self._block_s
+        )
         self._runner = asyncio.Runner()
         self._played: list[tuple[str, asyncio.Task[Tried]]] = []
         """Each scripted agent's name, and its session."""
         self._costed: list[Tried] = []
+        self._unplayed = 0
+        """Sessions that were given up, because others blocked."""
 
     def __enter__(self) -> AgentChecks:
         try:
@@ -149,14 +157,15 @@ class AgentChecks:
 
     def findings(self) -> Iterator[Finding]:
         """What the sessions show, as they end."""
-        names = list(dict.fromkeys(name for name, _ in self._played))
+        names = self._names
         yield from self._without_right(names)
         lines = _Lines()
         told = self._own_rewards
         for name in names if told else ():
             while not all(task.done() for agent, task in self._played if agent == name):
                 self._some()
-            yield lines.once(self._agent_line(name, self._rewarded(self.tried)))
+            if name in self._names:
+                yield lines.once(self._agent_line(name, self._rewarded(self.tried)))
         while self._some():
             pass
         yield from self._first_chats()
@@ -167,10 +176,13 @@ class AgentChecks:
             order: list[Finding] = []
         else:
             order = self._order(rewards)
-        for name in () if told else names:
+        for name in () if told else self._names:
             found = list(zip(self.tried, rewards, strict=True))
             yield lines.once(self._agent_line(name, found))
         yield from order
+        if self._unplayed:
+            yield self._gave_up()
+            return
         yield from self._runner.run(self._slow())
         yield from self._runner.run(self._cost(self._pool))
 
@@ -187,7 +199,28 @@ class AgentChecks:
         running = [task for _, task in self._played if not task.done()]
         if running:
             self._runner.run(_first_of(running))
+        if len(self._blocked) * self._block_s >= BLOCKED_S:
+            self._unplayed += self._runner.run(_canceled(running))
+            self._played = [(name, task) for name, task in self._played if not task.cancelled()]
         return bool(running)
+
+    @property
+    def _names(self) -> list[str]:
+        """The agents, in their order."""
+        return list(dict.fromkeys(name for name, _ in self._played))
+
+    @property
+    def _blocked(self) -> list[Ended]:
+        """The ends of the sessions whose code blocked their process."""
+        return [one.ended for one in self.tried if one.ended.note.startswith(BLOCKED)]
+
+    def _gave_up(self) -> Finding:
+        """Says that the environment blocks its process too often."""
+        text = (
+            f"{len(self._blocked)} sessions blocked their process, so the other {self._unplayed}"
+            f" were not played: {self._blocked[0].note}"
+        )
+        return Finding("FAIL", "agents", text)
 
     async def _try(
         self,
@@ -480,6 +513,15 @@ async def _first_of(tasks: Sequence[asyncio.Task[Tried]]) -> None:
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
+
+
+async def _canceled(tasks: Sequence[asyncio.Task[Tried]]) -> int:
+    """Cancel the sessions that have not ended. Returns how many."""
+    left = [task for task in tasks if not task.done()]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    return len(left)
 
 
 def _turns(tried: Sequence[Tried]) -> list[Request]:

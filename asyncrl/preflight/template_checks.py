@@ -25,6 +25,7 @@ from asyncrl.preflight.tool_examples import (
     PROBE,
     example_arguments,
     own_cases,
+    refused_examples,
     tool_name,
 )
 from asyncrl.sessions.answers import ChatRequest
@@ -236,6 +237,13 @@ class TemplateChecks:
             found += self._shown_tools()
         if format_name(tokenizer) is None:
             return [*found, self._unreadable()]
+        for tool in self._tools:
+            if why := refused_examples(tool):
+                text = (
+                    f"{tool_name(tool)}: {why}, so they are not checked; correct the schema, or"
+                    " give it an example"
+                )
+                found.append(Finding("warn", "tool calls", text))
         own = {
             f"{tool_name(tool)}: {kind}": [(tool_name(tool), arguments) for arguments in given]
             for tool in self._tools

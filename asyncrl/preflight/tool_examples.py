@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from asyncrl.text.schemas import types_of
+from asyncrl.preflight.schema_examples import Example, refusal
 from asyncrl.text.template import Schema
 
-__all__ = ["MADE_UP", "PROBE", "example_arguments", "own_cases", "tool_name"]
+__all__ = ["MADE_UP", "PROBE", "example_arguments", "own_cases", "refused_examples", "tool_name"]
 
 QUOTES, UNICODE = "say \"hi\" \\ 'x'\n{}", "Grüße, 日本語 🙂"
 PROBE: Schema = {
@@ -30,10 +30,6 @@ PROBE: Schema = {
 }
 CHOICES = (1, 2)
 """Further values that are tried where a schema offers several."""
-KINDS = ("string", "object", "number", "integer", "array", "boolean", "null")
-"""Types of JSON, in the order in which they are tried."""
-DEEPEST = 8
-"""Levels of values in an example."""
 MADE_UP: Mapping[str, Sequence[Mapping[str, object]]] = {
     "quotes": [{"text": QUOTES}],
     "nested": [{"nested": {"a": [1, {"b": None}], "c": True}}],
@@ -54,86 +50,87 @@ def tool_name(tool: Schema) -> str:
 
 def own_cases(tool: Schema) -> dict[str, list[dict[str, object]]]:
     """Arguments that the schema of a tool allows, by kind. No two are the same."""
-    cases = {kind: [example_arguments(tool, kind)] for kind in ("plain", "quotes", "unicode")}
-    cases |= {
-        f"choice {choice + 1}": [example_arguments(tool, choice=choice)] for choice in CHOICES
-    }
+    cases = {kind: _found(tool, kind) for kind in ("plain", "quotes", "unicode")}
+    cases |= {f"choice {choice + 1}": _found(tool, choice=choice) for choice in CHOICES}
+    cases = {kind: found for kind, found in cases.items() if not found[1]}
     found = {
-        kind: given
-        for number, (kind, given) in enumerate(cases.items())
-        if given not in list(cases.values())[:number]
+        kind: [given]
+        for number, (kind, (given, _)) in enumerate(cases.items())
+        if given not in [earlier for earlier, _ in list(cases.values())[:number]]
     }
-    return {**found, "two calls": cases["plain"] * 2}
+    return {**found, **({"two calls": found["plain"] * 2} if "plain" in found else {})}
 
 
 def example_arguments(tool: Schema, kind: str = "plain", choice: int = 0) -> dict[str, object]:
-    """Arguments that a tool's schema allows.
+    """Arguments that a tool's schema allows, unless `refused_examples` says that there are none.
 
     Args:
         kind: of texts in it: "plain", "quotes" or "unicode".
         choice: which value, where a schema offers several. The last one if it has fewer.
     """
+    return _found(tool, kind, choice)[0]
+
+
+def refused_examples(tool: Schema) -> str:
+    """What was tried and the schema of a tool refuses, and why. Empty if it allows a value of each
+    argument."""
+    tried = [*_tried(tool)]
+    allowed = {name for arguments, why in tried if not why for name in _names(arguments)}
+    refused = [(arguments, why) for arguments, why in tried if why]
+    if len(refused) == len(tried):
+        return f"no arguments were found that its schema allows ({refused[0][1]})"
+    missed = [*dict.fromkeys(_declared(_parameters(tool)))]
+    for arguments, why in refused:
+        names = {*_names(arguments)} - allowed
+        if missing := next((name for name in missed if name in names), None):
+            return f"no arguments with {missing!r} were found that its schema allows ({why})"
+    return ""
+
+
+def _names(value: object, within: str = "") -> Iterator[str]:
+    """The keys of a value and of the values in it, outer ones first, with dots between them."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield f"{within}{key}"
+            yield from _names(value[key], f"{within}{key}.")
+    for one in value if isinstance(value, list) else ():
+        yield from _names(one, within)
+
+
+def _declared(schema: object, within: str = "") -> Iterator[str]:
+    """The keys that a schema names, as `_names` gives them."""
+    if not isinstance(schema, Mapping):
+        return
+    fields = schema.get("properties")
+    for name, one in fields.items() if isinstance(fields, Mapping) else ():
+        yield f"{within}{name}"
+        yield from _declared(one, f"{within}{name}.")
+    for key in ("allOf", "anyOf", "oneOf", "prefixItems", "items"):
+        parts = schema.get(key)
+        for one in parts if isinstance(parts, list) else [parts]:
+            yield from _declared(one, within)
+
+
+def _parameters(tool: Schema) -> object:
+    """The schema of a tool's arguments."""
     function: Any = tool.get("function", tool)
-    parameters = function.get("parameters") or {}
-    text = {"quotes": QUOTES, "unicode": UNICODE}.get(kind, "a")
-    example = _example(parameters, text, choice, 0)
-    return dict(example) if isinstance(example, Mapping) else {}
+    return function.get("parameters") or {}
 
 
-def _example(schema: object, text: str, choice: int, depth: int) -> object:
-    """A value that a JSON schema allows, as far as its types say."""
-    schema = schema if isinstance(schema, Mapping) else {}
-    if "const" in schema:
-        return schema["const"]
-    if options := _list(schema.get("enum")):
-        return options[min(choice, len(options) - 1)]
-    options = _list(schema.get("anyOf")) or _list(schema.get("oneOf"))
-    if options and "type" not in schema:
-        return _example(options[min(choice, len(options) - 1)], text, choice, depth)
-    kinds = types_of(schema)
-    allowed = [kind for kind in KINDS if kind in kinds]
-    match allowed[min(choice, len(allowed) - 1)]:
-        case "object":
-            return _object(schema, text, choice, depth)
-        case "array":
-            items = [*_list(schema.get("prefixItems")), schema.get("items")]
-            items = items[:-1] if len(items) > 1 and not items[-1] else items
-            return [_example(one, text, choice, depth + 1) for one in items if depth < DEEPEST]
-        case "integer":
-            return _integer(schema.get("minimum"), schema.get("maximum"))
-        case "number":
-            return 1.5
-        case "boolean":
-            return True
-        case "null":
-            return None
-    return text
+def _tried(
+    tool: Schema, kind: str = "plain", choice: int = 0
+) -> Iterator[tuple[dict[str, object], str]]:
+    """Arguments, the best first, and why the schema of the tool refuses them. See
+    `example_arguments`."""
+    parameters = _parameters(tool)
+    texts = ({"quotes": QUOTES, "unicode": UNICODE}.get(kind, "a"), "b")
+    choices = dict.fromkeys([choice, 0, *CHOICES])
+    for one, text, sparse, given in itertools.product(choices, texts, (False, True), (False, True)):
+        arguments = Example(text, one, sparse, given).as_object(parameters)
+        yield arguments, refusal(parameters, arguments)
 
 
-def _list(value: object) -> list[Any]:
-    """A list of a schema. Schemas of users may have anything in its place."""
-    return value if isinstance(value, list) else []
-
-
-def _integer(lowest: object, highest: object) -> int:
-    """42, or the nearest number between the limits that are numbers."""
-    found = 42
-    if isinstance(lowest, int | float):
-        found = max(found, math.ceil(lowest))
-    if isinstance(highest, int | float):
-        found = min(found, math.floor(highest))
-    return found
-
-
-def _object(schema: Mapping[str, Any], text: str, choice: int, depth: int) -> dict[str, object]:
-    named, more = schema.get("properties"), schema.get("additionalProperties")
-    named = named if isinstance(named, Mapping) else None
-    if depth >= DEEPEST:
-        return {}
-    if not named and isinstance(more, Mapping):
-        named = {"a": more}
-    if depth and not named:
-        return {"a": [1, {"b": text}]}
-    return {
-        str(name): _example(one, text, choice, depth + 1) for name, one in (named or {}).items()
-    }
+def _found(tool: Schema, kind: str = "plain", choice: int = 0) -> tuple[dict[str, object], str]:
+    """The best arguments that the schema of the tool allows, or the best ones that it refuses."""
+    allowed = (one for one in _tried(tool, kind, choice) if not one[1])
+    return next(allowed, None) or next(_tried(tool, kind, choice))

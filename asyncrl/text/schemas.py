@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from asyncrl.text.call_texts import Raw, json_text, python_text
 
-__all__ = ["SchemaError", "property_schema", "resolved_tool", "typed", "types_of"]
+__all__ = ["SchemaError", "kinds_of", "property_schema", "resolved_tool", "typed", "types_of"]
 
 MOST_PARTS = 5_000
 """Schemas in one tool without its references. A few references can stand for very many."""
@@ -224,7 +224,7 @@ def types_of(schema: object) -> frozenset[str]:
         kinds &= types_of(part)
     given = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
     if given:
-        kinds &= frozenset[str]().union(*map(_kinds, given))
+        kinds &= frozenset[str]().union(*map(kinds_of, given))
     if kinds == ALL:
         hinted = [KINDS[kind] for kind, words in HINTS.items() if set(words) & set(schema)]
         kinds = frozenset[str]().union(*hinted) if hinted else kinds
@@ -238,7 +238,7 @@ def _declared(given: object) -> frozenset[str]:
     return frozenset[str]().union(*(KINDS.get(str(name).lower(), ALL) for name in names))
 
 
-def _kinds(value: object) -> frozenset[str]:
+def kinds_of(value: object) -> frozenset[str]:
     """The JSON type of a value. A whole number is both types of numbers."""
     match value:
         case None:
@@ -288,7 +288,7 @@ def typed(value: object, schema: object) -> object:
         if kinds == {"string"} or not isinstance(value, Raw) or text in choices:
             return text
     for found in _read(text.strip(), kinds):
-        if _kinds(found) & kinds and not isinstance(found, str):
+        if kinds_of(found) & kinds and not isinstance(found, str):
             return found
     return text
 

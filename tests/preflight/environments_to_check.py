@@ -83,6 +83,12 @@ async def blocks(task: Mapping[str, Any], model: Any) -> float:
         raise
 
 
+async def always_blocks(task: Mapping[str, Any], model: Any) -> float:
+    await ask(task, model)
+    time.sleep(1e6)  # noqa: ASYNC251
+    return 0.0
+
+
 async def silent(task: Mapping[str, Any], model: Any) -> float:
     return 0.5
 

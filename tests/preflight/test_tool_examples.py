@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
+import pytest
 from pydantic import BaseModel
 from test_tool_round_trip import TEMPLATES
 
 from asyncrl.preflight.template_checks import TemplateChecks
-from asyncrl.preflight.tool_examples import example_arguments, own_cases
+from asyncrl.preflight.tool_examples import example_arguments, own_cases, refused_examples
 from asyncrl.sessions.session import SessionTemplate
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.schemas import resolved_tool
@@ -35,13 +37,13 @@ TOOL = resolved_tool(
 )
 
 
-def findings(template: str) -> dict[str, list[str]]:
+def findings(template: str, tool: Any = TOOL) -> dict[str, list[str]]:
     """Verdict → what `check-env` says of the tool's calls."""
     bench = importlib.import_module("benchmarks.tool_turns")
     tokenizer = bench.tokenizer_of(template)
     session = SessionTemplate(tokenizer, frozenset(bench.ends_of(tokenizer)), 1 << 20)
     checks = TemplateChecks(
-        session, ResponseReader(tokenizer), [{"role": "user", "content": "q"}], [TOOL]
+        session, ResponseReader(tokenizer), [{"role": "user", "content": "q"}], [tool]
     )
     found: dict[str, list[str]] = {}
     for one in checks.tool_calls():
@@ -87,3 +89,58 @@ def test_schemas_of_users_may_have_anything_in_them() -> None:
     assert (found["null"], found["small"], found["large"]) == (42, 7, 100)
     assert (found["enum"], found["any"], found["list"]) == ("a", "a", [True])
     assert own_cases({"function": {"name": "f", "parameters": {"properties": ["a"]}}})["plain"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "array", "minItems": 3, "items": {"type": "string"}}, ["a", "a1", "a2"]),
+        ({"type": "array", "minItems": 2, "uniqueItems": True, "items": {"enum": [1, 2]}}, [1, 2]),
+        ({"type": "array", "prefixItems": [{"const": 1}, {}], "items": False}, [1, "a1"]),
+        ({"type": "array", "contains": {"const": 5}}, [5]),
+        ({"type": "array", "maxItems": 0}, []),
+        ({"type": "string", "minLength": 3}, "aaa"),
+        ({"type": "string", "pattern": r"^[A-Z]{3}-\d+(x|y)?[^a]$"}, "AAA-0x0"),
+        ({"type": "string", "pattern": r"^\w+$", "minLength": 4}, "aaaa"),
+        ({"type": "string", "pattern": "(?=x).-9", "examples": ["x-9"]}, "x-9"),
+        ({"type": "string", "format": "date"}, "2024-02-29"),
+        ({"type": "string", "not": {"const": "a"}}, "b"),
+        ({"type": "integer", "exclusiveMinimum": 50, "multipleOf": 7}, 56),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, 1),
+        ({"type": "integer", "allOf": [{"minimum": 50}, {"minimum": 60}]}, 60),
+        ({"type": "object", "minProperties": 2}, {"a": "a", "a1": "a"}),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, {"a": 42}),
+        ({"type": "object", "patternProperties": {"^x-": {"const": 1}}}, {"x-": 1}),
+        ({"type": "object", "required": ["b"], "additionalProperties": {"const": 1}}, {"b": 1}),
+        ({"type": "integer", "anyOf": [{"minimum": 100}, {"maximum": 0}]}, 100),
+        ({"type": "str", "nullable": True}, "a"),
+    ],
+)
+def test_examples_follow_every_keyword(schema: Any, value: object) -> None:
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+    tool = {"function": {"name": "f", "parameters": parameters}}
+    assert (example_arguments(tool), refused_examples(tool)) == ({"x": value}, "")
+    either = {
+        "properties": {"x": schema, "y": {"const": 1}},
+        "oneOf": [{"required": [k]} for k in "xy"],
+    }
+    tool = {"function": {"name": "f", "parameters": either}}
+    assert (list(example_arguments(tool)), refused_examples(tool)) == (["x"], "")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "why"),
+    [
+        ({"properties": {"x": {"allOf": [{"type": "string"}, {"const": 1}]}}}, "with 'x' were"),
+        (
+            {"properties": {"y": {"properties": {"x": {"not": {}}}}}},
+            r"with 'y' were found.*\$\.y\.x",
+        ),
+        ({"allOf": [{"type": "object"}, {"type": "string"}]}, r"no arguments .*not of type 'strin"),
+        ({"required": ["x"], "additionalProperties": False}, "no arguments were found"),
+    ],
+)
+def test_a_schema_without_an_example_is_named(parameters: Any, why: str) -> None:
+    tool = {"type": "function", "function": {"name": "plan", "parameters": parameters}}
+    found = findings(TEMPLATES[QWEN], tool)
+    assert any(re.search(f"plan: .*{why}.* not checked", one) for one in found["warn"]), found
