@@ -24,7 +24,7 @@ from asyncrl.contracts.rows import TURN_COLUMNS
 from asyncrl.contracts.session_table import NODE_COLUMNS
 from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
 from asyncrl.text.chat_messages import REASONING_FIELDS
-from asyncrl.text.row_messages import MARKS, MEDIA_COLUMNS, TEXT_COLUMNS
+from asyncrl.text.row_messages import ALPACA, MARKS, MEDIA_COLUMNS, TEXT_COLUMNS
 
 __all__ = [
     "RECORDED",
@@ -92,7 +92,7 @@ def wanted_columns(spec: OfflineDataSpec, source: Source) -> set[str]:
     names = {
         "text", "messages", "conversations", "completion", "chosen", "rejected", "label",
         VARIABLES, spec.tools_column or TOOLS, source.prompt_column or spec.prompt_column,
-        *RECORDED, *RECORDED_TEXTS, *NODE_COLUMNS, *TEXT_COLUMNS, *REASONING_FIELDS, "input",
+        *RECORDED, *RECORDED_TEXTS, *NODE_COLUMNS, *TEXT_COLUMNS, *REASONING_FIELDS, *ALPACA,
     }  # fmt: skip
     return names | {spec.target_column} if spec.target_column else names
 
@@ -160,7 +160,7 @@ def refuse_silent(form: Form, unused: Iterable[str], where: str) -> None:
         ConfigError: there is such a column.
     """
     for name in unused:
-        alpaca = name == "input" and "instruction" in form.columns
+        alpaca = ALPACA.get(name) in form.columns
         if name in (*TEXT_COLUMNS, *REASONING_FIELDS) or alpaca:
             raise ConfigError(
                 f"{where} has a column {name!r}, which is no part of {form.name} rows; put it into"

@@ -32,7 +32,7 @@ from asyncrl.data.forms import TOOLS, VARIABLES
 from asyncrl.data.length_limits import LengthLimits, Limit, Truncated, truncate
 from asyncrl.data.sources import Rows, read_sources
 from asyncrl.data.spec import DataSpec
-from asyncrl.text.row_messages import CHAT_START, MEDIA_COLUMNS, TEXT_COLUMNS, chat_value
+from asyncrl.text.row_messages import ALPACA, CHAT_START, MEDIA_COLUMNS, TEXT_COLUMNS, chat_value
 from asyncrl.text.template import MessagesError, Rendered, Template
 from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
 
@@ -87,24 +87,26 @@ def read_prompt_rows(data: Data, spec: DataSpec, field: str) -> Rows:
             f"{named(data, field)} has columns {taken}, which asyncrl uses itself; rename them"
         )
     if spec.data.unused_keys == "error":
-        _refuse_unread(found.table, spec, named(data, field))
+        _refuse_unread(found.table, spec, data, named(data, field))
     return replace(found, table=_with_chats(found.table, spec, named(data, field)))
 
 
-UNREAD_COLUMNS = {*MEDIA_COLUMNS, *TEXT_COLUMNS, TOOLS, VARIABLES}
+UNREAD_COLUMNS = {*MEDIA_COLUMNS, *TEXT_COLUMNS, *ALPACA, TOOLS, VARIABLES}
 """Columns that belong to the text. One without a value in any row has no effect to lose."""
 
 
-def _refuse_unread(table: pa.Table, spec: DataSpec, where: str) -> None:
+def _refuse_unread(table: pa.Table, spec: DataSpec, data: Data, where: str) -> None:
     """Refuse columns that belong to the text, and that nothing writes there.
 
     Raises:
         ConfigError: there is such a column.
     """
+    prompts = [source.prompt_column or spec.data.prompt_column for source in sources_of(data)]
+    parts = {*MEDIA_COLUMNS, *TEXT_COLUMNS, *map(ALPACA.get, prompts)}
     for name in table.column_names:
         if name in UNREAD_COLUMNS and is_empty(table[name]):
             continue
-        if name in (*MEDIA_COLUMNS, *TEXT_COLUMNS) and name != spec.data.tools_column:
+        if name in parts and name != spec.data.tools_column:
             why = "only text reaches the model" if name in MEDIA_COLUMNS else "no prompt shows it"
             raise ConfigError(
                 f"{where} has a column {name!r}, and {why}; rename it if only the reward reads it,"

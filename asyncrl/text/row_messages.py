@@ -24,6 +24,7 @@ from asyncrl.text.call_texts import python_value
 from asyncrl.text.chat_messages import TEXT_PARTS, MessagesError, argument_values
 
 __all__ = [
+    "ALPACA",
     "CHAT_START",
     "MARKS",
     "MEDIA_COLUMNS",
@@ -64,6 +65,8 @@ MEDIA_COLUMNS: Final = (
 """Columns with what a placeholder in the text stands for. Only text reaches the model."""
 TEXT_COLUMNS: Final = ("system", "system_prompt", "history", "functions")
 """Columns in which public sets keep a part of the chat."""
+ALPACA: Final = {"instruction": "input", "input": "instruction"}
+"""A column with a part of a prompt → the column with its other part."""
 
 ROLES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("human", "prompter"), "user"),

@@ -48,6 +48,21 @@ def test_a_prompt_that_begins_the_answer_is_continued(texts, spec):
     assert text == f"<|im_start|>user\n3+4?<|im_end|>\n{START}The sum is"
 
 
+@pytest.mark.parametrize("column", ["instruction", "input"])
+def test_the_other_half_of_an_alpaca_prompt_is_not_left_out_in_silence(spec, tmp_path, column):
+    row = {"instruction": "Add", "input": "3 and 4", "answer": "7"}
+    other = {"instruction": "input", "input": "instruction"}[column]
+    with pytest.raises(ConfigError, match=f"has a column '{other}', and no prompt shows it"):
+        check_prompts(spec([row], prompt_column=column))
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    source = [{"path": str(tmp_path / "a.jsonl"), "prompt_column": column}]
+    with pytest.raises(ConfigError, match=f"has a column '{other}', and no prompt shows it"):
+        check_prompts(spec([row], train=source))
+    for rows, more in ([row], {"unused_keys": "drop"}), ([{**row, other: ""}], {}):
+        report = check_prompts(spec(rows, prompt_column=column, **more))
+        assert report.columns == tuple(name for name in row if name != column)
+
+
 def test_chats_as_json_text_are_chats_for_the_model_and_the_reward(texts, spec):
     chats = [[ASK], [{"from": "human", "value": "3+4?"}], [{"role": "Human", "content": "3+4?"}]]
     rows = [{"prompt": json.dumps(chat)} for chat in chats] + [{"prompt": "3+4?"}]

@@ -163,6 +163,8 @@ def test_the_input_of_alpaca_rows_is_not_left_out_in_silence(offline):
     with pytest.raises(ConfigError, match=r"a column 'input', which is no part of prompt-compl"):
         offline([row], **columns)
     assert offline([{**row, "input": ""}], unused_keys="drop", **columns)[1].rows == 1
+    with pytest.raises(ConfigError, match=r"a column 'instruction', which is no part of prompt-c"):
+        offline([row], prompt_column="input", target_column="output")
 
 
 def test_a_message_that_says_nothing_is_refused(offline):
