@@ -135,7 +135,7 @@ class Example:
         first = _list(schema.get("prefixItems"))
         if isinstance(items, list):  # of older drafts
             first, items = items, schema.get("additionalItems")
-        most = _bound(schema, "maxItems", MOST)
+        most = min(_bound(schema, "maxItems", MOST), MOST // 30**depth * 30)
         count = max(len(first) if first and not items else len(first) + 1, 1)
         count = min(max(count, _bound(schema, "minItems", 0)), most)
         item = items or schema.get("contains")
@@ -253,7 +253,7 @@ def _piece(kind: str, given: Any, most: int) -> str:
             return _letter(kind, given)
         case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
             low, high, tree = given
-            return _written(tree, 1) * min(max(low, most), int(high), MOST)
+            return (_written(tree, 1) * min(max(int(low), most), int(high), MOST))[:MOST]
         case "SUBPATTERN" | "ATOMIC_GROUP":
             return _written(given[-1] if kind == "SUBPATTERN" else given, most)
         case "BRANCH":

@@ -112,10 +112,10 @@ class Template:
         own = variables or [None] * len(values)
         values = [self._value(value, row) for row, value in enumerate(values, first_row)]
         chats = [self._is_chat(value) for value in values]
-        for row, value in enumerate(values):
-            if chats[row]:
-                self._messages(value, first_row + row, Counter())
         if any(chats) and not tokenizer.chat_template:
+            for row, value in enumerate(values):
+                if chats[row]:
+                    self._messages(value, first_row + row, Counter())
             raise TemplateError(
                 f"model.path = {self.model!r}: its tokenizer has no chat template; use string"
                 " prompts and data.apply_chat_template: false, without data.system_prompt,"
@@ -443,8 +443,8 @@ def marked_messages(
 
 
 def _continues(value: object) -> bool:
-    """Whether a chat ends with the start of the assistant's turn."""
-    found = row_messages(value, Counter())
+    """Whether a chat, or its last message, is the start of the assistant's turn."""
+    found = row_messages(value[-1:] if isinstance(value, list) else value, Counter())
     return are_messages(found) and found[-1]["role"] == "assistant"
 
 
