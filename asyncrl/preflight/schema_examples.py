@@ -39,7 +39,7 @@ FORMATS = {
 }
 """Format → a text of it."""
 SAMPLES = 30
-"""Texts that are made for a pattern. The shortest that fits is taken."""
+"""Texts that are made for a pattern, the shortest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,9 @@ class Example:
             pattern, free = next(iter(by_pattern.items()))
             names = [_matching(pattern, least) or "a" for least in (1, 9, 17)]
         else:
-            names = [f"a{number or ''}" for number in range(_bound(flat, "minProperties", 0) + 1)]
+            named_as = {"type": "string", "allOf": [flat.get("propertyNames")]}
+            count = _bound(flat, "minProperties", 0) + 1
+            names = [str(Example().of(named_as, number=number)) for number in range(count)]
         if not fields and not self.sparse and isinstance(free, Mapping):
             fields[names[0]] = free
         if depth and not fields and not self.sparse and more is not False:
@@ -140,7 +142,7 @@ class Example:
 
     def _string(self, schema: Mapping[str, Any], number: int) -> str:
         least, most = _bound(schema, "minLength", 0), _bound(schema, "maxLength", MOST)
-        fits = _matching(str(schema.get("pattern", "")), max(least, number + 1), most)
+        fits = _matching(str(schema.get("pattern") or ""), max(least, number + 1), most)
         if fits:
             return fits
         if known := FORMATS.get(str(schema.get("format"))):
@@ -228,13 +230,33 @@ def _number(schema: Mapping[str, Any], whole: bool, number: int) -> float:
 def _matching(pattern: str, least: int = 1, most: int = MOST) -> str:
     """A text that a pattern fits, of a length between the limits if one was found; empty if it is
     no pattern. Other `least` give other texts, where the pattern has several."""
-    maker = rstr.Rstr(random.Random(least))
+    texts = []
     try:
-        texts = [maker.xeger(pattern) for _ in range(SAMPLES)]
-        fitting = [text for text in texts if re.search(pattern, text)]
+        for size in range(SAMPLES if pattern else 0):
+            texts.append(_Texts(random.Random(f"{least} {size}"), size).xeger(pattern))
+            fits = re.search(pattern, texts[-1])
+            if fits and least <= len(texts[-1]) <= most:
+                return texts[-1]
     except Exception:  # patterns of users may be anything
         return ""
-    return min(fitting or texts, key=lambda text: (not least <= len(text) <= most, len(text)))
+    return next((text for text in texts if re.search(pattern, text)), "")
+
+
+class _Texts(rstr.Rstr):
+    """Texts of patterns.
+
+    Args:
+        size: the more, the more often a part may be repeated.
+    """
+
+    def __init__(self, source: random.Random, size: int) -> None:
+        super().__init__(source)
+        self._more = size * size // 8
+
+    def _handle_repeat(self, start_range: int, end_range: int, value: Any) -> str:
+        """rstr's own repeats a part 100 times at most, and up to 100 times within another."""
+        count = self._random.randint(start_range, min(end_range, start_range + self._more))
+        return "".join(self._handle_state(state) for _ in range(count) for state in value)
 
 
 def _list(value: object) -> list[Any]:
