@@ -434,9 +434,13 @@ def on_a_run(known: argparse.Namespace) -> int:
     except pa.ArrowInvalid as error:
         print_shown(f"asyncrl: {error}; restore the file, or move it away", file=sys.stderr)
         return 2
-    except PermissionError as error:
-        way_out = "give this user permission, or name another place"
-        print_shown(f"asyncrl: {error.filename}: {error.strerror}; {way_out}", file=sys.stderr)
+    except OutputError:
+        raise
+    except OSError as error:
+        refused = isinstance(error, PermissionError)
+        way_out = "; give this user permission, or name another place" if refused else ""
+        named = f"{error.filename}: " if error.filename else ""
+        print_shown(f"asyncrl: {named}{error.strerror}{way_out}", file=sys.stderr)
         return 2
 
 

@@ -125,8 +125,9 @@ def _read_tree(path: str | Path) -> dict[str, Any]:
         ) from None
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"config {str(path)!r} contains {type(tree).__name__}, not a mapping of settings; see"
-            " jobs/quickstart/quickstart.yaml"
+            f"config {str(path)!r}"
+            f" {'is empty' if tree is None else f'contains {type(tree).__name__}'}, not a mapping"
+            " of settings; see jobs/quickstart/quickstart.yaml"
         )
     return tree
 

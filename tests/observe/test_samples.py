@@ -207,17 +207,39 @@ def test_a_sample_shows_the_reward_of_the_greedy_completion(tmp_path):
     assert "── reward 1 (exact 1, scorer 1), greedy completion 0.25\n" in text
 
 
-def test_a_damaged_file_is_named_in_one_line(tmp_path, capsys):
+def damage(file):
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def replace_by_directory(file):
+    file.unlink()
+    file.mkdir()
+
+
+def replace_by_loop(file):
+    file.unlink()
+    file.symlink_to(file)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "end"),
+    [
+        (damage, "; restore the file, or move it away\n"),
+        (replace_by_directory, " is a directory, not a file; remove it\n"),
+        (replace_by_loop, ": Too many levels of symbolic links\n"),
+    ],
+)
+def test_a_damaged_file_is_named_in_one_line(tmp_path, capsys, spoil, end):
     run = write_small_run(tmp_path / "run")
     damaged = next((run / "groups").iterdir())
-    damaged.write_bytes(damaged.read_bytes()[:100])
+    spoil(damaged)
     with pytest.raises(SystemExit) as ended:
         main(["samples", str(run)])
     error = capsys.readouterr().err
     assert (
         ended.value.code == 2
         and error.startswith(f"asyncrl: {damaged}")
-        and error.endswith("; restore the file, or move it away\n")
+        and error.endswith(end)
         and error.count("\n") == 1
     )
 

@@ -56,6 +56,7 @@ def test_a_config_that_is_refused_leaves_nothing(settings, tmp_path):
 
 def test_arguments_of_other_kinds_are_named(tmp_path, settings):
     (tmp_path / "mine.yaml").write_text(str(settings))
+    (tmp_path / "empty.yaml").touch()
     for config, overrides, message in (
         (
             None,
@@ -72,6 +73,7 @@ def test_arguments_of_other_kinds_are_named(tmp_path, settings):
         ),
         (tmp_path / "mine.yaml", ["--seed", -3], "seed = '-3'"),
         (tmp_path, [], r"is a directory; give the path of a YAML file, such as '.*config\.yaml'"),
+        (tmp_path / "empty.yaml", [], r"empty\.yaml' is empty, not a mapping of settings"),
         (
             {**settings, "model.path": "x"},
             [],
