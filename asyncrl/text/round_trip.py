@@ -184,8 +184,9 @@ class _Codec:
         if unseen or len(known) < len(ids) or LOST in new:
             wrong = bool(new - {LOST})
         else:
-            # Some put a space before every text.
-            again = (encoded(self._tokenizer, one) for one in (back, back.removeprefix(" ")))
+            # Some put a space before every text, and some take the first one away.
+            ways = (back, back.removeprefix(" "), f" {back}")
+            again = (encoded(self._tokenizer, one) for one in ways)
             wrong = bool(new) or ids not in again
         if wrong:
             raise TokenizerError(

@@ -203,6 +203,18 @@ def test_a_tokenizer_need_not_cover_all_of_unicode(kind: str, named: bool) -> No
     assert coverage.notes() == []
 
 
+@pytest.mark.parametrize("text", ["    return 2", "  2", " "])
+def test_a_decoder_may_take_the_first_space_away(text: str) -> None:
+    """Mistral's does, since its tokenizer puts a space before a text that begins with none."""
+    made = sentencepiece_like()
+    made.normalizer = normalizers.Sequence([])
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    coverage = Coverage(tokenizer, "whole")
+    coverage.add([text], [tokenizer.encode(text)])
+    assert coverage.notes() == []
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_broken_decoder_is_found_by_the_texts_of_the_data(kind: str) -> None:
     make, unknown, text = KINDS[kind]
