@@ -170,6 +170,8 @@ def _empty_model(
             "make a version's table before an HfDeepSpeedConfig: while one exists, transformers"
             " shards every model"
         )
+    if model_class.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()  # as AutoModelForCausalLM does
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in stored.items()}
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Llama4Config, Llama4ForConditionalGeneration
 
-from asyncrl.testing.families import FAMILIES, family
+from asyncrl.testing.families import FAMILIES, SHAPE, family
 from asyncrl.weights.outline import outline
 from asyncrl.weights.published import CannotPublishError, VersionTable, version_table
 from asyncrl.weights.stored import INDEX
@@ -182,6 +182,21 @@ def test_tensors_that_no_model_of_the_family_loads_are_left_out(
     extra = {key: torch.ones(1, 1, 4, 4)}
     table = version_table(rewritten(path, lambda tensors: tensors.update(extra)))
     assert table.left_out == (key,)
+
+
+def test_the_text_model_of_a_composite_checkpoint_has_a_table(tmp_path: Path) -> None:
+    """Such as Llama 4, whose config.json describes an image model too."""
+    text = {**SHAPE, "head_dim": 32, "intermediate_size_mlp": 96, "num_local_experts": 2}
+    images = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+    images |= {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    images |= dict.fromkeys(("vision_output_dim", "projector_input_dim"), 64)
+    images |= {"projector_output_dim": 64}
+    config = Llama4Config(text_config=text, vision_config=images)
+    Llama4ForConditionalGeneration(config).save_pretrained(tmp_path)
+    table = version_table(tmp_path)
+    assert table.architecture == "Llama4ForCausalLM" and not table.left_out
+    trained = {tensor.name for tensor in table.tensors if tensor.pieces}
+    assert trained == {name for name in contents(tmp_path) if name.startswith("language_model.")}
 
 
 def test_buffers_keep_their_type(tmp_path: Path) -> None:
