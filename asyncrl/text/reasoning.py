@@ -57,7 +57,8 @@ def text_after_reasoning(text: str, opened: bool = False, read: bool = False) ->
     ends.
 
     A mark of an end without a start ends reasoning that began before the text. A mark in quotes is
-    text, and so is a word in tags that a sentence names: it begins no line and has no end.
+    text, and so is a word in tags that a sentence names: it begins no line and has no end. The last
+    mark ends open reasoning if no quote is next to it: the quotes on its line may not be a pair.
 
     Args:
         opened: whether the text begins within reasoning.
@@ -67,9 +68,13 @@ def text_after_reasoning(text: str, opened: bool = False, read: bool = False) ->
     inside: str | None = "" if opened else None
     """Number of the pair whose reasoning is open. "": that of the prompt, which any mark ends."""
     begin, seen = 0, opened or read
-    marks = [mark for mark in MARKS.finditer(text) if not _is_quoted(text, mark)]
-    ends = [mark.start() for mark in marks if mark.lastgroup == f"close{WORD}"]
+    marks = [*MARKS.finditer(text)]
+    quoted = {mark for mark in marks if _is_quoted(text, mark)}
+    ends = [m.start() for m in marks if m.lastgroup == f"close{WORD}" and m not in quoted]
     for mark in marks:
+        is_only_end = inside is not None and mark is marks[-1] and not _touches_quote(text, mark)
+        if mark in quoted and not is_only_end:
+            continue
         kind = str(mark.lastgroup)
         number = kind.removeprefix("open").removeprefix("close")
         if kind.startswith("open"):
@@ -116,6 +121,11 @@ def _is_named(text: str, mark: re.Match[str], seen: bool) -> bool:
     if LINE_START.search(text, max(0, mark.start() - LINE_PART), mark.start()) is not None:
         return False
     return not seen or text[mark.start() - 1].isspace()
+
+
+def _touches_quote(text: str, mark: re.Match[str]) -> bool:
+    around = text[max(0, mark.start() - 1) : mark.start()] + text[mark.end() : mark.end() + 1]
+    return any(quote in around for quote in "'\"`")
 
 
 def _is_quoted(text: str, mark: re.Match[str]) -> bool:

@@ -63,6 +63,8 @@ def saved_model(directory: Path, template: str, special: list[str]) -> None:
         ("a </think> b </think>42", "42"),
         ("<think>a</think>4<think>b</think>2", "4\n2"),
         ("<think>a</think>42<think>or not", "42"),
+        ('<think>A 5" screen. </think>A 6" screen', 'A 6" screen'),
+        ("<think>It is `x.</think>Use `y` now", "Use `y` now"),
         # Marks that code reads, or that a sentence names, are text.
         ('x.split("</think>")[-1]', 'x.split("</think>")[-1]'),
         ('re.sub(r"<think>.*?</think>", "", x)', 're.sub(r"<think>.*?</think>", "", x)'),
@@ -73,6 +75,7 @@ def saved_model(directory: Path, template: str, special: list[str]) -> None:
         ("Do your <analysis> first.\n5", "Do your <analysis> first.\n5"),
         ("First this.\n  <think>a", "First this.\n  "),
         # No answer.
+        ('<think>Cut: "</think>" is not', None),
         ("<think>a so \\boxed{5}", None),
         ("<think>a</think>", None),
         ("<think>a</think>\n ", None),
