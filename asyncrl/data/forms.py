@@ -94,6 +94,8 @@ def wanted_columns(spec: OfflineDataSpec, source: Source) -> set[str]:
         VARIABLES, spec.tools_column or TOOLS, source.prompt_column or spec.prompt_column,
         *RECORDED, *RECORDED_TEXTS, *NODE_COLUMNS, *TEXT_COLUMNS, *REASONING_FIELDS, *ALPACA,
     }  # fmt: skip
+    if spec.unused_keys == "error":
+        names |= {*MARKS, *MEDIA_COLUMNS}
     return names | {spec.target_column} if spec.target_column else names
 
 

@@ -150,7 +150,8 @@ def test_a_column_of_marks_or_of_a_part_of_the_chat_is_refused_also_where_later_
 
 @pytest.mark.parametrize("value", ["", None, []])
 def test_a_column_that_is_empty_in_every_row_says_nothing(offline, value):
-    rows = [{"messages": [ASK, SAID], "system": value, "history": value}] * 3
+    empty = dict.fromkeys(("system", "history", "images", "weight"), value)
+    rows = [{"messages": [ASK, SAID], **empty}] * 3
     assert offline(rows, template=CHATML)[1].rows == 3
     alpaca = {"instruction": "Add", "input": "", "output": "7"}
     columns = {"prompt_column": "instruction", "target_column": "output"}
