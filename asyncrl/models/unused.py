@@ -23,8 +23,8 @@ PREDICTS = re.compile(r".*\blayers\.\d+\.(?=eh_proj\.)")
 hidden state with the next embedding."""
 
 
-def unused(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel) -> set[str]:
-    """The tensors that no model of this family loads, among these without a parameter: rotary
+def unused(shapes: Mapping[str, Sequence[int]], model: type[PreTrainedModel]) -> set[str]:
+    """The tensors that this class does not load, among these without a parameter: rotary
     frequencies and causal masks of old checkpoints, and layers that predict several tokens."""
     further = {found[0] for name in shapes if (found := PREDICTS.match(name))}
     patterns = [*UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]

@@ -103,7 +103,7 @@ class Classifier:
             raise self._error(f"its weights lack {lacking[0]}")
         # A head that predicts tokens has no part in a score.
         more = set(map(str, found["unexpected_keys"])) - {"lm_head.weight", "lm_head.bias"}
-        if more := more - unused(dict.fromkeys(more, ()), model):
+        if more := more - unused(dict.fromkeys(more, ()), type(model)):
             raise self._error(f"{type(model).__name__} has no place for {min(more)} of its weights")
         loaded: PreTrainedModel = model.eval().to(self._device)
         return loaded

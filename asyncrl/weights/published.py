@@ -107,10 +107,12 @@ def version_table(model_path: str | Path) -> VersionTable:
     }
     _refuse_apart(renamed, stored)
     rest = sorted(set(stored) - set(found), key=_natural)
-    ignored = unused({name: stored[name].shape for name in rest}, model)
+    shapes_of_rest = {name: stored[name].shape for name in rest}
+    ignored = unused(shapes_of_rest, type(model))
+    dropped = unused(shapes_of_rest, _whole_class(config, model))
     # vLLM reloads a module as a whole: if one of its tensors is published, all must be.
     modules = {name.rpartition(".")[0] for name in found}
-    left_out = [name for name in rest if name in ignored and name.rpartition(".")[0] not in modules]
+    left_out = [name for name in rest if name in dropped and name.rpartition(".")[0] not in modules]
     if whole := next(
         (name for name in sorted(found) if stored[name].dtype not in TRAINED_TYPES), None
     ):
@@ -234,6 +236,17 @@ def _causal_lm(model_path: str | Path) -> tuple[PreTrainedConfig, type[PreTraine
         if model_class.__name__ in (config.architectures or ())
     ]
     return config, (named or classes)[0]
+
+
+def _whole_class(config: PreTrainedConfig, model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class of all of the checkpoint, of which the model may be a part, such as its text model:
+    that part ignores the others."""
+    import transformers
+
+    own: type[PreTrainedModel] = type(model)
+    if type(model.config) is type(config):
+        return own
+    return getattr(transformers, next(iter(config.architectures or ()), ""), own)
 
 
 def _refuse_other_shapes(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Llama4Config, Llama4ForConditionalGeneration
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from asyncrl.testing.families import FAMILIES, SHAPE, family
 from asyncrl.weights.outline import outline
@@ -184,19 +184,24 @@ def test_tensors_that_no_model_of_the_family_loads_are_left_out(
     assert table.left_out == (key,)
 
 
-def test_the_text_model_of_a_composite_checkpoint_has_a_table(tmp_path: Path) -> None:
-    """Such as Llama 4, whose config.json describes an image model too."""
-    text = {**SHAPE, "head_dim": 32, "intermediate_size_mlp": 96, "num_local_experts": 2}
-    images = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
-    images |= {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
-    images |= dict.fromkeys(("vision_output_dim", "projector_input_dim"), 64)
-    images |= {"projector_output_dim": 64}
-    config = Llama4Config(text_config=text, vision_config=images)
-    Llama4ForConditionalGeneration(config).save_pretrained(tmp_path)
-    table = version_table(tmp_path)
-    assert table.architecture == "Llama4ForCausalLM" and not table.left_out
-    trained = {tensor.name for tensor in table.tensors if tensor.pieces}
-    assert trained == {name for name in contents(tmp_path) if name.startswith("language_model.")}
+def test_the_text_model_of_a_composite_checkpoint_is_trained(tmp_path: Path) -> None:
+    """Such as Qwen3.5's, which has an image model too. That stays as stored."""
+    linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 32}
+    layers = {"linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]}
+    images = {"depth": 1, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2}
+    config = Qwen3_5Config(
+        text_config={**SHAPE, "head_dim": 32, **linear, **layers},
+        vision_config={**images, "out_hidden_size": 64},
+    )
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    rewritten(tmp_path, lambda tensors: tensors.update({"mtp.norm.weight": torch.ones(64)}))
+    table, stored = version_table(tmp_path), contents(tmp_path)
+    assert table.architecture == "Qwen3_5ForCausalLM" and table.left_out == ("mtp.norm.weight",)
+    kept = {tensor.name for tensor in table.tensors if not tensor.pieces}
+    assert kept == {name for name in stored if name.startswith("model.visual.")} and kept
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    made = from_parameters(table, dict(model.named_parameters()))
+    assert all(torch.equal(values, stored[key]) for key, values in made.items())
 
 
 def test_buffers_keep_their_type(tmp_path: Path) -> None:
