@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from conftest import RunProcess
+from run_process import RunProcess
 from run_variables import HERE, run_variables
 
 import asyncrl

@@ -80,4 +80,4 @@ def test_a_block_that_was_cut_is_none(answer: str, code: str | None) -> None:
 def test_a_degenerate_text_costs_little(text: str) -> None:
     began = time.process_time()
     assert code_block(text, ended=False) is None
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 20  # quadratic work would take minutes

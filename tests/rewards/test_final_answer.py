@@ -84,7 +84,7 @@ def test_the_text_in_an_answer_tag() -> None:
 def test_a_degenerate_answer_costs_little(part: str) -> None:
     began = time.process_time()
     final_expression(part * 20_000, ended=False)
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 20  # quadratic work would take minutes
 
 
 TURNS = [

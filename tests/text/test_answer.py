@@ -211,4 +211,4 @@ def test_a_session_is_read_as_a_single_turn_is(
 def test_a_degenerate_text_costs_little(part: str) -> None:
     began = time.process_time()
     text_after_reasoning(part * 20_000)
-    assert time.process_time() - began < 2.0
+    assert time.process_time() - began < 20  # quadratic work would take minutes
