@@ -54,6 +54,9 @@ RESTART_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 """Seconds until a process is started again. They double while it does not start."""
 LOOK_EVERY_S = 0.25
 """Seconds between two looks at what runs in a process."""
+MOST_SEEN_S = 1.0
+"""What the time between two looks counts at most. If the next look comes later, the pool's own
+process did not run either, so the other process is not to blame for the rest."""
 GUARD_S = 5.0
 """Seconds beyond its deadline, and beyond block_s, until the pool kills the process of a session
 that has not ended."""
@@ -313,21 +316,23 @@ class EnvironmentPool:
     async def _watch(self, process: _Process) -> None:
         """Kill the process if the code of one session keeps control for too long, if the event
         loop stands still for another reason, or if it is idle and has too many threads."""
-        before = (NOBODY, 0.0)
+        running, alive = _Unchanged(), _Unchanged()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if process.is_worn() and not process.running:
                 process.kill()
             self._dispatch()  # the threads may have ended
             number, since = now = process.running_now()
+            blocked_s, silent_s = running.seconds(now), alive.seconds(process.alive())
             # A single look may be torn: the process writes meanwhile.
-            steady, before = now == before, now
-            if steady and number == NOBODY and process.silent_s() > self._config.block_s:
-                process.kill()
-            if not steady or number == NOBODY:
+            if not blocked_s:
+                continue
+            if number == NOBODY:
+                if silent_s > self._config.block_s:
+                    process.kill()
                 continue
             process.excuse_others(number, since)
-            if time.monotonic() - since > self._config.block_s:
+            if blocked_s > self._config.block_s:
                 process.blame(
                     number,
                     f"{BLOCKED} = {self._config.block_s:g} s without an await; call"
@@ -414,6 +419,22 @@ async def _answer(process: _Process, entry: _Entry, message: Mapping[str, Any]) 
         entry.requests.pop(message["request"], None)
 
 
+class _Unchanged:
+    """The seconds for which a value has not changed, as this process has seen it."""
+
+    def __init__(self) -> None:
+        self._value: object = None
+        self._looked, self._seconds = 0.0, 0.0
+
+    def seconds(self, value: object) -> float:
+        """Take a look. 0 if the value is another one than before."""
+        now = time.monotonic()
+        passed = min(now - self._looked, MOST_SEEN_S)
+        self._seconds = self._seconds + passed if value == self._value else 0.0
+        self._value, self._looked = value, now
+        return self._seconds
+
+
 class _Process(ChildProcess):
     """One environment process, and the sessions that run in it."""
 
@@ -448,10 +469,14 @@ class _Process(ChildProcess):
         number, since = RUNNING.unpack_from(self._memory)
         return number, since
 
+    def alive(self) -> float:
+        """When the event loop gave its last sign of life, by `time.monotonic`."""
+        alive, _ = ALIVE.unpack_from(self._memory, RUNNING.size)
+        return float(alive)
+
     def silent_s(self) -> float:
         """Seconds since the event loop's last sign of life."""
-        alive, _ = ALIVE.unpack_from(self._memory, RUNNING.size)
-        return time.monotonic() - float(alive)
+        return time.monotonic() - self.alive()
 
     def left(self) -> int:
         """The number of threads that have outlived their sessions."""

@@ -206,6 +206,27 @@ def test_where_the_cause_is_unknown_all_begin_again_alone() -> None:
     assert culprit.end == "env_error"
 
 
+def test_a_machine_that_stood_still_is_nobodys_fault() -> None:
+    """As after a pause of a container, or on a machine that is much too busy."""
+
+    async def work(pool: EnvironmentPool) -> Ended:
+        session = Echo()
+        playing = asyncio.ensure_future(pool.play({"fault": "waits"}, session))
+        while not session.requests:
+            await asyncio.sleep(0.01)
+        children = psutil.Process().children(recursive=True)
+        stopped = [child for child in children if process_name(child) == "environment process"]
+        for child in stopped:
+            child.suspend()
+        time.sleep(2.5)  # noqa: ASYNC251
+        await asyncio.sleep(0.4)
+        for child in stopped:
+            child.resume()
+        return await playing
+
+    assert with_pool(work, block_s=2).end == "done"
+
+
 def test_what_a_session_leaves_behind_ends_with_it() -> None:
     async def work(pool: EnvironmentPool) -> list[Ended]:
         first = await pool.play({"fault": "leaves a task"}, Echo())
