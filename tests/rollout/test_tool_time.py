@@ -186,7 +186,7 @@ def test_the_time_before_a_session_begins_is_not_its_own() -> None:
         tool_s=4.0,
         concurrency=1,
     )
-    assert (first.end, second.end) == ("done", "deadline"), second.note
+    assert (first.end, second.end) == ("done", "deadline"), (first.note, second.note)
     assert 4.0 <= second.other_s < 9.0, "it waited for a place for 5 s"
 
 
