@@ -16,7 +16,7 @@ test: setup  ## the default tests, real vLLM and DeepSpeed included
 	@$(PYTHON) -m pytest -q -n 2
 
 test-all: setup  ## what is too slow for `make test`
-	@$(PYTHON) -m pytest -q -m slow
+	@$(PYTHON) -m pytest -q -m slow -n 2
 
 hostile: setup  ## machines that are not ours, imitated with namespaces, limits and variables: about four minutes; most need root
 	@$(PYTHON) -m pytest -q -m hostile -rs

@@ -39,33 +39,46 @@ LEAVINGS = (
 
 
 BESIDE = (
+    "agents",
     "agreement",
     "algorithms",
     "config",
     "contracts",
     "control",
+    "data",
     "environments",
+    "learning",
     "models",
     "packing",
     "preflight",
     "rewards",
+    "rollout",
     "run",
     "rundir",
     "sandbox",
+    "serving",
     "sessions",
     "testing",
     "text",
+    "weights",
     "web",
 )
 """Folders whose tests may run beside a Ray cluster and its engines, unless they use one."""
-STARTS_RAY = (
+USES_RAY = (
     "test_autoscaling.py",
     "test_cluster_address.py",
+    "test_http_engine.py",
     "test_offline_run.py",
     "test_resource_usage.py",
     "test_shared_gpus.py",
+    "test_shared_storage.py",
+    "test_staging.py",
+    "test_teacher_endpoint.py",
+    "test_threads.py",
+    "test_two_nodes.py",
 )
-"""Files in these folders that start Ray without the fixture `ray_cluster`."""
+"""Files in these folders that start Ray themselves, get the fixture `ray_cluster` through another
+one, or measure which cores are free."""
 
 
 @cache
@@ -73,8 +86,16 @@ def unit(file: str) -> str:
     """What runs in one process: the tests of this file, or all tests with Ray. Two clusters would
     take each other's cores."""
     path = Path(__file__).parents[1] / file
-    apart = path.parent.name in BESIDE and path.name not in STARTS_RAY
+    apart = path.parent.name in BESIDE and path.name not in USES_RAY
     return file if apart and "ray_cluster" not in path.read_text() else "ray"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Check that no test gets a cluster beside the other one."""
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        if "ray_cluster" in getattr(item, "fixturenames", ()) and unit(file) != "ray":
+            raise pytest.UsageError(f"{file} uses ray_cluster: add it to USES_RAY")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -161,7 +161,7 @@ def save_tokenizer(directory: Path) -> None:
     ).save_pretrained(directory)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_tasks_of_verifiers_are_trained(
     start_run: Callable[..., Any],
