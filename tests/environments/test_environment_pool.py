@@ -210,10 +210,15 @@ def test_a_machine_that_stood_still_is_nobodys_fault() -> None:
     """As after a pause of a container, or on a machine that is much too busy."""
 
     async def work(pool: EnvironmentPool) -> Ended:
-        session = Echo()
-        playing = asyncio.ensure_future(pool.play({"fault": "waits"}, session))
-        while not session.requests:
-            await asyncio.sleep(0.01)
+        asked = asyncio.Event()
+
+        class Asked(Echo):
+            async def chat(self, request: ChatRequest) -> list[Answer]:
+                asked.set()
+                return await super().chat(request)
+
+        playing = asyncio.ensure_future(pool.play({"fault": "waits"}, Asked()))
+        await asked.wait()
         children = psutil.Process().children(recursive=True)
         stopped = [child for child in children if process_name(child) == "environment process"]
         for child in stopped:
