@@ -63,15 +63,15 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
             """Apply the version once all the first requests and one completion of the last request
             have tokens. Returns the completions of the last request."""
 
-            async def begun(count: int) -> None:
+            async def sampling(count: int) -> None:
                 states = self._running().output_processor.request_states
                 while sum(not state.is_prefilling for state in states.values()) < count:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
 
             tasks = [asyncio.create_task(self.generate(request)) for request in first]
-            await begun(len(first))
+            await sampling(len(first))
             tasks.append(asyncio.create_task(self.generate(last)))
-            await begun(len(first) + 1)
+            await sampling(len(first) + 1)
             await self.apply(update, version)
             return list((await asyncio.gather(*tasks))[-1])
 
@@ -184,10 +184,10 @@ def test_generations_in_flight_at_an_update(
         old, new = load_reference(untied_model), load_reference(untied_model)
         disturb(old, seed=21)
         disturb(new, seed=22)
-        begun, staged = stage(old)
-        apply(begun, staged)
+        initial, staged = stage(old)
+        apply(initial, staged)
         version, staged = stage(new)
-        model_of = {begun: old, version: new}
+        model_of = {initial: old, version: new}
         before = ray_cluster.get(holder.generated.remote())
         asked = [
             holder.generate.remote(GenerateRequest(prompt, 1, length, 1.0, seed=5, ignore_eos=True))
