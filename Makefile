@@ -27,7 +27,7 @@ demo-agent: setup-run  ## a model learns a game of several turns with a tool; AR
 demo-seeds: setup-run  ## the main job with three seeds, and once with shuffled rewards: about an hour
 	@$(PYTHON) -m jobs.quickstart.seeds
 
-faults: setup  ## the longest runs, most with killed or stopped parts, and broken control code; prints how long each part took to recover: about 100 minutes
+faults: setup  ## the longest runs, most with killed or stopped parts, and broken control code; prints how long each part took to recover: about 105 minutes
 	@$(PYTHON) -m pytest -q -m faults
 
 mutants: setup  ## break the control code on purpose; the tests must notice

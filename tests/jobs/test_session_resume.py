@@ -19,7 +19,7 @@ STEPS, EVERY, GROUPS, SAMPLES = 10, 3, 4, 4
 EXACT = ("completion_ids", "turn_parent", "turn_context", "turn_tokens", "session_end", "reward")
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_a_killed_run_of_sessions_ends_with_the_same_groups_and_weights(
     start_run: Callable[..., Any], session_task: dict[str, Any], tmp_path: Path
