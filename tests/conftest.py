@@ -20,6 +20,10 @@ from llama_checkpoint import save_llama
 from asyncrl.contracts.messages import Manifest
 from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
 
+# Before torch is imported. Two test processes with two threads each wait for each other's threads,
+# and a step of a tiny model then takes ten times as long. Ranks and engines have their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ENGINE_STARTS: list[str] = []
 """The tests and fixtures that started a vLLM engine in this session, one item per engine
 process."""
