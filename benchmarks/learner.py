@@ -327,7 +327,7 @@ def learner_step(path: str, threads: int, packing: str):
             "packing": packing,
             "max_tokens_per_gpu": CAP,
             "num_threads": threads,
-            "adam_betas": [0.9, 0.95],
+            "optimizer": {"name": "adamw", "betas": [0.9, 0.95]},
         },
     }
     spec = learner_spec(Config.model_validate(tree))

@@ -161,7 +161,10 @@ def offline_config(task: Task) -> OfflineConfig:
         },
     }
     if task.objective == "dpo":
-        tree["dpo"] = {"beta": BETA, "ref_load": str(folder / "reference")}
+        tree["dpo"] = {
+            "loss": {"name": "sigmoid", "beta": BETA},
+            "ref_load": str(folder / "reference"),
+        }
     return OfflineConfig.model_validate(tree)
 
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.config import EnvironmentConfig
+from asyncrl.config import AgentCommand, FunctionEnvironment
 from asyncrl.contracts import Completion, VersionSpan
 from asyncrl.observe import cpu_seconds, cpu_seconds_between
 from asyncrl.rollout import Player
@@ -181,7 +181,7 @@ def _talk(parts: Parts, turns: int) -> float:
 def _player(at_once: int, at_url: bool) -> Player:
     function = "jobs.guess.agent:play" if at_url else "jobs.guess.game:play"
     return Player(
-        EnvironmentConfig(function=function, processes=1, concurrency=at_once, url=at_url)
+        FunctionEnvironment(function=function, processes=1, concurrency=at_once, url=at_url)
     )
 
 
@@ -236,12 +236,7 @@ async def _crowd(parts: Parts) -> int:
     """Errors of many sessions in process and of some programs at once."""
     maker = Maker(parts.call, TURN_S)
     command = [sys.executable, "-c", PROGRAM]
-    agent = {"command": command, "stdin": "none"}
-    programs = Player(
-        EnvironmentConfig(
-            function="asyncrl.environments.agent:play", arguments=agent, processes=1, url=True
-        )
-    )
+    programs = Player(AgentCommand(command=command, stdin="none", processes=1))
     own = _player(WAITING, at_url=False)
     try:
         await asyncio.gather(programs.start(), own.start())

@@ -5,22 +5,22 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from asyncrl.cli import _parser
 from asyncrl.config import Config, OfflineConfig, RunSettings
 from asyncrl.config.aliases import NOT_IMPLEMENTED, RENAMED
-from asyncrl.config.load import section_of
+from asyncrl.config.fields import section_of
 from asyncrl.config.offline_aliases import OFFLINE_NOT_IMPLEMENTED, OFFLINE_RENAMED
+from asyncrl.contracts.section import Section, kinds_of, name_of
 from asyncrl.observe.alarms import Range
 from asyncrl.observe.metric_catalog import TABLES, Metric
 from asyncrl.serving.metrics import HttpStatus, Traffic, exposition
@@ -31,6 +31,8 @@ WIDTH = 80
 """Characters of a signature on one line."""
 NAMES_HERE = "<!-- names of settings -->"
 """Where a page shows the tables of other systems' settings."""
+OTHERWISE = "otherwise"
+"""Label of the alternative without a key of its own."""
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 """A relative link: text, target."""
 
@@ -96,12 +98,13 @@ def settings_page() -> str:
         "Write settings in YAML, section by section. The command line accepts each one as"
         " `--SECTION.NAME VALUE`; the value `null` restores the default. Where the default is"
         " *none, or derived*, `asyncrl plan CONFIG` prints the value and its reason.",
+        "A choice, such as `algorithm.loss`, has alternatives with settings of their own. Write"
+        " `loss: gspo`, or `loss: {name: gspo, eps_clip: 3.0e-4}`. A setting of another alternative"
+        " is refused.",
     ]
-    top = {name: field for name, field in Config.model_fields.items() if not _section(field)}
-    parts += ["## Top level", _table("", top)]
+    parts += ["## Top level", _table("", _plain(Config.model_fields))]
     for name, field in Config.model_fields.items():
-        if section := _section(field):
-            parts += _section_parts(name, section)
+        parts += _field_parts(name, field)
     return "\n\n".join(parts) + "\n"
 
 
@@ -110,7 +113,7 @@ def offline_settings_page() -> str:
     shared = RunSettings.model_fields.keys()
     own = {name: field for name, field in OfflineConfig.model_fields.items() if name not in shared}
     links = ", ".join(
-        f"[`{name}`](settings.md#{name})" if _section(field) else f"`{name}`"
+        f"[`{name}`](settings.md#{name})" if section_of(field.annotation) else f"`{name}`"
         for name, field in RunSettings.model_fields.items()
     )
     parts = [
@@ -119,37 +122,100 @@ def offline_settings_page() -> str:
         f" dataset without generators. The settings {links} are those of"
         " [every run](settings.md#top-level).",
         "## Top level of SFT, DPO and reward models",
-        _table("", {name: field for name, field in own.items() if not _section(field)}),
+        _table("", _plain(own)),
     ]
     for name, field in own.items():
-        if section := _section(field):
-            parts += _section_parts(name, section)
+        parts += _field_parts(name, field)
     return "\n\n".join(parts) + "\n"
 
 
-def _section_parts(prefix: str, section: type[BaseModel]) -> list[str]:
-    own = {name: field for name, field in section.model_fields.items() if not _section(field)}
-    parts = [f"## {prefix}", _table(f"{prefix}.", own)]
-    for name, field in section.model_fields.items():
-        if inner := _section(field):
-            heading, *others = _section_parts(f"{prefix}.{name}", inner)
-            optional = field.default is None
-            parts += [heading, *([field.description or ""] if optional else []), *others]
+def _plain(fields: Mapping[str, FieldInfo]) -> dict[str, FieldInfo]:
+    """Those that are no section. A choice is one of them."""
+    return {name: field for name, field in fields.items() if not section_of(field.annotation)}
+
+
+def _field_parts(name: str, field: FieldInfo) -> list[str]:
+    """The section or the alternatives of a setting, if it has any. Its name is dotted."""
+    kinds = sorted(kinds_of(field.annotation), key=lambda kind: _label(kind) != OTHERWISE)
+    heading = f"{'###' if '.' in name else '##'} {name}"
+    if len(kinds) == 1:
+        texts = [field.description if field.default is None else None, _meaning(kinds[0])]
+        below = _settings_parts(f"{name}.", kinds[0].model_fields)
+        return [heading, *filter(None, texts), *below]
+    common = {
+        key: one
+        for key, one in (kinds[0].model_fields if kinds else {}).items()
+        if key not in _own_settings(kinds[0], kinds) and key != "name"
+    }
+    parts = [heading, *_settings_parts(f"{name}.", common)] if common else []
+    alike: dict[tuple[str, ...], list[type[Section]]] = {}
+    for kind in kinds:
+        shown = tuple(_settings_parts(f"{name}.", _own_settings(kind, kinds)))
+        alike.setdefault(shown, []).append(kind)
+    for shown, some in alike.items():
+        if shown:
+            meaning = [_meaning(some[0])] if len(some) == 1 else []
+            parts += [f"### {_title(name, some, kinds)}", *meaning, *shown]
     return parts
 
 
-def _section(field: FieldInfo) -> type[BaseModel] | None:
-    return section_of(field.annotation)
-
-
-def _table(prefix: str, fields: dict[str, FieldInfo]) -> str:
-    rows = ["| setting | meaning |", "|---|---|"]
+def _settings_parts(prefix: str, fields: Mapping[str, FieldInfo]) -> list[str]:
+    """The table of these settings, and the sections and alternatives below them."""
+    plain = _plain(fields)
+    parts = [_table(prefix, plain)] if plain else []
     for name, field in fields.items():
-        meaning = _kind(field, " ".join((field.description or "").split()))
-        default = _default(field)
-        note = f"<br>**Default:** {default}" if default else ""
-        rows.append(f"| `{prefix}{name}` | {_cell(meaning + note)} |")
-    return "\n".join(rows)
+        parts += _field_parts(f"{prefix}{name}", field)
+    return parts
+
+
+def _title(name: str, some: Sequence[type[Section]], kinds: Sequence[type[Section]]) -> str:
+    labels = [_label(kind) for kind in some]
+    others = [_label(kind) for kind in kinds if kind not in some]
+    without = f"{name} without {', '.join(others)}"
+    return without if labels == [OTHERWISE] else f"{name}: {', '.join(labels)}"
+
+
+def _own_settings(kind: type[Section], kinds: Sequence[type[Section]]) -> dict[str, FieldInfo]:
+    """The settings of an alternative that not every alternative has in the same form."""
+
+    def shared(name: str) -> bool:
+        found = [one.model_fields[name] for one in kinds if name in one.model_fields]
+        return len(found) == len(kinds) and len({_row("", one) for one in found}) == 1
+
+    return {
+        name: field
+        for name, field in kind.model_fields.items()
+        if name != "name" and not shared(name)
+    }
+
+
+def _label(kind: type[Section]) -> str:
+    """What tells an alternative from the others: its name, or the key that only it has."""
+    without = "your own" if "name" in kind.model_fields else OTHERWISE
+    return name_of(kind) or str(getattr(kind, "KEY", "")) or without
+
+
+def _meaning(kind: type[Section]) -> str:
+    return " ".join((kind.__doc__ or "").split())
+
+
+def _table(prefix: str, fields: Mapping[str, FieldInfo]) -> str:
+    rows = [_row(f"{prefix}{name}", field) for name, field in fields.items()]
+    return "\n".join(["| setting | meaning |", "|---|---|", *rows])
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    meaning = _kind(field, " ".join((field.description or "").split()))
+    default = _default(field)
+    note = f"<br>**Default:** {default}" if default else ""
+    return f"| `{name}` | {_cell(meaning + note + _alternatives(field))} |"
+
+
+def _alternatives(field: FieldInfo) -> str:
+    """The alternatives of a choice, in a line each."""
+    kinds = kinds_of(field.annotation)
+    lines = [f"<br>`{_label(kind)}`: {_meaning(kind)}" for kind in kinds if len(kinds) > 1]
+    return "".join(lines).replace(f"`{OTHERWISE}`", OTHERWISE)
 
 
 def _kind(field: FieldInfo, meaning: str) -> str:
@@ -166,6 +232,9 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None:
         return "*none, or derived*"
+    if isinstance(value, Section):
+        label = _label(type(value))
+        return "" if label == OTHERWISE else f"`{label}`"
     return "" if value is PydanticUndefined else f"`{value}`"
 
 

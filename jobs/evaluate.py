@@ -68,7 +68,7 @@ def answers(
     config: Config, model: Path, prompts: list[Prompt], temperature: float = 0.0
 ) -> list[tuple[str, list[int]]]:
     """Text and token ids of one completion per prompt; temperature 0 = greedy."""
-    os.environ.update(engine_environment(config.generator.device))
+    os.environ.update(engine_environment(config.engines.device))
     from vllm import LLM, SamplingParams
 
     context = min(config.longest_request + 1, model_context(config))
@@ -77,8 +77,8 @@ def answers(
         str(model), tokenizer, config.rollout.rollout_stop, config.rollout.rollout_stop_token_ids
     )
     cache = (
-        {"kv_cache_memory_bytes": config.generator.kv_cache_memory_bytes}
-        if config.generator.device == "cpu"
+        {"kv_cache_memory_bytes": config.engines.kv_cache_memory_bytes}
+        if config.engines.device == "cpu"
         else {}
     )
     settings = {

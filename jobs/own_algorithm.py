@@ -8,11 +8,12 @@ built-in `ppo` and `grpo`.
 import torch
 
 
-def clipped(logprobs, old_logprobs, advantages):
-    """PPO's clipped ratio, as in `algorithm.loss: ppo`."""
+def clipped(logprobs, old_logprobs, advantages, low=0.2, high=0.28):
+    """PPO's clipped ratio, as in `algorithm.loss: ppo`. `low` and `high` can be set as
+    `arguments`."""
     ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - 0.2, 1 + 0.28) * advantages)
-    stopped = ((advantages > 0) & (ratio > 1 + 0.28)) | ((advantages < 0) & (ratio < 1 - 0.2))
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    stopped = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
     return loss, {"clipped": stopped, "ratio_below_half": ratio < 0.5}
 
 

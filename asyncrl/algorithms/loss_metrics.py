@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.corrections import LOG_RATIO_LIMIT, kl_estimate, sequence_max
+from asyncrl.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
+from asyncrl.algorithms.sequences import sequence_max
 
 __all__ = ["LossSums", "drift_sums", "ratio_sums", "supervised_sums"]
 
@@ -27,7 +28,7 @@ class LossSums:
     ratio_squared: Tensor
     ratio_max: Tensor
     clipped: Tensor
-    """Tokens whose gradient the surrogate's own clip stops, or whose weight it clips (CISPO)."""
+    """Tokens whose gradient the loss's own clip stops, or whose weight it clips (CISPO)."""
     weight: Tensor
     """Truncated importance weights."""
     nonfinite: Tensor

@@ -13,24 +13,20 @@ from asyncrl.runtime.functions import FunctionError, call_function, short
 if TYPE_CHECKING:  # scoring workers need no torch
     from torch import Tensor
 
-__all__ = ["CLIPPED", "is_own", "own_advantages", "own_loss", "own_verdict"]
+__all__ = ["CLIPPED", "own_advantages", "own_loss", "own_verdict"]
 
 CLIPPED = "clipped"
 """The metric of a custom loss that is reported as `clip_fraction`."""
 
 
-def is_own(name: str) -> bool:
-    """Whether the name is that of a function, not of a built-in method."""
-    return ":" in name
-
-
 def own_loss(
-    function: str, arguments: Mapping[str, Tensor | int]
+    function: str, given: Mapping[str, Tensor | int], arguments: Mapping[str, object]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Call the user's loss and check its result.
 
     Args:
-        arguments: what the function may take. `logprobs` [N] has the gradient.
+        given: what the function may take. `logprobs` [N] has the gradient.
+        arguments: those of the user. The function must take each of them.
 
     Returns:
         The loss [N], the clip mask [N], and the sum of each other metric over the tokens.
@@ -40,12 +36,12 @@ def own_loss(
     """
     import torch
 
-    logprobs = arguments["logprobs"]
+    logprobs = given["logprobs"]
     assert isinstance(logprobs, torch.Tensor)
-    tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
+    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
     # The function may change its arguments in place.
     copies = {key: value.clone() for key, value in tensors.items()}
-    returned, name = call_function("algorithm.loss", function, {**arguments, **copies})
+    returned, name = call_function("algorithm.loss", function, {**given, **copies}, arguments)
     pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     loss = _checked_loss(name, pair[0], logprobs)
     metrics = _checked_metrics(name, pair[1], logprobs)
@@ -117,13 +113,17 @@ def _check_finite(name: str, results: Mapping[str, Tensor]) -> None:
             )
 
 
-def own_advantages(function: str, rewards: np.ndarray) -> np.ndarray:
+def own_advantages(
+    function: str, rewards: np.ndarray, arguments: Mapping[str, object]
+) -> np.ndarray:
     """Return the user's advantages [n] for the rewards [n] of a group's usable trajectories.
 
     Raises:
         FunctionError: the function raised or broke its contract.
     """
-    returned, name = call_function("algorithm.advantage", function, {"rewards": rewards.copy()})
+    returned, name = call_function(
+        "algorithm.advantage", function, {"rewards": rewards.copy()}, arguments
+    )
     try:
         read = np.asarray(returned)
     except Exception:  # The object may raise anything, such as a tensor that has a gradient.
@@ -152,6 +152,7 @@ def own_advantages(function: str, rewards: np.ndarray) -> np.ndarray:
 
 def own_verdict(
     function: str,
+    arguments: Mapping[str, object],
     rewards: Sequence[float],
     advantages: Sequence[float],
     lengths: Sequence[int],
@@ -162,13 +163,13 @@ def own_verdict(
     Raises:
         FunctionError: the function raised, or did not return a bool.
     """
-    arguments = {
+    given = {
         "rewards": np.array(rewards, dtype=np.float64),
         "advantages": np.array(advantages, dtype=np.float64),
         "lengths": np.array(lengths, dtype=np.int64),
         "truncated": np.array(truncated, dtype=bool),
     }
-    returned, name = call_function("algorithm.group_filter", function, arguments)
+    returned, name = call_function("algorithm.group_filter", function, given, arguments)
     if not isinstance(returned, bool | np.bool_):
         raise FunctionError(
             f"{name} returned {type(returned).__name__}; return True to train the group, False to"

@@ -5,32 +5,61 @@ the learner and the audit make the same choice. This module imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import permutations
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
-import numpy as np
+from pydantic import Field
 
-__all__ = ["Candidates", "PairChoice", "PairSpec", "choose_pairs", "shuffled_rewards"]
+from asyncrl.contracts.section import ByName, Section
 
-PairChoice = Literal["best_worst", "margin"]
+__all__ = ["BestWorst", "Candidates", "Margin", "Pairs", "choose_pairs", "shuffled_rewards"]
 
 ROUNDING = 1e-6
 """Relative tolerance of a margin. Rewards are float32, so 0.4 - 0.3 is a little below 0.1."""
 
 
-@dataclass(frozen=True, slots=True)
-class PairSpec:
-    """Which pairs a group gives. The settings reference explains each value under
-    `algorithm.preference`."""
+class _PairsOfGroup(Section):
+    """What both kinds have."""
 
-    choice: PairChoice = "best_worst"
-    min_margin: float = 1e-6
-    """Smallest difference of the rewards of a pair, above 0."""
-    max_pairs: int = 4
-    """Most pairs of a group (choice: margin)."""
-    missing_eos_penalty: float = 0.0
-    """Subtracted from the reward of a completion that was cut off."""
+    min_margin: float = Field(default=1e-6, gt=0)
+    """Smallest difference of the rewards of a pair. Default: rewards only have to differ."""
+    missing_eos_penalty: float = Field(default=0.0, ge=0)
+    """Subtract this from the reward of a completion that was cut off, before pairs are chosen. The
+    recorded reward stays as it is."""
+
+
+class BestWorst(_PairsOfGroup):
+    """The completion with the highest reward against the one with the lowest."""
+
+    name: Literal["best_worst"] = "best_worst"
+    max_pairs: ClassVar[int] = 1
+
+    def ordered(self, rewards: Mapping[int, float]) -> list[tuple[int, int]]:
+        """Return the possible pairs as (chosen, rejected) places, the best first, by the rewards of
+        at least one place. Of equal rewards, the first place counts."""
+        return [(max(rewards, key=rewards.__getitem__), min(rewards, key=rewards.__getitem__))]
+
+
+class Margin(_PairsOfGroup):
+    """All pairs, the largest differences first."""
+
+    name: Literal["margin"] = "margin"
+    max_pairs: int = Field(default=4, gt=0)
+    """Most pairs of a group."""
+
+    def ordered(self, rewards: Mapping[int, float]) -> list[tuple[int, int]]:
+        """See `BestWorst.ordered`."""
+
+        def key(pair: tuple[int, int]) -> tuple[float, tuple[int, int]]:
+            chosen, rejected = pair
+            return rewards[rejected] - rewards[chosen], pair
+
+        return sorted(permutations(rewards, 2), key=key)
+
+
+Pairs: TypeAlias = Annotated[BestWorst | Margin, ByName("best_worst")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +75,12 @@ class Candidates:
     """Equal for completions of the same tokens, which teach nothing as a pair."""
 
 
-def choose_pairs(group: Candidates, spec: PairSpec) -> list[tuple[int, int]]:
-    """Return the pairs of a group as (chosen, rejected) places of its trajectories.
+def choose_pairs(group: Candidates, pairs: Pairs) -> list[tuple[int, int]]:
+    """Return the pairs of a group as (chosen, rejected) places of its trajectories, the largest
+    differences first, at most `max_pairs`.
 
-    - best_worst: the completion with the highest reward against the one with the lowest.
-    - margin: all pairs, the largest differences first, at most `max_pairs`.
-
-    Of equal rewards, the first trajectory counts. A pair needs rewards that differ by at least
-    `min_margin`, and different completions. Trajectories that are not usable, or whose reward is
-    missing, NaN or infinite, are left out.
+    A pair needs rewards that differ by at least `min_margin`, and different completions.
+    Trajectories that are not usable, or whose reward is missing, NaN or infinite, are left out.
 
     Raises:
         ValueError: the lists have different lengths.
@@ -66,7 +92,7 @@ def choose_pairs(group: Candidates, spec: PairSpec) -> list[tuple[int, int]]:
             " for each trajectory"
         )
     rewards = {
-        place: reward - spec.missing_eos_penalty * truncated
+        place: reward - pairs.missing_eos_penalty * truncated
         for place, (reward, usable, truncated) in enumerate(
             zip(group.rewards, group.usable, group.truncated, strict=True)
         )
@@ -74,25 +100,16 @@ def choose_pairs(group: Candidates, spec: PairSpec) -> list[tuple[int, int]]:
     }
     if not rewards:
         return []
-    if spec.choice == "best_worst":
-        best, worst = max(rewards, key=rewards.__getitem__), min(rewards, key=rewards.__getitem__)
-        return [(best, worst)] if _differ(group, rewards, best, worst, spec) else []
-    found = [
-        (chosen, rejected)
-        for chosen in rewards
-        for rejected in rewards
-        if _differ(group, rewards, chosen, rejected, spec)
-    ]
-    found.sort(key=lambda pair: (rewards[pair[1]] - rewards[pair[0]], pair))
-    return found[: spec.max_pairs]
+    found = [pair for pair in pairs.ordered(rewards) if _differ(group, rewards, *pair, pairs)]
+    return found[: pairs.max_pairs]
 
 
 def _differ(
-    group: Candidates, rewards: dict[int, float], chosen: int, rejected: int, spec: PairSpec
+    group: Candidates, rewards: dict[int, float], chosen: int, rejected: int, pairs: Pairs
 ) -> bool:
     """Whether two trajectories are a pair in this order."""
     high, low = rewards[chosen], rewards[rejected]
-    enough = spec.min_margin - ROUNDING * max(abs(high), abs(low))
+    enough = pairs.min_margin - ROUNDING * max(abs(high), abs(low))
     different = group.completions[chosen] != group.completions[rejected]
     return high > low and high - low >= enough and different
 
@@ -103,6 +120,8 @@ def shuffled_rewards(
     seed: tuple[int, ...],
 ) -> list[list[float | None]]:
     """Return the rewards of a step's groups, with those of all usable trajectories permuted."""
+    import numpy as np
+
     places = [
         (group, index)
         for group, flags in enumerate(usable)

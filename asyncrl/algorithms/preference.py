@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from asyncrl.algorithms.kl import LOG_RATIO_LIMIT
-from asyncrl.algorithms.objective_spec import PreferenceSpec
+from asyncrl.algorithms.preference_losses import Kto, PairLoss
 
 __all__ = [
     "Completions",
@@ -67,61 +66,40 @@ class Preferred:
     """[B] bool: whether the cap reduced the weight."""
 
 
-def scores(completions: Completions, spec: PreferenceSpec) -> Tensor:
+def scores(completions: Completions, loss: PairLoss | Kto) -> Tensor:
     """Return the scores [B] with gradient, as the loss uses them.
 
     Raises:
         ValueError: the loss needs the reference policy's log-probs, which are missing.
     """
     score = completions.logprobs.double()
-    if spec.has_reference:
+    if loss.has_reference:
         if completions.reference is None:
             raise ValueError(
-                f"loss {spec.loss!r} needs the reference policy's log-probs; add them to the rows,"
+                f"loss {loss.name!r} needs the reference policy's log-probs; add them to the rows,"
                 " or use simpo"
             )
         score = score - completions.reference.double()
-    return score / completions.tokens.double() if spec.uses_means else score
+    return score / completions.tokens.double() if loss.uses_means else score
 
 
-def pair_loss(chosen: Completions, rejected: Completions, spec: PreferenceSpec) -> Preferred:
-    """Compute the loss of B pairs. d is the chosen side's score minus the rejected side's.
-
-    - sigmoid: -log σ(beta·d) (DPO, arXiv:2305.18290, eq. 7). With label smoothing e, the labels are
-      swapped with probability e: -(1 - e)·log σ(beta·d) - e·log σ(-beta·d) (conservative DPO,
-      Mitchell 2023).
-    - ipo: (d - 1 / (2·beta))² (arXiv:2310.12036, eq. 17), with means over tokens. Its authors
-      confirmed that, and TRL's `ipo` is the same. With sums, the loss would grow with length.
-    - hinge: max(0, 1 - beta·d) (SLiC, arXiv:2305.10425, here on log-ratios to the reference as in
-      RSO, arXiv:2309.06657).
-    - simpo: -log σ(beta·d - margin), with means and without a reference (arXiv:2405.14734, eq. 6).
-
-    With `weight_cap`, the loss of a pair is multiplied by its `off_policy_weights`.
+def pair_loss(
+    chosen: Completions, rejected: Completions, loss: PairLoss, weight_cap: float | None = None
+) -> Preferred:
+    """Compute the loss of B pairs, times their `off_policy_weights`.
 
     Raises:
-        ValueError: the loss takes no pairs, or log-probs that it needs are missing.
+        ValueError: log-probs that it needs are missing.
     """
-    chosen_score, rejected_score = scores(chosen, spec), scores(rejected, spec)
-    difference = chosen_score - rejected_score
-    logit = spec.beta * difference
-    match spec.loss:
-        case "sigmoid":
-            loss = _smoothed(logit, spec.label_smoothing)
-        case "simpo":
-            loss = _smoothed(logit - spec.simpo_margin, spec.label_smoothing)
-        case "hinge":
-            loss = (1 - logit).clamp(min=0)
-        case "ipo":
-            loss = (difference - 1 / (2 * spec.beta)).square()
-        case _:
-            raise ValueError(f"loss {spec.loss!r} takes single completions, not pairs")
-    weights, capped = off_policy_weights(chosen, rejected, spec.weight_cap)
-    rewards = (spec.beta * chosen_score).detach(), (spec.beta * rejected_score).detach()
-    return Preferred(weights * loss, rewards, weights, capped)
+    chosen_score, rejected_score = scores(chosen, loss), scores(rejected, loss)
+    of_pairs = loss.of_pairs(chosen_score - rejected_score)
+    weights, capped = off_policy_weights(chosen, rejected, weight_cap)
+    rewards = (loss.beta * chosen_score).detach(), (loss.beta * rejected_score).detach()
+    return Preferred(weights * of_pairs, rewards, weights, capped)
 
 
 def kto_loss(
-    completions: Completions, desirable: Tensor, baseline: Tensor | float, spec: PreferenceSpec
+    completions: Completions, desirable: Tensor, baseline: Tensor | float, kto: Kto
 ) -> Preferred:
     """Compute the loss of B single completions: w·(1 - σ(±(reward - beta·baseline))), with plus and
     `desirable_weight` for desirable ones, and minus and `undesirable_weight` for the others (KTO,
@@ -131,12 +109,12 @@ def kto_loss(
         desirable: [B] bool.
         baseline: see `kto_baseline`; without gradient.
     """
-    reward = spec.beta * scores(completions, spec)
-    gain = reward - spec.beta * baseline
+    reward = kto.beta * scores(completions, kto)
+    gain = reward - kto.beta * baseline
     weight = torch.where(
         desirable,
-        reward.new_tensor(spec.desirable_weight),
-        reward.new_tensor(spec.undesirable_weight),
+        reward.new_tensor(kto.desirable_weight),
+        reward.new_tensor(kto.undesirable_weight),
     )
     loss = weight * (1 - torch.sigmoid(torch.where(desirable, gain, -gain)))
     ones = torch.ones_like(reward)
@@ -175,9 +153,3 @@ def off_policy_weights(
         log_ratio = log_ratio + side.logprobs.detach().double() - side.behavior.double()
     weights = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return weights.clamp(max=cap), weights > cap
-
-
-def _smoothed(logit: Tensor, smoothing: float) -> Tensor:
-    """The logistic loss [B] of labels that are swapped with this probability."""
-    loss = -logsigmoid(logit)
-    return loss if not smoothing else (1 - smoothing) * loss - smoothing * logsigmoid(-logit)

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.algorithms.advantages.group_advantage import (
+    GroupAdvantage,
+    TurnRewards,
+    group_advantages,
+)
 
 __all__ = ["turn_advantages", "turn_credits"]
 
@@ -31,15 +35,14 @@ def turn_advantages(
     rewards: Sequence[Sequence[float | None]],
     advantages: Sequence[float | None],
     usable: Sequence[bool],
-    method: str,
-    coef: float,
-    gamma: float,
+    advantage: GroupAdvantage,
+    turns: TurnRewards,
 ) -> list[list[float] | None]:
     """Return the advantage of each turn of the sessions of one group; None for a session that is
     not usable.
 
-    Turn k of session i has A_i + coef · C_ik. C_ik is its credit as `group_advantages` of the
-    method compares it with those of turn k of the other usable sessions: for grpo,
+    Turn k of session i has A_i + coef · C_ik. C_ik is its credit as the advantage
+    compares it with those of turn k of the other usable sessions: for grpo,
     (c_ik - mean) / (std + 1e-6). A turn without a credit has C_ik = 0, and so has one without a
     counterpart. The sum is that of MT-GRPO (arXiv:2505.11821) and of GiGPO (arXiv:2505.10978, eq.
     8), and MT-GRPO compares turns of the same number.
@@ -50,19 +53,20 @@ def turn_advantages(
         usable: whether a session is trained. Others have no part in the statistics.
 
     Example:
-        turn_advantages([[1.0, 0.0], [0.0]], [0.5, -0.5], [True, True], "dr_grpo", 1.0, 0.0)
+        turns = TurnRewards(coef=1)
+        turn_advantages([[1.0, 0.0], [0.0]], [0.5, -0.5], [True, True], DrGrpo(), turns)
         == [[1.0, 0.5], [-1.0]]
     """
-    credits = [turn_credits(turns, gamma) for turns in rewards]
+    credits = [turn_credits(of_session, turns.gamma) for of_session in rewards]
     found = [
-        [float(advantage or 0.0)] * len(turns) if use else None
-        for turns, advantage, use in zip(rewards, advantages, usable, strict=True)
+        [float(of_session or 0.0)] * len(of_turns) if use else None
+        for of_turns, of_session, use in zip(rewards, advantages, usable, strict=True)
     ]
-    for place in range(max(map(len, credits), default=0)):
-        at = [turns[place] if place < len(turns) else None for turns in credits]
+    for number in range(max(map(len, credits), default=0)):
+        at = [of_turns[number] if number < len(of_turns) else None for of_turns in credits]
         counted = [use and credit is not None for use, credit in zip(usable, at, strict=True)]
-        compared = group_advantages(at, counted, method)
+        compared = group_advantages(at, counted, advantage)
         for session, term in zip(found, compared, strict=True):
             if session is not None and term is not None:
-                session[place] += coef * term
+                session[number] += turns.coef * term
     return found

@@ -7,28 +7,30 @@ message gives the name here (`asyncrl.config.aliases`).
 
 from __future__ import annotations
 
+from asyncrl.config.algorithm import AlgorithmConfig, PolicyGradient
 from asyncrl.config.config import Config
-from asyncrl.config.load import (
-    explain,
-    field_names,
-    load_any,
-    load_config,
-    load_offline,
-)
+from asyncrl.config.distillation import DistillationConfig
+from asyncrl.config.fields import field_names
+from asyncrl.config.load import explain, load_any, load_config, load_offline
 from asyncrl.config.lora import LoraConfig
-from asyncrl.config.offline import DpoConfig, OfflineConfig, OfflineDataConfig, SftConfig
+from asyncrl.config.offline import (
+    DpoConfig,
+    OfflineConfig,
+    OfflineDataConfig,
+    RewardModelConfig,
+    SftConfig,
+)
 from asyncrl.config.run_settings import RunSettings
 from asyncrl.config.schema import (
     HUB_CACHE,
-    AgentConfig,
-    AlgorithmConfig,
+    AgentCommand,
+    AgentFunction,
     CheckpointConfig,
-    CorrectionConfig,
     DataConfig,
-    DistillationConfig,
     EnvironmentConfig,
     EvalConfig,
     EvalSet,
+    FunctionEnvironment,
     GeneratorConfig,
     LearnerConfig,
     ModelConfig,
@@ -37,33 +39,33 @@ from asyncrl.config.schema import (
     RewardFunction,
     RolloutConfig,
     SandboxConfig,
-    Section,
     Source,
     Sources,
     StalenessConfig,
     WarmStartConfig,
     WeightsConfig,
-    is_hub_data,
-    is_hub_name,
     sources_of,
 )
 from asyncrl.config.settings import completion_room
 from asyncrl.contracts.errors import ConfigError
+from asyncrl.contracts.section import Section
+from asyncrl.runtime.setting_paths import is_hub_data, is_hub_name
 
 __all__ = [
     "HUB_CACHE",
-    "AgentConfig",
+    "AgentCommand",
+    "AgentFunction",
     "AlgorithmConfig",
     "CheckpointConfig",
     "Config",
     "ConfigError",
-    "CorrectionConfig",
     "DataConfig",
     "DistillationConfig",
     "DpoConfig",
     "EnvironmentConfig",
     "EvalConfig",
     "EvalSet",
+    "FunctionEnvironment",
     "GeneratorConfig",
     "LearnerConfig",
     "LoraConfig",
@@ -71,8 +73,10 @@ __all__ = [
     "ObserveConfig",
     "OfflineConfig",
     "OfflineDataConfig",
+    "PolicyGradient",
     "RewardConfig",
     "RewardFunction",
+    "RewardModelConfig",
     "RolloutConfig",
     "RunSettings",
     "SandboxConfig",

@@ -73,8 +73,8 @@ def stored_bytes(model: str) -> int:
 
 def sequences(settings: Settings) -> Derived:
     """generator.max_num_seqs."""
-    generator, most = settings.generator, MOST_SEQUENCES[settings.generator.device]
-    if not generator.own:
+    generator, most = settings.engines, MOST_SEQUENCES[settings.engines.device]
+    if not settings.owns_generators:
         return Derived(
             "generator.max_num_seqs", most, "sequences", f"the most on {generator.device}"
         )
@@ -104,7 +104,7 @@ def deadline(settings: Settings, tokens: int | None = None) -> Derived:
         )
     tokens = settings.rollout.max_completion_length if tokens is None else tokens
     turns = math.ceil(
-        _completions_at_once(settings) / (max_num_seqs(settings) * settings.generator.num_replicas)
+        _completions_at_once(settings) / (max_num_seqs(settings) * settings.engines.num_replicas)
     )
     queued = f", in {turns} turns, as not all completions run at once" if turns > 1 else ""
     reason = (
@@ -142,7 +142,7 @@ def placement(settings: Settings) -> Derived:
     """placement_timeout_s."""
     processes = (
         settings.learner.world_size
-        + settings.generator.num_replicas * settings.generator.own
+        + settings.engines.num_replicas * settings.owns_generators
         + settings.reward.tasks
         + settings.rollout.num_workers
     )
@@ -224,7 +224,7 @@ def logprob_bytes(device: str) -> Derived:
 
 def updates_drain(settings: Settings) -> bool:
     """Whether an update waits for the generations in flight. Loading an adapter never does."""
-    return settings.generator.in_flight == "drain" and settings.lora is None
+    return settings.engines.in_flight == "drain" and settings.lora is None
 
 
 def max_loras(settings: Settings) -> int:
@@ -239,7 +239,7 @@ def max_loras(settings: Settings) -> int:
 
 def max_num_seqs(settings: Settings) -> int:
     """Sequences that one engine runs at once."""
-    return settings.generator.max_num_seqs or int(sequences(settings).value)
+    return settings.engines.max_num_seqs or int(sequences(settings).value)
 
 
 def deadline_s(settings: Settings) -> float:
@@ -249,7 +249,7 @@ def deadline_s(settings: Settings) -> float:
 
 def stall_timeout_s(settings: Settings) -> float:
     """Seconds without any answer from an engine before it is replaced."""
-    return settings.generator.stall_timeout_s or stall(settings.model.path).value
+    return settings.engines.stall_timeout_s or stall(settings.model.path).value
 
 
 def push_timeout_s(settings: Settings) -> float:
@@ -261,17 +261,17 @@ def derived_settings(settings: Settings) -> list[Derived]:
     """Every setting that the user did not set, with its derived value."""
     found = [
         (settings.rollout.deadline_s, deadline(settings)),
-        (settings.generator.max_num_seqs, sequences(settings)),
+        (settings.engines.max_num_seqs, sequences(settings)),
         (settings.generator.start_timeout_s, start(settings.model.path)),
-        (settings.generator.stall_timeout_s, stall(settings.model.path)),
+        (settings.engines.stall_timeout_s, stall(settings.model.path)),
         (settings.weights.push_timeout_s, push(settings)),
         (settings.weights.commit_grace_s, grace(settings)),
         (settings.learner.logprob_memory_bytes, logprob_bytes(settings.learner.device)),
         (settings.placement_timeout_s, placement(settings)),
     ]
     acts = {
-        "generator.max_num_seqs": settings.generator.own,
-        "generator.stall_timeout_s": settings.generator.own,
+        "generator.max_num_seqs": settings.owns_generators,
+        "generator.stall_timeout_s": settings.owns_generators,
     }
     return [derived for given, derived in found if given is None and acts.get(derived.name, True)]
 

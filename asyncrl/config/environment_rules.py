@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from asyncrl.config.schema import AgentConfig
+from asyncrl.config.algorithm import PolicyGradient
+from asyncrl.config.schema import AgentCommand
 from asyncrl.config.settings import BUILTIN, Settings
 
-__all__ = ["check_environment", "check_turn_rewards"]
-
-COMPARES_TURNS = ("grpo", "dr_grpo", "rloo")
-"""Values of `algorithm.advantage` that compare the turns of a group as they compare its rewards."""
-
-
-def _check_agent(agent: AgentConfig, rewards: Sequence[str]) -> None:
-    if (agent.command is None) == (agent.function is None):
-        raise ValueError("agent needs either a command or a function; give one of them")
-    if agent.command is not None and agent.arguments:
-        raise ValueError(
-            "agent.arguments are those of agent.function; write a program's into agent.command"
-        )
-    if agent.command is not None and all(name == BUILTIN for name in rewards):
-        raise ValueError(
-            "agent.command gives no reward; set reward.functions to"
-            " asyncrl.rewards.builtin:printed_reward, or to a function of session_messages"
-        )
+__all__ = ["check_environment"]
 
 
 def check_environment(config: Settings) -> None:
@@ -32,8 +14,12 @@ def check_environment(config: Settings) -> None:
     environment, algorithm, reward = config.environment, config.algorithm, config.reward
     if environment is None:
         return
-    if config.agent is not None:
-        _check_agent(config.agent, [function.function for function in reward.functions.values()])
+    own = [function.function for function in reward.functions.values()]
+    if isinstance(environment, AgentCommand) and all(name == BUILTIN for name in own):
+        raise ValueError(
+            "environment.command gives no reward; set reward.functions to"
+            " asyncrl.rewards.builtin:printed_reward, or to a function of session_messages"
+        )
     if config.data.max_length is None:
         raise ValueError(
             "environment needs data.max_length: the most tokens of a session's longest row, such as"
@@ -57,12 +43,13 @@ def check_environment(config: Settings) -> None:
             f"environment.tool_s = {environment.tool_s:g} is not below environment.deadline_s ="
             f" {environment.deadline_s:g}, so it has no effect; lower it, or leave it out"
         )
+    of_tokens = isinstance(algorithm, PolicyGradient) and algorithm.advantage.of_each_token
     for refused, setting, fix in (
         (algorithm.preference is not None, "algorithm.preference", "leave it out"),
         (algorithm.needs_baseline, "algorithm.advantage: remax", "use grpo or rloo"),
-        (algorithm.advantage == "gae", "algorithm.advantage: gae", "use grpo or rloo"),
+        (of_tokens, "algorithm.advantage: gae", "use grpo or rloo"),
         (reward.per_token, "rewards with per_token", "return one reward per trajectory"),
-        (reward.penalizes_length, "reward.overlong_buffer", "set it to 0"),
+        (reward.overlong is not None, "reward.overlong", "leave it out"),
         (config.data.system_prompt is not None, "data.system_prompt", "write it as a message"),
         (config.data.tools_column is not None, "data.tools_column", "give tools with requests"),
         (config.data.tools is not None, "data.tools", "give tools with each request"),
@@ -71,42 +58,10 @@ def check_environment(config: Settings) -> None:
         if refused:
             raise ValueError(f"{setting} does not work with an environment yet; {fix}")
     if algorithm.compares_sequences and config.learner.packing == "none":
+        assert isinstance(algorithm, PolicyGradient)
+        loss = algorithm.loss
+        comparing = f"loss: {loss.name}" if loss.compares_sequences else "correction"
         raise ValueError(
-            f"algorithm.loss = {algorithm.loss} compares whole trajectories, and a session may have"
-            " several rows, which learner.packing: none separates; set learner.packing: rows"
+            f"algorithm.{comparing} compares whole trajectories, and a session may have several"
+            " rows, which learner.packing: none separates; set learner.packing: rows"
         )
-
-
-def check_turn_rewards(config: Settings) -> None:
-    """Raise ValueError if rewards of turns cannot act, or something else needs one advantage per
-    session."""
-    algorithm = config.algorithm
-    if not algorithm.turn_coef:
-        return
-    setting = f"algorithm.turn_coef = {algorithm.turn_coef:g}"
-    if config.environment is None:
-        raise ValueError(
-            f"{setting} has no effect without an environment, which rewards turns; leave it out"
-        )
-    if algorithm.advantage not in COMPARES_TURNS:
-        raise ValueError(
-            f"{setting} does not work with advantage: {algorithm.advantage}; use"
-            f" {', '.join(COMPARES_TURNS[:-1])} or {COMPARES_TURNS[-1]}"
-        )
-    for refused, reason in (
-        (algorithm.needs_one_advantage, f"algorithm.loss = {algorithm.loss!r} needs one for each"),
-        (
-            algorithm.correction.sequence_mask_above is not None,
-            "algorithm.correction.sequence_mask_above needs one for each",
-        ),
-        (config.reward.shuffle, "reward.shuffle permutes rewards of whole sessions"),
-        (
-            algorithm.filter_zero_variance,
-            "algorithm.filter_zero_variance drops groups in which only those differ",
-        ),
-    ):
-        if refused:
-            raise ValueError(
-                f"{setting} gives the turns of a session advantages of their own, and {reason};"
-                " leave one of them out"
-            )

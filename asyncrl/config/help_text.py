@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import difflib
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from asyncrl.config.load import section_of
+from asyncrl.config.fields import Setting, settings_of
 from asyncrl.contracts.errors import ConfigError
+from asyncrl.contracts.section import Section, key_of, kinds_of, name_of
 
 __all__ = ["sections_help", "settings_help"]
 
@@ -27,18 +28,19 @@ def sections_help(kind: type[BaseModel], width: int) -> str:
         width: characters of a line.
     """
     sections = {
-        name: section
+        name: kinds
         for name, field in kind.model_fields.items()
-        if (section := section_of(field.annotation)) is not None
+        if (kinds := kinds_of(field.annotation))
     }
-    top = [one for name, field in _fields(kind) if "." not in name for one in _entry(name, field)]
+    plain = [one for one in settings_of(kind) if "." not in one.name and one.name not in sections]
+    top = [line for one in plain for line in _entry(one)]
     return "\n".join(
         [
             "settings, for the YAML file, or after CONFIG as --NAME VALUE:",
             *_wrapped(top, width),
             "",
             "sections (show one with --help SECTION, everything with --help all):",
-            *(_summary(name, section, width) for name, section in sections.items()),
+            *(_summary(name, kinds, width) for name, kinds in sections.items()),
         ]
     )
 
@@ -55,13 +57,13 @@ def settings_help(kinds: tuple[type[BaseModel], ...], asked: str, width: int) ->
     asked = asked.removeprefix("--")
     for kind in kinds:
         found = [
-            (name, field)
-            for name, field in _fields(kind)
-            if asked in (ALL, name) or name.startswith(f"{asked}.")
+            one
+            for one in settings_of(kind)
+            if asked in (ALL, one.name) or one.name.startswith(f"{asked}.")
         ]
         if found:
-            return "\n".join(_wrapped([line for one in found for line in _entry(*one)], width))
-    names = [name for name, _ in _fields(kinds[0])]
+            return "\n".join(_wrapped([line for one in found for line in _entry(one)], width))
+    names = [one.name for one in settings_of(kinds[0])]
     sections = {name.rpartition(".")[0] for name in names if "." in name}
     near = difflib.get_close_matches(asked, [*names, *sections], n=1) or [
         name for name in names if name.rpartition(".")[2] == asked
@@ -72,31 +74,31 @@ def settings_help(kinds: tuple[type[BaseModel], ...], asked: str, width: int) ->
     )
 
 
-def _fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Dotted name and field of each setting, depth first. A section is none."""
-    for name, field in section.model_fields.items():
-        inner = section_of(field.annotation)
-        if inner is None:
-            yield prefix + name, field
-        else:
-            yield from _fields(inner, f"{prefix}{name}.")
-
-
-def _summary(name: str, section: type[BaseModel], width: int) -> str:
-    """A section and its first settings, as many as fit in a line."""
-    names = textwrap.shorten(", ".join(section.model_fields), max(width - 16, 40), placeholder=" …")
+def _summary(name: str, kinds: Sequence[type[Section]], width: int) -> str:
+    """A section and its first settings, as many as fit in a line. Of a choice: the keys that choose
+    an alternative, and those of all of them."""
+    keys = filter(None, map(key_of, kinds))
+    fields = dict.fromkeys([*keys, *(field for kind in kinds for field in kind.model_fields)])
+    names = textwrap.shorten(", ".join(fields), max(width - 16, 40), placeholder=" …")
     return f"  {name:14}{names}"
 
 
-def _entry(name: str, field: FieldInfo) -> Iterator[str]:
+def _entry(setting: Setting) -> Iterator[str]:
     """The option with its values and default, and then its meaning, which is indented."""
+    name, field, choice = setting
     default = "required" if field.is_required() else _default(field)
-    yield f"  --{name} {_values(field.annotation)}" + (f"   ({default})" if default else "")
+    notes = ", ".join(filter(None, [default, choice]))
+    yield f"  --{name} {_values(field.annotation)}" + (f"   ({notes})" if notes else "")
     yield "      " + " ".join((field.description or "").split())
+    for kind in kinds_of(field.annotation):
+        if meaning := " ".join((kind.__doc__ or "").split()):
+            yield f"      {name_of(kind) or key_of(kind) or 'otherwise'}: {meaning}"
 
 
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
+    if isinstance(value, Section):
+        value = getattr(value, "name", None)
     if isinstance(value, bool):
         value = str(value).lower()
     return "" if value is None else f"default: {value if value != '' else '(empty)'}"
@@ -104,6 +106,10 @@ def _default(field: FieldInfo) -> str:
 
 def _values(annotation: Any) -> str:
     """What can be written as the value: choices, or the kind of value."""
+    kinds = kinds_of(annotation)
+    if kinds:
+        choices = [name_of(kind) for kind in kinds if name_of(kind)]
+        return "{" + ",".join(choices) + "}" if choices else "YAML"
     origin = get_origin(annotation)
     if origin is Annotated:
         return _values(get_args(annotation)[0])
@@ -113,7 +119,7 @@ def _values(annotation: Any) -> str:
         inner = [_values(kind) for kind in get_args(annotation) if kind is not NoneType]
         return "|".join(dict.fromkeys(inner))
     names = {bool: "{true,false}", int: "INTEGER", float: "NUMBER", str: "TEXT"}
-    return names.get(annotation, "JSON")
+    return names.get(annotation, "YAML")
 
 
 def _wrapped(lines: list[str], width: int) -> list[str]:

@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from datetime import date
-from itertools import pairwise
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.config.aliases import explain_unknown
 from asyncrl.config.config import Config
+from asyncrl.config.fields import alternatives, by_name, find, has_parts, known_names
 from asyncrl.config.offline import OBJECTIVES, OfflineConfig
-from asyncrl.config.run_settings import RunSettings, root_of_runs
-from asyncrl.config.schema import ENTRY_NAME, EvalSet, RewardFunction, Section, Source
+from asyncrl.config.overrides import with_overrides
+from asyncrl.config.schema import ENTRY_NAME
 from asyncrl.contracts.errors import ConfigError
+from asyncrl.contracts.section import Section, key_of, kinds_of, name_of
 from asyncrl.runtime.functions import FUNCTION
 from asyncrl.runtime.paths import meant
-from asyncrl.runtime.yaml_files import parse_yaml, read_yaml
+from asyncrl.runtime.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
-    from pydantic_settings import PydanticBaseSettingsSource
 
-__all__ = ["load_any", "load_config", "load_offline", "section_of"]
+__all__ = ["explain", "load_any", "load_config", "load_offline"]
 
-ENTRIES: dict[str, type[BaseModel]] = {"reward.functions.": RewardFunction, "eval.sets.": EvalSet}
-"""Settings whose keys the user chooses → the section of each entry."""
-MAPPINGS = (*ENTRIES, "data.chat_template_kwargs.")
-"""Settings whose keys the user chooses."""
 Kind = TypeVar("Kind", Config, OfflineConfig)
 PATTERNS = {
     FUNCTION: "name a function as package.module:function",
     ENTRY_NAME: "its name is empty or has a '/'; choose another",
 }
 """Pattern of a text setting → how to write a valid value."""
+OF_PATHS = ("is ", "has ", "begins ")
+"""Beginnings of the messages of `runtime.paths`, which follow the setting and its value."""
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -135,76 +132,9 @@ def _read_tree(path: str | Path) -> dict[str, Any]:
 def _validated(kind: type[Kind], tree: dict[str, Any], overrides: list[str] | None) -> Kind:
     """The tree with the overrides, as a config of this kind."""
     try:
-        if not overrides:
-            return kind.model_validate(tree)
-        in_mappings, others = _overrides_of_mappings(_without_braces(overrides, tree))
-        unset, remaining = _overrides_with_null(others)
-        for name, value in in_mappings:
-            tree = _with_value(tree, name, value)
-        for name in unset:
-            tree = _with_value(tree, name, None)
-        _refuse_unknown_overrides(remaining, kind)
-        if not remaining:
-            return kind.model_validate(tree)
-        return _command_line(remaining, tree, kind)
+        return kind.model_validate(with_overrides(tree, overrides or [], kind))
     except ValidationError as error:
         raise ConfigError(explain(error, kind)) from None
-
-
-def _command_line(arguments: list[str], tree: Mapping[str, Any], kind: type[Kind]) -> Kind:
-    """Merge a YAML tree with command-line arguments, which take precedence.
-
-    Raises:
-        ConfigError: the arguments cannot be parsed.
-        ValidationError: the result is not a valid config.
-    """
-    from pydantic_settings import CliApp, SettingsError
-
-    try:
-        settings = CliApp.run(
-            _command_line_class(kind), cli_args=arguments, cli_exit_on_error=False, **tree
-        )
-    except SettingsError as error:
-        raise ConfigError(
-            f"command line: {' '.join(str(error).split())}; options look like"
-            " --learner.learning_rate 1e-6"
-        ) from None
-    return kind.model_validate(settings.model_dump())
-
-
-def _command_line_class(kind: type[RunSettings]) -> type[BaseModel]:
-    """The class that reads a config of this kind from the command line."""
-    from pydantic_settings import BaseSettings, SettingsConfigDict
-
-    class OnlyArguments:
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return (init_settings,)
-
-    options = SettingsConfigDict(
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        cli_parse_none_str="null",
-    )
-
-    class Training(OnlyArguments, BaseSettings, Config):
-        """Settings of one run. The YAML file can contain each of them too."""
-
-        model_config = SettingsConfigDict(**options)
-
-    class OnDataset(OnlyArguments, BaseSettings, OfflineConfig):
-        """Settings of one run on a dataset. The YAML file can contain each of them too."""
-
-        model_config = SettingsConfigDict(**options)
-
-    return Training if kind is Config else OnDataset
 
 
 def explain(error: ValidationError, kind: type[BaseModel] = Config) -> str:
@@ -212,45 +142,79 @@ def explain(error: ValidationError, kind: type[BaseModel] = Config) -> str:
     return "; ".join(_explain_one(item, kind) for item in error.errors())
 
 
-def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Dotted names of all settings, depth first."""
-    names: list[str] = []
-    for name, field in section.model_fields.items():
-        names.append(prefix + name)
-        if (inner := section_of(field.annotation)) is not None:
-            names += field_names(inner, f"{prefix}{name}.")
-    return names
-
-
-def section_of(annotation: object) -> type[Section] | None:
-    """The class of a section, which may be optional; None for the annotation of a setting."""
-    kinds = get_args(annotation) if get_origin(annotation) is UnionType else (annotation,)
-    return next(
-        (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None
-    )
-
-
 def _explain_one(item: ErrorDetails, kind: type[BaseModel]) -> str:
-    name = ".".join(str(part) for part in item["loc"] if part not in ("(sources)", "(path)"))
+    parts = [str(part) for part in item["loc"]]
+    name = _setting(parts, kind)
     if item["type"] == "extra_forbidden":
-        section = name.rpartition(".")[0]
-        entry = (
-            Source
-            if "(sources)" in item["loc"]
-            else next(
-                (fields for mapping, fields in ENTRIES.items() if section.startswith(mapping)),
-                None,
-            )
+        return "; ".join(
+            _explain_unknown(leaf, parts, kind) for leaf in _leaves(name, item["input"])
         )
-        known = field_names(entry, f"{section}.") if entry else field_names(kind)
-        return "; ".join(explain_unknown(leaf, known) for leaf in _leaves(name, item["input"]))
     if item["type"] == "missing":
         or_objective = f", or set objective: {' or '.join(OBJECTIVES)} for a run on a dataset"
         return f"{name} is missing; set it{or_objective if name == 'rollout' else ''}"
     if (way := _way_to_write(item)) is not None:
         return f"{name.removesuffix('.[key]')} = {item['input']!r}: {way}"
     message = item["msg"].removeprefix("Value error, ")
-    return f"{name} = {item['input']!r}: {message[0].lower()}{message[1:]}" if name else message
+    value = item["input"]
+    if isinstance(value, dict | Section) and name and item["type"] == "value_error":
+        # The rule of a section begins with a setting in it.
+        if message.startswith("use one of ") and isinstance(value, dict):
+            return f"{name}.name = {value.get('name')!r}: {message}"
+        return f"{name}: {message}" if message.startswith("give ") else f"{name}.{message}"
+    if message.startswith(OF_PATHS):
+        return f"{name} = {value!r} {message}"
+    return f"{name} = {value!r}: {message[0].lower()}{message[1:]}" if name else message
+
+
+def _setting(parts: list[str], kind: type[BaseModel]) -> str:
+    """The dotted name of a place in settings. It leaves out the parts that name an alternative: of
+    a choice, in parentheses, or of the types that a single value may have."""
+    names = [part for part in parts if not part.startswith(("(", "literal[", "list["))]
+    while (
+        len(names) > 1
+        and (above := find(kind, ".".join(names[:-1]))) is not None
+        and not has_parts(above)
+    ):
+        names.pop()
+    return ".".join(names)
+
+
+def _explain_unknown(name: str, parts: list[str], kind: type[BaseModel]) -> str:
+    """One line about a setting that does not exist, or not in this alternative of a choice."""
+    for prefix, chosen, kinds in reversed(list(_choices(parts, kind))):
+        rest = name.removeprefix(f"{prefix}.")
+        others = [one for one in kinds if one is not chosen and find(one, rest) is not None]
+        if others:
+            if not by_name(kinds) and key_of(chosen):
+                key = f"{prefix}.{key_of(chosen)}"
+                return f"{name} has no effect with {key}; leave one of them out"
+            choice = prefix.rpartition(".")[2]
+            here, there = (alternatives(choice, some, kinds) for some in ([chosen], others))
+            return f"{name} has no effect {here}; leave it out, or use it {there}"
+    return explain_unknown(name, known_names(kind, name))
+
+
+def _choices(
+    parts: list[str], kind: type[BaseModel]
+) -> Iterator[tuple[str, type[Section], tuple[type[Section], ...]]]:
+    """(Dotted name, chosen alternative, all alternatives) of each choice on the way to a setting.
+    Parts in parentheses name the chosen ones."""
+    fields = kind.model_fields
+    kinds: tuple[type[Section], ...] = ()
+    names: list[str] = []
+    for part in parts:
+        if not part.startswith("("):
+            if part not in fields:
+                return
+            names.append(part)
+            kinds = kinds_of(fields[part].annotation)
+            fields = kinds[0].model_fields if len(kinds) == 1 else {}
+            continue
+        chosen = next((one for one in kinds if f"({name_of(one) or key_of(one)})" == part), None)
+        if chosen is None:
+            return
+        yield ".".join(names), chosen, kinds
+        fields = chosen.model_fields
 
 
 def _way_to_write(item: ErrorDetails) -> str | None:
@@ -270,92 +234,3 @@ def _leaves(name: str, value: object) -> list[str]:
     if not isinstance(value, dict) or not value:
         return [name]
     return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
-
-
-def _without_braces(overrides: list[str], tree: Mapping[str, Any]) -> list[str]:
-    """The overrides with `{runs_root}` replaced. The command line's parser would read a brace in a
-    setting that takes a list as the start of JSON."""
-    given = dict(pairwise(overrides)).get("--runs_root")
-    joined = [word.removeprefix("--runs_root=") for word in overrides if "runs_root=" in word]
-    root = root_of_runs(given or next(iter(joined), None) or tree.get("runs_root"))
-    plain = (word.replace("${runs_root}", "{runs_root}") for word in overrides)
-    return [word.replace("{runs_root}", str(root)) for word in plain]
-
-
-def _overrides_of_mappings(overrides: list[str]) -> tuple[list[tuple[str, object]], list[str]]:
-    """Split off the overrides inside mappings whose keys the user chooses, such as
-    `--reward.functions.exact.weight 2`.
-
-    Returns:
-        (name, value) of each, with the value read as YAML; and the remaining arguments.
-
-    Raises:
-        ConfigError: an override has no value, or its value is not YAML.
-    """
-    found: list[tuple[str, object]] = []
-    remaining: list[str] = []
-    words = iter(overrides)
-    for word in words:
-        name, equals, text = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not f"{name}.".startswith(MAPPINGS):
-            remaining.append(word)
-            continue
-        given = text if equals else next(words, None)
-        if given is None or (not equals and given.startswith("--")):
-            raise ConfigError(f"--{name} has no value; write --{name} VALUE")
-        try:
-            found.append((name, parse_yaml(given)))
-        except yaml.YAMLError as error:
-            raise ConfigError(
-                f"--{name} = {given!r} cannot be used as YAML: {' '.join(str(error).split())}"
-            ) from None
-    return found, remaining
-
-
-def _overrides_with_null(overrides: list[str]) -> tuple[list[str], list[str]]:
-    """Split off the overrides that unset a setting, such as `--eval.data null`. The command line's
-    parser would take null as an item of a setting that may be a list.
-
-    Returns:
-        The name of each, and the remaining arguments. The last value of a name counts.
-    """
-    options: list[list[str]] = []
-    for word in overrides:
-        if word.startswith("--") or not options:
-            options.append([word])
-        else:
-            options[-1].append(word)
-    unset: set[str] = set()
-    remaining: list[tuple[str, list[str]]] = []
-    for words in options:
-        name = words[0].removeprefix("--").partition("=")[0]
-        unset.discard(name)
-        if words in ([f"--{name}", "null"], [f"--{name}=null"]):
-            unset.add(name)
-            remaining = [option for option in remaining if option[0] != name]
-        else:
-            remaining.append((name, words))
-    return sorted(unset), [word for _, words in remaining for word in words]
-
-
-def _with_value(tree: object, name: str, value: object, above: str = "") -> dict[str, object]:
-    """The tree with one setting replaced.
-
-    Raises:
-        ConfigError: its parent is not a mapping.
-    """
-    key, _, rest = name.partition(".")
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{above} = {tree!r} is not a mapping, so it has no {key!r}; write {above} as a mapping"
-        )
-    here = f"{above}.{key}" if above else key
-    return {**tree, key: _with_value(tree.get(key, {}), rest, value, here) if rest else value}
-
-
-def _refuse_unknown_overrides(overrides: list[str], kind: type[BaseModel]) -> None:
-    known = set(field_names(kind))
-    for word in overrides:
-        name = word.removeprefix("--").split("=", 1)[0]
-        if word.startswith("--") and name not in known:
-            raise ConfigError(explain_unknown(name, field_names(kind)))

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from asyncrl.config.schema import Section
+from asyncrl.contracts.section import Section
+from asyncrl.runtime.setting_paths import LocalPath
 
 __all__ = ["LoraConfig"]
 
@@ -15,7 +16,7 @@ __all__ = ["LoraConfig"]
 class LoraConfig(Section):
     """Train a low-rank adapter (LoRA, arXiv:2106.09685) and keep the model's own weights."""
 
-    load: str | None = Field(default=None, min_length=1)
+    load: LocalPath | None = None
     """PEFT's folder of an adapter with which training begins, such as `hf/adapter` of another run.
     Its settings apply to those below that are not set. `{runs_root}` in it is replaced."""
     r: int = Field(default=16, gt=0, le=16384)

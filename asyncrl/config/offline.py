@@ -8,9 +8,21 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from asyncrl.algorithms.preference_losses import Kto, PreferenceLoss, Sigmoid
 from asyncrl.config.rules import check_sources
 from asyncrl.config.run_settings import Limits, RunSettings
-from asyncrl.config.schema import ObserveConfig, Section, Source, Sources, WeightsConfig, sources_of
+from asyncrl.config.schema import (
+    CutLong,
+    DropLong,
+    ObserveConfig,
+    RefuseLong,
+    Source,
+    Sources,
+    WeightsConfig,
+    sources_of,
+)
+from asyncrl.contracts.section import ByName, Section
+from asyncrl.runtime.setting_paths import ModelPath
 
 __all__ = [
     "OBJECTIVES",
@@ -28,6 +40,12 @@ LEARNING_RATES: Mapping[str, float] = {"sft": 2e-5, "reward_model": 1e-5}
 """Default learning rate of an objective. DPO keeps the learner's default."""
 SHORTEST_PLACEMENT_S = 60.0
 """Shortest placement timeout, in seconds."""
+
+
+class SplitLong(Section):
+    """Keep the whole row, and let sft.packing_strategy cut it (SFT only)."""
+
+    name: Literal["split"] = "split"
 
 
 class OfflineDataConfig(Section):
@@ -58,12 +76,10 @@ class OfflineDataConfig(Section):
     """Column with each row's tools. Default: `tools`, if the data has it."""
     max_length: int = Field(default=1024, gt=1)
     """Longest sequence, in tokens: a row of SFT, or one side of a pair."""
-    length_policy: Literal["truncate", "drop", "split", "error"] = "error"
-    """What happens to a longer sequence. `truncate`: cut to max_length. `drop`: leave the row out
-    and count it. `split`: keep the whole row, and let sft.packing_strategy cut it (SFT only).
-    `error`: refuse the run before anything is allocated."""
-    length_side: Literal["keep_start", "keep_end"] = "keep_start"
-    """Which tokens remain when length_policy truncates: the first or the last ones."""
+    length_policy: Annotated[RefuseLong | DropLong | CutLong | SplitLong, ByName("error")] = (
+        RefuseLong()
+    )
+    """What happens to a longer sequence."""
     malformed: Literal["error", "drop"] = "error"
     """What happens to a row that cannot be trained: equal sides, an empty completion, a prompt that
     is no prefix of its conversation, or no token left to train. `drop`: leave it out and count it.
@@ -94,28 +110,12 @@ class SftConfig(Section):
 
 
 class DpoConfig(Section):
-    loss: Literal["sigmoid", "ipo", "hinge", "simpo", "kto"] = "sigmoid"
-    """Loss of a pair. `sigmoid`: DPO (arXiv:2305.18290). `ipo`: arXiv:2310.12036. `hinge`: SLiC
-    (arXiv:2305.10425). `simpo`: mean log-probs without a reference (arXiv:2405.14734). `kto`: of
-    single completions with a label (arXiv:2402.01306)."""
-    beta: float = Field(default=0.1, gt=0, le=1000)
-    """Strength of the reference: a small beta lets the policy move further from it. SimPO has no
-    reference, and its paper uses 2 to 10."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Assumed share of pairs with swapped labels (loss: sigmoid)."""
-    length_normalized: bool = False
-    """Use the mean instead of the sum of a side's log-probs (loss: sigmoid or hinge)."""
-    simpo_margin: float = Field(default=0.5, ge=0)
-    """SimPO's target margin gamma, in units of the logit."""
-    desirable_weight: float = Field(default=1.0, gt=0)
-    """Weight of completions with label true (loss: kto). Weights times counts of both labels should
-    have a ratio of 1 to 4/3, after the paper."""
-    undesirable_weight: float = Field(default=1.0, gt=0)
-    """Weight of completions with label false (loss: kto)."""
+    loss: PreferenceLoss = Sigmoid()
+    """Loss of a pair, or of a single completion with a label (`kto`)."""
     ce_coef: float = Field(default=0.0, ge=0)
     """Weight of the next-token loss on the chosen sides, a mean over all their tokens of the step
     (as in RPO, arXiv:2404.19733, which divides by each side's length)."""
-    ref_load: str | None = None
+    ref_load: ModelPath | None = None
     """Reference policy: a Hugging Face checkpoint directory or a name on the hub. Default:
     model.path. `{runs_root}` in it is replaced."""
     ref_num_cpus: float = Field(default=0.2, ge=0)
@@ -123,23 +123,26 @@ class DpoConfig(Section):
     reference_batch: int = Field(default=256, gt=0)
     """Pairs (kto: rows) that the reference policy scores in one call."""
 
+    weight_cap: ClassVar[None] = None
+    """Rows of a dataset have no off-policy weight."""
+
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares with a reference policy."""
-        return self.loss != "simpo"
+        return self.loss.has_reference
 
 
 class RewardModelConfig(Section):
     center_coef: float = Field(default=0.0, ge=0)
     """Weight of the squared sum of both scores of a pair (arXiv:2312.09244), which keeps scores
     around 0. The loss of a pair only sees their difference. TRL's example is 0.01."""
+    value_learning_rate: float | None = Field(default=None, ge=0)
+    """Peak learning rate of the score head, with the schedule of learner.learning_rate. A new head
+    usually needs 10 to 100 times the model's rate. Default: learner.learning_rate."""
 
 
 class OfflineConfig(RunSettings):
     """Every setting of a run on a dataset."""
-
-    PATHS: ClassVar[tuple[tuple[str, str], ...]] = (*RunSettings.PATHS, ("dpo", "ref_load"))
-    MODELS: ClassVar[tuple[tuple[str, str], ...]] = (*RunSettings.MODELS, ("dpo", "ref_load"))
 
     objective: Objective
     """`sft`: next-token prediction. `dpo`: preferences between two completions of a prompt.
@@ -191,12 +194,6 @@ class OfflineConfig(RunSettings):
 
     def _check_learner(self) -> None:
         """Refuse settings of the learner that only a run with generators uses."""
-        rate = self.learner.value_learning_rate
-        if rate is not None and not self.trains_reward_model:
-            raise ValueError(
-                f"learner.value_learning_rate = {rate:g} has no effect on objective:"
-                f" {self.objective}, which has no score head; leave it out"
-            )
         if self.observe.completions_every != ObserveConfig().completions_every:
             raise ValueError(
                 f"observe.completions_every = {self.observe.completions_every} has no effect,"
@@ -206,7 +203,7 @@ class OfflineConfig(RunSettings):
     def _check_lengths(self) -> None:
         cap = self.learner.max_tokens_per_row
         cuts = self.objective == "sft" and self.sft.packing_strategy != "bfd"
-        if self.data.length_policy == "split" and not cuts:
+        if isinstance(self.data.length_policy, SplitLong) and not cuts:
             raise ValueError(
                 "data.length_policy: split needs objective: sft and sft.packing_strategy: bfd_split"
                 " or wrapped, which cut long rows; use truncate or drop"
@@ -228,14 +225,6 @@ class OfflineConfig(RunSettings):
         """Refuse a setting that another setting leaves without an effect."""
         dpo = self.dpo
         idle = (
-            (dpo, "dpo", ("simpo_margin",), dpo.loss == "simpo", "dpo.loss: simpo"),
-            (
-                dpo,
-                "dpo",
-                ("desirable_weight", "undesirable_weight"),
-                dpo.loss == "kto",
-                "dpo.loss: kto",
-            ),
             (
                 dpo,
                 "dpo",
@@ -257,13 +246,6 @@ class OfflineConfig(RunSettings):
                 self.eval.data is not None,
                 "eval.data",
             ),
-            (
-                self.data,
-                "data",
-                ("length_side",),
-                self.data.length_policy == "truncate",
-                "data.length_policy: truncate",
-            ),
         )
         for section, name, settings, acts, wanted in idle:
             for setting in settings:
@@ -282,17 +264,7 @@ class OfflineConfig(RunSettings):
                 "dpo with lora.load would compare the policy with model.path, as it was without"
                 " that adapter; name the reference policy in dpo.ref_load, such as the merged model"
             )
-        if dpo.label_smoothing and dpo.loss != "sigmoid":
-            raise ValueError(
-                f"dpo.label_smoothing = {dpo.label_smoothing:g} only has an effect with dpo.loss:"
-                " sigmoid; leave it out"
-            )
-        if dpo.length_normalized and dpo.loss not in ("sigmoid", "hinge"):
-            raise ValueError(
-                f"dpo.length_normalized has no effect with dpo.loss: {dpo.loss}, which always uses"
-                " means; leave it out"
-            )
-        if dpo.loss == "kto" and self.batch_size < 2:
+        if isinstance(dpo.loss, Kto) and self.batch_size < 2:
             raise ValueError(
                 "batch_size = 1 gives KTO's baseline a single completion; raise it, to 8 or more if"
                 " you can"
@@ -311,7 +283,7 @@ class OfflineConfig(RunSettings):
     @property
     def is_kto(self) -> bool:
         """Whether the rows are single completions with a label."""
-        return self.objective == "dpo" and self.dpo.loss == "kto"
+        return self.objective == "dpo" and isinstance(self.dpo.loss, Kto)
 
     @property
     def training_sources(self) -> tuple[Source, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncrl.config.schema import AttachedGenerators
 from asyncrl.config.settings import Settings
 
 __all__ = ["check_placement", "shares_of_a_gpu"]
@@ -20,7 +21,7 @@ def check_placement(config: Settings) -> None:
 
 
 def _check_turns(config: Settings) -> None:
-    if not config.generator.own:
+    if isinstance(config.generator, AttachedGenerators):
         raise ValueError(
             f"placement: colocate does not work with generator.attach ="
             f" {config.generator.attach!r}: generators would rest while others use them; remove"
@@ -38,7 +39,7 @@ def _check_turns(config: Settings) -> None:
             f" {config.rollout.num_steps_per_rollout}: the later steps of a round would train stale"
             " groups; set 1, or use placement: decoupled"
         )
-    if config.generator.in_flight == "drain":
+    if config.engines.in_flight == "drain":
         raise ValueError(
             "placement: colocate does not work with generator.in_flight = 'drain': generators rest"
             " at once, with unfinished completions; use recompute or keep"
@@ -50,7 +51,7 @@ def _check_turns(config: Settings) -> None:
 
 def _check_turns_on_gpus(config: Settings) -> None:
     """The same GPUs hold one rank and at most one replica each."""
-    learner, generator = config.learner, config.generator
+    learner, generator = config.learner, config.engines
     _check_whole_engines("colocate", config)
     if generator.num_replicas > learner.world_size:
         raise ValueError(
@@ -71,7 +72,7 @@ def _check_turns_on_gpus(config: Settings) -> None:
 
 
 def _check_one_device(placement: str, config: Settings) -> None:
-    learner, generator = config.learner, config.generator
+    learner, generator = config.learner, config.engines
     if learner.device != generator.device:
         raise ValueError(
             f"placement: {placement} needs one device for both sides, but learner.device ="
@@ -80,17 +81,17 @@ def _check_one_device(placement: str, config: Settings) -> None:
 
 
 def _check_whole_engines(placement: str, config: Settings) -> None:
-    if config.generator.workers > 1:
+    if config.engines.workers > 1:
         raise ValueError(
             f"placement: {placement} does not work with generator.tensor_parallel_size *"
-            f" pipeline_parallel_size = {config.generator.workers} on GPUs: Ray gives a process"
+            f" pipeline_parallel_size = {config.engines.workers} on GPUs: Ray gives a process"
             " fractions of one GPU only; use 1, or placement: decoupled"
         )
 
 
 def _check_shares(config: Settings) -> None:
     generator = config.generator
-    if not generator.own:
+    if isinstance(generator, AttachedGenerators):
         raise ValueError(
             f"placement: share does not work with generator.attach = {generator.attach!r}, whose"
             " generators have devices of their own; remove attach, or use placement: decoupled"
@@ -103,7 +104,7 @@ def _check_shares(config: Settings) -> None:
 def _check_gpus(config: Settings) -> None:
     """A GPU has at most one rank and one replica. Ray puts processes on one GPU as long as their
     fractions fit, and two ranks or two starting engines there would disturb each other."""
-    learner, generator = config.learner, config.generator
+    learner, generator = config.learner, config.engines
     _check_whole_engines("share", config)
     if generator.num_replicas > learner.world_size:
         raise ValueError(
@@ -141,8 +142,8 @@ def shares_of_a_gpu(config: Settings) -> list[tuple[str, float]]:
         ("learner.gpu_memory_utilization", config.rank_gpus),
         ("generator.gpu_memory_utilization", config.replica_gpus),
     ]
-    if config.algorithm.loads_reference:
-        parts.append(("algorithm.ref_gpu_memory_utilization", config.reference_gpus))
+    if config.algorithm.frozen is not None:
+        parts.append((f"{config.frozen_setting}.gpu_memory_utilization", config.reference_gpus))
     if 0 < config.reward.num_gpus < 1:
         parts.append((f"reward.num_gpus x {scoring}", scoring * config.reward.num_gpus))
     return parts

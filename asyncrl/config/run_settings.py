@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from abc import abstractmethod
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.schema import (
@@ -17,17 +15,14 @@ from asyncrl.config.schema import (
     LearnerConfig,
     ModelConfig,
     ObserveConfig,
-    Section,
     Source,
-    Unset,
-    is_hub_data,
-    is_hub_name,
 )
 from asyncrl.contracts.errors import ConfigError
-from asyncrl.runtime.paths import written_path
+from asyncrl.contracts.section import Section, Unset
 from asyncrl.runtime.redact import redact_tree
+from asyncrl.runtime.setting_paths import paths_below, root_of_runs
 
-__all__ = ["Limits", "RunSettings", "located", "root_of_runs"]
+__all__ = ["Limits", "RunSettings"]
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -47,21 +42,6 @@ class Limits(NamedTuple):
 
 class RunSettings(Section):
     """The settings that training with generators and training on a dataset share."""
-
-    PATHS: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("model", "path"),
-        ("data", "train"),
-        ("eval", "data"),
-        ("checkpoint", "save"),
-        ("checkpoint", "load"),
-        ("lora", "load"),
-    )
-    """Settings that are paths. `{runs_root}`, `~` and environment variables in them are replaced,
-    and they become absolute: relative ones begin in the directory of the call."""
-    MODELS: ClassVar[tuple[tuple[str, str], ...]] = (("model", "path"),)
-    """Paths that may name a model on the hub instead."""
-    DATA: ClassVar[tuple[tuple[str, str], ...]] = (("data", "train"), ("eval", "data"))
-    """Paths that may be several sources, or datasets on the hub."""
 
     name: str
     """Name of the run and of its directory under runs_root."""
@@ -91,23 +71,15 @@ class RunSettings(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def paths_are_absolute(cls, tree: object) -> object:
-        """Make every path absolute in the user's directory, because workers start in other
-        directories. An empty path would become that directory, so it is refused."""
-        if not isinstance(tree, dict):
-            return tree
-        root = root_of_runs(tree.get("runs_root"))
-        absolute = dict(tree)
-        for section, name in cls.PATHS:
-            fields = absolute.get(section)
-            if isinstance(fields, dict) and fields.get(name) is not None:
-                on_hub = is_hub_name if (section, name) in cls.MODELS else is_hub_data
-                stays = on_hub if (section, name) in (*cls.MODELS, *cls.DATA) else None
-                setting = f"{section}.{name}"
-                absolute[section] = {**fields, name: located(fields[name], setting, root, stays)}
-        return absolute
+    def paths_are_below_root(cls, tree: object, read: ModelWrapValidatorHandler[Self]) -> Self:
+        """Read the settings whose `{runs_root}` is that of this tree."""
+        given = tree.get("runs_root") if isinstance(tree, dict) else None
+        root = given if isinstance(given, str) else None
+        root_of_runs(root)  # it raises ConfigError
+        with paths_below(root):
+            return read(tree)
 
     @field_validator("name")
     @classmethod
@@ -209,41 +181,3 @@ class RunSettings(Section):
                 ' "/absolute/path"}}\''
             )
         return directory
-
-
-def located(value: object, setting: str, root: Path, stays: Callable[[str], bool] | None) -> object:
-    """The value of a setting: a path, or a list of sources, with absolute paths. Paths for which
-    `stays` is true are not changed. Relative paths begin in the directory of the call.
-
-    Raises:
-        ValueError: a path is empty, or has an unknown variable.
-    """
-    if isinstance(value, str):
-        if not value.strip():
-            raise ValueError(f"{setting} = {value!r} is an empty path; give one, or leave it out")
-        path = value.replace("${runs_root}", "{runs_root}").replace("{runs_root}", str(root))
-        if stays and stays(path):
-            return path
-        try:
-            return str(Path(written_path(path)).absolute())
-        except ValueError as error:
-            raise ValueError(f"{setting} = {value!r} {error}") from None
-    if isinstance(value, list):
-        return [located(item, setting, root, stays) for item in value]
-    if isinstance(value, dict) and isinstance(value.get("path"), str):
-        return {**value, "path": located(value["path"], setting, root, stays)}
-    return value
-
-
-def root_of_runs(configured: str | None) -> Path:
-    """Absolute directory of all runs.
-
-    Raises:
-        ConfigError: the path has an unknown variable.
-    """
-    given = configured or os.environ.get("ASYNCRL_RUNS") or "runs"
-    try:
-        return Path(written_path(given)).resolve()
-    except ValueError as error:
-        setting = "runs_root" if configured else "the environment variable ASYNCRL_RUNS"
-        raise ConfigError(f"{setting} = {given!r} {error}") from None

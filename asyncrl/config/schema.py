@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypedDict
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     Tag,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -21,66 +19,50 @@ from pydantic import (
     model_validator,
 )
 
+from asyncrl.algorithms.optimizers import AdamW, Optimizer
+from asyncrl.algorithms.overlong import Overlong
+from asyncrl.algorithms.schedules import Constant, Schedule
+from asyncrl.contracts.section import ByKey, ByName, Section, Short, Unset
 from asyncrl.runtime.functions import FUNCTION
 from asyncrl.runtime.ray_defaults import TASK_CPUS
+from asyncrl.runtime.setting_paths import DataPath, LocalPath, ModelPath, is_hub_data, is_hub_name
 
 __all__ = [
-    "ADVANTAGES",
-    "DATA_FILE",
     "ENTRY_NAME",
     "HUB_CACHE",
-    "HUB_NAME",
-    "LOSSES",
-    "AlgorithmConfig",
+    "AgentCommand",
+    "AgentFunction",
+    "AttachedGenerators",
     "CheckpointConfig",
-    "CorrectionConfig",
     "DataConfig",
-    "DistillationConfig",
+    "Environment",
     "EnvironmentConfig",
     "EvalConfig",
     "EvalSet",
+    "FunctionEnvironment",
     "GeneratorConfig",
     "LearnerConfig",
     "ModelConfig",
     "ObserveConfig",
-    "OnlinePreferenceConfig",
     "RewardConfig",
     "RewardFunction",
     "RolloutConfig",
     "SandboxConfig",
-    "Section",
     "Source",
     "Sources",
     "StalenessConfig",
-    "Unset",
     "WarmStartConfig",
     "WeightsConfig",
-    "is_hub_data",
-    "is_hub_name",
     "sources_of",
 ]
 
 ENTRY_NAME = r"^[^/]+$"
 """Pattern of a reward function's name. It has no '/', because metric names put one after it."""
-HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_CACHE = re.compile(
     r"(?P<cache>.+)/(?P<kind>models|datasets)--(?P<owner>[^/]+?)--(?P<name>[^/]+)"
     r"/snapshots/(?P<commit>[0-9a-f]{40})"
 )
 """Path of one commit of a model or dataset in the hub's cache."""
-DATA_FILE = re.compile(r".*\.(parquet|pq|arrow|jsonl|ndjson|json|csv|txt)(\.\w+)?")
-
-
-class Section(BaseModel):
-    """A section of the settings. Unknown keys are refused, and values cannot be changed."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
 
 
 def _number_or_auto(value: object, validate: ValidatorFunctionWrapHandler) -> object:
@@ -93,17 +75,8 @@ def _number_or_auto(value: object, validate: ValidatorFunctionWrapHandler) -> ob
     raise ValueError("use 1 or more, or auto")
 
 
-def _unset(value: object) -> object:
-    return None if value == "auto" else value
-
-
-Unset = BeforeValidator(_unset)
-"""Turns `auto` into None. Then the value is derived from other settings (`asyncrl.config.derived`).
-"""
-
-
 class ModelConfig(Section):
-    path: str
+    path: ModelPath
     """Hugging Face checkpoint directory with config, safetensors files and tokenizer, for learner
     and generators. Or the name of a model on the hub (`owner/name`), which is fetched once per
     node. `{runs_root}` in it is replaced."""
@@ -121,7 +94,7 @@ class ModelConfig(Section):
 class Source(Section):
     """A source of rows: a file, several files, a folder or a dataset on the hub."""
 
-    path: str
+    path: DataPath
     """Parquet or JSONL file, glob (`/data/*.parquet`), folder, or name of a dataset on the hub
     (`owner/name`). The files of a glob or folder are read in the order of their names."""
     split: str | None = None
@@ -177,7 +150,7 @@ def _source_tag(value: object) -> str:
 
 
 Sources = Annotated[
-    Annotated[str, Tag("(path)")] | Annotated[tuple[Source, ...], Tag("(sources)")],
+    Annotated[DataPath, Tag("(path)")] | Annotated[tuple[Source, ...], Tag("(sources)")],
     Discriminator(_source_tag),
     BeforeValidator(_as_sources),
 ]
@@ -186,6 +159,36 @@ Sources = Annotated[
 def sources_of(value: str | tuple[Source, ...]) -> tuple[Source, ...]:
     """The sources of a setting. A string is the path of a single source."""
     return (Source(path=value),) if isinstance(value, str) else value
+
+
+class RefuseLong(Section):
+    """Refuse the run."""
+
+    name: Literal["error"] = "error"
+
+
+class DropLong(Section):
+    """Leave the row out and count it."""
+
+    name: Literal["drop"] = "drop"
+
+
+class CutLong(Section):
+    """Cut the row to max_length. A row without any completion token or prompt token is left out and
+    counted."""
+
+    name: Literal["truncate"] = "truncate"
+    side: Literal["keep_start", "keep_end"] = "keep_start"
+    """Which tokens remain. `keep_start`: the first ones, so the completion loses its end.
+    `keep_end`: the last ones, so the prompt loses its start."""
+
+
+LengthPolicy: TypeAlias = Annotated[RefuseLong | DropLong | CutLong, ByName("error")]
+
+
+def side_of(policy: Section) -> Literal["keep_start", "keep_end"]:
+    """Which tokens a policy keeps."""
+    return policy.side if isinstance(policy, CutLong) else "keep_start"
 
 
 class DataConfig(Section):
@@ -198,7 +201,7 @@ class DataConfig(Section):
     apply_chat_template: bool = False
     """Render each string prompt as one user message with the tokenizer's chat template. Lists of
     messages are always rendered."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default={})
     """Variables of the chat template, such as `enable_thinking: false`. Variables that the template
     does not use are refused."""
     system_prompt: str | None = Field(default=None, min_length=1)
@@ -218,14 +221,9 @@ class DataConfig(Section):
     max_length: int | None = Field(default=None, gt=1)
     """Longest prompt plus completion, in tokens. Generation stops there at the latest. None =
     max_prompt_length + max_completion_length."""
-    length_policy: Literal["truncate", "drop", "error"] = "error"
+    length_policy: LengthPolicy = RefuseLong()
     """What happens to rows of warm_start.data above max_length, and to prompts that leave no room
-    for a completion. `truncate`: cut to max_length. `drop`: leave the row out and count it.
-    `error`: refuse the run."""
-    length_side: Literal["keep_start", "keep_end"] = "keep_start"
-    """Which tokens remain when length_policy truncates. `keep_start`: the first ones, so the
-    completion loses its end. `keep_end`: the last ones, so the prompt loses its start. A row
-    without any completion token or prompt token is left out and counted."""
+    for a completion."""
     unused_keys: Literal["error", "drop"] = "error"
     """What happens to a key or a part of a chat that does not reach the text, such as an image or a
     key that the chat template does not write. `error`: refuse the run. `drop`: leave it out and
@@ -241,6 +239,16 @@ class KeptTokens(TypedDict):
     top_p: float
     top_k: int
     min_p: float
+
+
+class RepetitionStop(Section):
+    """When a completion that repeats itself ends."""
+
+    times: int = Field(ge=2)
+    """Times in a row that an n-gram may appear. Runs of a single token count too (dashes, spaces),
+    so 20 or more is usual."""
+    ngram: int = Field(default=16, gt=0)
+    """Longest n-gram, in tokens."""
 
 
 class RolloutConfig(Section):
@@ -270,20 +278,17 @@ class RolloutConfig(Section):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Sample from tokens whose probability is at least this fraction of the highest one. 0 = from
     all. Otherwise, the same restriction as for top_p applies."""
-    rollout_stop: list[str] = []
+    rollout_stop: list[str] = Field(default=[])
     """Additional strings that end a completion, beyond EOS and the chat end token. Special tokens
     and strings of any length are allowed. The tokens of the stop string stay in the completion and
     are trained on. The text that rewards receive ends before the stop string."""
-    rollout_stop_token_ids: list[int] = []
+    rollout_stop_token_ids: list[int] = Field(default=[])
     """Additional stop token ids. Their text stays in what rewards receive."""
     ignore_eos: bool = False
     """Continue past EOS until max_completion_length (for measurements)."""
-    repetition_stop: int | None = Field(default=None, ge=2)
-    """End a rollout's completion after an n-gram has appeared this many times in a row. It counts
-    as truncated (finish reason `repetition`). Runs of a single token count too (dashes, spaces), so
-    20 or more is usual. None = never."""
-    repetition_ngram: int = Field(default=16, gt=0)
-    """Longest n-gram that repetition_stop checks, in tokens."""
+    repetition_stop: Annotated[RepetitionStop, Short("times")] | None = None
+    """End a rollout's completion after an n-gram appeared so many times in a row. Or a mapping
+    with times and ngram. It counts as truncated (finish reason `repetition`). None = never."""
     adaptive_concurrency: bool = True
     """Adapt the number of concurrent groups to the engines' KV caches during the run, up to
     max_concurrency. False: always max_concurrency."""
@@ -312,14 +317,8 @@ class RolloutConfig(Section):
     @property
     def repetition(self) -> tuple[int, int] | None:
         """(Longest n-gram in tokens, repetitions in a row) that end a completion; None = never."""
-        return (
-            None if self.repetition_stop is None else (self.repetition_ngram, self.repetition_stop)
-        )
-
-    @property
-    def stops_repetition(self) -> bool:
-        """Whether a repeated n-gram ends a completion."""
-        return self.repetition_stop is not None
+        stop = self.repetition_stop
+        return None if stop is None else (stop.ngram, stop.times)
 
 
 class RewardFunction(Section):
@@ -331,7 +330,7 @@ class RewardFunction(Section):
     """The function returns one reward per completion token of each trajectory. With advantage: gae,
     each token gets its own reward. Every other advantage uses their sum as the trajectory's reward.
     """
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default={})
     """Keyword arguments for every call, in addition to those that asyncrl passes. They are saved
     and shown with the config, so do not put secrets here."""
 
@@ -352,19 +351,9 @@ class RewardFunction(Section):
         )
 
 
-class SandboxConfig(Section):
-    level: Literal["landlock", "namespaces", "container"] | None = None
-    """Minimum isolation for code that the model wrote. docs/how_to/sandbox.md compares the levels.
-    None = model-written code is never run."""
-    service: str | None = Field(default=None, pattern=r"^https?://[^/]+/?$")
-    """URL of a sandbox service that runs all code, such as http://127.0.0.1:8700. None = each
-    reward process runs code on its own machine."""
-    python: str | None = Field(default=None, pattern="^/")
-    """Absolute path of the Python interpreter for programs. Default: the interpreter that runs
-    asyncrl, without the packages of its environment."""
-    paths: list[Annotated[str, Field(pattern="^/")]] = []
-    """Absolute paths of folders that programs may read and import from, in addition to the
-    system's."""
+class _Sandbox(Section):
+    """Limits of code that the model wrote."""
+
     wall_s: float = Field(default=10.0, gt=0)
     """Wall-clock seconds for the tests of one completion."""
     cpu_s: float = Field(default=10.0, gt=0)
@@ -379,35 +368,82 @@ class SandboxConfig(Section):
     output_bytes: int = Field(default=1 << 20, gt=0)
     """Bytes that a program may print."""
 
-    @property
-    def runs_code(self) -> bool:
-        """Whether there is a sandbox."""
-        return self.level is not None
+
+class SandboxService(_Sandbox):
+    """A sandbox service that runs all code."""
+
+    KEY: ClassVar[str] = "service"
+
+    service: str = Field(pattern=r"^https?://[^/]+/?$")
+    """URL of the service, such as http://127.0.0.1:8700."""
+    level: Literal["landlock", "namespaces", "container"]
+    """Minimum isolation that the service must have. docs/how_to/sandbox.md compares the levels."""
+
+
+class LocalSandbox(_Sandbox):
+    """Each reward process runs code on its own machine."""
+
+    level: Literal["landlock", "namespaces"]
+    """Minimum isolation. docs/how_to/sandbox.md compares the levels."""
+    python: str | None = Field(default=None, pattern="^/")
+    """Absolute path of the Python interpreter for programs. Default: the interpreter that runs
+    asyncrl, without the packages of its environment."""
+    paths: list[Annotated[str, Field(pattern="^/")]] = Field(default=[])
+    """Absolute paths of folders that programs may read and import from, in addition to the
+    system's."""
+
+    @field_validator("level", mode="before")
+    @classmethod
+    def containers_are_of_a_service(cls, level: object) -> object:
+        if level == "container":
+            raise ValueError("needs a service; set reward.sandbox.service, or use namespaces")
+        return level
+
+
+SandboxConfig: TypeAlias = Annotated[SandboxService | LocalSandbox, ByKey(), Short("level")]
+
+
+class FailRun(Section):
+    """End the run."""
+
+    name: Literal["fail"] = "fail"
+    tries: ClassVar[int] = 1
+    """How often a group is scored at most."""
+
+
+class DropGroup(Section):
+    """Drop the group."""
+
+    name: Literal["drop_group"] = "drop_group"
+    tries: ClassVar[int] = 1
+
+
+class Retry(Section):
+    """Try again, then drop the group."""
+
+    name: Literal["retry"] = "retry"
+    retries: int = Field(default=2, ge=0)
+    """Additional tries."""
 
     @property
-    def is_local(self) -> bool:
-        """Whether there is a sandbox and it is on this machine."""
-        return self.runs_code and self.service is None
+    def tries(self) -> int:
+        """See `FailRun.tries`."""
+        return self.retries + 1
 
 
 class RewardConfig(Section):
-    functions: dict[Annotated[str, Field(pattern=ENTRY_NAME)], RewardFunction] = Field(min_length=1)
+    functions: dict[Annotated[str, Field(pattern=ENTRY_NAME)], RewardFunction] = Field(default={})
     """Name (without '/') → function. The reward is the weighted sum of all functions. Each value is
-    also recorded as a reward part."""
+    also recorded as a reward part. Default with an environment: its own rewards; without one, give
+    at least one function."""
     deadline_s: float = Field(default=30.0, gt=0)
     """Seconds that one function may take for one group. After that, its process is killed and
     `policy` applies."""
-    policy: Literal["fail", "drop_group", "retry"] = "fail"
-    """What happens when a reward raises, hangs or breaks its contract. `fail`: end the run.
-    `drop_group`: drop the group. `retry`: try `retries` more times, then drop the group."""
-    retries: int = Field(default=2, ge=0)
-    """Additional tries with `policy: retry`."""
-    overlong_buffer: int = Field(default=0, ge=0)
-    """Tokens before a completion's limit in which its length is penalized (DAPO's soft overlong
-    penalty). The penalty rises linearly from 0 to overlong_penalty. The limit is
-    max_completion_length, or what data.max_length leaves of it. 0 = no penalty."""
-    overlong_penalty: float = Field(default=1.0, ge=0)
-    """Reward that a completion loses when it reaches its limit."""
+    policy: Annotated[FailRun | DropGroup | Retry, ByName("fail")] = FailRun()
+    """What happens when a reward raises, hangs or breaks its contract."""
+    overlong: Annotated[Overlong, Short("buffer")] | None = None
+    """A penalty of long completions: its buffer in tokens, or a mapping with buffer and penalty.
+    None = none."""
     tasks: int = Field(default=1, gt=0)
     """Scoring tasks, each with its own reward processes. Ray spreads them over the nodes by
     num_cpus and num_gpus."""
@@ -425,8 +461,9 @@ class RewardConfig(Section):
     memory_bytes: int = Field(default=4 << 30, gt=0)
     """Private memory that one reward process may use, in bytes (RLIMIT_DATA on Linux). A reward
     that needs more fails, before the machine runs out of memory."""
-    sandbox: SandboxConfig = SandboxConfig()
-    """Where rewards run code that the model wrote (`asyncrl.rewards.code`)."""
+    sandbox: SandboxConfig | None = None
+    """Where rewards run code that the model wrote (`asyncrl.rewards.code`): a level, or a mapping
+    with more settings. None = model-written code is never run."""
     shuffle: bool = False
     """Control experiment: permute the rewards over each step's batch, so the model has nothing to
     learn. Improvements of such a run do not come from the rewards."""
@@ -436,50 +473,19 @@ class RewardConfig(Section):
         """Whether any function rewards each token."""
         return any(reward.per_token for reward in self.functions.values())
 
-    @property
-    def penalizes_length(self) -> bool:
-        """Whether the soft overlong penalty applies."""
-        return self.overlong_buffer > 0
-
-
-class AgentConfig(Section):
-    """An agent that runs as it is, and talks to its session at a URL. It is an environment, and the
-    section `environment` has its limits."""
-
-    command: list[str] | None = Field(default=None, min_length=1)
-    """A program and its arguments, run once for each session. `{NAME}` in them is the column NAME
-    of the task; `{prompt}` is its prompt. The program gets OPENAI_BASE_URL, OPENAI_API_KEY,
-    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and not the secrets of this process. Its standard
-    output reaches reward functions as `session_output`."""
-    function: str | None = Field(default=None, pattern=FUNCTION)
-    """`package.module:name` instead of a program: a function of a task and the model, async or not.
-    `model.base_url` and `model.api_key` are those of its session."""
-    arguments: dict[str, Any] = {}
-    """Keyword arguments of the function."""
-    variables: dict[str, str] = {}
-    """Further environment variables of the program. They are saved and shown with the config, so do
-    not put secrets here."""
-    stdin: Literal["prompt", "task", "none"] | None = None
-    """What the program can read from its standard input: the prompt's text, the task as JSON, or
-    nothing. None = the prompt, unless an argument has `{prompt}`: some programs add what they read
-    to their arguments."""
-
 
 SessionEnd: TypeAlias = Literal[
     "done", "length", "turns", "deadline", "agent_error", "env_error", "reward_error", "closed"
 ]
+
+AGENT = "asyncrl.environments.agent:play"
+"""Function of the environment that an agent is."""
 
 
 class EnvironmentConfig(Section):
     """Sessions: each trajectory is one try of an environment at a prompt, with many turns of
     the model."""
 
-    function: str = Field(pattern=FUNCTION)
-    """`package.module:name`, importable in a new process: an async function of a task and the
-    model, or a class with reset and step. docs/how_to/environments.md has both."""
-    arguments: dict[str, Any] = {}
-    """Keyword arguments of the function, or of the class, for every session. They are saved and
-    shown with the config, so do not put secrets here."""
     max_turns: int = Field(default=16, gt=0)
     """Most turns of one session."""
     deadline_s: float = Field(default=300.0, gt=0)
@@ -492,18 +498,11 @@ class EnvironmentConfig(Section):
     """Seconds from an answer to the session's next request, or to its end: its tools, its own code
     and its scoring. It leaves out what other sessions block. A session that takes longer ends with
     `deadline`. None = only deadline_s counts."""
-    train_ends: list[SessionEnd] = [
-        "done",
-        "length",
-        "turns",
-    ]
+    train_ends: list[SessionEnd] = Field(default=["done", "length", "turns"])
     """Sessions with these ends are trained. Others are masked, and their reward counts nowhere.
     `length`: the context is full. `turns`, `deadline`: a limit. `agent_error`: the agent failed.
     `env_error`: the environment raised, blocked its process or ended it. `reward_error`: it gave no
     valid reward. `closed`: the run ended the session."""
-    url: bool = False
-    """Serve each session at a URL of its own on loopback, for agents that speak HTTP. The section
-    `agent` sets it."""
     history: Literal["verbatim", "template"] = "verbatim"
     """What a turn continues from. `verbatim`: the tokens that were sampled before it. `template`:
     the same, but only where the chat template would write the same tokens. A template that strips
@@ -518,11 +517,103 @@ class EnvironmentConfig(Section):
     memory_bytes: int = Field(default=4 << 30, gt=0)
     """Private memory that one environment process may use, in bytes (RLIMIT_DATA on Linux)."""
 
+    @property
+    def entry(self) -> str:
+        """`package.module:name` of what the environment processes import."""
+        raise NotImplementedError
+
+    @property
+    def entry_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `entry`."""
+        raise NotImplementedError
+
+    @property
+    def at_url(self) -> bool:
+        """Whether each session has a URL of its own, for agents that speak HTTP."""
+        return True
+
+
+class FunctionEnvironment(EnvironmentConfig):
+    """An environment in Python."""
+
+    KEY: ClassVar[str] = "function"
+
+    function: str = Field(pattern=FUNCTION)
+    """`package.module:name`, importable in a new process: an async function of a task and the
+    model, or a class with reset and step. docs/how_to/environments.md has both."""
+    arguments: dict[str, Any] = Field(default={})
+    """Keyword arguments of the function, or of the class, for every session. They are saved and
+    shown with the config, so do not put secrets here."""
+    url: bool = False
+    """Serve each session at a URL of its own on loopback, for agents that speak HTTP."""
+
+    @property
+    def entry(self) -> str:
+        return self.function
+
+    @property
+    def entry_arguments(self) -> dict[str, Any]:
+        return self.arguments
+
+    @property
+    def at_url(self) -> bool:
+        return self.url
+
+
+class AgentFunction(EnvironmentConfig):
+    """An agent in Python that runs as it is, and talks to its session at a URL."""
+
+    KEY: ClassVar[str] = "agent"
+
+    agent: str = Field(pattern=FUNCTION)
+    """`package.module:name`: a function of a task and the model, async or not. `model.base_url` and
+    `model.api_key` are those of its session."""
+    arguments: dict[str, Any] = Field(default={})
+    """Keyword arguments of the function. They are saved and shown with the config, so do not put
+    secrets here."""
+
+    @property
+    def entry(self) -> str:
+        return AGENT
+
+    @property
+    def entry_arguments(self) -> dict[str, Any]:
+        return {"function": self.agent, "arguments": self.arguments}
+
+
+class AgentCommand(EnvironmentConfig):
+    """A program that runs as it is, and talks to its session at a URL."""
+
+    KEY: ClassVar[str] = "command"
+
+    command: list[str] = Field(min_length=1)
+    """A program and its arguments, run once for each session. `{NAME}` in them is the column NAME
+    of the task; `{prompt}` is its prompt. The program gets OPENAI_BASE_URL, OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and not the secrets of this process. Its standard
+    output reaches reward functions as `session_output`."""
+    variables: dict[str, str] = Field(default={})
+    """Further environment variables of the program. They are saved and shown with the config, so do
+    not put secrets here."""
+    stdin: Literal["prompt", "task", "none"] | None = None
+    """What the program can read from its standard input: the prompt's text, the task as JSON, or
+    nothing. None = the prompt, unless an argument has `{prompt}`: some programs add what they read
+    to their arguments."""
+
+    @property
+    def entry(self) -> str:
+        return AGENT
+
+    @property
+    def entry_arguments(self) -> dict[str, Any]:
+        return {"command": self.command, "variables": self.variables, "stdin": self.stdin}
+
+
+Environment: TypeAlias = Annotated[FunctionEnvironment | AgentFunction | AgentCommand, ByKey()]
+
 
 class GeneratorConfig(Section):
-    attach: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """Name of a standing Serve application (serve_configs/) whose generators the run uses
-    exclusively until it ends. None = the run starts its own."""
+    """Generators: those that the run starts, or the ones of a standing endpoint."""
+
     num_replicas: int = Field(default=1, gt=0)
     """Serve replicas, each with one vLLM engine."""
     tensor_parallel_size: int = Field(default=1, gt=0)
@@ -555,9 +646,9 @@ class GeneratorConfig(Section):
     device."""
     kv_cache_memory_bytes: int = Field(default=256 << 20, gt=0)
     """KV cache of one engine on CPU, in bytes, over all its worker processes."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Fraction of the GPU memory that one engine uses (device: cuda). Default with `placement:
-    share`: 0.35; with `placement: colocate`, in the generators' turn: 0.85."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Fraction of the GPU memory that one engine uses (device: cuda). Default: 0.9; with
+    `placement: share` 0.35; with `placement: colocate`, in the generators' turn, 0.85."""
     in_flight: Literal["keep", "recompute", "drain"] = "recompute"
     """How generations in flight at a weight update continue. `keep`: with the old KV cache.
     `recompute`: after recomputing the KV cache. `drain`: they finish before the update."""
@@ -570,9 +661,9 @@ class GeneratorConfig(Section):
     update. Default: derived from the size of the model files."""
 
     @property
-    def own(self) -> bool:
-        """Whether the run starts its own generators."""
-        return self.attach is None
+    def gpu_share(self) -> float:
+        """Fraction of the GPU memory that one engine uses."""
+        return 0.9 if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
     @property
     def splits_layers(self) -> bool:
@@ -604,6 +695,32 @@ class GeneratorConfig(Section):
         )
 
 
+class AttachedGenerators(Section):
+    """The generators of a standing Serve application, which the run uses exclusively until it
+    ends."""
+
+    KEY: ClassVar[str] = "attach"
+
+    attach: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Name of the standing Serve application (serve_configs/)."""
+    start_timeout_s: Annotated[float | None, Unset] = Field(default=None, gt=0)
+    """Seconds from a replica's placement to its first answer. Default: derived from the size of the
+    model files."""
+
+    _engines: GeneratorConfig = PrivateAttr(default_factory=GeneratorConfig)
+
+    @property
+    def engines(self) -> GeneratorConfig:
+        """The application's own settings, once the run has asked it."""
+        return self._engines
+
+    def with_engines(self, engines: GeneratorConfig) -> AttachedGenerators:
+        """The same, with the application's settings."""
+        found = self.model_copy()
+        found._engines = engines
+        return found
+
+
 LOGPROB_BYTES = {"cpu": 224 << 20, "cuda": 1 << 30}
 """Device → default size of a chunk of logits, in bytes."""
 
@@ -621,7 +738,7 @@ class LearnerConfig(Section):
     arXiv:2306.10209). Must divide world_size and be below it. 1 = no second copy."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the ranks, with gloo on cpu and nccl on cuda."""
-    gpu_memory_utilization: float = Field(default=1.0, gt=0, le=1)
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Largest fraction of a GPU's memory that PyTorch may allocate in one rank (device: cuda).
     Default with `placement: share`: 0.5."""
     num_cpus: float = Field(default=0.4, ge=0)
@@ -657,25 +774,12 @@ class LearnerConfig(Section):
     offload_param: Literal["none", "cpu"] = "none"
     """Where each rank keeps its shard of the weights when not in use. Needs offload_optimizer: cpu,
     because the optimizer states are at least six times as large."""
-    ds3_gather_for_generation: bool = False
-    """TRL's switch to gather the whole model on every rank for generation. Only false is supported.
-    """
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW, or plain SGD without momentum. SGD is for comparisons, because it does not amplify
-    rounding errors."""
+    optimizer: Optimizer = AdamW()
+    """The optimizer. Its state is part of a checkpoint."""
     learning_rate: float = Field(default=1e-6, ge=0)
     """Peak learning rate."""
-    value_learning_rate: float | None = Field(default=None, ge=0)
-    """Peak learning rate of the value head (advantage: gae), with the schedule of learning_rate. A
-    new head usually needs 10 to 100 times the policy's rate. Default: learning_rate."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Applied steps in which the learning rate rises linearly from 0."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or falling to 0 at max_steps."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's betas."""
-    adam_eps: float = Field(default=1e-8, gt=0)
-    """AdamW's epsilon."""
+    schedule: Schedule = Constant()
+    """How the learning rate changes over max_steps."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay, or SGD's L2 penalty. It does not apply to norms, biases and
     the decay rates of recurrent layers."""
@@ -694,16 +798,6 @@ class LearnerConfig(Section):
     """Save the batch of a step whose gradient norm is above this many times the median of the last
     32 steps."""
 
-    @field_validator("ds3_gather_for_generation")
-    @classmethod
-    def model_is_never_gathered(cls, gather: bool) -> bool:
-        if gather:
-            raise ValueError(
-                "generators receive weights in buckets of weights.bucket_bytes, so no rank gathers"
-                " the whole model; set it to false, or leave it out"
-            )
-        return gather
-
     @model_validator(mode="after")
     def second_copies_are_sharded(self) -> LearnerConfig:
         ranks, size = self.world_size, self.zero_hpz_partition_size
@@ -721,6 +815,11 @@ class LearnerConfig(Section):
                 "num_threads = 'auto' needs device: cpu and world_size: 1; use a number of threads"
             )
         return self
+
+    @property
+    def gpu_share(self) -> float:
+        """Largest fraction of a GPU's memory that PyTorch may allocate in one rank."""
+        return 1.0 if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
     @property
     def least_threads(self) -> int:
@@ -743,445 +842,39 @@ class LearnerConfig(Section):
         return self.max_tokens_per_gpu * self.sequence_parallel_size
 
 
-class CorrectionConfig(Section):
-    """Correction for tokens that another policy sampled, in addition to the loss's own ratio.
-    Masked tokens still count in every denominator."""
+class Wait(Section):
+    """Hold batches back until no outstanding group would expire, so no long completion is lost."""
 
-    truncation: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Weight each token by min(π_old / π_behavior, cap). `token`: the ratio of the token (TIS).
-    `sequence`: the product over the trajectory. `geometric`: the geometric mean over the
-    trajectory. Needs an old_policy other than behavior."""
-    cap: float = Field(default=2.0, ge=1)
-    """Largest truncated weight, and largest ratio in the KL term of the loss."""
-    floor: float = Field(default=0.0, ge=0, le=1)
-    """Smallest truncated weight. It raises the weight of tokens that the learner now rarely
-    samples. 0 = none."""
-    normalize: bool = False
-    """Divide the truncated weights by their mean over the step's tokens. Costs an additional
-    forward pass."""
-    mask_below: float | None = Field(default=None, gt=0, lt=1)
-    """Mask tokens whose π_learner / π_behavior is below this value (IcePop)."""
-    mask_above: float | None = Field(default=None, gt=1)
-    """Mask tokens whose π_learner / π_behavior is above this value (IcePop)."""
-    reject_above: float | None = Field(default=None, gt=0)
-    """Mask tokens or trajectories whose KL estimate is above this value, in nats."""
-    reject_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """KL estimate: -l, l²/2 or e^l - 1 - l, with l = log π_learner / π_behavior."""
-    reject_level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
-    """Unit of rejection: a single token, or a trajectory by the sum, mean or maximum over its
-    tokens."""
-    sequence_mask_above: float | None = Field(default=None, gt=0)
-    """Mask trajectories with a negative advantage whose mean log π_behavior / π_learner is above
-    this value (DeepSeek-V3.2's off-policy sequence mask)."""
-
-    @property
-    def truncates(self) -> bool:
-        """Whether tokens have truncated weights."""
-        return self.truncation != "none"
-
-    @property
-    def rejects(self) -> bool:
-        """Whether a KL estimate may mask tokens."""
-        return self.reject_above is not None
-
-    @property
-    def masks(self) -> bool:
-        """Whether any token may be masked."""
-        return any(
-            value is not None
-            for value in (
-                self.mask_below,
-                self.mask_above,
-                self.reject_above,
-                self.sequence_mask_above,
-            )
-        )
+    name: Literal["wait"] = "wait"
 
 
-ADVANTAGES = (
-    "grpo",
-    "grpo_batch_std",
-    "gdpo",
-    "dr_grpo",
-    "rloo",
-    "remax",
-    "opo",
-    "maxrl",
-    "pass_at_k",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "gae",
-)
-LOSSES = (
-    "ppo",
-    "clip_cov",
-    "kl_cov",
-    "gspo",
-    "gmpo",
-    "vespo",
-    "cispo",
-    "sapo",
-    "dppo",
-    "reinforce",
-)
+class Drop(Section):
+    """Abort a group as soon as it can no longer be trained in time."""
+
+    name: Literal["drop"] = "drop"
+    over_sampling: int = Field(default=0, ge=0)
+    """Groups admitted in addition to those that can be trained in time; the fastest are trained."""
 
 
-def _built_in_or_own(names: tuple[str, ...]) -> AfterValidator:
-    def check(name: str) -> str:
-        if name in names or re.match(FUNCTION, name):
-            return name
-        raise ValueError(
-            f"use one of {', '.join(names)}, or your own function as package.module:function"
-        )
+class Mask(Section):
+    """Train the tokens of a group that are fresh enough, and mask its older ones. That is biased:
+    it leaves out the first tokens of long completions, and short completions that wait for a long
+    one."""
 
-    return AfterValidator(check)
-
-
-class OnlinePreferenceConfig(Section):
-    """Asynchronous online DPO."""
-
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    """Loss of a pair. `sigmoid`: DPO (arXiv:2305.18290). `ipo`: arXiv:2310.12036, with mean
-    log-probs."""
-    beta: float = Field(default=0.1, gt=0, le=1000)
-    """Strength of the reference: a small beta lets the policy move further from it."""
-    pairs: Literal["best_worst", "margin"] = "best_worst"
-    """Pairs of a group. `best_worst`: the completion with the highest reward against the one with
-    the lowest. `margin`: all pairs, the largest differences first, at most max_pairs."""
-    min_margin: float = Field(default=1e-6, gt=0)
-    """Smallest difference of the rewards of a pair. Default: rewards only have to differ."""
-    max_pairs: int = Field(default=4, gt=0)
-    """Most pairs of a group (pairs: margin)."""
-    missing_eos_penalty: float = Field(default=0.0, ge=0)
-    """Subtract this from the reward of a completion that was cut off, before pairs are chosen. The
-    recorded reward stays as it is."""
-    weight_cap: float | None = Field(default=2.0, ge=1)
-    """Weight each pair by min(π_learner / π_behavior of both completions, weight_cap), for tokens
-    that an older version sampled. None = no weight, which max_staleness above 1 refuses unless
-    algorithm.allow_uncorrected is set."""
-    ce_coef: float = Field(default=0.0, ge=0)
-    """Weight of the next-token loss on the chosen sides, a mean over their tokens (RPO,
-    arXiv:2404.19733)."""
-
-
-class DistillationConfig(Section):
-    """On-policy distillation: a frozen teacher scores the tokens that the policy sampled."""
-
-    teacher: str = Field(min_length=1)
-    """The teacher: a Hugging Face checkpoint directory, a name on the hub, or the base URL of an
-    OpenAI-compatible server, such as http://127.0.0.1:8000/v1. A model runs in a process of its
-    own, on the learner's device. It must have the model's tokenizer. `{runs_root}` in it is
-    replaced."""
-    use: Literal["advantage", "top_k", "ref_kl"] = "advantage"
-    """`advantage`: each token gets the advantage coef * (log π_teacher - log π_behavior), whose
-    expectation is the negative reverse KL divergence. `top_k`: coef * the reverse KL divergence is
-    a part of the loss. It is over the sampled token, the teacher's top_k most probable others, and
-    the rest as one. `ref_kl`: the teacher is the reference policy of
-    algorithm.kl_loss_coef or kl_coef."""
-    top_k: int = Field(default=32, gt=0, le=128)
-    """Tokens of the teacher at each place, besides the sampled one (use: top_k). Each adds 8 bytes
-    per completion token to a group's row."""
-    coef: float = Field(default=1.0, gt=0)
-    """Weight of the teacher's advantage (use: advantage) or divergence (use: top_k), per nat."""
-    reward_weight: float = Field(default=0.0, ge=0)
-    """Weight of the rewards' advantage. 0 = rewards are only measured."""
-    model: str | None = None
-    """Model name in requests to a URL. Default: the first model that the server lists."""
-    key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_]\w*$")
-    """Environment variable with the URL's API key, set on every node. None = no key is sent."""
-    timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds for one completion at a URL, retries included. After that, it is masked."""
-    retries: int = Field(default=2, ge=0)
-    """Retries after a server error or a lost connection at a URL."""
-    at_once: int = Field(default=32, gt=0)
-    """Concurrent requests to a URL."""
-    max_failed_groups: int = Field(default=32, gt=0)
-    """Groups in a row without any answer of the teacher, after which the run ends."""
-
-    @property
-    def is_url(self) -> bool:
-        """Whether the teacher is a server, not a model that the run loads."""
-        return self.teacher.startswith(("http://", "https://"))
-
-    @property
-    def adds_advantage(self) -> bool:
-        """Whether each token gets an advantage from the teacher."""
-        return self.use == "advantage"
-
-    @property
-    def uses_top_k(self) -> bool:
-        """Whether the loss has the divergence from the teacher over top_k tokens."""
-        return self.use == "top_k"
-
-
-class AlgorithmConfig(Section):
-    advantage: Annotated[str, _built_in_or_own(ADVANTAGES)] = "grpo"
-    """`grpo`: (r - mean) / std of the group, with the population std (verl and TRL use the sample
-    std). `grpo_batch_std`: (r - mean) / std of the step's rewards (Lite PPO). `gdpo`: `grpo` of
-    each reward function, then their weighted sum, normalized over the step's trajectories.
-    `dr_grpo`: r - mean. `rloo`: r - mean of the other trajectories. `remax`: r - r of the prompt's
-    greedy completion, which the generators make for each group and the learner never trains. `opo`:
-    r - mean weighted by length. `maxrl`: (r - mean) / mean. `pass_at_k`: `grpo` of subsets of
-    pass_k trajectories; a subset passes if one of them does. `reinforce_plus_plus`: r, normalized
-    over the step. `reinforce_plus_plus_baseline`: r - mean, normalized over the step. `gae`: per
-    token, from a value head on the learner, normalized over the step. Or your own function, as
-    `package.module:function` (docs/how_to/own_algorithm.md)."""
-    loss: Annotated[str, _built_in_or_own(LOSSES)] = "ppo"
-    """`ppo`: clipped ratio per token. `clip_cov`: `ppo` without some tokens of high covariance.
-    `kl_cov`: ratio without a clip, with a penalty on the tokens of highest covariance. `gspo`:
-    clipped ratio per trajectory. `gmpo`: geometric mean of clipped ratios. `vespo`: soft weight per
-    trajectory. `cispo`: clipped weight. `sapo`: soft gate. `dppo`: mask by probability difference.
-    `reinforce`: no ratio. Or your own function, as `package.module:function`."""
-    old_policy: Literal["behavior", "learner", "log_linear"] = "behavior"
-    """Denominator of the loss's ratio. `behavior`: the policy that sampled. `learner`: the
-    learner's policy at the step (the recomputed proximal policy of decoupled PPO). `log_linear`: an
-    estimate of the policy one version before. correction.truncation corrects from the behavior
-    policy to the other two."""
-    loss_aggregation: Literal[
-        "token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "fixed"
-    ] = "token_mean"
-    """`token_mean`: mean over the step's tokens. `sequence_mean_token_sum`: mean over trajectories
-    of their token sums. `sequence_mean_token_mean`: mean over trajectories of their token means.
-    `fixed`: token sums divided by max_completion_length (Dr. GRPO)."""
-    filter_zero_variance: bool = False
-    """Leave out groups whose rewards are all equal, and admit new groups instead (DAPO's dynamic
-    sampling). With advantage: remax, the baseline's reward is one of them."""
-    group_filter: str | None = Field(default=None, pattern=FUNCTION)
-    """Your own function, as `package.module:function`, that decides whether a scored group is
-    trained. New groups are admitted for those left out."""
-    eps_clip: float | None = Field(default=None, gt=0, le=1)
-    """Lower clip of the ratio: 1 - eps_clip. Default: 0.2, and 1 (no clip) for cispo. GSPO's ratio
-    is a mean over the trajectory, and its paper uses 3e-4 below and 4e-4 above for long
-    completions. GMPO clips before its mean, and its paper uses 0.33 below and 0.49 above."""
-    eps_clip_high: float = Field(default=0.28, gt=0)
-    """Upper clip of the ratio: 1 + eps_clip_high."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """For negative advantages, bound PPO's loss by this times the advantage (loss: ppo)."""
-    tau_positive: float = Field(default=1.0, gt=0)
-    """SAPO's temperature for positive advantages."""
-    tau_negative: float = Field(default=1.05, gt=0)
-    """SAPO's temperature for negative advantages."""
-    dppo_threshold: float = Field(default=0.15, gt=0, lt=1)
-    """Largest change of a token's probability in DPPO."""
-    vespo_k_positive: float = Field(default=2.0, ge=0)
-    """VESPO weights a trajectory by W^k · exp(λ·(1 - W)), with W its product of ratios. This is k
-    for advantages of at least 0. The weight is largest at W = k / λ."""
-    vespo_lambda_positive: float = Field(default=3.0, gt=0)
-    """VESPO's λ for advantages of at least 0. A higher value weights large W less."""
-    vespo_k_negative: float = Field(default=3.0, ge=0)
-    """VESPO's k for negative advantages. A higher value weights small W less."""
-    vespo_lambda_negative: float = Field(default=2.0, gt=0)
-    """VESPO's λ for negative advantages."""
-    cov_share: float = Field(default=2e-4, gt=0, le=1)
-    """Share of the step's tokens that clip_cov and kl_cov select, at least one token. The
-    covariance of a token is (log π - mean) · (A - mean), with means over the step. Costs an
-    additional forward pass. The paper uses 2e-4, and 2e-3 for kl_cov with a 7B model."""
-    clip_cov_low: float = 1.0
-    """clip_cov draws its tokens from those with a covariance above this, and stops their gradient.
-    """
-    clip_cov_high: float = 5.0
-    """clip_cov draws its tokens from those with a covariance below this."""
-    kl_cov_coef: float = Field(default=1.0, gt=0)
-    """Weight of abs(log ratio) in the loss of kl_cov's tokens: those with the highest
-    covariances. It has no gradient where the ratio is 1."""
-    turn_coef: float = Field(default=0.0, ge=0)
-    """Weight of the rewards of turns, which an environment returns as `turns`. A token of turn k
-    then has the advantage A + turn_coef * C. A is that of its session. C compares the credit of its
-    turn with that of turn k of the group's other sessions, by `advantage` (MT-GRPO). Needs
-    advantage: grpo, dr_grpo or rloo. 0 = rewards of turns are only measured."""
-    turn_gamma: float = Field(default=0.0, ge=0, le=1)
-    """Discount of the rewards of later turns in the credit of a turn: its reward plus turn_gamma
-    times the credit of the next turn. 0 = its own reward, 1 = all rewards up to the end. Needs
-    turn_coef."""
-    pass_k: int = Field(default=4, gt=0)
-    """Trajectories of a subset (advantage: pass_at_k). Must be below n_samples_per_prompt."""
-    pass_threshold: float = 1.0
-    """A trajectory passes if its reward is at least this value (advantage: pass_at_k)."""
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per token (advantage: gae)."""
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """GAE's lambda: 0 looks one token ahead, 1 looks to the end of the completion (advantage: gae).
-    """
-    value_coef: float = Field(default=0.5, gt=0)
-    """Weight of the value head's squared error in the loss (advantage: gae)."""
-    bootstrap_truncated: bool = False
-    """Where a completion was cut off, count the value of the state after its last token as the
-    reward that would have followed (advantage: gae). Needs one more token in
-    learner.max_tokens_per_gpu than the longest trajectory."""
-    entropy_coef: float = Field(default=0.0, ge=0)
-    """Bonus for the entropy of each token's distribution, in units of the loss per nat."""
-    ce_coef: float = Field(default=0.0, ge=0)
-    """Weight of the next-token loss on the step's completions with a reward of at least
-    ce_min_reward, a mean over all their tokens. VAPO uses 0.1 (arXiv:2504.05118)."""
-    ce_min_reward: float = 1.0
-    """Least reward of a completion in the next-token loss of ce_coef."""
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Subtract this times the trajectory's KL divergence from the reference policy, summed over its
-    trained tokens, from the reward. Needs kl_estimator: k1, the only estimator with the right
-    gradient in the reward. Needs advantage: dr_grpo, rloo, opo or reinforce_plus_plus_baseline,
-    because dividing by the rewards' std would undo the coefficient. Not with kl_loss_coef or
-    filter_zero_variance."""
-    kl_loss_coef: float = Field(default=0.0, ge=0)
-    """Add this times the KL divergence from the reference policy to the loss, aggregated like the
-    loss."""
-    kl_estimator: Literal["k1", "k2", "k3", "low_var"] = "k3"
-    """With l = log π_ref / π: -l, l²/2, e^l - 1 - l, or the last one capped at 10 (low_var). In the
-    loss, each token is weighted by π_learner / π_behavior, at most correction.cap. In the reward
-    (kl_coef), only k1."""
-    ref_load: str | None = None
-    """Reference policy: a Hugging Face checkpoint directory or a name on the hub. Default:
-    model.path. `{runs_root}` in it is replaced."""
-    ref_update_interval: int | None = Field(default=None, gt=0)
-    """Versions between two refreshes of the reference policy. It takes the weights of each version
-    that is a multiple of this, and steps wait for it. Not with lora or distillation. None = it
-    stays frozen."""
-    ref_num_cpus: float = Field(default=0.2, ge=0)
-    """Logical CPUs that the reference policy's process declares to Ray."""
-    ref_gpu_memory_utilization: float = Field(default=0.1, gt=0, le=1)
-    """Largest fraction of a GPU's memory that PyTorch may allocate in the reference policy or the
-    teacher, with `placement: share`. In other placements it has a GPU of its own."""
-    correction: CorrectionConfig = CorrectionConfig()
-    allow_uncorrected: bool = False
-    """Allow an uncorrected loss on stale tokens."""
-    preference: OnlinePreferenceConfig | None = None
-    """Online DPO instead of a policy gradient: pairs of a group's completions
-    replace advantages. `preference: {}` takes the defaults. Of the other settings of `algorithm`,
-    only ref_load, ref_update_interval, ref_num_cpus, filter_zero_variance, group_filter and
-    allow_uncorrected then have an effect. None = policy gradient."""
-    distillation: DistillationConfig | None = None
-    """On-policy distillation from a teacher, alone or in addition to rewards. Experimental, except
-    with `use: top_k`. None = no teacher."""
-
-    @property
-    def clip_low(self) -> float:
-        """How far below 1 the ratio is clipped."""
-        return self.eps_clip if self.eps_clip is not None else 1.0 if self.loss == "cispo" else 0.2
-
-    @property
-    def trains_text(self) -> bool:
-        """Whether the loss has a next-token component."""
-        return self.ce_coef > 0
-
-    @property
-    def compares_siblings(self) -> bool:
-        """Whether a trajectory's advantage depends on the other trajectories of its group."""
-        if self.distillation is not None and not self.distillation.reward_weight:
-            return False
-        return self.advantage not in ("reinforce_plus_plus", "gae", "remax")
-
-    @property
-    def compares_sequences(self) -> bool:
-        """Whether the loss of a token may depend on the other tokens of its trajectory."""
-        correction = self.correction
-        return (
-            self.loss in ("gspo", "gmpo", "vespo")
-            or self.loss not in LOSSES
-            or correction.truncation in ("sequence", "geometric")
-            or (correction.rejects and correction.reject_level != "token")
-            or correction.sequence_mask_above is not None
-        )
-
-    @property
-    def needs_whole_groups(self) -> str | None:
-        """The setting that compares whole completions of a group, so that none of their tokens can
-        be masked; None without."""
-        if self.preference is not None:
-            return "algorithm.preference"
-        return "algorithm.advantage: remax" if self.needs_baseline else None
-
-    @property
-    def needs_baseline(self) -> bool:
-        """Whether each group needs the prompt's greedy completion."""
-        return self.advantage == "remax"
-
-    @property
-    def clips(self) -> bool:
-        """Whether eps_clip and eps_clip_high apply: the loss clips a ratio, and that ratio is not
-        always 1."""
-        clipping = ("ppo", "clip_cov", "gspo", "gmpo", "cispo")
-        return self.loss in clipping and self.old_policy != "learner"
-
-    @property
-    def selects_tokens(self) -> bool:
-        """Whether the loss treats tokens of high covariance differently."""
-        return self.loss in ("clip_cov", "kl_cov")
-
-    @property
-    def rewards_turns(self) -> bool:
-        """Whether rewards of turns are part of the advantages."""
-        return self.turn_coef > 0
-
-    @property
-    def needs_one_advantage(self) -> bool:
-        """Whether the loss is defined for one advantage per trajectory only."""
-        return self.loss in ("gmpo", "vespo")
-
-    @property
-    def caps(self) -> bool:
-        """Whether correction.cap applies."""
-        return self.correction.truncates or self.kl_loss_coef > 0
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether a KL term, a preference or distillation needs a frozen policy's log-probs. With
-        distillation, that policy is the teacher."""
-        if self.preference is not None or self.distillation is not None:
-            return True
-        return self.kl_coef > 0 or self.kl_loss_coef > 0
-
-    @property
-    def loads_reference(self) -> bool:
-        """Whether the run loads the frozen policy, instead of asking a server."""
-        return self.has_reference and not (self.distillation and self.distillation.is_url)
-
-    @property
-    def token_advantages(self) -> str | None:
-        """The setting that gives each token its own advantage; None if none does."""
-        if self.advantage == "gae":
-            return "advantage: gae"
-        if self.turn_coef:
-            return "turn_coef"
-        adds = self.distillation is not None and self.distillation.adds_advantage
-        return "distillation.use: advantage" if adds else None
-
-    @property
-    def corrected(self) -> bool:
-        """Whether every token's gradient includes a function of π_learner / π_behavior."""
-        if self.preference is not None:
-            return self.preference.weight_cap is not None
-        if self.loss == "reinforce" or self.old_policy != "behavior":
-            return self.correction.truncation != "none"
-        return True
-
-    @property
-    def compares_behavior(self) -> str | None:
-        """The part of the objective that compares the generator's log-probs with others; None if
-        there is none."""
-        if self.preference is not None:
-            return None if self.preference.weight_cap is None else "preference.weight_cap"
-        if self.distillation is not None and self.distillation.adds_advantage:
-            return "the teacher's advantage"
-        if self.distillation is not None and self.distillation.uses_top_k:
-            return "the metric distill/reverse_kl"
-        if self.old_policy != "learner":
-            return f"the ratio of loss: {self.loss} against old_policy: {self.old_policy}"
-        if self.correction.truncation != "none" or self.correction.masks:
-            return "the correction"
-        return "the KL term" if self.has_reference else None
+    name: Literal["mask"] = "mask"
 
 
 class StalenessConfig(Section):
     max_staleness: int = Field(default=2, ge=0)
     """Hard bound on staleness, in versions. Older tokens are never trained. 0 = synchronous
-    training."""
-    on_stale: Literal["wait", "drop", "mask"] = "wait"
-    """`wait`: hold batches back until no outstanding group would expire, so no long completion is
-    lost. `drop`: abort a group as soon as it can no longer be trained in time. `mask`: train the
-    tokens of a group that are fresh enough, and mask its older ones. That is biased: it leaves out
-    the first tokens of long completions, and short completions that wait for a long one."""
-    over_sampling: int = Field(default=0, ge=0)
-    """Groups admitted in addition to those that can be trained in time; the fastest are trained.
-    Needs on_stale: drop."""
+    training, and the default with `placement: colocate`."""
+    on_stale: Annotated[Wait | Drop | Mask, ByName("wait")] = Wait()
+    """What happens to groups that may become too old."""
+
+    @property
+    def over_sampling(self) -> int:
+        """Groups admitted in addition to those that can be trained in time."""
+        return self.on_stale.over_sampling if isinstance(self.on_stale, Drop) else 0
 
 
 class WeightsConfig(Section):
@@ -1242,7 +935,7 @@ class EvalConfig(Section):
     """Held-out prompts: a path or sources as in data.train, without weights. Rows of several
     sources alternate. They form the sets `greedy` (temperature 0) and `sampled`
     (rollout.temperature). None = no evaluation, unless `sets` is given."""
-    sets: dict[str, EvalSet] = {}
+    sets: dict[str, EvalSet] = Field(default={})
     """Name → additional evaluation set. Its metrics are `eval/<name>_...`."""
     every_steps: int = Field(default=0, ge=0)
     """Steps between two evaluations. 0 = only before and after training."""
@@ -1280,10 +973,10 @@ class CheckpointConfig(Section):
     """Seconds that a stop (Ctrl-C, SIGTERM, SIGHUP, an interrupted cell) waits for the step in
     progress and its checkpoint. 0 = it does not wait, and steps since the last checkpoint are lost.
     """
-    save: str | None = None
+    save: LocalPath | None = None
     """Directory for checkpoints. Default: `checkpoints/` in the run directory. `{runs_root}` in it
     is replaced."""
-    load: str | None = None
+    load: LocalPath | None = None
     """Run directory (or its checkpoints) to start from if this run has no checkpoint: weights,
     optimizer, versions and data position. `{runs_root}` in it is replaced."""
     ckpt_step: int | None = Field(default=None, ge=0)
@@ -1292,22 +985,44 @@ class CheckpointConfig(Section):
     newest checkpoint is used."""
 
 
+class Bfd(Section):
+    """Rows stay whole."""
+
+    name: Literal["bfd"] = "bfd"
+    completion_policy: Literal["truncate", "drop", "error"] = "error"
+    """What happens to a target that, with its EOS, is longer than rollout.max_completion_length.
+    `truncate`: remove tokens from its end, EOS first. `drop`: leave the row out and count it.
+    `error`: refuse the run before anything is allocated."""
+
+
+class BfdSplit(Section):
+    """Longer rows are cut. Rows may have any length; data.max_length does not apply either."""
+
+    name: Literal["bfd_split"] = "bfd_split"
+    completion_policy: ClassVar[Literal["split"]] = "split"
+
+
+class Wrapped(Section):
+    """Rows follow one another and are cut wherever a micro-batch is full."""
+
+    name: Literal["wrapped"] = "wrapped"
+    completion_policy: Literal["truncate", "drop", "split", "error"] = "error"
+    """As with `bfd`. `split`: keep the whole row, however long."""
+
+
 class WarmStartConfig(Section):
     """Supervised steps before version 0, until the greedy accuracy on held-out prompts is in a
     window."""
 
-    data: Sources | None = None
-    """Prompts as in data.train plus a column of answers: a path or sources, without weights. None =
-    no warm start."""
+    data: Sources
+    """Prompts as in data.train plus a column of answers: a path or sources, without weights."""
     target_column: str = "answer"
     """Column with the text that should follow the prompt. EOS is appended, or the template's
     end-of-turn token if a chat template renders the prompts."""
-    completion_policy: Literal["truncate", "drop", "split", "error"] = "error"
-    """What happens to a target that, with its EOS, is longer than rollout.max_completion_length.
-    `truncate`: remove tokens from its end, EOS first. `drop`: leave the row out and count it.
-    `split`: keep the whole row, however long (data.max_length does not apply either), and let
-    packing_strategy cut it into pieces. `error`: refuse the run before anything is allocated.
-    Held-out answers must fit in one piece, so `split` refuses longer ones."""
+    packing_strategy: Annotated[Bfd | BfdSplit | Wrapped, ByName("bfd")] = Bfd()
+    """How a step's rows are packed into micro-batches of learner.max_tokens_per_gpu tokens. Pieces
+    of cut rows do not attend to one another, and the first token of a piece is not predicted.
+    Held-out answers must fit in one piece."""
     min_accuracy: float = Field(default=0.40, ge=0, le=1)
     """Lower edge of the accuracy window."""
     max_accuracy: float = Field(default=0.65, ge=0, le=1)
@@ -1317,11 +1032,6 @@ class WarmStartConfig(Section):
     """Learning rate of the supervised steps."""
     batch_size: int = Field(default=256, gt=0)
     """Rows per supervised step."""
-    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
-    """How a step's rows are packed into micro-batches of learner.max_tokens_per_gpu tokens. `bfd`:
-    rows stay whole. `bfd_split`: longer rows are cut; needs completion_policy: split. `wrapped`:
-    rows follow one another and are cut wherever a micro-batch is full. Pieces do not attend to one
-    another, and the first token of a piece is not predicted."""
     check_every_steps: int = Field(default=10, gt=0)
     """Supervised steps between two accuracy checks."""
     max_steps: int = Field(default=2000, gt=0)
@@ -1330,16 +1040,11 @@ class WarmStartConfig(Section):
     @property
     def splits(self) -> bool:
         """Whether longer rows stay whole until they are packed."""
-        return self.completion_policy == "split"
-
-    @property
-    def given(self) -> bool:
-        """Whether there is a warm start."""
-        return self.data is not None
+        return self.packing_strategy.completion_policy == "split"
 
 
 class ObserveConfig(Section):
-    sinks: list[Literal["wandb", "mlflow", "trackio"]] = []
+    sinks: list[Literal["wandb", "mlflow", "trackio"]] = Field(default=[])
     """Where metrics go in addition to metrics.jsonl and TensorBoard. Each sink is an optional
     extra: `pip install 'asyncrl[wandb]'`."""
     completions_every: int = Field(default=10, ge=0)
@@ -1355,15 +1060,3 @@ class ObserveConfig(Section):
     def has_sinks(self) -> bool:
         """Whether any sink is named."""
         return bool(self.sinks)
-
-
-def is_hub_name(path: str) -> bool:
-    """Whether this is `owner/name` of a model on the Hugging Face hub: it has that form, and no
-    such path exists here."""
-    return HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
-
-
-def is_hub_data(path: str) -> bool:
-    """Whether this is `owner/name` of a dataset on the hub: it passes `is_hub_name` and is not a
-    file name."""
-    return is_hub_name(path) and not DATA_FILE.fullmatch(path.lower())

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from asyncrl.config.run_settings import Limits, RunSettings, located, root_of_runs
+from asyncrl.config.algorithm import AlgorithmConfig, PolicyGradient
+from asyncrl.config.distillation import TeacherModel
+from asyncrl.config.run_settings import Limits, RunSettings
 from asyncrl.config.schema import (
-    AgentConfig,
-    AlgorithmConfig,
+    AttachedGenerators,
     DataConfig,
-    EnvironmentConfig,
+    Environment,
     EvalConfig,
     EvalSet,
     GeneratorConfig,
+    Mask,
     RewardConfig,
+    RewardFunction,
     RolloutConfig,
     Source,
     StalenessConfig,
     WarmStartConfig,
     WeightsConfig,
-    is_hub_data,
-    is_hub_name,
     sources_of,
 )
+from asyncrl.contracts.section import ByKey
 
 __all__ = ["Settings", "completion_room"]
 
 
 ENVIRONMENT, BUILTIN = "environment", "asyncrl.rewards.builtin:environment"
 """Name and function of the reward that an environment gives."""
-AGENT = "asyncrl.environments.agent:play"
-"""Function of the environment that an agent program is."""
 
-SHARES = {
-    "share": {"learner": 0.5, "generator": 0.35},
-    "colocate": {"generator": 0.85},
-}
-"""Placement → section → gpu_memory_utilization on GPUs. The rest is for CUDA itself, and with
-`share` for a reference policy. With `colocate` each side has the GPU in its turn."""
+RANK_SHARES = {"share": 0.5}
+ENGINE_SHARES = {"share": 0.35, "colocate": 0.85}
+"""Placement → gpu_memory_utilization of a rank or an engine on GPUs. The rest is for CUDA itself,
+and with `share` for a reference policy. With `colocate` each side has the GPU in its turn."""
+REFERENCE_SHARE = 0.1
+"""gpu_memory_utilization of a reference policy or teacher with `share`."""
 
 RANK_IN_TURNS, REPLICA_IN_TURNS = 0.6, 0.4
 """GPUs that a rank and a replica declare to Ray when they take turns. The numbers say nothing about
@@ -50,17 +49,6 @@ Two replicas fit on a GPU without a rank, so Ray needs as many GPUs as ranks."""
 
 class Settings(RunSettings):
     """One training run with generators."""
-
-    PATHS: ClassVar[tuple[tuple[str, str], ...]] = (
-        *RunSettings.PATHS,
-        ("algorithm", "ref_load"),
-        ("warm_start", "data"),
-    )
-    MODELS: ClassVar[tuple[tuple[str, str], ...]] = (
-        *RunSettings.MODELS,
-        ("algorithm", "ref_load"),
-    )
-    DATA: ClassVar[tuple[tuple[str, str], ...]] = (*RunSettings.DATA, ("warm_start", "data"))
 
     max_steps: int = Field(gt=0)
     """Optimizer steps after which the run ends. The count starts at version 0 and includes earlier
@@ -72,102 +60,54 @@ class Settings(RunSettings):
     rest while the learner steps. On a GPU, the side that waits frees its memory."""
     data: DataConfig
     rollout: RolloutConfig
-    reward: RewardConfig
-    environment: EnvironmentConfig | None = None
-    """None: each trajectory is one completion of its prompt."""
-    agent: AgentConfig | None = None
-    """An agent program as the environment."""
-    generator: GeneratorConfig = GeneratorConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    staleness: StalenessConfig = StalenessConfig()
+    environment: Environment | None = None
+    """An environment, or an agent that runs as it is. None: each trajectory is one completion of
+    its prompt."""
+    reward: RewardConfig = Field(default=RewardConfig(), validate_default=True)
+    generator: Annotated[AttachedGenerators | GeneratorConfig, ByKey()] = GeneratorConfig()
+    """The run's own generators, or those of a standing endpoint (`attach`)."""
+    algorithm: AlgorithmConfig = PolicyGradient()
+    """A policy gradient, or online DPO (`preference`)."""
+    staleness: StalenessConfig = Field(default=StalenessConfig(), validate_default=True)
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
-    warm_start: WarmStartConfig = WarmStartConfig()
+    warm_start: WarmStartConfig | None = None
+    """None = no warm start."""
 
-    @model_validator(mode="before")
+    @field_validator("reward")
     @classmethod
-    def environments_give_rewards(cls, tree: object) -> object:
+    def rewards_are_given(cls, reward: RewardConfig, info: ValidationInfo) -> RewardConfig:
         """With an environment, its own rewards are the only ones unless reward.functions is
         given."""
-        if not isinstance(tree, dict) or tree.get("environment") is None:
-            return tree
-        reward = tree.get("reward", {})
-        if not isinstance(reward, dict):
-            return tree
-        return {**tree, "reward": {"functions": {ENVIRONMENT: {"function": BUILTIN}}, **reward}}
+        if reward.functions or "environment" not in info.data:
+            return reward
+        if info.data["environment"] is None:
+            raise ValueError("functions is empty; name at least one function")
+        own = RewardFunction(function=BUILTIN)
+        return reward.model_copy(update={"functions": {ENVIRONMENT: own}})
 
-    @model_validator(mode="before")
+    @field_validator("staleness")
     @classmethod
-    def agents_are_environments(cls, tree: object) -> object:
-        """The section `agent` gives the function of the environment. It must come after the
-        validators that read `environment`: pydantic runs these in reverse order."""
-        if not isinstance(tree, dict) or not isinstance(tree.get("agent"), dict):
-            return tree
-        environment = tree.get("environment") or {}
-        if not isinstance(environment, dict):
-            return tree
-        try:
-            agent = AgentConfig.model_validate(tree["agent"])
-        except ValidationError:  # the field `agent` reports it
-            return tree
-        if environment.get("function", AGENT) != AGENT:
-            raise ValueError(
-                f"environment.function = {environment['function']!r} and the section agent are both"
-                " given; leave one out"
-            )
-        return {
-            **tree,
-            "environment": {
-                **environment,
-                "function": AGENT,
-                "arguments": agent.model_dump(mode="json"),
-                "url": True,
-            },
-        }
-
-    @model_validator(mode="before")
-    @classmethod
-    def turns_have_no_staleness(cls, tree: object) -> object:
+    def turns_have_no_staleness(
+        cls, staleness: StalenessConfig, info: ValidationInfo
+    ) -> StalenessConfig:
         """With `placement: colocate`, staleness.max_staleness is 0 unless it is given."""
-        if not isinstance(tree, dict) or tree.get("placement") != "colocate":
-            return tree
-        staleness = tree.get("staleness", {})
-        if not isinstance(staleness, dict):
-            return tree
-        return {**tree, "staleness": {"max_staleness": 0, **staleness}}
+        given = "max_staleness" in staleness.model_fields_set
+        if given or info.data.get("placement") != "colocate":
+            return staleness
+        return staleness.model_copy(update={"max_staleness": 0})
 
-    @model_validator(mode="before")
-    @classmethod
-    def shared_gpus_have_room_for_both(cls, tree: object) -> object:
-        """With `placement: share` or `colocate` on GPUs, each side has a fraction of the memory
-        unless it is given."""
-        if not isinstance(tree, dict) or tree.get("placement") not in ("share", "colocate"):
-            return tree
-        found = dict(tree)
-        for section, fraction in SHARES[tree["placement"]].items():
-            side = tree.get(section, {})
-            if isinstance(side, dict) and side.get("device") == "cuda":
-                found[section] = {"gpu_memory_utilization": fraction, **side}
-        return found
+    @property
+    def engines(self) -> GeneratorConfig:
+        """The settings of the generators. Those of a standing endpoint are known once the run has
+        asked it."""
+        generator = self.generator
+        return generator.engines if isinstance(generator, AttachedGenerators) else generator
 
-    @model_validator(mode="before")
-    @classmethod
-    def set_paths_are_absolute(cls, tree: object) -> object:
-        """Make the paths of evaluation sets and of a teacher absolute, like those of
-        `paths_are_absolute`."""
-        tree = _with_located_teacher(tree)
-        evaluation = tree.get("eval") if isinstance(tree, dict) else None
-        if (
-            not isinstance(tree, dict)
-            or not isinstance(evaluation, dict)
-            or not isinstance(evaluation.get("sets"), dict)
-        ):
-            return tree
-        root = root_of_runs(tree.get("runs_root"))
-        sets = {
-            name: _located_set(chosen, root, name) for name, chosen in evaluation["sets"].items()
-        }
-        return {**tree, "eval": {**evaluation, "sets": sets}}
+    @property
+    def owns_generators(self) -> bool:
+        """Whether the run starts its own generators."""
+        return isinstance(self.generator, GeneratorConfig)
 
     @property
     def training_sources(self) -> tuple[Source, ...]:
@@ -181,7 +121,7 @@ class Settings(RunSettings):
             self.staleness.max_staleness,
             self.rollout.n_samples_per_prompt,
             self.groups_per_step,
-            self.staleness.on_stale == "mask",
+            isinstance(self.staleness.on_stale, Mask),
             tuple(self.environment.train_ends) if self.environment else (),
         )
 
@@ -193,9 +133,20 @@ class Settings(RunSettings):
     @property
     def num_cpus(self) -> float:
         """Logical CPUs of the learner and the run's own generators. The plan counts every part."""
-        generators = self.generator.num_replicas * self.generator.nnodes * self.generator.own
-        return (
-            self.learner.world_size * self.learner.num_cpus + generators * self.generator.num_cpus
+        generators = self.engines.num_replicas * self.engines.nnodes * self.owns_generators
+        return self.learner.world_size * self.learner.num_cpus + generators * self.engines.num_cpus
+
+    @property
+    def rank_share(self) -> float:
+        """Largest fraction of a GPU's memory that one learner rank may allocate."""
+        shared = RANK_SHARES.get(self.placement, 1.0) if self.learner.device == "cuda" else 1.0
+        return self.learner.gpu_memory_utilization or shared
+
+    @property
+    def engine_share(self) -> float:
+        """Fraction of a GPU's memory that one engine uses."""
+        return self.engines.gpu_memory_utilization or ENGINE_SHARES.get(
+            self.placement, self.engines.gpu_share
         )
 
     @property
@@ -203,23 +154,23 @@ class Settings(RunSettings):
         """GPUs that one learner rank declares to Ray."""
         if self.takes_turns_on_gpus:
             return RANK_IN_TURNS
-        return self._gpus(self.learner.device, self.learner.gpu_memory_utilization)
+        return self._gpus(self.learner.device, self.rank_share)
 
     @property
     def replica_gpus(self) -> float:
         """GPUs that one replica of the run's own generators declares to Ray, on each of its
         nodes."""
-        generator = self.generator
+        generator = self.engines
         if self.takes_turns_on_gpus:
             return REPLICA_IN_TURNS
-        return self._gpus(
-            generator.device, generator.gpu_memory_utilization, float(generator.workers_per_node)
-        )
+        return self._gpus(generator.device, self.engine_share, float(generator.workers_per_node))
 
     @property
     def reference_gpus(self) -> float:
         """GPUs that the process of a reference policy or teacher declares to Ray."""
-        return self._gpus(self.learner.device, self.algorithm.ref_gpu_memory_utilization)
+        frozen = self.algorithm.frozen
+        fraction = None if frozen is None else frozen.gpu_memory_utilization
+        return self._gpus(self.learner.device, fraction or REFERENCE_SHARE)
 
     @property
     def shares_gpus(self) -> bool:
@@ -244,19 +195,19 @@ class Settings(RunSettings):
     @property
     def keeps_snapshot(self) -> bool:
         """Whether the warm start stores a snapshot of the learner."""
-        return self.warm_start.given
+        return self.warm_start is not None
 
     @property
     def reference_interval(self) -> int | None:
         """Versions between two refreshes of the reference policy. None: it is frozen."""
-        return self.algorithm.ref_update_interval
+        return self.algorithm.update_interval
 
     @property
     def models(self) -> dict[str, str]:
         """Setting → path of each model that the run's nodes read."""
-        reference = {self.reference_setting: self.reference_path}
-        loads = self.algorithm.loads_reference
-        return {"model.path": self.model.path} | (reference if loads else {})
+        loads = self.algorithm.frozen is not None
+        reference = {self.reference_setting: self.reference_path} if loads else {}
+        return {"model.path": self.model.path} | reference
 
     @property
     def bucket_bytes(self) -> int:
@@ -341,7 +292,7 @@ class Settings(RunSettings):
         """Whether data.length_policy applies: a prompt alone may reach max_length, or there are
         supervised rows."""
         return self.data.max_length is not None and (
-            self.data.max_length <= self.data.max_prompt_length or self.warm_start.data is not None
+            self.data.max_length <= self.data.max_prompt_length or self.warm_start is not None
         )
 
     @property
@@ -361,16 +312,23 @@ class Settings(RunSettings):
 
     @property
     def reference_path(self) -> str:
-        """Checkpoint of the reference policy. With distillation, the teacher."""
-        if self.algorithm.distillation is not None:
-            return self.algorithm.distillation.teacher
-        return self.algorithm.ref_load or self.model.path
+        """Checkpoint of the reference policy or teacher that the run loads."""
+        frozen = self.algorithm.frozen
+        if isinstance(frozen, TeacherModel):
+            return frozen.path
+        return (frozen.ref_load if frozen is not None else None) or self.model.path
 
     @property
     def reference_setting(self) -> str:
         """The setting that names `reference_path`."""
-        distills = self.algorithm.distillation is not None
-        return "algorithm.distillation.teacher" if distills else "algorithm.ref_load"
+        teacher = isinstance(self.algorithm.frozen, TeacherModel)
+        return self.frozen_setting if teacher else f"{self.frozen_setting}.ref_load"
+
+    @property
+    def frozen_setting(self) -> str:
+        """The section of the frozen policy that the run loads."""
+        teacher = isinstance(self.algorithm.frozen, TeacherModel)
+        return "algorithm.distillation.teacher" if teacher else "algorithm.reference"
 
     @property
     def max_outstanding(self) -> int:
@@ -415,28 +373,3 @@ def completion_room(longest: int, max_length: int | None, prompt_tokens: int) ->
     """Tokens available for a completion: at most `longest`, and at most `max_length` together with
     the prompt."""
     return longest if max_length is None else min(longest, max_length - prompt_tokens)
-
-
-def _with_located_teacher(tree: object) -> object:
-    """The settings with an absolute path of a teacher that is a directory."""
-    algorithm = tree.get("algorithm") if isinstance(tree, dict) else None
-    distillation = algorithm.get("distillation") if isinstance(algorithm, dict) else None
-    if not isinstance(tree, dict) or not isinstance(algorithm, dict):
-        return tree
-    if not isinstance(distillation, dict) or not isinstance(distillation.get("teacher"), str):
-        return tree
-    teacher = distillation["teacher"]
-    if teacher.startswith(("http://", "https://")):
-        return tree
-    root = root_of_runs(tree.get("runs_root"))
-    absolute = located(teacher, "algorithm.distillation.teacher", root, is_hub_name)
-    changed = {**algorithm, "distillation": {**distillation, "teacher": absolute}}
-    return {**tree, "algorithm": changed}
-
-
-def _located_set(settings: object, root: Path, name: str) -> object:
-    """The settings of an evaluation set with an absolute path."""
-    if not isinstance(settings, dict) or settings.get("data") is None:
-        return settings
-    data = located(settings["data"], f"eval.sets.{name}.data", root, is_hub_data)
-    return {**settings, "data": data}

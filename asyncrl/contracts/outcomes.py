@@ -28,7 +28,8 @@ NO_PAIR = "no group of the batch gives a pair"
 WAYS_OUT = {
     NOT_FINITE: "lower learner.learning_rate",
     NO_PAIR: (
-        "use prompts whose completions differ in reward, or lower algorithm.preference.min_margin"
+        "use prompts whose completions differ in reward, or lower"
+        " algorithm.preference.pairs.min_margin"
     ),
     NOTHING_TO_LEARN: (
         "look at status and loss_mask of its rows; with staleness.on_stale: mask, every token may"

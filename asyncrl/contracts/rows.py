@@ -212,8 +212,8 @@ for a turn to which the environment gave none."""
 
 TURN_ADVANTAGE_COLUMN: Final = "turn_advantage"
 TURN_ADVANTAGE = pa.list_(pa.float32())
-"""The advantage of each turn: a column that scoring adds in runs with `algorithm.turn_coef`. Null
-for the turns of a session that is not trained, and for turns that the agent never received."""
+"""The advantage of each turn: a column that scoring adds in runs with `algorithm.advantage.turns`.
+Null for the turns of a session that is not trained, and for turns that the agent never received."""
 
 SESSION_COLUMNS: dict[str, pa.DataType] = {
     "session_end": pa.list_(pa.string()),

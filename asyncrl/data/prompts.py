@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from asyncrl.config import ConfigError
+from asyncrl.config.schema import side_of
 from asyncrl.contracts.rows import Prompt
 from asyncrl.data.length_limits import LengthReport, TooLongError, Truncated
 from asyncrl.data.mixture import Order
@@ -159,9 +160,9 @@ def check_prompts(
 
 
 def _none_left(truncation: LengthReport, spec: DataSpec) -> str:
-    cut_away = truncation.no_completion and spec.data.length_side == "keep_start"
+    cut_away = truncation.no_completion and side_of(spec.data.length_policy) == "keep_start"
     fix = (
-        "set data.length_side: keep_end, which cuts prompts at their start"
+        "set data.length_policy.side: keep_end, which cuts prompts at their start"
         if cut_away
         else "set its policy to truncate"
     )

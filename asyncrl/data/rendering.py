@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from asyncrl.config import ConfigError, Source, sources_of
+from asyncrl.config.schema import side_of
 from asyncrl.contracts.columns import (
     column_values,
     encode_column,
@@ -223,25 +224,25 @@ def limits(spec: DataSpec, targets: bool = False, split: bool = False) -> Length
     )
     if split:
         return LengthLimits(prompt)
-    chosen = spec.warm_start.completion_policy
-    policy = "error" if spec.warm_start.splits or chosen == "split" else chosen
+    chosen = spec.warm_start.packing_strategy.completion_policy if spec.warm_start else "error"
+    policy = "error" if chosen == "split" else chosen
     completion = Limit(
         spec.max_completion_length,
         policy,
         "keep_start",
         "rollout.max_completion_length",
-        "warm_start.completion_policy",
+        "warm_start.packing_strategy.completion_policy",
     )
     whole = (
         None
         if data.max_length is None
         else Limit(
             data.max_length,
-            data.length_policy,
-            data.length_side,
+            data.length_policy.name,
+            side_of(data.length_policy),
             "data.max_length",
             "data.length_policy",
-            "data.length_side",
+            "data.length_policy.side",
         )
     )
     return LengthLimits(prompt, completion if targets else None, whole)

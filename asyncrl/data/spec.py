@@ -15,7 +15,7 @@ class DataSpec:
 
     data: DataConfig
     eval: EvalConfig
-    warm_start: WarmStartConfig
+    warm_start: WarmStartConfig | None
     model_path: str
     """Hugging Face checkpoint directory, for its tokenizer and chat template."""
     max_completion_length: int

@@ -36,15 +36,17 @@ def read_supervised(spec: DataSpec, data: Data, field: str) -> tuple[list[TokenR
     """Read the rows of a file with prompts and warm_start.target_column, in file order. Several
     sources take turns. Returns the rows, and what the limits did.
 
-    Rows of warm_start.data may have any length with warm_start.completion_policy: split. EOS is
-    appended before truncation. So a target that loses its end has no EOS, and the model does not
-    learn to stop in the middle. A row without a target (null) is refused.
+    Rows of warm_start.data may have any length with `completion_policy: split` of
+    warm_start.packing_strategy. EOS is appended before truncation. So a target that loses its end
+    has no EOS, and the model does not learn to stop in the middle. A row without a target (null) is
+    refused.
 
     Raises:
         ConfigError: the file, a column or a row cannot be used, or no row is left.
     """
     found = read_prompt_rows(data, spec, field)
     table, kept = found.table, list[int]()
+    assert spec.warm_start is not None
     column = spec.warm_start.target_column
     if column not in table.column_names:
         others = sorted(set(table.column_names) - {spec.data.prompt_column})
@@ -89,7 +91,7 @@ def read_supervised(spec: DataSpec, data: Data, field: str) -> tuple[list[TokenR
 def supervised_rows(spec: DataSpec) -> tuple[list[TokenRow], list[TokenRow]]:
     """The warm start's rows, and the first eval.max_prompts held-out rows. `make_plan` has checked
     both files."""
-    assert spec.warm_start.data is not None and spec.eval.data is not None
+    assert spec.warm_start is not None and spec.eval.data is not None
     train, _ = read_supervised(spec, spec.warm_start.data, "warm_start.data")
     held_out, _ = read_supervised(spec, spec.eval.data, "eval.data")
     return train, held_out[: spec.eval.max_prompts]

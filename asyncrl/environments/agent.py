@@ -1,5 +1,5 @@
 """The environment whose code is an agent: a program or a function that talks to its session at the
-session's URL. The section `agent` of a config names it."""
+session's URL. `environment.agent` or `environment.command` names it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def play(
     variables: Mapping[str, str] | None = None,
     stdin: str | None = None,
 ) -> object:
-    """One session of an agent. The arguments are those of the section `agent`.
+    """One session of an agent. The arguments are those of `environment`.
 
     Returns:
         Of a program: its standard output, as `{"output": text}`. Of a function: what it returned.
@@ -130,7 +130,7 @@ def _filled(command: Sequence[str], task: Mapping[str, Any]) -> list[str]:
     def value(found: re.Match[str]) -> str:
         name = found.group(1)
         if name not in task:
-            raise KeyError(f"agent.command names {{{name}}}; the task has {sorted(task)}")
+            raise KeyError(f"environment.command names {{{name}}}; the task has {sorted(task)}")
         given = task[name]
         return given if isinstance(given, str) else json.dumps(given, default=str)
 
@@ -237,7 +237,7 @@ async def _call(
     function: str, task: Mapping[str, Any], model: Model, arguments: Mapping[str, Any]
 ) -> object:
     """Call an agent's function: async, or a blocking one in a thread."""
-    found = import_function("agent.function", function)
+    found = import_function("environment.agent", function)
     if is_async(found):
         return await found(task, model, **arguments)
     return await in_thread(partial(found, task, model, **arguments))

@@ -136,7 +136,7 @@ class Model:
         if self._url is None:
             raise UnsupportedError(
                 "this session has no URL; set environment.url: true, or give the agent in the"
-                " section agent"
+                " config as environment.agent or environment.command"
             )
         return self._url.variables
 

@@ -293,7 +293,7 @@ class EnvironmentPool:
         except EOFError:
             return (
                 f"a process ended while it imported environment.function ="
-                f" {self._config.function!r}; its module must not exit"
+                f" {self._config.entry!r}; its module must not exit"
             )
         except (OSError, ValueError, RecursionError) as error:  # or what it sends is no JSON
             return f"an environment process failed ({error})"
@@ -304,8 +304,8 @@ class EnvironmentPool:
     def _setup(self, process: _Process) -> Setup:
         config = self._config
         return Setup(
-            config.function,
-            config.arguments,
+            config.entry,
+            config.entry_arguments,
             self._limits,
             config.memory_bytes,
             process.shared,

@@ -149,16 +149,20 @@ def imported(function: str, arguments: Mapping[str, object]) -> Environment:
             f"environment.function {function!r} is not an async function; write `async def`, or"
             " name a class with reset and step"
         )
-    _check_arguments("environment", function, found, 0 if inspect.isclass(found) else 2, arguments)
+    _check_arguments(
+        "environment.function", function, found, 0 if inspect.isclass(found) else 2, arguments
+    )
     if found is play and arguments.get("function") is not None:
         agent = str(arguments["function"])
         own = cast("Mapping[str, object]", arguments.get("arguments") or {})
-        _check_arguments("agent", agent, import_function("agent.function", agent), 2, own)
+        _check_arguments(
+            "environment.agent", agent, import_function("environment.agent", agent), 2, own
+        )
     return cast("Environment", found)
 
 
 def _check_arguments(
-    section: str,
+    setting: str,
     name: str,
     function: Callable[..., object],
     first: int,
@@ -184,8 +188,8 @@ def _check_arguments(
         ]
         gets = "it gets the task and the model, and takes" if first else "it takes"
         raise FunctionError(
-            f"{section}.function {name!r} cannot be called with {section}.arguments ="
-            f" {short(repr(dict(arguments)))}: {error}; {gets} of {section}.arguments:"
+            f"{setting} {name!r} cannot be called with environment.arguments ="
+            f" {short(repr(dict(arguments)))}: {error}; {gets} of environment.arguments:"
             f" {', '.join(takes) or 'nothing'}"
         ) from None
 

@@ -38,7 +38,8 @@ __all__ = ["RayReference", "Reference", "start_reference"]
 
 
 class Reference:
-    """The whole model at `algorithm.ref_load` on one device, without gradients or optimizer.
+    """The whole model at `algorithm.reference.ref_load` on one device, without gradients or an
+    optimizer.
 
     With `spec.refresh`, a process that starts loads the version in the attempt's place. So a
     restarted process continues with the last refreshed version, or does not start.
@@ -227,7 +228,7 @@ class RayReference:
 
 def _refresh_of(spec: ReferenceSpec) -> RefreshSpec:
     if spec.refresh is None:
-        raise ValueError("this reference policy is frozen; set algorithm.ref_update_interval")
+        raise ValueError("this reference policy is frozen; set algorithm.reference.update_interval")
     return spec.refresh
 
 

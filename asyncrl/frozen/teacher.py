@@ -19,7 +19,7 @@ import httpx2
 import numpy as np
 import ray
 
-from asyncrl.config import DistillationConfig
+from asyncrl.config.distillation import TeacherServer
 from asyncrl.contracts.errors import TeacherError
 from asyncrl.runtime.ray_objects import Actor
 
@@ -37,17 +37,17 @@ CALLS_AT_ONCE = 10_000
 """Calls that the actor accepts at once. `at_once` limits the requests to the server."""
 
 
-def request_headers(distillation: DistillationConfig) -> dict[str, str]:
+def request_headers(server: TeacherServer) -> dict[str, str]:
     """The headers with the API key, if there is one.
 
     Raises:
         TeacherError: this process has no such environment variable.
     """
-    if distillation.key_env is None:
+    if server.key_env is None:
         return {}
-    if not (key := os.environ.get(distillation.key_env)):
+    if not (key := os.environ.get(server.key_env)):
         raise TeacherError(
-            f"algorithm.distillation.key_env = {distillation.key_env!r}: this process has no such"
+            f"algorithm.distillation.teacher.key_env = {server.key_env!r}: this process has no such"
             " variable; set it on every node, or leave key_env out"
         )
     return {"Authorization": f"Bearer {key}"}
@@ -81,16 +81,16 @@ def _is_logprob(value: float) -> bool:
 class UrlTeacher:
     """Scores rows at a server. It has the methods of `asyncrl.frozen.reference.Reference`."""
 
-    def __init__(self, distillation: DistillationConfig) -> None:
+    def __init__(self, server: TeacherServer) -> None:
         """
         Raises:
             TeacherError: the environment has no key.
         """
-        self._settings = distillation
-        at_once = distillation.at_once
+        self._settings = server
+        at_once = server.at_once
         self._client = httpx2.AsyncClient(
-            base_url=distillation.teacher.rstrip("/"),
-            headers=request_headers(distillation),
+            base_url=server.url.rstrip("/"),
+            headers=request_headers(server),
             limits=httpx2.Limits(max_connections=at_once, max_keepalive_connections=at_once),
             timeout=None,
             # A proxy from the environment, or a redirect, could send the key elsewhere.
@@ -98,7 +98,7 @@ class UrlTeacher:
             follow_redirects=False,
         )
         self._room = asyncio.Semaphore(at_once)
-        self._model = distillation.model
+        self._model = server.model
 
     async def ready(self) -> None:
         """Return once the server has named its model.
@@ -127,7 +127,7 @@ class UrlTeacher:
         if reasons:
             logger.warning(
                 "the teacher at %s scored %d of %d rows: %s",
-                self._settings.teacher,
+                self._settings.url,
                 len(rows) - len(reasons),
                 len(rows),
                 reasons[-1],
@@ -199,7 +199,7 @@ class UrlTeacher:
             ) as error:
                 raise TeacherError(
                     f"its /models cannot be read ({type(error).__name__}: {error}); set"
-                    " algorithm.distillation.model"
+                    " algorithm.distillation.teacher.model"
                 ) from None
         return self._model
 
@@ -208,8 +208,8 @@ class _BusyError(Exception):
     """The server cannot answer now; the request may be sent again."""
 
 
-def start_teacher(distillation: DistillationConfig) -> Actor:
+def start_teacher(server: TeacherServer) -> Actor:
     """Start a Ray actor of `UrlTeacher`. If it dies, Ray restarts it and repeats the calls."""
     remote: Actor = ray.remote(UrlTeacher)
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
-    return remote.options(**options, max_concurrency=CALLS_AT_ONCE).remote(distillation)
+    return remote.options(**options, max_concurrency=CALLS_AT_ONCE).remote(server)

@@ -125,7 +125,7 @@ def engine_config(
         arguments.nnodes, arguments.node_rank = generator.nnodes, place.node_rank
         arguments.master_addr, arguments.master_port = place.master_addr, place.master_port
     if generator.device != "cpu":
-        arguments.gpu_memory_utilization = generator.gpu_memory_utilization
+        arguments.gpu_memory_utilization = generator.gpu_share
         arguments.enable_sleep_mode = app.sleeps
         config = arguments.create_engine_config()
         return config, Executor.get_class(config)

@@ -151,7 +151,7 @@ class Engine:
         self._turns = SessionRequests(self._open)
         self._rests = False
         """Whether the engine rests (see `rest`)."""
-        self._sleep = Sleep(app.generator.gpu_memory_utilization) if app.sleeps else None
+        self._sleep = Sleep(app.generator.gpu_share) if app.sleeps else None
         """Frees the GPU in a rest; None: a rest keeps all memory."""
         self._before: set[int] = set()
         """This process's children before the start, which are not the engine's."""

@@ -11,7 +11,7 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
-from asyncrl.config import GeneratorConfig
+from asyncrl.config.schema import AttachedGenerators
 from asyncrl.generation.app import application, begin_generators, end_generators
 from asyncrl.generation.orphans import watch_application
 from asyncrl.generation.settings import GeneratorApp, registry_name
@@ -72,9 +72,9 @@ class OwnGenerators:
         return await asyncio.shield(self._beginning)
 
     @property
-    def attached(self) -> GeneratorConfig:
+    def attached(self) -> AttachedGenerators:
         """The generator settings of the next attempt, which attaches to this application."""
-        return self.settings.generator.model_copy(update={"attach": self.name})
+        return AttachedGenerators(attach=self.name).with_engines(self.settings.generator)
 
     async def release(self, run_id: str, attempt: int) -> bool:
         """Make every replica give up the attempt's requests, and withdraw the attempt's version.

@@ -67,11 +67,6 @@ class GeneratorApp(Section):
 
     @model_validator(mode="after")
     def settings_act(self) -> GeneratorApp:
-        if self.generator.attach is not None:
-            raise ValueError(
-                f"generator.attach = {self.generator.attach!r} is a training job's setting, for"
-                " generators that already run; leave it out here"
-            )
         check_nodes(self.generator)
         # Not model_fields_set: a replica gets every field, also those that nobody set.
         changed = self.max_loras != type(self).model_fields["max_loras"].default
@@ -109,10 +104,10 @@ class GeneratorApp(Section):
                 f"num_gpus = {self.num_gpus:g} is for engines on a fraction of one GPU; leave it"
                 " out, and a replica gets all GPUs of its engine"
             )
-        if self.num_gpus < generator.gpu_memory_utilization and not self.sleeps:
+        if self.num_gpus < generator.gpu_share and not self.sleeps:
             raise ValueError(
                 f"num_gpus = {self.num_gpus:g} is below generator.gpu_memory_utilization ="
-                f" {generator.gpu_memory_utilization:g}; raise it, or lower the other"
+                f" {generator.gpu_share:g}; raise it, or lower the other"
             )
 
     def _check_sleeps(self) -> None:

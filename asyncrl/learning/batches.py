@@ -8,7 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.algorithms.advantages import GroupInputs, group_advantages
+from asyncrl.algorithms.advantages.group_advantage import (
+    GroupAdvantage,
+    GroupInputs,
+    group_advantages,
+)
 from asyncrl.algorithms.pairs import shuffled_rewards
 from asyncrl.algorithms.values import gae
 from asyncrl.contracts.rows import (
@@ -48,9 +52,8 @@ def examples_of(table: pa.Table) -> list[Example]:
 
 def shuffle_rewards(
     tables: Sequence[pa.Table],
-    advantage: str,
+    advantage: GroupAdvantage,
     seed: tuple[int, ...],
-    inputs: GroupInputs | None = None,
 ) -> list[pa.Table]:
     """The scored groups with the rewards of all usable trajectories permuted, and with new
     advantages. Lengths stay with their trajectories, and baselines with their groups."""
@@ -71,9 +74,8 @@ def shuffle_rewards(
         for table in tables
         for row in range(table.num_rows)
     ]
-    given = inputs or GroupInputs()
     advantages = [
-        group_advantages(group, flags, advantage, replace(given, lengths=length, baseline=baseline))
+        group_advantages(group, flags, advantage, GroupInputs(length, baseline=baseline))
         for group, flags, length, baseline in zip(rewards, usable, lengths, baselines, strict=True)
     ]
     shuffled, start = [], 0

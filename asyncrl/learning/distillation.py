@@ -14,6 +14,7 @@ from asyncrl.algorithms.distillation import reverse_kl_terms, teacher_advantages
 from asyncrl.algorithms.loss_metrics import LossSums, supervised_sums
 from asyncrl.algorithms.top_k import top_k_reverse_kl
 from asyncrl.config import DistillationConfig
+from asyncrl.config.distillation import TeacherAdvantage
 from asyncrl.contracts.rows import TEACHER_SECONDS_COLUMN
 from asyncrl.models.micro_batches import Example, MicroBatch, trajectories_of
 
@@ -49,13 +50,13 @@ def with_teacher_advantages(
         distillation.reward_weight * np.asarray(example.advantage, np.float64)
         for example in examples
     ]
-    if not distillation.adds_advantage:
+    if not isinstance(distillation.use, TeacherAdvantage):
         return [
             replace(example, advantage=rewards if rewards.ndim else float(rewards))
             for example, rewards in zip(examples, of_rewards, strict=True)
         ]
     of_teacher = [
-        teacher_advantages(*_logprobs(example), distillation.coef) for example in examples
+        teacher_advantages(*_logprobs(example), distillation.use.coef) for example in examples
     ]
     means = _means_of_others(np.array(trajectories_of(examples), np.int64), of_teacher)
     return [

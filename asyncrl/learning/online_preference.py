@@ -33,11 +33,11 @@ def online_preference_step(state: LearnerState, tables: Sequence[pa.Table]) -> S
     The step is skipped on all ranks if no group gives a pair, or if any rank finds NaN or Inf.
 
     Raises:
-        ValueError: the run has no `preference` or no `pairs`, or a column is missing.
+        ValueError: the run has no algorithm.preference, or a column is missing.
         RuntimeError: a pair's staleness is not between 0 and the bound.
     """
     spec, version = state.spec, state.applied
-    if spec.preference is None:
+    if spec.algorithm.preference is None:
         raise ValueError("this run has no preference objective; set algorithm.preference")
     table, without = pairs_table(tables, spec, version)
     counts = {"pairs": float(table.num_rows), "pref/groups_without_pair": float(without)}
@@ -47,7 +47,7 @@ def online_preference_step(state: LearnerState, tables: Sequence[pa.Table]) -> S
     _check_ages(table, version, spec.max_staleness)
     moment = f"version_{version:06d}"
     metrics, note = train_preferences(
-        state, table, spec.preference, spec.temperature, moment, tables
+        state, table, spec.algorithm.preference, spec.temperature, moment, tables
     )
     applied = bool(metrics["applied"])
     return StepResult(applied, metrics | counts, note, "" if applied else NOT_FINITE)
@@ -63,9 +63,9 @@ def pairs_table(
         OLDEST_VERSION_COLUMN; and the number of groups that give none.
 
     Raises:
-        ValueError: the spec has no `pairs`, or a column is missing.
+        ValueError: the run has no algorithm.preference, or a column is missing.
     """
-    if spec.pairs is None:
+    if spec.algorithm.preference is None:
         raise ValueError("this run chooses no pairs; set algorithm.preference")
     groups = [_group(table) for table in tables]
     if spec.shuffle_rewards:
@@ -78,7 +78,7 @@ def pairs_table(
             replace(group, candidates=replace(group.candidates, rewards=drawn))
             for group, drawn in zip(groups, rewards, strict=True)
         ]
-    chosen = [choose_pairs(group.candidates, spec.pairs) for group in groups]
+    chosen = [choose_pairs(group.candidates, spec.algorithm.preference.pairs) for group in groups]
     pairs = [
         tuple(group.sides[place] for place in pair)
         for group, found in zip(groups, chosen, strict=True)

@@ -32,20 +32,10 @@ class ParameterGroup(TypedDict):
 
 
 def make_optimizer(policy: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD over groups of the policy's parameters. The learning rate is 0 until a step sets
-    it.
-
-    torch's fused AdamW reads the memory once in each step. The plain one reads it once for each
-    operation.
-    """
-    groups = [
-        dict(group) for group in parameter_groups(policy.named_parameters(), config.weight_decay)
-    ]
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.0)
-    return torch.optim.AdamW(
-        groups, lr=0.0, betas=config.adam_betas, eps=config.adam_eps, fused=True
-    )
+    """The optimizer over groups of the policy's parameters. The learning rate is 0 until a step
+    sets it."""
+    groups = parameter_groups(policy.named_parameters(), config.weight_decay)
+    return config.optimizer.of([dict(group) for group in groups])
 
 
 def parameter_groups(

@@ -65,7 +65,7 @@ def advice(spec: LearnerSpec, tokens: int, segments: int = 2) -> str:
 
 def _limit(spec: LearnerSpec) -> str:
     """The other setting that helps a rank with a limit on its GPU's memory."""
-    fraction = spec.learner.gpu_memory_utilization
+    fraction = spec.learner.gpu_share
     return f", or raise learner.gpu_memory_utilization = {fraction:g}" if fraction < 1 else ""
 
 

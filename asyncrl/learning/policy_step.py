@@ -13,22 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import (
-    GroupInputs,
-    batch_normalized,
-    moments_over_ranks,
-    over_batch_std,
-    standardized,
-)
-from asyncrl.algorithms.covariance import covariances, drawn_between, largest
+from asyncrl.algorithms.advantages.gae import Gae
+from asyncrl.algorithms.advantages.group_advantage import StepAdvantage, StepInputs
+from asyncrl.algorithms.advantages.over_step import moments_over_ranks, standardized
+from asyncrl.algorithms.covariance import covariances
 from asyncrl.algorithms.loss_metrics import LossSums
-from asyncrl.algorithms.objective import (
-    clipped_tokens,
-    policy_loss,
-    token_weights,
-    truncated_weights,
-)
-from asyncrl.config import AlgorithmConfig
+from asyncrl.algorithms.objective import policy_loss, token_weights, truncated_weights
+from asyncrl.config import PolicyGradient
+from asyncrl.config.distillation import TeacherTopK
 from asyncrl.contracts.messages import StepResult
 from asyncrl.contracts.outcomes import NOT_FINITE, NOTHING_TO_LEARN
 from asyncrl.learning.batches import (
@@ -61,10 +53,9 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
     The step is skipped on all ranks if any rank finds NaN or Inf, or if no loss token is left.
     """
     spec, version = state.spec, state.applied
-    algorithm = spec.algorithm
+    algorithm = spec.policy
     if spec.shuffle_rewards:
-        inputs = GroupInputs(k=algorithm.pass_k, pass_threshold=algorithm.pass_threshold)
-        tables = shuffle_rewards(tables, algorithm.advantage, (spec.seed, version), inputs)
+        tables = shuffle_rewards(tables, algorithm.advantage, (spec.seed, version))
     scored = [example for table in tables for example in examples_of(table)]
     examples = _with_step_advantages(state, scored, tables)
     if algorithm.distillation is not None:
@@ -74,9 +65,10 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
     examples, weights = _fresh(state, examples, whole_weights)
     if algorithm.compares_sequences:
         examples = with_trajectory_units(examples)
-    if algorithm.selects_tokens and examples:
+    if algorithm.loss.selects_tokens and examples:
         examples = _with_selected_tokens(state, examples)
-    normalizes = algorithm.correction.normalize and bool(examples)
+    truncation = algorithm.correction.truncation
+    normalizes = truncation is not None and truncation.normalize and bool(examples)
     mean_weight = _mean_weight(state, examples) if normalizes else 1.0
     components = [Component(1.0, _loss(state, mean_weight)), *further]
     metrics = train(
@@ -113,7 +105,7 @@ def _culprit(
 ) -> str:
     """See `name_culprit` (a collective). The search uses examples without statistics of the step,
     which spread a NaN to all of them."""
-    examples, further, _ = _components(state.spec.algorithm, scored, tables)
+    examples, further, _ = _components(state.spec.policy, scored, tables)
     examples, weights = _fresh(state, examples, weights)
     loss = weighted_sum([Component(1.0, _loss(state, 1.0)), *further])
     return name_culprit(state, examples, weights, loss)
@@ -124,7 +116,7 @@ def _weights_of_trajectories(state: LearnerState, examples: Sequence[Example]) -
     with the tokens of all of them."""
     numbers = trajectories_of(examples)
     lengths = np.bincount(numbers, [example.loss_tokens for example in examples]).astype(int)
-    algorithm, longest = state.spec.algorithm, state.spec.max_completion_length
+    algorithm, longest = state.spec.policy, state.spec.max_completion_length
     weights = token_weights(lengths.tolist(), algorithm.loss_aggregation, longest)
     return [weights[number] for number in numbers]
 
@@ -139,23 +131,23 @@ def _fresh(
 
 
 def _components(
-    algorithm: AlgorithmConfig, examples: list[Example], tables: Sequence[pa.Table]
+    algorithm: PolicyGradient, examples: list[Example], tables: Sequence[pa.Table]
 ) -> tuple[list[Example], list[Component], tuple[str, ...]]:
     """The examples with the tokens of the loss's further components, these components, and the
     names of their metrics."""
     components: list[Component] = []
     parts: tuple[str, ...] = ()
-    if algorithm.ce_coef:
-        rewarded = _at_least(tables, algorithm.ce_min_reward)
+    if algorithm.ce is not None:
+        rewarded = _at_least(tables, algorithm.ce.min_reward)
         examples = with_token_mean(
             examples, CE, lambda example: (example.group, example.trajectory) in rewarded
         )
-        components.append(Component(algorithm.ce_coef, ce_loss))
+        components.append(Component(algorithm.ce.coef, ce_loss))
         parts += ("ce/loss",)
     distillation = algorithm.distillation
-    if distillation is not None and distillation.uses_top_k:
+    if distillation is not None and isinstance(distillation.use, TeacherTopK):
         examples = with_token_mean(examples, DISTILL, lambda example: True)
-        components.append(Component(distillation.coef, top_k_loss))
+        components.append(Component(distillation.use.coef, top_k_loss))
         parts += DISTILL_PARTS
     return examples, components, parts
 
@@ -165,7 +157,7 @@ def _loss(state: LearnerState, mean_weight: float) -> Loss:
         logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch
     ) -> tuple[Tensor, LossSums]:
         tokens = batch.policy_tokens(logprobs, values)
-        return policy_loss(tokens, state.spec.objective, entropy, mean_weight)
+        return policy_loss(tokens, state.spec.policy, entropy, mean_weight)
 
     return loss
 
@@ -200,35 +192,31 @@ def _with_step_advantages(
     state: LearnerState, examples: list[Example], tables: Sequence[pa.Table]
 ) -> list[Example]:
     """The examples with the advantages of methods that use statistics of the whole step."""
-    advantage = state.spec.algorithm.advantage
+    advantage = state.spec.policy.advantage
     if not examples:
         return examples
-    own = [example.advantage for example in examples]
-    match advantage:
-        case "gae":
-            return _with_value_advantages(state, examples)
-        case "reinforce_plus_plus" | "reinforce_plus_plus_baseline":
-            counts = [example.loss_tokens for example in examples]
-            normalized = batch_normalized([float(value) for value in own], counts)
-        case "gdpo":
-            shares = [1 / rows for rows in rows_of_trajectory(examples)]
-            normalized = batch_normalized([float(value) for value in own], shares)
-        case "grpo_batch_std":
-            normalized = over_batch_std([float(value) for value in own], _usable_rewards(tables))
-        case _:
-            return examples
+    if isinstance(advantage, Gae):
+        return _with_value_advantages(state, examples, advantage)
+    if not isinstance(advantage, StepAdvantage):
+        return examples
+    step = StepInputs(
+        tokens=[example.loss_tokens for example in examples],
+        rows=rows_of_trajectory(examples),
+        rewards=_usable_rewards(tables),
+    )
+    own = [float(example.advantage) for example in examples]
+    normalized = advantage.of_step(own, step)
     return [
         replace(example, advantage=value)
         for example, value in zip(examples, normalized, strict=True)
     ]
 
 
-def _with_value_advantages(state: LearnerState, examples: list[Example]) -> list[Example]:
+def _with_value_advantages(state: LearnerState, examples: list[Example], gae: Gae) -> list[Example]:
     """The examples with returns, and with advantages from the current value head, normalized over
     the loss tokens of all ranks (a collective). Only the examples that this rank trains get their
     values."""
-    algorithm = state.spec.algorithm
-    cut = [algorithm.bootstrap_truncated and example.truncated for example in examples]
+    cut = [gae.bootstrap_truncated and example.truncated for example in examples]
     valued = [
         with_next_token(example) if longer else example
         for example, longer in zip(examples, cut, strict=True)
@@ -240,7 +228,7 @@ def _with_value_advantages(state: LearnerState, examples: list[Example]) -> list
         for index, part in zip(batch.order, parts, strict=True):
             own, after = (part[:-1], float(part[-1])) if cut[index] else (part, 0.0)
             found[index] = with_values(
-                examples[index], own.numpy(), algorithm.gamma, algorithm.gae_lambda, after
+                examples[index], own.numpy(), gae.gamma, gae.gae_lambda, after
             )
             mine.append(np.asarray(found[index].advantage)[found[index].loss_mask])
     mean, std = moments_over_ranks(np.concatenate(mine), partial(_sum_over_ranks, state))
@@ -253,25 +241,21 @@ def _with_value_advantages(state: LearnerState, examples: list[Example]) -> list
 def _with_selected_tokens(state: LearnerState, examples: list[Example]) -> list[Example]:
     """The examples with the tokens that clip_cov or kl_cov selects, by their covariances over the
     whole step (a collective)."""
-    algorithm, spec = state.spec.algorithm, state.spec
+    loss, spec = state.spec.policy.loss, state.spec
     begins = np.cumsum([0, *(example.loss_tokens for example in examples)])
     of_step = np.zeros((3, begins[-1]))  # log-prob, advantage, clipped: from one rank each
     for batch, (logprobs, *_) in forward_batches(state, examples):
         tokens = batch.policy_tokens(logprobs)
         if state.sequence_rank or not batch.counts:  # ranks that share a row have the same tokens
             continue
-        clipped = clipped_tokens(tokens, spec.objective)
-        rows = torch.stack([logprobs.double(), batch.advantages.double(), clipped.double()])
+        stopped = loss.terms(tokens, tokens.log_ratio(loss.old_policy)).stopped
+        rows = torch.stack([logprobs.double(), batch.advantages.double(), stopped.double()])
         for index, part in zip(batch.order, rows.cpu().split(list(batch.counts), 1), strict=True):
             of_step[:, begins[index] : begins[index + 1]] = part.numpy()
-    logprobs_of, advantages_of, clipped_of = _sum_over_ranks(state, of_step)
+    logprobs_of, advantages_of, stopped_of = _sum_over_ranks(state, of_step)
     values = covariances(logprobs_of, advantages_of)
-    if algorithm.loss == "kl_cov":
-        selected = largest(values, algorithm.cov_share)
-    else:
-        bounds = algorithm.clip_cov_low, algorithm.clip_cov_high
-        seed = spec.seed, state.applied, 1  # the shuffle of rewards has the first two
-        selected = drawn_between(values, clipped_of > 0, algorithm.cov_share, bounds, seed)
+    seed = spec.seed, state.applied, 1  # the shuffle of rewards has the first two
+    selected = loss.select(values, stopped_of > 0, seed)
     return [
         replace(example, selected=_at_loss_tokens(example, part))
         for example, part in zip(examples, np.split(selected, begins[1:-1]), strict=True)
@@ -296,7 +280,7 @@ def _mean_weight(state: LearnerState, examples: list[Example]) -> float:
     """Mean of the step's truncated weights over the tokens of all ranks (a collective)."""
     total, count = 0.0, 0
     for batch, (logprobs, *_) in forward_batches(state, examples):
-        weights = truncated_weights(batch.policy_tokens(logprobs), state.spec.objective)
+        weights = truncated_weights(batch.policy_tokens(logprobs), state.spec.policy)
         total, count = total + float(weights.sum()), count + weights.numel()
     sums = _sum_over_ranks(state, np.array([total, float(count)]))
     return float(sums[0] / sums[1])

@@ -9,17 +9,16 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.corrections import sequence_sum
 from asyncrl.algorithms.loss_metrics import LossSums, supervised_sums
-from asyncrl.algorithms.objective_spec import PreferenceSpec
 from asyncrl.algorithms.preference import (
     Completions,
     Preferred,
@@ -27,6 +26,10 @@ from asyncrl.algorithms.preference import (
     kto_loss,
     pair_loss,
 )
+from asyncrl.algorithms.preference_losses import Kto, PairLoss
+from asyncrl.algorithms.sequences import sequence_sum
+from asyncrl.config import DpoConfig
+from asyncrl.config.algorithm import OnlinePreferenceConfig
 from asyncrl.contracts.offline_rows import OLDEST_VERSION_COLUMN, SIDES
 from asyncrl.learning.blame import keep_if_bad, name_culprit
 from asyncrl.learning.components import CE, Component, ce_loss, weighted_sum, with_token_mean
@@ -36,7 +39,15 @@ from asyncrl.learning.passes import Loss, train
 from asyncrl.learning.state import LearnerState
 from asyncrl.models.micro_batches import Example, MicroBatch
 
-__all__ = ["heldout_preferences", "preference_step", "side_sums", "train_preferences"]
+PreferenceObjective: TypeAlias = OnlinePreferenceConfig | DpoConfig
+
+__all__ = [
+    "PreferenceObjective",
+    "heldout_preferences",
+    "preference_step",
+    "side_sums",
+    "train_preferences",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +84,7 @@ class _Prepared:
 
 
 def preference_step(
-    state: LearnerState, table: pa.Table, spec: PreferenceSpec, temperature: float = 1.0
+    state: LearnerState, table: pa.Table, objective: PreferenceObjective, temperature: float = 1.0
 ) -> dict[str, float]:
     """Take one step on a table of pairs, or of single completions for KTO (a collective). The
     learning rate is the scheduled one.
@@ -92,7 +103,7 @@ def preference_step(
     if not table.num_rows:
         raise ValueError("a preference step got no rows; give it at least one")
     moment = f"preference_{state.applied:06d}"
-    metrics, note = train_preferences(state, table, spec, temperature, moment, [table])
+    metrics, note = train_preferences(state, table, objective, temperature, moment, [table])
     if note:
         logger.warning("preference step %d: %s", state.applied, note)
     return metrics
@@ -101,7 +112,7 @@ def preference_step(
 def train_preferences(
     state: LearnerState,
     table: pa.Table,
-    spec: PreferenceSpec,
+    objective: PreferenceObjective,
     temperature: float,
     moment: str,
     kept: Sequence[pa.Table],
@@ -114,15 +125,14 @@ def train_preferences(
     Returns:
         Metrics, and what is unusual about the step: "" for an ordinary one.
     """
-    prepare = _unpaired if spec.loss == "kto" else _paired
-    step = prepare(state, table, spec, temperature)
+    step = _prepared(state, table, objective, temperature)
     examples, components = step.examples, [Component(1.0, step.preferences)]
-    if spec.ce_coef:
+    if objective.ce_coef:
         examples = with_token_mean(examples, CE, lambda example: bool(example.chosen))
-        components.append(Component(spec.ce_coef, ce_loss))
+        components.append(Component(objective.ce_coef, ce_loss))
     # The components have their own weights, so an example needs none.
     weights, loss = [1.0] * len(examples), weighted_sum(components)
-    rate, names = state.scheduled(state.learning_rate), _metric_names(spec)
+    rate, names = state.scheduled(state.learning_rate), _metric_names(objective)
     metrics = train(state, examples, weights, loss, rate, 0.0, temperature, (*names, *step.means))
     metrics |= {name: metrics[name] + share for name, share in step.ahead.items()}
     metrics |= {name: metrics[name] * factor for name, factor in step.means.items()}
@@ -135,7 +145,7 @@ def train_preferences(
 
 
 def heldout_preferences(
-    state: LearnerState, table: pa.Table, spec: PreferenceSpec, temperature: float = 1.0
+    state: LearnerState, table: pa.Table, objective: PreferenceObjective, temperature: float = 1.0
 ) -> dict[str, float]:
     """The metrics of a preference step on these rows, without a step and without off-policy
     weights (a collective).
@@ -147,44 +157,57 @@ def heldout_preferences(
     Raises:
         ValueError: as in `preference_step`.
     """
-    if spec.loss == "kto":
-        return _heldout_unpaired(state, table, spec, temperature)
-    spec = replace(spec, weight_cap=None)
-    pairs = pairs_of(table, spec.has_reference, behavior=False)
+    loss = objective.loss
+    if isinstance(loss, Kto):
+        return _heldout_unpaired(state, table, loss, temperature)
+    pairs = pairs_of(table, loss.has_reference, behavior=False)
     if not pairs:
         raise ValueError("there are no held-out pairs to evaluate; give at least one")
-    sides = _scored(state, pairs, spec, temperature)
-    found = _reported(sides, pair_loss(*sides, spec), spec)
+    sides = _scored(state, pairs, loss, None, temperature)
+    found = _reported(sides, pair_loss(*sides, loss), None)
     return {name: float(values.mean()) for name, values in found.items()} | {
         "pairs": float(len(pairs))
     }
 
 
-def _metric_names(spec: PreferenceSpec) -> tuple[str, ...]:
+def _metric_names(objective: PreferenceObjective) -> tuple[str, ...]:
     """The metrics of the step's components."""
-    weights = WEIGHT_METRICS if spec.weight_cap is not None else ()
-    return PAIR_METRICS + weights + (("ce/loss",) if spec.ce_coef else ())
+    weights = WEIGHT_METRICS if objective.weight_cap is not None else ()
+    return PAIR_METRICS + weights + (("ce/loss",) if objective.ce_coef else ())
+
+
+def _prepared(
+    state: LearnerState, table: pa.Table, objective: PreferenceObjective, temperature: float
+) -> _Prepared:
+    """Prepare a step on pairs, or on single completions."""
+    if isinstance(objective.loss, Kto):
+        return _unpaired(state, table, objective.loss, temperature)
+    return _paired(state, table, objective.loss, objective.weight_cap, temperature)
 
 
 def _paired(
-    state: LearnerState, table: pa.Table, spec: PreferenceSpec, temperature: float
+    state: LearnerState,
+    table: pa.Table,
+    loss: PairLoss,
+    weight_cap: float | None,
+    temperature: float,
 ) -> _Prepared:
     """Prepare a step on pairs. A pair whose sides do not fit into one micro-batch is computed
     ahead."""
-    pairs = pairs_of(table, spec.has_reference, spec.weight_cap is not None)
+    pairs = pairs_of(table, loss.has_reference, weight_cap is not None)
     examples, long = split_pairs(state, pairs)
     weight = 1 / len(pairs)
     by_age = OLDEST_VERSION_COLUMN in table.column_names
     ahead: dict[str, float] = {}
     if long:
-        alone, found = _computed_ahead(state, long, weight, spec, temperature, by_age)
+        alone, found = _computed_ahead(state, long, weight, loss, weight_cap, temperature, by_age)
         examples += alone
         ahead = {name: weight * float(values.sum()) for name, values in found.items()}
         ahead["loss"] = ahead["pref/loss"]
     added = {"pairs": float(len(pairs)), "long_pairs": float(len(long))}
     ages = Counter(_ages(state, pairs).tolist() if by_age else ())
     means = {f"{MARGIN_AT_STALENESS}{age:g}": len(pairs) / ages[age] for age in sorted(ages)}
-    component = partial(_pair_component, spec, weight, by_age)
+    component = partial(_pair_component, loss, weight_cap, weight, by_age)
     return _Prepared(examples, component, ahead, added, means)
 
 
@@ -197,24 +220,29 @@ def _computed_ahead(
     state: LearnerState,
     pairs: Sequence[Pair],
     weight: float,
-    spec: PreferenceSpec,
+    loss: PairLoss,
+    weight_cap: float | None,
     temperature: float,
     by_age: bool,
 ) -> tuple[list[Example], dict[str, Tensor]]:
     """The first pass of long pairs (a collective). Returns their sides with the derivative of the
     step's loss for each, and the values [B] of their metrics."""
-    sides = _scored(state, pairs, spec, temperature)
+    sides = _scored(state, pairs, loss, weight_cap, temperature)
     for side in sides:
         side.logprobs.requires_grad_()
-    preferred = pair_loss(*sides, spec)
+    preferred = pair_loss(*sides, loss, weight_cap)
     sums = sides[0].logprobs, sides[1].logprobs
     examples = sides_alone(pairs, weight * preferred.loss.sum(), sums)
     ages = _ages(state, pairs) if by_age else None
-    return examples, _reported(sides, preferred, spec, ages)
+    return examples, _reported(sides, preferred, weight_cap, ages)
 
 
 def _scored(
-    state: LearnerState, pairs: Sequence[Pair], spec: PreferenceSpec, temperature: float
+    state: LearnerState,
+    pairs: Sequence[Pair],
+    loss: PairLoss,
+    weight_cap: float | None,
+    temperature: float,
 ) -> Sides:
     """Both sides of these pairs, with the learner's log-probs (a collective). The same on every
     rank."""
@@ -222,8 +250,8 @@ def _scored(
     found = Completions(
         side_sums(state, examples, temperature),
         torch.tensor([example.loss_tokens for example in examples]),
-        _sums(examples, "reference_logprobs") if spec.has_reference else None,
-        _sums(examples, "behavior_logprobs") if spec.weight_cap is not None else None,
+        _sums(examples, "reference_logprobs") if loss.has_reference else None,
+        _sums(examples, "behavior_logprobs") if weight_cap is not None else None,
     )
     index = torch.arange(len(pairs))
     return found.at(2 * index), found.at(2 * index + 1)
@@ -248,22 +276,25 @@ def _of_segments(values: Tensor, batch: MicroBatch) -> Tensor:
     return sequence_sum(values.double(), batch.sequence, len(batch.order))
 
 
-def _completions(logprobs: Tensor, batch: MicroBatch, spec: PreferenceSpec) -> Completions:
+def _completions(
+    logprobs: Tensor, batch: MicroBatch, loss: PairLoss | Kto, weight_cap: float | None = None
+) -> Completions:
     """The completions of a micro-batch, one for each segment."""
     return Completions(
         _of_segments(logprobs, batch),
         torch.tensor(batch.counts, device=logprobs.device),
         (
             _of_segments(batch.reference_logprobs, batch)
-            if spec.has_reference and batch.reference_logprobs is not None
+            if loss.has_reference and batch.reference_logprobs is not None
             else None
         ),
-        _of_segments(batch.behavior_logprobs, batch) if spec.weight_cap is not None else None,
+        _of_segments(batch.behavior_logprobs, batch) if weight_cap is not None else None,
     )
 
 
 def _pair_component(
-    spec: PreferenceSpec,
+    loss: PairLoss,
+    weight_cap: float | None,
     weight: float,
     by_age: bool,
     logprobs: Tensor,
@@ -273,22 +304,22 @@ def _pair_component(
 ) -> tuple[Tensor, LossSums]:
     """The component `pref` of a micro-batch of pairs, each with this weight. The sides of long
     pairs have no loss here, only a gradient."""
-    loss = gradient_alone(logprobs, batch)
+    total = gradient_alone(logprobs, batch)
     parts: dict[str, Tensor] = {}
     if batch.pairs:
         chosen, rejected = torch.tensor(batch.pairs, device=logprobs.device).T
-        completions = _completions(logprobs, batch, spec)
+        completions = _completions(logprobs, batch, loss, weight_cap)
         sides = completions.at(chosen), completions.at(rejected)
-        preferred = pair_loss(*sides, spec)
-        loss = loss + weight * preferred.loss.sum()
+        preferred = pair_loss(*sides, loss, weight_cap)
+        total = total + weight * preferred.loss.sum()
         ages = _of_segments(batch.ages, batch) / completions.tokens if by_age else None
-        found = _reported(sides, preferred, spec, None if ages is None else ages[chosen])
+        found = _reported(sides, preferred, weight_cap, None if ages is None else ages[chosen])
         parts = {name: weight * values.sum() for name, values in found.items()}
-    return loss, supervised_sums(loss, logprobs, parts)
+    return total, supervised_sums(total, logprobs, parts)
 
 
 def _reported(
-    sides: Sides, preferred: Preferred, spec: PreferenceSpec, ages: Tensor | None = None
+    sides: Sides, preferred: Preferred, weight_cap: float | None, ages: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The values [B] of B pairs whose means are the metrics. With their ages [B], also the margins
     of the pairs of each age, and 0 for the others."""
@@ -302,7 +333,7 @@ def _reported(
         "pref/chosen_logprob": sides[0].logprobs.detach(),
         "pref/rejected_logprob": sides[1].logprobs.detach(),
     }
-    if spec.weight_cap is not None:
+    if weight_cap is not None:
         found |= {
             "pref/weight_mean": preferred.weights,
             "pref/capped_fraction": preferred.capped.double(),
@@ -312,9 +343,7 @@ def _reported(
     return found
 
 
-def _unpaired(
-    state: LearnerState, table: pa.Table, spec: PreferenceSpec, temperature: float
-) -> _Prepared:
+def _unpaired(state: LearnerState, table: pa.Table, kto: Kto, temperature: float) -> _Prepared:
     """Prepare a step of KTO. Its baseline is a mean over the whole step, so it is computed
     ahead."""
     rows = unpaired_of(table)
@@ -328,17 +357,17 @@ def _unpaired(
         if not count:
             absent = ("pref/margin", f"pref/{side}_reward", f"pref/{side}_logprob")
             added |= dict.fromkeys(absent, float("nan"))
-    component = partial(_kto_component, spec, baseline, counts)
+    component = partial(_kto_component, kto, baseline, counts)
     return _Prepared(rows.completions, component, added=added)
 
 
 def _heldout_unpaired(
-    state: LearnerState, table: pa.Table, spec: PreferenceSpec, temperature: float
+    state: LearnerState, table: pa.Table, kto: Kto, temperature: float
 ) -> dict[str, float]:
     """The metrics of KTO on held-out completions (a collective)."""
     if not table.num_rows:
         raise ValueError("there are no held-out completions to evaluate; give at least one")
-    step = _unpaired(state, table, spec, temperature)
+    step = _unpaired(state, table, kto, temperature)
     completions = Completions(
         side_sums(state, step.examples, temperature),
         torch.tensor([example.loss_tokens for example in step.examples]),
@@ -346,13 +375,13 @@ def _heldout_unpaired(
     )
     desirable = torch.tensor([bool(example.chosen) for example in step.examples])
     counts = int(desirable.sum()), int((~desirable).sum())
-    preferred = kto_loss(completions, desirable, step.added["pref/kl"], spec)
-    parts = _kto_parts(completions, desirable, preferred, step.added["pref/kl"], counts, spec)
+    preferred = kto_loss(completions, desirable, step.added["pref/kl"], kto)
+    parts = _kto_parts(completions, desirable, preferred, step.added["pref/kl"], counts, kto)
     return {name: float(value) for name, value in parts.items()} | dict(step.added)
 
 
 def _kto_component(
-    spec: PreferenceSpec,
+    kto: Kto,
     baseline: float,
     counts: tuple[int, int],
     logprobs: Tensor,
@@ -365,11 +394,11 @@ def _kto_component(
     loss = 0.0 * logprobs.sum(dtype=torch.float64)
     if not batch.order:
         return loss, supervised_sums(loss, logprobs)
-    completions = _completions(logprobs, batch, spec)
+    completions = _completions(logprobs, batch, kto)
     desirable = torch.tensor(batch.chosen, device=logprobs.device).bool()
-    preferred = kto_loss(completions, desirable, baseline, spec)
+    preferred = kto_loss(completions, desirable, baseline, kto)
     loss = loss + preferred.loss.sum() / sum(counts)
-    parts = _kto_parts(completions, desirable, preferred, baseline, counts, spec)
+    parts = _kto_parts(completions, desirable, preferred, baseline, counts, kto)
     return loss, supervised_sums(loss, logprobs, parts)
 
 
@@ -379,12 +408,12 @@ def _kto_parts(
     preferred: Preferred,
     baseline: float,
     counts: tuple[int, int],
-    spec: PreferenceSpec,
+    kto: Kto,
 ) -> dict[str, Tensor]:
     """The shares of the step's metrics of some of its completions."""
     weight = 1 / sum(counts)
     (reward,) = preferred.rewards
-    right = torch.where(desirable, reward > spec.beta * baseline, reward < spec.beta * baseline)
+    right = torch.where(desirable, reward > kto.beta * baseline, reward < kto.beta * baseline)
     parts = {
         "pref/loss": weight * preferred.loss.detach().sum(),
         "pref/accuracy": weight * right.sum(),

@@ -14,7 +14,6 @@ import ray
 import torch
 import torch.distributed as dist
 
-from asyncrl.algorithms.objective_spec import PreferenceSpec, RewardModelSpec
 from asyncrl.contracts.group_table import table_from_ipc
 from asyncrl.contracts.messages import HeldOutLoss, Manifest, StepResult
 from asyncrl.contracts.offline_rows import TokenRow
@@ -31,7 +30,11 @@ from asyncrl.learning.hf_directory import HfDirectory
 from asyncrl.learning.online_preference import online_preference_step
 from asyncrl.learning.passes import forward_rows
 from asyncrl.learning.policy_step import policy_step
-from asyncrl.learning.preference_step import heldout_preferences, preference_step
+from asyncrl.learning.preference_step import (
+    PreferenceObjective,
+    heldout_preferences,
+    preference_step,
+)
 from asyncrl.learning.reward_step import heldout_scores, reward_step
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.learning.state import LearnerState, Meeting, join_ranks, load_state
@@ -89,7 +92,9 @@ class LearnerRank:
         Args:
             refs: one-row tables, or (reference to an IPC stream of a table of groups, row).
         """
-        step = policy_step if self.state.spec.pairs is None else online_preference_step
+        step = (
+            policy_step if self.state.spec.algorithm.preference is None else online_preference_step
+        )
         return step(self.state, groups_at(refs))
 
     def supervised_step(self, rows: Rows, scheduled: bool = False) -> dict[str, float]:
@@ -98,11 +103,11 @@ class LearnerRank:
 
     def reward_step(self, rows: Rows) -> dict[str, float]:
         """See `asyncrl.learning.reward_step.reward_step`."""
-        return reward_step(self.state, _table(rows), self._reward_model())
+        return reward_step(self.state, _table(rows), self._center_coef())
 
     def heldout_scores(self, rows: Rows) -> dict[str, float]:
         """See `asyncrl.learning.reward_step.heldout_scores`."""
-        return heldout_scores(self.state, _table(rows), self._reward_model())
+        return heldout_scores(self.state, _table(rows), self._center_coef())
 
     def preference_step(self, rows: Rows) -> dict[str, float]:
         """See `asyncrl.learning.preference_step.preference_step`."""
@@ -239,17 +244,17 @@ class LearnerRank:
             settings,
         )
 
-    def _preference(self) -> PreferenceSpec:
-        spec = self.state.spec.preference
-        if spec is None:
+    def _preference(self) -> PreferenceObjective:
+        objective = self.state.spec.preference
+        if objective is None:
             raise ValueError("this run has no preference objective; use objective: dpo")
-        return spec
+        return objective
 
-    def _reward_model(self) -> RewardModelSpec:
-        spec = self.state.spec.reward_model
-        if spec is None:
+    def _center_coef(self) -> float:
+        reward_model = self.state.spec.reward_model
+        if reward_model is None:
             raise ValueError("this run trains no reward model; use objective: reward_model")
-        return spec
+        return reward_model.center_coef
 
     def shards(self) -> dict[str, tuple[int, int]]:
         """Parameter → (elements that this rank owns, elements in total)."""

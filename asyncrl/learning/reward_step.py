@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.loss_metrics import LossSums, supervised_sums
-from asyncrl.algorithms.objective_spec import RewardModelSpec
 from asyncrl.algorithms.reward_model import bradley_terry
 from asyncrl.learning.blame import keep_if_bad, name_culprit
 from asyncrl.learning.long_pairs import gradient_alone, sides_alone, split_pairs, values_of
@@ -46,7 +45,7 @@ UNREAD = 0
 """Id of the token after a sequence."""
 
 
-def reward_step(state: LearnerState, table: pa.Table, spec: RewardModelSpec) -> dict[str, float]:
+def reward_step(state: LearnerState, table: pa.Table, center_coef: float) -> dict[str, float]:
     """Take one step on a table of pairs with PREFERENCE_SCHEMA (a collective). The learning rates
     are the scheduled ones.
 
@@ -61,9 +60,9 @@ def reward_step(state: LearnerState, table: pa.Table, spec: RewardModelSpec) -> 
     examples, long = split_pairs(state, pairs)
     ahead: dict[str, float] = {}
     if long:
-        alone, ahead = _computed_ahead(state, long, weight, spec)
+        alone, ahead = _computed_ahead(state, long, weight, center_coef)
         examples += alone
-    weights, loss = [1.0] * len(examples), partial(_component, spec, weight)
+    weights, loss = [1.0] * len(examples), partial(_component, center_coef, weight)
     rate, head_rate = (
         state.scheduled(peak) for peak in (state.learning_rate, state.value_learning_rate)
     )
@@ -79,7 +78,7 @@ def reward_step(state: LearnerState, table: pa.Table, spec: RewardModelSpec) -> 
     return metrics
 
 
-def heldout_scores(state: LearnerState, table: pa.Table, spec: RewardModelSpec) -> dict[str, float]:
+def heldout_scores(state: LearnerState, table: pa.Table, center_coef: float) -> dict[str, float]:
     """The metrics of a step on these pairs, without a step (a collective).
 
     Returns:
@@ -90,7 +89,7 @@ def heldout_scores(state: LearnerState, table: pa.Table, spec: RewardModelSpec) 
     """
     pairs = _pairs(table)
     chosen, rejected = _sides(state, pairs)
-    found = _reported(chosen, rejected, bradley_terry(chosen, rejected, spec))
+    found = _reported(chosen, rejected, bradley_terry(chosen, rejected, center_coef))
     return {name: float(values.mean()) for name, values in found.items()} | {
         "pairs": float(len(pairs))
     }
@@ -132,12 +131,12 @@ def _sides(state: LearnerState, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
 
 
 def _computed_ahead(
-    state: LearnerState, pairs: Sequence[Pair], weight: float, spec: RewardModelSpec
+    state: LearnerState, pairs: Sequence[Pair], weight: float, center_coef: float
 ) -> tuple[list[Example], dict[str, float]]:
     """The first pass of long pairs (a collective). Returns their sides with the derivative of the
     step's loss for each score, and their shares of the metrics."""
     chosen, rejected = (side.requires_grad_() for side in _sides(state, pairs))
-    losses = bradley_terry(chosen, rejected, spec)
+    losses = bradley_terry(chosen, rejected, center_coef)
     examples = sides_alone(pairs, weight * losses.sum(), (chosen, rejected))
     found = _reported(chosen.detach(), rejected.detach(), losses.detach())
     shares = {name: weight * float(values.sum()) for name, values in found.items()}
@@ -145,7 +144,7 @@ def _computed_ahead(
 
 
 def _component(
-    spec: RewardModelSpec,
+    center_coef: float,
     weight: float,
     logprobs: Tensor,
     entropy: Tensor,
@@ -158,7 +157,7 @@ def _component(
     parts: dict[str, Tensor] = {}
     if batch.pairs:
         chosen, rejected = (scores[list(side)] for side in zip(*batch.pairs, strict=True))
-        losses = bradley_terry(chosen, rejected, spec)
+        losses = bradley_terry(chosen, rejected, center_coef)
         loss = loss + weight * losses.sum()
         found = _reported(chosen.detach(), rejected.detach(), losses.detach())
         parts = {name: weight * values.sum() for name, values in found.items()}

@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.algorithms.objective_spec import ObjectiveSpec, PreferenceSpec, RewardModelSpec
-from asyncrl.algorithms.pairs import PairSpec
-from asyncrl.config import AlgorithmConfig, LearnerConfig, LoraConfig
-from asyncrl.learning.schedule import SAME, BatchSizes
+from asyncrl.algorithms.advantages.gae import Gae
+from asyncrl.algorithms.schedules import SAME, BatchSizes
+from asyncrl.config import (
+    AlgorithmConfig,
+    DpoConfig,
+    LearnerConfig,
+    LoraConfig,
+    PolicyGradient,
+    RewardModelConfig,
+)
+from asyncrl.config.algorithm import OnlinePreferenceConfig
 from asyncrl.packing.packing import Strategy
 
 __all__ = ["LearnerSpec"]
@@ -21,7 +28,6 @@ class LearnerSpec:
 
     learner: LearnerConfig
     algorithm: AlgorithmConfig
-    objective: ObjectiveSpec
     model_path: str
     """Hugging Face checkpoint directory."""
     model_dtype: str
@@ -46,13 +52,10 @@ class LearnerSpec:
     run_directory: Path
     length_setting: str = "rollout.max_completion_length"
     """The setting that makes trajectories shorter, for messages."""
-    preference: PreferenceSpec | None = None
-    """The loss of preference steps; None = the run takes none."""
-    reward_model: RewardModelSpec | None = None
-    """The loss of a reward model, whose policy gets a score head; None = the run trains none."""
-    pairs: PairSpec | None = None
-    """The pairs of scored groups, for online DPO; None = a step on scored groups is a policy
-    step."""
+    dpo: DpoConfig | None = None
+    """Preference steps on a dataset; None = the run takes none."""
+    reward_model: RewardModelConfig | None = None
+    """A reward model, whose policy gets a score head; None = the run trains none."""
     rollout_stop: tuple[str, ...] = ()
     rollout_stop_token_ids: tuple[int, ...] = ()
     """What ends the generators' completions besides the model's own stops. Exports name them."""
@@ -74,7 +77,36 @@ class LearnerSpec:
     None: none do."""
 
     @property
+    def preference(self) -> OnlinePreferenceConfig | DpoConfig | None:
+        """What preference steps train; None = the run takes none."""
+        return self.dpo or self.algorithm.preference
+
+    @property
+    def policy(self) -> PolicyGradient:
+        """What policy steps train.
+
+        Raises:
+            ValueError: the run trains pairs.
+        """
+        if not isinstance(self.algorithm, PolicyGradient):
+            raise ValueError("this run trains pairs; leave algorithm.preference out")
+        return self.algorithm
+
+    @property
     def has_reference(self) -> bool:
         """Whether a reference policy scores the run's rows, in a process of its own."""
-        preference = self.preference is not None and self.preference.has_reference
-        return self.algorithm.has_reference or preference
+        return self.algorithm.has_reference or (self.dpo is not None and self.dpo.has_reference)
+
+    @property
+    def has_value_head(self) -> bool:
+        """Whether the policy has a head for values or scores."""
+        values = isinstance(self.algorithm, PolicyGradient) and self.policy.advantage.of_each_token
+        return values or self.reward_model is not None
+
+    @property
+    def value_learning_rate(self) -> float | None:
+        """Peak learning rate of a value head or score head; None = that of the model."""
+        own = None if self.reward_model is None else self.reward_model.value_learning_rate
+        if isinstance(self.algorithm, PolicyGradient) and isinstance(self.algorithm.advantage, Gae):
+            own = self.algorithm.advantage.value_learning_rate
+        return own

@@ -15,9 +15,10 @@ from deepspeed import DeepSpeedEngine
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from asyncrl.algorithms.objective import own_metrics
+from asyncrl.algorithms.schedules import learning_rate_at
+from asyncrl.config import PolicyGradient
 from asyncrl.learning import checkpoint, zero3
 from asyncrl.learning.quarantine import NormWatch
-from asyncrl.learning.schedule import learning_rate_at
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.learning.threads import Threads
 from asyncrl.models.adapters import base_name, published_name
@@ -102,7 +103,7 @@ class LearnerState:
     @property
     def value_learning_rate(self) -> float:
         """Peak learning rate of the value head."""
-        own = self.spec.learner.value_learning_rate
+        own = self.spec.value_learning_rate
         return self.learning_rate if own is None else own
 
     def scheduled(self, peak: float) -> float:
@@ -110,9 +111,8 @@ class LearnerState:
         return learning_rate_at(
             self.applied,
             peak,
-            self.warmup_steps,
+            self.spec.learner.schedule.model_copy(update={"warmup_steps": self.warmup_steps}),
             self.spec.max_steps,
-            self.spec.learner.lr_scheduler_type,
             self.spec.batch_sizes,
         )
 
@@ -189,18 +189,18 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
     """
     learner, algorithm = spec.learner, spec.algorithm
     threads = Threads(learner.num_threads)
-    limit_gpu_memory(learner.device, learner.gpu_memory_utilization)
+    limit_gpu_memory(learner.device, learner.gpu_share)
     torch.manual_seed(spec.seed * 1_000_003 + rank)
     # Make the table before the engine exists: afterwards, transformers shards every model.
     table = version_table(spec.model_path)
     scoring = None if spec.reward_model is None else classifier_table(spec.model_path, table)
-    metrics = own_metrics(algorithm.loss)
+    metrics = own_metrics(algorithm.loss) if isinstance(algorithm, PolicyGradient) else ()
     engine, sharded = zero3.start_engine(
         spec.model_path,
         learner,
         spec.temperature,
         algorithm.entropy_coef > 0,
-        algorithm.advantage == "gae" or spec.reward_model is not None,
+        spec.has_value_head,
         SequenceGroup.join(learner.sequence_parallel_size),
         spec.lora,
         spec.seed,
@@ -232,6 +232,6 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         own_metrics=metrics,
         device=torch.device("cuda" if learner.device == "cuda" else "cpu"),
         learning_rate=learner.learning_rate,
-        warmup_steps=learner.warmup_steps,
+        warmup_steps=learner.schedule.warmup_steps,
         threads=threads,
     )

@@ -153,7 +153,7 @@ def device_turns(state: LearnerState) -> DeviceTurns | None:
     return DeviceTurns(
         state.engine,
         learner.device,
-        learner.gpu_memory_utilization,
+        learner.gpu_share,
         engine_memory,
         min(ROOM_S, learner.call_timeout_s / 2),
     )

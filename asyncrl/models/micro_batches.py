@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.objective import PolicyTokens
+from asyncrl.algorithms.policy_tokens import PolicyTokens
 from asyncrl.contracts.offline_rows import TokenRow
 from asyncrl.models.attention import Segments
 

@@ -48,7 +48,7 @@ fresher, so the cause is a step that moves the policy too far."""
 COLLAPSED = (
     "the entropy has collapsed, so a group's completions hardly differ; unless the task is solved,"
     " resume from an earlier checkpoint (checkpoint.ckpt_step) with a lower learner.learning_rate,"
-    " or a higher algorithm.eps_clip_high or entropy_coef"
+    " or a higher algorithm.loss.eps_clip_high or entropy_coef"
 )
 """Cui et al. 2025 (arXiv 2505.22617): a policy that has used up 94% of its entropy has made 93% of
 its reward gain."""

@@ -87,16 +87,16 @@ STEP = (
     ),
     Metric(
         "mask_fraction, mask_fraction/band, mask_fraction/rejected, mask_fraction/sequence",
-        "share of tokens that `algorithm.correction` masks; by `mask_below` and `mask_above`; by"
-        " `reject_above`; by `sequence_mask_above`. One token may have several reasons",
+        "share of tokens that `algorithm.correction` masks; by `band`; by `rejection`; by"
+        " `sequence_mask`. One token may have several reasons",
     ),
     Metric(
         "weight_mean, capped_fraction",
         "mean truncated importance weight (1 without truncation and with"
-        " `correction.normalize`); share of tokens whose weight `correction.cap` or"
-        " `floor` changes",
+        " `correction.truncation.normalize`); share of tokens whose weight"
+        " `correction.truncation.cap` or `floor` changes",
         "near 1; below 0.1",
-        "as for `ess`, or raise `correction.cap`",
+        "as for `ess`, or raise `correction.truncation.cap`",
     ),
     Metric(
         "in_flight_drift, in_flight_drift_tokens",
@@ -108,10 +108,10 @@ STEP = (
     ),
     Metric(
         "kl_reference",
-        "estimate (`algorithm.kl_estimator`) of KL(learner ‖ reference) per token, in nats; 0"
-        " without a KL term",
+        "estimate (`algorithm.reference.estimator`) of KL(learner ‖ reference) per token, in"
+        " nats; 0 without a KL term",
         "grows slowly",
-        "raise `algorithm.kl_coef` or `kl_loss_coef`",
+        "raise `algorithm.reference.kl_coef` or `kl_loss_coef`",
     ),
     Metric(
         "distill/reverse_kl",
@@ -126,14 +126,14 @@ STEP = (
         " tokens, in nats, before the step; the learner's mean probability of the tokens that only"
         " count together",
         "both fall towards 0",
-        "a `tail` that stays high: a higher `algorithm.distillation.top_k`",
+        "a `tail` that stays high: a higher `algorithm.distillation.use.top_k`",
     ),
     Metric(
         "distill/teacher_s",
         "under `algorithm.distillation`: mean seconds of the teacher's answer for a group, waiting"
         " included",
         "below `time/step_s`",
-        "a higher `distillation.at_once`, or a server with more replicas",
+        "a higher `distillation.teacher.at_once`, or a server with more replicas",
     ),
     Metric("value_loss", "loss of the value head under `advantage: gae`, otherwise 0", "falls"),
     Metric(
@@ -152,7 +152,7 @@ FIXED_ROWS = (
     Metric(
         "ce/loss",
         "mean negative log-likelihood of the targets, in nats per token; under `dpo.ce_coef`, of"
-        " the chosen sides' tokens; under `algorithm.ce_coef`, of completions with enough reward",
+        " the chosen sides' tokens; under `algorithm.ce.coef`, of completions with enough reward",
         "falls; compare it with the held-out loss",
     ),
     Metric(
@@ -178,7 +178,7 @@ FIXED_ROWS = (
         "share of pairs whose chosen side has the higher reward; for KTO, share of completions on"
         " the right side of the baseline",
         "rises above 0.5, and more slowly on held-out pairs",
-        "near 1 on training pairs alone: fewer epochs, or a larger `dpo.beta`",
+        "near 1 on training pairs alone: fewer epochs, or a larger `dpo.loss.beta`",
     ),
     Metric(
         "pref/margin, pref/chosen_reward, pref/rejected_reward",
@@ -249,8 +249,8 @@ BATCH = (
     Metric(
         "reference/age_mean",
         "the learner's version minus that of the reference policy that scored the group, mean over"
-        " groups. 0 is the version of `algorithm.ref_load`",
-        "with `algorithm.ref_update_interval`, below it plus `staleness.max_staleness`",
+        " groups. 0 is the version of `algorithm.reference.ref_load`",
+        "with `algorithm.reference.update_interval`, below it plus `staleness.max_staleness`",
     ),
     Metric(
         "staleness/in_flight_mean, staleness/in_buffer_mean",
@@ -526,7 +526,7 @@ WEIGHTS = (
     Metric(
         "reference/refresh_s",
         "`gather`: seconds in which the reference policy took the version, if it was due"
-        " (`algorithm.ref_update_interval`)",
+        " (`algorithm.reference.update_interval`)",
     ),
     Metric(
         "weights/replicas, weights/unroutable",

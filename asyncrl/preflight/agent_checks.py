@@ -15,6 +15,7 @@ from typing import TypeAlias
 import psutil
 
 from asyncrl.config import Config, EnvironmentConfig
+from asyncrl.config.schema import FailRun
 from asyncrl.contracts.rows import AFTER_CUT, Prompt
 from asyncrl.environments.pool import BLOCKED, SessionLostError
 from asyncrl.environments.running import End, Ended
@@ -102,7 +103,7 @@ class AgentChecks:
         self._template, self._reader, self._prompts = template, reader, prompts
         self._agents = ScriptedAgents(template, prompts, config.rollout.max_completion_length)
         self._output = output
-        longest = LONGEST_AT_URL_S if environment.url else LONGEST_S
+        longest = LONGEST_AT_URL_S if environment.at_url else LONGEST_S
         self._block_s = min(environment.block_s, LONGEST_S)
         self._pool = self._player(
             deadline_s=min(environment.deadline_s, longest), block_s=self._block_s
@@ -396,7 +397,7 @@ class AgentChecks:
         """The weighted sum of the reward functions for each session. Raises RewardError."""
         share_settings(self._config.reward.sandbox)
         once = self._config.reward.model_copy(
-            update={"processes": 1, "concurrency": 1, "policy": "fail", "retries": 0}
+            update={"processes": 1, "concurrency": 1, "policy": FailRun()}
         )
         found: dict[int, float | None] = {}
         with RewardPool(once, answers=answer_format(self._config.model.path)) as pool:
@@ -415,7 +416,7 @@ class AgentChecks:
     async def _slow(self) -> list[Finding]:
         """An agent whose model does not answer in time."""
         # A program gets the time that it needs to start and to end.
-        usual_s = max(one.ended.other_s for one in self.tried) if self._environment.url else 0.0
+        usual_s = max(one.ended.other_s for one in self.tried) if self._environment.at_url else 0.0
         deadline_s, latency_s = DEADLINE_S + usual_s, LATENCY_S + usual_s
         pool = self._player(deadline_s=deadline_s, block_s=1.0)
         try:

@@ -9,6 +9,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from asyncrl.config import Config
+from asyncrl.config.schema import AttachedGenerators
 from asyncrl.contracts.messages import ReplicaStatus
 from asyncrl.generation.app import wait_for_generators
 from asyncrl.generation.settings import GeneratorApp
@@ -61,9 +62,8 @@ async def attached_config(config: Config, name: str, tokens: int) -> Config:
             f" ({type(error).__name__}); name another"
         ) from None
     check_fits(config, name, app, status, tokens)
-    return config.model_copy(
-        update={"generator": app.generator.model_copy(update={"attach": name})}
-    )
+    attached = AttachedGenerators(attach=name).with_engines(app.generator)
+    return config.model_copy(update={"generator": attached})
 
 
 def check_fits(

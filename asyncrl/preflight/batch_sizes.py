@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.algorithms.schedules import BatchSizes
 from asyncrl.config import OfflineConfig
-from asyncrl.learning.schedule import BatchSizes
 from asyncrl.rundir.record import RECORD, AttemptRecord, read_record
 from asyncrl.rundir.resume import find_beginning
 

@@ -81,7 +81,7 @@ def check_environment(
             " environment are chats; add chat_template.jinja to the model's folder"
         )
     prompts = first_prompts(data_spec(config), ROWS)
-    check_agent(config.agent, prompts[0].columns)
+    check_agent(config.environment, prompts[0].columns)
     findings: list[Finding] = []
     with Printed(lambda text: print_shown(text.rstrip(), file=sys.stderr)) as printed:
         try:

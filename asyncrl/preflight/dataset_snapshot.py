@@ -24,6 +24,8 @@ from asyncrl.runtime.yaml_files import read_yaml
 __all__ = ["config_before", "resolve_data"]
 Data = str | tuple[Source, ...] | None
 Kind = TypeVar("Kind", Config, OfflineConfig)
+DATA = (("data", "train"), ("eval", "data"), ("warm_start", "data"))
+"""Settings that may be datasets on the hub."""
 
 
 def resolve_data(config: Kind) -> Kind:
@@ -43,8 +45,10 @@ def resolve_data(config: Kind) -> Kind:
         return tuple(_located(source, field, commits) for source in sources_of(data))
 
     updates: dict[str, Section] = {}
-    for section, name in config.DATA:
-        settings: Section = updates.get(section, getattr(config, section))
+    for section, name in DATA:
+        settings: Section | None = updates.get(section, getattr(config, section, None))
+        if settings is None:
+            continue
         found = {name: located(getattr(settings, name), f"{section}.{name}")}
         updates[section] = settings.model_copy(update=found)
     if isinstance(config, Config):

@@ -46,7 +46,7 @@ def checkpoint_bytes(config: RunSettings, version_bytes: int) -> int:
     Args:
         version_bytes: bytes of the whole model in model.dtype.
     """
-    return trained_bytes(config, version_bytes, 12 if config.learner.optimizer == "adamw" else 4)
+    return trained_bytes(config, version_bytes, 4 + 4 * config.learner.optimizer.moments)
 
 
 def disks(config: RunSettings, version_bytes: int) -> tuple[Disk, ...]:

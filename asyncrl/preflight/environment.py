@@ -6,7 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Collection
 
-from asyncrl.config import AgentConfig, Config, ConfigError, EnvironmentConfig
+from asyncrl.config import AgentCommand, Config, ConfigError, EnvironmentConfig
 from asyncrl.environments.agent import command_columns
 from asyncrl.environments.pool import EnvironmentFailedError, EnvironmentPool
 from asyncrl.text.tokenizer import load_tokenizer
@@ -14,19 +14,20 @@ from asyncrl.text.tokenizer import load_tokenizer
 __all__ = ["check_agent", "try_environment"]
 
 
-def check_agent(agent: AgentConfig | None, columns: Collection[str]) -> None:
+def check_agent(environment: EnvironmentConfig | None, columns: Collection[str]) -> None:
     """Raise ConfigError if the agent's program is not on this machine, or if its command names a
     column that a task does not have."""
-    if agent is None or agent.command is None:
+    if not isinstance(environment, AgentCommand):
         return
-    if shutil.which(agent.command[0]) is None:
+    command = environment.command
+    if shutil.which(command[0]) is None:
         raise ConfigError(
-            f"agent.command: {agent.command[0]!r} is no program on this machine that may be run;"
+            f"environment.command: {command[0]!r} is no program on this machine that may be run;"
             " install it, give its path, or make it executable"
         )
-    if missing := set(command_columns(agent.command)) - {*columns, "prompt"}:
+    if missing := set(command_columns(command)) - {*columns, "prompt"}:
         raise ConfigError(
-            f"agent.command names the columns {sorted(missing)}, and the tasks have"
+            f"environment.command names the columns {sorted(missing)}, and the tasks have"
             f" {sorted({*columns, 'prompt'})}"
         )
 

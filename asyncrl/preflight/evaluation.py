@@ -34,7 +34,7 @@ def evaluation_seconds(config: Config, prompts: Mapping[str, int], weights_bytes
         prompts: set → number of prompts used from its file.
         weights_bytes: bytes of one version.
     """
-    speed, at_once = SPEEDS[config.generator.device], config.max_num_seqs
+    speed, at_once = SPEEDS[config.engines.device], config.max_num_seqs
     seconds = 0.0
     for name, eval_set in config.evaluation_sets.items():
         completions = eval_set.n * min(prompts[name], eval_set.max_prompts or prompts[name])
@@ -74,7 +74,7 @@ def evaluation_text(config: Config, prompts: Mapping[str, int], weights_bytes: i
 
 
 def _effect(config: Config) -> str:
-    replicas = config.generator.num_replicas
+    replicas = config.engines.num_replicas
     if config.placement == "colocate":
         return (
             "placement: colocate: an evaluation is part of the generators' turn, on all replicas,"
@@ -90,7 +90,7 @@ def _effect(config: Config) -> str:
         "with one replica, updates wait for the evaluation, and so does the learner once it is"
         " max_staleness versions ahead"
     )
-    if not config.generator.own:
+    if not config.owns_generators:
         return f"generator.attach: if the application has several replicas, {reserved}; {alone}"
     if replicas > 1:
         return f"generator.num_replicas = {replicas}: {reserved}"

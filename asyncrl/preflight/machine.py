@@ -196,7 +196,7 @@ def _processes(config: RunSettings) -> int:
     processor at once."""
     parts, replicas = config.learner.world_size, 0
     if isinstance(config, Config):
-        replicas = config.generator.num_replicas if config.generator.own else 0
+        replicas = config.engines.num_replicas if config.owns_generators else 0
         parts += config.rollout.num_workers + config.reward.tasks + SERVICES
     return RAY_ITSELF + REPLICA * replicas + max(PART * parts, IDLE * usable_cpus())
 

@@ -75,7 +75,7 @@ def refusal(tree: Mapping[str, object], config: Config) -> str | None:
             " learner.bf16: false"
         )
     return not_served(
-        tree, config.generator.device, config.model.dtype, config.longest_trajectory, RUN
+        tree, config.engines.device, config.model.dtype, config.longest_trajectory, RUN
     )
 
 
@@ -102,12 +102,12 @@ def vocabulary_at(path: Path, field: str) -> int | None:
 def kv_bytes_per_token(config: Config) -> int | None:
     """`asyncrl.generation.model_checks.kv_width` of the run's model in its generators."""
     tree = json.loads((Path(config.model.path) / "config.json").read_text())
-    return kv_width(tree, config.model.dtype, config.generator.tensor_parallel_size)
+    return kv_width(tree, config.model.dtype, config.engines.tensor_parallel_size)
 
 
 def check_kv_cache(config: Config, context: int) -> None:
     """Refuse a KV cache of the run's own generators that is too small for the longest request."""
-    if config.generator.own:
+    if config.owns_generators:
         tree = json.loads((Path(config.model.path) / "config.json").read_text())
         longest = min(config.longest_request + 1, context)
-        check_cache(tree, config.generator, config.model.dtype, longest)
+        check_cache(tree, config.engines, config.model.dtype, longest)

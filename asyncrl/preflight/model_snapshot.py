@@ -33,6 +33,7 @@ from asyncrl.config import (
     Section,
     is_hub_name,
 )
+from asyncrl.config.distillation import TeacherModel
 from asyncrl.preflight.adapter import with_loaded_adapter
 from asyncrl.preflight.dataset_snapshot import config_before, resolve_data
 from asyncrl.rundir.resume import MODEL_FILES
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 Kind = TypeVar("Kind", Config, OfflineConfig)
+Part = TypeVar("Part", bound=Section)
 FILES, NOT_FILES = (
     ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
     ["*/*", "consolidated*"],
@@ -80,37 +82,40 @@ def resolve_models(config: Kind) -> Kind:
         ConfigError: a model or dataset is neither on the hub nor in the cache, or the adapter
             cannot be used.
     """
-    updates: dict[str, Section] = {}
-    for section, name in config.MODELS:
-        settings: Section = updates.get(section, getattr(config, section))
-        path = getattr(settings, name)
-        if path is None or not is_hub_name(path):
-            continue
-        if section == "model":
-            revision = config.model.revision or _commit_before(config)
-            found = {name: str(download(path, revision)), "revision": None}
-        else:
-            revision = config.model.revision if path == config.model.path else None
-            found = {name: str(download(path, revision, field=f"{section}.{name}"))}
-        updates[section] = settings.model_copy(update=found)
-    if isinstance(config, Config) and (algorithm := _with_downloaded_teacher(config, updates)):
-        updates["algorithm"] = algorithm
+    updates: dict[str, object] = {}
+    if config.model.on_hub:
+        revision = config.model.revision or _commit_before(config)
+        local = {"path": str(download(config.model.path, revision)), "revision": None}
+        updates["model"] = config.model.model_copy(update=local)
+    if isinstance(config, OfflineConfig):
+        updates["dpo"] = _downloaded(config, config.dpo, "ref_load", "dpo.ref_load")
+    elif isinstance(config, Config):
+        updates["algorithm"] = _with_downloaded_policy(config)
     return resolve_data(with_loaded_adapter(config.model_copy(update=updates)))
 
 
-def _with_downloaded_teacher(
-    config: Config, updates: Mapping[str, Section]
-) -> AlgorithmConfig | None:
-    """The algorithm's settings with a local directory instead of a teacher's name on the hub; None
-    if there is none."""
-    distillation = config.algorithm.distillation
-    if distillation is None or distillation.is_url or not is_hub_name(distillation.teacher):
-        return None
-    path = download(distillation.teacher, None, field="algorithm.distillation.teacher")
-    changed = distillation.model_copy(update={"teacher": str(path)})
-    algorithm = updates.get("algorithm", config.algorithm)
-    assert isinstance(algorithm, AlgorithmConfig)
-    return algorithm.model_copy(update={"distillation": changed})
+def _with_downloaded_policy(config: Config) -> AlgorithmConfig:
+    """The algorithm's settings with a local directory instead of the name of a reference policy or
+    teacher on the hub."""
+    algorithm, setting = config.algorithm, config.reference_setting
+    distillation = algorithm.distillation
+    if distillation is not None and isinstance(distillation.teacher, TeacherModel):
+        teacher = _downloaded(config, distillation.teacher, "path", setting)
+        changed = distillation.model_copy(update={"teacher": teacher})
+        return algorithm.model_copy(update={"distillation": changed})
+    if algorithm.reference is None:
+        return algorithm
+    reference = _downloaded(config, algorithm.reference, "ref_load", setting)
+    return algorithm.model_copy(update={"reference": reference})
+
+
+def _downloaded(config: RunSettings, section: Part, name: str, setting: str) -> Part:
+    """The section with a local directory instead of a name on the hub in one of its fields."""
+    path = getattr(section, name)
+    if path is None or not is_hub_name(path):
+        return section
+    revision = config.model.revision if path == config.model.path else None
+    return section.model_copy(update={name: str(download(path, revision, field=setting))})
 
 
 def download(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from asyncrl.algorithms.schedules import BatchSizes, rows_at
 from asyncrl.config import ConfigError, OfflineConfig
 from asyncrl.data.mixture import Order
 from asyncrl.data.offline import check_offline_rows, write_offline_rows
@@ -19,7 +20,6 @@ from asyncrl.data.offline_report import OfflineReport
 from asyncrl.data.offline_spec import RowsFor
 from asyncrl.data.rendering import Data
 from asyncrl.data.token_file import TokenFile, open_token_file
-from asyncrl.learning.schedule import BatchSizes, rows_at
 from asyncrl.models.supported import chosen_packing
 from asyncrl.preflight.adapter import adapter_text, check_adapter, trained_elements
 from asyncrl.preflight.batch_sizes import batch_sizes
@@ -141,17 +141,14 @@ class OfflinePlan:
             center = config.reward_model.center_coef
             around = f", squared sum of both scores {center:g}" if center else ""
             return f"# loss\n  Bradley-Terry on the scores of both sides{around}"
-        extras = {
-            "label smoothing": dpo.label_smoothing,
-            "next-token loss on chosen sides": dpo.ce_coef,
-            "desirable weight": dpo.desirable_weight if config.is_kto else 0,
-            "undesirable weight": dpo.undesirable_weight if config.is_kto else 0,
-        }
-        more = "".join(f", {name} {value:g}" for name, value in extras.items() if value)
-        margin = f", margin {dpo.simpo_margin:g}" if dpo.loss == "simpo" else ""
-        means = ", mean log-probs" if dpo.length_normalized else ""
+        settings = {
+            name.replace("_", " "): value
+            for name, value in dpo.loss.model_dump().items()
+            if name != "name" and value
+        } | ({"next-token loss on chosen sides": dpo.ce_coef} if dpo.ce_coef else {})
+        shown = "".join(f", {name} {_short(value)}" for name, value in settings.items())
         reference = f" against {config.reference_path}" if dpo.has_reference else ""
-        return f"# loss\n  {dpo.loss}, beta {dpo.beta:g}{margin}{means}{more}{reference}"
+        return f"# loss\n  {dpo.loss.name}{shown}{reference}"
 
     def rows_text(self) -> str:
         """What the limits did to each file, and the first row with its trained tokens marked."""
@@ -224,7 +221,7 @@ class OfflinePlan:
         )
         return (
             f"# learner\n  {how}; {learner.world_size} rank(s) on {learner.device}; learning rate"
-            f" {learner.learning_rate:g} ({learner.lr_scheduler_type}, {learner.warmup_steps}"
+            f" {learner.learning_rate:g} ({learner.schedule.name}, {learner.schedule.warmup_steps}"
             f" warm-up steps); longest sequence {self.train.longest} of {self.context} tokens\n"
             "  tensors of the checkpoint that are left out because the model does not use them:"
             f" {counted(self.version.left_out)}"
@@ -314,6 +311,11 @@ def _order(config: OfflineConfig, train: OfflineReport) -> Order:
     weights = tuple(source.weight for source in train.sources if source.weight is not None)
     rows = tuple(source.rows for source in train.sources)
     return Order(rows, weights or None, config.seed, config.data.shuffle)
+
+
+def _short(value: object) -> str:
+    """A setting's value for people."""
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
 def _forms_and_rows(report: OfflineReport) -> str:

@@ -15,14 +15,20 @@ import sys
 import tempfile
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from asyncrl.algorithms.own import is_own, own_advantages, own_verdict
-from asyncrl.config import AlgorithmConfig, Config, ConfigError
+from asyncrl.algorithms.advantages import GroupInputs
+from asyncrl.algorithms.advantages.own_advantage import OwnAdvantage
+from asyncrl.algorithms.losses.own_loss import OwnLoss
+from asyncrl.algorithms.own import own_verdict
+from asyncrl.config import AlgorithmConfig, Config, ConfigError, PolicyGradient
+from asyncrl.config.algorithm import GroupFilter
 from asyncrl.runtime.functions import FunctionError
 from asyncrl.runtime.imports import for_users_programs, import_path
 
 __all__ = ["LIMIT_S", "main", "own_text", "try_own"]
 
+ALGORITHM: TypeAdapter[AlgorithmConfig] = TypeAdapter(AlgorithmConfig)
 REWARDS = ([1.0, 0.0, 0.5, 0.0], [1.0, 1.0], [0.0, 0.0, 0.0])
 """A group of four rewards, and two groups of equal rewards, whose std is 0."""
 LIMIT_S = 60.0
@@ -41,11 +47,12 @@ def try_own(config: Config, limit_s: float = LIMIT_S) -> list[str]:
             process. The message gives its file and line.
     """
     algorithm = config.algorithm
-    named = {name: getattr(algorithm, name) for name in ("loss", "advantage", "group_filter")}
+    settings = ("loss", "advantage", "group_filter")
+    named = {name: getattr(algorithm, name, None) for name in settings}
     return [
-        _try_in_process(algorithm, name, function, limit_s)
+        _try_in_process(algorithm, name, function.name, limit_s)
         for name, function in named.items()
-        if function is not None and is_own(function)
+        if isinstance(function, OwnLoss | OwnAdvantage | GroupFilter)
     ]
 
 
@@ -88,7 +95,7 @@ def main(name: str, algorithm: str) -> None:
     # Ctrl-C reaches this process too. It should end without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        given = {"line": _try_function(AlgorithmConfig.model_validate_json(algorithm), name)}
+        given = {"line": _try_function(ALGORITHM.validate_json(algorithm), name)}
     except FunctionError as error:
         given = {"error": str(error)}
     json.dump(given, answer)
@@ -102,19 +109,23 @@ def _try_function(algorithm: AlgorithmConfig, name: str) -> str:
     if name == "loss":
         from asyncrl.algorithms.objective import own_metrics
 
+        assert isinstance(algorithm, PolicyGradient)
         return (
             "a loss and a gradient for 12 tokens; metrics:"
             f" {', '.join(own_metrics(algorithm.loss)) or 'none'}"
         )
     if name == "advantage":
+        assert isinstance(algorithm, PolicyGradient)
         given = [
-            own_advantages(algorithm.advantage, np.array(rewards)).tolist() for rewards in REWARDS
+            algorithm.advantage.of_group(np.array(rewards), GroupInputs()).tolist()
+            for rewards in REWARDS
         ]
         return f"{REWARDS[0]} gives {[round(value, 4) for value in given[0]]}"
     assert algorithm.group_filter is not None
     verdicts = [
         own_verdict(
-            algorithm.group_filter,
+            algorithm.group_filter.name,
+            algorithm.group_filter.arguments,
             rewards,
             (np.array(rewards) - np.mean(rewards)).tolist(),
             [8] * len(rewards),

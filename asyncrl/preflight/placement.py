@@ -108,7 +108,7 @@ async def wait_for_resources(
             if not short:
                 return config, await _tables(config, version_bytes, nodes)
             # Some of several groups may hold resources that fewer replicas can use.
-            given_up = clock() > deadline and config.generator.nnodes > 1
+            given_up = clock() > deadline and config.engines.nnodes > 1
             if demand is not None and (given_up or await asyncio.to_thread(demand.placed)):
                 demand.remove()
                 demand, settled = None, clock() + GIVEN_BACK_S
@@ -137,8 +137,8 @@ async def wait_for_resources(
 
 def _reduced_text(config: Config, fewer: Config, short: str) -> str:
     return (
-        f"only {fewer.generator.num_replicas} of generator.num_replicas ="
-        f" {config.generator.num_replicas} have room: {short}"
+        f"only {fewer.engines.num_replicas} of generator.num_replicas ="
+        f" {config.engines.num_replicas} have room: {short}"
     )
 
 
@@ -266,7 +266,7 @@ def plan_on_cluster(config: Config, version_bytes: int) -> int:
     if short := shortages(wanted, nodes, "registered"):
         fewer = with_fewer_replicas(config, version_bytes, nodes, "registered")
         start = (
-            f", and then start with generator.num_replicas = {fewer.generator.num_replicas}"
+            f", and then start with generator.num_replicas = {fewer.engines.num_replicas}"
             if fewer
             else ""
         )
@@ -396,7 +396,7 @@ async def wait_for_placement(
     deadline = asyncio.get_running_loop().time() + config.placement_wait_s
     while True:
         replicas, waiting = _survey(f"SERVE_REPLICA::{application}#")
-        if replicas >= config.generator.num_replicas and not waiting:
+        if replicas >= config.engines.num_replicas and not waiting:
             # Last, because a stream's answer may need an actor that has a process.
             waiting = [name for name, started in streams.items() if not await started()]
             if not waiting:
@@ -496,7 +496,7 @@ def _unmet_demand(config: Config) -> bool:
     an engine of several nodes. One that waits for its process to start does not count."""
     ours = {round(part.cpus, 4) for part in logical_cpus(config)}
     demands = get_cluster_status(ray.get_runtime_context().gcs_address).resource_demands
-    groups = demands.placement_group_demand if config.generator.nnodes > 1 else []
+    groups = demands.placement_group_demand if config.engines.nnodes > 1 else []
     return any(
         round(shape.bundle.get("CPU", 0), 4) in ours
         for demand in (*demands.ray_task_actor_demand, *groups)

@@ -56,7 +56,7 @@ def make_plan(config: Config) -> Plan:
     report = check_prompts(data_spec(config))
     truncation = {"data.train": report.truncation}
     truncation |= _check_evaluation(config, context)
-    if config.warm_start.data is not None:
+    if config.warm_start is not None:
         _check_pieces(config, context)
         truncation |= {
             f"supervised rows of {field}": rows for field, rows in _check_warm_start(config).items()
@@ -84,7 +84,7 @@ def make_plan(config: Config) -> Plan:
     if plan.shared_memory_needed > plan.shared_memory_free:
         raise ConfigError(
             f"/dev/shm has {plan.shared_memory_free >> 20} MiB free, and two versions in the object"
-            f" store plus {config.generator.num_replicas} staged versions need"
+            f" store plus {config.engines.num_replicas} staged versions need"
             f" {plan.shared_memory_needed >> 20} MiB; lower generator.num_replicas or enlarge"
             " /dev/shm"
         )
@@ -141,15 +141,14 @@ def _checked_stops(config: Config) -> Stops:
 def _check_sandbox(config: Config) -> str | None:
     """The level at which code will run, tested on this machine or reported by the service. None: no
     sandbox is set."""
-    from asyncrl.sandbox import SandboxError, open_sandbox
+    from asyncrl.rewards.code import open_configured
+    from asyncrl.sandbox import SandboxError
 
     settings = config.reward.sandbox
-    if settings.level is None:
+    if settings is None:
         return None
     try:
-        return open_sandbox(
-            settings.level, service=settings.service, python=settings.python, paths=settings.paths
-        ).level.value
+        return open_configured(settings).level.value
     except (SandboxError, ValueError) as error:
         raise ConfigError(
             f"reward.sandbox.level = {settings.level!r}: {error}; docs/how_to/sandbox.md says what"
@@ -206,28 +205,32 @@ def check_heads(config: RunSettings) -> None:
     sizes = f"{heads} attention heads"
     check_share("learner.sequence_parallel_size", shares, divisors, sizes, model)
     if isinstance(config, Config):
-        check_workers(text, config.generator, model)
+        check_workers(text, config.engines, model)
 
 
 def _check_reference(config: Config) -> None:
     """Check that the reference policy has the same tokens as the model."""
-    model_context(config, config.reference_path, "algorithm.ref_load")
+    path, setting = config.reference_path, config.reference_setting
+    model_context(config, path, setting)
     if (
-        config.algorithm.ref_load is not None
-        and load_tokenizer(config.algorithm.ref_load).get_vocab()
-        != load_tokenizer(config.model.path).get_vocab()
+        path != config.model.path
+        and load_tokenizer(path).get_vocab() != load_tokenizer(config.model.path).get_vocab()
     ):
         raise ConfigError(
-            f"algorithm.ref_load = {config.algorithm.ref_load!r} has a different vocabulary from"
-            f" model.path = {config.model.path!r}; use a reference with the same tokenizer"
+            f"{setting} = {path!r} has a different vocabulary from model.path ="
+            f" {config.model.path!r}; use a reference with the same tokenizer"
         )
 
 
 def _check_pieces(config: Config, context: int) -> None:
     """Check that a piece of a supervised row, which may fill a micro-batch, fits the model."""
-    if config.warm_start.splits and config.learner.max_tokens_per_row > context:
+    if (
+        config.warm_start
+        and config.warm_start.splits
+        and config.learner.max_tokens_per_row > context
+    ):
         raise ConfigError(
-            "warm_start.completion_policy = 'split' creates pieces of up to"
+            "warm_start.packing_strategy: completion_policy = 'split' creates pieces of up to"
             " learner.max_tokens_per_gpu * sequence_parallel_size ="
             f" {config.learner.max_tokens_per_row} tokens, above the model's context of {context};"
             " lower learner.max_tokens_per_gpu, or use truncate or drop"
@@ -238,7 +241,7 @@ def _check_warm_start(config: Config) -> dict[str, LengthReport]:
     """What the length limits do to the supervised rows of both settings."""
     from asyncrl.data.supervised import read_supervised
 
-    assert config.warm_start.data is not None and config.eval.data is not None
+    assert config.warm_start is not None and config.eval.data is not None
     settings = {"warm_start.data": config.warm_start.data, "eval.data": config.eval.data}
     return {
         field: read_supervised(data_spec(config), data, field)[1]

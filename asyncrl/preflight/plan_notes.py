@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from asyncrl.algorithms.optimizers import AdamW
 from asyncrl.config import Config, OfflineConfig, RunSettings
 from asyncrl.preflight.adapter import loaded_dropout, trained_elements
 from asyncrl.text.stops import chat_end_token
@@ -56,7 +57,7 @@ def notes_text(notes: list[str]) -> list[str]:
 
 def _no_gpu(config: RunSettings, gpus: int) -> str:
     on_cuda = ["learner.device: cuda"] if config.learner.device == "cuda" else []
-    if isinstance(config, Config) and config.generator.device == "cuda":
+    if isinstance(config, Config) and config.engines.device == "cuda":
         on_cuda.append("generator.device: cuda")
     if gpus or not on_cuda or os.environ.get("RAY_ADDRESS"):
         return ""
@@ -81,7 +82,7 @@ def _learning_rate(config: RunSettings, trained: int) -> str:
     rate = config.learner.learning_rate
     small = config.lora is not None or trained < SMALL
     most = HIGH_RATE_OF_SMALL if small else HIGH_RATE
-    if config.learner.optimizer != "adamw" or not rate or LOW_RATE <= rate <= most:
+    if not isinstance(config.learner.optimizer, AdamW) or not rate or LOW_RATE <= rate <= most:
         return ""
     what = "an adapter" if config.lora is not None else f"a model of {trained:,} elements"
     if rate < LOW_RATE:

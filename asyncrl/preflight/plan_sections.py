@@ -7,9 +7,23 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.config import AlgorithmConfig, Config, EnvironmentConfig
+from asyncrl.algorithms.corrections import Correction
+from asyncrl.algorithms.losses.cispo import Cispo
+from asyncrl.algorithms.losses.ppo import Ppo
+from asyncrl.algorithms.pairs import BestWorst
+from asyncrl.algorithms.preference_losses import Sigmoid
+from asyncrl.algorithms.references import KlInLoss
+from asyncrl.config import (
+    AgentCommand,
+    AgentFunction,
+    Config,
+    EnvironmentConfig,
+    FunctionEnvironment,
+    PolicyGradient,
+)
+from asyncrl.config.algorithm import OnlinePreferenceConfig
 from asyncrl.config.derived import derived_settings, session_waves
-from asyncrl.config.schema import OnlinePreferenceConfig
+from asyncrl.contracts.section import Section
 from asyncrl.environments.pool import GUARD_S
 from asyncrl.models.supported import chosen_packing, support
 from asyncrl.preflight.specs import data_spec
@@ -89,8 +103,6 @@ def rows_text(config: Config) -> str:
     )
 
 
-DEFAULT_PREFERENCE = OnlinePreferenceConfig()
-"""The pairs of the runs in docs/evidence.md, with any beta."""
 EXPERIMENTAL = (
     "\n  experimental: no complete run has shown that this combination learns (docs/evidence.md"
     " lists those that have)"
@@ -130,7 +142,7 @@ def environment_text(config: Config) -> list[str]:
         f"{workers} rollout worker(s) x {environment.processes} process(es) x"
         f" {environment.concurrency} sessions at once",
     ]
-    if config.staleness.on_stale == "wait":
+    if config.staleness.on_stale.name == "wait":
         lines += _longest_wait(config, environment)
     return ["\n  ".join(lines)]
 
@@ -143,11 +155,14 @@ def _limits_text(environment: EnvironmentConfig) -> str:
 
 def _player_text(config: Config) -> str:
     """What plays the sessions."""
-    agent = config.agent
-    if agent is None:
-        assert config.environment is not None
-        return config.environment.function
-    return agent.function or f"the program {shlex.join(agent.command or [])}"
+    match config.environment:
+        case AgentCommand(command=command):
+            return f"the program {shlex.join(command)}"
+        case AgentFunction(agent=agent):
+            return agent
+        case FunctionEnvironment(function=function):
+            return function
+    raise AssertionError
 
 
 def _longest_wait(config: Config, environment: EnvironmentConfig) -> list[str]:
@@ -175,7 +190,7 @@ def _longest_wait(config: Config, environment: EnvironmentConfig) -> list[str]:
 
 def _refreshes_text(config: Config) -> str:
     """When the reference policy takes the policy's weights; "" if it is frozen."""
-    every = config.algorithm.ref_update_interval
+    every = config.algorithm.update_interval
     if every is None:
         return ""
     return (
@@ -186,102 +201,137 @@ def _refreshes_text(config: Config) -> str:
 
 def _online_preference_text(config: Config, preference: OnlinePreferenceConfig) -> str:
     """The loss and the pairs of online DPO."""
-    samples = config.rollout.n_samples_per_prompt
-    pairs = (
+    samples, pairs = config.rollout.n_samples_per_prompt, preference.pairs
+    chosen = (
         "the best against the worst"
-        if preference.pairs == "best_worst"
-        else f"at most {preference.max_pairs} pairs"
+        if isinstance(pairs, BestWorst)
+        else f"at most {pairs.max_pairs} pairs"
     )
     penalty = (
-        f"; a completion that was cut off loses {preference.missing_eos_penalty:g} reward"
-        if preference.missing_eos_penalty
+        f"; a completion that was cut off loses {pairs.missing_eos_penalty:g} reward"
+        if pairs.missing_eos_penalty
         else ""
     )
     weight = (
         "none (uncorrected)" if preference.weight_cap is None else f"<= {preference.weight_cap:g}"
     )
     ce = f" + {preference.ce_coef:g} x next-token loss" if preference.ce_coef else ""
-    plain = preference.model_copy(update={"beta": DEFAULT_PREFERENCE.beta}) == DEFAULT_PREFERENCE
-    frozen = config.algorithm.ref_update_interval is None
+    # The runs in docs/evidence.md had several values of beta.
+    plain = preference.model_copy(update={"loss": Sigmoid()}) == OnlinePreferenceConfig()
+    sigmoid = preference.loss.model_copy(update={"beta": Sigmoid().beta}) == Sigmoid()
+    frozen = config.algorithm.update_interval is None
     return (
-        f"online DPO: loss {preference.loss}{ce}, beta {preference.beta:g} against"
-        f" {config.reference_path}; of each group's {samples} completions {pairs}, with rewards at"
-        f" least {preference.min_margin:g} apart{penalty}; off-policy weight of a pair: {weight}"
-        f"{'' if plain and frozen else EXPERIMENTAL}"
+        f"online DPO: loss {_named(preference.loss, without=('beta',))}{ce}, beta"
+        f" {preference.loss.beta:g} against {config.reference_path}; of each group's {samples}"
+        f" completions {chosen}, with rewards at least {pairs.min_margin:g} apart{penalty};"
+        f" off-policy weight of a pair: {weight}"
+        f"{'' if plain and sigmoid and frozen else EXPERIMENTAL}"
     )
+
+
+def _named(choice: Section, without: tuple[str, ...] = ()) -> str:
+    """The name of a choice, and in parentheses its settings that are not its defaults."""
+    changed = _changed(choice, ("name", *without))
+    settings = f" ({', '.join(changed)})" if changed else ""
+    return f"{getattr(choice, 'name', '')}{settings}"
+
+
+def _changed(section: Section, without: tuple[str, ...] = ()) -> list[str]:
+    """Name and value of each setting that is not its default."""
+    return [
+        f"{name} {getattr(section, name)}"
+        for name, field in type(section).model_fields.items()
+        if name not in without and getattr(section, name) != field.default
+    ]
 
 
 def _policy_gradient_text(config: Config) -> str:
     """Advantage, loss and correction."""
     algorithm = config.algorithm
-    correction = [
-        f"{name} {value}"
-        for name, value in algorithm.correction.model_dump().items()
-        if value not in (None, "none", False)
-    ]
-    if not algorithm.caps:
-        correction = [item for item in correction if not item.startswith("cap ")]
-    if algorithm.correction.reject_above is None:
-        correction = [item for item in correction if not item.startswith("reject_")]
-    shown = (algorithm.loss, algorithm.old_policy, algorithm.correction.truncation)
-    extras = (
-        algorithm.correction.masks,
-        algorithm.correction.normalize,
-        algorithm.correction.floor,
-        algorithm.has_reference,  # a teacher included
-        algorithm.dual_clip,
-        algorithm.entropy_coef,
-        algorithm.ce_coef,
-        # The run of jobs/guess: PPO, and each turn has only its own reward.
-        algorithm.turn_coef and (algorithm.turn_gamma or algorithm.loss != "ppo"),
-        # The cispo run in docs/evidence.md had a lower clip.
-        algorithm.loss == "cispo" and algorithm.eps_clip is None,
-    )
-    plain = (algorithm.advantage, algorithm.loss_aggregation) == SHOWN_WITH and not any(extras)
-    distilled = (
-        algorithm.distillation is not None
-        and algorithm.distillation.uses_top_k
-        and not any((algorithm.distillation.reward_weight, algorithm.entropy_coef))
-        and not algorithm.ce_coef
-    )
-    note = "" if distilled or (shown in SHOWN and plain) else EXPERIMENTAL
+    assert isinstance(algorithm, PolicyGradient)
     kind = "corrected" if algorithm.corrected else "uncorrected"
-    correction_text = ", ".join(correction) or ("only the ratio" if algorithm.corrected else "none")
-    places = {"the reward": algorithm.kl_coef, "the loss": algorithm.kl_loss_coef}
-    kl = "".join(
-        f"; {value:g} x KL ({algorithm.kl_estimator}) from {config.reference_path} in {place}"
-        for place, value in places.items()
-        if value
+    correction = _correction_text(algorithm.correction) or (
+        "only the ratio" if algorithm.corrected else "none"
     )
+    kl = ""
+    if algorithm.kl is not None:
+        term = "the loss" if isinstance(algorithm.kl, KlInLoss) else "the reward"
+        source = algorithm.distillation.teacher_text if algorithm.distillation else None
+        kl = (
+            f"; {algorithm.kl.coef:g} x KL ({algorithm.kl.estimator}) from"
+            f" {source or config.reference_path} in {term}"
+        )
     text = (
-        f"; {algorithm.ce_coef:g} x next-token loss on completions with a reward of at least"
-        f" {algorithm.ce_min_reward:g}"
-        if algorithm.ce_coef
+        f"; {algorithm.ce.coef:g} x next-token loss on completions with a reward of at least"
+        f" {algorithm.ce.min_reward:g}"
+        if algorithm.ce is not None
         else ""
     )
+    note = "" if _shown(algorithm) else EXPERIMENTAL
+    loss = algorithm.loss
     return (
-        f"{_advantage_text(algorithm)}, loss {algorithm.loss} against old policy"
-        f" {algorithm.old_policy}, {algorithm.loss_aggregation}; {kind};"
-        f" correction: {correction_text}{kl}{text}{note}"
+        f"{_advantage_text(algorithm)}, loss {_named(loss, without=('old_policy',))} against old"
+        f" policy {loss.old_policy}, {algorithm.loss_aggregation}; {kind}; correction:"
+        f" {correction}{kl}{text}{note}"
     )
 
 
-def _advantage_text(algorithm: AlgorithmConfig) -> str:
+def _correction_text(correction: Correction) -> str:
+    """The parts of a correction, with their settings."""
+    parts = []
+    if (truncation := correction.truncation) is not None:
+        settings = [f"cap {truncation.cap}", *_changed(truncation, ("level", "cap"))]
+        parts.append(f"truncation {', '.join([truncation.level, *settings])}")
+    for name in ("band", "rejection", "sequence_mask"):
+        if (part := getattr(correction, name)) is not None:
+            parts.append(f"{name} {', '.join(_changed(part))}")
+    return " and ".join(parts)
+
+
+def _shown(algorithm: PolicyGradient) -> bool:
+    """Whether a complete run in docs/evidence.md has shown that this combination learns."""
+    distillation, loss, truncation = (
+        algorithm.distillation,
+        algorithm.loss,
+        algorithm.correction.truncation,
+    )
+    if algorithm.entropy_coef or algorithm.ce is not None:
+        return False
+    if distillation is not None:
+        return bool(distillation.top_k) and not distillation.reward_weight
+    turns = algorithm.turn_rewards
+    return (
+        (loss.name, loss.old_policy, truncation.level if truncation else "none") in SHOWN
+        and (algorithm.advantage.name, algorithm.loss_aggregation) == SHOWN_WITH
+        and algorithm.correction.model_copy(update={"truncation": None}) == Correction()
+        and (truncation is None or not (truncation.normalize or truncation.floor))
+        and algorithm.reference is None
+        and not (isinstance(loss, Ppo) and loss.dual_clip)
+        # The run of jobs/guess: PPO, and each turn has only its own reward.
+        and (turns is None or (not turns.gamma and loss.name == "ppo"))
+        # The cispo run in docs/evidence.md had a lower clip.
+        and not (isinstance(loss, Cispo) and loss.eps_clip == 1)
+    )
+
+
+def _advantage_text(algorithm: PolicyGradient) -> str:
     """Where the advantages come from. The plan's line about the teacher has the formula."""
-    distillation = algorithm.distillation
+    distillation, advantage = algorithm.distillation, algorithm.advantage
     baseline = (
         " against one greedy completion per group, which is generated and scored too, and not"
         " trained"
         if algorithm.needs_baseline
         else ""
     )
+    name = _named(advantage, without=("turns",))
     if distillation is None:
-        turns = f" + {algorithm.turn_coef:g} x that of each turn" if algorithm.turn_coef else ""
-        return f"advantage {algorithm.advantage}{turns}{baseline}"
+        turns = algorithm.turn_rewards
+        of_turns = f" + {turns.coef:g} x that of each turn" if turns is not None else ""
+        return f"advantage {name}{of_turns}{baseline}"
     sources = ["from the teacher's log-probs"] if distillation.adds_advantage else []
-    term = "the teacher's divergence" if distillation.uses_top_k else "the KL term"
+    term = "the teacher's divergence" if distillation.top_k else "the KL term"
     if distillation.reward_weight:
-        sources.append(f"{distillation.reward_weight:g} x {algorithm.advantage}{baseline}")
+        sources.append(f"{distillation.reward_weight:g} x {name}{baseline}")
     return f"on-policy distillation: advantage {' + '.join(sources) or f'none, only {term}'}"
 
 

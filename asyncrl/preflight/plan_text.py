@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from asyncrl.config import Config
+from asyncrl.config.schema import AttachedGenerators, SandboxService
 from asyncrl.generation.model_checks import kv_tokens
 from asyncrl.preflight.adapter import adapter_text, published_bytes
 from asyncrl.preflight.disk import Disk, disk_text
@@ -70,7 +71,7 @@ class Plan:
     def shared_memory_needed(self) -> int:
         """Two versions in the object store, and one staging file per replica."""
         version = published_bytes(self.config, self.weights_bytes)
-        return (2 + self.config.generator.num_replicas) * version
+        return (2 + self.config.engines.num_replicas) * version
 
     @property
     def notes(self) -> list[str]:
@@ -108,7 +109,7 @@ class Plan:
             "staleness": (
                 f"{config.staleness.max_staleness} versions at most; {config.max_outstanding}"
                 " groups outstanding"
-                + ("; older tokens are masked" if config.staleness.on_stale == "mask" else "")
+                + ("; older tokens are masked" if config.staleness.on_stale.name == "mask" else "")
             ),
             "algorithm": algorithm_text(config).splitlines()[1].strip(),
             "learner": (
@@ -155,13 +156,13 @@ class Plan:
         }
 
     def _sandbox_text(self) -> list[str]:
-        if self.sandbox is None:
-            return []
         settings = self.config.reward.sandbox
+        if self.sandbox is None or settings is None:
+            return []
         where = (
-            "here, and on every machine that runs rewards"
-            if settings.is_local
-            else f"at {settings.service}"
+            f"at {settings.service}"
+            if isinstance(settings, SandboxService)
+            else "here, and on every machine that runs rewards"
         )
         return [
             f"# sandbox\n  code that the model wrote runs at level {self.sandbox} {where};"
@@ -193,7 +194,7 @@ class Plan:
 
     def _memory(self) -> str:
         mib = 1 << 20
-        replicas = self.config.generator.num_replicas
+        replicas = self.config.engines.num_replicas
         return (
             f"# shared memory\n  weights of one version"
             f" {published_bytes(self.config, self.weights_bytes) / mib:.1f} MiB; needed"
@@ -203,9 +204,9 @@ class Plan:
 
     def _kv_cache(self) -> str:
         """On a GPU, the engine reports its cache, which is what `gpu_memory_utilization` leaves."""
-        generator = self.config.generator
+        generator = self.config.engines
         width = kv_bytes_per_token(self.config)
-        if width is None or generator.device != "cpu" or not generator.own:
+        if width is None or generator.device != "cpu" or not self.config.owns_generators:
             return "# KV cache\n  the engines report it when they start"
         tokens = kv_tokens(generator.kv_cache_memory_bytes, width)
         return (
@@ -266,15 +267,15 @@ def _cut(text: str) -> str:
 
 
 def _generators(config: Config) -> str:
-    generator = config.generator
+    generator = config.engines
     workers = generator.workers
     devices = generator.device if workers == 1 else f"{workers} x {generator.device} each"
     if generator.nnodes > 1:
         devices += f", over {generator.nnodes} nodes"
+    if isinstance(config.generator, AttachedGenerators):
+        return config.generator.attach
     return (
-        generator.attach
-        or f"{generator.replicas_text} on {devices},"
-        f" {config.max_num_seqs} concurrent sequences each"
+        f"{generator.replicas_text} on {devices}, {config.max_num_seqs} concurrent sequences each"
     )
 
 

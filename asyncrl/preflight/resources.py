@@ -90,17 +90,17 @@ def logical_cpus(config: Config) -> tuple[Part, ...]:
         *(
             [
                 Part(
-                    GENERATORS[config.generator.nnodes > 1],
-                    config.generator.num_replicas * config.generator.nnodes,
-                    config.generator.num_cpus,
+                    GENERATORS[config.engines.nnodes > 1],
+                    config.engines.num_replicas * config.engines.nnodes,
+                    config.engines.num_cpus,
                 )
             ]
-            if config.generator.own
+            if config.owns_generators
             else []
         ),
         *(
-            [Part(_frozen(config), 1, config.algorithm.ref_num_cpus)]
-            if config.algorithm.loads_reference
+            [Part(_frozen(config), 1, config.algorithm.frozen.num_cpus)]
+            if config.algorithm.frozen is not None
             else []
         ),
         Part("rollout workers", config.rollout.num_workers, TASK_CPUS),
@@ -142,7 +142,7 @@ def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
             amounts["GPU"] = config.reward.num_gpus
         if version_bytes:
             amounts |= _bytes_of(part.name, config, version_bytes)
-        apart = config.generator.nnodes if part.name in GENERATORS else 1
+        apart = config.engines.nnodes if part.name in GENERATORS else 1
         needs.append(Need(part.name, part.count, amounts, apart))
     if version_bytes:
         published = published_bytes(config, version_bytes)
@@ -157,14 +157,14 @@ def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
 
 
 def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]:
-    learner, generator = config.learner, config.generator
+    learner, generator = config.learner, config.engines
     parameters = version_bytes / ITEM_BYTES[config.model.dtype]
     on_host = learner.device == "cpu" or learner.offload_optimizer == "cpu"
     if part == "learner ranks" and (on_host or config.takes_turns_on_gpus):
         # Weights and gradients in float32, and AdamW's two moments. Frozen weights have only
         # themselves. With turns on GPUs, they are in host memory in the generators' turn, and the
         # weights in bfloat16 too.
-        item = 16 if learner.optimizer == "adamw" else 8
+        item = 8 + 4 * learner.optimizer.moments
         item += 2 if learner.bf16 and config.takes_turns_on_gpus else 0
         trained = trained_bytes(config, version_bytes, item)
         frozen = 0.0 if config.lora is None else parameters * 4
@@ -238,11 +238,9 @@ def with_fewer_replicas(
 ) -> Config | None:
     """The config with the most replicas that fit, fewer than requested and at least
     `generator.min_replicas`. None: that many do not fit either."""
-    for replicas in range(
-        config.generator.num_replicas - 1, config.generator.least_replicas - 1, -1
-    ):
+    for replicas in range(config.engines.num_replicas - 1, config.engines.least_replicas - 1, -1):
         fewer = config.model_copy(
-            update={"generator": config.generator.model_copy(update={"num_replicas": replicas})}
+            update={"generator": config.engines.model_copy(update={"num_replicas": replicas})}
         )
         if not shortages(run_needs(fewer, version_bytes), nodes, which):
             return fewer
@@ -252,7 +250,7 @@ def with_fewer_replicas(
 def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
     """slime's arithmetic for all placements, in GPUs, with the cluster's numbers if they are
     known."""
-    learner, generator = config.learner, config.generator
+    learner, generator = config.learner, config.engines
     actors = learner.world_size * (learner.device == "cuda")
     workers = generator.workers
     rollouts = generator.num_replicas * workers * (generator.device == "cuda")
@@ -261,7 +259,7 @@ def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
         for name in ("tensor_parallel_size", "pipeline_parallel_size")
         if (size := getattr(generator, name)) > 1
     ) + (f", each on {generator.nnodes} nodes," if generator.nnodes > 1 else "")
-    reference = int(config.algorithm.loads_reference and learner.device == "cuda")
+    reference = int(config.algorithm.frozen is not None and learner.device == "cuda")
     rewards = config.reward.num_gpus * (config.reward.tasks + config.scores_evaluation_apart)
     extra = (f" + {_frozen(config).split()[0]} {reference}" if reference else "") + (
         f" + rewards {rewards:g}" if rewards else ""
@@ -294,7 +292,7 @@ def _untried(config: Config) -> str:
 
 
 def _range(config: Config) -> str:
-    generator = config.generator
+    generator = config.engines
     if generator.least_replicas == generator.num_replicas:
         return ""
     return (

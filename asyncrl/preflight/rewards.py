@@ -10,6 +10,7 @@ from functools import partial
 from typing import TypeAlias
 
 from asyncrl.config import Config, ConfigError
+from asyncrl.config.schema import FailRun
 from asyncrl.contracts.rows import Prompt
 from asyncrl.data.prompts import PromptReport, first_prompt
 from asyncrl.preflight.environment import check_agent, try_environment
@@ -80,9 +81,7 @@ def reward_trial(config: Config) -> Iterator[Trial]:
     if config.reward.num_gpus:
         yield lambda report: try_environment(config)
         return
-    once = config.reward.model_copy(
-        update={"processes": 1, "concurrency": 1, "policy": "fail", "retries": 0}
-    )
+    once = config.reward.model_copy(update={"processes": 1, "concurrency": 1, "policy": FailRun()})
     share_settings(config.reward.sandbox)
     with RewardPool(once, answers=answer_format(config.model.path)) as pool:
         yield partial(_try_rewards, config, pool)
@@ -91,7 +90,7 @@ def reward_trial(config: Config) -> Iterator[Trial]:
 def _try_rewards(config: Config, pool: RewardPool, report: PromptReport) -> Tried:
     try_environment(config)
     prompt = first_prompt(data_spec(config), report)
-    check_agent(config.agent, prompt.columns)
+    check_agent(config.environment, prompt.columns)
     if taken := sorted({*ON_REQUEST} & prompt.columns.keys()):
         raise ConfigError(
             f"data.train: the column {taken[0]} has the name of an argument that rewards get;"

@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.algorithms.objective_spec import (
-    CorrectionSpec,
-    ObjectiveSpec,
-    PreferenceSpec,
-    RewardModelSpec,
-    VespoSpec,
-)
-from asyncrl.algorithms.pairs import PairSpec
-from asyncrl.config import AlgorithmConfig, Config, OfflineConfig
+from asyncrl.algorithms.schedules import SAME, BatchSizes
+from asyncrl.config import Config, OfflineConfig, PolicyGradient
+from asyncrl.config.schema import Mask, side_of
 from asyncrl.contracts.protocols import Generate
 from asyncrl.data.offline_spec import OfflineDataSpec
 from asyncrl.data.spec import DataSpec
 from asyncrl.frozen.spec import ReferenceSpec, RefreshSpec
 from asyncrl.generation.settings import GeneratorApp
-from asyncrl.learning.schedule import SAME, BatchSizes
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.observe.spec import ObserveSpec
 from asyncrl.preflight.model_limits import model_vocabulary
@@ -30,14 +23,10 @@ __all__ = [
     "data_spec",
     "generator_app",
     "learner_spec",
-    "objective_spec",
     "observe_spec",
     "offline_data_spec",
     "offline_learner_spec",
     "offline_reference_spec",
-    "online_preference_spec",
-    "pair_spec",
-    "preference_spec",
     "reference_spec",
     "scoring_spec",
     "sessions_spec",
@@ -110,49 +99,11 @@ def scoring_spec(config: Config) -> ScoringSpec:
     )
 
 
-def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
-    """The spec of the policy loss."""
-    correction = algorithm.correction
-    return ObjectiveSpec(
-        loss=algorithm.loss,
-        old_policy=algorithm.old_policy,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.eps_clip_high,
-        dual_clip=algorithm.dual_clip,
-        tau_positive=algorithm.tau_positive,
-        tau_negative=algorithm.tau_negative,
-        dppo_threshold=algorithm.dppo_threshold,
-        vespo=VespoSpec(
-            k_positive=algorithm.vespo_k_positive,
-            lambda_positive=algorithm.vespo_lambda_positive,
-            k_negative=algorithm.vespo_k_negative,
-            lambda_negative=algorithm.vespo_lambda_negative,
-        ),
-        kl_cov_coef=algorithm.kl_cov_coef,
-        entropy_coef=algorithm.entropy_coef,
-        kl_loss_coef=algorithm.kl_loss_coef,
-        kl_estimator=algorithm.kl_estimator,
-        value_coef=algorithm.value_coef,
-        correction=CorrectionSpec(
-            truncation=correction.truncation,
-            cap=correction.cap,
-            floor=correction.floor,
-            mask_below=correction.mask_below,
-            mask_above=correction.mask_above,
-            reject_above=correction.reject_above,
-            reject_estimator=correction.reject_estimator,
-            reject_level=correction.reject_level,
-            sequence_mask_above=correction.sequence_mask_above,
-        ),
-    )
-
-
 def learner_spec(config: Config) -> LearnerSpec:
     """The spec of the learner's ranks."""
     return LearnerSpec(
-        learner=config.learner,
+        learner=config.learner.model_copy(update={"gpu_memory_utilization": config.rank_share}),
         algorithm=config.algorithm,
-        objective=objective_spec(config.algorithm),
         model_path=config.model.path,
         model_dtype=config.model.dtype,
         bucket_bytes=config.weights.bucket_bytes,
@@ -162,47 +113,17 @@ def learner_spec(config: Config) -> LearnerSpec:
         max_steps=config.max_steps,
         seed=config.seed,
         shuffle_rewards=config.reward.shuffle,
-        packing_strategy=config.warm_start.packing_strategy,
+        packing_strategy=config.warm_start.packing_strategy.name if config.warm_start else "bfd",
         placement_wait_s=config.placement_wait_s,
         run_directory=config.run_directory,
-        preference=online_preference_spec(config.algorithm),
-        pairs=pair_spec(config.algorithm),
         max_staleness=config.staleness.max_staleness,
-        masks_stale=config.staleness.on_stale == "mask",
+        masks_stale=isinstance(config.staleness.on_stale, Mask),
         rollout_stop=tuple(config.rollout.rollout_stop),
         rollout_stop_token_ids=tuple(config.rollout.rollout_stop_token_ids),
         chat_template_kwargs=config.data.chat_template_kwargs,
         lora=config.lora,
         gpus=config.rank_gpus,
-        engine_memory=(
-            config.generator.gpu_memory_utilization if config.takes_turns_on_gpus else None
-        ),
-    )
-
-
-def online_preference_spec(algorithm: AlgorithmConfig) -> PreferenceSpec | None:
-    """The spec of the loss of online DPO; None with a policy gradient."""
-    preference = algorithm.preference
-    if preference is None:
-        return None
-    return PreferenceSpec(
-        loss=preference.loss,
-        beta=preference.beta,
-        ce_coef=preference.ce_coef,
-        weight_cap=preference.weight_cap,
-    )
-
-
-def pair_spec(algorithm: AlgorithmConfig) -> PairSpec | None:
-    """The pairs that online DPO chooses; None with a policy gradient."""
-    preference = algorithm.preference
-    if preference is None:
-        return None
-    return PairSpec(
-        choice=preference.pairs,
-        min_margin=preference.min_margin,
-        max_pairs=preference.max_pairs,
-        missing_eos_penalty=preference.missing_eos_penalty,
+        engine_memory=(config.engine_share if config.takes_turns_on_gpus else None),
     )
 
 
@@ -213,8 +134,8 @@ def offline_data_spec(config: OfflineConfig) -> OfflineDataSpec:
         model_path=config.model.path,
         vocabulary=model_vocabulary(config),
         max_length=data.max_length,
-        length_policy=data.length_policy,
-        length_side=data.length_side,
+        length_policy=data.length_policy.name,
+        length_side=side_of(data.length_policy),
         malformed=data.malformed,
         loss_on=data.loss_on,
         apply_chat_template=data.apply_chat_template,
@@ -238,11 +159,9 @@ def offline_learner_spec(
         steps: optimizer steps of the whole run, which the learning-rate schedule needs.
         batch_sizes: rows of each of these steps.
     """
-    algorithm = AlgorithmConfig()
     return LearnerSpec(
         learner=config.learner,
-        algorithm=algorithm,
-        objective=objective_spec(algorithm),
+        algorithm=PolicyGradient(),
         model_path=config.model.path,
         model_dtype=config.model.dtype,
         bucket_bytes=config.bucket_bytes,
@@ -257,28 +176,11 @@ def offline_learner_spec(
         run_directory=config.run_directory,
         length_setting="data.max_length",
         chat_template_kwargs=config.data.chat_template_kwargs,
-        preference=preference_spec(config) if config.objective == "dpo" else None,
-        reward_model=(
-            RewardModelSpec(config.reward_model.center_coef) if config.trains_reward_model else None
-        ),
+        dpo=config.dpo if config.objective == "dpo" else None,
+        reward_model=config.reward_model if config.trains_reward_model else None,
         batch_sizes=batch_sizes,
         lora=config.lora,
         gpus=float(config.learner.device == "cuda"),
-    )
-
-
-def preference_spec(config: OfflineConfig) -> PreferenceSpec:
-    """The spec of the loss of pairs."""
-    dpo = config.dpo
-    return PreferenceSpec(
-        loss=dpo.loss,
-        beta=dpo.beta,
-        label_smoothing=dpo.label_smoothing,
-        length_normalized=dpo.length_normalized,
-        simpo_margin=dpo.simpo_margin,
-        desirable_weight=dpo.desirable_weight,
-        undesirable_weight=dpo.undesirable_weight,
-        ce_coef=dpo.ce_coef,
     )
 
 
@@ -299,8 +201,9 @@ def reference_spec(config: Config, place: Path | None = None) -> ReferenceSpec:
     Args:
         place: folder of its version, if it is refreshed (`asyncrl.frozen.kept`).
     """
+    assert config.algorithm.frozen is not None
     distillation = config.algorithm.distillation
-    top_k = distillation.top_k if distillation is not None and distillation.uses_top_k else 0
+    top_k = 0 if distillation is None else distillation.top_k
     refresh = None
     if config.reference_interval is not None and place is not None:
         refresh = RefreshSpec(
@@ -313,7 +216,7 @@ def reference_spec(config: Config, place: Path | None = None) -> ReferenceSpec:
         learner=config.learner,
         path=config.reference_path,
         temperature=config.rollout.temperature,
-        num_cpus=config.algorithm.ref_num_cpus,
+        num_cpus=config.algorithm.frozen.num_cpus,
         gpus=config.reference_gpus,
         gpu_memory_utilization=config.reference_gpus if config.shares_gpus else 1.0,
         top_k=top_k,
@@ -334,7 +237,12 @@ def generator_app(config: Config) -> GeneratorApp:
         dtype=config.model.dtype,
         max_model_len=config.longest_trajectory,
         cache_block=_cache_block(config),
-        generator=config.generator.model_copy(update={"max_num_seqs": config.max_num_seqs}),
+        generator=config.engines.model_copy(
+            update={
+                "max_num_seqs": config.max_num_seqs,
+                "gpu_memory_utilization": config.engine_share,
+            }
+        ),
         seed=config.seed,
         rollout_stop=config.rollout.rollout_stop,
         rollout_stop_token_ids=config.rollout.rollout_stop_token_ids,
@@ -350,7 +258,7 @@ def generator_app(config: Config) -> GeneratorApp:
 def _cache_block(config: Config) -> int | None:
     """Tokens of a KV cache block. A turn reuses whole blocks of the turns before it. vLLM's default
     on CPU, 128 tokens, would be too large for many sessions."""
-    on_cpu = config.generator.device == "cpu"
+    on_cpu = config.engines.device == "cpu"
     return 32 if config.environment is not None and on_cpu else None
 
 

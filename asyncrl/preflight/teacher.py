@@ -10,6 +10,12 @@ from urllib.parse import urlsplit
 import httpx2
 
 from asyncrl.config import Config, ConfigError, DistillationConfig
+from asyncrl.config.distillation import (
+    TeacherAdvantage,
+    TeacherKl,
+    TeacherServer,
+    TeacherTopK,
+)
 from asyncrl.contracts.errors import TeacherError
 from asyncrl.frozen.teacher import request_headers, scored_ids
 from asyncrl.preflight.model_limits import model_context, vocabulary_at
@@ -40,34 +46,32 @@ def check_teacher(config: Config) -> str | None:
     if distillation is None:
         return None
     tokenizer = load_tokenizer(config.model.path)
-    if distillation.is_url:
-        found = _check_server(
-            distillation, tokenizer, config.longest_trajectory, config.longest_text
-        )
+    teacher = distillation.teacher
+    if isinstance(teacher, TeacherServer):
+        found = _check_server(teacher, tokenizer, config.longest_trajectory, config.longest_text)
         scored = "scored at temperature 1, like the rollouts"
     else:
-        found = _check_checkpoint(config, distillation.teacher, tokenizer)
+        found = _check_checkpoint(config, teacher.path, tokenizer)
         scored = f"scored at the rollouts' temperature {config.rollout.temperature:g}"
-    return f"teacher: {distillation.teacher}, {found}; {scored}; {_use(config, distillation)}"
+    return f"teacher: {distillation.teacher_text}, {found}; {scored}; {_use(distillation)}"
 
 
-def _use(config: Config, distillation: DistillationConfig) -> str:
-    weight = distillation.reward_weight
+def _use(distillation: DistillationConfig) -> str:
+    weight, use = distillation.reward_weight, distillation.use
     rewards = f"plus {weight:g} x the rewards' advantage" if weight else "rewards only measured"
-    if distillation.adds_advantage:
-        return (
-            f"advantage of a token = {distillation.coef:g} x (log π_teacher - log π_behavior),"
-            f" {rewards}"
-        )
-    if distillation.uses_top_k:
-        count = distillation.top_k
-        return (
-            f"loss {distillation.coef:g} x KL(π ‖ π_teacher) over the sampled token, the teacher's"
-            f" {count} most probable others, and the rest as one ({8 * count} bytes per completion"
-            f" token in the rows); {rewards}"
-        )
-    coef = config.algorithm.kl_loss_coef or config.algorithm.kl_coef
-    return f"reference of {coef:g} x KL ({config.algorithm.kl_estimator}), {rewards}"
+    match use:
+        case TeacherAdvantage():
+            return (
+                f"advantage of a token = {use.coef:g} x (log π_teacher - log π_behavior), {rewards}"
+            )
+        case TeacherTopK():
+            return (
+                f"loss {use.coef:g} x KL(π ‖ π_teacher) over the sampled token, the teacher's"
+                f" {use.top_k} most probable others, and the rest as one ({8 * use.top_k} bytes per"
+                f" completion token in the rows); {rewards}"
+            )
+        case TeacherKl():
+            return f"reference of {use.kl.coef:g} x KL ({use.kl.estimator}), {rewards}"
 
 
 def _check_checkpoint(config: Config, path: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -104,17 +108,17 @@ def reference_parameters(path: str) -> int:
 
 
 def _check_server(
-    distillation: DistillationConfig,
+    server: TeacherServer,
     tokenizer: PreTrainedTokenizerBase,
     longest: int,
     longest_text: str,
 ) -> str:
     """What a server tells about itself. `longest` is the run's longest trajectory, in tokens;
     `longest_text` names the settings that make it."""
-    url = distillation.teacher.rstrip("/")
+    url = server.url.rstrip("/")
     try:
         with httpx2.Client(
-            headers=request_headers(distillation),
+            headers=request_headers(server),
             timeout=PROBE_TIMEOUT_S,
             trust_env=False,
             follow_redirects=False,
@@ -122,7 +126,7 @@ def _check_server(
             listed = client.get(f"{url}/models")
             listed.raise_for_status()
             models = listed.json()["data"]
-            model = _chosen(models, distillation)
+            model = _chosen(models, server)
             _probe(client, url, str(model["id"]), tokenizer)
             return (
                 f"a server with model {model['id']!r}; {_context(model, longest, longest_text)};"
@@ -137,15 +141,13 @@ def _check_server(
         ) from None
 
 
-def _chosen(
-    models: Sequence[dict[str, object]], distillation: DistillationConfig
-) -> dict[str, object]:
-    if distillation.model is None:
+def _chosen(models: Sequence[dict[str, object]], server: TeacherServer) -> dict[str, object]:
+    if server.model is None:
         return models[0]
-    named = [model for model in models if model["id"] == distillation.model]
+    named = [model for model in models if model["id"] == server.model]
     if not named:
         listed = ", ".join(str(model["id"]) for model in models)
-        raise TeacherError(f"it has no model {distillation.model!r}; it lists {listed}")
+        raise TeacherError(f"it has no model {server.model!r}; it lists {listed}")
     return named[0]
 
 

@@ -21,7 +21,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from asyncrl.config import SandboxConfig
+from asyncrl.config.schema import SandboxService
 from asyncrl.rewards.code_forms import Cases, Source, TestsError, heads_of, read_tests
 from asyncrl.rewards.contract import row_of
 from asyncrl.rewards.final_answer import code_blocks
@@ -39,6 +42,7 @@ __all__ = [
     "with_heads",
 ]
 
+SANDBOX: TypeAdapter[SandboxConfig | None] = TypeAdapter(SandboxConfig | None)
 SETTINGS = "ASYNCRL_SANDBOX"
 """Environment variable that passes the sandbox settings to reward processes."""
 
@@ -329,10 +333,22 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def share_settings(config: SandboxConfig) -> None:
+def share_settings(config: SandboxConfig | None) -> None:
     """Put `reward.sandbox` into the environment, for reward processes that this process starts
     later."""
-    os.environ[SETTINGS] = config.model_dump_json()
+    os.environ[SETTINGS] = SANDBOX.dump_json(config).decode()
+
+
+def open_configured(config: SandboxConfig) -> Sandbox:
+    """The sandbox of these settings.
+
+    Raises:
+        SandboxError: the level is not available here.
+        ValueError: a path may not be shown.
+    """
+    if isinstance(config, SandboxService):
+        return open_sandbox(config.level, service=config.service)
+    return open_sandbox(config.level, python=config.python, paths=config.paths)
 
 
 def sandbox_limits(config: SandboxConfig) -> Limits:
@@ -353,18 +369,14 @@ def configured_sandbox() -> tuple[Sandbox, Limits]:
 
     Raises:
         SandboxError: The level is not available here.
-        ValueError: `reward.sandbox.level` is not set.
+        ValueError: `reward.sandbox` is not set.
     """
-    return _opened(os.environ.get(SETTINGS, "{}"))
+    return _opened(os.environ.get(SETTINGS, "null"))
 
 
 @functools.cache
 def _opened(settings: str) -> tuple[Sandbox, Limits]:
-    config = SandboxConfig.model_validate_json(settings)
-    if config.level is None:
-        raise ValueError(
-            "code runs only in a sandbox: set reward.sandbox.level (docs/how_to/sandbox.md)"
-        )
-    return open_sandbox(
-        config.level, service=config.service, python=config.python, paths=config.paths
-    ), sandbox_limits(config)
+    config = SANDBOX.validate_json(settings)
+    if config is None:
+        raise ValueError("code runs only in a sandbox: set reward.sandbox (docs/how_to/sandbox.md)")
+    return open_configured(config), sandbox_limits(config)

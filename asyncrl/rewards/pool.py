@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from asyncrl.config import RewardConfig
+from asyncrl.config.schema import FailRun
 from asyncrl.rewards.contract import (
     ContractError,
     FunctionRewards,
@@ -193,8 +194,7 @@ class RewardPool:
 
     async def _score(self, call: GroupCall) -> GroupRewards:
         config = self._config
-        tries = config.retries + 1 if config.policy == "retry" else 1
-        for left in reversed(range(tries)):
+        for left in reversed(range(config.policy.tries)):
             try:
                 results = await self._run_functions(call)
                 rewards = {name: result.rewards for name, result in results.items()}
@@ -207,7 +207,7 @@ class RewardPool:
                 tokens = self._token_rewards(results)
                 return GroupRewards(rewards | parts, tokens=tokens)
             except RewardError as error:
-                if config.policy == "fail":
+                if isinstance(config.policy, FailRun):
                     raise
                 if not left:
                     failure = str(error)

@@ -12,11 +12,12 @@ from typing import NotRequired, Protocol, TypedDict, cast
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.algorithms.advantages import GroupInputs, group_advantages, soft_overlong_penalty
+from asyncrl.algorithms.advantages import GroupInputs, group_advantages
+from asyncrl.algorithms.advantages.grpo import Grpo
 from asyncrl.algorithms.kl import reward_kl
 from asyncrl.algorithms.own import own_verdict
 from asyncrl.algorithms.turn_credit import turn_advantages
-from asyncrl.config import AlgorithmConfig, RewardConfig
+from asyncrl.config import AlgorithmConfig, PolicyGradient, RewardConfig
 from asyncrl.contracts.columns import column_values
 from asyncrl.contracts.group_table import reward_parts_type
 from asyncrl.contracts.outcomes import FILTERED, NO_BASELINE
@@ -265,7 +266,7 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         *dict.fromkeys(
             [
                 *(TURNS if spec.most_session_tokens is not None else []),
-                *(TURN_CREDITS if spec.algorithm.turn_coef else []),
+                *(TURN_CREDITS if spec.algorithm.turn_rewards else []),
             ]
         ),
         *([REFERENCE_COLUMN] if spec.algorithm.has_reference else []),
@@ -280,7 +281,7 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         lengths = _lengths(row["finish_reason"], row["completion_ids"], longest)
         rewards = _less_overlong(total_rewards(parts, weights), lengths, longest, spec.reward)
         if spec.algorithm.kl_coef:
-            rewards = _less_kl(rewards, row, spec.algorithm)
+            rewards = _less_kl(rewards, row, spec.algorithm.kl_coef)
         statuses = _statuses(row, rewards, spec)
         scored["reward"].append(rewards)
         scored["status"].append(statuses)
@@ -289,20 +290,18 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
             baseline=baselines[-1],
             lengths=[sum(mask) for mask in row["loss_mask"]],
             parts=[(weights[name], values) for name, values in parts.items()],
-            k=spec.algorithm.pass_k,
-            pass_threshold=spec.algorithm.pass_threshold,
         )
         advantages, failure = _advantages(row, rewards, statuses, inputs, spec.algorithm)
         if spec.algorithm.preference is not None:
             advantages = [None] * len(advantages)  # pairs are trained instead
         scored["advantage"].append(advantages)
-        if spec.algorithm.turn_coef:
+        if isinstance(spec.algorithm, PolicyGradient) and spec.algorithm.turn_rewards is not None:
             of_turns.append(_turn_advantages(row, advantages, spec.algorithm))
         failures.append(row["failure"] or failure)
         scored["scored_at"].append(time.time())
     for name, values in scored.items():
         table = table.append_column(name, pa.array(values, SCORED_COLUMNS[name]))
-    if spec.algorithm.turn_coef:
+    if spec.algorithm.turn_rewards is not None:
         table = table.append_column(TURN_ADVANTAGE_COLUMN, pa.array(of_turns, TURN_ADVANTAGE))
     if spec.algorithm.needs_baseline:
         kind = BASELINE_COLUMNS["baseline_reward"]
@@ -390,7 +389,9 @@ def _advantages(
         why = "could not be scored" if row["baseline_ids"] else "has no token"
         return [None] * len(ok), f"{NO_BASELINE}the greedy completion {why}"
     try:
-        advantages = group_advantages(rewards, ok, algorithm.advantage, inputs)
+        # With online DPO, pairs are trained instead. A filter gets what grpo would give.
+        of_group = algorithm.advantage if isinstance(algorithm, PolicyGradient) else Grpo()
+        advantages = group_advantages(rewards, ok, of_group, inputs)
         kept = [index for index, use in enumerate(ok) if use]
         if algorithm.group_filter is None or len(kept) < (2 if algorithm.compares_siblings else 1):
             return advantages, None
@@ -400,30 +401,33 @@ def _advantages(
         )
         truncated = [row["finish_reason"][index] in TRUNCATED for index in kept]
         trained = own_verdict(
-            algorithm.group_filter,
+            algorithm.group_filter.name,
+            algorithm.group_filter.arguments,
             known,
             [float(advantages[index] or 0.0) for index in kept],
             lengths,
             truncated,
         )
-        return advantages, None if trained else f"{FILTERED}{algorithm.group_filter} returned False"
+        left_out = f"{FILTERED}{algorithm.group_filter.name} returned False"
+        return advantages, None if trained else left_out
     except FunctionError as error:
         return [None] * len(ok), unforeseen("the group could not be scored", error)
 
 
 def _turn_advantages(
-    row: _RewardedRow, advantages: Sequence[float | None], algorithm: AlgorithmConfig
+    row: _RewardedRow, advantages: Sequence[float | None], algorithm: PolicyGradient
 ) -> list[float | None]:
     """The items of the column `turn_advantage` for one group. A turn that its agent never received
     has none, and its number counts nowhere."""
+    turns = algorithm.turn_rewards
+    assert turns is not None
     places = received_turns(row["turn_trajectory"], row["turn_status"], len(advantages))
     found = turn_advantages(
         [[row["turn_reward"][place] for place in session] for session in places],
         advantages,
         [advantage is not None for advantage in advantages],
         algorithm.advantage,
-        algorithm.turn_coef,
-        algorithm.turn_gamma,
+        turns,
     )
     items: list[float | None] = [None] * len(row["turn_reward"])
     for session, values in zip(places, found, strict=True):
@@ -438,10 +442,8 @@ def _less_overlong(
     """The rewards less the soft overlong penalty. `longest` is the length limit of these
     completions. A completion that was ended in a loop counts as that long: it would have continued
     to the limit."""
-    penalties = [
-        soft_overlong_penalty(length, longest, reward.overlong_buffer, reward.overlong_penalty)
-        for length in lengths
-    ]
+    overlong = reward.overlong
+    penalties = [0.0 if overlong is None else overlong.added(one, longest) for one in lengths]
     return [
         None if total is None else total + penalty
         for total, penalty in zip(rewards, penalties, strict=True)
@@ -449,7 +451,7 @@ def _less_overlong(
 
 
 def _less_kl(
-    rewards: Sequence[float | None], row: _RewardedRow, algorithm: AlgorithmConfig
+    rewards: Sequence[float | None], row: _RewardedRow, kl_coef: float
 ) -> list[float | None]:
     """The rewards less kl_coef times each trajectory's KL divergence from the reference, over its
     tokens with loss. A KL that is not finite is ignored here: `trajectory_status` masks the
@@ -459,9 +461,7 @@ def _less_kl(
     for reward, ours, theirs, mask in zip(rewards, *columns, strict=True):
         kl = reward_kl(ours, theirs, mask)
         penalized.append(
-            None
-            if reward is None
-            else reward - algorithm.kl_coef * (kl if math.isfinite(kl) else 0.0)
+            None if reward is None else reward - kl_coef * (kl if math.isfinite(kl) else 0.0)
         )
     return penalized
 

@@ -24,7 +24,8 @@ import pyarrow as pa
 import ray
 import ray.exceptions
 
-from asyncrl.config import DistillationConfig
+from asyncrl.config import DistillationConfig, PolicyGradient
+from asyncrl.config.schema import FailRun
 from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.contracts.errors import RolloutFailedError, TeacherError
 from asyncrl.contracts.group_table import table_to_ipc
@@ -197,7 +198,8 @@ class RayScores:
         If the task's process dies, start a new execution. The rollout workers treat it as a new
         reader and offer it every unacknowledged group.
         """
-        least = 0.0 if self._spec.algorithm.advantage == "maxrl" else None
+        algorithm = self._spec.algorithm
+        least = algorithm.advantage.least_reward if isinstance(algorithm, PolicyGradient) else None
         reward = self._spec.reward
         tasks = Tasks(reward.tasks, reward.num_cpus, reward.num_gpus)
         stage = partial(scored_block, spec=self._spec)
@@ -247,7 +249,7 @@ class RayScores:
         table = pa.concat_tables(blocks, promote_options="permissive")
         found = [scored_from_text(text) for text in table[SUMMARY_COLUMN].to_pylist()]
         table = table.drop_columns([SUMMARY_COLUMN])
-        if self._spec.reward.policy == "fail":
+        if isinstance(self._spec.reward.policy, FailRun):
             for scored in found:
                 if scored.failure and not scored.failure.startswith(
                     (UNFORESEEN, FILTERED, NO_BASELINE)
@@ -322,8 +324,8 @@ def _unscored_in_a_row(
         count = 0 if failure is None else count + 1
         if count >= distillation.max_failed_groups:
             raise TeacherError(
-                f"algorithm.distillation.teacher = {distillation.teacher!r} scored none of the last"
-                f" {count} groups (max_failed_groups): {failure}"
+                f"algorithm.distillation.teacher = {distillation.teacher_text!r} scored none of the"
+                f" last {count} groups (max_failed_groups): {failure}"
             )
     return count
 

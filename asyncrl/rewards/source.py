@@ -195,7 +195,7 @@ class _Stages:
 
     @property
     def _top_k(self) -> bool:
-        return self.distillation is not None and self.distillation.uses_top_k
+        return self.distillation is not None and self.distillation.top_k > 0
 
     def _ask(self, reference: Actor, group: pa.Table, events: _Events) -> None:
         """Ask the reference policy for its log-probs of a group."""

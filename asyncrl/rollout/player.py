@@ -47,7 +47,7 @@ class Player:
         self._pool = EnvironmentPool(config, output)
         self._most_turns, self._tool_s = config.max_turns, config.tool_s
         self._server: AgentServer | None = None
-        if config.url:
+        if config.at_url:
             from asyncrl.agents.server import AgentServer  # it imports a web framework
 
             self._server = AgentServer()

@@ -7,7 +7,7 @@ import logging
 import time
 from contextlib import AbstractAsyncContextManager
 
-from asyncrl.config import Config
+from asyncrl.config import Config, WarmStartConfig
 from asyncrl.contracts.messages import Scored, WeightsId
 from asyncrl.contracts.state import State
 from asyncrl.control.concurrency import Concurrency, first_limit
@@ -115,12 +115,12 @@ class Attempt:
             self.live.phase("loading the checkpoint")
             async with self.watched(learner):
                 await learner.load(self.directory.checkpoint / "learner")
-        elif self.config.warm_start.data is not None:
+        elif self.config.warm_start is not None:
             self.live.phase("warm start")
-            await self._warm_start(learner)
+            await self._warm_start(learner, self.config.warm_start)
         self.live.phase("waiting for the generators")
 
-    async def _warm_start(self, learner: LearnerGroup) -> None:
+    async def _warm_start(self, learner: LearnerGroup, settings: WarmStartConfig) -> None:
         config = self.config
 
         def report(check: WarmStartCheck) -> None:
@@ -136,12 +136,14 @@ class Attempt:
                 learner,
                 train_rows,
                 held_out_rows,
-                config.warm_start,
+                settings,
                 config.seed,
                 report,
                 config.learner.max_skipped_steps,
             )
-        await learner.reset_optimizer(config.learner.learning_rate, config.learner.warmup_steps)
+        await learner.reset_optimizer(
+            config.learner.learning_rate, config.learner.schedule.warmup_steps
+        )
 
     async def _train(self, stations: Stations) -> None:
         self.recorder.record("truncation", *self._position(), self.plan.truncation_metrics())
@@ -244,7 +246,7 @@ def make_coordinator(
         staleness=Staleness(
             config.staleness.max_staleness,
             config.groups_per_step,
-            config.staleness.on_stale,
+            config.staleness.on_stale.name,
             config.staleness.over_sampling,
         ),
         least_usable=2 if config.algorithm.compares_siblings else 1,
@@ -255,7 +257,7 @@ def make_coordinator(
         check_every=config.weights.check_every_versions,
         evaluate_every=config.eval.every_steps,
         evaluate_in_flight=config.eval.in_flight,
-        refresh_every=config.algorithm.ref_update_interval or 0,
+        refresh_every=config.algorithm.update_interval or 0,
         colocate=config.placement == "colocate",
     )
     return Coordinator(parts, schedule, state, restored)
@@ -297,7 +299,7 @@ def concurrency_of(config: Config, kv_cache_tokens: int, found: float | None = N
         kv_cache_tokens: capacity of one replica's KV cache, in tokens.
         found: the limit that an earlier attempt had reached.
     """
-    rollout, generator = config.rollout, config.generator
+    rollout, generator = config.rollout, config.engines
     samples, replicas = config.completions_per_group, generator.num_replicas
     first = first_limit(
         replicas * kv_cache_tokens,

@@ -172,7 +172,7 @@ class Evaluator:
     async def _answers(self, settings: EvalSet, place: _Place) -> list[list[Answer]]:
         """The n answers of each prompt, in order. As many requests are in flight as the engines
         that answer can run at once."""
-        generator = self.config.generator
+        generator = self.config.engines
         room = asyncio.Semaphore(
             self.config.max_num_seqs * (generator.num_replicas if place.replica is None else 1)
         )

@@ -26,6 +26,8 @@ import ray
 
 import asyncrl
 from asyncrl.config import Config
+from asyncrl.config.distillation import TeacherServer
+from asyncrl.config.schema import AttachedGenerators
 from asyncrl.contracts.errors import TeacherError
 from asyncrl.contracts.messages import ReplicaStatus
 from asyncrl.contracts.rows import Completion, Prompt
@@ -238,7 +240,8 @@ async def launch_stations(
     config, _ = await wait_for_resources(config)
     async with Closing(across.failed) as stack:
         own_name = application_name(config.name, state.run_id, state.attempt)
-        app_name = config.generator.attach or own_name
+        generator = config.generator
+        app_name = generator.attach if isinstance(generator, AttachedGenerators) else own_name
         longest = _longest_request(config, context)
         config, registry = await _lease(config, app_name, longest, state.run_id, across, stack)
         # The learner's placement group comes first, then the generators, whose start takes longest.
@@ -319,8 +322,10 @@ def _start_streams(
     finished = [*state.finished_above, *(ordinal for _, ordinal in state.waiting)]
     prompts = RayPromptSource(data_spec(config), report, state.frontier, finished, stacks)
     stack.add("prompts", prompts.close)
-    refresh = reference_spec(config, directory.reference).refresh
-    refreshed = None if refresh is None else RayReference(reference, refresh)
+    refreshed = None
+    if reference is not None and config.reference_interval is not None:
+        refresh = reference_spec(config, directory.reference).refresh
+        refreshed = None if refresh is None else RayReference(reference, refresh)
     return _Streams(rollouts, scores, prompts, reference, refreshed)
 
 
@@ -370,7 +375,7 @@ async def _generator_handle(
 ) -> tuple[Handle, Actor | None]:
     """The handle of the generators, and the watcher that ends the run's own generators after a
     crash."""
-    if config.generator.own and across.generators is not None:
+    if config.owns_generators and across.generators is not None:
         handle = await across.generators.begin(not own_cluster())
         return handle, across.generators.watcher
     return application(app_name), None
@@ -394,10 +399,10 @@ async def _lease(
     were left by an earlier attempt, belong to a standing endpoint, or are about to start."""
     if across.generators is not None:
         return config, across.generators.registry
-    if not config.generator.own:
+    if not config.owns_generators:
         config = await attached_config(config, name, tokens)
     registry = await lease_generators(name, f"{config.name!r} ({run_id})")
-    if config.generator.own:
+    if config.owns_generators:
         settings = generator_app(config).model_copy(update={"max_model_len": tokens})
         across.generators, across.placed = OwnGenerators(name, registry, settings), config
     else:
@@ -421,9 +426,10 @@ def _start_reference(config: Config, place: Path | None, stack: Closing) -> Acto
     if not config.algorithm.has_reference:
         return None
     distillation = config.algorithm.distillation
+    server = None if distillation is None else distillation.teacher
     reference = (
-        start_teacher(distillation)
-        if distillation is not None and distillation.is_url
+        start_teacher(server)
+        if isinstance(server, TeacherServer)
         else start_reference(reference_spec(config, place))
     )
 

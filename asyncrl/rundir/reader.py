@@ -212,7 +212,7 @@ class Run:
         Additional columns: `index` (place in its group), `completion` (text), `tokens` (of the
         completion), `oldest_version` and `newest_version` (of its tokens), and `reward/NAME` per
         reward function. `outcome` is null until the group has one, and `staleness` is null unless
-        the group was trained. Sessions have `turn_reward`, and with `algorithm.turn_coef`
+        the group was trained. Sessions have `turn_reward`, and with `algorithm.advantage.turns`
         `turn_advantage`: a list with an item for each of their turns.
         """
         return _with_outcomes(_explode(self.groups()), self.outcomes())

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
+from asyncrl.algorithms.optimizers import AdamW
 from asyncrl.config import ConfigError, RunSettings
 from asyncrl.contracts.errors import (
     NoCheckpointError,
@@ -56,30 +57,33 @@ FIXED = {
     "data.prompt_policy": "it decides which prompts are used, and ordinals count only those",
     "data.max_length": "it decides which prompts are used, and ordinals count only those",
     "data.length_policy": "it decides which prompts are used, and ordinals count only those",
-    "data.length_side": "the steps so far trained rows that were cut at that side",
+    "data.length_policy.side": "the steps so far trained rows that were cut at that side",
     "data.least_reward": "it decides which rows are used, and ordinals count only those",
     "dpo.ref_load": "the pairs so far were compared with that reference policy",
     "rollout.temperature": "the waiting groups in the checkpoint were sampled at that temperature",
     "lora": "the checkpoint contains that adapter, or all weights",
     "learner.bf16": "the optimizer's state has that precision",
-    "learner.optimizer": "the checkpoint contains the state of that optimizer",
+    "learner.optimizer.name": "the checkpoint contains the state of that optimizer",
 }
 """Settings that must not change on a resume → why."""
 
 FIXED_IN_RUN = {
-    "environment.function": "the groups so far are of that environment, or of none",
+    **dict.fromkeys(
+        ("environment.function", "environment.agent", "environment.command"),
+        "the groups so far are of that environment, or of none",
+    ),
     "algorithm.preference": "the steps so far trained the pairs that it chose",
-    "algorithm.ref_update_interval": "the steps so far were trained with the reference of those"
-    " versions",
+    "algorithm.reference.update_interval": (
+        "the steps so far were trained with the reference of those versions"
+    ),
     "algorithm.distillation": "the steps so far learned from that teacher",
     "reward.shuffle": "a control run shuffles the rewards of every step",
 }
 """Further ones within a run. A run that starts from another run's checkpoint may change them."""
 
-ENDPOINT = ("teacher", "model", "key_env", "timeout_s", "retries", "at_once", "max_failed_groups")
-MAY_CHANGE = tuple(f"algorithm.distillation.{name}" for name in ENDPOINT)
-"""Settings within those of `FIXED_IN_RUN` that say where and how the teacher answers. The weights
-of a local teacher are compared."""
+MAY_CHANGE = ("algorithm.distillation.teacher", "algorithm.distillation.max_failed_groups")
+"""Prefixes of settings within those of `FIXED_IN_RUN` that say where and how the teacher answers.
+The weights of a local teacher are compared."""
 
 LONGEST = (
     "rollout.max_completion_length",
@@ -101,7 +105,11 @@ SCORED_WITH = (
         f"environment.{name}"
         for name in (
             "function",
+            "agent",
+            "command",
             "arguments",
+            "variables",
+            "stdin",
             "max_turns",
             "deadline_s",
             "turn_s",
@@ -116,10 +124,9 @@ SCORED_WITH = (
     "reward.overlong",
     "algorithm.advantage",
     "algorithm.group_filter",
-    "algorithm.kl_",
-    "algorithm.pass_",
-    "algorithm.turn_",
-    "algorithm.ref_load",
+    "algorithm.reference.kl_",
+    "algorithm.reference.estimator",
+    "algorithm.reference.ref_load",
     "algorithm.distillation",
     *LONGEST,
 )
@@ -283,13 +290,14 @@ def _found(
     lines = [f"passed over: {reason}" for reason in passed_over]
     lines += [f"found {path} (version {state.version}, {len(state.waiting)} groups waiting)"]
     lines += [
-        f"changed since: {name} {_short(old)} → {_short(new)}"
+        f"changed since: {name.removesuffix('.name')} {_short(old)} → {_short(new)}"
         for name, (old, new) in changes.items()
     ]
-    if state.waiting and (why := [name for name in changes if name.startswith(SCORED_WITH)]):
+    why = [name for name, *_ in _with_inner(changes) if name.startswith(SCORED_WITH)]
+    if state.waiting and why:
         lines.append(
             f"the {len(state.waiting)} waiting groups are generated again: their scores or lengths"
-            f" depend on the old {why[0]}"
+            f" depend on the old {why[0].removesuffix('.name')}"
         )
         state = replace(state, waiting=())
     return Beginning(path, state, tuple(lines), state.attempt, reference)
@@ -320,6 +328,19 @@ def config_changes(
     return changes
 
 
+def _with_inner(
+    changes: Mapping[str, tuple[object, object]],
+) -> Iterator[tuple[str, object, object]]:
+    """(name, before, after) of each change, and of each setting in a section that only one side
+    has."""
+    for name, (old, new) in changes.items():
+        yield name, old, new
+        if isinstance(old, dict) or isinstance(new, dict):
+            before, after = (one if isinstance(one, dict) else {} for one in (old, new))
+            inner = config_changes(before, after, f"{name}.")
+            yield from ((key, *values) for key, values in inner.items())
+
+
 def _refuse_falsifying(
     path: Path,
     changes: Mapping[str, tuple[object, object]],
@@ -332,16 +353,10 @@ def _refuse_falsifying(
     Args:
         unchangeable: settings that must not change → why.
     """
-    for name, (old, new) in changes.items():
-        if (
-            name not in MAY_CHANGE
-            and (
-                fixed := next(
-                    (key for key in unchangeable if name == key or name.startswith(f"{key}.")), None
-                )
-            )
-            is not None
-        ):
+    for dotted, old, new in _with_inner(changes):
+        name = dotted.removesuffix(".name")
+        within = (key for key in unchangeable if f"{dotted}.".startswith(f"{key}."))
+        if not dotted.startswith(MAY_CHANGE) and (fixed := next(within, None)) is not None:
             raise ConfigError(
                 f"{name} = {_short(new)}, but {path} was made with {_short(old)}, and"
                 f" {unchangeable[fixed]}; {FIX}"
@@ -388,7 +403,7 @@ def _why_not_converted(path: Path, config: RunSettings) -> str | None:
     can."""
     if config.lora is not None:
         return "an adapter's shards cannot be converted to another number of ranks"
-    if config.learner.optimizer != "adamw":
+    if not isinstance(config.learner.optimizer, AdamW):
         return "only AdamW's states can be converted to another number of ranks"
     if not _steps_of_optimizer(path):
         return "shards from before the first step cannot be converted to another number of ranks"

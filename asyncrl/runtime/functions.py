@@ -185,8 +185,16 @@ def parameter_names(function: Callable[..., object]) -> set[str]:
         return set()
 
 
-def call_function(field: str, function: str, available: Mapping[str, object]) -> tuple[object, str]:
+def call_function(
+    field: str,
+    function: str,
+    available: Mapping[str, object],
+    arguments: Mapping[str, object] = {},
+) -> tuple[object, str]:
     """Call the function that the setting `field` names, with the available arguments that it takes.
+
+    Args:
+        arguments: those of the user. The function must take each of them.
 
     Returns:
         The result, and the function's name for error messages.
@@ -197,7 +205,13 @@ def call_function(field: str, function: str, available: Mapping[str, object]) ->
     found = import_function(f"{field} =", function)
     name = f"{field} = {function!r} ({where(found)})"
     try:
-        return found(**chosen_arguments(found, available, "asyncrl does not provide")), name
+        taken = chosen_arguments(found, {**available, **arguments}, "asyncrl does not provide")
+        if unused := sorted(arguments.keys() - taken.keys()):
+            near = did_you_mean(unused[0], parameter_names(found))
+            raise TypeError(f"it takes no {', '.join(unused)} of its arguments{near}")
+        if twice := sorted(arguments.keys() & available.keys()):
+            raise TypeError(f"asyncrl provides {', '.join(twice)}, so its arguments cannot")
+        return found(**taken), name
     except Exception as error:
         frames = [
             frame

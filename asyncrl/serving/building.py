@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from ray.serve.exceptions import RayServeException
 
 from asyncrl.config import ConfigError, Section, field_names
+from asyncrl.config.schema import AttachedGenerators
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.serving.proxies import nodes, refuse_closed_proxies
 from asyncrl.serving.reward_settings import RewardModelApp
@@ -56,6 +57,11 @@ def _visible(model: str) -> bool:
 def _explained(item: ErrorDetails, kind: type[Section]) -> str:
     name = ".".join(map(str, item["loc"]))
     if item["type"] == "extra_forbidden":
+        if name.removeprefix("generator.") in AttachedGenerators.model_fields:
+            return (
+                f"{name} = {item['input']!r} is a training job's setting, for generators that"
+                " already run; leave it out here"
+            )
         near = difflib.get_close_matches(name, field_names(kind), 1, cutoff=0.5)
         return f"{name} is unknown; " + (f"did you mean {near[0]}?" if near else "leave it out")
     if item["type"] == "missing":

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from asyncrl.config import Section
-from asyncrl.config.schema import Unset
+from asyncrl.contracts.section import Unset
 from asyncrl.generation.settings import check_served_name
 
 __all__ = ["RewardModelApp"]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from asyncrl.algorithms.turn_credit import turn_advantages
-from asyncrl.config import AlgorithmConfig, ConfigError
+from asyncrl.config import AlgorithmConfig, ConfigError, PolicyGradient
 from asyncrl.contracts.rows import SESSION_ENDS
 from asyncrl.data.prompts import prompt_ids_of
 from asyncrl.preflight.specs import data_spec
@@ -152,7 +152,7 @@ def check_reference(books: Books) -> Check:
         algorithm = books.run.config.algorithm
     except ConfigError as error:
         return Check(name, True, f"not checked: {error}")
-    every = algorithm.ref_update_interval
+    every = algorithm.update_interval
     # A run that began with another run's checkpoint may have its reference policy.
     takes = every if books.first["checkpoint"] is None else None
     trained = {key_of(row): trained_at(outcome) for outcome, row in books.trained() if row}
@@ -208,17 +208,17 @@ def check_turn_advantages(books: Books) -> Check:
 
 
 def _follows(credit: TurnCredit | None, algorithm: AlgorithmConfig) -> bool:
-    """Whether the advantages of a group's turns are those of the algorithm; without turn_coef, it
-    has none."""
-    if credit is None or not algorithm.turn_coef:
-        return credit is None and not algorithm.turn_coef
+    """Whether the advantages of a group's turns are those of the algorithm; without rewards of
+    turns, it has none."""
+    turns = algorithm.turn_rewards
+    if credit is None or turns is None or not isinstance(algorithm, PolicyGradient):
+        return credit is None and turns is None
     wanted = turn_advantages(
         credit.rewards,
         credit.advantages,
         [advantage is not None for advantage in credit.advantages],
         algorithm.advantage,
-        algorithm.turn_coef,
-        algorithm.turn_gamma,
+        turns,
     )
     return all(
         np.allclose(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from asyncrl.algorithms.pairs import choose_pairs, shuffled_rewards
-from asyncrl.preflight.specs import pair_spec
 from asyncrl.run.audit.books import Books, OutcomeRow, trained_at
 from asyncrl.rundir.rows import Row
 
@@ -22,8 +21,8 @@ def trained_tokens(books: Books, batch: Sequence[tuple[OutcomeRow, Row]]) -> int
     attempt hold for all.
     """
     config = books.run.config
-    pairs = pair_spec(config.algorithm)
-    if pairs is None:
+    preference = config.algorithm.preference
+    if preference is None:
         return sum(row.loss_tokens(books.oldest_allowed(outcome) or 0) for outcome, row in batch)
     # The order in which the buffer gives groups to the learner decides how rewards are shuffled.
     ordered = sorted(batch, key=lambda item: (item[1].oldest or 0, item[1].ordinal))
@@ -40,6 +39,6 @@ def trained_tokens(books: Books, batch: Sequence[tuple[OutcomeRow, Row]]) -> int
     return sum(
         row.losses[place]
         for (_, row), group in zip(ordered, groups, strict=True)
-        for pair in choose_pairs(group, pairs)
+        for pair in choose_pairs(group, preference.pairs)
         for place in pair
     )

@@ -1,0 +1,144 @@
+"""Settings on the command line: `--rollout.temperature 0.8`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from asyncrl.config.aliases import explain_unknown
+from asyncrl.config.fields import find, has_parts, known_names
+from asyncrl.contracts.errors import ConfigError
+from asyncrl.contracts.section import ByName, Short
+from asyncrl.runtime.yaml_files import parse_yaml
+
+__all__ = ["with_overrides"]
+
+
+def with_overrides(
+    tree: Mapping[str, Any], overrides: list[str], kind: type[BaseModel]
+) -> dict[str, Any]:
+    """The settings with these on top. The last value of a name counts.
+
+    Raises:
+        ConfigError: an option is unknown, has no value, or its value is not YAML.
+    """
+    found = dict(tree)
+    for name, texts in _options(overrides):
+        field = find(kind, name)
+        if field is None:
+            raise ConfigError(_unknown(name, kind))
+        found = _with_value(found, name, _read(name, texts, field), kind, "")
+    return found
+
+
+def _unknown(name: str, kind: type[BaseModel]) -> str:
+    above = name.rpartition(".")[0]
+    parent = find(kind, above)
+    if parent is not None and not has_parts(parent):
+        return f"{name} is unknown: {above} is a single value; write --{above} VALUE"
+    return explain_unknown(name, known_names(kind, name))
+
+
+def _options(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """(name, values) of each option.
+
+    Raises:
+        ConfigError: a word belongs to no option, or an option has no value.
+    """
+    options: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, text = word[2:].partition("=")
+            options.append((name, [text] if equals else []))
+        elif options:
+            options[-1][1].append(word)
+        else:
+            raise ConfigError(
+                f"command line: {word!r} belongs to no option; options look like"
+                " --learner.learning_rate 1e-6"
+            )
+    for name, texts in options:
+        if not texts:
+            raise ConfigError(f"--{name} has no value; write --{name} VALUE")
+        yield name, texts
+
+
+def _read(name: str, texts: list[str], field: FieldInfo) -> object:
+    """The value of an option: what the setting takes, as YAML or as text. Several words, or words
+    with commas between them, are a list where the setting takes one.
+
+    Raises:
+        ConfigError: it is not YAML.
+    """
+    if len(texts) > 1:
+        return [_read(name, [text], FieldInfo(annotation=Any)) for text in texts]
+    text = texts[0]
+    if text == "null":  # also where a setting takes text: it resets the setting
+        return None
+    candidates: list[object] = [text]
+    is_yaml = text.strip()[:1] in ("[", "{") and not text.strip().startswith("{runs_root}")
+    try:
+        candidates.insert(0, parse_yaml(text))
+    except yaml.YAMLError as error:
+        if is_yaml:
+            raise ConfigError(
+                f"--{name} = {text!r} cannot be used as YAML: {' '.join(str(error).split())}"
+            ) from None
+    if "," in text and not is_yaml and _takes_list(field.annotation):
+        candidates.insert(0, text.split(","))
+    marks = field.metadata
+    whole: Any = Annotated[(field.annotation, *marks)] if marks else field.annotation
+    takes: TypeAdapter[Any] = TypeAdapter(whole)
+    for candidate in candidates:
+        try:
+            takes.validate_python(candidate)
+        except (ValidationError, ConfigError):
+            continue
+        return candidate
+    return candidates[0]
+
+
+def _takes_list(annotation: Any) -> bool:
+    return get_origin(annotation) in (list, tuple) or any(map(_takes_list, get_args(annotation)))
+
+
+def _with_value(
+    tree: object, name: str, value: object, kind: type[BaseModel], above: str
+) -> dict[str, Any]:
+    """The tree with one setting replaced.
+
+    Raises:
+        ConfigError: its parent is not a mapping.
+    """
+    key, _, rest = name.partition(".")
+    if isinstance(tree, str | int | float) and above:
+        tree = _whole(tree, find(kind, above))
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{above} = {tree!r} is not a mapping, so it has no {key!r}; write {above} as a mapping"
+        )
+    here = f"{above}.{key}" if above else key
+    inner = tree.get(key)
+    if rest:
+        value = _with_value({} if inner is None else inner, rest, value, kind, here)
+    return {**tree, key: value}
+
+
+def _whole(value: object, field: FieldInfo | None) -> object:
+    """The mapping that a single value of a choice stands for."""
+    metadata = [] if field is None else [*field.metadata, *_metadata(field.annotation)]
+    for mark in metadata:
+        if isinstance(mark, ByName):
+            return {"name": value}
+        if isinstance(mark, Short):
+            return {mark.key: value}
+    return value
+
+
+def _metadata(annotation: Any) -> list[object]:
+    inner = [one for part in get_args(annotation) for one in _metadata(part)]
+    return [*getattr(annotation, "__metadata__", ()), *inner]
