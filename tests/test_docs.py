@@ -2,10 +2,14 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from asyncrl.config.schema import ADVANTAGES, LOSSES
+from asyncrl.algorithms.advantages import Advantage
+from asyncrl.algorithms.corrections import Truncation
+from asyncrl.algorithms.losses import Loss
+from asyncrl.contracts.section import kinds_of, name_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -34,7 +38,11 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
         assert f"def {test}" in (ROOT / path).read_text(), f"{path} has no {test}"
 
 
-@pytest.mark.parametrize("name", [*LOSSES, *ADVANTAGES, "token", "sequence", "geometric"])
+LEVELS = get_args(Truncation.model_fields["level"].annotation)
+CHOICES = [*filter(None, map(name_of, [*kinds_of(Loss), *kinds_of(Advantage)]))]
+
+
+@pytest.mark.parametrize("name", [*CHOICES, *LEVELS])
 def test_the_page_of_formulas_has_a_row_for_each(name: str) -> None:
     page = (ROOT / "docs" / "reference" / "formulas.md").read_text()
     assert f"\n| `{name}` | " in page

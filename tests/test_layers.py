@@ -17,8 +17,9 @@ PACKAGE = ROOT / "asyncrl"
 LAYERS = (
     ("contracts", "sandbox"),
     ("runtime",),
-    ("config", "text", "web"),
+    ("text", "web"),
     ("algorithms", "packing", "sessions"),
+    ("config",),
     ("models",),
     ("control",),
     (
@@ -40,7 +41,7 @@ LAYERS = (
     ("cli",),
 )
 """Folders from the bottom up. A folder imports only from those below it; `testing` is free."""
-STATIONS = LAYERS[6]
+STATIONS = LAYERS[7]
 BETWEEN_STATIONS = {
     ("environments", "rewards"),
     ("frozen", "weights"),
@@ -264,13 +265,13 @@ SURFACE = {
         "CHUNK_ELEMENTS LIVE_CHUNKS chunk_elements supervised_loss token_logprobs token_weights"
     ),
     "config": (
-        "AgentConfig AlgorithmConfig CheckpointConfig Config ConfigError CorrectionConfig "
-        "DataConfig DistillationConfig DpoConfig EnvironmentConfig EvalConfig EvalSet "
+        "AgentCommand AgentFunction AlgorithmConfig CheckpointConfig Config ConfigError DataConfig "
+        "DistillationConfig DpoConfig EnvironmentConfig EvalConfig EvalSet FunctionEnvironment "
         "GeneratorConfig HUB_CACHE LearnerConfig LoraConfig ModelConfig ObserveConfig "
-        "OfflineConfig OfflineDataConfig RewardConfig RewardFunction RolloutConfig RunSettings "
-        "SandboxConfig Section SftConfig Source Sources StalenessConfig WarmStartConfig "
-        "WeightsConfig completion_room explain field_names is_hub_data "
-        "is_hub_name load_any load_config load_offline sources_of"
+        "OfflineConfig OfflineDataConfig PolicyGradient RewardConfig RewardFunction "
+        "RewardModelConfig RolloutConfig RunSettings SandboxConfig Section SftConfig Source "
+        "Sources StalenessConfig WarmStartConfig WeightsConfig completion_room explain "
+        "field_names is_hub_data is_hub_name load_any load_config load_offline sources_of"
     ),
     "contracts": "Completion ConfigError GenerateRequest Prompt Scored State VersionSpan",
     "control": "Buffer Concurrency Coordinator Frontier Parts Schedule Staleness",

@@ -79,7 +79,7 @@ class Case:
     trl: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the loss, as TRL names them."""
     preference: Mapping[str, Any] = field(default_factory=dict)
-    """The same for asyncrl's `PreferenceSpec`."""
+    """The same for asyncrl's `DpoConfig`."""
 
 
 CASES = {
@@ -99,7 +99,7 @@ CASES = {
             2,
             0.1,
             trl={"loss_type": ["sigmoid"], "beta": 0.1},
-            preference={"loss": "sigmoid", "beta": 0.1},
+            preference={"loss": {"name": "sigmoid", "beta": 0.1}},
         ),
         Case(
             "dpo_sigmoid_sgd",
@@ -108,7 +108,7 @@ CASES = {
             0.03,
             7.0,
             trl={"loss_type": ["sigmoid"], "beta": 0.3},
-            preference={"loss": "sigmoid", "beta": 0.3},
+            preference={"loss": {"name": "sigmoid", "beta": 0.3}},
         ),
         Case(
             # TRL has no label smoothing of the sigmoid loss. Its `aot` is that loss over sorted log
@@ -120,7 +120,7 @@ CASES = {
             1.9,
             micro_batches=BATCH,
             trl={"loss_type": ["aot"], "beta": 0.1, "label_smoothing": 0.1},
-            preference={"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.1},
+            preference={"loss": {"name": "sigmoid", "beta": 0.1, "label_smoothing": 0.1}},
         ),
         Case(
             "dpo_ipo",
@@ -129,7 +129,7 @@ CASES = {
             3e-3,
             50.0,
             trl={"loss_type": ["ipo"], "beta": 0.1},
-            preference={"loss": "ipo", "beta": 0.1, "length_normalized": True},
+            preference={"loss": {"name": "ipo", "beta": 0.1}},
         ),
         Case(
             "dpo_hinge",
@@ -139,7 +139,7 @@ CASES = {
             20.0,
             micro_batches=2,
             trl={"loss_type": ["hinge"], "beta": 0.5},
-            preference={"loss": "hinge", "beta": 0.5},
+            preference={"loss": {"name": "hinge", "beta": 0.5}},
         ),
         Case(
             "dpo_normalized",
@@ -149,7 +149,7 @@ CASES = {
             5.0,
             micro_batches=4,
             trl={"loss_type": ["sigmoid_norm"], "beta": 2.0},
-            preference={"loss": "sigmoid", "beta": 2.0, "length_normalized": True},
+            preference={"loss": {"name": "sigmoid", "beta": 2.0, "length_normalized": True}},
         ),
         Case(
             # TRL averages the chosen tokens of each micro-batch, so here a step is one.
@@ -159,7 +159,7 @@ CASES = {
             5e-3,
             3.6,
             trl={"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "beta": 0.1},
-            preference={"loss": "sigmoid", "beta": 0.1, "ce_coef": 0.5},
+            preference={"loss": {"name": "sigmoid", "beta": 0.1}, "ce_coef": 0.5},
         ),
         Case(
             "simpo",
@@ -170,7 +170,7 @@ CASES = {
             "linear",
             2,
             trl={"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.5, "cpo_alpha": 0.0},
-            preference={"loss": "simpo", "beta": 2.0, "simpo_margin": 0.5},
+            preference={"loss": {"name": "simpo", "beta": 2.0, "simpo_margin": 0.5}},
         ),
         Case(
             # TRL pairs the prompts and completions of a micro-batch for its estimate of the KL
@@ -182,10 +182,12 @@ CASES = {
             2.7,
             trl={"beta": 0.3, "desirable_weight": 1.0, "undesirable_weight": 1.3},
             preference={
-                "loss": "kto",
-                "beta": 0.3,
-                "desirable_weight": 1.0,
-                "undesirable_weight": 1.3,
+                "loss": {
+                    "name": "kto",
+                    "beta": 0.3,
+                    "desirable_weight": 1.0,
+                    "undesirable_weight": 1.3,
+                }
             },
         ),
     )

@@ -220,23 +220,25 @@ def train_cases(
 
 
 def learner_spec_of(case: Case, world_size: int, path: Path, settings: dict[str, Any]) -> Any:
-    from asyncrl.algorithms.objective_spec import PreferenceSpec
+    from asyncrl.config import DpoConfig
     from asyncrl.preflight.specs import learner_spec
 
-    only_adam = {"adam_betas": ADAM_BETAS, "adam_eps": ADAM_EPS}
+    only_adam = {"betas": ADAM_BETAS, "eps": ADAM_EPS}
     config = learner_config(
         path,
         world_size=world_size,
         **settings,
-        optimizer=case.optimizer,
+        optimizer={
+            "name": case.optimizer,
+            **(only_adam if case.optimizer == "adamw" else {}),
+        },
         learning_rate=case.learning_rate,
         max_grad_norm=case.max_grad_norm,
         weight_decay=case.weight_decay,
-        lr_scheduler_type=case.schedule,
-        **(only_adam if case.optimizer == "adamw" else {}),
+        schedule=case.schedule,
     )
-    preference = PreferenceSpec(**case.preference) if case.preference else None
-    return replace(learner_spec(config), preference=preference, max_steps=STEPS)
+    dpo = DpoConfig.model_validate(case.preference) if case.preference else None
+    return replace(learner_spec(config), dpo=dpo, max_steps=STEPS)
 
 
 def train_case(rank: int, spec: Any, name: str) -> list[dict[str, float]]:

@@ -4,52 +4,48 @@ handles one trajectory at a time. Lengths differ, and some trajectories are mask
 from __future__ import annotations
 
 import itertools
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.advantages import (
-    Advantage,
-    GroupInputs,
-    batch_normalized,
-    group_advantages,
-    moments_over_ranks,
-    soft_overlong_penalty,
-    standardized,
-)
-from asyncrl.algorithms.objective import PolicyTokens, policy_loss, token_weights
-from asyncrl.config import AlgorithmConfig
-from asyncrl.preflight.specs import objective_spec
+from asyncrl.algorithms.advantages import Advantage, GroupInputs, group_advantages
+from asyncrl.algorithms.advantages.over_step import moments_over_ranks, normalized, standardized
+from asyncrl.algorithms.corrections import Truncation
+from asyncrl.algorithms.objective import policy_loss, token_weights
+from asyncrl.algorithms.overlong import Overlong
+from asyncrl.algorithms.policy_tokens import PolicyTokens
+from asyncrl.config import PolicyGradient
+from asyncrl.contracts.section import kinds_of, name_of
 
 LENGTHS = [1, 7, 30, 3, 12, 2, 18, 5]
 MASKS: tuple[dict[str, Any], ...] = (
     {},
-    {"mask_below": 0.4, "mask_above": 3.0},
+    {"band": {"below": 0.4, "above": 3.0}},
     *(
-        {"reject_above": 0.6 if e == "k1" else 0.2, "reject_estimator": e, "reject_level": v}
+        {"rejection": {"above": 0.6 if e == "k1" else 0.2, "estimator": e, "level": v}}
         for e in ("k1", "k2", "k3")
         for v in ("token", "sequence_sum", "sequence_mean", "sequence_max")
     ),
-    {"sequence_mask_above": 0.05},
-    {"mask_below": 0.2, "reject_above": 2.0, "sequence_mask_above": 0.1},
+    {"sequence_mask": {"above": 0.05}},
+    {"band": {"below": 0.2}, "rejection": {"above": 2.0}, "sequence_mask": {"above": 0.1}},
 )
 LOSSES: tuple[dict[str, Any], ...] = (
-    {"loss": "ppo"},
-    {"loss": "ppo", "dual_clip": 1.6, "eps_clip": 0.1, "eps_clip_high": 0.4},
-    {"loss": "ppo", "old_policy": "learner"},
-    {"loss": "ppo", "old_policy": "log_linear"},
-    {"loss": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.07},
-    {"loss": "gmpo"},
-    {"loss": "gmpo", "eps_clip": 0.33, "eps_clip_high": 0.49},
-    {"loss": "vespo"},
-    {"loss": "vespo", "vespo_k_positive": 1.0, "vespo_lambda_negative": 0.5},
-    {"loss": "cispo"},
-    {"loss": "cispo", "eps_clip": 0.3},
-    {"loss": "sapo", "tau_positive": 0.8, "tau_negative": 1.3},
-    {"loss": "dppo", "dppo_threshold": 0.1},
-    {"loss": "reinforce", "old_policy": "learner"},
+    {"name": "ppo"},
+    {"name": "ppo", "dual_clip": 1.6, "eps_clip": 0.1, "eps_clip_high": 0.4},
+    {"name": "ppo", "old_policy": "learner"},
+    {"name": "ppo", "old_policy": "log_linear"},
+    {"name": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.07},
+    {"name": "gmpo"},
+    {"name": "gmpo", "eps_clip": 0.33, "eps_clip_high": 0.49},
+    {"name": "vespo"},
+    {"name": "vespo", "k_positive": 1.0, "lambda_negative": 0.5},
+    {"name": "cispo"},
+    {"name": "cispo", "eps_clip": 0.3},
+    {"name": "sapo", "tau_positive": 0.8, "tau_negative": 1.3},
+    {"name": "dppo", "threshold": 0.1},
+    {"name": "reinforce"},
 )
 
 
@@ -71,11 +67,12 @@ def drawn(seed: int) -> dict[str, np.ndarray]:
 
 
 def numpy_loss(
-    known: dict[str, np.ndarray], weights: np.ndarray, a: AlgorithmConfig, mean_weight: float
+    known: dict[str, np.ndarray], weights: np.ndarray, a: PolicyGradient, mean_weight: float
 ) -> tuple[float, np.ndarray]:
     """Compute the step's loss and mask from the papers' formulas, one trajectory at a time."""
     total, dropped, start = 0.0, [], 0
-    c = a.correction
+    loss: Any = a.loss
+    c, kl = a.correction, a.reference
     for length in LENGTHS:
         part = slice(start, start + length)
         start += length
@@ -99,90 +96,87 @@ def numpy_loss(
                     for p, m, t in zip(pi, mu, age, strict=True)
                 ]
             ),
-        }[a.old_policy]
+        }[loss.old_policy]
         r = np.exp(pi - old)
-        high, low = (
-            1 + a.eps_clip_high,
-            ({"cispo": 0.0}.get(a.loss, 0.8) if a.eps_clip is None else 1 - a.eps_clip),
-        )
-        if a.loss == "ppo":
+        low, high = 1 - getattr(loss, "eps_clip", 0.2), 1 + getattr(loss, "eps_clip_high", 0.28)
+        if loss.name == "ppo":
             objective = [
                 min(x * y, min(max(x, low), high) * y) for x, y in zip(r, adv, strict=True)
             ]
-            if a.dual_clip is not None:
+            if loss.dual_clip is not None:
                 objective = [
-                    max(o, a.dual_clip * y) if y < 0 else o
+                    max(o, loss.dual_clip * y) if y < 0 else o
                     for o, y in zip(objective, adv, strict=True)
                 ]
-        elif a.loss == "gspo":
+        elif loss.name == "gspo":
             s = np.exp(np.mean(pi - old))
             objective = [min(s * y, min(max(s, low), high) * y) for y in adv]
-        elif a.loss == "gmpo":
+        elif loss.name == "gmpo":
             bounded = [min(x, high) if y > 0 else max(x, low) for x, y in zip(r, adv, strict=True)]
             objective = [np.prod(bounded) ** (1 / length) * y for y in adv]
-        elif a.loss == "vespo":
+        elif loss.name == "vespo":
             product = np.prod(r)
             k, lam = (
-                (a.vespo_k_positive, a.vespo_lambda_positive)
+                (loss.k_positive, loss.lambda_positive)
                 if adv[0] >= 0
-                else (a.vespo_k_negative, a.vespo_lambda_negative)
+                else (loss.k_negative, loss.lambda_negative)
             )
             objective = list(product**k * np.exp(lam * (1 - product)) * adv * pi)
-        elif a.loss == "cispo":
+        elif loss.name == "cispo":
             objective = [min(max(x, low), high) * y * p for x, y, p in zip(r, adv, pi, strict=True)]
-        elif a.loss == "sapo":
+        elif loss.name == "sapo":
             objective = []
             for x, y in zip(r, adv, strict=True):
-                tau = a.tau_positive if y > 0 else a.tau_negative
+                tau = loss.tau_positive if y > 0 else loss.tau_negative
                 objective.append(4 / tau / (1 + np.exp(-tau * (x - 1))) * y)
-        elif a.loss == "dppo":
+        elif loss.name == "dppo":
             moved = np.exp(pi) - np.exp(mu)
             objective = [
                 (
                     0.0
-                    if (y > 0 and m > a.dppo_threshold) or (y < 0 and m < -a.dppo_threshold)
+                    if (y > 0 and m > loss.threshold) or (y < 0 and m < -loss.threshold)
                     else x * y
                 )
                 for x, y, m in zip(r, adv, moved, strict=True)
             ]
         else:
             objective = list(adv * pi)
-        way = old - mu
+        way, t = old - mu, c.truncation or Truncation()
         truncated = {
-            "none": np.ones(length),
-            "token": np.clip(np.exp(way), c.floor, c.cap),
-            "sequence": np.full(length, np.clip(np.exp(way.sum()), c.floor, c.cap)),
-            "geometric": np.full(length, np.clip(np.exp(way.mean()), c.floor, c.cap)),
-        }[c.truncation]
+            None: np.ones(length),
+            "token": np.clip(np.exp(way), t.floor, t.cap),
+            "sequence": np.full(length, np.clip(np.exp(way.sum()), t.floor, t.cap)),
+            "geometric": np.full(length, np.clip(np.exp(way.mean()), t.floor, t.cap)),
+        }[c.truncation and t.level]
         log_ratio = pi - mu
         keep = np.ones(length, dtype=bool)
-        if c.mask_below is not None:
-            keep &= np.exp(log_ratio) >= c.mask_below
-        if c.mask_above is not None:
-            keep &= np.exp(log_ratio) <= c.mask_above
-        if c.reject_above is not None:
+        if c.band is not None and c.band.below is not None:
+            keep &= np.exp(log_ratio) >= c.band.below
+        if c.band is not None and c.band.above is not None:
+            keep &= np.exp(log_ratio) <= c.band.above
+        if c.rejection is not None:
             k = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": np.exp(log_ratio) - 1 - log_ratio}[
-                c.reject_estimator
+                c.rejection.estimator
             ]
             judged = {
                 "token": np.abs(k),
                 "sequence_sum": abs(k.sum()),
                 "sequence_mean": abs(k.mean()),
                 "sequence_max": np.abs(k).max(),
-            }[c.reject_level]
-            keep &= judged <= c.reject_above
-        if c.sequence_mask_above is not None:
-            keep &= (adv >= 0) | (np.mean(-log_ratio) <= c.sequence_mask_above)
+            }[c.rejection.level]
+            keep &= judged <= c.rejection.above
+        if c.sequence_mask is not None:
+            keep &= (adv >= 0) | (np.mean(-log_ratio) <= c.sequence_mask.above)
         total -= float(np.sum(w * keep * truncated / mean_weight * np.array(objective)))
-        if a.kl_loss_coef:
+        if kl is not None:
             x = ref - pi
             k = {
                 "k1": -x,
                 "k2": x**2 / 2,
                 "k3": np.exp(x) - 1 - x,
                 "low_var": np.minimum(np.exp(x) - 1 - x, 10),
-            }[a.kl_estimator]
-            total += a.kl_loss_coef * float(np.sum(w * np.minimum(np.exp(log_ratio), c.cap) * k))
+            }[kl.estimator]
+            total += kl.coef * float(np.sum(w * np.minimum(np.exp(log_ratio), kl.cap) * k))
         dropped.append(~keep)
     return total, np.concatenate(dropped)
 
@@ -217,29 +211,17 @@ def torch_tokens(
     ids=lambda value: "-".join(map(str, value.values())) or "none",
 )
 def test_policy_losses(settings: dict[str, Any], masks: dict[str, Any]) -> None:
-    truncations = (
-        ["none"]
-        if settings.get("old_policy", "behavior") == "behavior"
-        else ["none", "token", "sequence", "geometric"]
-    )
+    corrected = settings.get("old_policy") or settings["name"] == "reinforce"
+    truncations = [None, "token", "sequence", "geometric"] if corrected else [None]
     any_dropped = False
-    for seed, truncation in itertools.product(range(3), truncations):
-        algorithm = AlgorithmConfig.model_validate(
-            {
-                **settings,
-                "correction": {
-                    **masks,
-                    "truncation": truncation,
-                    "cap": 1.2,
-                    "floor": 0.9 if seed == 2 else 0.0,
-                },
-            }
+    for seed, level in itertools.product(range(3), truncations):
+        truncation = {"level": level, "cap": 1.2, "floor": 0.9 if seed == 2 else 0.0}
+        algorithm = PolicyGradient.model_validate(
+            {"loss": settings, "correction": {**masks, "truncation": truncation if level else None}}
         )
         known = drawn(seed)
         weights = np.repeat(token_weights(LENGTHS, "sequence_mean_token_mean", 1), LENGTHS)
-        loss, sums = policy_loss(
-            torch_tokens(known, weights, reference=False), objective_spec(algorithm)
-        )
+        loss, sums = policy_loss(torch_tokens(known, weights, reference=False), algorithm)
         expected, dropped = numpy_loss(known, weights, algorithm, 1.0)
         assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
         assert float(sums.masked) == dropped.sum() and not dropped.all()
@@ -250,20 +232,16 @@ def test_policy_losses(settings: dict[str, Any], masks: dict[str, Any]) -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_var"])
 @pytest.mark.parametrize("mean_weight", [1.0, 0.7])
 def test_kl_in_the_loss_and_normalized_weights(estimator: str, mean_weight: float) -> None:
-    algorithm = AlgorithmConfig.model_validate(
+    algorithm = PolicyGradient.model_validate(
         {
             "loss": "reinforce",
-            "old_policy": "learner",
-            "kl_loss_coef": 0.3,
-            "kl_estimator": estimator,
-            "correction": {"truncation": "token", "cap": 1.4},
+            "reference": {"kl_loss_coef": 0.3, "estimator": estimator, "cap": 1.4},
+            "correction": {"truncation": {"level": "token", "cap": 1.4}},
         }
     )
     known, weights = drawn(5), np.random.default_rng(1).random(sum(LENGTHS))
     loss, sums = policy_loss(
-        torch_tokens(known, weights, reference=True),
-        objective_spec(algorithm),
-        mean_weight=mean_weight,
+        torch_tokens(known, weights, reference=True), algorithm, mean_weight=mean_weight
     )
     assert loss.item() == pytest.approx(
         numpy_loss(known, weights, algorithm, mean_weight)[0], rel=1e-9
@@ -280,12 +258,16 @@ def test_any_split_into_micro_batches_and_ranks_has_the_loss_and_gradient_of_the
 ) -> None:
     """Weights come from the whole step, so sums over micro-batches and ranks are exact for any
     mask."""
-    truncation = "none" if settings.get("old_policy", "behavior") == "behavior" else "sequence"
-    algorithm = AlgorithmConfig.model_validate(
+    corrected = settings.get("old_policy") or settings["name"] == "reinforce"
+    algorithm = PolicyGradient.model_validate(
         {
-            **settings,
-            "kl_loss_coef": 0.1,
-            "correction": {"truncation": truncation, "mask_below": 0.5, "sequence_mask_above": 0.1},
+            "loss": settings,
+            "reference": {"kl_loss_coef": 0.1},
+            "correction": {
+                "truncation": "sequence" if corrected else None,
+                "band": {"below": 0.5},
+                "sequence_mask": {"above": 0.1},
+            },
         }
     )
     known = drawn(3)
@@ -303,7 +285,7 @@ def test_any_split_into_micro_batches_and_ranks_has_the_loss_and_gradient_of_the
         losses, gradients = [], []
         for part in parts:
             tokens = torch_tokens(known, weights, reference=True, which=part)
-            loss, _ = policy_loss(tokens, objective_spec(algorithm))
+            loss, _ = policy_loss(tokens, algorithm)
             losses.append(loss.item())
             gradients.append(torch.autograd.grad(loss, tokens.logprobs)[0].numpy())
         return sum(losses), np.concatenate(gradients)
@@ -314,7 +296,7 @@ def test_any_split_into_micro_batches_and_ranks_has_the_loss_and_gradient_of_the
     np.testing.assert_allclose(split_gradient, whole_gradient, rtol=1e-12, atol=1e-15)
 
 
-METHODS: tuple[Advantage, ...] = get_args(Advantage)
+METHODS = [name for kind in kinds_of(Advantage) if (name := name_of(kind))]
 LENGTHS_OF_GROUP = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
 
@@ -331,7 +313,7 @@ def over_all_subsets(rewards: np.ndarray, k: int, threshold: float) -> list[floa
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("seed", range(4))
-def test_advantages_with_masked_members(method: Advantage, seed: int) -> None:
+def test_advantages_with_masked_members(method: str, seed: int) -> None:
     generator = np.random.default_rng(seed)
     rewards, usable = generator.random(9), generator.random(9) < 0.7
     parts = generator.random((2, 9))
@@ -362,11 +344,11 @@ def test_advantages_with_masked_members(method: Advantage, seed: int) -> None:
     inputs = GroupInputs(
         LENGTHS_OF_GROUP,
         [(2.0, parts[0].tolist()), (-0.5, parts[1].tolist())],
-        k=3,
-        pass_threshold=0.6,
         baseline=0.375,
     )
-    found = group_advantages(all_rewards, usable.tolist(), method, inputs)
+    own = {"pass_k": 3, "pass_threshold": 0.6} if method == "pass_at_k" else {}
+    algorithm = PolicyGradient.model_validate({"advantage": {"name": method, **own}})
+    found = group_advantages(all_rewards, usable.tolist(), algorithm.advantage, inputs)
     assert [value is None for value in found] == [not use for use in usable]
     np.testing.assert_allclose(
         [value for value in found if value is not None], [expected(x) for x in kept], rtol=1e-9
@@ -379,11 +361,11 @@ def test_normalization_over_the_step_and_the_overlong_penalty() -> None:
     every = np.repeat(advantages, tokens)
     expected = (advantages - every.mean()) / (every.std() + 1e-6)
     np.testing.assert_allclose(
-        batch_normalized(advantages.tolist(), tokens.tolist()), expected, rtol=1e-9
+        normalized(advantages.tolist(), tokens.tolist()), expected, rtol=1e-9
     )
     np.testing.assert_allclose(
         standardized(advantages, *moments_over_ranks(every, lambda sums: sums)), expected, rtol=1e-9
     )
     for length in range(1, 21):
         by_hand = 0.0 if length <= 15 else -0.5 * (length - 15) / 5
-        assert soft_overlong_penalty(length, 20, 5, 0.5) == pytest.approx(by_hand)
+        assert Overlong(buffer=5, penalty=0.5).added(length, 20) == pytest.approx(by_hand)

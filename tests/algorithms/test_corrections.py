@@ -5,19 +5,28 @@ import math
 import pytest
 import torch
 
-from asyncrl.algorithms.corrections import (
-    band_mask,
-    importance_weights,
-    kl_estimate,
-    off_policy_sequence_mask,
-    rejection_mask,
-    sequence_max,
-    sequence_mean,
-    sequence_sum,
-)
+from asyncrl.algorithms.corrections import Band, Rejection, SequenceMask, Truncation
+from asyncrl.algorithms.kl import kl_estimate
+from asyncrl.algorithms.policy_tokens import PolicyTokens
+from asyncrl.algorithms.sequences import sequence_max, sequence_mean, sequence_sum
 
 SEQUENCE = torch.tensor([0, 0, 1])
 LOG_RATIO = torch.tensor([math.log(2.0), math.log(0.5), math.log(3.0)], dtype=torch.float64)
+
+
+def tokens(
+    log_ratio: torch.Tensor, sequence: torch.Tensor, sequences: int, advantages: torch.Tensor
+) -> PolicyTokens:
+    """Tokens with these log-ratios of learner to behavior policy."""
+    zeros, ones = torch.zeros_like(log_ratio), torch.ones_like(log_ratio)
+    return PolicyTokens(log_ratio, zeros, advantages, ones, sequence, sequences, zeros)
+
+
+def importance_weights(
+    log_ratio: torch.Tensor, sequence: torch.Tensor, sequences: int, level: str
+) -> torch.Tensor:
+    batch = tokens(log_ratio, sequence, sequences, torch.ones_like(log_ratio))
+    return Truncation(level=level).weights(batch, "learner")
 
 
 def test_sums_means_and_maxima_over_trajectories() -> None:
@@ -56,7 +65,9 @@ def test_k3_of_close_policies_is_not_rounded_away(log_ratio: float) -> None:
 
 
 def test_band_mask_is_two_sided() -> None:
-    assert band_mask(LOG_RATIO, 0.6, 2.5).tolist() == [True, False, False]
+    assert Band(below=0.6, above=2.5).masked(LOG_RATIO).tolist() == [False, True, True]
+    assert Band(below=0.6).masked(LOG_RATIO).tolist() == [False, True, False]
+    assert Band(above=2.5).masked(LOG_RATIO).tolist() == [False, False, True]
 
 
 def test_kl_estimates() -> None:
@@ -84,14 +95,26 @@ def test_kl_estimates() -> None:
     ],
 )
 def test_rejection(estimator: str, level: str, above: float, kept: list[bool]) -> None:
-    assert rejection_mask(LOG_RATIO, SEQUENCE, 2, estimator, level, above).tolist() == kept
+    rejection = Rejection(above=above, estimator=estimator, level=level)
+    batch = tokens(LOG_RATIO, SEQUENCE, 2, torch.ones(3))
+    assert (~rejection.masked(LOG_RATIO, batch)).tolist() == kept
 
 
 def test_off_policy_sequence_mask_keeps_good_answers() -> None:
     far = torch.tensor([-1.0, -3.0, -3.0])
-    assert off_policy_sequence_mask(
-        far, torch.tensor([-1.0, -1.0, 1.0]), SEQUENCE, 2, 1.5
-    ).tolist() == [False, False, True]
-    assert off_policy_sequence_mask(
-        far, torch.tensor([-1.0, -1.0, -1.0]), SEQUENCE, 2, 2.5
-    ).tolist() == [True, True, False]
+
+    def masked(advantages: list[float], above: float) -> list[bool]:
+        batch = tokens(far, SEQUENCE, 2, torch.tensor(advantages))
+        return SequenceMask(above=above).masked(far, batch).tolist()
+
+    assert masked([-1.0, -1.0, 1.0], 1.5) == [True, True, False]
+    assert masked([-1.0, -1.0, -1.0], 2.5) == [False, False, True]
+
+
+def test_what_is_not_a_number_is_masked() -> None:
+    nan = torch.full((1,), math.nan)
+    batch = tokens(nan, torch.zeros(1, dtype=torch.int64), 1, torch.tensor([-1.0]))
+    assert Band(above=2.0).masked(nan).all()
+    for level in ("token", "sequence_sum", "sequence_mean", "sequence_max"):
+        assert Rejection(above=1.0, level=level).masked(nan, batch).all()
+    assert SequenceMask(above=1.0).masked(nan, batch).all()

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from asyncrl.algorithms.corrections import kl_estimate
-from asyncrl.algorithms.kl import reward_kl
+from asyncrl.algorithms.kl import kl_estimate, reward_kl
 
 VOCABULARY, LENGTH = 3, 2
 

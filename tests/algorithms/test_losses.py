@@ -11,29 +11,28 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.algorithms.losses import Loss
+from asyncrl.algorithms.losses.cispo import Cispo
+from asyncrl.algorithms.losses.clip_cov import ClipCov
+from asyncrl.algorithms.losses.dppo import Dppo
+from asyncrl.algorithms.losses.gmpo import Gmpo
+from asyncrl.algorithms.losses.kl_cov import KlCov
+from asyncrl.algorithms.losses.ppo import Ppo
+from asyncrl.algorithms.losses.sapo import Sapo
+from asyncrl.algorithms.losses.token_loss import Terms, TokenLoss
+from asyncrl.algorithms.losses.vespo import Vespo
 from asyncrl.algorithms.objective import (
-    PolicyTokens,
-    clipped_tokens,
     policy_loss,
     supervised_loss,
     token_weights,
     truncated_weights,
 )
-from asyncrl.algorithms.objective_spec import ObjectiveSpec, VespoSpec
-from asyncrl.algorithms.surrogates import (
-    cispo,
-    clip_cov,
-    dppo,
-    gmpo,
-    kl_cov,
-    log_linear_proximal,
-    ppo_clip,
-    sapo,
-    vespo,
-)
-from asyncrl.config import AlgorithmConfig
-from asyncrl.config.schema import LOSSES
-from asyncrl.preflight.specs import objective_spec
+from asyncrl.algorithms.policy_tokens import PolicyTokens
+from asyncrl.config import PolicyGradient
+from asyncrl.contracts.section import kinds_of, name_of
+
+LOSSES = [name for kind in kinds_of(Loss) if (name := name_of(kind))]
+"""The built-in ones."""
 
 
 def log(*values: float) -> torch.Tensor:
@@ -61,8 +60,19 @@ def tokens(logprobs, behavior, advantages, lengths=None, ages=None, weights=None
     )
 
 
-def objective(**settings) -> ObjectiveSpec:
-    return objective_spec(AlgorithmConfig.model_validate(settings))
+def objective(**settings) -> PolicyGradient:
+    return PolicyGradient.model_validate(settings)
+
+
+def terms(loss: TokenLoss, batch: PolicyTokens) -> Terms:
+    """The loss of each token, from the log-ratio to the loss's old policy."""
+    return loss.terms(batch, batch.log_ratio(loss.old_policy))
+
+
+def at_ratios(loss: TokenLoss, log_ratio: torch.Tensor, advantages: torch.Tensor, **known) -> Terms:
+    """The loss of the tokens of one trajectory with these log-ratios."""
+    batch = tokens(log_ratio, torch.zeros_like(log_ratio), advantages)
+    return loss.terms(replace(batch, **known), log_ratio)
 
 
 def gradient(loss: torch.Tensor, logprobs: torch.Tensor) -> list[float]:
@@ -89,7 +99,7 @@ def test_ppo_on_hand_computed_numbers() -> None:
 
 def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
     log_ratio = log(4.0, 2.0).requires_grad_()
-    loss, stopped = ppo_clip(log_ratio, tensor(-1, -1), 0.2, 0.28, dual_clip=3.0)
+    loss, stopped, _ = at_ratios(Ppo(dual_clip=3.0), log_ratio, tensor(-1, -1))
     assert loss.tolist() == pytest.approx([3.0, 2.0]) and stopped.tolist() == [True, False]
     assert gradient(loss.sum(), log_ratio) == pytest.approx([0.0, 2.0])
 
@@ -111,7 +121,8 @@ def test_gspo_has_one_ratio_for_a_trajectory() -> None:
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     logprobs = log(0.75, 0.25).requires_grad_()
-    loss, stopped = cispo(logprobs, logprobs - log(0.5, 0.5), tensor(2, -1), 0.2, 0.28)
+    batch = tokens(logprobs, log(0.5, 0.5), tensor(2, -1))
+    loss, stopped, _ = terms(Cispo(eps_clip=0.2, eps_clip_high=0.28), batch)
     assert (
         loss.tolist() == pytest.approx([-1.28 * 2 * math.log(0.75), 0.8 * math.log(0.25)])
         and stopped.all()
@@ -123,7 +134,7 @@ def test_cispo_has_no_lower_clip_unless_it_is_set() -> None:
     behavior, learner = log(0.9), log(0.0009).requires_grad_()
     for settings, weight in (({}, 0.001), ({"eps_clip": 0.2}, 0.8)):
         loss, sums = policy_loss(
-            tokens(learner, behavior, tensor(1.0)), objective(loss="cispo", **settings)
+            tokens(learner, behavior, tensor(1.0)), objective(loss={"name": "cispo", **settings})
         )
         assert gradient(loss, learner) == pytest.approx([-weight]) and sums.clipped.item() == len(
             settings
@@ -147,10 +158,9 @@ def test_drift_from_an_old_kv_cache_is_separate_from_staleness() -> None:
 
 def test_masks_are_counted_by_reason() -> None:
     settings = {
-        "mask_above": 1.9,
-        "reject_above": 0.6,
-        "reject_estimator": "k1",
-        "sequence_mask_above": 0.3,
+        "band": {"above": 1.9},
+        "rejection": {"above": 0.6, "estimator": "k1"},
+        "sequence_mask": {"above": 0.3},
     }
     learner, behavior = log(0.9, 0.25, 0.5, 0.5), log(0.45, 0.5, 0.5, 0.7)
     _, sums = policy_loss(
@@ -167,14 +177,15 @@ def test_masks_are_counted_by_reason() -> None:
     ) == (1, 2, 0, 2)
     _, sums = policy_loss(
         tokens(learner, behavior, tensor(1, 1, -1, -1), lengths=[2, 2]),
-        objective(correction={**settings, "sequence_mask_above": 0.1}),
+        objective(correction={**settings, "sequence_mask": {"above": 0.1}}),
     )
     assert (float(sums.masked_sequence), float(sums.masked)) == (2, 4)
 
 
 def test_sapo_is_the_policy_gradient_on_policy_and_fades_away_from_it() -> None:
     log_ratio = log(1.0, 1.0, 3.0).requires_grad_()
-    loss, _ = sapo(log_ratio, tensor(1, -1, 1), 1.0, 1.05)
+    sapo = Sapo(tau_positive=1.0, tau_negative=1.05)
+    loss = at_ratios(sapo, log_ratio, tensor(1, -1, 1)).loss
     gate = 1 / (1 + math.exp(-2))
     assert loss[2].item() == pytest.approx(-4 * gate)
     assert gradient(loss.sum(), log_ratio) == pytest.approx([-1.0, 1.0, -4 * gate * (1 - gate) * 3])
@@ -185,7 +196,8 @@ def test_dppo_stops_only_what_moves_further_away() -> None:
         log(0.7, 0.7, 0.3, 0.3, 0.02).requires_grad_(),
         log(0.5, 0.5, 0.5, 0.5, 0.01),
     )
-    loss, stopped = dppo(logprobs, behavior, tensor(1, -1, 1, -1, 1), 0.15)
+    batch = tokens(logprobs, behavior, tensor(1, -1, 1, -1, 1))
+    loss, stopped, _ = terms(Dppo(threshold=0.15), batch)
     assert stopped.tolist() == [True, False, False, True, False]
     assert gradient(loss.sum(), logprobs) == pytest.approx([0.0, 1.4, -0.6, 0.0, -2.0])
 
@@ -208,8 +220,7 @@ def test_gmpo_is_the_geometric_mean_of_the_clipped_ratios() -> None:
 
 
 def test_gmpo_without_a_lower_clip_bounds_nothing_below() -> None:
-    log_ratio, sequence = tensor(-30.0, 0.0), torch.zeros(2, dtype=torch.int64)
-    loss, stopped = gmpo(log_ratio, tensor(-1, -1), sequence, 1, 1.0, 0.28)
+    loss, stopped, _ = at_ratios(Gmpo(eps_clip=1.0), tensor(-30.0, 0.0), tensor(-1, -1))
     assert loss.tolist() == pytest.approx([math.exp(-15)] * 2) and not stopped.any()
 
 
@@ -228,13 +239,12 @@ def test_vespo_weights_a_trajectory_by_its_product_of_ratios() -> None:
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_vespos_weight_is_1_on_policy_and_largest_at_k_by_lambda(advantage: float) -> None:
-    shape = VespoSpec(2.0, 4.0, 3.0, 1.5)
+    vespo = Vespo(k_positive=2.0, lambda_positive=4.0, k_negative=3.0, lambda_negative=1.5)
     k, lam = (2.0, 4.0) if advantage > 0 else (3.0, 1.5)
 
     def weight(product: float) -> float:
-        sequence = torch.zeros(1, dtype=torch.int64)
-        loss, _ = vespo(tensor(-1.0), log(product), tensor(advantage), sequence, 1, shape)
-        return loss.item() * advantage
+        batch = tokens(tensor(-1.0), tensor(-1.0), tensor(advantage))
+        return vespo.terms(batch, log(product)).loss.item() * advantage
 
     assert weight(1.0) == pytest.approx(1.0)
     assert weight(k / lam) > max(weight(k / lam * 1.01), weight(k / lam * 0.99))
@@ -244,7 +254,7 @@ def test_vespos_weight_is_1_on_policy_and_largest_at_k_by_lambda(advantage: floa
 def test_clip_cov_stops_the_selected_tokens_and_clips_the_others() -> None:
     log_ratio = log(1.5, 1.1, 0.5, 1.0).requires_grad_()
     selected = torch.tensor([False, True, False, False])
-    loss, stopped = clip_cov(log_ratio, tensor(1, 1, -1, 1), selected, 0.2, 0.28)
+    loss, stopped, _ = at_ratios(ClipCov(), log_ratio, tensor(1, 1, -1, 1), selected=selected)
     assert loss.tolist() == pytest.approx([-1.28, 0.0, 0.8, -1.0])
     assert stopped.tolist() == [True, True, True, False]
     assert gradient(loss.sum(), log_ratio) == pytest.approx([0.0, 0.0, 0.0, -1.0])
@@ -253,7 +263,8 @@ def test_clip_cov_stops_the_selected_tokens_and_clips_the_others() -> None:
 def test_kl_cov_penalizes_the_selected_tokens_on_both_sides_of_the_old_policy() -> None:
     log_ratio = log(2.0, 0.5, 2.0, 1.0).requires_grad_()
     selected = torch.tensor([True, True, False, True])
-    loss, stopped = kl_cov(log_ratio, tensor(1, 1, 1, 1), selected, 0.3)
+    kl_cov = KlCov(kl_cov_coef=0.3)
+    loss, stopped, _ = at_ratios(kl_cov, log_ratio, tensor(1, 1, 1, 1), selected=selected)
     penalty = 0.3 * math.log(2)
     assert loss.tolist() == pytest.approx([-2 + penalty, -0.5 + penalty, -2.0, -1.0])
     assert not stopped.any()
@@ -265,15 +276,13 @@ def test_the_objective_passes_the_selected_tokens_on() -> None:
     batch = tokens(learner, behavior, tensor(1, 1, 1))
     chosen = replace(batch, selected=torch.tensor([True, False, False]))
     for loss, unselected, selected in (
-        ("clip_cov", [-1.2, -1.0, 0.0], [0.0, -1.0, 0.0]),
-        ("kl_cov", [-1.2, -1.0, -1.8], [-0.7, -1.0, -1.8]),
+        (ClipCov(), [-1.2, -1.0, 0.0], [0.0, -1.0, 0.0]),
+        (KlCov(kl_cov_coef=0.5), [-1.2, -1.0, -1.8], [-0.7, -1.0, -1.8]),
     ):
-        settings = {"loss": loss} | ({"kl_cov_coef": 0.5} if loss == "kl_cov" else {})
         for which, wanted in ((batch, unselected), (chosen, selected)):
-            found, _ = policy_loss(which, objective(**settings))
+            found, _ = policy_loss(which, objective(loss=loss))
             assert gradient(found, learner) == pytest.approx(wanted), loss
-    clipped = clipped_tokens(batch, objective(loss="clip_cov"))
-    assert clipped.tolist() == [False, False, True]
+    assert terms(ClipCov(), batch).stopped.tolist() == [False, False, True]
 
 
 def numerical_gradient(function: Callable[[torch.Tensor], float], at: torch.Tensor) -> list[float]:
@@ -351,8 +360,8 @@ def test_gradients_by_enumeration_equal_finite_differences(loss: str, moved: flo
         ),
         selected=selected,
     )
-    settings = {"loss": loss} | ({"kl_cov_coef": 0.4} if loss == "kl_cov" else {})
-    value, sums = policy_loss(batch, objective(**settings))
+    settings = {"name": loss} | ({"kl_cov_coef": 0.4} if loss == "kl_cov" else {})
+    value, sums = policy_loss(batch, objective(loss=settings))
     assert value.item() == pytest.approx(by_hand(theta), abs=1e-12)
     expected = numerical_gradient(by_hand, theta)
     assert gradient(value, free) == pytest.approx(expected, abs=1e-8)
@@ -393,7 +402,7 @@ def test_vespos_gradient_by_enumeration() -> None:
 def test_reinforce_with_truncated_weights() -> None:
     learner, behavior = log(0.9, 0.4).requires_grad_(), log(0.3, 0.5)
     settings = objective(
-        loss="reinforce", old_policy="learner", correction={"truncation": "token", "cap": 2.0}
+        loss="reinforce", correction={"truncation": {"level": "token", "cap": 2.0}}
     )
     loss, sums = policy_loss(tokens(learner, behavior, tensor(1, -3)), settings)
     assert gradient(loss, learner) == pytest.approx([-2.0, 0.8 * 3])
@@ -406,8 +415,7 @@ def test_geometric_weights_and_a_floor() -> None:
     batch = tokens(learner, log(0.4, 0.5, 0.1, 0.5), tensor(1, 1, 1, 1), lengths=[2, 1, 1])
     settings = objective(
         loss="reinforce",
-        old_policy="learner",
-        correction={"truncation": "geometric", "cap": 3.0, "floor": 0.2},
+        correction={"truncation": {"level": "geometric", "cap": 3.0, "floor": 0.2}},
     )
     loss, sums = policy_loss(batch, settings)
     assert gradient(loss, learner) == pytest.approx([-1.0, -1.0, -3.0, -0.2])
@@ -417,7 +425,10 @@ def test_geometric_weights_and_a_floor() -> None:
 
 def test_decoupled_ppo_is_the_weighted_policy_gradient_where_the_learner_is_proximal() -> None:
     learner, behavior = log(0.9, 0.4).requires_grad_(), log(0.3, 0.5)
-    settings = objective(old_policy="learner", correction={"truncation": "token", "cap": 5.0})
+    settings = objective(
+        loss={"name": "ppo", "old_policy": "learner"},
+        correction={"truncation": {"level": "token", "cap": 5.0}},
+    )
     loss, sums = policy_loss(tokens(learner, behavior, tensor(1, -3)), settings)
     assert loss.item() == pytest.approx(-(3.0 * 1 - 0.8 * 3)) and sums.clipped.item() == 0
     assert gradient(loss, learner) == pytest.approx([-3.0, 0.8 * 3])
@@ -425,16 +436,16 @@ def test_decoupled_ppo_is_the_weighted_policy_gradient_where_the_learner_is_prox
 
 def test_the_log_linear_proximal_policy_is_one_version_older() -> None:
     logprobs, behavior = tensor(-1, -1, -1, -1), tensor(-3, -3, -3, -3)
-    assert log_linear_proximal(logprobs, behavior, tensor(0, 1, 2, 4)).tolist() == pytest.approx(
-        [-1, -3, -2, -1.5]
-    )
+    batch = tokens(logprobs, behavior, tensor(1, 1, 1, 1), ages=tensor(0, 1, 2, 4))
+    assert batch.old_logprobs("log_linear").tolist() == pytest.approx([-1, -3, -2, -1.5])
 
 
 def test_decoupled_ppo_with_the_log_linear_policy() -> None:
     # Age 2: proximal log-prob half-way, ratio to it exp(0.5), weight to it exp(0.5).
     learner, behavior = tensor(-1.0).requires_grad_(), tensor(-2.0)
     settings = objective(
-        old_policy="log_linear", eps_clip_high=1.0, correction={"truncation": "token", "cap": 10.0}
+        loss={"name": "ppo", "old_policy": "log_linear", "eps_clip_high": 1.0},
+        correction={"truncation": {"level": "token", "cap": 10.0}},
     )
     loss, _ = policy_loss(tokens(learner, behavior, tensor(1.0), ages=tensor(2.0)), settings)
     assert loss.item() == pytest.approx(-math.e)
@@ -442,22 +453,11 @@ def test_decoupled_ppo_with_the_log_linear_policy() -> None:
 
 
 def test_at_the_behavior_policy_every_loss_gives_the_policy_gradient() -> None:
-    for name, old in [
-        ("ppo", "behavior"),
-        ("gspo", "behavior"),
-        ("cispo", "behavior"),
-        ("sapo", "behavior"),
-        ("dppo", "behavior"),
-        ("gmpo", "behavior"),
-        ("vespo", "behavior"),
-        ("clip_cov", "behavior"),
-        ("kl_cov", "behavior"),
-        ("reinforce", "learner"),
-    ]:
+    for name in LOSSES:
         logprobs = tensor(-1.0, -2.0, -0.5).requires_grad_()
         loss, sums = policy_loss(
             tokens(logprobs, logprobs.detach(), tensor(0.5, -2.0, 1.0), lengths=[2, 1]),
-            objective(loss=name, old_policy=old),
+            objective(loss=name),
         )
         assert gradient(loss, logprobs) == pytest.approx([-0.5, 2.0, -1.0]), name
         assert sums.kl_k1.item() == sums.kl_k3.item() == 0.0
@@ -473,15 +473,11 @@ def test_policy_loss_against_numpy(seed: int, truncation: str) -> None:
     advantages, weights = generator.standard_normal(count), generator.random(count)
     old_policy = "behavior" if truncation == "none" else "learner"
     settings = objective(
-        old_policy=old_policy,
-        eps_clip_high=0.3,
+        loss=Ppo(eps_clip_high=0.3) if old_policy == "behavior" else Ppo(old_policy="learner"),
         correction={
-            "truncation": truncation,
-            "cap": 1.5,
-            "mask_below": 0.3,
-            "mask_above": 4.0,
-            "reject_above": 1.0,
-            "reject_level": "sequence_mean",
+            "truncation": None if truncation == "none" else {"level": truncation, "cap": 1.5},
+            "band": {"below": 0.3, "above": 4.0},
+            "rejection": {"above": 1.0, "level": "sequence_mean"},
         },
     )
     batch = tokens(
@@ -529,7 +525,7 @@ def test_the_gradient_does_not_depend_on_how_trajectories_are_split(loss: str) -
     )
     logprobs.requires_grad_()
     settings = objective(
-        loss=loss, correction={"reject_above": 0.5, "reject_level": "sequence_mean"}
+        loss=loss, correction={"rejection": {"above": 0.5, "level": "sequence_mean"}}
     )
     whole, _ = policy_loss(
         tokens(logprobs, behavior, advantages, lengths=lengths, weights=weights), settings
@@ -589,7 +585,7 @@ def test_a_huge_log_ratio_stays_finite_and_nan_does_not_hide() -> None:
     bad = tokens(tensor(0.0, 0.0), tensor(float("-inf"), float("nan")), tensor(1, 1))
     loss, sums = policy_loss(bad, objective())
     assert torch.isnan(loss) and sums.nonfinite.item() == 2
-    _, sums = policy_loss(bad, objective(correction={"mask_above": 2.0}))
+    _, sums = policy_loss(bad, objective(correction={"band": {"above": 2.0}}))
     assert sums.nonfinite.item() == 2, "a mask must not hide it"
 
 
@@ -604,15 +600,14 @@ def test_an_empty_micro_batch_has_a_loss_of_zero() -> None:
         0,
         torch.zeros(0),
     )
-    for name in set(LOSSES) - {"reinforce"}:
+    for name in LOSSES:
         loss, sums = policy_loss(
             empty,
             objective(
                 loss=name,
                 correction={
-                    "reject_above": 1.0,
-                    "reject_level": "sequence_max",
-                    "sequence_mask_above": 1.0,
+                    "rejection": {"above": 1.0, "level": "sequence_max"},
+                    "sequence_mask": {"above": 1.0},
                 },
             ),
         )
@@ -634,8 +629,7 @@ def test_normalized_weights_have_mean_one() -> None:
     learner, behavior = log(0.75, 0.25, 0.9).requires_grad_(), log(0.5, 0.5, 0.3)
     chosen = objective(
         loss="reinforce",
-        old_policy="learner",
-        correction={"truncation": "token", "cap": 2.0, "normalize": True},
+        correction={"truncation": {"level": "token", "cap": 2.0, "normalize": True}},
     )
     weights = truncated_weights(tokens(learner, behavior, tensor(1, 1, 1)), chosen)
     assert weights.tolist() == pytest.approx([1.5, 0.5, 2.0]) and not weights.requires_grad
@@ -650,8 +644,7 @@ def test_normalized_weights_have_mean_one() -> None:
 def test_every_weight_that_the_cap_cuts_is_counted_whatever_the_mean_is(mean_weight) -> None:
     chosen = objective(
         loss="reinforce",
-        old_policy="learner",
-        correction={"truncation": "token", "cap": 1.7, "normalize": True},
+        correction={"truncation": {"level": "token", "cap": 1.7, "normalize": True}},
     )
     learner, behavior = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-2.0, -1.0, -2.7])
     ones = torch.ones(3)
@@ -662,9 +655,7 @@ def test_every_weight_that_the_cap_cuts_is_counted_whatever_the_mean_is(mean_wei
 
 
 def test_a_weight_that_the_cap_leaves_whole_is_not_counted() -> None:
-    chosen = objective(
-        loss="reinforce", old_policy="learner", correction={"truncation": "token", "cap": 1.0}
-    )
+    chosen = objective(loss="reinforce", correction={"truncation": {"level": "token", "cap": 1.0}})
     known = tokens(log(0.5, 0.5), log(0.5, 0.4), tensor(1, 1))
     assert policy_loss(known, chosen)[1].capped == 1
 
@@ -681,7 +672,7 @@ def test_kl_in_the_loss_has_the_gradient_of_the_divergence_from_the_reference(es
         reference_logprobs=reference,
     )
     loss, sums = policy_loss(
-        known, objective(kl_loss_coef=0.1, kl_estimator=estimator, correction={"cap": 100.0})
+        known, objective(reference={"kl_loss_coef": 0.1, "estimator": estimator, "cap": 100.0})
     )
     (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
     exact = 0.1 * (learner.exp() * (learner - reference)).sum()
@@ -697,11 +688,13 @@ def test_the_kl_terms_ratio_is_capped_and_needs_a_reference() -> None:
     # at 2.
     learner, behavior = log(0.5, 0.25).requires_grad_(), log(0.5, 0.05)
     known = replace(tokens(learner, behavior, tensor(0, 0)), reference_logprobs=log(0.25, 0.5))
-    loss, sums = policy_loss(known, objective(kl_loss_coef=0.1))
+    loss, sums = policy_loss(known, objective(reference={"kl_loss_coef": 0.1}))
     k3 = (0.5 - 1 - math.log(0.5), 2 - 1 - math.log(2))
     assert loss.item() == pytest.approx(0.1 * (k3[0] + 2 * k3[1]))
     assert sums.kl_reference.item() == pytest.approx(sum(k3))
     # d (r · k3) / d log π = r · k3 + r · (1 - π_ref / π). A capped r is a constant.
     assert gradient(loss, learner) == pytest.approx([0.1 * (k3[0] + 1 - 0.5), 0.1 * 2 * (1 - 2)])
-    none, _ = policy_loss(tokens(learner, behavior, tensor(0, 0)), objective(kl_loss_coef=0.1))
+    none, _ = policy_loss(
+        tokens(learner, behavior, tensor(0, 0)), objective(reference={"kl_loss_coef": 0.1})
+    )
     assert none.item() == 0

@@ -10,13 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.algorithms.advantages.grpo import Grpo
+from asyncrl.algorithms.advantages.own_advantage import OwnAdvantage
+from asyncrl.algorithms.losses.own_loss import OwnLoss
+from asyncrl.algorithms.losses.ppo import Ppo
 from asyncrl.algorithms.objective import own_metrics, policy_loss, trial_tokens
-from asyncrl.algorithms.objective_spec import ObjectiveSpec
 from asyncrl.algorithms.own import own_verdict
-from asyncrl.config import AlgorithmConfig
-from asyncrl.preflight.specs import objective_spec
+from asyncrl.config import PolicyGradient, explain
 from asyncrl.rewards.contract import RewardError, find_reward
 from asyncrl.runtime.functions import FunctionError
 
@@ -43,7 +46,9 @@ def in_place(logprobs, old_logprobs, behavior_logprobs, advantages, ages, sequen
         tensor.zero_()
     return loss
 
+def scaled(logprobs, scale): return -scale * logprobs
 def scalar(rewards): return 1.0
+def shifted(rewards, by): return rewards + by
 def divides(rewards): return rewards / rewards.std()
 def words(rewards): return ["a"] * len(rewards)
 def tensor(rewards): return torch.tensor(rewards, requires_grad=True)
@@ -59,6 +64,7 @@ def sorts(rewards):
 
 def one(rewards): return 1
 def listed(rewards): return [True]
+def above(rewards, least): return bool(rewards.max() >= least)
 def by_all(rewards, advantages, lengths, truncated):
     assert rewards.dtype == advantages.dtype == float
     assert lengths.dtype == int and truncated.dtype == bool
@@ -74,8 +80,8 @@ def importable(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wrong_own", raising=False)
 
 
-def objective(**settings) -> ObjectiveSpec:
-    return objective_spec(AlgorithmConfig.model_validate(settings))
+def objective(**settings) -> PolicyGradient:
+    return PolicyGradient.model_validate(settings)
 
 
 @pytest.mark.parametrize("old_policy", ["behavior", "log_linear"])
@@ -83,37 +89,35 @@ def test_the_examples_loss_is_the_built_in_one(old_policy):
     losses, gradients, clipped = [], [], []
     for name in ("ppo", "jobs.own_algorithm:clipped"):
         tokens = trial_tokens()
-        loss, sums = policy_loss(tokens, objective(loss=name, old_policy=old_policy))
+        loss, sums = policy_loss(tokens, objective(loss={"name": name, "old_policy": old_policy}))
         losses.append(loss.item())
         gradients.append(torch.autograd.grad(loss, tokens.logprobs)[0])
         clipped.append(int(sums.clipped))
     assert losses[0] == losses[1] and torch.equal(*gradients) and clipped[0] == clipped[1]
     assert clipped[0] > 0
-    assert (
-        own_metrics("jobs.own_algorithm:clipped") == ("ratio_below_half",)
-        and own_metrics("ppo") == ()
-    )
+    assert own_metrics(OwnLoss(name="jobs.own_algorithm:clipped")) == ("ratio_below_half",)
+    assert own_metrics(Ppo()) == ()
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.5], [1.0, 1.0], [3.0, None, -2.0, 7.5]])
 def test_the_examples_advantage_is_the_built_in_one(rewards):
     usable = [reward is not None for reward in rewards]
-    assert group_advantages(rewards, usable, "jobs.own_algorithm:standardized") == group_advantages(
-        rewards, usable, "grpo"
-    )
-    assert group_advantages([1.0, None], [True, False], "wrong_own:scalar") == [
-        0.0,
-        None,
-    ], "one has nothing to compare with"
+    own = OwnAdvantage(name="jobs.own_algorithm:standardized")
+    assert group_advantages(rewards, usable, own) == group_advantages(rewards, usable, Grpo())
+    scalar = OwnAdvantage(name="wrong_own:scalar")
+    one = group_advantages([1.0, None], [True, False], scalar)
+    assert one == [0.0, None], "one has nothing to compare with"
 
 
 def test_the_example_filter_and_the_arguments_of_a_filter():
-    assert own_verdict("jobs.own_algorithm:mixed", [0.0, 1.0], [-1.0, 1.0], [2, 2], [False, False])
-    assert not own_verdict(
-        "jobs.own_algorithm:mixed", [1.0, 1.0], [0.0, 0.0], [2, 2], [False, False]
+    assert own_verdict(
+        "jobs.own_algorithm:mixed", {}, [0.0, 1.0], [-1.0, 1.0], [2, 2], [False, False]
     )
-    assert own_verdict("wrong_own:by_all", [0.0, 1.0], [-1.0, 1.0], [2, 8], [False, False])
-    assert not own_verdict("wrong_own:by_all", [0.0, 1.0], [-1.0, 1.0], [2, 8], [False, True])
+    assert not own_verdict(
+        "jobs.own_algorithm:mixed", {}, [1.0, 1.0], [0.0, 0.0], [2, 2], [False, False]
+    )
+    assert own_verdict("wrong_own:by_all", {}, [0.0, 1.0], [-1.0, 1.0], [2, 8], [False, False])
+    assert not own_verdict("wrong_own:by_all", {}, [0.0, 1.0], [-1.0, 1.0], [2, 8], [False, True])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +150,7 @@ def test_a_wrong_loss_is_named_with_its_line(name, line, message):
         FunctionError,
         match=rf"^algorithm\.loss = 'wrong_own:{name}' \(.*wrong_own\.py:{line}\).*{message}",
     ):
-        own_metrics(f"wrong_own:{name}")
+        own_metrics(OwnLoss(name=f"wrong_own:{name}"))
 
 
 @pytest.mark.parametrize(
@@ -171,12 +175,38 @@ def test_a_wrong_advantage_is_named(name, message):
     with pytest.raises(
         FunctionError, match=rf"algorithm\.advantage = 'wrong_own:{name}'.*{message}"
     ):
-        group_advantages([2.0, 2.0], [True, True], f"wrong_own:{name}")
+        group_advantages([2.0, 2.0], [True, True], OwnAdvantage(name=f"wrong_own:{name}"))
+
+
+def test_functions_get_the_arguments_of_the_settings():
+    loss = OwnLoss(name="wrong_own:scaled", arguments={"scale": 3.0})
+    tokens = trial_tokens()
+    found = loss.terms(tokens, tokens.log_ratio("behavior"))
+    assert torch.equal(found.loss, -3.0 * tokens.logprobs)
+    assert own_metrics(loss) == ()
+    advantage = OwnAdvantage(name="wrong_own:shifted", arguments={"by": 0.5})
+    assert group_advantages([1.0, 2.0], [True, True], advantage) == [1.5, 2.5]
+    given = [0.0, 1.0], [-1.0, 1.0], [2, 2], [False, False]
+    assert own_verdict("wrong_own:above", {"least": 1.0}, *given)
+    assert not own_verdict("wrong_own:above", {"least": 1.5}, *given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"by": 0.5, "bz": 1}, "it takes no bz of its arguments"),
+        ({"rewards": [1.0], "by": 0.5}, "asyncrl provides rewards, so its arguments cannot"),
+    ],
+)
+def test_arguments_that_a_function_cannot_take_are_refused(arguments, message):
+    advantage = OwnAdvantage(name="wrong_own:shifted", arguments=arguments)
+    with pytest.raises(FunctionError, match=message):
+        group_advantages([1.0, 2.0], [True, True], advantage)
 
 
 def test_a_function_cannot_change_its_rewards():
     rewards = np.array([3.0, 1.0])
-    group_advantages(rewards, [True, True], "wrong_own:sorts")
+    group_advantages(rewards, [True, True], OwnAdvantage(name="wrong_own:sorts"))
     assert rewards.tolist() == [3.0, 1.0]
 
 
@@ -192,7 +222,7 @@ def test_a_function_of_a_script_or_notebook_is_refused_with_advice():
         FunctionError,
         match=(r"'__main__:mine' is in a script or notebook, .*; move it to a module"),
     ):
-        own_metrics("__main__:mine")
+        own_metrics(OwnLoss(name="__main__:mine"))
     with pytest.raises(
         RewardError, match="reward function '__main__:mine' is in a script or notebook"
     ):
@@ -235,7 +265,7 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_own_line(
     with pytest.raises(
         FunctionError, match=rf"algorithm\.loss = 'broken_own:f' cannot be imported {message}"
     ):
-        own_metrics("broken_own:f")
+        own_metrics(OwnLoss(name="broken_own:f"))
 
 
 @pytest.mark.parametrize("name", ["one", "listed"])
@@ -244,7 +274,7 @@ def test_a_filter_must_return_a_bool(name):
         FunctionError,
         match=rf"algorithm\.group_filter = 'wrong_own:{name}' .*; return True to train the group",
     ):
-        own_verdict(f"wrong_own:{name}", [1.0, 0.0], [0.5, -0.5], [1, 1], [False, False])
+        own_verdict(f"wrong_own:{name}", {}, [1.0, 0.0], [0.5, -0.5], [1, 1], [False, False])
 
 
 def test_non_finite_log_probs_are_left_to_the_step():
@@ -254,9 +284,16 @@ def test_non_finite_log_probs_are_left_to_the_step():
     assert math.isnan(loss.item()) and int(sums.nonfinite) == 1
 
 
-@pytest.mark.parametrize("setting", [{"loss": "ppoo"}, {"advantage": "a2c"}, {"loss": "mine:f.g"}])
+@pytest.mark.parametrize("setting", [{"loss": "ppoo"}, {"advantage": "a2c"}])
 def test_an_unknown_name_is_refused_with_the_known_ones(setting):
     with pytest.raises(
         ValueError, match=r"use one of .*, or your own function as package\.module:function"
     ):
         objective(**setting)
+
+
+def test_a_name_that_no_function_can_have_is_refused():
+    with pytest.raises(ValidationError) as caught:
+        objective(loss="mine:f.g")
+    known = "loss.name = 'mine:f.g': name a function as package.module:function"
+    assert explain(caught.value, PolicyGradient) == known

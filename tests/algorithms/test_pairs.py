@@ -8,9 +8,15 @@ from itertools import permutations, product
 
 import pytest
 
-from asyncrl.algorithms.pairs import Candidates, PairSpec, choose_pairs, shuffled_rewards
+from asyncrl.algorithms.pairs import (
+    BestWorst,
+    Candidates,
+    Margin,
+    choose_pairs,
+    shuffled_rewards,
+)
 
-BEST_WORST, MARGIN = PairSpec(), PairSpec("margin", max_pairs=100)
+BEST_WORST, MARGIN = BestWorst(), Margin(max_pairs=100)
 
 
 def group(*rewards: float | None, **changes: tuple[object, ...]) -> Candidates:
@@ -37,7 +43,7 @@ def test_every_group_of_three(rewards: tuple[float, ...]) -> None:
 
 def test_the_first_of_equal_rewards_counts() -> None:
     assert choose_pairs(group(0.0, 1.0, 1.0, 0.0), BEST_WORST) == [(1, 0)]
-    two = PairSpec("margin", max_pairs=2)
+    two = Margin(max_pairs=2)
     assert choose_pairs(group(0.0, 1.0, 1.0, 0.0), two) == [(1, 0), (1, 3)]
 
 
@@ -55,49 +61,52 @@ def test_the_first_of_equal_rewards_counts() -> None:
         group(1.0, 0.0, completions=("same", "same")),
     ],
 )
-def test_groups_without_a_pair(candidates: Candidates, spec: PairSpec) -> None:
+def test_groups_without_a_pair(candidates: Candidates, spec: BestWorst | Margin) -> None:
     assert choose_pairs(candidates, spec) == []
 
 
 @pytest.mark.parametrize("spec", [BEST_WORST, MARGIN])
-def test_what_cannot_be_used_is_left_out(spec: PairSpec) -> None:
+def test_what_cannot_be_used_is_left_out(spec: BestWorst | Margin) -> None:
     rewards = (math.nan, 0.2, 9.0, None, 0.7, math.inf)
     usable = (True, True, False, True, True, True)
     assert choose_pairs(group(*rewards, usable=usable), spec) == [(4, 1)]
 
 
-@pytest.mark.parametrize("choice", ["best_worst", "margin"])
-def test_rewards_differ_by_at_least_the_margin(choice: str) -> None:
+@pytest.mark.parametrize(
+    "spec", [BestWorst(min_margin=0.25), Margin(min_margin=0.25, max_pairs=100)]
+)
+def test_rewards_differ_by_at_least_the_margin(spec: BestWorst | Margin) -> None:
     def pairs(*rewards: float) -> list[tuple[int, int]]:
-        return choose_pairs(group(*rewards), PairSpec(choice, min_margin=0.25, max_pairs=100))
+        return choose_pairs(group(*rewards), spec)
 
     assert pairs(0.5, 0.26, 0.3) == []
     assert pairs(0.5, 0.25) == [(0, 1)]
-    assert len(pairs(0.0, 0.25, 0.5)) == (1 if choice == "best_worst" else 3)
+    assert len(pairs(0.0, 0.25, 0.5)) == (1 if spec.name == "best_worst" else 3)
 
 
 def test_rounding_of_float32_does_not_decide() -> None:
     """0.4 - 0.3 in float32 is 0.09999999."""
     low, high = 0.30000001192092896, 0.4000000059604645
     assert high - low < 0.1
-    assert choose_pairs(group(low, high), PairSpec(min_margin=0.1)) == [(1, 0)]
-    assert choose_pairs(group(low, high), PairSpec(min_margin=0.1001)) == []
+    assert choose_pairs(group(low, high), BestWorst(min_margin=0.1)) == [(1, 0)]
+    assert choose_pairs(group(low, high), BestWorst(min_margin=0.1001)) == []
     assert choose_pairs(group(5e6, 5e6), BEST_WORST) == []
 
 
 @pytest.mark.parametrize("spec", [BEST_WORST, MARGIN])
-def test_a_completion_that_was_cut_off_loses_reward(spec: PairSpec) -> None:
+def test_a_completion_that_was_cut_off_loses_reward(spec: BestWorst | Margin) -> None:
+    penalized = spec.model_copy(update={"missing_eos_penalty": 0.5})
     candidates = group(1.0, 1.0, truncated=(True, False))
     assert choose_pairs(candidates, spec) == []
-    assert choose_pairs(candidates, replace(spec, missing_eos_penalty=0.5)) == [(1, 0)]
+    assert choose_pairs(candidates, penalized) == [(1, 0)]
     candidates = group(1.0, 0.7, truncated=(True, False))
-    assert choose_pairs(candidates, replace(spec, missing_eos_penalty=0.5)) == [(1, 0)]
+    assert choose_pairs(candidates, penalized) == [(1, 0)]
     both = group(1.0, 0.7, truncated=(True, True))
-    assert choose_pairs(both, replace(spec, missing_eos_penalty=0.5)) == [(0, 1)]
+    assert choose_pairs(both, penalized) == [(0, 1)]
 
 
 def test_at_most_max_pairs_the_largest_margins_first() -> None:
-    found = choose_pairs(group(0.0, 3.0, 1.0, 7.0), PairSpec("margin", max_pairs=3))
+    found = choose_pairs(group(0.0, 3.0, 1.0, 7.0), Margin(max_pairs=3))
     assert found == [(3, 0), (3, 2), (3, 1)]
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.objective_spec import PreferenceSpec
 from asyncrl.algorithms.preference import (
     Completions,
     kto_baseline,
@@ -20,6 +19,7 @@ from asyncrl.algorithms.preference import (
     pair_loss,
     scores,
 )
+from asyncrl.algorithms.preference_losses import Hinge, Ipo, Kto, PairLoss, Sigmoid, Simpo
 
 
 def side(
@@ -39,23 +39,23 @@ def side(
 CHOSEN, REJECTED = side(-4.0, 2, -6.0, -4.5), side(-9.0, 3, -6.0, -8.0)
 """Log-ratios of 2 and -3 nats, over two and three tokens: a difference of 5, of means 1 + 1 = 2."""
 
-BY_HAND: dict[str, tuple[PreferenceSpec, float]] = {
-    "sigmoid": (PreferenceSpec(beta=0.1), math.log1p(math.exp(-0.5))),
+BY_HAND: dict[str, tuple[PairLoss, float]] = {
+    "sigmoid": (Sigmoid(beta=0.1), math.log1p(math.exp(-0.5))),
     "smoothed": (
-        PreferenceSpec(beta=0.1, label_smoothing=0.2),
+        Sigmoid(beta=0.1, label_smoothing=0.2),
         0.8 * math.log1p(math.exp(-0.5)) + 0.2 * math.log1p(math.exp(0.5)),
     ),
     "sigmoid of means": (
-        PreferenceSpec(beta=0.1, length_normalized=True),
+        Sigmoid(beta=0.1, length_normalized=True),
         math.log1p(math.exp(-0.2)),
     ),
-    "ipo": (PreferenceSpec(loss="ipo", beta=0.1), (2.0 - 5.0) ** 2),
-    "hinge": (PreferenceSpec(loss="hinge", beta=0.1), 0.5),
-    "hinge, far enough apart": (PreferenceSpec(loss="hinge", beta=0.5), 0.0),
-    "hinge of means": (PreferenceSpec(loss="hinge", beta=0.1, length_normalized=True), 0.8),
+    "ipo": (Ipo(beta=0.1), (2.0 - 5.0) ** 2),
+    "hinge": (Hinge(beta=0.1), 0.5),
+    "hinge, far enough apart": (Hinge(beta=0.5), 0.0),
+    "hinge of means": (Hinge(beta=0.1, length_normalized=True), 0.8),
     # Without a reference, the means are -2 and -3.
     "simpo": (
-        PreferenceSpec(loss="simpo", beta=2.0, simpo_margin=0.5),
+        Simpo(beta=2.0, simpo_margin=0.5),
         math.log1p(math.exp(-(2.0 * 1.0 - 0.5))),
     ),
 }
@@ -63,34 +63,34 @@ BY_HAND: dict[str, tuple[PreferenceSpec, float]] = {
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_losses_by_hand(name: str) -> None:
-    spec, expected = BY_HAND[name]
-    found = pair_loss(CHOSEN, REJECTED, spec)
+    loss, expected = BY_HAND[name]
+    found = pair_loss(CHOSEN, REJECTED, loss)
     assert found.loss.tolist() == pytest.approx([expected], rel=1e-12)
     assert found.weights.tolist() == [1.0] and found.capped.tolist() == [False]
 
 
 @pytest.mark.parametrize(
-    ("spec", "rewards"),
+    ("loss", "rewards"),
     [
-        (PreferenceSpec(beta=0.1), (0.2, -0.3)),
-        (PreferenceSpec(loss="ipo", beta=0.1), (0.1, -0.1)),
-        (PreferenceSpec(loss="simpo", beta=2.0), (-4.0, -6.0)),
+        (Sigmoid(beta=0.1), (0.2, -0.3)),
+        (Ipo(beta=0.1), (0.1, -0.1)),
+        (Simpo(beta=2.0), (-4.0, -6.0)),
     ],
 )
-def test_rewards_are_those_of_the_loss(spec: PreferenceSpec, rewards: tuple[float, float]) -> None:
-    found = pair_loss(CHOSEN, REJECTED, spec).rewards
+def test_rewards_are_those_of_the_loss(loss: PairLoss, rewards: tuple[float, float]) -> None:
+    found = pair_loss(CHOSEN, REJECTED, loss).rewards
     assert [value.item() for value in found] == pytest.approx(rewards)
     assert not any(value.requires_grad for value in found)
 
 
 def test_the_off_policy_weight_covers_both_sides_and_has_no_gradient() -> None:
     """log-ratios to the behavior policy: 0.5 and -1, together -0.5."""
-    spec = PreferenceSpec(beta=0.1)
+    loss = Sigmoid(beta=0.1)
     for cap, weight, capped in ((2.0, math.exp(-0.5), False), (0.25, 0.25, True)):
         weights, reduced = off_policy_weights(CHOSEN, REJECTED, cap)
         assert weights.tolist() == pytest.approx([weight]) and reduced.tolist() == [capped]
-        weighted = pair_loss(CHOSEN, REJECTED, PreferenceSpec(beta=0.1, weight_cap=cap))
-        plain = pair_loss(CHOSEN, REJECTED, spec)
+        weighted = pair_loss(CHOSEN, REJECTED, loss, cap)
+        plain = pair_loss(CHOSEN, REJECTED, loss)
         assert weighted.loss.item() == pytest.approx(weight * plain.loss.item())
         for completions in (CHOSEN, REJECTED):
             (one,) = torch.autograd.grad(weighted.loss, completions.logprobs, retain_graph=True)
@@ -110,8 +110,8 @@ def test_the_off_policy_weight_covers_both_sides_and_has_no_gradient() -> None:
 )
 def test_kto_by_hand(desirable: bool, baseline: float, expected: float) -> None:
     """The chosen side's reward is 0.1 times 2 nats."""
-    spec = PreferenceSpec("kto", beta=0.1, desirable_weight=2.0, undesirable_weight=0.5)
-    found = kto_loss(CHOSEN, torch.tensor([desirable]), baseline, spec)
+    loss = Kto(beta=0.1, desirable_weight=2.0, undesirable_weight=0.5)
+    found = kto_loss(CHOSEN, torch.tensor([desirable]), baseline, loss)
     assert found.loss.tolist() == pytest.approx([expected], rel=1e-12)
     assert found.rewards[0].tolist() == pytest.approx([0.2])
 
@@ -124,12 +124,10 @@ def test_ktos_baseline_is_a_mean_and_never_negative() -> None:
 def test_missing_log_probs_are_refused() -> None:
     bare = side(-1.0, 1, None)
     with pytest.raises(ValueError, match="loss 'ipo' needs the reference policy's log-probs"):
-        pair_loss(bare, bare, PreferenceSpec(loss="ipo"))
-    assert scores(bare, PreferenceSpec(loss="simpo")).tolist() == [-1.0]
+        pair_loss(bare, bare, Ipo())
+    assert scores(bare, Simpo()).tolist() == [-1.0]
     with pytest.raises(ValueError, match="weight_cap = 2 needs the behavior policy's log-probs"):
-        pair_loss(bare, bare, PreferenceSpec(loss="simpo", weight_cap=2.0))
-    with pytest.raises(ValueError, match="'kto' takes single completions, not pairs"):
-        pair_loss(CHOSEN, REJECTED, PreferenceSpec(loss="kto"))
+        pair_loss(bare, bare, Simpo(), 2.0)
 
 
 VOCABULARY = 3
@@ -188,23 +186,23 @@ def score(tokens: tuple[int, ...], mean: bool, reference: bool = True) -> float:
 
 BETA = 0.7
 Slope = Callable[[float], float]
-CLOSED_FORMS: dict[str, tuple[PreferenceSpec, Slope]] = {
-    "sigmoid": (PreferenceSpec(beta=BETA), lambda d: -BETA * sigmoid(-BETA * d)),
+CLOSED_FORMS: dict[str, tuple[PairLoss, Slope]] = {
+    "sigmoid": (Sigmoid(beta=BETA), lambda d: -BETA * sigmoid(-BETA * d)),
     "smoothed": (
-        PreferenceSpec(beta=BETA, label_smoothing=0.3),
+        Sigmoid(beta=BETA, label_smoothing=0.3),
         lambda d: -BETA * (0.7 * sigmoid(-BETA * d) - 0.3 * sigmoid(BETA * d)),
     ),
     "sigmoid of means": (
-        PreferenceSpec(beta=BETA, length_normalized=True),
+        Sigmoid(beta=BETA, length_normalized=True),
         lambda d: -BETA * sigmoid(-BETA * d),
     ),
-    "ipo": (PreferenceSpec(loss="ipo", beta=BETA), lambda d: 2 * (d - 1 / (2 * BETA))),
+    "ipo": (Ipo(beta=BETA), lambda d: 2 * (d - 1 / (2 * BETA))),
     "hinge": (
-        PreferenceSpec(loss="hinge", beta=BETA),
+        Hinge(beta=BETA),
         lambda d: -BETA if BETA * d < 1 else 0.0,
     ),
     "simpo": (
-        PreferenceSpec(loss="simpo", beta=BETA, simpo_margin=0.4),
+        Simpo(beta=BETA, simpo_margin=0.4),
         lambda d: -BETA * sigmoid(-(BETA * d - 0.4)),
     ),
 }
@@ -213,14 +211,14 @@ CLOSED_FORMS: dict[str, tuple[PreferenceSpec, Slope]] = {
 
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_gradients_equal_the_closed_form_for_every_pair(name: str) -> None:
-    spec, slope = CLOSED_FORMS[name]
+    loss, slope = CLOSED_FORMS[name]
     logits = torch.tensor(LOGITS, requires_grad=True)
     chosen, rejected = (completions(logits, [pair[at] for pair in PAIRS]) for at in (0, 1))
-    losses = pair_loss(chosen, rejected, spec).loss
+    losses = pair_loss(chosen, rejected, loss).loss
     expected = np.zeros_like(LOGITS)
     for number, (one, other) in enumerate(PAIRS):
-        first, second = (score(tokens, spec.uses_means, name != "simpo") for tokens in (one, other))
-        lengths = (len(one), len(other)) if spec.uses_means else (1, 1)
+        first, second = (score(tokens, loss.uses_means, name != "simpo") for tokens in (one, other))
+        lengths = (len(one), len(other)) if loss.uses_means else (1, 1)
         of_pair = slope(first - second) * (
             slope_of_logprob(LOGITS, one) / lengths[0]
             - slope_of_logprob(LOGITS, other) / lengths[1]
@@ -236,11 +234,11 @@ def test_gradients_equal_the_closed_form_for_every_pair(name: str) -> None:
 
 @pytest.mark.parametrize("desirable", [True, False])
 def test_ktos_gradient_equals_the_closed_form_for_every_completion(desirable: bool) -> None:
-    spec = PreferenceSpec("kto", beta=BETA, desirable_weight=1.3, undesirable_weight=0.6)
+    loss = Kto(beta=BETA, desirable_weight=1.3, undesirable_weight=0.6)
     baseline = 0.25
     logits = torch.tensor(LOGITS, requires_grad=True)
     labels = torch.full((len(SEQUENCES),), desirable)
-    loss = kto_loss(completions(logits, SEQUENCES), labels, baseline, spec).loss.sum()
+    loss = kto_loss(completions(logits, SEQUENCES), labels, baseline, loss).loss.sum()
     (found,) = torch.autograd.grad(loss, logits)
     expected = np.zeros_like(LOGITS)
     for tokens in SEQUENCES:
@@ -268,7 +266,7 @@ def test_the_optimum_of_dpo_is_the_reference_tilted_by_the_reward() -> None:
             )
             for at in (one, other)
         ]
-        loss = (preferred * pair_loss(both[0], both[1], PreferenceSpec(beta=0.3)).loss).sum()
+        loss = (preferred * pair_loss(both[0], both[1], Sigmoid(beta=0.3)).loss).sum()
         (found,) = torch.autograd.grad(loss, logits)
         return found
 

@@ -14,14 +14,13 @@ from asyncrl.config import (
     ConfigError,
     OfflineConfig,
     Source,
-    WarmStartConfig,
     field_names,
     load_any,
     load_config,
 )
 from asyncrl.config.aliases import NOT_IMPLEMENTED, RENAMED, explain_unknown
-from asyncrl.config.load import section_of
-from asyncrl.config.rules import WARM_START
+from asyncrl.config.fields import settings_of
+from asyncrl.contracts.section import kinds_of
 
 ROOT = Path(__file__).parents[2]
 TREE = {
@@ -139,15 +138,10 @@ ON_ONE_GPU = {
 IN_TURNS = {**ON_ONE_GPU, "placement": "colocate"}
 REINFORCE = {
     "algorithm.loss": "reinforce",
-    "algorithm.old_policy": "learner",
     "staleness.max_staleness": 0,
 }
 """An objective that asks for no log-prob of the generator's."""
 WARM = {"warm_start.data": "w", "eval.data": "e"}
-
-
-def test_warm_start_settings_without_a_warm_start_are_refused():
-    assert {"data", *WARM_START} == set(WarmStartConfig.model_fields)
 
 
 @pytest.mark.parametrize(
@@ -159,19 +153,19 @@ def test_warm_start_settings_without_a_warm_start_are_refused():
         ),
         (
             {"generator.attach": "standing", "generator.min_replicas": 1},
-            r"generator.min_replicas = 1 only has an effect with generators that the run starts",
+            r"^generator\.min_replicas has no effect with generator\.attach; leave one of them",
         ),
         (
             {"generator.attach": "standing", "generator.num_replicas": 2},
-            r"generator.num_replicas = 2 only has an effect with generators that the run starts",
+            r"^generator\.num_replicas has no effect with generator\.attach; leave one of them",
         ),
         (
             {"generator.attach": "standing", "generator.in_flight": "keep"},
-            r"generator.in_flight = 'keep' only has an effect with generators that the run starts",
+            r"^generator\.in_flight has no effect with generator\.attach; leave one of them out$",
         ),
         (
             {"generator.attach": "standing", "generator.nnodes": 2},
-            r"generator\.nnodes = 2 only has an effect with generators that the run starts",
+            r"^generator\.nnodes has no effect with generator\.attach; leave one of them out$",
         ),
         (
             {"placement": "colocate", "generator.nnodes": 2},
@@ -179,7 +173,7 @@ def test_warm_start_settings_without_a_warm_start_are_refused():
         ),
         (
             {"generator.attach": "standing", "generator.max_num_seqs": 64},
-            r"generator.max_num_seqs = 64 only has an effect with generators that the run starts",
+            r"^generator\.max_num_seqs has no effect with generator\.attach; leave one of them",
         ),
         (
             {"data.max_length": 29},
@@ -206,44 +200,55 @@ def test_warm_start_settings_without_a_warm_start_are_refused():
         ),
         (
             {"data.length_side": "keep_end", "data.max_length": 20},
-            "data.length_side = 'keep_end' only has an effect with data.length_policy: truncate",
+            r"^data.length_side has moved; write data: {length_policy: {name: truncate, side: …}}$",
         ),
         (
-            {"warm_start.completion_policy": "drop"},
-            "warm_start.completion_policy = 'drop' only has an effect with warm_start.data",
+            {"data.length_policy": {"name": "drop", "side": "keep_end"}, "data.max_length": 20},
+            "data.length_policy.side has no effect with length_policy: drop; .* truncate$",
+        ),
+        (
+            {"warm_start.completion_policy": "drop", **WARM},
+            "warm_start.completion_policy has moved; write warm_start: {packing_strategy: {name: b",
+        ),
+        *(
+            ({f"warm_start.{name}": value}, r"^warm_start\.data is missing; set it$")
+            for name, value in (
+                ("target_column", "text"),
+                ("packing_strategy", "wrapped"),
+                ("packing_strategy", {"name": "bfd", "completion_policy": "drop"}),
+                ("min_accuracy", 0.1),
+                ("max_accuracy", 0.9),
+                ("learning_rate", 1e-4),
+                ("batch_size", 8),
+                ("check_every_steps", 5),
+                ("max_steps", 9),
+            )
         ),
         (
             {"rollout.repetition_ngram": 4},
-            "rollout.repetition_ngram = 4 only has an effect with rollout.repetition_stop",
+            "rollout.repetition_ngram has moved; write rollout: {repetition_stop: {times: …, ngram",
+        ),
+        (
+            {"rollout.repetition_stop": {"ngram": 4}},
+            "rollout.repetition_stop.times is missing; set it",
         ),
         (
             {"rollout.repetition_stop": 20, "rollout.ignore_eos": True},
             "rollout.repetition_stop = 20 only has an effect with rollout.ignore_eos: false",
         ),
         (
-            {"warm_start.packing_strategy": "wrapped"},
-            "warm_start.packing_strategy = 'wrapped' only has an effect with warm_start.data",
+            {
+                **WARM,
+                "warm_start.packing_strategy": {"name": "bfd_split", "completion_policy": "drop"},
+            },
+            "packing_strategy.completion_policy has no effect with packing_strategy: bfd_split;"
+            " leave it out, or use it with packing_strategy: bfd or wrapped",
         ),
         (
-            {"warm_start.min_accuracy": 0.1},
-            "warm_start.min_accuracy = 0.1 only has an effect with warm_start.data",
+            {**WARM, "warm_start.packing_strategy": {"completion_policy": "split"}},
+            "packing_strategy.completion_policy = 'split': input should be 'truncate', 'drop' or",
         ),
-        (
-            {"warm_start.batch_size": 8},
-            "warm_start.batch_size = 8 only has an effect with warm_start.data",
-        ),
-        (
-            {**WARM, "warm_start.packing_strategy": "bfd_split"},
-            (
-                "has nothing to cut with completion_policy: error.*completion_policy: split, or"
-                " packing_s"
-            ),
-        ),
-        (
-            {**WARM, "warm_start.completion_policy": "split"},
-            "completion_policy = 'split' needs a strategy that cuts; set .*bfd_split or wrapped",
-        ),
-        ({"data.truncation_mode": "keep_end"}, "asyncrl calls it data.length_side"),
+        ({"data.truncation_mode": "keep_end"}, "asyncrl calls it data.length_policy.side"),
         ({"rollout.rollout_max_context_len": 100}, "asyncrl calls it data.max_length"),
         ({"max_length": 100}, "did you mean data.max_length"),
     ],
@@ -254,153 +259,189 @@ def test_contradictory_lengths_are_refused(tmp_path, changes, message):
 
 
 def test_length_policy_applies_to_prompts_that_fill_max_length_and_to_supervised_rows(tmp_path):
-    policy = {"data.length_policy": "truncate", "data.length_side": "keep_end"}
+    policy = {"data.length_policy": {"name": "truncate", "side": "keep_end"}}
     assert load(tmp_path, {**policy, "data.max_length": 20}).judges_length
-    assert load(
-        tmp_path,
-        {
-            **policy,
-            "data.max_length": 21,
-            "warm_start.data": "w",
-            "eval.data": "e",
-            "warm_start.completion_policy": "drop",
-        },
-    ).judges_length
-    assert load(
-        tmp_path,
-        {
-            **WARM,
-            "warm_start.completion_policy": "split",
-            "warm_start.packing_strategy": "bfd_split",
-        },
-    ).warm_start.splits
+    dropped = {"warm_start.packing_strategy.completion_policy": "drop"}
+    rows = load(tmp_path, {**policy, **WARM, **dropped, "data.max_length": 21})
+    assert rows.judges_length and not rows.warm_start.splits
+    for strategy in ("bfd_split", {"name": "wrapped", "completion_policy": "split"}):
+        assert load(tmp_path, {**WARM, "warm_start.packing_strategy": strategy}).warm_start.splits
 
 
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ({"loss": "grpo"}, "algorithm.loss"),
-        ({"advantage": "a2c"}, "algorithm.advantage"),
+        ({"loss": "grpo"}, "algorithm.loss = 'grpo': use one of ppo, clip_cov, .* or your own fun"),
+        ({"advantage": "a2c"}, "algorithm.advantage = 'a2c': use one of grpo"),
         (
-            {"old_policy": "learner"},
+            {"loss": {"old_policy": "learner"}},
             r"uncorrected, and staleness.max_staleness = 2 .*allow_uncorrected",
         ),
-        ({"loss": "reinforce", "old_policy": "learner"}, "uncorrected"),
+        ({"loss": "reinforce"}, "'reinforce' with old_policy: learner .* is uncorrected, and"),
         ({"correction": {"truncation": "token"}}, "count the behavior policy twice"),
-        ({"loss": "reinforce"}, "defined for algorithm.old_policy: learner"),
         (
-            {"loss": "dppo", "old_policy": "learner", "correction": {"truncation": "token"}},
-            "defined for algorithm.old_policy: behavior",
+            {"loss": {"name": "gspo", "old_policy": "behavior"}, "correction": {"truncation": {}}},
+            "correction.truncation: token with old_policy: behavior of loss: gspo would count",
         ),
-        ({"loss": "gspo", "dual_clip": 3.0}, "only has an effect with loss: ppo"),
         (
-            {"loss": "gspo", "old_policy": "learner", "correction": {"truncation": "token"}},
-            "always has a ratio of 1",
+            {"loss": {"name": "reinforce", "old_policy": "behavior"}},
+            "loss.old_policy has no effect with loss: reinforce; leave it out, or use it with loss",
+        ),
+        (
+            {"loss": {"name": "dppo", "old_policy": "learner"}},
+            "loss.old_policy has no effect with loss: dppo; leave it out",
+        ),
+        (
+            {"loss": {"name": "gspo", "dual_clip": 3.0}},
+            r"loss\.dual_clip has no effect with loss: gspo; leave it out, or use .* loss: ppo$",
+        ),
+        *(
+            (
+                {"loss": {"name": name, "old_policy": "learner"}},
+                r"loss\.old_policy = 'learner': input should be 'behavior' or 'log_linear'",
+            )
+            for name in ("gspo", "gmpo", "cispo", "sapo", "kl_cov")
         ),
         ({"filter_zero_variance": True, "advantage": "reinforce_plus_plus"}, "learns from"),
-        ({"kl_coef": 0.1}, "with advantage: grpo. In a group with equal rewards"),
         (
-            {"kl_coef": 0.1, "advantage": "rloo", "filter_zero_variance": True},
-            "kl_coef, which makes all rewards different",
+            {"reference": {"kl_coef": 0.1}},
+            r"algorithm\.reference\.kl_coef = 0.1 does not work with advantage: grpo. In a group"
+            " with equal rewards",
         ),
         (
-            {"advantage": "gae", "correction": {"sequence_mask_above": 0.1}},
-            "has one per token",
+            {
+                "reference": {"kl_coef": 0.1},
+                "advantage": "rloo",
+                "filter_zero_variance": True,
+            },
+            r"algorithm\.filter_zero_variance has no effect with reference\.kl_coef, which makes"
+            " all rewards different",
         ),
         (
-            {"correction": {"cap": 3.0}},
-            r"only has an effect with algorithm\.correction\.truncation or kl_loss_coef",
+            {"advantage": "gae", "correction": {"sequence_mask": {"above": 0.1}}},
+            r"algorithm\.advantage: gae gives each token .*correction\.sequence_mask needs one per"
+            " trajectory; leave one of them out",
         ),
-        ({"advantage": "gae", "kl_coef": 0.1}, "use kl_loss_coef instead"),
+        ({"correction": {"cap": 3.0}}, "cap has moved; write algorithm: {correction: {truncation"),
+        ({"advantage": "gae", "reference": {"kl_coef": 0.1}}, "gae.*; use kl_loss_coef"),
         (
-            {"advantage": "remax", "kl_coef": 0.1, "kl_estimator": "k1"},
-            r"kl_coef = 0.1 lowers .* advantage: remax has no log-probs .*; use kl_loss_coef",
+            {"advantage": "remax", "reference": {"kl_coef": 0.1}},
+            r"kl_coef = 0.1 does not work with advantage: remax.* no log-probs .*; use kl_loss",
         ),
         (
             {"advantage": "remax", "distillation": {"teacher": "m"}},
             r"algorithm.advantage has no effect with .*reward_weight = 0",
         ),
-        ({"advantage": "remax", "preference": {}}, "algorithm.advantage"),
-        ({"advantage": "reinforce_plus_plus", "kl_coef": 0.1}, "use kl_loss_coef instead"),
-        ({"dual_clip": 1.1}, "dual_clip = 1.1 is not above the upper clip"),
+        (
+            {"advantage": "remax", "preference": {}},
+            r"algorithm\.advantage has no effect with algorithm\.preference; leave one of them out",
+        ),
+        (
+            {"advantage": "reinforce_plus_plus", "reference": {"kl_coef": 0.1}},
+            "reinforce_plus_plus.*; use kl_loss_coef",
+        ),
+        ({"loss": {"dual_clip": 1.1}}, "loss.dual_clip = 1.1 is not above the upper clip"),
         ({"allow_uncorrected": True}, "only has an effect with an uncorrected loss"),
-        (
-            {"old_policy": "learner", "correction": {"truncation": "token"}, "eps_clip": 0.1},
-            "an old_policy other than learner",
-        ),
-        ({"kl_coef": 0.1, "kl_loss_coef": 0.1}, "add the same term twice; set one of them to 0"),
-        ({"ref_load": "somewhere"}, "has no effect without a KL term"),
-        (
-            {"advantage": "rloo", "kl_coef": 0.1},
+        *(
             (
-                r"kl_coef = 0.1 does not work with kl_estimator: k3. In the reward, only k1 .* set"
-                r" algorithm.kl_estimator: k1"
-            ),
-        ),
-        ({"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k2"}, "In the reward, only k1"),
-        ({"advantage": "maxrl", "kl_coef": 0.1}, "maxrl needs rewards of at least 0"),
-        ({"correction": {"normalize": True}}, "no weights to divide"),
-        (
-            {"tau_positive": 2.0},
-            r"algorithm\.tau_positive = 2\.0 only has an effect with algorithm\.loss: sapo",
-        ),
-        (
-            {
-                "loss": "reinforce",
-                "old_policy": "learner",
-                "correction": {"truncation": "token"},
-                "eps_clip": 0.1,
-            },
-            "loss: ppo, clip_cov, gspo, gmpo or cispo and an old_policy",
-        ),
-        ({"gae_lambda": 0.5}, "only has an effect with algorithm.advantage: gae"),
-        ({"loss": "vespo", "old_policy": "log_linear"}, "defined for algorithm.old_policy: beh"),
-        (
-            {"loss": "gmpo", "old_policy": "learner", "correction": {"truncation": "geometric"}},
-            "'gmpo' with algorithm.old_policy: learner always has a ratio of 1",
+                {
+                    "loss": {"name": loss, "old_policy": "learner", name: value},
+                    "correction": {"truncation": "token"},
+                },
+                rf"algorithm\.loss\.{name} = {value} has no effect with old_policy: learner, .* set"
+                " old_policy: behavior",
+            )
+            for loss, name, value in (
+                ("ppo", "eps_clip", 0.1),
+                ("ppo", "eps_clip_high", 0.4),
+                ("ppo", "dual_clip", 2.5),
+                ("clip_cov", "eps_clip", 0.1),
+            )
         ),
         (
-            {"loss": "kl_cov", "old_policy": "learner", "correction": {"truncation": "token"}},
-            "its penalty is 0; set algorithm.old_policy: behavior",
+            {"reference": {"kl_coef": 0.1, "kl_loss_coef": 0.1}},
+            r"^algorithm\.reference: give only one of kl_loss_coef, kl_coef$",
         ),
-        ({"loss": "gmpo", "advantage": "gae"}, "'gmpo' needs one advantage per trajectory"),
-        ({"loss": "vespo", "advantage": "gae"}, "'vespo' needs one advantage per trajectory"),
         (
-            {"loss": "clip_cov", "clip_cov_low": 5.0},
-            r"clip_cov_low = 5 is not below algorithm\.clip_cov_high = 5, .* lower it",
+            {"reference": {"ref_load": "somewhere"}},
+            r"^algorithm\.reference: give one of kl_loss_coef, kl_coef$",
         ),
-        ({"cov_share": 0.1}, "only has an effect with algorithm.loss: clip_cov or kl_cov"),
-        ({"loss": "kl_cov", "clip_cov_low": 0.5}, "only has an effect with algorithm.loss: clip_c"),
-        ({"loss": "kl_cov", "eps_clip": 0.5}, "an old_policy other than learner"),
-        ({"kl_cov_coef": 0.1}, "only has an effect with algorithm.loss: kl_cov"),
-        ({"vespo_k_positive": 1.0}, "only has an effect with algorithm.loss: vespo"),
-        ({"correction": {"floor": 0.5}}, r"an effect with algorithm\.correction\.truncation"),
-        ({"pass_k": 2}, "only has an effect with algorithm.advantage: pass_at_k"),
-        ({"pass_threshold": 0.5}, "only has an effect with algorithm.advantage: pass_at_k"),
-        ({"bootstrap_truncated": True}, "only has an effect with algorithm.advantage: gae"),
-        ({"ce_min_reward": 0.5}, "only has an effect with algorithm.ce_coef above 0"),
+        *(
+            (
+                {"advantage": "rloo", "reference": {"kl_coef": 0.1, "estimator": estimator}},
+                r"reference\.estimator has no effect with algorithm\.reference\.kl_coef; leave one",
+            )
+            for estimator in ("k2", "k3")
+        ),
         (
-            {"advantage": "pass_at_k", "pass_k": 8},
+            {"advantage": "maxrl", "reference": {"kl_coef": 0.1}},
+            r"kl_coef = 0.1 lowers rewards, and advantage: maxrl needs rewards of at least 0; use",
+        ),
+        ({"correction": {"normalize": True}}, r"write algorithm: {correction: {truncation: {lev"),
+        (
+            {"loss": {"tau_positive": 2.0}},
+            r"algorithm\.loss\.tau_positive has no effect with loss: ppo; .* loss: sapo$",
+        ),
+        (
+            {"loss": {"name": "reinforce", "eps_clip": 0.1}, "correction": {"truncation": "token"}},
+            "with loss: ppo, clip_cov, gspo, gmpo or cispo$",
+        ),
+        (
+            {"advantage": {"gae_lambda": 0.5}},
+            r"gae_lambda has no effect with advantage: grpo; .* advantage: gae$",
+        ),
+        (
+            {"loss": {"name": "vespo", "old_policy": "log_linear"}},
+            "loss.old_policy has no effect with loss: vespo",
+        ),
+        *(
+            (
+                {"loss": loss, "advantage": "gae"},
+                f"gae gives each token .* loss: {loss} needs one per trajectory; leave one of them",
+            )
+            for loss in ("gmpo", "vespo")
+        ),
+        (
+            {"loss": {"name": "clip_cov", "clip_cov_low": 5.0}},
+            r"loss\.clip_cov_low = 5 is not below clip_cov_high = 5, .* lower it",
+        ),
+        ({"loss": {"cov_share": 0.1}}, "no effect with loss: ppo; .* loss: clip_cov or kl_cov$"),
+        (
+            {"loss": {"name": "kl_cov", "clip_cov_low": 0.5}},
+            "no effect with loss: kl_cov; .* loss: clip_cov$",
+        ),
+        ({"loss": {"name": "kl_cov", "eps_clip": 0.5}}, "eps_clip has no effect with loss: kl_cov"),
+        ({"loss": {"kl_cov_coef": 0.1}}, "no effect with loss: ppo; .* loss: kl_cov$"),
+        ({"loss": {"k_positive": 1.0}}, "no effect with loss: ppo; .* loss: vespo$"),
+        ({"loss": {"threshold": 0.1}}, "no effect with loss: ppo; .* loss: dppo$"),
+        ({"correction": {"floor": 0.5}}, r"write algorithm: {correction: {truncation: {level: tok"),
+        ({"advantage": {"pass_k": 2}}, "no effect with advantage: grpo; .* advantage: pass_at_k$"),
+        ({"advantage": {"pass_threshold": 0.5}}, "effect with .* advantage: pass_at_k$"),
+        ({"advantage": {"bootstrap_truncated": True}}, "effect with .* advantage: gae$"),
+        ({"ce": {"min_reward": 0.5}}, r"^algorithm\.ce\.coef is missing; set it$"),
+        (
+            {"advantage": {"name": "pass_at_k", "pass_k": 8}},
             r"pass_k = 8 is not below rollout\.n_samples_per_prompt = 8.* lower it",
         ),
         (
-            {"advantage": "pass_at_k", "kl_coef": 0.1, "kl_estimator": "k1"},
-            "kl_coef = 0.1 lower it; set both to 0, or use kl_loss_coef",
+            {"advantage": "pass_at_k", "reference": {"kl_coef": 0.1}},
+            "kl_coef = 0.1 lowers rewards, and advantage: pass_at_k compares .*; use kl_loss_coef",
         ),
         (
-            {"advantage": "gdpo", "kl_coef": 0.1, "kl_estimator": "k1"},
-            "kl_coef = 0.1 belong to none",
+            {"advantage": "gdpo", "reference": {"kl_coef": 0.1}},
+            "kl_coef = 0.1 lowers rewards, and advantage: gdpo normalizes .*; use kl_loss_coef",
         ),
         ({"advantage": "gdpo", "filter_zero_variance": True}, "gdpo learns from"),
         (
-            {"advantage": "grpo_batch_std", "kl_coef": 0.1},
+            {"advantage": "grpo_batch_std", "reference": {"kl_coef": 0.1}},
             "does not work with advantage: grpo_batch_std",
         ),
-        ({"kl_estimator": "k1"}, "kl_coef or kl_loss_coef above 0"),
+        ({"reference": {"estimator": "k1"}}, "reference: give one of kl_loss_coef, kl_coef"),
         (
-            {"correction": {"reject_level": "sequence_sum"}},
-            "only has an effect with algorithm.correction.reject_above",
+            {"correction": {"rejection": {"level": "sequence_sum"}}},
+            r"^algorithm\.correction\.rejection\.above is missing; set it$",
         ),
+        ({"correction": {"band": {}}}, r"^algorithm\.correction\.band: give below, above or both$"),
     ],
 )
 def test_contradictory_algorithms_are_refused(tmp_path, algorithm, message):
@@ -411,39 +452,61 @@ def test_contradictory_algorithms_are_refused(tmp_path, algorithm, message):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"loss": "gmpo", "eps_clip": 0.33, "eps_clip_high": 0.49},
-        {"loss": "gmpo", "old_policy": "log_linear", "correction": {"truncation": "geometric"}},
-        {"loss": "vespo", "vespo_k_negative": 4.0},
-        {"loss": "clip_cov", "cov_share": 1e-3, "clip_cov_high": 9.0, "eps_clip_high": 0.2},
-        {"loss": "clip_cov", "old_policy": "learner", "correction": {"truncation": "token"}},
-        {"loss": "kl_cov", "kl_cov_coef": 0.1, "advantage": "gae"},
-        {"advantage": "opo", "kl_coef": 0.1, "kl_estimator": "k1"},
-        {"advantage": "pass_at_k", "pass_k": 7, "pass_threshold": 0.5},
+        {"loss": {"name": "gmpo", "eps_clip": 0.33, "eps_clip_high": 0.49}},
+        {
+            "loss": {"name": "gmpo", "old_policy": "log_linear"},
+            "correction": {"truncation": "geometric"},
+        },
+        {"loss": {"name": "vespo", "k_negative": 4.0}},
+        {
+            "loss": {
+                "name": "clip_cov",
+                "cov_share": 1e-3,
+                "clip_cov_high": 9.0,
+                "eps_clip_high": 0.2,
+            }
+        },
+        {
+            "loss": {"name": "clip_cov", "old_policy": "learner"},
+            "correction": {"truncation": "token"},
+        },
+        {"loss": {"name": "kl_cov", "kl_cov_coef": 0.1}, "advantage": "gae"},
+        {"advantage": "opo", "reference": {"kl_coef": 0.1}},
+        {"advantage": {"name": "pass_at_k", "pass_k": 7, "pass_threshold": 0.5}},
         {"advantage": "grpo_batch_std", "filter_zero_variance": True},
         {"advantage": "gdpo"},
-        {"advantage": "gae", "bootstrap_truncated": True},
-        {"advantage": "remax", "kl_loss_coef": 0.1, "filter_zero_variance": True},
-        {"old_policy": "learner", "correction": {"truncation": "geometric", "floor": 0.5}},
+        {"advantage": {"name": "gae", "bootstrap_truncated": True}},
+        {"advantage": "remax", "reference": {"kl_loss_coef": 0.1}, "filter_zero_variance": True},
+        {
+            "loss": {"old_policy": "learner"},
+            "correction": {"truncation": {"level": "geometric", "floor": 0.5}},
+        },
     ],
 )
 def test_formulas_that_go_together_are_allowed(tmp_path, algorithm):
     found = load(tmp_path, {"algorithm": algorithm}).algorithm
-    alone = found.advantage in ("gae", "remax")
+    alone = found.advantage.name in ("gae", "remax")
     assert found.corrected and found.compares_siblings == (not alone)
 
 
 def test_rewards_that_a_formula_cannot_use_are_refused(tmp_path):
-    for advantage, message in (
-        ("pass_at_k", r"overlong_buffer = 4 and kl_coef = 0 lower it"),
-        ("gdpo", r"overlong_buffer = 4 and kl_coef = 0 belong to none"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load(tmp_path, {"reward.overlong_buffer": 4, "algorithm.advantage": advantage})
+    for advantage, reason in (("pass_at_k", "compares"), ("gdpo", "normalizes")):
+        with pytest.raises(
+            ConfigError,
+            match=rf"reward\.overlong\.buffer = 4 lowers rewards, and .*{advantage} {reason}.*;"
+            " leave it out",
+        ):
+            load(tmp_path, {"reward.overlong": 4, "algorithm.advantage": advantage})
     with pytest.raises(ConfigError, match=r"reward\.shuffle: true permutes total rewards"):
         load(tmp_path, {"reward.shuffle": True, "algorithm.advantage": "gdpo"})
     pairwise = {"duel": {"function": "asyncrl.rewards.builtin:pairwise_judge"}}
     with pytest.raises(ConfigError, match=r"duel compares the completions .* remax would depend"):
         load(tmp_path, {"reward.functions": pairwise, "algorithm.advantage": "remax"})
+    negative = {"reward.functions.exact.weight": -1.0, "algorithm.advantage": "maxrl"}
+    with pytest.raises(
+        ConfigError, match=r"exact\.weight = -1 makes rewards negative, and .*maxrl"
+    ):
+        load(tmp_path, negative)
 
 
 def test_a_greedy_completion_is_one_more_for_each_group(tmp_path):
@@ -460,7 +523,7 @@ def test_a_greedy_completion_is_one_more_for_each_group(tmp_path):
 
 
 def test_the_value_after_a_cut_answer_needs_room_for_one_more_token(tmp_path):
-    settings = {"algorithm.advantage": "gae", "algorithm.bootstrap_truncated": True}
+    settings = {"algorithm.advantage": {"name": "gae", "bootstrap_truncated": True}}
     with pytest.raises(ConfigError, match=r"one token more .* = 28 .* raise max_tokens_per_gpu"):
         load(tmp_path, {**settings, "learner.max_tokens_per_gpu": 28})
     load(tmp_path, {**settings, "learner.max_tokens_per_gpu": 29})
@@ -470,17 +533,19 @@ def test_the_value_after_a_cut_answer_needs_room_for_one_more_token(tmp_path):
 def test_an_uncorrected_loss_is_allowed_by_name_or_when_synchronous(tmp_path):
     for changes in ({"staleness.max_staleness": 0}, {"algorithm.allow_uncorrected": True}):
         assert not load(
-            tmp_path, {"algorithm.old_policy": "learner", **changes}
+            tmp_path, {"algorithm.loss.old_policy": "learner", **changes}
         ).algorithm.corrected
 
 
 def test_the_overlong_penalty_fits_the_completion_and_the_advantage(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"overlong_buffer = 9 is above rollout.max_completion_length = 8"
+        ConfigError, match=r"overlong\.buffer = 9 is above rollout.max_completion_length = 8"
     ):
-        load(tmp_path, {"reward.overlong_buffer": 9})
+        load(tmp_path, {"reward.overlong": 9})
     with pytest.raises(ConfigError, match="maxrl needs rewards of at least 0"):
-        load(tmp_path, {"reward.overlong_buffer": 4, "algorithm.advantage": "maxrl"})
+        load(tmp_path, {"reward.overlong": 4, "algorithm.advantage": "maxrl"})
+    with pytest.raises(ConfigError, match=r"^reward\.overlong\.buffer is missing; set it$"):
+        load(tmp_path, {"reward.overlong": {"penalty": 2.0}})
 
 
 def test_push_timeout_is_longer_than_stall_timeout(tmp_path):
@@ -495,29 +560,33 @@ def test_push_timeout_is_longer_than_stall_timeout(tmp_path):
 def test_turns_have_no_staleness_unless_it_is_given(tmp_path):
     assert load(tmp_path, {}).staleness.max_staleness == 2
     turns = load(tmp_path, {"placement": "colocate", "staleness.on_stale": "drop"})
-    assert (turns.staleness.max_staleness, turns.staleness.on_stale) == (0, "drop")
+    assert (turns.staleness.max_staleness, turns.staleness.on_stale.name) == (0, "drop")
     path = tmp_path / "config.yaml"
     assert load_config(path, ["--placement", "decoupled"]).staleness.max_staleness == 2
 
 
 def test_sides_that_take_turns_on_gpus_may_each_use_most_of_the_memory(tmp_path):
     config = load(tmp_path, IN_TURNS)
-    sides = (config.learner, config.generator)
-    assert [side.gpu_memory_utilization for side in sides] == [1.0, 0.85]
+    assert (config.rank_share, config.engine_share) == (1.0, 0.85)
     assert config.takes_turns_on_gpus and config.replicas_share_gpus and not config.shares_gpus
     rank, replica = config.rank_gpus, config.replica_gpus
     assert 2 * rank > 1 >= rank + replica > 1 - replica, "one rank and one replica fit on a GPU"
     given = {"learner.gpu_memory_utilization": 0.9, "generator.gpu_memory_utilization": 0.9}
     both = load(tmp_path, IN_TURNS | given)
-    assert [side.gpu_memory_utilization for side in (both.learner, both.generator)] == [0.9, 0.9]
+    assert (both.rank_share, both.engine_share) == (0.9, 0.9)
     assert (both.rank_gpus, both.replica_gpus) == (rank, replica)
     on_cpu = load(tmp_path, {"placement": "colocate", "generator.in_flight": "keep"})
     assert not on_cpu.takes_turns_on_gpus and on_cpu.rank_gpus == on_cpu.replica_gpus == 0
 
 
 def test_over_sampling_needs_drop(tmp_path):
-    with pytest.raises(ConfigError, match=r"over_sampling = 4 needs staleness.on_stale: drop"):
+    with pytest.raises(ConfigError, match=r"write staleness: {on_stale: {name: drop, over_samplin"):
         load(tmp_path, {"staleness.over_sampling": 4})
+    for name in ("wait", "mask"):
+        with pytest.raises(ConfigError, match=f"no effect with on_stale: {name}; .*: drop$"):
+            load(tmp_path, {"staleness.on_stale": {"name": name, "over_sampling": 4}})
+    drop = {"staleness.on_stale": {"name": "drop", "over_sampling": 4}}
+    assert load(tmp_path, drop).max_outstanding == load(tmp_path).max_outstanding + 4
 
 
 def test_mask_needs_completions_whose_tokens_can_be_left_out(tmp_path):
@@ -526,8 +595,7 @@ def test_mask_needs_completions_whose_tokens_can_be_left_out(tmp_path):
     for changes, error in (
         ({"lora.r": 8}, r"mask does not work with lora: a completion keeps its adapter"),
         ({"algorithm.advantage": "remax"}, r"algorithm.advantage: remax compares whole"),
-        ({"algorithm.preference.beta": 1.0}, r"algorithm.preference compares whole"),
-        ({"staleness.over_sampling": 4}, r"with `mask`, set over_sampling: 0"),
+        ({"algorithm.preference": {}}, r"algorithm.preference compares whole"),
         ({"generator.in_flight": "drain"}, r"mask has no effect with generator.in_flight: drain"),
     ):
         with pytest.raises(ConfigError, match=error):
@@ -547,7 +615,7 @@ def test_top_p_top_k_and_min_p_need_an_objective_that_does_not_compare_log_probs
         tmp_path,
         {
             **REINFORCE,
-            "algorithm.loss": "ppo",
+            "algorithm.loss": {"name": "ppo", "old_policy": "learner"},
             "algorithm.allow_uncorrected": True,
             "staleness.max_staleness": 2,
             "rollout.top_p": 0.9,
@@ -638,9 +706,12 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
                 "learner.max_tokens_per_gpu": 14,
                 "learner.sequence_parallel_size": 2,
                 "learner.world_size": 2,
-                "algorithm.kl_loss_coef": 0.1,
+                "algorithm.reference.kl_loss_coef": 0.1,
             },
-            ("= 28 is above learner.max_tokens_per_gpu = 14, and the reference policy cannot"),
+            (
+                "= 28 is above learner.max_tokens_per_gpu = 14, and the reference policy or teacher"
+                " cannot split .*; raise that, or lower data.max_length"
+            ),
         ),
         (
             {"generator.sglang_mem_fraction_static": 0.8},
@@ -735,10 +806,10 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
                 "learner.world_size": 2,
                 "learner.gpu_memory_utilization": 0.6,
                 "generator.num_replicas": 2,
-                "algorithm.kl_loss_coef": 0.1,
+                "algorithm.reference.kl_loss_coef": 0.1,
             },
             r"learner.gpu_memory_utilization 0.6 \+ generator.gpu_memory_utilization 0.35 \+"
-            r" algorithm.ref_gpu_memory_utilization 0.1 = 1.05 of its memory, more than 1",
+            r" algorithm.reference.gpu_memory_utilization 0.1 = 1.05 of its memory, more than 1",
         ),
         (
             {
@@ -770,12 +841,17 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
             "learner.gpu_memory_utilization = 0.5 only has an effect with learner.device: cuda",
         ),
         (
-            {"algorithm.kl_loss_coef": 0.1, "algorithm.ref_gpu_memory_utilization": 0.2},
-            "only has an effect with placement: share and learner.device: cuda",
+            {"algorithm.reference": {"kl_loss_coef": 0.1, "gpu_memory_utilization": 0.2}},
+            r"algorithm\.reference\.gpu_memory_utilization = 0.2 only has an effect with placement:"
+            " share and learner.device: cuda",
         ),
         (
-            {**ON_ONE_GPU, "algorithm.ref_gpu_memory_utilization": 0.2},
-            "utilization = 0.2 only has an effect with a reference policy or teacher",
+            {"algorithm.distillation.teacher": {"path": "m", "gpu_memory_utilization": 0.2}},
+            r"distillation\.teacher\.gpu_memory_utilization = 0.2 only has an effect with placeme",
+        ),
+        (
+            {**ON_ONE_GPU, "algorithm.reference.gpu_memory_utilization": 0.2},
+            "algorithm.reference: give one of kl_loss_coef, kl_coef",
         ),
         (
             {"generator.num_threads": 2, "generator.device": "cuda"},
@@ -819,11 +895,11 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
             "rollout.top_k = 5 renormalizes .*, and the correction compares",
         ),
         (
-            {"rollout.top_k": 5, **REINFORCE, "algorithm.correction.mask_above": 4.0},
+            {"rollout.top_k": 5, **REINFORCE, "algorithm.correction.band.above": 4.0},
             "the correction compares them",
         ),
         (
-            {"rollout.min_p": 0.1, **REINFORCE, "algorithm.kl_loss_coef": 0.1},
+            {"rollout.min_p": 0.1, **REINFORCE, "algorithm.reference.kl_loss_coef": 0.1},
             "rollout.min_p = 0.1 renormalizes .*, and the KL term compares them .* Leave it out",
         ),
         ({"rollout.top_p": 0}, "rollout.top_p = 0: input should be greater than 0"),
@@ -839,16 +915,14 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
             {"rollout.n_samples_per_prompt": 1},
             "n_samples_per_prompt = 1 is too low for algorithm.advantage: grpo",
         ),
-        (
-            {"learner.ds3_gather_for_generation": True},
+        *(
             (
-                "learner.ds3_gather_for_generation = True: .*buckets of weights.bucket_bytes.*; set"
-                " it to false"
-            ),
-        ),
-        (
-            {"ds3_gather_for_generation": False},
-            r"did you mean learner\.ds3_gather_for_generation\?",
+                {name: value},
+                r"ds3_gather_for_generation is unknown and not needed: .*buckets of"
+                r" weights\.bucket_bytes.*; remove it",
+            )
+            for name in ("learner.ds3_gather_for_generation", "ds3_gather_for_generation")
+            for value in (True, False)
         ),
         (
             {"learner.offload_param": "cpu"},
@@ -965,17 +1039,17 @@ def test_ranks_that_share_rows_allow_longer_trajectories(tmp_path):
         (["--lr", "1"], "asyncrl calls it learner.learning_rate"),
         (["--colocate", "true"], "asyncrl calls it placement: colocate"),
         (
-            ["--learner.ds3_gather_for_generation", "true"],
-            (
-                "learner.ds3_gather_for_generation = .*no rank gathers the whole model; set it to"
-                " false"
-            ),
+            ["--ds3_gather_for_generation", "true"],
+            "is unknown and not needed: .*no rank gathers the whole model; remove it",
         ),
         (
-            ["--ds3_gather_for_generation", "true"],
-            r"did you mean learner\.ds3_gather_for_generation\?",
+            ["--rollout.temperature"],
+            "--rollout.temperature has no value; write --rollout.temperature VALUE",
         ),
-        (["--rollout.temperature"], "expected one argument"),
+        (
+            ["0.5", "--rollout.temperature", "1"],
+            "command line: '0.5' belongs to no option; options look like --",
+        ),
         (["--rollout.temperature", "warm"], "rollout.temperature = 'warm'"),
     ],
 )
@@ -1062,8 +1136,8 @@ def test_entries_of_mappings_can_be_overridden(tmp_path):
         (
             ["--reward.functions.exact.function.name", "1"],
             (
-                "reward.functions.exact.function = 'package.module:function' is not a mapping, so"
-                " it has no 'name'"
+                "reward.functions.exact.function.name is unknown: reward.functions.exact.function"
+                " is a single value; write --reward.functions.exact.function VALUE"
             ),
         ),
         (["--reward.functions.exact.weight", "heavy"], "reward.functions.exact.weight = 'heavy'"),
@@ -1106,12 +1180,18 @@ def test_null_resets_a_setting_and_a_whole_mapping_is_replaced(tmp_path):
         ({"observe.sinks": "wandb"}, "observe.sinks = 'wandb': write a list, in brackets"),
         (
             {"algorithm.group_filter": "mine.py"},
-            "algorithm.group_filter = 'mine.py': name a function as package.module:function",
+            "algorithm.group_filter.name = 'mine.py': name a function as package.module:function",
         ),
         ({"name": 7}, "name = 7: put it in quotes, so that YAML reads it as text"),
         ({"name": date(2026, 1, 2)}, "name = datetime.date(2026, 1, 2): put it in quotes"),
         ({"model.path": True}, "model.path = True: put it in quotes"),
         ({"seed": -1}, "seed = -1: "),
+        ({"lora": {"alpha": "x"}}, "lora.alpha = 'x': input should be a valid "),
+        (
+            {"lora": {"target_modules": {"q": 1}}},
+            "lora.target_modules = {'q': 1}: input should be 'all-linear'; lora.target_modules ="
+            " {'q': 1}: write a list, in brackets",
+        ),
         ({"seed": 2**70}, f"seed = {2**70}: "),
     ],
 )
@@ -1250,7 +1330,7 @@ def test_every_setting_of_a_verl_config_is_explained(tmp_path):
         "actor_rollout_ref.actor.optim.lr": "learner.learning_rate",
         "actor_rollout_ref.rollout.n": "rollout.n_samples_per_prompt",
         "algorithm.adv_estimator": "algorithm.advantage",
-        "algorithm.use_kl_in_reward": "algorithm.kl_coef",
+        "algorithm.use_kl_in_reward": "algorithm.reference.kl_coef",
         "trainer.total_epochs": "max_steps",
         "trainer.test_freq": "eval.every_steps",
         "trainer.n_gpus_per_node": "learner.world_size",
@@ -1273,8 +1353,8 @@ def test_every_setting_of_a_verl_config_is_explained(tmp_path):
         ("num_generations", "asyncrl calls it rollout.n_samples_per_prompt"),
         ("rollout.batch_size", "asyncrl calls it rollout.rollout_batch_size"),
         ("train.batch_size", "asyncrl calls it rollout.global_batch_size"),
-        ("algo.kl.init_coef", "asyncrl calls it algorithm.kl_coef"),
-        ("init_kl_coef", "asyncrl calls it algorithm.kl_coef"),
+        ("algo.kl.init_coef", "asyncrl calls it algorithm.reference.kl_coef"),
+        ("init_kl_coef", "asyncrl calls it algorithm.reference.kl_coef"),
         ("async-queue-size", "asyncrl calls it staleness.max_staleness"),
         ("ds.lora.rank", "asyncrl calls it lora.r"),
         ("lora_rank", "asyncrl calls it lora.r"),
@@ -1297,36 +1377,41 @@ def test_every_setting_of_a_verl_config_is_explained(tmp_path):
             )
         ),
         ("actor_rollout_ref.hybrid_engine", "asyncrl calls it placement: colocate"),
-        ("train.colocate_actor_ref", "asyncrl calls it placement: share, with algorithm.ref_gpu"),
+        (
+            "train.colocate_actor_ref",
+            "asyncrl calls it placement: share, with algorithm.reference.gpu_mem",
+        ),
         ("trainer.nnodes", "asyncrl calls it learner.world_size, over all nodes"),
         ("actor_rollout_ref.rollout.nnodes", "asyncrl calls it generator.num_replicas, over all"),
         ("rollout.n_gpus_per_node", "asyncrl calls it generator.num_replicas, over all nodes"),
-        ("critic.optim.lr", "asyncrl calls it learner.value_learning_rate"),
+        ("critic.optim.lr", "asyncrl calls it algorithm.advantage.value_learning_rate"),
         ("critic.model.path", "is unknown and not needed: the value head"),
         ("custom_reward_function.path", "asyncrl calls it reward.functions"),
         ("custom_reward_function.name", "asyncrl calls it reward.functions"),
         ("reward_model.model.path", "asyncrl calls it reward.functions"),
         ("actor_rollout_ref.rollout.name", "is unknown and not needed: vLLM always generates"),
         ("sequence_parallel", "is not implemented: a learner rank computes whole layers"),
-        ("warmup_ratio", "asyncrl calls it learner.warmup_steps, in steps"),
+        ("warmup_ratio", "asyncrl calls it learner.schedule.warmup_steps, in steps"),
         ("lora_dropout", "is not implemented: the learner uses no dropout"),
         ("scale_rewards", "grpo_batch_std for batch"),
         ("multi_objective_aggregation", "algorithm.advantage: gdpo for normalize_then_sum"),
-        ("vespo_lambda_neg", "asyncrl calls it algorithm.vespo_lambda_negative"),
-        ("actor.policy_loss.vespo.k_pos", "asyncrl calls it algorithm.vespo_k_positive"),
-        ("policy_loss.kl_cov_ratio", "asyncrl calls it algorithm.cov_share"),
+        ("vespo_lambda_neg", "asyncrl calls it algorithm.loss.lambda_negative"),
+        ("actor.policy_loss.vespo.k_pos", "asyncrl calls it algorithm.loss.k_positive"),
+        ("policy_loss.kl_cov_ratio", "asyncrl calls it algorithm.loss.cov_share"),
         ("critic.cliprange_value", "is not implemented: a batch is trained once, so a clip"),
     ],
 )
 def test_an_unknown_name_gets_a_correct_suggestion_or_none(name, answer):
-    assert answer in explain_unknown(name, field_names())
+    assert answer in explain_unknown(name, field_names(Config))
 
 
 def test_the_tables_of_foreign_names_point_at_settings_that_exist():
-    known = set(field_names())
+    known = set(field_names(Config))
     ours = {name.rsplit(".", 1)[-1] for name in known}
-    same = {"beta", "nnodes"}
-    assert ours & {*RENAMED, *NOT_IMPLEMENTED} == same, "GRPO's beta; verl's nnodes of the job"
+    same = {"beta", "betas", "estimator", "nnodes"}
+    assert ours & {*RENAMED, *NOT_IMPLEMENTED} == same, (
+        "GRPO's beta; betas of the learner; an estimator of advantages; verl's nnodes of the job"
+    )
     sections = {name.partition(".")[0] for name in known if "." in name}
     for foreign, here in RENAMED.items():
         named = re.findall(rf"\b(?:{'|'.join(sections)})\.[a-z0-9_.]+[a-z0-9_]", here)
@@ -1336,29 +1421,11 @@ def test_the_tables_of_foreign_names_point_at_settings_that_exist():
 
 @pytest.mark.parametrize("kind", [Config, OfflineConfig])
 def test_every_field_has_a_description(kind):
-    def undocumented(section, prefix=""):
-        for name, field in section.model_fields.items():
-            if (inner := section_of(field.annotation)) is not None:
-                yield from undocumented(inner, f"{prefix}{name}.")
-            elif not field.description:
-                yield prefix + name
-
-    assert list(undocumented(kind)) == []
-
-
-def test_ds3_gather_for_generation_may_be_false(tmp_path):
-    assert (
-        load(
-            tmp_path, {"learner.ds3_gather_for_generation": False}
-        ).learner.ds3_gather_for_generation
-        is False
-    )
-    assert (
-        load(
-            tmp_path, (), ["--learner.ds3_gather_for_generation", "false"]
-        ).learner.ds3_gather_for_generation
-        is False
-    )
+    for setting in settings_of(kind):
+        described = setting.field.description or any(
+            one.__doc__ for one in kinds_of(setting.field.annotation)
+        )
+        assert described, setting.name
 
 
 SHIPPED = sorted((ROOT / "jobs").rglob("*.yaml"))
@@ -1399,10 +1466,21 @@ def test_logprob_tolerance_bounds_the_maximum_or_in_bfloat16_the_mean(tmp_path):
 
 
 def test_a_kl_term_after_a_warm_start_needs_ref_load(tmp_path):
-    changes = {"warm_start.data": "t", "eval.data": "t", "algorithm.kl_loss_coef": 0.1}
-    with pytest.raises(ConfigError, match=r"name the reference policy in algorithm\.ref_load"):
+    changes = {**WARM, "algorithm.reference": {"kl_loss_coef": 0.1}}
+    message = r"as it was before the warm start; name it in algorithm\.reference\.ref_load"
+    with pytest.raises(ConfigError, match=message):
         load(tmp_path, changes)
-    assert load(tmp_path, changes | {"algorithm.ref_load": "/other"}).reference_path == "/other"
+    changes["algorithm.reference"]["ref_load"] = "/other"
+    assert load(tmp_path, changes).reference_path == "/other"
+
+
+def test_a_kl_term_with_a_loaded_adapter_needs_ref_load(tmp_path):
+    changes = {"lora.load": "/adapter", "algorithm.reference": {"kl_loss_coef": 0.1}}
+    message = r"without the adapter of lora\.load; name it in algorithm\.reference\.ref_load"
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, changes)
+    changes["algorithm.reference"]["ref_load"] = "/other"
+    assert load(tmp_path, changes).reference_path == "/other"
 
 
 @pytest.mark.parametrize(

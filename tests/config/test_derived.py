@@ -127,6 +127,17 @@ def test_an_explicit_value_overrides_the_derived_one():
     assert derived_settings(one) == []
 
 
+def test_a_standing_endpoint_derives_nothing_of_its_generators():
+    names = [one.name for one in derived_settings(config(generator={"attach": "standing"}))]
+    assert "generator.start_timeout_s" in names
+    assert not {"generator.max_num_seqs", "generator.stall_timeout_s"} & {*names}
+    given = config(generator={"attach": "standing", "start_timeout_s": 8})
+    assert given.start_timeout_s == 8
+    assert [one.name for one in derived_settings(given)] == [
+        name for name in names if name != "generator.start_timeout_s"
+    ]
+
+
 @pytest.mark.parametrize("unset", ["auto", None])
 def test_auto_and_null_mean_the_derived_value(unset):
     one = config(

@@ -29,7 +29,7 @@ def distilled(
 
 def test_the_teacher_is_the_frozen_policy_of_the_run() -> None:
     config = distilled()
-    assert config.algorithm.has_reference and config.algorithm.loads_reference
+    assert config.algorithm.has_reference and config.algorithm.frozen is not None
     assert config.models["algorithm.distillation.teacher"] == "/teacher"
     assert reference_spec(config).path == "/teacher"
     assert reference_spec(config).temperature == config.rollout.temperature
@@ -37,9 +37,10 @@ def test_the_teacher_is_the_frozen_policy_of_the_run() -> None:
 
 def test_a_server_is_not_loaded() -> None:
     config = distilled({"teacher": URL})
-    assert config.algorithm.has_reference and not config.algorithm.loads_reference
+    assert config.algorithm.has_reference and config.algorithm.frozen is None
     assert list(config.models) == ["model.path"]
-    assert config.reference_path == URL
+    assert config.algorithm.distillation.teacher_text == URL
+    assert distilled({"teacher": {"url": URL, "retries": 3}}).algorithm.frozen is None
 
 
 def test_a_relative_teacher_becomes_absolute(monkeypatch: Any, tmp_path: Path) -> None:
@@ -60,27 +61,138 @@ def test_one_completion_per_prompt_suffices_without_rewards() -> None:
 @pytest.mark.parametrize(
     ("distillation", "algorithm", "sections", "message"),
     [
-        ({}, {"ref_load": "/other"}, {}, "algorithm.ref_load = '/other' has no effect"),
-        ({}, {"kl_loss_coef": 0.1}, {}, "would add the teacher's divergence a second time"),
-        ({"use": "ref_kl"}, {}, {}, "set algorithm.kl_loss_coef above 0"),
-        ({"use": "ref_kl", "coef": 2.0}, {"kl_loss_coef": 1.0}, {}, "has no effect with use: ref"),
-        ({}, {"loss": "gmpo"}, {}, "gives one advantage per token"),
+        (
+            {},
+            {"reference": {"kl_loss_coef": 0.1, "ref_load": "/other"}},
+            {},
+            "algorithm.reference has no effect with algorithm.distillation, whose teacher takes the"
+            " reference policy's place; leave it out, or set algorithm.distillation.use: ref_kl",
+        ),
+        ({}, {"kl_loss_coef": 0.1}, {}, "kl_loss_coef has moved; write algorithm: {reference: {kl"),
+        ({"use": "ref_kl"}, {}, {}, "algorithm.distillation.use.kl is missing; set it"),
+        (
+            {"use": {"name": "ref_kl", "kl": {}}},
+            {},
+            {},
+            "algorithm.distillation.use.kl: give one of kl_loss_coef, kl_coef",
+        ),
+        (
+            {"use": {"name": "ref_kl", "kl": {"kl_loss_coef": 1.0}, "coef": 2.0}},
+            {},
+            {},
+            "use.coef has no effect with use: ref_kl; leave it out, or use it with use: advantage",
+        ),
+        (
+            {"use": {"name": "ref_kl", "kl": {"kl_coef": 0.1}}},
+            {},
+            {},
+            "algorithm.distillation.use.kl.kl_coef = 0.1 has no effect with reward_weight = 0,"
+            " which only measures rewards; use kl_loss_coef",
+        ),
+        (
+            {"use": {"name": "ref_kl", "kl": {"kl_coef": 0.1}}, "reward_weight": 1.0},
+            {},
+            {},
+            "algorithm.distillation.use.kl.kl_coef = 0.1 does not work with advantage: grpo",
+        ),
+        (
+            {},
+            {"loss": "gmpo"},
+            {},
+            "algorithm.distillation.use: advantage gives each token an advantage of its own, and"
+            " loss: gmpo needs one per trajectory; leave one of them out",
+        ),
+        (
+            {},
+            {"correction": {"sequence_mask": {"above": 0.1}}},
+            {},
+            "algorithm.correction.sequence_mask needs one per trajectory",
+        ),
         ({}, {"advantage": "rloo"}, {}, "algorithm.advantage has no effect with"),
+        ({}, {"advantage": {"turns": {"coef": 1}}}, {}, "algorithm.advantage has no effect with"),
         ({}, {"filter_zero_variance": True}, {}, "filter_zero_variance has no effect with"),
         ({}, {}, {"reward": {"shuffle": True}}, "reward.shuffle has no effect with"),
-        ({"use": "top_k"}, {"kl_loss_coef": 0.1}, {}, "teacher's divergence a second time"),
+        (
+            {"use": "top_k"},
+            {"reference": {"kl_loss_coef": 0.1}},
+            {},
+            "algorithm.reference has no effect with algorithm.distillation",
+        ),
         ({"use": "top_k"}, {"loss": "gspo"}, {}, "algorithm.loss has no effect with"),
-        ({"use": "top_k"}, {"eps_clip": 0.1}, {}, "algorithm.eps_clip has no effect with"),
-        ({"use": "top_k", "teacher": URL}, {}, {}, "a server only scores the sampled tokens"),
+        (
+            {"use": "top_k"},
+            {"loss": {"eps_clip": 0.1}},
+            {},
+            "algorithm.loss has no effect with algorithm.distillation.reward_weight = 0",
+        ),
+        (
+            {"use": "top_k"},
+            {"correction": {"band": {"above": 2.0}}},
+            {},
+            "algorithm.correction has no effect with",
+        ),
+        (
+            {"use": "top_k", "teacher": URL},
+            {},
+            {},
+            f"algorithm.distillation.use: top_k does not work with the teacher at {URL}: a server"
+            " only scores the sampled tokens",
+        ),
         ({"use": "top_k"}, {}, {"rollout": {"top_p": 0.9}}, "the metric distill/reverse_kl"),
-        ({"top_k": 8}, {}, {}, "distillation.top_k = 8 has no effect with use: advantage"),
-        ({"use": "top_k", "top_k": 129}, {}, {}, "less than or equal to 128"),
-        ({"retries": 5}, {}, {}, "distillation.retries = 5 only has an effect with the URL"),
-        ({}, {"preference": {}}, {}, "has no effect with algorithm.preference"),
+        ({"top_k": 8}, {}, {}, "top_k has moved; write algorithm: {distillation: {use: {name: top"),
+        (
+            {"use": {"top_k": 8}},
+            {},
+            {},
+            "use.top_k has no effect with use: advantage; leave it out, or use it with use: top_k",
+        ),
+        ({"use": {"name": "top_k", "top_k": 129}}, {}, {}, "less than or equal to 128"),
+        (
+            {"retries": 5},
+            {},
+            {},
+            "write algorithm: {distillation: {teacher: {url: …, retries: …}}}",
+        ),
+        *(
+            (
+                {"teacher": {"path": "/teacher", name: value}},
+                {},
+                {},
+                f"algorithm.distillation.teacher.{name} has no effect with"
+                " algorithm.distillation.teacher.path; leave one of them out",
+            )
+            for name, value in (
+                ("model", "m"),
+                ("key_env", "K"),
+                ("timeout_s", 1),
+                ("retries", 5),
+                ("at_once", 1),
+            )
+        ),
+        (
+            {},
+            {"preference": {}},
+            {},
+            "algorithm.distillation.teacher has no effect with algorithm.preference; leave one of"
+            " them out",
+        ),
         ({}, {}, {"rollout": {"top_p": 0.9}}, "the teacher's advantage compares"),
         ({"teacher": URL}, {}, {"rollout": {"temperature": 0.7}}, "are at temperature 1"),
-        ({"teacher": URL}, {"ref_num_cpus": 1.0}, {}, "ref_num_cpus = 1 has no effect"),
-        ({"teacher": "http://far:80/v1", "key_env": "K"}, {}, {}, "would send the key of K in"),
+        (
+            {"teacher": {"url": URL, "num_cpus": 1.0}},
+            {},
+            {},
+            "teacher.num_cpus has no effect with algorithm.distillation.teacher.url; leave one of",
+        ),
+        ({"teacher": {"url": URL, "path": "/t"}}, {}, {}, "teacher: give only one of url, path"),
+        ({"teacher": {"retries": 1}}, {}, {}, "distillation.teacher: give one of url, path"),
+        (
+            {"teacher": {"url": "http://far:80/v1", "key_env": "K"}},
+            {},
+            {},
+            "algorithm.distillation.teacher.url = 'http://far:80/v1' would send the key of K in the"
+            " clear; use https",
+        ),
     ],
 )
 def test_what_would_have_no_effect_or_a_wrong_one_is_refused(
@@ -97,13 +209,21 @@ def test_what_would_have_no_effect_or_a_wrong_one_is_refused(
 def test_the_teacher_of_top_k_returns_ids_of_the_learners_model(tmp_path: Path) -> None:
     tree = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 77}
     (tmp_path / "config.json").write_text(json.dumps(tree))
-    config = distilled({"use": "top_k", "top_k": 8}, model={"path": str(tmp_path)})
+    config = distilled({"use": {"name": "top_k", "top_k": 8}}, model={"path": str(tmp_path)})
     assert not config.algorithm.distillation.adds_advantage
     spec = reference_spec(config)
     assert (spec.top_k, spec.vocabulary) == (8, 77)
     assert reference_spec(distilled()).top_k == 0
     loss = {"loss": "gspo", "advantage": "rloo"}
-    assert distilled({"use": "top_k", "reward_weight": 1.0}, loss).algorithm.loss == "gspo"
+    assert distilled({"use": "top_k", "reward_weight": 1.0}, loss).algorithm.loss.name == "gspo"
+
+
+def test_a_kl_term_with_the_teacher_takes_its_settings() -> None:
+    kl = {"kl_loss_coef": 0.1, "estimator": "k1"}
+    found = distilled({"use": {"name": "ref_kl", "kl": kl}}).algorithm
+    assert (found.kl.coef, found.kl.estimator, found.reference) == (0.1, "k1", None)
+    in_reward = {"use": {"name": "ref_kl", "kl": {"kl_coef": 0.1}}, "reward_weight": 1.0}
+    assert distilled(in_reward, {"advantage": "rloo"}).algorithm.kl_coef == 0.1
 
 
 def test_a_checkpoint_is_scored_at_any_temperature() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from asyncrl.config import Config
+from asyncrl.config import Config, explain
 
 TREE: dict[str, Any] = {
     "name": "agent",
@@ -16,6 +18,9 @@ TREE: dict[str, Any] = {
     "environment": {"function": "my_env:solve"},
     "rollout": {"max_completion_length": 8},
 }
+
+
+TURNS = {"advantage": {"name": "grpo", "turns": {"coef": 1}}}
 
 
 def config(**changes: Any) -> Config:
@@ -70,26 +75,35 @@ def test_the_deadline_of_a_group_follows_from_that_of_its_sessions() -> None:
             {"reward": {"functions": {"f": {"function": "m:f", "per_token": True}}}},
             "rewards with per_token does not work",
         ),
-        ({"reward": {"overlong_buffer": 4}}, "reward.overlong_buffer does not work"),
+        ({"reward": {"overlong": 4}}, "reward.overlong does not work"),
+        ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage: gae does not work"),
         (
-            {"algorithm": {"turn_coef": 1, "advantage": "opo"}},
-            "turn_coef = 1 does not work with advantage: opo; use grpo, dr_grpo or rloo",
+            {"algorithm": {"advantage": {"name": "opo", "turns": {"coef": 1}}}},
+            r"turns\.coef has no effect with advantage: opo; .* advantage: grpo, dr_grpo or rloo$",
         ),
         (
-            {"algorithm": {"turn_coef": 0.5, "loss": "gmpo"}},
-            "algorithm.loss = 'gmpo' needs one for each; leave one of them out",
+            {"algorithm": {**TURNS, "loss": "gmpo"}},
+            r"algorithm\.advantage\.turns gives each token an advantage of its own, and loss: gmpo"
+            " needs one per trajectory; leave one of them out",
         ),
         (
-            {"algorithm": {"turn_coef": 1, "correction": {"sequence_mask_above": 0.1}}},
-            "sequence_mask_above needs one for each",
+            {"algorithm": {**TURNS, "correction": {"sequence_mask": {"above": 0.1}}}},
+            "correction.sequence_mask needs one per trajectory",
         ),
         (
-            {"algorithm": {"turn_coef": 1, "filter_zero_variance": True}},
-            "filter_zero_variance drops groups in which only those differ",
+            {"algorithm": {**TURNS, "filter_zero_variance": True}},
+            "filter_zero_variance drops groups in which only the turns of advantage.turns differ",
         ),
-        ({"algorithm": {"turn_coef": 1}, "reward": {"shuffle": True}}, "reward.shuffle permutes"),
-        ({"algorithm": {"turn_gamma": 0.5}}, "turn_gamma"),
-        ({"algorithm": {"turn_coef": -1}}, "turn_coef"),
+        ({"algorithm": TURNS, "reward": {"shuffle": True}}, "reward.shuffle permutes"),
+        (
+            {"algorithm": {"advantage": {"turns": {"gamma": 0.5}}}},
+            r"turns\.coef is missing; set it",
+        ),
+        (
+            {"algorithm": {"advantage": {"turns": {"coef": -1}}}},
+            r"turns\.coef = -1: input should be",
+        ),
+        ({"algorithm": {"turn_coef": 1}}, r"turn_coef has moved; write algorithm: {advantage: {na"),
         (
             {"algorithm": {"loss": "gspo"}, "learner": {"packing": "none"}},
             "compares whole trajectories, and a session may have several rows",
@@ -97,20 +111,29 @@ def test_the_deadline_of_a_group_follows_from_that_of_its_sessions() -> None:
     ],
 )
 def test_what_does_not_work_is_refused_with_its_reason(changes: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValidationError) as refused:
         config(**changes)
+    assert re.search(why, explain(refused.value))
 
 
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"kl_loss_coef": 0.1, "ref_update_interval": 4},
-        {"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k1", "ref_load": "other"},
-        {"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k1", "turn_coef": 1},
+        {"reference": {"kl_loss_coef": 0.1, "update_interval": 4}},
+        {"advantage": "rloo", "reference": {"kl_coef": 0.1, "ref_load": "other"}},
+        {
+            "advantage": {"name": "rloo", "turns": {"coef": 1}},
+            "reference": {"kl_coef": 0.1},
+        },
         {"distillation": {"teacher": "other"}},
-        {"distillation": {"teacher": "other", "use": "top_k", "top_k": 4}},
-        {"distillation": {"teacher": "http://there/v1"}, "turn_coef": 1},
-        {"distillation": {"teacher": "other", "use": "ref_kl"}, "kl_loss_coef": 0.1},
+        {"distillation": {"teacher": "other", "use": {"name": "top_k", "top_k": 4}}},
+        {"distillation": {"teacher": "http://there/v1", "reward_weight": 1.0}, **TURNS},
+        {
+            "distillation": {
+                "teacher": "other",
+                "use": {"name": "ref_kl", "kl": {"kl_loss_coef": 0.1}},
+            }
+        },
     ],
 )
 def test_sessions_take_a_reference_policy_and_a_teacher(algorithm: dict[str, Any]) -> None:
@@ -122,48 +145,66 @@ PRINTED = {"functions": {"mine": {"function": "asyncrl.rewards.builtin:printed_r
 
 
 def agent(given: dict[str, Any], **changes: Any) -> Config:
-    tree = {name: value for name, value in TREE.items() if name != "environment"}
-    return Config.model_validate({**tree, "agent": given, **changes})
+    return Config.model_validate({**TREE, "environment": given, **changes})
 
 
 def test_an_agent_program_is_an_environment_with_a_url() -> None:
-    found = agent(PROGRAM, reward=PRINTED, environment={"max_turns": 3})
-    assert found.environment is not None and found.environment.url
-    assert found.environment.function == "asyncrl.environments.agent:play"
+    found = agent({**PROGRAM, "max_turns": 3}, reward=PRINTED)
+    assert found.environment is not None and found.environment.at_url
+    assert found.environment.entry == "asyncrl.environments.agent:play"
     assert found.environment.max_turns == 3
-    assert {"function": None, "stdin": None, **PROGRAM}.items() <= (
-        found.environment.arguments.items()
-    )
+    assert found.environment.entry_arguments == {**PROGRAM, "variables": {}, "stdin": None}
     # A run saves its config, and reads it again.
     assert Config.model_validate(found.model_dump(mode="json")).environment == found.environment
 
 
 def test_the_reward_of_an_agent_function_is_what_it_returns() -> None:
-    found = agent({"function": "my_agent:solve"})
+    found = agent({"agent": "my_agent:solve", "arguments": {"steps": 2}})
     assert list(found.reward.functions) == ["environment"]
+    assert found.environment is not None and found.environment.at_url
+    assert found.environment.entry_arguments == {
+        "function": "my_agent:solve",
+        "arguments": {"steps": 2},
+    }
 
 
 @pytest.mark.parametrize(
     ("given", "changes", "why"),
     [
-        ({}, {}, "agent needs either a command or a function"),
-        ({**PROGRAM, "function": "m:f"}, {}, "agent needs either a command or a function"),
-        ({**PROGRAM, "arguments": {"a": 1}}, {}, "write a program's into agent.command"),
-        (PROGRAM, {}, "agent.command gives no reward; set reward.functions to"),
-        (PROGRAM, {"environment": {"function": "m:f"}}, "environment.function = 'm:f' and the"),
-        ({"command": []}, {}, "command"),
-        ({"command": "agent --task"}, {}, "command"),
+        ({}, {}, "environment: give one of function, agent, command"),
+        ({**PROGRAM, "agent": "m:f"}, {}, "environment: give only one of agent, command"),
+        ({**PROGRAM, "function": "m:f"}, {}, "environment: give only one of function, command"),
+        (
+            {**PROGRAM, "arguments": {"a": 1}},
+            {},
+            r"environment\.arguments\.a has no effect with environment\.command; leave one of them",
+        ),
+        ({**PROGRAM, "url": True}, {}, r"environment\.url has no effect with environment\.command"),
+        ({"agent": "m:f", "stdin": "task"}, {}, r"stdin has no effect with environment\.agent"),
+        (PROGRAM, {}, "environment.command gives no reward; set reward.functions to"),
+        (
+            PROGRAM,
+            {"agent": {"function": "m:f"}},
+            r"agent\.function has moved; write environment: {",
+        ),
+        (PROGRAM, {"agent": {}}, r"agent has moved; write environment: {agent: …}, or"),
+        ({"command": []}, {}, r"environment\.command = \[\]: "),
+        ({"command": "agent --task"}, {}, "environment.command = 'agent --task': write a list"),
+        ({"agent": "solve"}, {}, "environment.agent = 'solve': name a function as package.module"),
     ],
 )
 def test_agents_that_are_refused(given: dict[str, Any], changes: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValidationError) as refused:
         agent(given, **changes)
+    assert re.search(why, explain(refused.value))
 
 
 def test_rewards_of_turns_need_an_environment() -> None:
-    found = config(algorithm={"turn_coef": 0.5, "turn_gamma": 0.9}).algorithm
-    assert found.token_advantages == "turn_coef"
+    turns = {"name": "grpo", "turns": {"coef": 0.5, "gamma": 0.9}}
+    found = config(algorithm={"advantage": turns}).algorithm
+    assert found.token_advantages == "advantage.turns"
     tree = {name: value for name, value in TREE.items() if name != "environment"}
-    tree |= {"reward": {"functions": {"f": {"function": "m:f"}}}, "algorithm": {"turn_coef": 1}}
-    with pytest.raises(ValueError, match="turn_coef = 1 has no effect without an environment"):
+    tree |= {"reward": {"functions": {"f": {"function": "m:f"}}}, "algorithm": TURNS}
+    tree["data"] = {"train": "t", "max_prompt_length": 8}
+    with pytest.raises(ValueError, match=r"advantage\.turns has no effect without an environment"):
         Config.model_validate(tree)

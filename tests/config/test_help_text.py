@@ -6,9 +6,10 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.config import Config, OfflineConfig
+from asyncrl.config.fields import by_name, field_names, find, section_of
 from asyncrl.config.help_text import sections_help, settings_help
-from asyncrl.config.load import field_names, section_of
 from asyncrl.contracts.errors import ConfigError
+from asyncrl.contracts.section import kinds_of
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -26,16 +27,52 @@ def test_each_command_shows_its_own_help_and_the_sections(command, capsys, monke
     assert " ".join(cli.ON_A_CONFIG[command].split()) in " ".join(text.split())
     assert ("--brief" in text) == (command == "plan")
     kind = OfflineConfig if command in cli.OFFLINE else Config
-    sections = {name for name, field in kind.model_fields.items() if section_of(field.annotation)}
+    sections = {name for name, field in kind.model_fields.items() if kinds_of(field.annotation)}
     assert set(re.findall(r"^  ([a-z_]+) {2,}", text, re.MULTILINE)) == sections
     assert len(text.splitlines()) < 80 and max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("kind", [Config, OfflineConfig])
-def test_all_shows_every_setting_once(kind):
-    options = re.findall(r"^  --(\S+)", settings_help((kind,), "all", 80), re.MULTILINE)
-    sections = {name.rpartition(".")[0] for name in field_names(kind) if "." in name}
-    assert sorted(options) == sorted(set(field_names(kind)) - sections)
+def test_all_shows_every_setting(kind):
+    """A section is shown by its settings. The name of an alternative is the value of its choice."""
+    text = settings_help((kind,), "all", 80)
+    options = set(re.findall(r"^  --(\S+)", text, re.MULTILINE))
+    sections = {
+        name
+        for name in field_names(kind)
+        if (field := find(kind, name)) and section_of(field.annotation)
+    }
+    names = {
+        f"{choice}.name"
+        for choice in options
+        if (field := find(kind, choice)) and by_name(kinds_of(field.annotation))
+    }
+    assert options | sections | names == set(field_names(kind)) and not options & names
+    both = {"algorithm.reference"} if kind is Config else set()
+    assert options & sections == both, "a choice in one alternative, and a section in the other"
+
+
+def test_a_setting_with_another_default_in_one_alternative_is_shown_for_each():
+    text = settings_help((Config,), "algorithm.loss.eps_clip", 200)
+    assert [line for line in text.splitlines() if line.startswith("  --")] == [
+        "  --algorithm.loss.eps_clip NUMBER   (default: 0.2, with loss: ppo, clip_cov, gspo or"
+        " gmpo)",
+        "  --algorithm.loss.eps_clip NUMBER   (default: 1.0, with loss: cispo)",
+    ]
+    old = settings_help((Config,), "algorithm.loss.old_policy", 200)
+    assert "{behavior,learner,log_linear}   (default: behavior, with loss: ppo or clip_cov)" in old
+    assert "{behavior,log_linear}   (default: behavior, with loss: kl_cov, gspo, gmpo, cis" in old
+    text = settings_help((Config,), "algorithm.preference.loss.label_smoothing", 200)
+    assert "(default: 0.0, with loss: sigmoid)" in text
+
+
+def test_settings_of_an_alternative_say_which(capsys):
+    lines = shown(capsys, "train", "--help=generator").splitlines()
+    assert "  --generator.attach TEXT   (required, with attach)" in lines
+    assert "  --generator.num_replicas INTEGER   (default: 1, without attach)" in lines
+    assert "  --generator.start_timeout_s NUMBER" in lines, "both have it"
+    lines = shown(capsys, "train", "--help=environment").splitlines()
+    assert "  --environment.max_turns INTEGER   (default: 16)" in lines, "all have it"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +83,9 @@ def test_all_shows_every_setting_once(kind):
         ("sft", "data", "  --data.train "),
         ("train", "--learner.bf16", "  --learner.bf16 {true,false}"),
         ("train", "max_steps", "  --max_steps INTEGER   (required)"),
-        ("train", "reward.functions", "  --reward.functions JSON"),
+        ("train", "reward.functions", "  --reward.functions YAML"),
+        ("train", "generator", "  --generator YAML"),
+        ("train", "algorithm.loss", "  --algorithm.loss"),
     ],
 )
 def test_a_section_or_a_setting_is_shown_alone(command, asked, first, capsys):
@@ -61,7 +100,7 @@ def test_a_section_or_a_setting_is_shown_alone(command, asked, first, capsys):
     [
         ("learnr", "did you mean learner?"),
         ("learning_rate", "did you mean learner.learning_rate?"),
-        ("quux", "use one of agent, algorithm, algorithm.correction, "),
+        ("quux", "use one of algorithm, algorithm.advantage, algorithm.advantage.turns, "),
     ],
 )
 def test_an_unknown_name_is_refused_with_a_near_one(asked, hint, capsys):
@@ -70,6 +109,11 @@ def test_an_unknown_name_is_refused_with_a_near_one(asked, hint, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["train", "--help", asked])
     assert hint in capsys.readouterr().err
+
+
+def test_a_choice_is_summarized_by_the_keys_of_its_alternatives_first():
+    assert "  environment   function, agent, command, max_turns," in sections_help(Config, 80)
+    assert "  generator     attach, start_timeout_s, num_replicas," in sections_help(Config, 80)
 
 
 def test_a_narrow_terminal_keeps_the_names():

@@ -83,7 +83,7 @@ def test_null_unsets_a_setting_that_may_be_a_list(write):
     ("changes", "setting"),
     [
         ({"dpo": {"ref_load": ""}}, "dpo.ref_load = ''"),
-        ({"data": {"train": [{"path": " "}]}}, "data.train = ' '"),
+        ({"data": {"train": [{"path": " "}]}}, "data.train.0.path = ' '"),
         ({"eval": {"data": ""}}, "eval.data = ''"),
         ({"checkpoint": {"save": ""}}, "checkpoint.save = ''"),
     ],
@@ -136,7 +136,7 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({**SFT, "dpo": {"beta": 0.2}}, "section dpo has no effect with objective: sft"),
+        ({**SFT, "dpo": {"loss": {"beta": 0.2}}}, "section dpo has no effect with objective: sft"),
         ({**DPO, "sft": {"packing_strategy": "wrapped"}}, "section sft has no effect"),
         (
             {**SFT, "data": {"train": "x", "length_policy": "split"}},
@@ -147,23 +147,36 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
             "data.max_length = 5000 is above learner.max_tokens_per_gpu = 4096",
         ),
         (
-            {**DPO, "dpo": {"loss": "ipo", "label_smoothing": 0.1}},
-            "dpo.label_smoothing = 0.1 only has an effect with dpo.loss: sigmoid",
+            {**DPO, "dpo": {"loss": {"name": "ipo", "label_smoothing": 0.1}}},
+            "dpo.loss.label_smoothing has no effect with loss: ipo; .* with loss: sigmoid$",
         ),
         (
-            {**DPO, "dpo": {"loss": "simpo", "length_normalized": True}},
-            "dpo.length_normalized has no effect with dpo.loss: simpo",
+            {**DPO, "dpo": {"loss": {"name": "simpo", "length_normalized": True}}},
+            "dpo.loss.length_normalized has no effect with loss: simpo; .* sigmoid or hinge$",
         ),
         (
             {**DPO, "dpo": {"loss": "simpo", "ref_load": "x"}},
             "dpo.ref_load = .* only has an effect with a dpo.loss with a reference",
         ),
-        ({**DPO, "dpo": {"beta": 0.0}}, r"dpo.beta = 0.0: input should be greater than 0"),
-        ({**DPO, "dpo": {"beta": 1e308}}, r"dpo.beta = 1e\+308: input should be less than"),
+        (
+            {**DPO, "dpo": {"loss": {"beta": 0.0}}},
+            r"dpo.loss.beta = 0.0: input should be greater than 0",
+        ),
+        (
+            {**DPO, "dpo": {"loss": {"beta": 1e308}}},
+            r"dpo.loss.beta = 1e\+308: input should be less than",
+        ),
         ({**SFT, "num_epochs": 1e300}, r"num_epochs = 1e\+300: input should be less than"),
         ({**DPO, "data": {"train": []}}, "data.train is an empty list"),
         ({**SFT, "rollout": {}}, "rollout is unknown"),
-        ({**DPO, "dpo": {"simpo_margin": 0.7}}, "only has an effect with dpo.loss: simpo"),
+        (
+            {**DPO, "dpo": {"loss": {"simpo_margin": 0.7}}},
+            "simpo_margin has no effect with loss: sigmoid; .* with loss: simpo$",
+        ),
+        (
+            {**DPO, "dpo": {"beta": 0.1}},
+            "dpo.beta has moved; write dpo: {loss: {name: sigmoid, beta: …}}$",
+        ),
         (
             {**DPO, "dpo": {"loss": "simpo", "reference_batch": 8}},
             "dpo.reference_batch = 8 only has an effect with a dpo.loss with a reference",
@@ -179,16 +192,30 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
             "dpo.ref_num_cpus = 1.0 only has an effect with a dpo.loss with a reference",
         ),
         (
-            {**DPO, "dpo": {"loss": "ipo", "length_normalized": True}},
-            "dpo.length_normalized has no effect with dpo.loss: ipo",
+            {**DPO, "dpo": {"loss": {"name": "ipo", "length_normalized": True}}},
+            "dpo.loss.length_normalized has no effect with loss: ipo; .* sigmoid or hinge$",
         ),
         (
             {**SFT, "data": {"train": "x", "length_side": "keep_end"}},
-            "data.length_side = keep_end only has an effect with data.length_policy: truncate",
+            "data.length_side has moved; write data: {length_policy: {name: truncate, side: …}}$",
+        ),
+        *(
+            (
+                {
+                    **SFT,
+                    "data": {"train": "x", "length_policy": {"name": name, "side": "keep_end"}},
+                },
+                f"length_policy.side has no effect with length_policy: {name}; .* truncate$",
+            )
+            for name in ("error", "drop", "split")
         ),
         (
             {**SFT, "learner": {"value_learning_rate": 1e-4}},
-            "learner.value_learning_rate = 0.0001 has no effect on objective: sft",
+            "^learner.value_learning_rate has moved; write reward_model: {value_learning_rate: …}$",
+        ),
+        (
+            {**SFT, "reward_model": {"value_learning_rate": 1e-4}},
+            "section reward_model has no effect with objective: sft",
         ),
         (
             {**SFT, "observe": {"completions_every": 3}},
@@ -196,16 +223,16 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
         ),
         ({**SFT, "name": "../x"}, "name = '../x'"),
         (
-            {**DPO, "dpo": {"desirable_weight": 2.0}},
-            "dpo.desirable_weight = 2.0 only has an effect with dpo.loss: kto",
+            {**DPO, "dpo": {"loss": {"desirable_weight": 2.0}}},
+            "desirable_weight has no effect with loss: sigmoid; .* with loss: kto$",
         ),
         ({**DPO, "dpo": {"loss": "kto"}, "batch_size": 1}, "batch_size = 1 gives KTO's baseline"),
         (
-            {**DPO, "dpo": {"loss": "kto", "label_smoothing": 0.1}},
-            "dpo.label_smoothing = 0.1 only has an effect with dpo.loss: sigmoid",
+            {**DPO, "dpo": {"loss": {"name": "kto", "label_smoothing": 0.1}}},
+            "label_smoothing has no effect with loss: kto; .* with loss: sigmoid$",
         ),
         ({**SFT, "reward_model": {"center_coef": 0.1}}, "section reward_model has no effect"),
-        ({**REWARD_MODEL, "dpo": {"beta": 0.2}}, "section dpo has no effect"),
+        ({**REWARD_MODEL, "dpo": {"loss": {"beta": 0.2}}}, "section dpo has no effect"),
         (
             {**REWARD_MODEL, "data": {"train": "x", "max_length": 4096}},
             "a reward model needs one token more",
@@ -229,7 +256,8 @@ def test_a_splitting_strategy_takes_rows_above_the_cap(write):
 
 def test_what_the_run_reads_from_the_settings(write):
     learner = {"world_size": 100, "num_cpus": 0.5}
-    dpo = {"ref_load": "other", "ref_num_cpus": 3, "loss": "hinge", "length_normalized": True}
+    loss = {"name": "hinge", "length_normalized": True}
+    dpo = {"ref_load": "other", "ref_num_cpus": 3, "loss": loss}
     config = load_offline(write(DPO, learner=learner, dpo=dpo, batch_size=200, max_steps=9))
     assert [Path(path).name for path in config.models.values()] == ["model", "other"]
     assert (config.num_cpus, config.placement_wait_s) == (53.0, 100.0)
@@ -256,7 +284,7 @@ def test_a_reference_is_read_only_by_losses_that_have_one(write):
     ("name", "answer"),
     [
         ("loss_type", "asyncrl calls it dpo.loss"),
-        ("beta", "asyncrl calls it dpo.beta"),
+        ("beta", "asyncrl calls it dpo.loss.beta"),
         ("num_train_epochs", "asyncrl calls it num_epochs"),
         ("gradient_accumulation_steps", "asyncrl calls it batch_size, over all ranks"),
         ("packing", "not needed: rows are always packed"),
@@ -303,9 +331,7 @@ def test_every_setting_may_change_on_a_resume_or_is_fixed() -> None:
         # The content of these is compared by its hash.
         *("model.path", "model.revision", "data.train", "data.prompt_column"),
         *("model.dtype", "eval", "sft", "reward_model", "checkpoint", "observe", "learner"),
-        *("dpo.loss", "dpo.beta", "dpo.label_smoothing", "dpo.length_normalized"),
-        *("dpo.desirable_weight", "dpo.undesirable_weight"),
-        *("dpo.simpo_margin", "dpo.ce_coef", "dpo.ref_num_cpus", "dpo.reference_batch"),
+        *("dpo.loss", "dpo.ce_coef", "dpo.ref_num_cpus", "dpo.reference_batch"),
     }
     names = [
         f"{section}.{name}"

@@ -10,8 +10,9 @@ import yaml
 from pydantic import ValidationError
 from small_config import SMALL, small_config
 
-from asyncrl.config import AlgorithmConfig, Config, explain, field_names, load_config
-from asyncrl.config.preference_rules import KEPT, check_preference
+from asyncrl.algorithms.losses.gspo import Gspo
+from asyncrl.config import Config, PolicyGradient, explain, field_names, load_config
+from asyncrl.config.algorithm import OnlinePreferenceConfig, PreferenceTraining
 from asyncrl.preflight.specs import learner_spec
 
 
@@ -27,33 +28,46 @@ def refusal(algorithm: dict[str, Any] | None = None, **sections: Any) -> str:
     return explain(refused.value)
 
 
-@pytest.mark.parametrize("name", sorted(set(AlgorithmConfig.model_fields) - {*KEPT, "correction"}))
-def test_settings_of_a_policy_gradient_are_refused(name: str) -> None:
-    config = online()
-    other = config.algorithm.model_copy(update={name: "another value"})
-    with pytest.raises(ValueError) as refused:
-        check_preference(config.model_copy(update={"algorithm": other}))
-    assert str(refused.value) == (
-        f"algorithm.{name} = 'another value' has no effect with algorithm.preference, which trains"
-        " pairs and uses no advantages; leave it out"
-    )
+OF_A_GRADIENT = {
+    "advantage": "rloo",
+    "loss": "gspo",
+    "loss_aggregation": "fixed",
+    "entropy_coef": 0.1,
+    "ce": 0.1,
+    "correction": {"band": {"above": 2.0}},
+    "distillation": {"teacher": "/teacher"},
+}
+"""A value of each setting that only a policy gradient has."""
 
 
-def test_a_correction_is_refused() -> None:
-    assert refusal({"correction": {"mask_above": 2.0}}).startswith(
-        "algorithm.correction.mask_above = 2.0 has no effect with algorithm.preference"
+def test_settings_of_a_policy_gradient_are_refused() -> None:
+    only = PolicyGradient.model_fields.keys() - PreferenceTraining.model_fields.keys()
+    assert only == OF_A_GRADIENT.keys()
+    for name, value in OF_A_GRADIENT.items():
+        message = refusal({name: value})
+        assert message.startswith(f"algorithm.{name}")
+        assert message.endswith("has no effect with algorithm.preference; leave one of them out")
+    message = refusal({"reference": {"kl_loss_coef": 0.1}})
+    assert message == (
+        "algorithm.reference.kl_loss_coef has no effect with algorithm.preference; leave one of"
+        " them out"
     )
-    assert refusal({"loss": "gspo"}).startswith("algorithm.loss = 'gspo' has no effect with")
 
 
 @pytest.mark.parametrize(
     ("algorithm", "sections", "message"),
     [
         (
+            {"preference": {"pairs": {"max_pairs": 2}}},
+            {},
+            "algorithm.preference.pairs.max_pairs has no effect with pairs: best_worst; leave it"
+            " out, or use it with pairs: margin",
+        ),
+        (
             {"preference": {"max_pairs": 2}},
             {},
-            "algorithm.preference.max_pairs = 2 only has an effect with algorithm.preference.pairs:"
-            " margin; leave it out, or set that",
+            "algorithm.preference.max_pairs has moved; write algorithm: {preference: {pairs: {name:"
+            " margin, max_pairs: …}}}",
         ),
         (
             {"preference": {"weight_cap": None}},
@@ -63,10 +77,14 @@ def test_a_correction_is_refused() -> None:
             " algorithm.allow_uncorrected: true",
         ),
         (
-            {"preference": {"missing_eos_penalty": 0.5}, "filter_zero_variance": True},
+            {
+                "preference": {"pairs": {"missing_eos_penalty": 0.5}},
+                "filter_zero_variance": True,
+            },
             {},
-            "algorithm.filter_zero_variance compares rewards without missing_eos_penalty = 0.5, so"
-            " it would filter groups that give a pair; leave one of them out",
+            "algorithm.filter_zero_variance compares rewards without"
+            " preference.pairs.missing_eos_penalty = 0.5, so it would filter groups that give a"
+            " pair; leave one of them out",
         ),
         (
             {},
@@ -78,7 +96,7 @@ def test_a_correction_is_refused() -> None:
             {},
             {"rollout": {"max_completion_length": 8, "top_k": 20}},
             "rollout.top_k = 20 renormalizes the generator's log-probs over the kept tokens, and"
-            " the off-policy weight compares them with the learner's; leave it out, or set"
+            " preference.weight_cap compares them with the learner's. Leave it out, or set"
             " algorithm.preference.weight_cap: null",
         ),
         (
@@ -91,31 +109,36 @@ def test_a_correction_is_refused() -> None:
                 }
             },
             "data.max_prompt_length 8 + rollout.max_completion_length 8 = 16 is above"
-            " learner.max_tokens_per_gpu = 8, and the reference policy cannot split a row over"
-            " ranks; raise that, or lower data.max_length",
+            " learner.max_tokens_per_gpu = 8, and the reference policy or teacher cannot split a"
+            " row over ranks; raise that, or lower data.max_length",
         ),
         (
             {},
             {"warm_start": {"data": "w"}, "eval": {"data": "e"}},
-            "algorithm.preference with warm_start would compare the policy with model.path, as it"
-            " was before the warm start; name the reference policy in algorithm.ref_load, or train"
-            " it with `asyncrl sft` and use it as model.path",
+            "the reference policy would be model.path, as it was before the warm start; name it in"
+            " algorithm.reference.ref_load",
+        ),
+        (
+            {},
+            {"lora": {"load": "/adapter"}},
+            "the reference policy would be model.path, as it was without the adapter of lora.load;"
+            " name it in algorithm.reference.ref_load",
         ),
         (
             {"allow_uncorrected": True},
             {},
-            "algorithm.allow_uncorrected = True only has an effect with an uncorrected loss; leave"
-            " it out, or set that",
+            "algorithm.allow_uncorrected: true only has an effect with an uncorrected loss; leave"
+            " it out, or set preference.weight_cap: null",
         ),
         (
             {"preference": {"loss": "hinge"}},
             {},
-            "algorithm.preference.loss = 'hinge': input should be 'sigmoid' or 'ipo'",
+            "algorithm.preference.loss = 'hinge': use one of sigmoid, ipo",
         ),
         (
-            {"preference": {"min_margin": 0}},
+            {"preference": {"pairs": {"min_margin": 0}}},
             {},
-            "algorithm.preference.min_margin = 0: input should be greater than 0",
+            "algorithm.preference.pairs.min_margin = 0: input should be greater than 0",
         ),
         (
             {"preference": 1},
@@ -134,32 +157,37 @@ def test_what_cannot_work_is_refused(
 def test_what_an_online_run_may_set() -> None:
     config = online(
         {
-            "preference": {"loss": "ipo", "pairs": "margin", "max_pairs": 3, "weight_cap": None},
-            "ref_load": "/reference",
-            "ref_num_cpus": 0.5,
+            "preference": {
+                "loss": "ipo",
+                "pairs": {"name": "margin", "max_pairs": 3},
+                "weight_cap": None,
+            },
+            "reference": {"ref_load": "/reference", "num_cpus": 0.5},
             "filter_zero_variance": True,
             "group_filter": "m:f",
             "allow_uncorrected": True,
         },
         rollout={"max_completion_length": 8, "top_p": 0.9},
     )
-    assert config.algorithm.has_reference and config.models["algorithm.ref_load"] == "/reference"
+    assert config.algorithm.has_reference
+    assert config.models["algorithm.reference.ref_load"] == "/reference"
     uncorrected = online({"preference": {"weight_cap": None}}, staleness={"max_staleness": 1})
     assert not uncorrected.algorithm.corrected and online().algorithm.corrected
     assert not small_config().algorithm.has_reference
 
 
 def test_its_settings_have_names_and_reach_the_learner() -> None:
-    assert "algorithm.preference.weight_cap" in field_names()
+    assert "algorithm.preference.weight_cap" in field_names(Config)
     config = online(
         {
             "preference": {
-                "loss": "ipo",
-                "beta": 0.3,
-                "pairs": "margin",
-                "min_margin": 0.2,
-                "max_pairs": 3,
-                "missing_eos_penalty": 0.4,
+                "loss": {"name": "ipo", "beta": 0.3},
+                "pairs": {
+                    "name": "margin",
+                    "min_margin": 0.2,
+                    "max_pairs": 3,
+                    "missing_eos_penalty": 0.4,
+                },
                 "weight_cap": 1.5,
                 "ce_coef": 0.6,
             }
@@ -167,19 +195,18 @@ def test_its_settings_have_names_and_reach_the_learner() -> None:
         staleness={"max_staleness": 4},
     )
     spec = learner_spec(config)
-    assert spec.preference is not None and spec.pairs is not None
-    loss, pairs = spec.preference, spec.pairs
-    assert (loss.loss, loss.beta, loss.weight_cap, loss.ce_coef) == ("ipo", 0.3, 1.5, 0.6)
-    assert (pairs.choice, pairs.min_margin, pairs.max_pairs) == ("margin", 0.2, 3)
-    assert pairs.missing_eos_penalty == 0.4 and spec.max_staleness == 4
-    plain = learner_spec(small_config())
-    assert plain.preference is None and plain.pairs is None
+    found = spec.algorithm.preference
+    assert found is not None and spec.max_staleness == 4
+    assert (found.loss.name, found.loss.beta, found.weight_cap) == ("ipo", 0.3, 1.5)
+    assert (found.pairs.name, found.pairs.min_margin, found.pairs.max_pairs) == ("margin", 0.2, 3)
+    assert (found.ce_coef, found.pairs.missing_eos_penalty) == (0.6, 0.4)
+    assert learner_spec(small_config()).algorithm.preference is None
 
 
 @pytest.mark.parametrize(
     ("overrides", "beta", "weight_cap"),
     [
-        (["--algorithm.preference.beta", "0.3"], 0.3, 2.0),
+        (["--algorithm.preference.loss.beta", "0.3"], 0.3, 2.0),
         (["--algorithm.preference.weight_cap", "null", "--staleness.max_staleness=1"], 0.1, None),
     ],
 )
@@ -190,6 +217,8 @@ def test_the_command_line_turns_it_on(
     path.write_text(yaml.safe_dump(SMALL))
     preference = load_config(path, overrides).algorithm.preference
     assert preference is not None
-    assert (preference.beta, preference.weight_cap) == (beta, weight_cap)
+    assert (preference.loss.beta, preference.weight_cap) == (beta, weight_cap)
     path.write_text(yaml.safe_dump({**SMALL, "algorithm": {"preference": {}}}))
-    assert load_config(path, ["--algorithm.preference", "null"]).algorithm.preference is None
+    plain = load_config(path, ["--algorithm.preference", "null", "--algorithm.loss", "gspo"])
+    assert plain.algorithm.preference is None and plain.algorithm.loss == Gspo()
+    assert load_config(path).algorithm.preference == OnlinePreferenceConfig()

@@ -12,17 +12,19 @@ from asyncrl.config import Config, OfflineConfig, explain, field_names
 from asyncrl.config.aliases import explain_unknown
 from asyncrl.preflight.plan_sections import algorithm_text
 
-ONLINE = {"preference": {}}
-KL = {"kl_loss_coef": 0.1}
+ONLINE: dict[str, Any] = {"preference": {}}
+KL = {"reference": {"kl_loss_coef": 0.1}}
+OTHER = {**ONLINE, "reference": {"ref_load": "/other"}}
 DISTILLED = {"distillation": {"teacher": "/teacher"}}
 
 
 def refreshed(algorithm: dict[str, Any], every: int | None = 8, **sections: Any) -> Config:
-    config: Config = small_config(algorithm={**algorithm, "ref_update_interval": every}, **sections)
+    reference = {**algorithm.get("reference", {}), "update_interval": every}
+    config: Config = small_config(algorithm={**algorithm, "reference": reference}, **sections)
     return config
 
 
-@pytest.mark.parametrize("algorithm", [ONLINE, KL, {**ONLINE, "ref_load": "/other"}])
+@pytest.mark.parametrize("algorithm", [ONLINE, KL, OTHER])
 def test_every_run_with_its_own_reference_can_refresh_it(algorithm: dict[str, Any]) -> None:
     assert refreshed(algorithm).reference_interval == 8
     assert refreshed(algorithm, None).reference_interval is None
@@ -34,23 +36,19 @@ def test_every_run_with_its_own_reference_can_refresh_it(algorithm: dict[str, An
 @pytest.mark.parametrize(
     ("algorithm", "sections", "message"),
     [
+        ({}, {}, "algorithm.reference: give one of kl_loss_coef, kl_coef"),
+        (DISTILLED, {}, "algorithm.reference: give one of kl_loss_coef, kl_coef"),
         (
+            {**DISTILLED, **KL},
             {},
-            {},
-            "algorithm.ref_update_interval = 8 only has an effect with algorithm.preference, or"
-            " kl_coef or kl_loss_coef above 0; leave it out, or set that",
-        ),
-        (
-            DISTILLED,
-            {},
-            "algorithm.ref_update_interval = 8 would replace the teacher of algorithm.distillation"
-            " by the policy; leave one of them out",
+            "algorithm.reference has no effect with algorithm.distillation, whose teacher takes the"
+            " reference policy's place; leave it out, or set algorithm.distillation.use: ref_kl",
         ),
         (
             ONLINE,
             {"lora": {"r": 8}},
-            "algorithm.ref_update_interval = 8 does not work with lora, whose versions are adapters"
-            " and not whole weights; leave one of them out",
+            "algorithm.reference.update_interval = 8 does not work with lora, whose versions are"
+            " adapters and not whole weights; leave one of them out",
         ),
     ],
 )
@@ -70,14 +68,14 @@ def test_an_interval_of_0_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("ref_update_interval", "did you mean algorithm.ref_update_interval?"),
-        ("ref_model_sync_steps", "asyncrl calls it algorithm.ref_update_interval"),
-        ("sync_ref_model", "calls it algorithm.ref_update_interval, with a number of versions"),
-        ("ref_model_mixup_alpha", "takes whole versions (algorithm.ref_update_interval); remove"),
+        ("ref_update_interval", "did you mean algorithm.reference.update_interval?"),
+        ("ref_model_sync_steps", "asyncrl calls it algorithm.reference.update_interval"),
+        ("sync_ref_model", "it algorithm.reference.update_interval, with a number of versions"),
+        ("ref_model_mixup_alpha", "takes whole versions (algorithm.reference.update_interval); re"),
     ],
 )
 def test_names_of_other_systems_are_answered(name: str, answer: str) -> None:
-    assert answer in explain_unknown(name, field_names())
+    assert answer in explain_unknown(name, field_names(Config))
 
 
 @pytest.mark.parametrize(

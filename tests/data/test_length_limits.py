@@ -21,7 +21,11 @@ from asyncrl.data.length_limits import (
 TOKENS = pa.list_(pa.int32())
 PROMPT = Limit(4, "truncate", "keep_end", "data.max_prompt_length", "data.prompt_policy")
 COMPLETION = Limit(
-    3, "truncate", "keep_start", "rollout.max_completion_length", "warm_start.completion_policy"
+    3,
+    "truncate",
+    "keep_start",
+    "rollout.max_completion_length",
+    "warm_start.packing_strategy.completion_policy",
 )
 WHOLE = Limit(5, "truncate", "keep_start", "data.max_length", "data.length_policy")
 EOS = 2

@@ -87,13 +87,13 @@ def test_a_struct_without_a_value_in_any_row_is_read(prompt_config, tmp_path):
             {"max_length": 9, "length_policy": "truncate"},
             (
                 r"no prompt is left \(0 of 1 row used; 1 row refused: no completion token is"
-                r" left\); raise the limit, or set data.length_side: keep_end, which"
+                r" left\); raise the limit, or set data.length_policy.side: keep_end, which"
             ),
         ),
         (
             [*ROWS, {"prompt": "1" * 9}],
             {"max_length": 9},
-            "set data.length_policy: drop, or truncate with data.length_side: keep_end$",
+            "set data.length_policy: drop, or truncate with data.length_policy.side: keep_end$",
         ),
         (
             [{"prompt": "1"}, {"prompt": ""}, {"prompt": ""}],
@@ -223,7 +223,7 @@ def test_a_cut_rendered_prompt_keeps_the_assistant_turn(prompt_config, tiny_mode
     ("data", "kept", "longest", "truncation"),
     [
         (
-            {"length_policy": "truncate", "length_side": "keep_end"},
+            {"length_policy": {"name": "truncate", "side": "keep_end"}},
             None,
             8,
             LengthReport(11, whole=Cuts(1, 5)),

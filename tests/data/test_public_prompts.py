@@ -1,11 +1,12 @@
 """Prompts of a run with generators, and targets of its warm start, as public sets write them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from chat_families import CHATML, TOOLS
 
-from asyncrl.config import ConfigError
+from asyncrl.config import ConfigError, WarmStartConfig
 from asyncrl.data.prompts import check_prompts, read_prompts
 from asyncrl.data.supervised import read_supervised
 from asyncrl.preflight.specs import data_spec
@@ -177,5 +178,8 @@ def test_dropped_keys_are_counted_once(spec):
 def test_targets_that_would_train_something_else_are_refused(spec, tmp_path, target, message):
     rows = [{"prompt": "3+4=", "answer": "7"}, {"prompt": "3+4=", "answer": target}]
     (tmp_path / "w.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = str(tmp_path / "w.jsonl")
     with pytest.raises(ConfigError, match=message):
-        read_supervised(spec(rows), str(tmp_path / "w.jsonl"), "warm_start.data")
+        read_supervised(
+            replace(spec(rows), warm_start=WarmStartConfig(data=path)), path, "warm_start.data"
+        )

@@ -139,8 +139,9 @@ def test_several_sources_take_turns_if_only_some_prompts_are_used(prompt_config,
         )
         for name, n in rows.items()
     ]
+    held_out = {"data": [{"path": path} for path in paths]}
     config = prompt_config(
-        [{"prompt": "1+1="}], {"eval": {"data": [{"path": path} for path in paths]}}
+        [{"prompt": "1+1="}], {"eval": held_out, "warm_start": {"data": paths[0]}}
     )
     prompts = read_prompts(config.eval.data, data_spec(config), limit)
     assert [prompt.columns["answer"] for prompt in prompts] == [

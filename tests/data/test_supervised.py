@@ -30,10 +30,11 @@ def supervised(prompt_config, tmp_path):
     def read(rows, completion_policy="error", most=8, field="warm_start.data", model=None, **data):
         path = tmp_path / "supervised.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        packing = {"packing_strategy": "bfd_split"} if completion_policy == "split" else {}
+        packing = {"name": "bfd", "completion_policy": completion_policy}
+        packing = "bfd_split" if completion_policy == "split" else packing
         sections = {
             "rollout": {"max_completion_length": most},
-            "warm_start": {"data": str(path), "completion_policy": completion_policy, **packing},
+            "warm_start": {"data": str(path), "packing_strategy": packing},
             "eval": {"data": str(path)},
         }
         sections |= {"model": {"path": model}} if model else {}
@@ -89,8 +90,7 @@ def test_prompt_and_total_length_are_limited(supervised):
         max_prompt_length=6,
         prompt_policy="truncate",
         max_length=7,
-        length_policy="truncate",
-        length_side="keep_end",
+        length_policy={"name": "truncate", "side": "keep_end"},
     )
     assert rows == [(ids("2+3="), [*ids("15"), EOS]), (ids("99+1=")[-4:], ids("100"))]
 
@@ -155,7 +155,8 @@ def test_a_row_without_a_target_is_refused_and_an_empty_answer_is_not(supervised
             5,
             (
                 "warm_start.data = .*: the completion of row 1 has 6 tokens, above"
-                " rollout.max_completion_length = 5; .*warm_start.completion_policy: drop"
+                " rollout.max_completion_length = 5;"
+                " .*warm_start.packing_strategy.completion_policy: drop"
             ),
         ),
         (

@@ -93,7 +93,7 @@ def test_a_program_that_fails(command: list[str], note: str) -> None:
 
 def test_a_column_that_no_task_has_is_named() -> None:
     ended = run(command=["echo", "{missing}"])
-    assert ended.end == "env_error" and "agent.command names {missing}" in ended.note
+    assert ended.end == "env_error" and "environment.command names {missing}" in ended.note
 
 
 def test_a_program_that_reads_nothing_and_writes_much() -> None:

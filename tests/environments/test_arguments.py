@@ -75,16 +75,16 @@ def agent(name: str, arguments: dict[str, object]) -> object:
 def test_arguments_that_do_not_fit_are_named_with_those_that_do(
     arguments: dict[str, object], why: str
 ) -> None:
-    fix = "it gets the task and the model, and takes of {0}.arguments: worth, tries"
-    for section, refused in (
+    fix = "it gets the task and the model, and takes of environment.arguments: worth, tries"
+    for setting, refused in (
         ("agent", lambda: agent("solve", arguments)),
-        ("environment", lambda: imported(f"{HERE}:solve", arguments)),
+        ("function", lambda: imported(f"{HERE}:solve", arguments)),
     ):
         with pytest.raises(FunctionError) as error:
             refused()
         assert str(error.value) == (
-            f"{section}.function '{HERE}:solve' cannot be called with {section}.arguments ="
-            f" {arguments}: {why}; {fix.format(section)}"
+            f"environment.{setting} '{HERE}:solve' cannot be called with environment.arguments ="
+            f" {arguments}: {why}; {fix}"
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from asyncrl.config import EnvironmentConfig
+from asyncrl.config import FunctionEnvironment
 from asyncrl.environments.pool import (
     EnvironmentFailedError,
     EnvironmentPool,
@@ -53,7 +53,7 @@ def with_pool(
     settings = {"function": f"{HERE}:{function}", "processes": 1, **changes}
 
     async def run() -> Result:
-        pool = EnvironmentPool(EnvironmentConfig.model_validate(settings))
+        pool = EnvironmentPool(FunctionEnvironment.model_validate(settings))
         try:
             return await work(pool)
         finally:
@@ -374,7 +374,7 @@ def test_a_module_that_cannot_be_imported_is_one_line(
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
 
     async def refused() -> str:
-        pool = EnvironmentPool(EnvironmentConfig(function="odd_module:solve", processes=1))
+        pool = EnvironmentPool(FunctionEnvironment(function="odd_module:solve", processes=1))
         try:
             with pytest.raises(EnvironmentFailedError) as error:
                 await pool.start()

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.config import EnvironmentConfig
+from asyncrl.config import FunctionEnvironment
 from asyncrl.environments import pool as pools
 from asyncrl.environments.model import Model, SessionUrl
 from asyncrl.environments.pool import EnvironmentPool
@@ -42,7 +42,7 @@ class Gate:
 def with_pool(work: Any, **settings: Any) -> Any:
     async def run() -> Any:
         config = {"function": FAULTY, "processes": 1, **settings}
-        pool = EnvironmentPool(EnvironmentConfig.model_validate(config))
+        pool = EnvironmentPool(FunctionEnvironment.model_validate(config))
         try:
             return await work(pool)
         finally:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.config import EnvironmentConfig
+from asyncrl.config import FunctionEnvironment
 from asyncrl.environments.agent import own_folder, play, program_environment
 from asyncrl.environments.model import SessionUrl
 from asyncrl.environments.pool import EnvironmentPool
@@ -167,7 +167,7 @@ def test_caches_and_packages_of_the_user_stay() -> None:
 def in_pool(work: Callable[[EnvironmentPool], Awaitable[None]], command: list[str]) -> None:
     async def run() -> None:
         pool = EnvironmentPool(
-            EnvironmentConfig(
+            FunctionEnvironment(
                 function="asyncrl.environments.agent:play",
                 arguments={"command": command},
                 processes=1,
@@ -248,14 +248,14 @@ def test_nothing_is_left_behind_if_the_process_of_the_sessions_is_killed(place: 
 
 OWNS_A_POOL = """
 import asyncio, json, sys
-from asyncrl.config import EnvironmentConfig
+from asyncrl.config import FunctionEnvironment
 from asyncrl.environments.model import SessionUrl
 from asyncrl.environments.pool import EnvironmentPool
 
 async def main():
     arguments = {"command": json.loads(sys.argv[1])}
     function = "asyncrl.environments.agent:play"
-    pool = EnvironmentPool(EnvironmentConfig(function=function, arguments=arguments, processes=1))
+    pool = EnvironmentPool(FunctionEnvironment(function=function, arguments=arguments, processes=1))
     await pool.play({"prompt": "p"}, None, url=SessionUrl("http://127.0.0.1:9", "sk"))
 
 asyncio.run(main())

@@ -50,7 +50,7 @@ def config(model: Path, every: int | None = 4) -> Config:
             "data": {"train": "train.parquet", "max_prompt_length": 8},
             "rollout": {"max_completion_length": 8},
             "reward": {"functions": {"exact": {"function": "package.module:function"}}},
-            "algorithm": {"kl_loss_coef": 0.1, "ref_update_interval": every},
+            "algorithm": {"reference": {"kl_loss_coef": 0.1, "update_interval": every}},
         }
     )
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from served_http import listening
 
-from asyncrl.config import DistillationConfig
+from asyncrl.config.distillation import TeacherServer
 from asyncrl.contracts.errors import TeacherError
 from asyncrl.frozen.teacher import UrlTeacher
 
@@ -88,10 +88,10 @@ async def slow(body: Any) -> Response:
 def ask(
     server: SimpleNamespace, rows: Any = ROWS, scored: Any = None, **settings: Any
 ) -> list[np.ndarray]:
-    distillation = DistillationConfig(teacher=server.address, retries=1, **settings)
+    teacher = TeacherServer(url=server.address, retries=1, **settings)
 
     async def scenario() -> list[np.ndarray]:
-        return await UrlTeacher(distillation).logprobs(rows, scored)
+        return await UrlTeacher(teacher).logprobs(rows, scored)
 
     return asyncio.run(scenario())
 

@@ -98,7 +98,6 @@ def test_an_engine_of_several_nodes_has_a_bundle_on_each() -> None:
             {"num_gpus": 1, "generator": {"device": "cuda", "tensor_parallel_size": 2}},
             "num_gpus = 1 is for engines on a fraction of one GPU",
         ),
-        ({"generator": {"attach": "generator"}}, "is a training job's setting"),
         ({"sleeps": True}, "sleeps: true needs generator.device: cuda"),
         (
             {"sleeps": True, "generator": {"device": "cuda"}},

@@ -20,8 +20,11 @@ def test_a_program_that_knows_nothing_of_asyncrl_is_trained(
 ) -> None:
     changes = session_task | {
         "max_steps": STEPS,
-        "agent": {"command": [sys.executable, str(PROGRAM), "{low}", "{hidden}"]},
-        "environment": {"processes": 1, "concurrency": 16},
+        "environment": {
+            "command": [sys.executable, str(PROGRAM), "{low}", "{hidden}"],
+            "processes": 1,
+            "concurrency": 16,
+        },
         "reward": {
             "functions": {"printed": {"function": "asyncrl.rewards.builtin:printed_reward"}},
             "processes": 1,

@@ -87,10 +87,10 @@ def test_a_recipe_is_planned_for_its_model_and_card(
     config = load_config(path, overrides)
     plan = make_plan(config)
     assert f"rollout_batch_size {config.rollout.rollout_batch_size} /" in plan.text()
-    assert {config.learner.device, config.generator.device} == {"cuda"}
+    assert {config.learner.device, config.engines.device} == {"cuda"}
     assert {config.model.dtype, config.learner.bf16} == {"bfloat16", True}
     card, learner, width = int(memory) * 10**9, estimate(config), kv_bytes_per_token(config)
-    assert width is not None and config.generator.gpu_memory_utilization is not None
+    assert width is not None
     assert learner.on_device + learner.logits < 0.6 * card  # activations need room
-    cache = config.generator.gpu_memory_utilization * card - plan.weights_bytes
+    cache = config.engine_share * card - plan.weights_bytes
     assert cache > 16 * width * config.longest_trajectory

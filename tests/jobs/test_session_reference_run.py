@@ -22,8 +22,8 @@ COEF = 0.05
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"advantage": "rloo", "kl_coef": COEF, "kl_estimator": "k1"},
-        {"kl_loss_coef": COEF, "ref_update_interval": 2},
+        {"advantage": "rloo", "reference": {"kl_coef": COEF}},
+        {"reference": {"kl_loss_coef": COEF, "update_interval": 2}},
     ],
     ids=["reward", "loss"],
 )
@@ -53,14 +53,14 @@ def test_sessions_are_compared_with_the_reference_policy(
     rows = run.groups().to_pylist()
     assert_reference(tmp_path / "model", rows)
     versions = {row["reference_version"] for row in rows}
-    assert versions == ({0, 2} if "ref_update_interval" in algorithm else {0})
+    assert versions == ({0, 2} if "update_interval" in algorithm["reference"] else {0})
     assert max(abs(kl(row, index)) for row in rows for index in range(SAMPLES)) > 0.01
     for row in rows:
         assert set(row["status"]) == {"ok"}
         assert row["turn_status"].count("orphan") == SAMPLES
         assert len(row["turn_status"]) == 5 * SAMPLES
         for index in range(SAMPLES):
-            divergence = kl(row, index) if "kl_coef" in algorithm else 0.0
+            divergence = kl(row, index) if "kl_coef" in algorithm["reference"] else 0.0
             expected = row["session_reward"][index] - COEF * divergence
             assert row["reward"][index] == pytest.approx(expected, abs=1e-4)
 

@@ -31,7 +31,7 @@ def test_a_run_of_sessions_trains_what_was_sampled(
         "rollout.rollout_batch_size": GROUPS,
         "rollout.n_samples_per_prompt": SAMPLES,
         "eval": {"data": str(tmp_path / "held_out.parquet"), "max_prompts": 8},
-        "algorithm": {"advantage": "dr_grpo", "turn_coef": 0.01},
+        "algorithm": {"advantage": {"name": "dr_grpo", "turns": {"coef": 0.01}}},
     }
     started = start_run(changes)
     assert started.wait() == 0, started.output

@@ -183,8 +183,13 @@ def test_tasks_of_verifiers_are_trained(
                 "max_prompt_length": 16,
                 "max_length": 256,
             },
-            "agent": {"command": [str(verifiers_python), str(PROGRAM), "echo-tool-v1", "{number}"]},
-            "environment": {"processes": 1, "concurrency": 2, "max_turns": 6, "deadline_s": 300},
+            "environment": {
+                "command": [str(verifiers_python), str(PROGRAM), "echo-tool-v1", "{number}"],
+                "processes": 1,
+                "concurrency": 2,
+                "max_turns": 6,
+                "deadline_s": 300,
+            },
             "rollout": {
                 "rollout_batch_size": GROUPS,
                 "n_samples_per_prompt": SAMPLES,

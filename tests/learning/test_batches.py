@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from asyncrl.algorithms.advantages.dr_grpo import DrGrpo
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.learning.batches import examples_of, shuffle_rewards, with_values
@@ -58,11 +59,11 @@ def test_shuffled_rewards_are_a_permutation() -> None:
         groups_to_table([group(0, (0.0, 1.0, 2.0))]),
         groups_to_table([group(1, (3.0, 4.0, 6.0))]),
     ]
-    shuffled = shuffle_rewards(tables, "dr_grpo", (0, 1))
+    shuffled = shuffle_rewards(tables, DrGrpo(), (0, 1))
     assert (
         shuffled
-        == shuffle_rewards(tables, "dr_grpo", (0, 1))
-        != shuffle_rewards(tables, "dr_grpo", (0, 2))
+        == shuffle_rewards(tables, DrGrpo(), (0, 1))
+        != shuffle_rewards(tables, DrGrpo(), (0, 2))
     )
     rewards = [table["reward"][0].as_py() for table in shuffled]
     assert sorted(rewards[0][:3] + rewards[1][:3]) == [0, 1, 2, 3, 4, 6] and sorted(

@@ -23,9 +23,9 @@ from asyncrl.rewards.score import attach_teacher
 TOP_K = 3
 BAD = (2, 1)
 """Group and trajectory."""
-DISTILLATION = {"teacher": "teacher", "use": "top_k", "top_k": TOP_K, "coef": 0.5}
+DISTILLATION = {"teacher": "teacher", "use": {"name": "top_k", "top_k": TOP_K, "coef": 0.5}}
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "ce": {"ce_coef": 0.1, "ce_min_reward": 0.5},
+    "ce": {"ce": {"coef": 0.1, "min_reward": 0.5}},
     "distill": {"distillation": DISTILLATION},
 }
 

@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from asyncrl.algorithms.objective import PolicyTokens, policy_loss, supervised_loss
-from asyncrl.config import AlgorithmConfig
+from asyncrl.algorithms.objective import policy_loss, supervised_loss
+from asyncrl.algorithms.policy_tokens import PolicyTokens
+from asyncrl.config import PolicyGradient
 from asyncrl.models import attention
 from asyncrl.models.micro_batches import Example, micro_batch
 from asyncrl.models.policy import Policy, load_policy
 from asyncrl.packing.packing import pack
-from asyncrl.preflight.specs import objective_spec
 
 TEMPERATURE, VERSION = 0.8, 3
 FAMILIES = ["qwen3", "llama", "llama with biases"]
@@ -30,17 +30,26 @@ LOSSES: dict[str, dict[str, Any] | None] = {
     "sft": None,
     "ppo": {"entropy_coef": 0.01},
     "decoupled ppo": {
-        "old_policy": "learner",
-        "correction": {"truncation": "token", "mask_above": 1.3, "reject_above": 0.01},
+        "loss": {"name": "ppo", "old_policy": "learner"},
+        "correction": {
+            "truncation": "token",
+            "band": {"above": 1.3},
+            "rejection": {"above": 0.01},
+        },
     },
-    "ppo, log-linear": {"old_policy": "log_linear", "correction": {"truncation": "sequence"}},
-    "gspo": {"loss": "gspo", "eps_clip": 0.02, "eps_clip_high": 0.02, "kl_loss_coef": 0.1},
+    "ppo, log-linear": {
+        "loss": {"name": "ppo", "old_policy": "log_linear"},
+        "correction": {"truncation": "sequence"},
+    },
+    "gspo": {
+        "loss": {"name": "gspo", "eps_clip": 0.02, "eps_clip_high": 0.02},
+        "reference": {"kl_loss_coef": 0.1},
+    },
     "cispo": {"loss": "cispo"},
     "sapo": {"loss": "sapo"},
     "dppo": {"loss": "dppo"},
     "reinforce": {
         "loss": "reinforce",
-        "old_policy": "learner",
         "correction": {"truncation": "sequence"},
     },
 }
@@ -135,7 +144,7 @@ def one_by_one(
     model: PreTrainedModel,
     examples: Sequence[Example],
     weights: Sequence[float],
-    algorithm: AlgorithmConfig | None,
+    algorithm: PolicyGradient | None,
 ) -> torch.Tensor:
     """The step's loss, computed one trajectory at a time. The gradients are in the model."""
     total = torch.zeros(())
@@ -155,11 +164,9 @@ def one_by_one(
                 torch.zeros(len(logprobs), dtype=torch.int64),
                 1,
                 torch.from_numpy(VERSION - row.versions[mask]).float(),
-                torch.from_numpy(row.reference_logprobs[mask]) if algorithm.kl_loss_coef else None,
+                torch.from_numpy(row.reference_logprobs[mask]) if algorithm.reference else None,
             )
-            loss, _ = policy_loss(
-                tokens, objective_spec(algorithm), entropy if algorithm.entropy_coef else None
-            )
+            loss, _ = policy_loss(tokens, algorithm, entropy if algorithm.entropy_coef else None)
         loss.backward()
         total += loss.detach()
     return total
@@ -169,7 +176,7 @@ def packed(
     policy: Policy,
     examples: list[Example],
     weights: list[float],
-    algorithm: AlgorithmConfig | None,
+    algorithm: PolicyGradient | None,
     plan: Any,
 ) -> torch.Tensor:
     """The step's loss, computed in the micro-batches of all ranks of a plan."""
@@ -178,7 +185,7 @@ def packed(
     total = torch.zeros(())
     for indices in (indices for rank in plan for indices in rank):
         batch = micro_batch(examples, indices, "cpu", weights, VERSION)
-        if not (algorithm and algorithm.kl_loss_coef):
+        if not (algorithm and algorithm.reference):
             batch = replace(batch, reference_logprobs=None)
         logprobs, entropy, _ = policy(batch)
         if algorithm is None:
@@ -186,7 +193,7 @@ def packed(
         else:
             loss, _ = policy_loss(
                 batch.policy_tokens(logprobs),
-                objective_spec(algorithm),
+                algorithm,
                 entropy if algorithm.entropy_coef else None,
             )
         loss.backward()
@@ -219,7 +226,7 @@ def off(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
 def test_loss_and_gradient_equal_those_of_one_trajectory_at_a_time(
     checkpoints: dict[str, Path], family: str, loss: str
 ) -> None:
-    algorithm = AlgorithmConfig.model_validate(LOSSES[loss]) if LOSSES[loss] is not None else None
+    algorithm = PolicyGradient.model_validate(LOSSES[loss]) if LOSSES[loss] is not None else None
     plain = AutoModelForCausalLM.from_pretrained(
         checkpoints[family], dtype=torch.float32, attn_implementation="sdpa"
     )

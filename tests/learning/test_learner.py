@@ -21,7 +21,8 @@ import torch
 from recorded import learner_config, recorded_batch, recorded_group, scored
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.algorithms.objective_spec import PreferenceSpec
+from asyncrl.algorithms.preference_losses import Sigmoid
+from asyncrl.config import DpoConfig
 from asyncrl.contracts.errors import PlacementError
 from asyncrl.contracts.offline_rows import (
     PREFERENCE_SCHEMA,
@@ -44,9 +45,8 @@ ALGORITHM = {
     "advantage": "reinforce_plus_plus",
     "loss_aggregation": "sequence_mean_token_mean",
     "entropy_coef": 0.01,
-    "loss": "gspo",
-    "old_policy": "log_linear",
-    "correction": {"truncation": "sequence", "normalize": True},
+    "loss": {"name": "gspo", "old_policy": "log_linear"},
+    "correction": {"truncation": {"level": "sequence", "normalize": True}},
 }
 """Options that need statistics over the whole step or over whole trajectories of all ranks."""
 
@@ -56,7 +56,8 @@ Run = Callable[[Any], Any]
 @pytest.fixture(scope="module")
 def one_rank(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
     spec = learner_spec(learner_config(model_path, max_tokens=1024, algorithm=ALGORITHM))
-    group = run(LearnerGroup.create(replace(spec, preference=PreferenceSpec(beta=0.2)), "run", 1))
+    dpo = DpoConfig(loss=Sigmoid(beta=0.2))
+    group = run(LearnerGroup.create(replace(spec, dpo=dpo), "run", 1))
     yield group
     run(group.close())
 
@@ -466,8 +467,8 @@ def test_a_value_head_learns_equally_on_one_and_two_ranks_and_is_not_published(
     """A new head returns 0 everywhere. With λ = 1, the first step then equals REINFORCE++: every
     token has the reward as its advantage, normalized over the step."""
     plain = {"advantage": "reinforce_plus_plus"}
-    critic = {"advantage": "gae", "gae_lambda": 1.0, "value_coef": 1e-6}
-    fitting = {"advantage": "gae", "value_coef": 10.0}
+    critic = {"advantage": {"name": "gae", "gae_lambda": 1.0, "value_coef": 1e-6}}
+    fitting = {"advantage": {"name": "gae", "value_coef": 10.0}}
     first: dict[str, tuple[float, float]] = {}
     steps: dict[int, list[float]] = {}
     for name, algorithm, world_size, max_tokens in (

@@ -25,13 +25,14 @@ from asyncrl.learning.online_preference import pairs_table
 from asyncrl.preflight import learner_spec
 
 LORA = {"r": 4, "alpha": 16}
+SIGMOID = {"name": "sigmoid", "beta": 0.3}
 VALUES = "a value head"
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "supervised": {},
-    "preferences": {"preference": {"beta": 0.3}},
-    "online preferences": {"preference": {"beta": 0.3, "weight_cap": 2.0}},
+    "preferences": {"preference": {"loss": SIGMOID}},
+    "online preferences": {"preference": {"loss": SIGMOID, "weight_cap": 2.0}},
     "teacher": {"distillation": {"teacher": "http://127.0.0.1:1/v1"}},
-    VALUES: {"advantage": "gae", "value_coef": 10.0},
+    VALUES: {"advantage": {"name": "gae", "value_coef": 10.0}},
 }
 FALLS = {"supervised": "loss", "preferences": "pref/loss", VALUES: "value_loss"}
 """Metric that a step on the same batch lowers."""
@@ -175,6 +176,7 @@ def warmed(learner: Any, path: Path, bf16: bool, snapshot: Path) -> SimpleNamesp
             learner.set_learning_rate(learning_rate)
 
     config = WarmStartConfig(
+        data="unused.parquet",
         learning_rate=1e-2,
         batch_size=4,
         check_every_steps=4,

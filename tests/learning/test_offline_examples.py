@@ -13,7 +13,8 @@ import torch
 from recorded import learner_config, state_without_model
 
 from asyncrl.algorithms.loss_metrics import supervised_sums
-from asyncrl.algorithms.objective_spec import PreferenceSpec
+from asyncrl.algorithms.preference_losses import Kto
+from asyncrl.config import DpoConfig
 from asyncrl.contracts.offline_rows import (
     BEHAVIOR_COLUMNS,
     MISMATCHED_COLUMNS,
@@ -93,16 +94,16 @@ def test_rows_that_do_not_fit_together_are_refused() -> None:
 
 def test_a_step_refuses_what_it_cannot_train(tmp_path: Path) -> None:
     state = state_without_model(learner_config(tmp_path / "model"))
-    spec = PreferenceSpec()
+    objective = DpoConfig()
     with pytest.raises(ValueError, match="got no rows"):
-        preference_step.preference_step(state, PAIRS.slice(0, 0), spec)
+        preference_step.preference_step(state, PAIRS.slice(0, 0), objective)
     with pytest.raises(ValueError, match="column 'chosen_reference' is missing"):
-        preference_step.preference_step(state, PAIRS, spec)
+        preference_step.preference_step(state, PAIRS, objective)
     with pytest.raises(ValueError, match="no held-out pairs"):
-        preference_step.heldout_preferences(state, scored_pairs().slice(0, 0), spec)
+        preference_step.heldout_preferences(state, scored_pairs().slice(0, 0), objective)
     with pytest.raises(ValueError, match="column 'mismatched_ids' is missing"):
         scored = with_column(UNPAIRED, UNPAIRED_REFERENCE_COLUMN, [[-1.0], [-2.0, -3.0]])
-        preference_step.preference_step(state, scored, PreferenceSpec("kto"))
+        preference_step.preference_step(state, scored, DpoConfig(loss=Kto()))
 
 
 def test_mismatched_rows_have_the_completion_of_the_next_row() -> None:
@@ -155,7 +156,7 @@ def test_ktos_baseline_and_the_metrics_of_an_absent_label(
         return torch.tensor([mean * example.loss_tokens for example in examples])
 
     monkeypatch.setattr(preference_step, "side_sums", sums)
-    found = preference_step._unpaired(state, kto_rows([True, True]), PreferenceSpec("kto"), 1.0)
+    found = preference_step._unpaired(state, kto_rows([True, True]), Kto(), 1.0)
     expected = max(3 * (mean + 4) / 2, 0.0)
     assert found.added["pref/kl"] == pytest.approx(expected, nan_ok=True)
     absent = {name for name, value in found.added.items() if math.isnan(value)} - {"pref/kl"}

@@ -32,6 +32,8 @@ from test_synchronous import (
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
+from asyncrl.algorithms.pairs import BestWorst, Margin
+from asyncrl.algorithms.preference_losses import Sigmoid
 from asyncrl.config import Config
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.messages import GenerateRequest
@@ -146,7 +148,7 @@ def observed(rank: int, world_size: int, path: Path) -> SimpleNamespace:
     from asyncrl.learning.online_preference import online_preference_step
     from asyncrl.learning.state import load_state
 
-    spec = learner_spec(preference_config(path, world_size, beta=0.2, weight_cap=1.5))
+    spec = learner_spec(preference_config(path, world_size, loss=Sigmoid(beta=0.2), weight_cap=1.5))
     spec = replace(spec, learner=spec.learner.model_copy(update={"learning_rate": 0.0}))
     state = load_state(rank, spec)
     found = SimpleNamespace(results=[], refused="")
@@ -244,9 +246,9 @@ def test_cut_off_completions_and_margins_change_the_pairs(model_path: Path) -> N
     first, second, _ = (2 + len(ids) for ids in group["completion_ids"][0].as_py())
     assert first != second
     assert lengths() == [first]
-    assert lengths(missing_eos_penalty=0.5) == [second]
-    assert lengths(min_margin=2.0) == []
-    assert lengths(pairs="margin", max_pairs=2) == [first, second]
+    assert lengths(pairs=BestWorst(missing_eos_penalty=0.5)) == [second]
+    assert lengths(pairs=BestWorst(min_margin=2.0)) == []
+    assert lengths(pairs=Margin(max_pairs=2)) == [first, second]
 
 
 def test_shuffled_rewards_come_before_the_pairs(model_path: Path) -> None:
@@ -270,11 +272,8 @@ def test_groups_without_the_reference_are_refused(model_path: Path) -> None:
 
 def synchronous_config(model_path: Path) -> Config:
     preference = {
-        "beta": 0.3,
-        "pairs": "margin",
-        "max_pairs": 2,
-        "min_margin": 0.3,
-        "missing_eos_penalty": 0.2,
+        "loss": Sigmoid(beta=0.3),
+        "pairs": Margin(max_pairs=2, min_margin=0.3, missing_eos_penalty=0.2),
         "weight_cap": 1.01,
         "ce_coef": 0.1,
     }
@@ -346,7 +345,9 @@ def plain_loop(
                     sums.append((ours, ours - theirs, math.fsum(completions[place].logprobs)))
                 ratio = sum(float(ours.detach()) - sampled for ours, _, sampled in sums)
                 weight = min(preference.weight_cap, math.exp(ratio))
-                losses.append(-weight * logsigmoid(preference.beta * (sums[0][1] - sums[1][1])))
+                losses.append(
+                    -weight * logsigmoid(preference.loss.beta * (sums[0][1] - sums[1][1]))
+                )
                 chosen_sums.append(sums[0][0])
                 chosen_tokens += len(completions[win].token_ids)
         loss = torch.stack(losses).mean() - 0.1 * torch.stack(chosen_sums).sum() / chosen_tokens

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from plain_ranks import on_ranks
+from pydantic import ValidationError
 from recorded import learner_config, recorded_group
 
-from asyncrl.config import Config, LearnerConfig
+from asyncrl.algorithms.optimizers import AdamW
+from asyncrl.config import Config, LearnerConfig, explain
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.offline_rows import token_table
 from asyncrl.learning import zero3
@@ -87,15 +89,15 @@ def test_every_parameter_is_in_one_group_and_the_head_has_its_own_rate() -> None
 def test_a_step_equals_that_of_torchs_plain_optimizer(kind: str) -> None:
     """The expected values come from torch's optimizer without foreach and fused kernels."""
     models = [WithHead(family("llama").build()) for _ in range(2)]
-    config = LearnerConfig(optimizer=kind, weight_decay=DECAY)
+    config = LearnerConfig.model_validate({"optimizer": kind, "weight_decay": DECAY})
     ours = make_optimizer(models[0], config)
     plain: list[dict[str, Any]] = [
         {"params": [parameter], "weight_decay": DECAY if parameter.ndim > 1 else 0.0}
         for parameter in models[1].parameters()
     ]
     settings = (
-        {"betas": config.adam_betas, "eps": config.adam_eps, "foreach": False, "fused": False}
-        if kind == "adamw"
+        {"betas": adam.betas, "eps": adam.eps, "foreach": False, "fused": False}
+        if isinstance(adam := config.optimizer, AdamW)
         else {"foreach": False}
     )
     theirs = getattr(torch.optim, {"adamw": "AdamW", "sgd": "SGD"}[kind])(
@@ -116,11 +118,13 @@ def test_a_step_equals_that_of_torchs_plain_optimizer(kind: str) -> None:
 
 
 def test_a_value_learning_rate_without_a_value_head_is_refused(model_path: Path) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"value_learning_rate = 0\.05 only has an effect with algorithm.advantage: gae",
-    ):
-        learner_config(model_path, value_learning_rate=VALUE_RATE)
+    advantage = {"name": "grpo", "value_learning_rate": VALUE_RATE}
+    with pytest.raises(ValidationError) as refused:
+        learner_config(model_path, algorithm={"advantage": advantage})
+    assert explain(refused.value) == (
+        "algorithm.advantage.value_learning_rate has no effect with advantage: grpo; leave it out,"
+        " or use it with advantage: gae"
+    )
 
 
 def test_groups_work_under_zero3_and_survive_a_checkpoint(model_path: Path, tmp_path: Path) -> None:
@@ -156,16 +160,15 @@ def observe_steps(rank: int, world_size: int, path: Path, folder: Path) -> Simpl
         del learner  # while it exists, transformers shards the next model
     observed.by_decay = {name: after[DECAY][name] - after[0.0][name] for name in observed.before}
 
-    algorithm = {"advantage": "gae", "value_coef": 1.0}
+    advantage = {"name": "gae", "value_coef": 1.0, "value_learning_rate": VALUE_RATE}
     learner = started(
         rank,
         learner_config(
             path,
             world_size,
             128,
-            algorithm,
+            {"advantage": advantage},
             learning_rate=RATE,
-            value_learning_rate=VALUE_RATE,
             weight_decay=DECAY,
         ),
     )

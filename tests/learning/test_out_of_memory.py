@@ -14,7 +14,7 @@ import torch
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 from recorded import learner_config, state_without_model
 
-from asyncrl.algorithms.objective_spec import PreferenceSpec
+from asyncrl.config import DpoConfig
 from asyncrl.learning import passes
 from asyncrl.learning.group import _cause
 from asyncrl.learning.out_of_memory import LearnerOutOfMemoryError, advice, explained
@@ -94,7 +94,7 @@ def test_another_error_is_unchanged(tmp_path: Path) -> None:
                 "max_tokens": 512,
                 "world_size": 2,
                 "sequence_parallel_size": 2,
-                "algorithm": {"kl_loss_coef": 0.1},
+                "algorithm": {"reference": {"kl_loss_coef": 0.1}},
             },
             150,
             "set learner.max_tokens_per_gpu: 64",
@@ -118,7 +118,7 @@ def test_a_run_on_a_dataset_gets_advice_about_its_own_settings(tmp_path: Path) -
     spec = replace(learner_spec(config), length_setting="data.max_length")
     assert "or lower data.max_length" in advice(spec, 64, 1)
     assert "cannot be below 32," in advice(spec, 64, 1)
-    spec = replace(spec, preference=PreferenceSpec())
+    spec = replace(spec, dpo=DpoConfig())
     assert "cannot be below 64," in advice(spec, 64, 1)
 
 

@@ -21,8 +21,10 @@ from plain_ranks import on_ranks
 from recorded import VOCABULARY, learner_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.algorithms.objective_spec import PreferenceSpec
 from asyncrl.algorithms.preference import Completions, kto_baseline, kto_loss, pair_loss
+from asyncrl.algorithms.preference_losses import Hinge, Ipo, Kto, Sigmoid, Simpo
+from asyncrl.config import DpoConfig, PolicyGradient
+from asyncrl.config.algorithm import OnlinePreferenceConfig, PreferenceTraining
 from asyncrl.contracts.offline_rows import (
     BEHAVIOR_COLUMNS,
     MISMATCHED_COLUMNS,
@@ -35,18 +37,19 @@ from asyncrl.contracts.offline_rows import (
     UNPAIRED_SCHEMA,
     mismatched_rows,
 )
+from asyncrl.learning.spec import LearnerSpec
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.preflight.specs import learner_spec
 
-SPECS = {
-    "sigmoid": PreferenceSpec(beta=0.2),
-    "smoothed, with ce": PreferenceSpec(beta=0.2, label_smoothing=0.1, ce_coef=0.5),
-    "sigmoid of means": PreferenceSpec(beta=2.0, length_normalized=True),
-    "ipo": PreferenceSpec("ipo", beta=0.5),
-    "hinge": PreferenceSpec("hinge", beta=0.2),
-    "simpo": PreferenceSpec("simpo", beta=2.0, simpo_margin=0.3),
-    "weighted": PreferenceSpec(beta=0.2, weight_cap=1.5),
-    "kto": PreferenceSpec("kto", beta=0.2, desirable_weight=1.2, undesirable_weight=0.7),
+OBJECTIVES: dict[str, DpoConfig | OnlinePreferenceConfig] = {
+    "sigmoid": DpoConfig(loss=Sigmoid(beta=0.2)),
+    "smoothed, with ce": DpoConfig(loss=Sigmoid(beta=0.2, label_smoothing=0.1), ce_coef=0.5),
+    "sigmoid of means": DpoConfig(loss=Sigmoid(beta=2.0, length_normalized=True)),
+    "ipo": DpoConfig(loss=Ipo(beta=0.5)),
+    "hinge": DpoConfig(loss=Hinge(beta=0.2)),
+    "simpo": DpoConfig(loss=Simpo(beta=2.0, simpo_margin=0.3)),
+    "weighted": OnlinePreferenceConfig(loss=Sigmoid(beta=0.2), weight_cap=1.5),
+    "kto": DpoConfig(loss=Kto(beta=0.2, desirable_weight=1.2, undesirable_weight=0.7)),
 }
 ROUTES: dict[str, tuple[int, str]] = {
     "together": (1024, "rows"),
@@ -137,7 +140,7 @@ def greedy_table(model: PreTrainedModel) -> pa.Table:
 
 
 Tables = dict[str, pa.Table]
-CASES = (*SPECS, "sft")
+CASES = (*OBJECTIVES, "sft")
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +152,7 @@ def plain_model(model_path: Path) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def tables(plain_model: PreTrainedModel) -> Tables:
     """The rows of each case."""
-    return dict.fromkeys(SPECS, pairs_table(plain_model)) | {
+    return dict.fromkeys(OBJECTIVES, pairs_table(plain_model)) | {
         "kto": unpaired_table(plain_model),
         "sft": sft_table(),
         "greedy": greedy_table(plain_model),
@@ -180,8 +183,8 @@ def plain_loss(model: PreTrainedModel, name: str, table: pa.Table) -> torch.Tens
     if name == "sft":
         rows = zip(table["input_ids"].to_pylist(), table["loss_mask"].to_pylist(), strict=True)
         return -torch.cat([target_logprobs(model, *row) for row in rows]).mean()
-    spec = SPECS[name]
-    if name == "kto":
+    objective = OBJECTIVES[name]
+    if isinstance(objective.loss, Kto):
         with torch.no_grad():
             mismatched = plain_sums(model, table, *MISMATCHED_COLUMNS[:2])
         ratios = mismatched - of_column(table, MISMATCHED_COLUMNS[2])
@@ -193,7 +196,7 @@ def plain_loss(model: PreTrainedModel, name: str, table: pa.Table) -> torch.Tens
             of_column(table, UNPAIRED_REFERENCE_COLUMN),
         )
         labels = torch.tensor(table["label"].to_pylist())
-        return kto_loss(completions, labels, baseline, spec).loss.mean()
+        return kto_loss(completions, labels, baseline, objective.loss).loss.mean()
     sides = [
         Completions(
             plain_sums(model, table, f"{side}_ids", f"{side}_mask"),
@@ -203,9 +206,9 @@ def plain_loss(model: PreTrainedModel, name: str, table: pa.Table) -> torch.Tens
         )
         for number, side in enumerate(SIDES)
     ]
-    loss = pair_loss(sides[0], sides[1], spec).loss.mean()
-    if spec.ce_coef:
-        loss = loss - spec.ce_coef * sides[0].logprobs.sum() / sides[0].tokens.sum()
+    loss = pair_loss(sides[0], sides[1], objective.loss, objective.weight_cap).loss.mean()
+    if objective.ce_coef:
+        loss = loss - objective.ce_coef * sides[0].logprobs.sum() / sides[0].tokens.sum()
     return loss
 
 
@@ -277,7 +280,7 @@ def test_several_ranks_compute_the_same_as_one(
                 assert same or name in ("step_s", "tokens_per_s"), (step, name)
 
 
-@pytest.mark.parametrize("case", [name for name in SPECS if name != "kto"])
+@pytest.mark.parametrize("case", [name for name in OBJECTIVES if name != "kto"])
 def test_pairs_stay_together_where_they_fit(one_rank: SimpleNamespace, case: str) -> None:
     longs = [one_rank.steps[case, route].metrics["long_pairs"] for route in ROUTES]
     assert longs[0] == 0 and 0 < longs[1] < ROWS and longs[2] == ROWS
@@ -389,7 +392,6 @@ def observed(
         1024,
         optimizer="sgd",
         learning_rate=0.0,
-        warmup_steps=0,
         sequence_parallel_size=size,
         find_nonfinite=True,
         max_grad_norm=1e6,
@@ -399,7 +401,7 @@ def observed(
     for case, route in wanted:
         cap, packing = ROUTES[route]
         use(learner, cap // size, packing)
-        learner.state.spec = replace(learner.state.spec, preference=SPECS.get(case))
+        learner.state.spec = training(learner.state.spec, case)
         step = learner.supervised_step if case == "sft" else learner.preference_step
         found.steps[case, route] = watched(learner, partial(step, tables[case]))
     evaluate(learner, tables, found, size)
@@ -410,6 +412,14 @@ def observed(
         found.learned = [learner.preference_step(tables["sigmoid"]) for _ in range(20)]
     learner.state.engine.destroy()
     return found
+
+
+def training(spec: LearnerSpec, case: str) -> LearnerSpec:
+    """The settings of a learner that trains this case."""
+    objective = OBJECTIVES.get(case)
+    if isinstance(objective, OnlinePreferenceConfig):
+        return replace(spec, dpo=None, algorithm=PreferenceTraining(preference=objective))
+    return replace(spec, dpo=objective, algorithm=PolicyGradient())
 
 
 def use(learner: Any, cap: int, packing: Any) -> None:
@@ -444,9 +454,9 @@ def watched(learner: Any, step: Callable[[], dict[str, float]]) -> SimpleNamespa
 
 def evaluate(learner: Any, tables: Tables, found: SimpleNamespace, size: int) -> None:
     use(learner, 40 // size, "rows")
-    learner.state.spec = replace(learner.state.spec, preference=SPECS["ipo"])
+    learner.state.spec = training(learner.state.spec, "ipo")
     found.heldout_preferences = learner.heldout_preferences(tables["ipo"])
-    learner.state.spec = replace(learner.state.spec, preference=SPECS["kto"])
+    learner.state.spec = training(learner.state.spec, "kto")
     found.heldout_unpaired = learner.heldout_preferences(tables["kto"])
     found.heldout = learner.heldout_loss(tables["sft"])
     found.target_logprobs = learner.target_logprobs(tables["sft"])
@@ -469,7 +479,7 @@ def skip(learner: Any, table: pa.Table, found: SimpleNamespace, size: int) -> No
 
     logger, handler = logging.getLogger("asyncrl.learning.preference_step"), Notes()
     logger.addHandler(handler)
-    state.spec = replace(state.spec, preference=SPECS["sigmoid"])
+    state.spec = training(state.spec, "sigmoid")
     learner.reset_optimizer(0.5)
     before = [parameter.ds_tensor.clone() for parameter in state.parameters.values()]
     column = table[REFERENCE_COLUMNS[0]].to_pylist()

@@ -18,14 +18,13 @@ from recorded import learner_config
 from test_preference_steps import MIXED, ROUTES, ROWS, assert_same, drawn, use, watched
 from transformers import AutoModelForSequenceClassification
 
-from asyncrl.algorithms.objective_spec import RewardModelSpec
 from asyncrl.algorithms.reward_model import bradley_terry
-from asyncrl.config import LoraConfig
+from asyncrl.config import LoraConfig, RewardModelConfig
 from asyncrl.contracts.offline_rows import PREFERENCE_SCHEMA, SIDES
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.preflight.specs import learner_spec
 
-SPEC = RewardModelSpec(center_coef=0.05)
+CENTER_COEF = 0.05
 STEPS = 8
 
 
@@ -78,7 +77,7 @@ def plain_scores(model: Any, table: pa.Table) -> list[torch.Tensor]:
 def test_packing_changes_neither_loss_nor_gradient(
     one_rank: SimpleNamespace, classifier: Any, pairs: pa.Table, route: str
 ) -> None:
-    loss = bradley_terry(*plain_scores(classifier, pairs), SPEC).mean()
+    loss = bradley_terry(*plain_scores(classifier, pairs), CENTER_COEF).mean()
     names, parameters = zip(*classifier.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss, parameters)
     expected = loss.item(), dict(zip(names, gradients, strict=True))
@@ -145,11 +144,11 @@ def observed(
         1024,
         optimizer="sgd",
         learning_rate=0.1,
-        warmup_steps=0,
         sequence_parallel_size=size,
         max_grad_norm=1e6,
     )
-    spec = replace(learner_spec(config), reward_model=SPEC, lora=lora)
+    reward_model = RewardModelConfig(center_coef=CENTER_COEF)
+    spec = replace(learner_spec(config), reward_model=reward_model, lora=lora)
     learner = LearnerRank(load_state(rank, spec), "run", 1)
     use(learner, 1024 // size, "rows")
     found = SimpleNamespace(steps={})

@@ -28,11 +28,10 @@ OVER_WHOLE_TRAJECTORIES = {
     "advantage": "reinforce_plus_plus",
     "loss_aggregation": "sequence_mean_token_mean",
     "entropy_coef": 0.01,
-    "loss": "gspo",
-    "old_policy": "log_linear",
-    "correction": {"truncation": "sequence", "normalize": True},
+    "loss": {"name": "gspo", "old_policy": "log_linear"},
+    "correction": {"truncation": {"level": "sequence", "normalize": True}},
 }
-WITH_VALUES = {"advantage": "gae", "value_coef": 10.0}
+WITH_VALUES = {"advantage": {"name": "gae", "value_coef": 10.0}}
 
 SAME = (
     "loss",

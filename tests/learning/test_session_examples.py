@@ -28,6 +28,7 @@ from asyncrl.models.micro_batches import (
 )
 from asyncrl.models.policy import load_policy
 
+ON_POLICY = {"name": "ppo", "old_policy": "learner"}
 AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "fixed")
 
 
@@ -254,8 +255,8 @@ def test_a_session_in_three_rows_has_the_gradient_of_the_same_in_one(
         {"loss": "gspo"},
         {"loss": "gmpo"},
         {"loss": "vespo"},
-        {"old_policy": "learner", "correction": {"truncation": "sequence"}},
-        {"correction": {"sequence_mask_above": 0.02}},
+        {"loss": ON_POLICY, "correction": {"truncation": "sequence"}},
+        {"correction": {"sequence_mask": {"above": 0.02}}},
     ],
 )
 def test_objectives_of_whole_trajectories_see_all_rows_of_a_session(
@@ -274,11 +275,11 @@ def test_objectives_of_whole_trajectories_see_all_rows_of_a_session(
 
 
 def test_plain_objectives_split_a_session_freely() -> None:
-    rejects = {"correction": {"reject_above": 0.5, "reject_level": "sequence_sum"}}
+    rejects = {"correction": {"rejection": {"above": 0.5, "level": "sequence_sum"}}}
     assert learner_config(Path("model"), algorithm=rejects).algorithm.compares_sequences
     assert not learner_config(Path("model")).algorithm.compares_sequences
-    correction = {"truncation": "token", "mask_above": 2.0}
-    algorithm = {"old_policy": "learner", "correction": correction}
+    correction = {"truncation": "token", "band": {"above": 2.0}}
+    algorithm = {"loss": ON_POLICY, "correction": correction}
     assert not learner_config(Path("model"), algorithm=algorithm).algorithm.compares_sequences
 
 
@@ -303,7 +304,7 @@ def test_turns_with_advantages_of_their_own_are_separately_weighted(tiny_model: 
     """The gradient of a session whose turns have advantages is the sum, over its turns, of the
     gradient with only that turn trained, times its advantage."""
     correction = {"truncation": "token"}
-    algorithm = {"loss": "reinforce", "old_policy": "learner", "correction": correction}
+    algorithm = {"loss": "reinforce", "correction": correction}
     state = state_without_model(learner_config(tiny_model, algorithm=algorithm))
     scored = table([CHAIN, SINGLE], [1.0, 1.0])
     of_turns = pa.array([[2.0, -1.5, 0.5, 1.0]], TURN_ADVANTAGE)

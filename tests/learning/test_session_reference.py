@@ -62,7 +62,7 @@ NOTHING = [context(None, 5, 6), turn(0, 9, 9, status=ORPHAN)]
 """No token of it is trained."""
 SESSIONS = [CHAIN, TREE, ORPHANED, NOTHING]
 REWARDS = [1.0, 2.0, 4.0, 0.0]
-KL = {"advantage": "dr_grpo", "kl_coef": COEF, "kl_estimator": "k1"}
+KL = {"advantage": "dr_grpo", "reference": {"kl_coef": COEF}}
 
 
 def config(model: Path | str, **algorithm: Any) -> Config:
@@ -173,8 +173,8 @@ def test_every_trained_token_is_scored_once_after_what_the_generator_saw(
 
 @pytest.mark.usefixtures("no_caches")
 def test_a_teacher_gives_other_tokens_at_trained_places(tiny_model: Path, plain: Any) -> None:
-    algorithm = {"distillation": {"teacher": str(tiny_model), "use": "top_k", "top_k": TOP_K}}
-    settings = config(tiny_model, **algorithm)
+    use = {"name": "top_k", "top_k": TOP_K}
+    settings = config(tiny_model, distillation={"teacher": str(tiny_model), "use": use})
     group, asked = rewarded(), reference_rows(rewarded())
     answers = Reference(reference_spec(settings)).top_logprobs(asked.rows, asked.scored)
     table = _with_teacher(group, asked, answered(answers), 0.5, top_k=True)
@@ -272,14 +272,14 @@ def test_a_teacher_that_misses_a_row_masks_its_session_only() -> None:
     for example, term, other in zip(adjusted, terms, reversed(terms), strict=True):
         mean = other.mean()
         of_rewards = examples[0 if example.trajectory == 0 else 1].advantage
-        expected = distillation.coef * (term - mean) + distillation.reward_weight * of_rewards
+        expected = distillation.use.coef * (term - mean) + distillation.reward_weight * of_rewards
         found = np.asarray(example.advantage)[example.loss_mask]
         np.testing.assert_allclose(found, expected, atol=1e-5)
         assert not np.asarray(example.advantage)[~example.loss_mask].any()
 
 
 def test_top_k_answers_with_a_missing_token_mask_their_session() -> None:
-    algorithm = {"distillation": {"teacher": "/teacher", "use": "top_k", "top_k": 2}}
+    algorithm = {"distillation": {"teacher": "/teacher", "use": {"name": "top_k", "top_k": 2}}}
     asked = reference_rows(rewarded())
     answers = [
         TopLogprobs(values, np.ones((len(values), 2), np.int32), np.full((len(values), 2), -3.0))
@@ -330,7 +330,7 @@ def as_one_completion(table: pa.Table) -> Example:
 def test_the_kl_of_a_session_in_the_loss_is_that_of_one_row(
     tiny_model: Path, estimator: str
 ) -> None:
-    algorithm = {"kl_loss_coef": 1.0, "kl_estimator": estimator}
+    algorithm = {"reference": {"kl_loss_coef": 1.0, "estimator": estimator}}
     state = state_without_model(learner_config(tiny_model, algorithm=algorithm))
     random = np.random.default_rng(0)
     asked = reference_rows(rewarded())

@@ -16,6 +16,9 @@ from recorded import learner_config, state_without_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from asyncrl.algorithms.advantages.gae import Gae
+from asyncrl.algorithms.advantages.opo import Opo
+from asyncrl.algorithms.advantages.remax import ReMax
 from asyncrl.algorithms.covariance import covariances, drawn_between, largest
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
@@ -92,9 +95,10 @@ LOGPROBS = [
 def test_tokens_are_selected_by_covariances_over_all_ranks(
     loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    algorithm = {"loss": loss, "cov_share": 0.4}
+    settings = {"name": loss, "cov_share": 0.4}
     if loss == "clip_cov":
-        algorithm |= {"clip_cov_low": 0.2}
+        settings |= {"clip_cov_low": 0.2}
+    algorithm = {"loss": settings}
     state = state_without_model(learner_config(Path("model"), algorithm=algorithm))
     logprobs = torch.cat(LOGPROBS).double().numpy()
     advantages = np.repeat([1.0, -1.0, 0.5, 2.0], [2, 2, 3, 1])
@@ -118,7 +122,8 @@ def test_tokens_are_selected_by_covariances_over_all_ranks(
 
 
 def test_ranks_that_share_rows_count_their_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    algorithm = {"loss": "clip_cov", "cov_share": 1.0, "clip_cov_low": 0.2, "clip_cov_high": 1.0}
+    loss = {"name": "clip_cov", "cov_share": 1.0, "clip_cov_low": 0.2, "clip_cov_high": 1.0}
+    algorithm = {"loss": loss}
     config = learner_config(Path("model"), 2, sequence_parallel_size=2, algorithm=algorithm)
     first, second = state_without_model(config), state_without_model(config)
     second.rank = 1
@@ -194,7 +199,7 @@ def test_step_advantages(advantage: str, expected: np.ndarray) -> None:
 
 def test_shuffled_rewards_meet_the_lengths_of_their_new_trajectories() -> None:
     [table] = scored_tables([[0.0, 1.0, 2.0]], [[9.0, 9.0, 9.0]])
-    [shuffled] = shuffle_rewards([table], "opo", (0, 3))
+    [shuffled] = shuffle_rewards([table], Opo(), (0, 3))
     rewards = shuffled["reward"][0].as_py()
     assert rewards[:3] != [0.0, 1.0, 2.0], "the test needs another order"
     baseline = (1 * rewards[0] + 2 * rewards[1] + 3 * rewards[2]) / 6
@@ -209,7 +214,7 @@ def test_shuffled_rewards_meet_the_baseline_of_their_new_group() -> None:
         table.append_column("baseline_reward", pa.array([baseline], pa.float32()))
         for table, baseline in zip(tables, (0.5, 2.0), strict=True)
     ]
-    shuffled = shuffle_rewards(tables, "remax", (0, 1))
+    shuffled = shuffle_rewards(tables, ReMax(), (0, 1))
     rewards = [table["reward"][0].as_py()[:2] for table in shuffled]
     assert rewards != [[0.0, 1.0], [2.0, 3.0]], "the test needs another order"
     for table, of_group, baseline in zip(shuffled, rewards, (0.5, 2.0), strict=True):
@@ -226,13 +231,13 @@ def test_a_cut_answer_counts_the_value_after_it(
     tables = scored_tables([[0.0, 4.0]], [[0.0, 4.0]])
     examples = examples_of(tables[0])
     assert [one.truncated for one in examples] == [False, True]
-    algorithm = {"advantage": "gae", "gae_lambda": 0.0, "bootstrap_truncated": bootstrap}
-    state = state_without_model(learner_config(Path("model"), algorithm=algorithm))
+    gae = Gae(gae_lambda=0.0, bootstrap_truncated=bootstrap)
+    state = state_without_model(learner_config(Path("model"), algorithm={"advantage": gae}))
     cut = torch.tensor([0.1, 0.2, 0.7] if bootstrap else [0.1, 0.2])
     ranks = TwoRanks(monkeypatch, [torch.tensor([-0.3]), cut])
     ranks.parts = ([0, 1],)
     monkeypatch.setattr(policy_step, "moments_over_ranks", lambda values, summed: (0.0, 1.0))
-    found = policy_step._with_value_advantages(state, examples)
+    found = policy_step._with_value_advantages(state, examples, gae)
     np.testing.assert_allclose(found[0].advantage, [3.0], rtol=1e-5)
     last = 4.0 + 7.0 - 2.0 if bootstrap else 4.0 - 2.0
     np.testing.assert_allclose(found[1].advantage, [1.0, last], rtol=1e-5)
@@ -277,7 +282,7 @@ def test_completions_with_enough_reward_are_trained_as_text_too(
 
     monkeypatch.setattr(policy_step, "train", train)
     monkeypatch.setattr(policy_step, "keep_if_bad", lambda *_: "")
-    for algorithm in ({}, {"ce_coef": 0.5, "ce_min_reward": 4.0}):
+    for algorithm in ({}, {"ce": {"coef": 0.5, "min_reward": 4.0}}):
         state = state_without_model(learner_config(Path("model"), algorithm=algorithm))
         policy_step.policy_step(state, tables)
     (plain, without, _), (total, gradients, parts) = losses

@@ -15,7 +15,10 @@ from recorded import learner_config
 from transformers import AutoModelForCausalLM
 
 from asyncrl.algorithms.advantages import group_advantages
-from asyncrl.algorithms.objective import PolicyTokens, policy_loss, token_weights
+from asyncrl.algorithms.advantages.grpo import Grpo
+from asyncrl.algorithms.objective import policy_loss, token_weights
+from asyncrl.algorithms.optimizers import AdamW
+from asyncrl.algorithms.policy_tokens import PolicyTokens
 from asyncrl.config import Config
 from asyncrl.contracts.group_table import table_from_ipc
 from asyncrl.contracts.messages import (
@@ -37,7 +40,7 @@ from asyncrl.generation.app import ServeGenerate
 from asyncrl.generation.arguments import engine_environment
 from asyncrl.generation.engine import Engine
 from asyncrl.learning.group import LearnerGroup
-from asyncrl.preflight.specs import learner_spec, objective_spec, scoring_spec, worker_spec
+from asyncrl.preflight.specs import learner_spec, scoring_spec, worker_spec
 from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.reference_rows import reference_rows
 from asyncrl.rewards.score import (
@@ -140,13 +143,12 @@ def config_for(
     model_path: Any, optimizer: str, steps: int = STEPS, advantage: str = "grpo"
 ) -> Config:
     rates = {"sgd": 0.5, "adamw": 1e-3}
-    only_adam = {"adam_eps": 1e-6} if optimizer == "adamw" else {}
+    only_adam = {"eps": 1e-6} if optimizer == "adamw" else {}
     base = learner_config(
         model_path,
-        optimizer=optimizer,
+        optimizer={"name": optimizer, **only_adam},
         learning_rate=rates[optimizer],
         max_grad_norm=1e6,
-        **only_adam,
     )
     tree = base.model_dump()
     tree["max_steps"] = steps
@@ -180,18 +182,16 @@ def plain_loop(
     """The synchronous algorithm with only transformers, torch and the pure functions. Returns the
     weights after the last step, and all tokens."""
     learner = config.learner
-    if learner.optimizer == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            model.parameters(), lr=learner.learning_rate
-        )
-    else:
-        optimizer = torch.optim.AdamW(
+    if isinstance(learner.optimizer, AdamW):
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             model.parameters(),
             learner.learning_rate,
-            learner.adam_betas,
-            learner.adam_eps,
+            learner.optimizer.betas,
+            learner.optimizer.eps,
             learner.weight_decay,
         )
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=learner.learning_rate)
     tokens: dict[int, list[tuple[int, ...]]] = {}
     for step in range(config.max_steps):
         trajectories = []
@@ -206,11 +206,11 @@ def plain_loop(
             completions = sample(request, step)
             tokens[ordinal] = [completion.token_ids for completion in completions]
             rewards = [reward(ids) for ids in tokens[ordinal]]
-            if config.algorithm.advantage == "remax":
+            if config.algorithm.advantage.name == "remax":
                 baseline = reward(greedy(model, prompt_ids(ordinal)))
                 advantages: list[float | None] = [given - baseline for given in rewards]
             else:
-                advantages = group_advantages(rewards, [True] * N, "grpo")
+                advantages = group_advantages(rewards, [True] * N, Grpo())
             trajectories += [
                 (prompt_ids(ordinal), completion, advantage)
                 for completion, advantage in zip(completions, advantages, strict=True)
@@ -236,7 +236,7 @@ def plain_loop(
                 1,
                 one * 0,
             )
-            policy_loss(taken, objective_spec(config.algorithm))[0].backward()
+            policy_loss(taken, config.algorithm)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, tokens

@@ -27,13 +27,16 @@ from asyncrl.rewards.score import attach_teacher
 TOP_K = 4
 COEF = 0.5
 CASES = {"top_k": TOP_K, "all": VOCABULARY}
-SETTINGS = {"optimizer": "sgd", "warmup_steps": 0, "max_grad_norm": 1e6}
+SETTINGS = {"optimizer": "sgd", "max_grad_norm": 1e6}
 
 
 def config(
     path: Path, teacher: Path, world_size: int = 1, top_k: int = TOP_K, **changes: Any
 ) -> Config:
-    distillation = {"teacher": str(teacher), "use": "top_k", "top_k": top_k, "coef": COEF}
+    distillation = {
+        "teacher": str(teacher),
+        "use": {"name": "top_k", "top_k": top_k, "coef": COEF},
+    }
     algorithm = {"distillation": distillation}
     return learner_config(path, world_size, algorithm=algorithm, **(SETTINGS | changes))
 

@@ -168,7 +168,7 @@ def test_the_reference_policy_also_takes_one_trajectory_in_a_forward_pass(
     saved: Callable[[str], Path],
 ) -> None:
     path = saved("gemma2")
-    config = learner_config(path, algorithm={"kl_loss_coef": 0.1})
+    config = learner_config(path, algorithm={"reference": {"kl_loss_coef": 0.1}})
     reference, model = Reference(reference_spec(config)), plain(path)
     requested = [((5, 6), (7, 8, 9)), ((5,), ()), ((10, 11, 12), tuple(range(13, 40)))]
     found = reference.logprobs(requested)

@@ -65,7 +65,8 @@ class Model:
 
 
 def config(**changes: float) -> WarmStartConfig:
-    return WarmStartConfig(batch_size=4, check_every_steps=10, **changes)  # type: ignore[arg-type]
+    known = {"data": "unused.parquet", "batch_size": 4, "check_every_steps": 10}
+    return WarmStartConfig.model_validate(known | changes)
 
 
 def test_the_warm_start_ends_in_the_window() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Config, LoraConfig
+from asyncrl.config import Config, GeneratorConfig, LoraConfig
 from asyncrl.contracts.messages import ReplicaStatus
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.preflight.attach import AttachError, check_fits
@@ -165,7 +165,5 @@ def test_a_mismatch_is_named(tiny_model: Path, untied_model: Path) -> None:
 
 def test_an_attached_run_requests_no_resources_for_generators(tiny_model: Path) -> None:
     attached = config(tiny_model)
-    own = attached.model_copy(
-        update={"generator": attached.generator.model_copy(update={"attach": None})}
-    )
+    own = attached.model_copy(update={"generator": GeneratorConfig()})
     assert needed(own)["CPU"] == pytest.approx(needed(attached)["CPU"] + 0.4)

@@ -32,7 +32,7 @@ def room(**more):
     try:
         config, table = asyncio.run(placement.wait_for_resources(Config.model_validate({**TREE,
             **more}), tell=lines.append))
-        return {"replicas": config.generator.num_replicas, "table": table,
+        return {"replicas": config.engines.num_replicas, "table": table,
             "seconds": time.monotonic() - began}
     except PlacementError as error:
         return {"error": str(error)}

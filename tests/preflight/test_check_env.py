@@ -19,7 +19,7 @@ import yaml
 from chat_families import CHATML, STRIPS_THINKING, save_chat_model
 
 from asyncrl import cli
-from asyncrl.config import Config, ConfigError
+from asyncrl.config import AgentCommand, Config, ConfigError
 from asyncrl.contracts.nodes import Node
 from asyncrl.preflight.check_env import Checked, check_environment
 from asyncrl.preflight.environment import try_environment
@@ -114,7 +114,7 @@ def agent_of(config_of: Callable[..., Config], code: str) -> Config:
     printed = {"function": "asyncrl.rewards.builtin:printed_reward"}
     agent = {"command": [sys.executable, "-c", code, "{prompt}", "{answer}"]}
     return Config.model_validate(
-        {**tree, "agent": agent, "reward": {"functions": {"printed": printed}}}
+        {**tree, "environment": agent, "reward": {"functions": {"printed": printed}}}
     )
 
 
@@ -357,12 +357,14 @@ def test_arguments_that_do_not_fit_the_agents_function_are_refused(
 ) -> None:
     """By check-env, and before a run starts anything."""
     tree = config_of("silent").model_dump(mode="json", exclude={"environment"})
-    agent = {"function": f"{HERE}:sound", "arguments": {"most": 3}}
+    agent = {"agent": f"{HERE}:sound", "arguments": {"most": 3}}
     with pytest.raises(ConfigError) as refused:
-        check(Config.model_validate({**tree, "agent": agent}))
+        check(Config.model_validate({**tree, "environment": agent}))
     text = str(refused.value)
-    assert f"agent.function '{HERE}:sound' cannot be called with agent.arguments" in text
-    assert "unexpected keyword argument 'most'" in text and "takes of agent.arguments:" in text
+    assert f"environment.agent '{HERE}:sound' cannot be called with environment.arguments" in text
+    assert (
+        "unexpected keyword argument 'most'" in text and "takes of environment.arguments:" in text
+    )
     assert "\n" not in text
 
 
@@ -383,11 +385,10 @@ def test_a_program_that_cannot_start_is_one_line(
     """As at a run's start, and not one line for each scripted agent."""
     (tmp_path / "not_executable").write_text("#!/bin/sh\n")
     config = agent_of(config_of, "")
-    assert config.agent is not None
     command = [part.replace("{here}", str(tmp_path)) for part in command]
-    agent = config.agent.model_copy(update={"command": command})
+    agent = AgentCommand(command=command)
     with pytest.raises(ConfigError) as refused:
-        check_environment(config.model_copy(update={"agent": agent}))
+        check_environment(config.model_copy(update={"environment": agent}))
     assert text in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -400,7 +401,7 @@ def test_what_a_program_prints_cannot_act_on_the_terminal(
     )
     path = tmp_path / "config.yaml"
     config = agent_of(config_of, code)
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude={"environment"})))
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     with pytest.raises(SystemExit) as ended:
         cli.main(["check-env", str(path)])
     printed = capsys.readouterr()

@@ -41,7 +41,7 @@ def test_needs_hand_computed(config):
     [found] = disks(config(), VERSION)
     assert found.needed == (3 * 1200 + 400) * MIB
     assert disks(config(checkpoint={"every_steps": 0}), VERSION)[0].needed == (1200 + 400) * MIB
-    refreshed = config(algorithm={"kl_loss_coef": 0.1, "ref_update_interval": 8})
+    refreshed = config(algorithm={"reference": {"kl_loss_coef": 0.1, "update_interval": 8}})
     assert disks(refreshed, VERSION)[0].needed == (3 * (1200 + 400) + (1 + 2) * 400) * MIB
     assert (
         disks(config(checkpoint={"every_steps": 250}), VERSION)[0].needed == (2 * 1200 + 400) * MIB

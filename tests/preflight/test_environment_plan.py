@@ -76,9 +76,9 @@ def test_other_bounds_say_something_else() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "experimental"),
     [
-        ({"turn_coef": 1.0}, False),
-        ({"turn_coef": 1.0, "turn_gamma": 0.5}, True),
-        ({"turn_coef": 1.0, "loss": "gspo"}, True),
+        ({"advantage": {"turns": {"coef": 1.0}}}, False),
+        ({"advantage": {"turns": {"coef": 1.0, "gamma": 0.5}}}, True),
+        ({"advantage": {"turns": {"coef": 1.0}}, "loss": "gspo"}, True),
     ],
 )
 def test_rewards_of_turns_have_a_run_in_the_evidence(

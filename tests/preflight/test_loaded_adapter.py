@@ -209,8 +209,10 @@ def test_the_reference_of_a_loaded_adapter_must_be_named(
         ValueError, match=r"dpo with lora\.load .*name the .* policy in dpo\.ref_load"
     ):
         plan(load, objective="dpo")
-    changes = {"lora": load, "algorithm.kl_loss_coef": 0.1}
-    with pytest.raises(ConfigError, match=r"KL term with lora\.load would pull the policy back"):
+    changes = {"lora": load, "algorithm.reference.kl_loss_coef": 0.1}
+    with pytest.raises(
+        ConfigError, match=r"would be model\.path, as it was without the adapter of lora\.load"
+    ):
         load_config(write(changes))
 
 

@@ -60,8 +60,8 @@ def test_long_rope_limits_trajectories_to_the_short_frequencies(write, tiny_mode
 
 def test_long_rope_limits_pieces_of_supervised_rows_too(write, tmp_path):
     """A piece may fill a micro-batch, and be longer than any trajectory."""
-    split = {"warm_start.completion_policy": "split", "warm_start.packing_strategy": "bfd_split"}
     files = {
+        "warm_start.packing_strategy": "bfd_split",
         "warm_start.data": "HERE/train.parquet",
         "eval.data": "HERE/train.parquet",
         "model.path": str(family("phi3_longrope").save(tmp_path / "phi3")),
@@ -73,7 +73,7 @@ def test_long_rope_limits_pieces_of_supervised_rows_too(write, tmp_path):
             r" learner\.max_tokens_per_gpu"
         ),
     ):
-        make_plan(load_config(write({**split, **files, "learner.max_tokens_per_gpu": 65})))
+        make_plan(load_config(write({**files, "learner.max_tokens_per_gpu": 65})))
 
 
 def test_the_context_of_a_nested_text_config_is_used(write, tmp_path, tiny_model):

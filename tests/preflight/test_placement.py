@@ -194,7 +194,7 @@ def nodes_seen(monkeypatch):
 
         class Demand:
             def __init__(self, config):
-                calls.append(("demand", config.generator.num_replicas))
+                calls.append(("demand", config.engines.num_replicas))
 
             def placed(self):
                 return placed
@@ -343,7 +343,7 @@ def test_a_new_attempt_starts_automatically_after_a_lost_placement(monkeypatch, 
     attempts = []
 
     async def train(job, directory, *_):
-        attempts.append((job.config.resume, job.config.generator.num_replicas))
+        attempts.append((job.config.resume, job.config.engines.num_replicas))
         if len(attempts) < 3:
             raise PlacementLostError("1 learner ranks were not placed")
         return supervise.Summary(tmp_path, 0.0)

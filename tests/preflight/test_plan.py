@@ -175,8 +175,7 @@ def test_two_ranks_and_two_replicas_fit_two_cpus(write):
         (
             {
                 "warm_start.data": "HERE/train.parquet",
-                "warm_start.completion_policy": "split",
-                "warm_start.packing_strategy": "wrapped",
+                "warm_start.packing_strategy": {"name": "wrapped", "completion_policy": "split"},
                 "eval.data": "HERE/train.parquet",
                 "learner.max_tokens_per_gpu": 600,
             },
@@ -278,12 +277,12 @@ def test_version_size_uses_the_published_type(write, tiny_model):
     assert make_plan(load_config(write({"model.dtype": "bfloat16"}))).weights_bytes == stored // 2
 
 
-@pytest.mark.parametrize("part", ["model.path", "algorithm.ref_load"])
+@pytest.mark.parametrize("part", ["model.path", "algorithm.reference.ref_load"])
 def test_packing_a_model_that_cannot_be_packed_is_refused(write, hybrid, part):
     changes = {
         part: hybrid,
         "learner.packing": "rows",
-        **({"algorithm.kl_loss_coef": 0.1} if part != "model.path" else {}),
+        **({"algorithm.reference.kl_loss_coef": 0.1} if part != "model.path" else {}),
     }
     with pytest.raises(
         ConfigError,
@@ -392,11 +391,11 @@ def test_shows_the_level_at_which_code_runs(write):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "runs code that the model wrote: set reward.sandbox.level"),
+        ({}, "runs code that the model wrote: set reward.sandbox to namespaces or landlock"),
         ({"reward.sandbox.level": "none"}, "reward.sandbox.level"),
         (
             {"reward.sandbox.level": "container"},
-            "'container' needs an external service; set reward.sandbox.service",
+            "reward.sandbox.level = 'container': needs a service; set reward.sandbox.service",
         ),
         (
             {"reward.sandbox.level": "landlock", "reward.sandbox.wall_s": 30.0},
@@ -423,7 +422,7 @@ def test_shows_the_level_at_which_code_runs(write):
                 "reward.functions": {"f": {"function": "asyncrl.rewards.builtin:exact_match"}},
                 "reward.sandbox.cpu_s": 1.0,
             },
-            "only has an effect with reward.sandbox.level",
+            "reward.sandbox.level is missing; set it",
         ),
         (
             {
@@ -431,7 +430,7 @@ def test_shows_the_level_at_which_code_runs(write):
                 "reward.sandbox.service": "http://127.0.0.1:1",
                 "reward.sandbox.python": "/usr/bin/python3",
             },
-            "only has an effect with reward.sandbox.level and no reward.sandbox.service",
+            "reward.sandbox.python has no effect with reward.sandbox.service; leave one of them",
         ),
     ],
 )

@@ -299,10 +299,13 @@ def test_shows_when_a_repetition_ends_a_completion(write):
 def test_a_loss_without_a_run_in_the_evidence_is_experimental(write):
     assert "experimental" not in make_plan(load_config(write({}))).text()
     text = make_plan(
-        load_config(write({"algorithm": {"loss": "sapo", "correction": {"reject_above": 0.5}}}))
+        load_config(
+            write({"algorithm": {"loss": "sapo", "correction": {"rejection": {"above": 0.5}}}})
+        )
     ).text()
     assert (
-        "loss sapo against old policy behavior, token_mean; corrected; correction: reject_above 0.5"
+        "loss sapo against old policy behavior, token_mean; corrected; correction:"
+        " rejection above 0.5"
         in text
         and "experimental: no complete run" in text
     )
@@ -317,22 +320,28 @@ def test_a_loss_without_a_run_in_the_evidence_is_experimental(write):
             ({"advantage": advantage}, f"advantage {advantage}, loss ppo")
             for advantage in ("opo", "pass_at_k", "grpo_batch_std", "gdpo")
         ),
-        ({"advantage": "gae", "bootstrap_truncated": True}, "advantage gae, loss ppo"),
+        (
+            {"advantage": {"name": "gae", "bootstrap_truncated": True}},
+            "advantage gae (bootstrap_truncated True), loss ppo",
+        ),
         (
             {"advantage": "remax"},
             "advantage remax against one greedy completion per group, which is generated and"
             " scored too, and not trained, loss ppo",
         ),
         (
-            {"ce_coef": 0.1, "ce_min_reward": 0.5},
+            {"ce": {"coef": 0.1, "min_reward": 0.5}},
             "; 0.1 x next-token loss on completions with a reward of at least 0.5",
         ),
         (
-            {"old_policy": "learner", "correction": {"truncation": "geometric"}},
+            {"loss": {"old_policy": "learner"}, "correction": {"truncation": "geometric"}},
             "correction: truncation geometric, cap 2.0",
         ),
         (
-            {"old_policy": "learner", "correction": {"truncation": "token", "floor": 0.5}},
+            {
+                "loss": {"old_policy": "learner"},
+                "correction": {"truncation": {"level": "token", "floor": 0.5}},
+            },
             "correction: truncation token, cap 2.0, floor 0.5",
         ),
     ],
@@ -343,17 +352,14 @@ def test_formulas_without_a_run_are_experimental(write, algorithm, shown):
 
 
 def test_online_dpo_is_named_with_its_pairs_and_reference(write, tiny_model):
-    assert algorithm_text(load_config(write({"algorithm.preference.beta": 0.3}))) == (
+    assert algorithm_text(load_config(write({"algorithm.preference.loss.beta": 0.3}))) == (
         f"# algorithm\n  online DPO: loss sigmoid, beta 0.3 against {tiny_model}; of each group's 8"
         " completions the best against the worst, with rewards at least 1e-06 apart; off-policy"
         " weight of a pair: <= 2"
     )
     preference = {
         "loss": "ipo",
-        "pairs": "margin",
-        "max_pairs": 3,
-        "min_margin": 0.5,
-        "missing_eos_penalty": 0.2,
+        "pairs": {"name": "margin", "max_pairs": 3, "min_margin": 0.5, "missing_eos_penalty": 0.2},
         "weight_cap": None,
         "ce_coef": 0.1,
     }

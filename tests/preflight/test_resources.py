@@ -78,15 +78,14 @@ def test_shared_gpus_are_declared_as_fractions():
         placement="share",
         learner={**cuda, "world_size": 2, "gpu_memory_utilization": 0.55},
         generator={**cuda, "num_replicas": 2, "gpu_memory_utilization": 0.4},
-        algorithm={"kl_loss_coef": 0.1, "ref_gpu_memory_utilization": 0.05},
+        algorithm={"reference": {"kl_loss_coef": 0.1, "gpu_memory_utilization": 0.05}},
     )
     needs = {need.part: (need.count, need.amounts.get("GPU")) for need in run_needs(two)}
     assert needs["learner ranks"] == (2, 0.55) and needs["generator replicas"] == (2, 0.4)
     assert needs["reference policy"] == (1, 0.05)
     assert shortages(run_needs(two), [node("a", 8, 2)], "registered") == []
-    assert "+ algorithm.ref_gpu_memory_utilization 0.05 = 1 of a GPU's memory" in placement_text(
-        two
-    )
+    share = "+ algorithm.reference.gpu_memory_utilization 0.05 = 1 of a GPU's memory"
+    assert share in placement_text(two)
     judge = {"functions": {"judge": {"function": "m:f"}}, "num_gpus": 1}
     apart = config(placement="share", learner=cuda, generator=cuda, reward=judge)
     assert "0.35 = 0.85 of a GPU's memory" in placement_text(apart), "the judge has its own GPU"
@@ -99,7 +98,7 @@ def test_turns_on_gpus_need_a_gpu_for_each_rank_and_for_models_that_only_score()
         placement="colocate",
         learner={**cuda, "world_size": 2},
         generator={**cuda, "num_replicas": 2},
-        algorithm={"kl_loss_coef": 0.1},
+        algorithm={"reference": {"kl_loss_coef": 0.1}},
         staleness={"max_staleness": 0},
     )
     assert (
@@ -132,7 +131,7 @@ def test_a_rank_in_turns_leaves_no_whole_gpu_for_a_reference():
         placement="colocate",
         learner={**cuda, "world_size": 4},
         generator=cuda,
-        algorithm={"kl_loss_coef": 0.1},
+        algorithm={"reference": {"kl_loss_coef": 0.1}},
         staleness={"max_staleness": 0},
     )
     assert shortages(run_needs(turns), [node("a", 16, 4)], "registered") == [
@@ -159,7 +158,7 @@ def test_a_fraction_of_a_gpu_is_on_one_gpu():
 
 def test_the_specs_carry_the_fractions():
     cuda = {"device": "cuda"}
-    algorithm = {"kl_loss_coef": 0.1}
+    algorithm = {"reference": {"kl_loss_coef": 0.1}}
     shared = config(placement="share", learner=cuda, generator=cuda, algorithm=algorithm)
     assert learner_spec(shared).gpus == learner_spec(shared).learner.gpu_memory_utilization == 0.5
     reference, app = reference_spec(shared), generator_app(shared)
@@ -286,7 +285,7 @@ def test_slimes_arithmetic_for_both_placements():
         " rollout devices than ranks\n  share     needs total >= 3: ranks and replicas on the"
         " same GPUs, each with a fraction of the memory\n  this run: placement: decoupled"
     )
-    reference = placement_text(config(**GPUS, algorithm={"kl_loss_coef": 0.1}))
+    reference = placement_text(config(**GPUS, algorithm={"reference": {"kl_loss_coef": 0.1}}))
     assert (
         "decoupled needs total >= 3 + 1 + reference 1 = 5\n" in reference
         and "colocate  needs total >= 3 + reference 1 = 4:" in reference

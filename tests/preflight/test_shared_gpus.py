@@ -35,7 +35,7 @@ reference = [Process.options(num_gpus=reference_spec(config).gpus).remote()]
 ray.get(reference[0].gpus.remote())
 replicas = [
     Process.options(num_gpus=generator_app(config).num_gpus).remote()
-    for _ in range(config.generator.num_replicas)
+    for _ in range(config.engines.num_replicas)
 ]
 print(json.dumps([ray.get([each.gpus.remote() for each in part])
                   for part in (ranks, reference, replicas)]))
@@ -46,13 +46,13 @@ SHARE = {
     "placement": "share",
     "learner": {"device": "cuda", "world_size": 2, "gpu_memory_utilization": 0.55},
     "generator": {"device": "cuda", "num_replicas": 2, "gpu_memory_utilization": 0.35},
-    "algorithm": {"kl_loss_coef": 0.1, "ref_gpu_memory_utilization": 0.1},
+    "algorithm": {"reference": {"kl_loss_coef": 0.1, "gpu_memory_utilization": 0.1}},
 }
 COLOCATE = {
     "placement": "colocate",
     "learner": {"device": "cuda", "world_size": 2},
     "generator": {"device": "cuda", "num_replicas": 2},
-    "algorithm": {"kl_loss_coef": 0.1},
+    "algorithm": {"reference": {"kl_loss_coef": 0.1}},
     "staleness": {"max_staleness": 0},
 }
 

@@ -28,7 +28,7 @@ def refusal(path: Any) -> str:
 
 
 def test_the_plan_shows_the_teacher_its_memory_and_the_rule(write: Any, tiny_model: Any) -> None:
-    config = load_config(write({TEACHER: str(tiny_model), "algorithm.distillation.coef": 0.5}))
+    config = load_config(write({TEACHER: str(tiny_model), "algorithm.distillation.use.coef": 0.5}))
     plan = make_plan(config)
     text = plan.text()
     assert f"teacher: {tiny_model}, a process on cpu with " in text
@@ -41,7 +41,7 @@ def test_the_plan_shows_the_teacher_its_memory_and_the_rule(write: Any, tiny_mod
 
 
 def test_the_plan_names_the_tokens_of_top_k(write: Any, tiny_model: Any) -> None:
-    use = {"algorithm.distillation.use": "top_k", "algorithm.distillation.top_k": 8}
+    use = {"algorithm.distillation.use": {"name": "top_k", "top_k": 8}}
     text = make_plan(load_config(write({TEACHER: str(tiny_model), **use}))).text()
     assert "experimental" not in text
     assert (
@@ -133,6 +133,6 @@ def test_a_server_with_another_tokenizer_or_vocabulary_is_refused(
     with listening(server(tokenizer, 0, scores=False)) as address:
         assert "with status 400" in refusal(write({TEACHER: f"{address}/v1"}))
         assert "it has no model 'small'; it lists big" in refusal(
-            write({TEACHER: f"{address}/v1", "algorithm.distillation.model": "small"})
+            write({TEACHER: {"url": f"{address}/v1", "model": "small"}})
         )
     assert "start it first, and give its base URL" in refusal(write({TEACHER: f"{address}/v1"}))

@@ -7,11 +7,12 @@ import json
 import os
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small_config import small_config
 
-from asyncrl.config import SandboxConfig
+from asyncrl.config.schema import LocalSandbox
 from asyncrl.rewards import source
 from asyncrl.rewards.code import (
     SETTINGS,
@@ -28,7 +29,14 @@ from asyncrl.rewards.code_forms import Cases, Source, TestsError, heads_of, read
 from asyncrl.rewards.contract import GroupCall, RewardError, call_reward
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.run import launch
-from asyncrl.sandbox import Level, Limits, SandboxError, SandboxUnavailableError, probe
+from asyncrl.sandbox import (
+    Level,
+    Limits,
+    SandboxError,
+    SandboxUnavailableError,
+    local,
+    probe,
+)
 from asyncrl.testing import FakeSandbox
 from asyncrl.testing.sandbox import ended
 
@@ -310,7 +318,7 @@ def sandboxed(monkeypatch):
     best = probe().best
     assert best is not None, probe().text()
     monkeypatch.setenv(SETTINGS, "{}")
-    share_settings(SandboxConfig(level=best.value, wall_s=20.0))
+    share_settings(LocalSandbox(level=best.value, wall_s=20.0))
 
 
 def rewards(completions, tests):
@@ -422,7 +430,7 @@ def test_other_forms_run_too(sandboxed, tests):
 @pytest.mark.slow
 def test_pytest_runs_what_needs_it(sandboxed):
     packages = str(Path(pytest.__file__).parents[1])
-    share_settings(SandboxConfig(level=probe().best.value, wall_s=60, cpu_s=60, paths=[packages]))
+    share_settings(LocalSandbox(level=probe().best.value, wall_s=60, cpu_s=60, paths=[packages]))
     skips = "import pytest\n\ndef add(a, b):\n    pytest.skip('no')\n"
     settles = "import pytest\npytest.raises = lambda *_: open('solution.py')\n" + WRONG_ADD
     programs = {"right": ADD, "skips": skips, "replaces": settles}
@@ -646,12 +654,13 @@ def test_a_case_finds_nothing_of_an_earlier_one(sandboxed):
 def test_no_code_runs_without_the_sandbox_that_the_config_asks_for(monkeypatch, tmp_path):
     code = f"```\nopen({str(tmp_path / 'ran')!r}, 'w')\n```"
     monkeypatch.delenv(SETTINGS, raising=False)
-    with pytest.raises(RewardError, match=r"set reward\.sandbox\.level"):
+    with pytest.raises(RewardError, match=r"set reward\.sandbox "):
         rewards([code], "assert True")
-    monkeypatch.setenv(SETTINGS, '{"level": "container"}')
+    monkeypatch.setattr(local, "probe", lambda *_: SimpleNamespace(best=None, reasons={}))
+    monkeypatch.setenv(SETTINGS, '{"level": "namespaces", "wall_s": 3.0}')
     with pytest.raises(
         RewardError,
-        match=r"SandboxUnavailableError: sandbox level 'container' is not available here",
+        match=r"SandboxUnavailableError: sandbox level 'namespaces' is not available here",
     ):
         rewards([code], "assert True")
     with pytest.raises(SandboxUnavailableError):
@@ -691,7 +700,7 @@ def test_every_start_of_reward_processes_passes_the_settings(monkeypatch, starts
 
     monkeypatch.setenv(SETTINGS, "{}")
     monkeypatch.setattr(module, "RewardPool", start)
-    with pytest.raises(StartedPoolError, match=r'"level":"landlock".*"wall_s":7.0'):
+    with pytest.raises(StartedPoolError, match=r'"wall_s":7.0.*"level":"landlock"'):
         if module is source:
             next(source.rewarded_groups(config.reward, "reader", []))
         else:

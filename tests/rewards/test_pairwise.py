@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 from test_judge import Judge
 
-from asyncrl.algorithms.pairs import Candidates, PairSpec, choose_pairs
+from asyncrl.algorithms.pairs import BestWorst, Candidates, choose_pairs
 from asyncrl.config import RewardConfig
 from asyncrl.rewards import pairwise
 from asyncrl.rewards.builtin import check_builtin
@@ -70,7 +70,7 @@ def test_two_completions_in_both_orders(
     assert found["reward"] == rewards
     assert found["tie"] == [tie] * 2 and found["contradiction"] == [contradiction] * 2
     usable = [reward is not None for reward in rewards]
-    pairs = choose_pairs(Candidates(rewards, usable, [False, False], ["a", "b"]), PairSpec())
+    pairs = choose_pairs(Candidates(rewards, usable, [False, False], ["a", "b"]), BestWorst())
     assert len(pairs) == (1 if set(rewards) == {0.0, 1.0} else 0)
 
 

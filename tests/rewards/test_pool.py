@@ -81,7 +81,9 @@ def test_a_total_below_the_least_is_a_failure_under_the_policy(reward_config, tm
         rewards(pool, {"marker": str(tmp_path / "fail")})
     with RewardPool(reward_config("negative_once", policy="drop_group"), 0.0) as pool:
         assert re.search(words, rewards(pool, {"marker": str(tmp_path / "drop")}).failure)
-    with RewardPool(reward_config("negative_once", policy="retry", retries=1), 0.0) as pool:
+    with RewardPool(
+        reward_config("negative_once", policy={"name": "retry", "retries": 1}), 0.0
+    ) as pool:
         assert rewards(pool, {"marker": str(tmp_path / "retry")}).parts == {
             "negative_once": [1.0, 1.0]
         }
@@ -92,11 +94,11 @@ def test_a_total_below_the_least_is_a_failure_under_the_policy(reward_config, tm
 
 
 def test_policy_retry_tries_again_then_drops(reward_config, tmp_path):
-    with RewardPool(reward_config("fails_once", policy="retry", retries=1)) as pool:
+    with RewardPool(reward_config("fails_once", policy={"name": "retry", "retries": 1})) as pool:
         assert rewards(pool, {"marker": str(tmp_path / "tried")}).parts == {
             "fails_once": [1.0, 1.0]
         }
-    with RewardPool(reward_config("raises", policy="retry", retries=1)) as pool:
+    with RewardPool(reward_config("raises", policy={"name": "retry", "retries": 1})) as pool:
         assert "KeyError" in rewards(pool).failure
 
 

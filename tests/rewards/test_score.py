@@ -7,6 +7,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from asyncrl.algorithms.advantages.gdpo import Gdpo
+from asyncrl.algorithms.advantages.opo import Opo
+from asyncrl.algorithms.advantages.pass_at_k import PassAtK
+from asyncrl.algorithms.advantages.reinforce_plus_plus import ReinforcePlusPlus
+from asyncrl.algorithms.advantages.remax import ReMax
 from asyncrl.config import Config
 from asyncrl.contracts.group_table import groups_from_table, groups_to_table
 from asyncrl.contracts.messages import ScoredBaseline
@@ -168,9 +173,7 @@ def test_a_long_example_loses_its_secrets_before_its_middle(config, monkeypatch)
 def test_a_group_of_one_learns_from_what_does_not_compare(config):
     group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(2),), "replica", 1.0, 2.0)
     alone = config.model_copy(
-        update={
-            "algorithm": config.algorithm.model_copy(update={"advantage": "reinforce_plus_plus"})
-        }
+        update={"algorithm": config.algorithm.model_copy(update={"advantage": ReinforcePlusPlus()})}
     )
     row = score_table(
         attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0], "b": [0.0]})),
@@ -234,7 +237,7 @@ def test_completions_are_scored_outside_the_stream(reward_config):
 
 def test_the_last_tokens_before_the_limit_cost_reward(config):
     tree = config.model_dump()
-    tree["reward"] |= {"overlong_buffer": 2, "overlong_penalty": 0.5}
+    tree["reward"] |= {"overlong": {"buffer": 2, "penalty": 0.5}}
     group = Group(
         1,
         Prompt(3, 0, "p", (1, 2), {}),
@@ -256,7 +259,7 @@ def test_the_last_tokens_before_the_limit_cost_reward(config):
 
 def test_the_overlong_penalty_counts_from_where_max_length_ends_a_completion(config):
     tree = config.model_dump()
-    tree["reward"] |= {"overlong_buffer": 2, "overlong_penalty": 0.5}
+    tree["reward"] |= {"overlong": {"buffer": 2, "penalty": 0.5}}
     tree["data"] |= {"max_length": 5}
     group = Group(
         1,
@@ -279,8 +282,7 @@ def test_the_overlong_penalty_counts_from_where_max_length_ends_a_completion(con
 
 def test_kl_from_the_reference_is_taken_from_the_reward(config):
     config = Config.model_validate(
-        config.model_dump()
-        | {"algorithm": {"advantage": "dr_grpo", "kl_coef": 0.5, "kl_estimator": "k1"}}
+        config.model_dump() | {"algorithm": {"advantage": "dr_grpo", "reference": {"kl_coef": 0.5}}}
     )
     group = Group(
         1,
@@ -311,7 +313,9 @@ def test_kl_from_the_reference_is_taken_from_the_reward(config):
 
 def test_reference_log_probs_that_are_not_finite_mask_their_trajectory(config):
     """They must not count as a KL of 0 or put NaN into the loss."""
-    tree = config.model_dump() | {"algorithm": {"advantage": "dr_grpo", "kl_loss_coef": 0.1}}
+    tree = config.model_dump() | {
+        "algorithm": {"advantage": "dr_grpo", "reference": {"kl_loss_coef": 0.1}}
+    }
     group = Group(
         1,
         Prompt(3, 0, "p", (1, 2)),
@@ -333,7 +337,7 @@ def test_reference_log_probs_that_are_not_finite_mask_their_trajectory(config):
 
 def test_a_completion_ended_in_a_loop_counts_as_truncated_and_as_long_as_it_could_have_been(config):
     tree = config.model_dump()
-    tree["reward"] |= {"overlong_buffer": 2, "overlong_penalty": 0.5}
+    tree["reward"] |= {"overlong": {"buffer": 2, "penalty": 0.5}}
     group = Group(
         1,
         Prompt(3, 0, "p", (1, 2), {}),
@@ -373,29 +377,29 @@ def test_signs_of_gibberish_are_counted(config):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "expected"),
+    ("advantage", "expected"),
     [
         # Lengths 4, 1, 3 and rewards 1, 0, 2: the baseline is 10 / 8.
-        ({"advantage": "opo"}, [1 - 1.25, -1.25, 2 - 1.25]),
+        (Opo(), [1 - 1.25, -1.25, 2 - 1.25]),
         # Only the last one passes. Of its subsets of two, both do; of the others', one of two.
         (
-            {"advantage": "pass_at_k", "pass_k": 2, "pass_threshold": 2.0},
+            PassAtK(pass_k=2, pass_threshold=2.0),
             [(0.5 - 2 / 3) / math.sqrt(2 / 9)] * 2 + [(1 - 2 / 3) / math.sqrt(2 / 9)],
         ),
         # a: mean 1, std sqrt(2 / 3). b: mean 2, std sqrt(8 / 3), with a weight of -3.
         (
-            {"advantage": "gdpo"},
+            Gdpo(),
             [-6 / math.sqrt(8 / 3), 6 / math.sqrt(8 / 3) - math.sqrt(1.5), math.sqrt(1.5)],
         ),
     ],
 )
-def test_advantages_of_more_than_the_total_reward(config, algorithm, expected):
+def test_advantages_of_more_than_the_total_reward(config, advantage, expected):
     functions = {name: function.model_copy() for name, function in config.reward.functions.items()}
-    if algorithm["advantage"] == "gdpo":
+    if isinstance(advantage, Gdpo):
         functions["b"] = functions["b"].model_copy(update={"weight": -3.0})
     changed = config.model_copy(
         update={
-            "algorithm": config.algorithm.model_copy(update=algorithm),
+            "algorithm": config.algorithm.model_copy(update={"advantage": advantage}),
             "reward": config.reward.model_copy(update={"functions": functions}),
         }
     )
@@ -534,7 +538,7 @@ def test_an_own_advantage_is_the_rows_and_one_that_fails_costs_its_group(own):
 
 def test_preferences_have_rewards_and_no_advantages(config):
     tree = config.model_dump()
-    tree["algorithm"] = {"preference": {"missing_eos_penalty": 0.5}}
+    tree["algorithm"] = {"preference": {"pairs": {"missing_eos_penalty": 0.5}}}
     trajectories = (trajectory(2, reason="length"), trajectory(2), trajectory(2))
     group = Group(1, Prompt(3, 0, "p", (1, 2)), trajectories, "replica", 1.0, 2.0)
     rewarded = attach_rewards(
@@ -567,7 +571,7 @@ def test_remax_compares_with_the_greedy_completion_under_the_same_rewards(config
     greedy completion."""
     greedy = trajectory(3, version=1, text="g").completion
     rewards = GroupRewards({"a": [0.0, 1.0, 0.5], "b": [2.0, 2.0, 2.0], "b/part": [1.0, 2.0, 3.0]})
-    table, call = remax_row(config, greedy, rewards, overlong_buffer=2, overlong_penalty=0.5)
+    table, call = remax_row(config, greedy, rewards, overlong={"buffer": 2, "penalty": 0.5})
     assert call.completions == ["x", "y", "g"] and call.prompts == ["p"] * 3
     assert [len(ids) for ids in call.completion_ids] == [1, 2, 3]
     assert (call.finish_reasons, call.columns) == (["stop"] * 3, {"answer": "z"})
@@ -606,7 +610,7 @@ def test_a_greedy_completion_that_was_cut_off_is_a_baseline_like_its_siblings(co
     """One that was ended in a loop counts as the longest, 4 tokens, for the overlong penalty."""
     looped = trajectory(2, reason="repetition").completion
     rewards = GroupRewards({"a": [0.0, 1.0, 0.0], "b": [0.0] * 3})
-    table, call = remax_row(config, looped, rewards, overlong_buffer=2, overlong_penalty=0.5)
+    table, call = remax_row(config, looped, rewards, overlong={"buffer": 2, "penalty": 0.5})
     assert call.truncated == [False, False, True]
     summary = summaries(table)[0]
     assert summary.baseline == ScoredBaseline(-0.5, 2, truncated=True) and summary.truncated == 0
@@ -631,7 +635,7 @@ def test_rewards_that_failed_are_missing_for_the_baseline_too(config):
     table = groups_to_table([group])
     table = attach_rewards(table, _result(config.reward, table, raised))
     remax = config.model_copy(
-        update={"algorithm": config.algorithm.model_copy(update={"advantage": "remax"})}
+        update={"algorithm": config.algorithm.model_copy(update={"advantage": ReMax()})}
     )
     summary = summaries(score_table(table, scoring_spec(remax)))[0]
     assert summary.failure == "it raised" and summary.baseline.reward is None

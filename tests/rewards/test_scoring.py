@@ -335,8 +335,7 @@ def test_a_reference_that_fails_at_one_group_costs_that_group_under_every_policy
 ):
     config = make_config("by_length", policy="fail")
     config = Config.model_validate(
-        config.model_dump()
-        | {"algorithm": {"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k1"}}
+        config.model_dump() | {"algorithm": {"advantage": "rloo", "reference": {"kl_coef": 0.1}}}
     )
     scored = two_groups(config, tmp_path / "groups", OddReference)
     assert scored[0].failure is None and scored[0].usable > 0
@@ -366,7 +365,7 @@ class OddTeacher:
 
 
 def test_the_tokens_of_a_teacher_reach_the_learner_and_the_files(ray_cluster, tmp_path):
-    distillation = {"teacher": "/teacher", "use": "top_k", "top_k": 2}
+    distillation = {"teacher": "/teacher", "use": {"name": "top_k", "top_k": 2}}
     config = Config.model_validate(
         make_config("by_length").model_dump() | {"algorithm": {"distillation": distillation}}
     )
@@ -394,7 +393,7 @@ def test_a_reference_policy_gives_its_log_probs_to_every_trajectory(
         config.model_dump()
         | {
             "model": {"path": str(tiny_model)},
-            "algorithm": {"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k1"},
+            "algorithm": {"advantage": "rloo", "reference": {"kl_coef": 0.1}},
         }
     )
     reference = start_reference(reference_spec(config))

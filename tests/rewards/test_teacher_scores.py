@@ -126,7 +126,7 @@ def answered(answers: list[TopLogprobs] | Exception) -> pa.Table:
     else:
         future.set_result(answers)
     table = _with_teacher(rewarded(), reference_rows(rewarded()), future, 0.25, top_k=True)
-    return score_table(table, scoring_spec(config(use="top_k", top_k=2)))
+    return score_table(table, scoring_spec(config(use={"name": "top_k", "top_k": 2})))
 
 
 def test_the_teachers_tokens_travel_with_the_group() -> None:
@@ -182,7 +182,7 @@ def test_only_groups_in_a_row_end_the_run() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, 2.0])
 def test_each_loss_token_gets_the_teachers_and_the_rewards_advantage(weight: float) -> None:
-    distillation = config(coef=0.5, reward_weight=weight).algorithm.distillation
+    distillation = config(use={"coef": 0.5}, reward_weight=weight).algorithm.distillation
     assert distillation is not None
     table = scored([np.array([-9.0, -1.5, -0.5]), *constant(-2.0)[1:]], reward_weight=weight)
     known = examples_of(table)
@@ -201,7 +201,7 @@ def test_each_loss_token_gets_the_teachers_and_the_rewards_advantage(weight: flo
 @pytest.mark.parametrize("trajectories", [1, 2, 3])
 def test_the_expected_gradient_is_that_of_the_divergence(trajectories: int) -> None:
     """Over every outcome of N trajectories of one token, A ∇log π has the mean -coef ∇KL."""
-    distillation = config(coef=0.5).algorithm.distillation
+    distillation = config(use={"coef": 0.5}).algorithm.distillation
     assert distillation is not None
     ours, theirs = np.log([0.6, 0.3, 0.1]), np.log([0.2, 0.3, 0.5])
     probs, scores = np.exp(ours), np.eye(3) - np.exp(ours)  # scores[a] = ∇log π(a) by the logits
@@ -231,10 +231,9 @@ def one_token(whole: Example, trajectory: int, ours: float, theirs: float) -> Ex
 
 
 def test_as_a_reference_the_teacher_gives_no_advantage() -> None:
-    algorithm = config().algorithm.model_copy(update={"kl_loss_coef": 0.1})
-    distillation = algorithm.distillation
-    assert distillation is not None
-    reference = distillation.model_copy(update={"use": "ref_kl"})
+    use = {"name": "ref_kl", "kl": {"kl_loss_coef": 0.1}}
+    reference = config(use=use).algorithm.distillation
+    assert reference is not None
     known = examples_of(scored(constant(-2.0)))
     found = with_teacher_advantages(known, reference)
     assert [example.advantage for example in found] == [0.0, 0.0, 0.0]

@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from asyncrl.config import EnvironmentConfig
+from asyncrl.config import FunctionEnvironment
 from asyncrl.contracts.heard import Heard
 from asyncrl.environments.running import Ended
 from asyncrl.rewards.builtin import printed_reward
@@ -69,7 +69,7 @@ class Answers:
 async def refusals(folder: Path) -> dict[str, Any]:
     """What sessions do → the error that a request with their key gets after their end."""
     player = Player(
-        EnvironmentConfig.model_validate(
+        FunctionEnvironment.model_validate(
             {
                 "function": "tests.environments.environments_under_test:tells_its_key",
                 "processes": 1,
@@ -136,7 +136,7 @@ async def reached(most_turns: int) -> Ended:
         "url": True,
         "max_turns": most_turns,
     }
-    player = Player(EnvironmentConfig.model_validate(config))
+    player = Player(FunctionEnvironment.model_validate(config))
     try:
         return await player.play({"prompt": ""}, Short(""))
     finally:
@@ -200,7 +200,7 @@ def test_an_agent_that_fails_after_a_turn_that_the_run_cut_is_not_to_blame(
             "processes": 1,
             "url": True,
         }
-        player = Player(EnvironmentConfig.model_validate(config))
+        player = Player(FunctionEnvironment.model_validate(config))
         try:
             return await player.play({"prompt": ""}, session)
         finally:

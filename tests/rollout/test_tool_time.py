@@ -11,7 +11,7 @@ import psutil
 import pytest
 from small_config import small_config
 
-from asyncrl.config import EnvironmentConfig
+from asyncrl.config import FunctionEnvironment
 from asyncrl.contracts.heard import Heard
 from asyncrl.environments.running import Ended
 from asyncrl.rollout.paced import PacedSession
@@ -135,7 +135,7 @@ def played(*plays: tuple[dict[str, object], Slow], **settings: Any) -> list[Ende
 
     async def run() -> list[Ended]:
         player = Player(
-            EnvironmentConfig.model_validate({"function": FAULTY, "processes": 1, **settings})
+            FunctionEnvironment.model_validate({"function": FAULTY, "processes": 1, **settings})
         )
 
         async def play(task: dict[str, object], slow: Slow) -> Ended:
@@ -202,7 +202,7 @@ def at_url(code: str, **settings: Any) -> tuple[Ended, Ended]:
 
     async def run() -> tuple[Ended, Ended]:
         command = [sys.executable, "-c", "{program}"]
-        config = EnvironmentConfig.model_validate(
+        config = FunctionEnvironment.model_validate(
             {
                 "function": "asyncrl.environments.agent:play",
                 "arguments": {"command": command, "stdin": "none"},

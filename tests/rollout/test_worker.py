@@ -80,7 +80,7 @@ def test_a_request_keeps_the_tokens_that_the_config_keeps():
         top_p=0.9,
         top_k=50,
         min_p=0.05,
-        algorithm={"loss": "reinforce", "old_policy": "learner"},
+        algorithm={"loss": "reinforce"},
         staleness={"max_staleness": 0},
     )
     asyncio.run(RolloutWorker(worker_spec(config, "run", 2, lambda: generate)).rollout(PROMPT, 0))
@@ -176,7 +176,7 @@ def test_requests_contain_the_limits_of_repetition():
     for settings, wanted in (
         ({}, None),
         ({"repetition_stop": 20}, (16, 20)),
-        ({"repetition_stop": 20, "repetition_ngram": 4}, (4, 20)),
+        ({"repetition_stop": {"times": 20, "ngram": 4}}, (4, 20)),
     ):
         generate = Recording()
         asyncio.run(make_worker(generate, **settings).rollout(PROMPT, 0))

@@ -71,7 +71,7 @@ def test_arguments_of_other_kinds_are_named(tmp_path, settings):
             "--seed 3",
             "overrides = '--seed 3' is a string; give a list of words",
         ),
-        (tmp_path / "mine.yaml", ["--seed", -3], "seed = '-3'"),
+        (tmp_path / "mine.yaml", ["--seed", -3], "seed = -3: "),
         (tmp_path, [], r"is a directory; give the path of a YAML file, such as '.*config\.yaml'"),
         (tmp_path / "empty.yaml", [], r"empty\.yaml' is empty, not a mapping of settings"),
         (

@@ -88,7 +88,7 @@ def test_a_completion_ends_at_max_length_with_its_prompt(tmp_path):
 
 
 def test_completions_end_as_in_rollouts(tmp_path):
-    rollout = {"max_completion_length": 8, "repetition_stop": 5, "repetition_ngram": 3}
+    rollout = {"max_completion_length": 8, "repetition_stop": {"times": 5, "ngram": 3}}
     generate = Recording()
     evaluate(tmp_path, config_of({"data": "d"}, rollout=rollout), generate)
     assert {request.repetition for request in generate.requests} == {(3, 5)}
@@ -102,7 +102,7 @@ def test_a_set_may_restrict_sampling_with_any_objective(tmp_path):
     found = {(one.temperature, one.top_p, one.top_k, one.min_p) for one in generate.requests}
     assert found == {(0.0, 1.0, 0, 0.0), (1.0, 1.0, 0, 0.0), (0.6, 0.95, 20, 0.1)}
     changes = {
-        "algorithm": {"loss": "reinforce", "old_policy": "learner"},
+        "algorithm": {"loss": "reinforce"},
         "staleness": {"max_staleness": 0},
     }
     changes["rollout"] = {"max_completion_length": 8, "top_p": 0.9}

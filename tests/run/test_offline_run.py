@@ -183,7 +183,10 @@ def test_kto_scores_labels_once_and_learns_them(
     """From pairs, each of which gives a completion of both labels. 72 rows are scored 10 at a
     time, so the last call has two."""
     settings = tree(tmp_path, tiny_model, "dpo", name="kto", batch_size=12)
-    settings["dpo"] = {"loss": "kto", "beta": 0.5, "reference_batch": 10, "desirable_weight": 1.2}
+    settings["dpo"] = {
+        "loss": {"name": "kto", "beta": 0.5, "desirable_weight": 1.2},
+        "reference_batch": 10,
+    }
     found = run(settings)
     steps, evaluations = found.records("step"), found.records("evaluation")
     assert [step["completions"] for step in steps] == [12.0] * 6

@@ -45,7 +45,7 @@ def books(
         for place, (_, _, at) in enumerate(groups)
         if at is not None
     ]
-    algorithm = SimpleNamespace(ref_update_interval=every)
+    algorithm = SimpleNamespace(update_interval=every)
     found: Any = SimpleNamespace(
         run=SimpleNamespace(config=SimpleNamespace(algorithm=algorithm)),
         first={"checkpoint": "/other/run" if loaded else None},

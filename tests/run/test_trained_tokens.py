@@ -43,9 +43,9 @@ def groups() -> list[pa.Table]:
     "preference",
     [
         {},
-        {"missing_eos_penalty": 0.5},
-        {"pairs": "margin", "max_pairs": 2, "min_margin": 0.3},
-        {"pairs": "margin", "missing_eos_penalty": 0.2},
+        {"pairs": {"missing_eos_penalty": 0.5}},
+        {"pairs": {"name": "margin", "max_pairs": 2, "min_margin": 0.3}},
+        {"pairs": {"name": "margin", "missing_eos_penalty": 0.2}},
     ],
 )
 def test_the_audit_makes_the_learners_choice(

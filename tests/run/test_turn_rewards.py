@@ -62,7 +62,7 @@ GIVEN = [
 ]
 
 
-def config(**algorithm: Any) -> Config:
+def config(loss: str = "ppo", advantage: str = "dr_grpo", **turns: Any) -> Config:
     return Config.model_validate(
         {
             "name": "turns",
@@ -71,7 +71,7 @@ def config(**algorithm: Any) -> Config:
             "data": {"train": "unused", "max_prompt_length": 2, "max_length": 16},
             "environment": {"function": "m:solve"},
             "rollout": {"n_samples_per_prompt": 4, "max_completion_length": 4},
-            "algorithm": {"advantage": "dr_grpo", **algorithm},
+            "algorithm": {"loss": loss, "advantage": {"name": advantage, "turns": turns or None}},
             "staleness": {"max_staleness": 0},
         }
     )
@@ -100,25 +100,24 @@ def scored(chosen: Config) -> pa.Table:
 
 
 def test_every_turn_gets_its_advantage() -> None:
-    row = scored(config(turn_coef=0.5)).to_pylist()[0]
+    row = scored(config(coef=0.5)).to_pylist()[0]
     assert row["turn_reward"] == [1.0, 0.0, 9.0, None, 0.0, 4.0, None, 100.0, None, None]
     assert row["advantage"] == [1.0, -1.0, 0.0, None]
     # First turns: 1, 0 and none, with mean 0.5. Second turns: 0 and 4, with mean 2.
     assert row["turn_advantage"] == [1.25, 0.0, 1.0, None, -1.25, 0.0, 0.0, None, None, None]
     # With all later rewards. First turns: 10, 4 and none. Second turns: 9, 4. Third turn: 9.
-    summed = scored(config(turn_coef=0.5, turn_gamma=1)).to_pylist()[0]
+    summed = scored(config(coef=0.5, gamma=1)).to_pylist()[0]
     assert summed["turn_advantage"][:7] == [2.5, 2.25, 1.0, None, -2.5, -2.25, 0.0]
     assert "turn_advantage" not in scored(config()).column_names
 
 
 def test_objectives_of_whole_trajectories_have_advantages_of_turns_too() -> None:
-    algorithm = {"turn_coef": 0.5, "loss": "gspo"}
-    (row,) = scored(config(**algorithm)).to_pylist()
-    assert row["turn_advantage"] == scored(config(turn_coef=0.5)).to_pylist()[0]["turn_advantage"]
+    (row,) = scored(config(coef=0.5, loss="gspo")).to_pylist()
+    assert row["turn_advantage"] == scored(config(coef=0.5)).to_pylist()[0]["turn_advantage"]
 
 
 def test_the_learner_trains_each_turn_with_its_advantage() -> None:
-    long, retried, short = examples_of(scored(config(turn_coef=0.5)))
+    long, retried, short = examples_of(scored(config(coef=0.5)))
     assert np.asarray(long.advantage)[long.loss_mask].tolist() == [1.25, 1.25, 0.0, 1.0]
     assert np.asarray(retried.advantage)[retried.loss_mask].tolist() == [-1.25, 0.0]
     assert short.advantage == 0.0
@@ -135,7 +134,7 @@ def test_rewards_of_turns_are_counted() -> None:
 
 
 def test_a_reader_gets_the_turns_of_each_session() -> None:
-    table = _explode(scored(config(turn_coef=0.5)))
+    table = _explode(scored(config(coef=0.5)))
     assert table["turn_reward"].to_pylist() == [
         [1.0, 0.0, 9.0],
         [None, 0.0, 4.0],
@@ -165,7 +164,7 @@ def with_advantages(table: pa.Table, values: list[float | None]) -> pa.Table:
 
 
 def test_the_audit_recomputes_advantages_of_turns(tmp_path: Path) -> None:
-    chosen = config(turn_coef=0.5, turn_gamma=0.9, advantage="grpo")
+    chosen = config(coef=0.5, gamma=0.9, advantage="grpo")
     table = scored(chosen)
     check = check_turn_advantages(books(tmp_path, table, chosen))
     assert check.passed and check.summary == "1 groups"
@@ -174,7 +173,7 @@ def test_the_audit_recomputes_advantages_of_turns(tmp_path: Path) -> None:
         changed = with_advantages(table, [*written[:place], value, *written[place + 1 :]])
         check = check_turn_advantages(books(tmp_path, changed, chosen))
         assert check.summary == "1 groups; wrong: 3" and not check.passed
-    for other in ({"turn_coef": 0.4, "turn_gamma": 0.9}, {"turn_coef": 0.5}, {}):
+    for other in ({"coef": 0.4, "gamma": 0.9}, {"coef": 0.5}, {}):
         assert not check_turn_advantages(books(tmp_path, table, config(**other))).passed
     # Groups of an earlier attempt may have had other settings.
     assert check_turn_advantages(books(tmp_path, table, config(), last=1)).passed

@@ -56,8 +56,8 @@ def begin(used: Config | OfflineConfig) -> None:
 
 KINDS = {
     "dpo.ref_load": {"objective": "dpo"},
-    "algorithm.ref_load": {"algorithm": {"kl_loss_coef": 0.1}},
-    "algorithm.ref_load ": {"algorithm": {"preference": {}}},
+    "algorithm.reference.ref_load": {"algorithm": {"reference": {"kl_loss_coef": 0.1}}},
+    "algorithm.reference.ref_load ": {"algorithm": {"preference": {}}},
     "model.path": {"objective": "sft", "lora": {}},
 }
 
@@ -86,7 +86,7 @@ def test_without_a_frozen_model_only_config_and_tokenizer_count(
 
 def test_another_run_may_have_another_reference_policy(models: Path) -> None:
     load = {"name": "next", "checkpoint": {"load": str(models / "runs" / "run")}}
-    kind = KINDS["algorithm.ref_load"]
+    kind = KINDS["algorithm.reference.ref_load"]
     begin(config(models, "one", kind))
     begin(config(models, "other", kind, **load))
     pairs = KINDS["dpo.ref_load"]
@@ -100,7 +100,7 @@ def test_where_a_teacher_answers_may_change_within_a_run() -> None:
     from asyncrl.rundir.resume import FIXED_IN_RUN, MAY_CHANGE
 
     assert "algorithm.distillation" in FIXED_IN_RUN
-    kept = {"use", "top_k", "coef", "reward_weight"}
+    kept = {"use", "reward_weight"}
     from asyncrl.config import DistillationConfig
 
     names = {f"algorithm.distillation.{name}" for name in DistillationConfig.model_fields}

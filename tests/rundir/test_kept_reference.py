@@ -42,7 +42,7 @@ def config(root: Path, every: int | None = 4, **changes: Any) -> Config:
         "data": {"train": "rows.parquet", "max_prompt_length": 20},
         "rollout": {"max_completion_length": 8},
         "reward": {"functions": {"exact": {"function": "package.module:function"}}},
-        "algorithm": {"kl_loss_coef": 0.1, "ref_update_interval": every},
+        "algorithm": {"reference": {"kl_loss_coef": 0.1, "update_interval": every}},
     }
     return Config.model_validate(tree | changes)
 
@@ -155,7 +155,9 @@ def test_the_interval_is_fixed_within_a_run(
 ) -> None:
     with RunDirectory(config(root, before)) as directory:
         save(directory, 3)
-    with pytest.raises(ConfigError, match=r"algorithm\.ref_update_interval = .*, but .* of those"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.reference\.update_interval = .*, but .* of those"
+    ):
         RunDirectory(config(root, after, resume="must"))
 
 
@@ -181,9 +183,10 @@ def test_another_run_goes_on_with_the_reference_if_it_begins_with_the_same(
             take(directory.reference, 4)
         save(directory, 5)
     load = {"load": str(root / "runs" / "run")}
-    algorithm = {"kl_loss_coef": 0.1, "ref_update_interval": after}
-    algorithm |= {"ref_load": str(root / ref_load)}
-    with RunDirectory(config(root, name="next", checkpoint=load, algorithm=algorithm)) as directory:
+    reference = {"kl_loss_coef": 0.1, "update_interval": after, "ref_load": str(root / ref_load)}
+    with RunDirectory(
+        config(root, name="next", checkpoint=load, algorithm={"reference": reference})
+    ) as directory:
         assert directory.state.version == 5
         if expected is None:
             assert directory.reference is None

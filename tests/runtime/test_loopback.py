@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import EnvironmentConfig
+from asyncrl.config import AgentCommand
 from asyncrl.contracts.heard import Heard
 from asyncrl.environments.running import Ended
 from asyncrl.rollout.player import Player
@@ -118,7 +118,7 @@ class Answers:
         return [Answer({"role": "assistant", "content": "a"}, "stop", 2, 5, 1)]
 
 
-@pytest.mark.parametrize("named_by", ["the run", "agent.variables"])
+@pytest.mark.parametrize("named_by", ["the run", "environment.variables"])
 def test_an_agents_prompts_and_key_reach_no_proxy(
     monkeypatch: pytest.MonkeyPatch, proxy: tuple[str, list[str]], named_by: str
 ) -> None:
@@ -137,9 +137,7 @@ def test_an_agents_prompts_and_key_reach_no_proxy(
     }
 
     async def play(session: Answers) -> Ended:
-        function = "asyncrl.environments.agent:play"
-        config = {"function": function, "arguments": agent, "processes": 1, "url": True}
-        player = Player(EnvironmentConfig.model_validate(config))
+        player = Player(AgentCommand.model_validate({**agent, "processes": 1}))
         try:
             return await player.play({"prompt": ""}, session)
         finally:

@@ -43,6 +43,10 @@ def test_the_shipped_file_serves_the_model_as_it_is(tiny_model: Path) -> None:
         ({"generator": {"num_replicas": 0}, "sead": 1}, "args: generator.num_replicas = 0: "),
         ({"max_model_len": 10**7}, "max_model_len = 10000000 is above the context"),
         ({"generator": {"tensor_parallel_size": 3}}, "generator.tensor_parallel_size = 3 does"),
+        (
+            {"generator": {"attach": "generator"}},
+            "args: generator.attach = 'generator' is a training job's setting",
+        ),
     ],
 )
 def test_a_generator_that_cannot_be_served_is_refused_in_one_line(

@@ -14,7 +14,8 @@ from served_http import listening
 from test_http_engine import MODEL, EngineServed
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import ConfigError, DistillationConfig
+from asyncrl.config import ConfigError
+from asyncrl.config.distillation import TeacherServer
 from asyncrl.frozen.teacher import UrlTeacher
 from asyncrl.preflight.teacher import _check_server
 from asyncrl.serving.http import routes
@@ -37,20 +38,20 @@ def test_its_log_probs_are_those_of_transformers(
     served = EngineServed(generators)
     served._model = replace(MODEL, tokenizer=tokenizer_hash(tokenizer))
     with listening(routes(served, None)) as address:
-        distillation = DistillationConfig(teacher=f"{address}/v1")
+        teacher = TeacherServer(url=f"{address}/v1")
 
         async def scenario() -> list[np.ndarray]:
-            return await UrlTeacher(distillation).logprobs(ROWS)
+            return await UrlTeacher(teacher).logprobs(ROWS)
 
         found = asyncio.run(scenario())
         longest = MODEL.max_model_len - 1  # the engine generates one more token
-        text = _check_server(distillation, tokenizer, longest, "settings")
+        text = _check_server(teacher, tokenizer, longest, "settings")
         assert f"context of {longest + 1} tokens; same tokenizer (" in text
         with pytest.raises(ConfigError, match=f"a trajectory may have {longest + 1} tokens"):
-            _check_server(distillation, tokenizer, longest + 1, "settings")
+            _check_server(teacher, tokenizer, longest + 1, "settings")
         served._model = replace(MODEL, tokenizer="another")
     with listening(routes(served, None)) as address:
-        other = DistillationConfig(teacher=f"{address}/v1")
+        other = TeacherServer(url=f"{address}/v1")
         with pytest.raises(ConfigError, match="it has a different tokenizer"):
             _check_server(other, tokenizer, longest, "settings")
     for (prompt, completion), values in zip(ROWS, found, strict=True):
