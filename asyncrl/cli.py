@@ -30,8 +30,6 @@ from asyncrl.runtime.redact import OutputError, print_shown
 if TYPE_CHECKING:
     from asyncrl.rundir.reader import Run
 
-__all__ = ["main"]
-
 ON_A_CONFIG = {
     "train": "train a model as configured in a YAML file",
     "sft": "train next-token prediction on a dataset (objective: sft)",

@@ -23,16 +23,6 @@ import pyarrow.parquet as pq
 
 from jobs.guess.task import embed_as_waves
 
-__all__ = [
-    "LONGEST",
-    "SWITCH",
-    "answer",
-    "letters_right",
-    "make_data",
-    "make_model",
-    "quarters_by_length",
-]
-
 SMALL, CAPITAL = ("abcd", "efgh"), ("ABCD", "EFGH")
 """Right and wrong letters, of which a prompt has one each."""
 LONGEST, SWITCH = 150, 20

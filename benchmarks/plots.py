@@ -11,8 +11,6 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-__all__ = ["Axes", "draw_bars", "draw_lines"]
-
 COLORS = ("#4878a8", "#d1783a", "#6a9f58", "#a8586f", "#8c7bb0", "#9a9a9a", "#c9a227", "#5aa7a7")
 SIZE = (7.2, 4.0)
 

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["finish", "job_parser", "module"]
-
 
 def job_parser(description: str | None, kinds: Sequence[str]) -> argparse.ArgumentParser:
     """A parser of `--seeds` and `--runs`, which gives lists of seeds and of these kinds of runs."""

@@ -6,8 +6,6 @@ from asyncrl.config import load_offline
 from asyncrl.rundir import open_run
 from jobs.runs import finish
 
-__all__ = ["start_model"]
-
 ENOUGH = 0.54
 """Greedy accuracy on the held-out prompts from which a model is a start model."""
 MORE_STEPS = 20

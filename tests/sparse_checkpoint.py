@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-__all__ = ["QWEN3_SHAPES", "save_sparse"]
-
 QWEN3_SHAPES: dict[str, dict[str, Any]] = {
     "2 B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "heads": 16},
     "4 B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "heads": 32},

@@ -46,8 +46,6 @@ from asyncrl.web.connection import ClientLeftError, while_connected
 from asyncrl.web.errors import CLIENT_LEFT, ApiError, refused
 from asyncrl.web.events import EventStream
 
-__all__ = ["LARGEST_BODY", "agent_app"]
-
 LARGEST_BODY = 16 << 20
 """Upper limit of a request body, in bytes."""
 MODELS = "/v1/models"

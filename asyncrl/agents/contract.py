@@ -16,8 +16,6 @@ from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.text.template import Message
 from asyncrl.web.events import Event
 
-__all__ = ["AgentSession", "AgentSessions", "Dialect", "HeardText", "Part", "Silent"]
-
 
 @dataclass(frozen=True, slots=True)
 class HeardText:

@@ -12,11 +12,9 @@ from asyncrl.sessions.answers import (
     TurnsExceededError,
 )
 from asyncrl.sessions.requests import UnsupportedError
-from asyncrl.text.template import MessagesError
+from asyncrl.text.chat_messages import MessagesError
 from asyncrl.web.errors import ApiError, server_failed
 from asyncrl.web.events import Event
-
-__all__ = ["ANTHROPIC_TYPES", "as_api_error", "error_body", "error_event"]
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ from asyncrl.agents.contract import HeardText, Part, Silent
 from asyncrl.contracts.heard import Heard
 from asyncrl.sessions.answers import Answer
 
-__all__ = ["CertainText", "parts_of"]
-
 MARKER = re.compile(r"<(?:[^\s\d=<]|\Z)|\[(?:[A-Z]|\Z)")
 """Where tool calls and reasoning may begin: <tool_call>, <think>, <|channel|>, [TOOL_CALLS]. A `<`
 or `[` at the end may become one."""

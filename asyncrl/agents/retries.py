@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-__all__ = ["RequestNames", "retry_of"]
-
 RETRY_COUNT, IDEMPOTENCY = "x-stainless-retry-count", "idempotency-key"
 MOST = 16_384
 """Most bodies whose requests are kept. The retry of a forgotten one is a new request."""

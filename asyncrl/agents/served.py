@@ -11,8 +11,6 @@ from asyncrl.sessions.watched import Ask, Watched
 from asyncrl.text.template import Message
 from asyncrl.web.errors import ApiError
 
-__all__ = ["ServedSession", "ServedSessions", "session_closed", "unknown_key"]
-
 MOST_ENDED = 100_000
 """Keys of ended sessions that are known, so that a late request learns why it is refused."""
 

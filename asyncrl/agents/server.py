@@ -12,8 +12,6 @@ import uvicorn
 from asyncrl.agents.app import agent_app
 from asyncrl.agents.served import ServedSession, ServedSessions
 
-__all__ = ["AgentServer"]
-
 HOST = "127.0.0.1"
 IDLE_S = 75
 """Seconds after which an idle connection is closed. A tool may run between two turns."""

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from asyncrl.algorithms.logprobs import CHUNK_ELEMENTS as CHUNK_ELEMENTS
-    from asyncrl.algorithms.logprobs import LIVE_CHUNKS as LIVE_CHUNKS
-    from asyncrl.algorithms.logprobs import chunk_elements as chunk_elements
-    from asyncrl.algorithms.logprobs import token_logprobs as token_logprobs
-    from asyncrl.algorithms.objective import supervised_loss as supervised_loss
-    from asyncrl.algorithms.objective import token_weights as token_weights
+    from asyncrl.algorithms.logprobs import (
+        CHUNK_ELEMENTS as CHUNK_ELEMENTS,
+        LIVE_CHUNKS as LIVE_CHUNKS,
+        chunk_elements as chunk_elements,
+        token_logprobs as token_logprobs,
+    )
+    from asyncrl.algorithms.objective import (
+        supervised_loss as supervised_loss,
+        token_weights as token_weights,
+    )
 
 __getattr__ = lazy_exports(
     __name__,

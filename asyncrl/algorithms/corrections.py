@@ -20,8 +20,6 @@ from asyncrl.contracts.section import Section, Short
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Band", "Correction", "Rejection", "SequenceMask", "Truncation"]
-
 Level: TypeAlias = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 
 

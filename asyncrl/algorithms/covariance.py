@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["covariances", "drawn_between", "largest"]
-
 
 def covariances(logprobs: np.ndarray, advantages: np.ndarray) -> np.ndarray:
     """Return (log π - mean log π)·(A - mean A) of each token, [N] (section 4.2). Their mean is the

@@ -6,8 +6,6 @@ import numpy as np
 
 from asyncrl.algorithms.kl import LOG_RATIO_LIMIT
 
-__all__ = ["reverse_kl_terms", "teacher_advantages"]
-
 
 def teacher_advantages(behavior: np.ndarray, teacher: np.ndarray, coef: float) -> np.ndarray:
     """Return coef * (log π_teacher - log π_behavior) of each of T tokens, in units of coef per nat.

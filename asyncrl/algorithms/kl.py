@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LOG_RATIO_LIMIT", "LOW_VAR_LIMIT", "KLEstimator", "kl_estimate", "reward_kl"]
-
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3", "low_var"]
 
 LOW_VAR_LIMIT = 10.0

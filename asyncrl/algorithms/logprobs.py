@@ -9,19 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-__all__ = [
-    "CHUNK_ELEMENTS",
-    "IDENTITY",
-    "LIVE_CHUNKS",
-    "PLAIN_HEAD",
-    "HeadSettings",
-    "LogitMap",
-    "chunk_elements",
-    "greedy_tokens",
-    "token_logprobs",
-    "top_logprobs",
-]
-
 LIVE_CHUNKS = 4
 """Peak memory of the backward pass, in float32 tensors of the size of one chunk of logits."""
 AUTOGRAD_LIVE = 7

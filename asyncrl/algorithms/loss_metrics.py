@@ -11,8 +11,6 @@ from torch import Tensor
 from asyncrl.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
 from asyncrl.algorithms.sequences import sequence_max
 
-__all__ = ["LossSums", "drift_sums", "ratio_sums", "supervised_sums"]
-
 
 @dataclass(frozen=True, slots=True)
 class LossSums:

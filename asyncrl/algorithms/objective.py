@@ -25,16 +25,6 @@ from asyncrl.algorithms.references import KlInLoss, KlTerm
 from asyncrl.algorithms.values import value_loss
 from asyncrl.runtime.functions import FunctionError, import_function, where
 
-__all__ = [
-    "Objective",
-    "own_metrics",
-    "policy_loss",
-    "supervised_loss",
-    "token_weights",
-    "trial_tokens",
-    "truncated_weights",
-]
-
 
 class Objective(Protocol):
     """The settings of the policy objective."""

@@ -12,8 +12,6 @@ from asyncrl.contracts.section import ByName, Section
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AdamW", "Optimizer", "Sgd"]
-
 
 class AdamW(Section):
     """AdamW (arXiv:1711.05101)."""

@@ -6,8 +6,6 @@ from pydantic import Field
 
 from asyncrl.contracts.section import Section
 
-__all__ = ["Overlong"]
-
 
 class Overlong(Section):
     """A penalty of long completions (DAPO's soft overlong punishment, arXiv:2503.14476, eq. 13).

@@ -13,8 +13,6 @@ from asyncrl.runtime.functions import FunctionError, call_function, short
 if TYPE_CHECKING:  # scoring workers need no torch
     from torch import Tensor
 
-__all__ = ["CLIPPED", "own_advantages", "own_loss", "own_verdict"]
-
 CLIPPED = "clipped"
 """The metric of a custom loss that is reported as `clip_fraction`."""
 

@@ -14,8 +14,6 @@ from pydantic import Field
 
 from asyncrl.contracts.section import ByName, Section
 
-__all__ = ["BestWorst", "Candidates", "Margin", "Pairs", "choose_pairs", "shuffled_rewards"]
-
 ROUNDING = 1e-6
 """Relative tolerance of a margin. Rewards are float32, so 0.4 - 0.3 is a little below 0.1."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["pass_at_k"]
-
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
     """Return an unbiased estimate of pass@k: 1 - C(n - passed, k) / C(n, k).

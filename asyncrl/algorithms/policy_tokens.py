@@ -10,8 +10,6 @@ from asyncrl.algorithms.kl import LOG_RATIO_LIMIT
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["OldPolicy", "PolicyTokens"]
-
 OldPolicy: TypeAlias = Literal["behavior", "learner", "log_linear"]
 
 

@@ -16,16 +16,6 @@ from torch import Tensor
 from asyncrl.algorithms.kl import LOG_RATIO_LIMIT
 from asyncrl.algorithms.preference_losses import Kto, PairLoss
 
-__all__ = [
-    "Completions",
-    "Preferred",
-    "kto_baseline",
-    "kto_loss",
-    "off_policy_weights",
-    "pair_loss",
-    "scores",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Completions:

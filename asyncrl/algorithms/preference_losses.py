@@ -15,17 +15,6 @@ from asyncrl.contracts.section import ByName, Section
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Hinge",
-    "Ipo",
-    "Kto",
-    "OnlinePairLoss",
-    "PairLoss",
-    "PreferenceLoss",
-    "Sigmoid",
-    "Simpo",
-]
-
 
 class _Preference(Section):
     """What every loss of preferences has."""

@@ -11,8 +11,6 @@ from asyncrl.algorithms.kl import KLEstimator
 from asyncrl.contracts.section import ByKey, Section
 from asyncrl.runtime.setting_paths import ModelPath
 
-__all__ = ["FrozenPolicy", "KlInLoss", "KlInReward", "KlTerm", "Reference"]
-
 
 class FrozenPolicy(Section):
     """A frozen policy that scores what the learner trains, in a process of its own."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-__all__ = ["bradley_terry"]
-
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, center_coef: float) -> Tensor:
     """Return the loss [B] of B pairs: -log σ(chosen - rejected) + c·(chosen + rejected)².

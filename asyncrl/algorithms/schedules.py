@@ -9,8 +9,6 @@ from pydantic import Field
 
 from asyncrl.contracts.section import ByName, Section
 
-__all__ = ["SAME", "BatchSizes", "Constant", "Schedule", "learning_rate_at", "rows_at"]
-
 BatchSizes: TypeAlias = tuple[tuple[int, float], ...]
 """(applied steps before it, rows of each of the following steps), in order. The first is at 0."""
 SAME: BatchSizes = ((0, 1),)

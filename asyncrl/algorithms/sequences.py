@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["none_of", "sequence_max", "sequence_mean", "sequence_sum"]
-
 
 def none_of(values: Tensor) -> Tensor:
     """Return a mask [N] that is False everywhere."""

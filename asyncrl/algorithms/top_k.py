@@ -7,8 +7,6 @@ from torch import Tensor
 
 from asyncrl.algorithms.kl import LOG_RATIO_LIMIT
 
-__all__ = ["top_k_reverse_kl"]
-
 LEAST_TAIL = 1e-6
 """Smaller probabilities of the tail count as this in its log-ratio. In float32, 1 minus a sum of
 probabilities is only exact to about 1e-7."""

@@ -11,8 +11,6 @@ from asyncrl.algorithms.advantages.group_advantage import (
     group_advantages,
 )
 
-__all__ = ["turn_advantages", "turn_credits"]
-
 
 def turn_credits(rewards: Sequence[float | None], gamma: float) -> list[float | None]:
     """Return the credit of each turn of a session: its reward plus gamma times the credit of the

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-__all__ = ["gae", "value_loss"]
-
 
 def gae(
     reward: float,

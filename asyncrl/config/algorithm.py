@@ -19,14 +19,6 @@ from asyncrl.config.distillation import DistillationConfig, TeacherKl, TeacherMo
 from asyncrl.contracts.section import ByKey, Section, Short
 from asyncrl.runtime.functions import FUNCTION
 
-__all__ = [
-    "AlgorithmConfig",
-    "GroupFilter",
-    "OnlinePreferenceConfig",
-    "PolicyGradient",
-    "PreferenceTraining",
-]
-
 
 class GroupFilter(Section):
     """Your own function that decides whether a scored group is trained."""

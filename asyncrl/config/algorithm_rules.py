@@ -8,8 +8,6 @@ from asyncrl.config.algorithm import PolicyGradient, PreferenceTraining
 from asyncrl.config.distillation import TeacherServer
 from asyncrl.config.settings import Settings
 
-__all__ = ["check_algorithm"]
-
 
 def check_algorithm(config: Settings) -> None:
     """Raise ValueError for the first rule that does not hold."""

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from asyncrl.config.moved import MOVED, OR
 from asyncrl.config.offline_aliases import OFFLINE_NOT_IMPLEMENTED, OFFLINE_RENAMED, TURN_NAMES
 
-__all__ = ["explain_unknown"]
-
 VALUE_CLIP = (
     "a batch is trained once, so a clip around the values before the step never acts; remove it"
 )

@@ -9,8 +9,6 @@ import asyncrl.config.derived as derived
 from asyncrl.config.rules import check_rules
 from asyncrl.config.settings import Settings
 
-__all__ = ["Config"]
-
 
 class Config(Settings):
     """Every setting of a run."""

@@ -12,15 +12,6 @@ from pathlib import Path
 from asyncrl.config.schema import LOGPROB_BYTES
 from asyncrl.config.settings import Settings
 
-__all__ = [
-    "MOST_SEQUENCES",
-    "Derived",
-    "derived_settings",
-    "request_deadline_s",
-    "session_waves",
-    "stored_bytes",
-]
-
 SLOWEST_TOKENS_PER_S = 5.0
 """Lowest expected tokens per second of one completion in a full engine. A large model on one GPU
 makes 10 to 20."""

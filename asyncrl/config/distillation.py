@@ -11,15 +11,6 @@ from asyncrl.contracts.section import ByKey, ByName, Section
 from asyncrl.runtime.setting_paths import ModelPath
 from asyncrl.runtime.urls import sends_in_the_clear
 
-__all__ = [
-    "DistillationConfig",
-    "TeacherAdvantage",
-    "TeacherKl",
-    "TeacherModel",
-    "TeacherServer",
-    "TeacherTopK",
-]
-
 
 class TeacherServer(Section):
     """A teacher behind the base URL of an OpenAI-compatible server."""

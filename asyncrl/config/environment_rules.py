@@ -6,8 +6,6 @@ from asyncrl.config.algorithm import PolicyGradient
 from asyncrl.config.schema import AgentCommand
 from asyncrl.config.settings import BUILTIN, Settings
 
-__all__ = ["check_environment"]
-
 
 def check_environment(config: Settings) -> None:
     """Raise ValueError for the first rule that does not hold."""

@@ -11,18 +11,6 @@ from pydantic.fields import FieldInfo
 
 from asyncrl.contracts.section import Section, key_of, kinds_of, name_of
 
-__all__ = [
-    "Setting",
-    "alternatives",
-    "by_name",
-    "field_names",
-    "find",
-    "has_parts",
-    "known_names",
-    "section_of",
-    "settings_of",
-]
-
 
 class Setting(NamedTuple):
     """A setting of some kind of config."""

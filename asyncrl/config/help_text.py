@@ -15,8 +15,6 @@ from asyncrl.config.fields import Setting, settings_of
 from asyncrl.contracts.errors import ConfigError
 from asyncrl.contracts.section import Section, key_of, kinds_of, name_of
 
-__all__ = ["sections_help", "settings_help"]
-
 ALL = "all"
 """Shows every setting."""
 

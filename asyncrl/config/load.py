@@ -25,8 +25,6 @@ from asyncrl.runtime.yaml_files import read_yaml
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["explain", "load_any", "load_config", "load_offline"]
-
 Kind = TypeVar("Kind", Config, OfflineConfig)
 PATTERNS = {
     FUNCTION: "name a function as package.module:function",

@@ -10,8 +10,6 @@ from pydantic import Field
 from asyncrl.contracts.section import Section
 from asyncrl.runtime.setting_paths import LocalPath
 
-__all__ = ["LoraConfig"]
-
 
 class LoraConfig(Section):
     """Train a low-rank adapter (LoRA, arXiv:2106.09685) and keep the model's own weights."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["MOVED", "OR"]
-
 OR = ", or "
 """Between two ways to write a setting now. Each is for the kinds of run that have its section."""
 

@@ -24,16 +24,6 @@ from asyncrl.config.schema import (
 from asyncrl.contracts.section import ByName, Section
 from asyncrl.runtime.setting_paths import ModelPath
 
-__all__ = [
-    "OBJECTIVES",
-    "DpoConfig",
-    "HeldOutConfig",
-    "OfflineConfig",
-    "OfflineDataConfig",
-    "RewardModelConfig",
-    "SftConfig",
-]
-
 Objective = Literal["sft", "dpo", "reward_model"]
 OBJECTIVES: tuple[Objective, ...] = ("sft", "dpo", "reward_model")
 LEARNING_RATES: Mapping[str, float] = {"sft": 2e-5, "reward_model": 1e-5}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["OFFLINE_NOT_IMPLEMENTED", "OFFLINE_RENAMED", "TURN_NAMES"]
-
 ONE_LENGTH = "data.max_length, of the prompt and the completion together"
 ONE_LOSS = "a run has one loss (dpo.loss), and dpo.ce_coef for the next-token loss; remove it"
 REVERSE_KL = "the losses use the reverse KL divergence; remove it"

@@ -15,8 +15,6 @@ from asyncrl.contracts.errors import ConfigError
 from asyncrl.contracts.section import ByName, Short
 from asyncrl.runtime.yaml_files import parse_yaml
 
-__all__ = ["with_overrides"]
-
 
 def with_overrides(
     tree: Mapping[str, Any], overrides: list[str], kind: type[BaseModel]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from asyncrl.config.schema import AttachedGenerators
 from asyncrl.config.settings import Settings
 
-__all__ = ["check_placement", "shares_of_a_gpu"]
-
 ROUNDING = 1e-6
 HALF = 0.5 + ROUNDING
 

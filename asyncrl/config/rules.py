@@ -15,8 +15,6 @@ from asyncrl.config.schema import GeneratorConfig, Mask, Source
 from asyncrl.config.settings import Settings
 from asyncrl.contracts.section import Section
 
-__all__ = ["check_nodes", "check_rules", "check_sources"]
-
 HIGHEST_RANK = 512
 """Highest rank of an adapter that vLLM takes."""
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")

@@ -22,8 +22,6 @@ from asyncrl.contracts.section import Section, Unset
 from asyncrl.runtime.redact import redact_tree
 from asyncrl.runtime.setting_paths import paths_below, root_of_runs
 
-__all__ = ["Limits", "RunSettings"]
-
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 

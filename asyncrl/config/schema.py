@@ -27,35 +27,6 @@ from asyncrl.runtime.functions import FUNCTION
 from asyncrl.runtime.ray_defaults import TASK_CPUS
 from asyncrl.runtime.setting_paths import DataPath, LocalPath, ModelPath, is_hub_data, is_hub_name
 
-__all__ = [
-    "ENTRY_NAME",
-    "HUB_CACHE",
-    "AgentCommand",
-    "AgentFunction",
-    "AttachedGenerators",
-    "CheckpointConfig",
-    "DataConfig",
-    "Environment",
-    "EnvironmentConfig",
-    "EvalConfig",
-    "EvalSet",
-    "FunctionEnvironment",
-    "GeneratorConfig",
-    "LearnerConfig",
-    "ModelConfig",
-    "ObserveConfig",
-    "RewardConfig",
-    "RewardFunction",
-    "RolloutConfig",
-    "SandboxConfig",
-    "Source",
-    "Sources",
-    "StalenessConfig",
-    "WarmStartConfig",
-    "WeightsConfig",
-    "sources_of",
-]
-
 ENTRY_NAME = r"^[^/]+$"
 """Pattern of a reward function's name. It has no '/', because metric names put one after it."""
 HUB_CACHE = re.compile(

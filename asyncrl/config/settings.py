@@ -28,9 +28,6 @@ from asyncrl.config.schema import (
 )
 from asyncrl.contracts.section import ByKey
 
-__all__ = ["Settings", "completion_room"]
-
-
 ENVIRONMENT, BUILTIN = "environment", "asyncrl.rewards.builtin:environment"
 """Name and function of the reward that an environment gives."""
 

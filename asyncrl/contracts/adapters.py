@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PREFIX", "may_be_linear"]
-
 PREFIX = "base_model.model."
 """PEFT's prefix of the names in an adapter's file, before the layer's name and `.lora_A.weight` or
 `.lora_B.weight`."""

@@ -12,22 +12,6 @@ from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 
-__all__ = [
-    "MARK",
-    "SOURCE_COLUMN",
-    "as_json",
-    "column_values",
-    "damaged",
-    "encode_column",
-    "is_empty",
-    "is_json",
-    "json_field",
-    "row_values",
-    "uncarried",
-    "unreadable",
-    "without_absent",
-]
-
 SOURCE_COLUMN = "source_name"
 """Column with the name of a row's source, present when there are several sources."""
 

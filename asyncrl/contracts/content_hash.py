@@ -26,8 +26,6 @@ from asyncrl.contracts.rows import (
     TURN_COLUMNS,
 )
 
-__all__ = ["content_hashes"]
-
 BYTES = 16
 PER_TOKEN = frozenset(
     {

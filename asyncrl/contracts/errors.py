@@ -2,27 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "ConfigError",
-    "EngineDiedError",
-    "EscapesDirectoryError",
-    "EvaluationLostError",
-    "GenerationTimeoutError",
-    "GpuMemoryError",
-    "InvalidRequestError",
-    "NoCheckpointError",
-    "OutboxClosedError",
-    "PartDiedError",
-    "PlacementError",
-    "PlacementLostError",
-    "ReferenceLostError",
-    "RolloutFailedError",
-    "RunStoppedError",
-    "StaleReplicaError",
-    "TeacherError",
-    "UnreadableCheckpointError",
-]
-
 
 class PartDiedError(RuntimeError):
     """A process of the run died, or a stream broke because one did. A new attempt from the last

@@ -30,14 +30,6 @@ from asyncrl.contracts.rows import (
     VersionSpan,
 )
 
-__all__ = [
-    "groups_from_table",
-    "groups_to_table",
-    "reward_parts_type",
-    "table_from_ipc",
-    "table_to_ipc",
-]
-
 
 def groups_to_table(groups: Sequence[Group]) -> pa.Table:
     """An Arrow table with one row per group. It has the scored columns if the groups are scored,

@@ -15,30 +15,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import ray
 
-__all__ = [
-    "Accepted",
-    "Details",
-    "EngineLoad",
-    "Finished",
-    "GenerateRequest",
-    "Generated",
-    "HeldOutLoss",
-    "Manifest",
-    "PushReport",
-    "ReplicaStatus",
-    "RowRef",
-    "Scored",
-    "ScoredBaseline",
-    "ServedWeights",
-    "SessionCounts",
-    "StepResult",
-    "StreamPiece",
-    "TensorEntry",
-    "Tokens",
-    "TrajectoryText",
-    "WeightsId",
-]
-
 RowRef: TypeAlias = "tuple[ray.ObjectRef[pa.Buffer], int]"
 """Location of a group's row: a reference to the Arrow IPC stream of a table of groups, and the
 index of the row."""

@@ -7,23 +7,6 @@ from dataclasses import dataclass
 
 from asyncrl.contracts.rows import FINISH_REASONS, VersionSpan, check_spans
 
-__all__ = [
-    "BRANCHES",
-    "CONSTRAINED",
-    "CUT",
-    "DRIFT",
-    "FORKED",
-    "HISTORY",
-    "NODE_STATUSES",
-    "ORPHAN",
-    "REPEATED",
-    "REWRITTEN",
-    "SEPARATE",
-    "Node",
-    "branch_class",
-    "check_nodes",
-]
-
 CONSTRAINED = "constrained"
 """Status of a turn whose tokens a grammar restricted, so that the policy did not choose them."""
 ORPHAN = "orphan"

@@ -15,26 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = [
-    "BEHAVIOR_COLUMNS",
-    "MISMATCHED_COLUMNS",
-    "MISMATCHED_WITHIN",
-    "OLDEST_VERSION_COLUMN",
-    "PREFERENCE_SCHEMA",
-    "REFERENCE",
-    "REFERENCE_COLUMNS",
-    "SFT_SCHEMA",
-    "SIDES",
-    "UNPAIRED_REFERENCE_COLUMN",
-    "UNPAIRED_SCHEMA",
-    "Scored",
-    "TokenRow",
-    "check_offline_table",
-    "list_arrays",
-    "mismatched_rows",
-    "token_table",
-]
-
 Scored = Sequence[Sequence[bool]]
 """For each of some token rows, which of its second ids get a log-prob."""
 TokenRow = tuple[Sequence[int], Sequence[int]]

@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "FILTERED",
-    "NOTHING_TO_LEARN",
-    "NOT_FINITE",
-    "NO_BASELINE",
-    "NO_PAIR",
-    "OUTCOMES",
-    "UNFORESEEN",
-    "WAYS_OUT",
-    "Outcome",
-]
-
 UNFORESEEN = "not foreseen: "
 """Prefix of a group's failure after an unexpected exception."""
 FILTERED = "filtered: "

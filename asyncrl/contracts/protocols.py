@@ -21,20 +21,6 @@ from asyncrl.contracts.messages import (
 from asyncrl.contracts.rows import Prompt
 from asyncrl.contracts.state import State
 
-__all__ = [
-    "Checkpoints",
-    "Generate",
-    "Learner",
-    "PromptSource",
-    "ReferencePolicy",
-    "Rollouts",
-    "Scores",
-    "SharedDevice",
-    "Sink",
-    "TableRow",
-    "WeightSync",
-]
-
 
 class PromptSource(Protocol):
     """An endless source of prompts in ordinal order."""

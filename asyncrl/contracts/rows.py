@@ -15,46 +15,6 @@ from typing import Final, NamedTuple, NotRequired, TypedDict
 import numpy as np
 import pyarrow as pa
 
-__all__ = [
-    "ADDED_COLUMNS",
-    "AFTER_CUT",
-    "ANSWER_COLUMNS",
-    "BASELINE_COLUMNS",
-    "BASELINE_PARTS_COLUMN",
-    "COLUMNS",
-    "FAILED_ENDS",
-    "NO_TEACHER",
-    "REFERENCE_COLUMN",
-    "REFERENCE_LOGPROBS",
-    "REFERENCE_VERSION",
-    "REFERENCE_VERSION_COLUMN",
-    "SCORED_COLUMNS",
-    "SESSION_COLUMNS",
-    "SESSION_ENDS",
-    "STATUSES",
-    "TEACHER_COLUMNS",
-    "TEACHER_FAILURE_COLUMN",
-    "TEACHER_IDS_COLUMN",
-    "TEACHER_LOGPROBS_COLUMN",
-    "TEACHER_SECONDS_COLUMN",
-    "TEACHER_TOKENS",
-    "TOKEN_REWARDS",
-    "TOKEN_REWARDS_COLUMN",
-    "TRAJECTORY_COLUMNS",
-    "TRUNCATED",
-    "TURN_ADVANTAGE",
-    "TURN_ADVANTAGE_COLUMN",
-    "TURN_COLUMNS",
-    "Baseline",
-    "Completion",
-    "Group",
-    "Prompt",
-    "ReferenceLogprobs",
-    "TopLogprobs",
-    "Trajectory",
-    "VersionSpan",
-]
-
 SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
 
 COLUMNS: dict[str, pa.DataType] = {

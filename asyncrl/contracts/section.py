@@ -11,8 +11,6 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-__all__ = ["ByKey", "ByName", "Section", "Short", "Unset", "key_of", "kinds_of", "name_of"]
-
 
 class Section(BaseModel):
     """A section of the settings. Unknown keys are refused, and values cannot be changed."""

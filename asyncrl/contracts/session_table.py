@@ -8,17 +8,6 @@ from typing import Any, TypedDict
 from asyncrl.contracts.nodes import ORPHAN, Node
 from asyncrl.contracts.rows import Completion, SpanRow, VersionSpan
 
-__all__ = [
-    "NODE_COLUMNS",
-    "SessionsRow",
-    "TurnsRow",
-    "flat_completion",
-    "nodes_of_group",
-    "received_turns",
-    "turn_rewards",
-    "turns_of_group",
-]
-
 NO_PARENT = -1
 
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from asyncrl.control.buffer import Buffer as Buffer
-    from asyncrl.control.buffer import Frontier as Frontier
+    from asyncrl.control.buffer import Buffer as Buffer, Frontier as Frontier
     from asyncrl.control.concurrency import Concurrency as Concurrency
-    from asyncrl.control.coordinator import Coordinator as Coordinator
-    from asyncrl.control.coordinator import Parts as Parts
-    from asyncrl.control.coordinator import Schedule as Schedule
+    from asyncrl.control.coordinator import (
+        Coordinator as Coordinator,
+        Parts as Parts,
+        Schedule as Schedule,
+    )
     from asyncrl.control.staleness import Staleness as Staleness
 
 __getattr__ = lazy_exports(

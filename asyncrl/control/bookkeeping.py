@@ -19,8 +19,6 @@ from asyncrl.control.buffer import Outstanding
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
 from asyncrl.control.failed_sessions import FailedSessions
 
-__all__ = ["Bookkeeping", "Recorder", "RunProgress"]
-
 LOST_ROUNDS = 100
 """The run ends when more than this many batches of groups end without a step."""
 UNASKED_ROUNDS = 3

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from asyncrl.contracts.messages import Scored
 from asyncrl.control.staleness import Staleness
 
-__all__ = ["Buffer", "Frontier", "Outstanding"]
-
 
 @dataclass(slots=True)
 class Outstanding:

@@ -13,8 +13,6 @@ from itertools import zip_longest
 
 from asyncrl.contracts.messages import EngineLoad
 
-__all__ = ["Concurrency", "first_limit"]
-
 GROW_BELOW = 0.82
 """The limit grows while the share of the KV cache in use is below this."""
 TRIM_ABOVE = 0.92

@@ -56,8 +56,6 @@ from asyncrl.control.concurrency import Concurrency
 from asyncrl.control.staleness import Staleness
 from asyncrl.runtime.failures import unforeseen
 
-__all__ = ["Coordinator", "LearnerTurn", "LogprobCheck", "Parts", "Schedule"]
-
 Turn: TypeAlias = Literal[
     "generators", "going to rest", "taking", "learner", "leaving", "publishing", "waking"
 ]

@@ -13,8 +13,6 @@ from asyncrl.contracts.nodes import FORKED, REPEATED, SEPARATE
 from asyncrl.contracts.outcomes import NO_BASELINE
 from asyncrl.contracts.rows import SESSION_ENDS
 
-__all__ = ["batch_metrics", "scoring_metrics"]
-
 MASKED = ("unscored", "bad_logprob", "over_long", "no_token", "no_teacher")
 """Statuses of trajectories that are not trained. Sessions have more: see SESSION_ENDS."""
 

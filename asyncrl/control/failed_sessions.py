@@ -7,8 +7,6 @@ from collections import Counter
 from asyncrl.contracts.messages import SessionCounts
 from asyncrl.runtime.reasons import reason_key
 
-__all__ = ["FailedSessions"]
-
 MOST_REASONS = 100
 """Different reasons that are counted at a time. Each may name a task of its own."""
 

@@ -8,8 +8,6 @@ from typing import Literal
 
 from asyncrl.contracts.messages import Scored
 
-__all__ = ["Staleness"]
-
 
 @dataclass(frozen=True, slots=True)
 class Staleness:

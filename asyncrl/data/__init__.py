@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from asyncrl.data.prompt_stream import ROWS_PER_BLOCK as ROWS_PER_BLOCK
     from asyncrl.data.prompts import read_prompts as read_prompts
     from asyncrl.data.sources import RowsByNumber as RowsByNumber
-    from asyncrl.data.token_file import TokenFile as TokenFile
-    from asyncrl.data.token_file import open_token_file as open_token_file
+    from asyncrl.data.token_file import TokenFile as TokenFile, open_token_file as open_token_file
 
 __getattr__ = lazy_exports(
     __name__,

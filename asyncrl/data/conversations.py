@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from asyncrl.data.form_rows import Chat, MalformedError, Text
+from asyncrl.text.chat_messages import MessagesError
 from asyncrl.text.round_trip import Coverage
 from asyncrl.text.row_chats import RowChat, RowChats, render
 from asyncrl.text.row_messages import UnusedError
 from asyncrl.text.stops import chat_end_token
-from asyncrl.text.template import Message, MessagesError, marked_messages, marks_turns
+from asyncrl.text.template import Message, marked_messages, marks_turns
 from asyncrl.text.tokenizer import decode, decode_prompt, encode_continuations, encode_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["Encoder", "Target", "Tokens"]
 
 Target = Literal["all", "completion", "turns", "completion turns"]
 """The tokens to train: all; those after the prompt; the assistant's turns; or its turns after the

@@ -13,8 +13,6 @@ from asyncrl.data.conversations import Tokens
 from asyncrl.data.form_rows import MalformedError
 from asyncrl.data.length_limits import LengthLimits, Limit, Side, cut, truncate
 
-__all__ = ["EncodedRow", "checked", "lists", "paired", "truncated"]
-
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:

@@ -14,6 +14,7 @@ import pyarrow as pa
 from asyncrl.contracts.columns import column_values, without_absent
 from asyncrl.data.forms import TOOLS, VARIABLES, Form, FormName
 from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
+from asyncrl.text.chat_messages import MessagesError
 from asyncrl.text.row_messages import (
     MARKS,
     Mark,
@@ -23,25 +24,7 @@ from asyncrl.text.row_messages import (
     row_messages,
     without_marks,
 )
-from asyncrl.text.template import (
-    Message,
-    MessagesError,
-    Schema,
-    are_messages,
-    own_variables,
-    tool_schemas,
-)
-
-__all__ = [
-    "REASONS",
-    "Chat",
-    "MalformedError",
-    "ParsedRow",
-    "Side",
-    "Text",
-    "repeats_prompt",
-    "rows_of",
-]
+from asyncrl.text.template import Message, Schema, are_messages, own_variables, tool_schemas
 
 REASONS: Final[Mapping[str, str]] = {
     "missing": "a value is missing",

@@ -26,18 +26,6 @@ from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
 from asyncrl.text.chat_messages import REASONING_FIELDS
 from asyncrl.text.row_messages import ALPACA, MARKS, MEDIA_COLUMNS, TEXT_COLUMNS
 
-__all__ = [
-    "RECORDED",
-    "RECORDED_TEXTS",
-    "TOOLS",
-    "VARIABLES",
-    "Form",
-    "FormName",
-    "form_of",
-    "refuse_silent",
-    "wanted_columns",
-]
-
 FormName = Literal[
     "text", "messages", "prompt-completion", "preference", "unpaired preference", "recorded groups"
 ]

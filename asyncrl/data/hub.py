@@ -32,8 +32,6 @@ from asyncrl.config import ConfigError
 from asyncrl.data.splits import data_files
 from asyncrl.runtime.paths import meant
 
-__all__ = ["download_dataset"]
-
 README = "README.md"
 UNREACHABLE = (httpx2.TransportError, ConnectionError, LocalEntryNotFoundError)
 """Errors when the hub cannot be reached, HF_HUB_OFFLINE included."""

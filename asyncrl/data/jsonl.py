@@ -13,8 +13,6 @@ import pyarrow as pa
 
 from asyncrl.contracts.columns import encode_column, json_field, json_text
 
-__all__ = ["MOST_ROW_BYTES", "read_jsonl", "stream_jsonl"]
-
 MOST_ROW_BYTES = 64 << 20
 """Largest row in bytes: a line of JSONL, or a row of Parquet in Arrow's memory."""
 CHUNK_BYTES = 16 << 20

@@ -15,19 +15,6 @@ from typing import Literal, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-__all__ = [
-    "Cuts",
-    "LengthLimits",
-    "LengthReport",
-    "Limit",
-    "Policy",
-    "Side",
-    "TooLongError",
-    "Truncated",
-    "cut",
-    "truncate",
-]
-
 Policy = Literal["truncate", "drop", "error"]
 """What happens to a row above a limit: truncate it, drop and count it, or raise an error."""
 Side = Literal["keep_start", "keep_end"]

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Order", "ordinal_to_row"]
-
 LEAST_EPOCH = 1000
 """Minimum prompts in a mixture's epoch. It keeps the shares of small sources accurate to 0.1%."""
 

@@ -40,13 +40,6 @@ from asyncrl.runtime.arrow_files import write_batches
 from asyncrl.text.template import TemplateError
 from asyncrl.text.tokenizer import TokenizerError, decode_prompt, load_tokenizer
 
-__all__ = [
-    "SCHEMAS",
-    "OfflineRows",
-    "check_offline_rows",
-    "write_offline_rows",
-]
-
 SCHEMAS: Final[Mapping[RowsFor, pa.Schema]] = {
     "sft": SFT_SCHEMA,
     "dpo": PREFERENCE_SCHEMA,

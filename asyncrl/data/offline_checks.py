@@ -17,8 +17,6 @@ from asyncrl.text.template import Template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["check_settings", "idle_settings", "refuse_idle", "target_of", "template_notes"]
-
 PROMPTED: Final[frozenset[FormName]] = frozenset(
     ("prompt-completion", "preference", "unpaired preference")
 )

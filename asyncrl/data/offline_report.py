@@ -14,16 +14,6 @@ from asyncrl.data.form_rows import REASONS, MalformedError
 from asyncrl.data.length_limits import Cuts
 from asyncrl.data.sources import SourceRows
 
-__all__ = [
-    "LeftOut",
-    "OfflineReport",
-    "Tally",
-    "count_notes",
-    "dropped_notes",
-    "label_note",
-    "marked_text",
-]
-
 MARKS = ("⟦", "⟧")
 """Put around the trained tokens where a row is shown."""
 COUNTED: Mapping[str, str] = {

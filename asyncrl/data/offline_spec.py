@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["LengthPolicy", "LossOn", "MalformedPolicy", "OfflineDataSpec", "RowsFor"]
-
 RowsFor = Literal["sft", "dpo", "reward_model", "kto"]
 """What the rows are for: `sft` gives rows of SFT_SCHEMA, `dpo` and `reward_model` of
 PREFERENCE_SCHEMA, `kto` of UNPAIRED_SCHEMA (see `asyncrl.contracts.offline_rows`)."""

@@ -22,8 +22,6 @@ from asyncrl.data.sources import RowsByNumber
 from asyncrl.data.spec import DataSpec
 from asyncrl.runtime.ray_objects import broken_stream
 
-__all__ = ["ROWS_PER_BLOCK", "RayPromptSource", "ReorderWindow", "stream_ordinals"]
-
 ROWS_PER_BLOCK = 32
 STREAM_BYTES = 512 << 10
 """Object store for unread prompts. The stream runs ahead only this far."""

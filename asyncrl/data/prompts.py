@@ -38,18 +38,6 @@ from asyncrl.text.round_trip import Coverage
 from asyncrl.text.template import Rendered, TemplateError
 from asyncrl.text.tokenizer import TokenizerError, load_tokenizer
 
-__all__ = [
-    "ROWS_PER_CHECK",
-    "PromptReport",
-    "check_prompts",
-    "first_prompt",
-    "first_prompts",
-    "in_turn",
-    "order_of",
-    "prompt_ids_of",
-    "read_prompts",
-]
-
 ROWS_PER_CHECK = 1024
 """Rows that a check tokenizes and keeps in memory at a time."""
 

@@ -29,8 +29,6 @@ from asyncrl.text.tokenizer import decode, decode_prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RecordedGroups"]
-
 PER_TRAJECTORY = ("completion_ids", "loss_mask", "reward", "status")
 """Columns with one item for each trajectory of a group."""
 SESSIONS = NODE_COLUMNS[0]

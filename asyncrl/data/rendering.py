@@ -33,27 +33,10 @@ from asyncrl.data.forms import TOOLS, VARIABLES
 from asyncrl.data.length_limits import LengthLimits, Limit, Truncated, truncate
 from asyncrl.data.sources import Rows, read_sources
 from asyncrl.data.spec import DataSpec
+from asyncrl.text.chat_messages import MessagesError
 from asyncrl.text.row_messages import ALPACA, CHAT_START, MEDIA_COLUMNS, TEXT_COLUMNS, chat_value
-from asyncrl.text.template import MessagesError, Rendered, Template
+from asyncrl.text.template import Rendered, Template
 from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
-
-__all__ = [
-    "TOKENS",
-    "Data",
-    "limits",
-    "named",
-    "prompt_columns",
-    "prompt_values",
-    "prompts_of",
-    "read_prompt_rows",
-    "refuse_empty",
-    "render_rows",
-    "render_table",
-    "reward_schema",
-    "template_of",
-    "truncate_prompts",
-    "with_ordinals",
-]
 
 TOKENS = pa.list_(pa.int32())
 MESSAGES = "messages"

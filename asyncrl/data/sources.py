@@ -33,16 +33,6 @@ from asyncrl.runtime.arrow_files import stream_arrow
 from asyncrl.runtime.parquet import ExtensionTypeError
 from asyncrl.runtime.paths import meant
 
-__all__ = [
-    "Block",
-    "Rows",
-    "RowsByNumber",
-    "SourceRows",
-    "files_of",
-    "read_sources",
-    "stream_sources",
-]
-
 ROWS_PER_LOOK = 1024
 """Rows measured together before each is measured alone."""
 BLOCK_BYTES = 16 << 20

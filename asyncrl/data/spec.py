@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from asyncrl.config import DataConfig, EvalConfig, WarmStartConfig
 
-__all__ = ["DataSpec"]
-
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:

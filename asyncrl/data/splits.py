@@ -19,8 +19,6 @@ import yaml
 
 from asyncrl.runtime.yaml_files import parse_yaml
 
-__all__ = ["DATA_SUFFIXES", "data_files", "folder_files", "is_data_file"]
-
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 DATA_SUFFIXES = (".parquet", ".pq", ".arrow", *JSON_SUFFIXES)
 STATE = "state.json"

@@ -23,13 +23,12 @@ from asyncrl.data.rendering import (
     render_rows,
 )
 from asyncrl.data.spec import DataSpec
+from asyncrl.text.chat_messages import MessagesError
 from asyncrl.text.round_trip import Coverage
 from asyncrl.text.row_messages import chat_value
 from asyncrl.text.stops import chat_end_token
-from asyncrl.text.template import MessagesError, TemplateError
+from asyncrl.text.template import TemplateError
 from asyncrl.text.tokenizer import TokenizerError, encode_prompts, load_tokenizer
-
-__all__ = ["read_supervised", "supervised_rows"]
 
 
 def read_supervised(spec: DataSpec, data: Data, field: str) -> tuple[list[TokenRow], LengthReport]:

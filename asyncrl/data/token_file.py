@@ -13,8 +13,6 @@ import pyarrow as pa
 
 from asyncrl.runtime.arrow_files import map_table
 
-__all__ = ["TokenFile", "open_token_file"]
-
 
 @dataclass(frozen=True)
 class TokenFile:

@@ -8,12 +8,13 @@ from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool as EnvironmentPool
-    from asyncrl.environments.running import AgentFailedError as AgentFailedError
-    from asyncrl.environments.running import ContextTooLongError as ContextTooLongError
-    from asyncrl.environments.running import RewardFailedError as RewardFailedError
-    from asyncrl.environments.running import TurnsExceededError as TurnsExceededError
-    from asyncrl.environments.tools import ToolsRun as ToolsRun
-    from asyncrl.environments.tools import run_tools as run_tools
+    from asyncrl.environments.running import (
+        AgentFailedError as AgentFailedError,
+        ContextTooLongError as ContextTooLongError,
+        RewardFailedError as RewardFailedError,
+        TurnsExceededError as TurnsExceededError,
+    )
+    from asyncrl.environments.tools import ToolsRun as ToolsRun, run_tools as run_tools
 
 __getattr__ = lazy_exports(
     __name__,

@@ -30,8 +30,6 @@ from asyncrl.runtime.loopback import without_proxy_on_loopback
 from asyncrl.runtime.redact import is_secret_name
 from asyncrl.runtime.temporary import TemporaryFolder
 
-__all__ = ["command_columns", "own_folder", "play", "program_environment"]
-
 PLACE = re.compile(r"\{(\w+)\}")
 """In an argument of a command: the name of a column of the task."""
 MOST_KEPT = 1 << 16

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from asyncrl.runtime.functions import short, text_of
 from asyncrl.runtime.single_precision import FLOAT32_MAX
 
-__all__ = ["NOTHING", "OUTPUT", "Given", "given_by", "turn_rewards_of"]
-
 REWARD = "reward"
 TURNS = "turns"
 """The keys of the reward and of the turns' rewards in a dict that an environment returns. Other

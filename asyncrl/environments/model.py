@@ -26,8 +26,6 @@ from asyncrl.sessions.requests import (
 from asyncrl.text.template import Message, Schema, are_messages
 from asyncrl.web.answers import MOST_CHOICES, end_reason, usage
 
-__all__ = ["ChatSession", "Model", "Reply", "SessionUrl", "UnsupportedError"]
-
 WITHOUT_EFFECT = LABELS | {"modalities", "timeout"}
 """Arguments that change nothing here, and need not be counted."""
 RETRY_KEY = "idempotency-key"

@@ -37,14 +37,6 @@ from asyncrl.runtime.child_process import ChildProcess
 from asyncrl.runtime.functions import one_line
 from asyncrl.sessions.answers import ChatRequest
 
-__all__ = [
-    "BLOCKED",
-    "EnvironmentFailedError",
-    "EnvironmentPool",
-    "ModelFailedError",
-    "SessionLostError",
-]
-
 SERVE = "asyncrl.environments.process:serve"
 FOLDER = "environment"
 """Kind of the temporary folder of each process."""

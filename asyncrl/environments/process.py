@@ -37,9 +37,7 @@ from asyncrl.sessions.answers import (
     TurnDeadlineError,
     TurnsExceededError,
 )
-from asyncrl.text.template import MessagesError
-
-__all__ = ["ALIVE", "NOBODY", "REFUSALS", "RUNNING", "Answered", "Play", "Setup", "Stop", "serve"]
+from asyncrl.text.chat_messages import MessagesError
 
 RUNNING, ALIVE = struct.Struct("=qd"), struct.Struct("=dq")
 """In the shared memory: the number of the session whose code runs, or NOBODY, and the time by

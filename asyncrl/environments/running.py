@@ -17,26 +17,12 @@ from asyncrl.environments.given import NOTHING, Given, given_by
 from asyncrl.environments.model import ChatSession, Model, SessionUrl
 from asyncrl.runtime.functions import one_line, text_of
 from asyncrl.sessions.answers import (
-    ContextTooLongError,
+    ContextTooLongError as ContextTooLongError,
     SessionClosedError,
     TurnDeadlineError,
-    TurnsExceededError,
+    TurnsExceededError as TurnsExceededError,
 )
 from asyncrl.sessions.watched import Watched
-
-__all__ = [
-    "AgentFailedError",
-    "ContextTooLongError",
-    "End",
-    "Ended",
-    "Environment",
-    "Game",
-    "Limits",
-    "RewardFailedError",
-    "TurnsExceededError",
-    "end_of",
-    "run_session",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from asyncrl.environments.running import AgentFailedError
 
-__all__ = ["CallThreads", "in_thread"]
-
 
 class CallThreads(ThreadPoolExecutor):
     """The executor of `asyncio.to_thread`.

@@ -15,8 +15,6 @@ from asyncrl.text.call_texts import arguments_of
 from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.template import Message, Schema
 
-__all__ = ["MOST_CHARACTERS", "Tools", "ToolsRun", "run_tools", "was_cut"]
-
 Tools: TypeAlias = Mapping[str, tuple[Schema, Callable[..., Awaitable[object]]]]
 """Name → its schema in OpenAI's form, and the async function that gets the call's arguments."""
 MOST_CHARACTERS = 8000

@@ -36,8 +36,6 @@ from asyncrl.weights.manifest import Expected, check_manifest
 from asyncrl.weights.staging import fetch_bucket
 from asyncrl.weights.stored import SINGLE, TORCH_NAMES
 
-__all__ = ["KeptReference", "begin_place", "copy_place", "keep_version", "read_place", "wait_for"]
-
 CURRENT, SETTINGS = "CURRENT", "config.json"
 LISTED = re.compile(rf"version_[0-9]{{6,12}}/({re.escape(SINGLE)}|{re.escape(SETTINGS)})", re.ASCII)
 """The files that `CURRENT` may list."""

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from asyncrl.models.micro_batches import MicroBatch
     from asyncrl.models.policy import Policy
 
-__all__ = ["RayReference", "Reference", "start_reference"]
-
 
 class Reference:
     """The whole model at `algorithm.reference.ref_load` on one device, without gradients or an

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from asyncrl.config import LearnerConfig
 
-__all__ = ["ReferenceSpec", "RefreshSpec"]
-
 
 @dataclass(frozen=True, slots=True)
 class RefreshSpec:

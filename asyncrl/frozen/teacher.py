@@ -26,8 +26,6 @@ from asyncrl.runtime.ray_objects import Actor
 if TYPE_CHECKING:
     from asyncrl.contracts.offline_rows import Scored, TokenRow
 
-__all__ = ["UrlTeacher", "request_headers", "scored_ids", "start_teacher"]
-
 logger = logging.getLogger(__name__)
 
 RETRIED = (408, 409, 425, 429)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from asyncrl.generation.app import ServeGenerate as ServeGenerate
-    from asyncrl.generation.app import begin_generators as begin_generators
-    from asyncrl.generation.app import wait_for_generators as wait_for_generators
+    from asyncrl.generation.app import (
+        ServeGenerate as ServeGenerate,
+        begin_generators as begin_generators,
+        wait_for_generators as wait_for_generators,
+    )
     from asyncrl.generation.arguments import engine_environment as engine_environment
     from asyncrl.generation.engine import Engine as Engine
     from asyncrl.generation.replica import Generator as Generator

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["Adapter", "Adapters", "adapter_scale", "write_adapter"]
-
 logger = logging.getLogger(__name__)
 
 FILE_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

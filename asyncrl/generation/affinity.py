@@ -11,16 +11,6 @@ from ray.serve.request_router import RequestRouter, RunningReplica
 from asyncrl.contracts.messages import GenerateRequest, WeightsId
 from asyncrl.runtime.serve_calls import Handle
 
-__all__ = [
-    "FULL",
-    "HELD",
-    "WEIGHTS",
-    "able_replicas",
-    "note_router",
-    "of_session",
-    "session_replica",
-]
-
 HELD, WEIGHTS, FULL = "held", "weights", "full"
 """Keys of a replica's routing stats: whether an evaluation holds it, its weights, and whether as
 many completions wait in its engine's queue as the engine runs at once."""

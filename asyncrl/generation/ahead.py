@@ -23,8 +23,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["AheadProcess", "fatal_error", "handed_to_vllm", "import_engine", "keep_fatal_error"]
-
 FATAL = "fatal.txt"
 
 _handing = threading.Lock()

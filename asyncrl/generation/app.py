@@ -34,17 +34,6 @@ from asyncrl.runtime.ray_objects import DEATHS
 from asyncrl.runtime.serve_calls import Handle, ask_all
 from asyncrl.runtime.together import together
 
-__all__ = [
-    "ServeGenerate",
-    "application",
-    "begin_generators",
-    "build_app",
-    "end_generators",
-    "start_generators",
-    "stop_generators",
-    "wait_for_generators",
-]
-
 logger = logging.getLogger("asyncrl")
 
 Answer = TypeVar("Answer")

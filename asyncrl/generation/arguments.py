@@ -25,15 +25,6 @@ if TYPE_CHECKING:
 
     from asyncrl.generation.rendezvous import NodePlace
 
-__all__ = [
-    "engine_config",
-    "engine_environment",
-    "sampling_params",
-    "scoring_params",
-    "sibling_params",
-    "stream_params",
-]
-
 
 def engine_environment(device: str, num_threads: int = 1, nnodes: int = 1) -> dict[str, str]:
     """Environment variables of a process that runs an engine; its child processes inherit them.

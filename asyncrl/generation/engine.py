@@ -66,8 +66,6 @@ if TYPE_CHECKING:
 
     from asyncrl.generation.rendezvous import NodePlace
 
-__all__ = ["Answered", "Engine", "Update"]
-
 Update: TypeAlias = Mapping[str, object] | Sequence[Mapping[str, object]]
 """The staging file of all workers of an engine (`Staged.update_info`), or of each by its rank."""
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import StatLoggerBase
     from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
-__all__ = ["EngineStats", "stat_logger"]
-
 QUIET_MESSAGES = 2
 """Messages after which vLLM has finished reporting preemptions of recomputed requests. vLLM
 schedules the next step while one runs."""

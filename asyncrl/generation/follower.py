@@ -22,8 +22,6 @@ from asyncrl.weights.staging import Staged, fetch_version, sweep
 if TYPE_CHECKING:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-__all__ = ["Follower"]
-
 
 class Follower:
     """One node's part of an engine. Use it in a process of its own, whose end ends the workers.

@@ -20,8 +20,6 @@ from asyncrl.runtime.ray_objects import DEATHS, Actor
 from asyncrl.weights.manifest import ManifestError
 from asyncrl.weights.staging import StagingError
 
-__all__ = ["Followers", "bundle"]
-
 CALLS = 4
 """Calls that a follower answers at once: `run` never returns."""
 STOP_S = 15.0

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsLists
     from vllm.v1.request import Request
 
-__all__ = ["HeldOutputs", "hold_outputs", "holding"]
-
 HOLD_S = 0.1
 """Longest time in seconds for which the engine holds a token, apart from the time of a step.
 Counters of tokens lag by this. Tokens of an aborted completion that the engine still holds are

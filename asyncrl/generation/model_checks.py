@@ -26,20 +26,6 @@ from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.weights.outline import outline
 from asyncrl.weights.stored import CheckpointFilesError, stored_files
 
-__all__ = [
-    "check_app",
-    "check_cache",
-    "check_files",
-    "check_share",
-    "check_tokens_and_tensors",
-    "check_weight_files",
-    "check_workers",
-    "enough_cache",
-    "kv_tokens",
-    "kv_width",
-    "read_config_json",
-]
-
 READ = (".json", ".safetensors", ".model", ".txt", ".jinja")
 """Suffixes of a model's files that a run reads."""
 KV_BLOCK = 128

@@ -27,8 +27,6 @@ from asyncrl.weights.version_registry import (
     take_lease,
 )
 
-__all__ = ["ApplicationWatcher", "application_name", "end_orphans", "watch_application"]
-
 logger = logging.getLogger("asyncrl")
 
 GRACE_S = 10.0

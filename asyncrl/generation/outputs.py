@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
     from vllm.v1.engine.output_processor import RequestState
 
-__all__ = ["scores", "to_completion", "to_piece", "tokens_so_far", "version_spans"]
-
 
 def to_completion(
     output: CompletionOutput,

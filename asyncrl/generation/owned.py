@@ -20,8 +20,6 @@ from asyncrl.runtime.ray_objects import Actor
 from asyncrl.runtime.serve_calls import Handle, ask_all
 from asyncrl.weights.version_registry import take_lease
 
-__all__ = ["OwnGenerators", "end_lease", "lease_generators"]
-
 logger = logging.getLogger("asyncrl")
 
 RELEASE_S = 10.0

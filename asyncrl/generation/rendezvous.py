@@ -11,8 +11,6 @@ import ray
 
 from asyncrl.runtime.interfaces import interface_of, interface_variables
 
-__all__ = ["Meeting", "NodePlace", "use_own_address"]
-
 BACKLOG = 128
 """Connections that wait to be accepted at a meeting."""
 

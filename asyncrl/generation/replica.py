@@ -50,8 +50,6 @@ from asyncrl.weights.staging import Staged, StagingError, fetch_version, sweep
 from asyncrl.weights.stored import weights_hash
 from asyncrl.weights.version_registry import find_registry, lease_holder
 
-__all__ = ["Generator"]
-
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")

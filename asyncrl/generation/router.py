@@ -13,8 +13,6 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.generation.affinity import able_replicas, note_router, of_session
 
-__all__ = ["VersionRouter"]
-
 
 class VersionRouter(RequestRouter):
     """Sends a call whose requests name a replica to that replica, and one of a session to the

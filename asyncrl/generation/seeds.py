@@ -15,8 +15,6 @@ import torch
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-__all__ = ["draw_in_blocks"]
-
 BLOCK = 64
 """Numbers that a random generator gives at once."""
 END = 2**31

@@ -9,19 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-__all__ = [
-    "APPLICATION",
-    "NOT_SERVED_ON_CPU",
-    "RUN",
-    "SERVED_IN_PART",
-    "WHY",
-    "Names",
-    "context_of",
-    "not_served",
-    "text_config",
-    "unusable",
-]
-
 COUNTS = (
     "hidden_size",
     "max_position_embeddings",

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["SessionRequests"]
-
 
 @dataclass(slots=True)
 class _Request:

@@ -12,8 +12,6 @@ from asyncrl.config import GeneratorConfig, Section
 from asyncrl.config.derived import MOST_SEQUENCES, fetch_timeout, stall, start
 from asyncrl.config.rules import check_nodes
 
-__all__ = ["GeneratorApp", "check_served_name", "registry_name"]
-
 
 class GeneratorApp(Section):
     """One generator application."""

@@ -19,8 +19,6 @@ from asyncrl.contracts.messages import Generated, GenerateRequest
 from asyncrl.runtime.many_calls import settle
 from asyncrl.runtime.serve_calls import Handle, ask_all
 
-__all__ = ["SharedCalls"]
-
 MOST_IN_CALL = 8
 """Requests of one Serve call, all of which go to one replica. Serve balances calls."""
 GIVE_UP_S = 5.0

@@ -26,8 +26,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.generation.settings import registry_name
 from asyncrl.weights.version_registry import REGISTRY_NAMESPACE, find_registry
 
-__all__ = ["end_shared_serve", "forget_controller", "start_serve"]
-
 logger = logging.getLogger("asyncrl")
 
 HOST, PORT = "127.0.0.1", 8000

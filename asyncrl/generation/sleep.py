@@ -12,8 +12,6 @@ from asyncrl.runtime.gpu_memory import check_room
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["Sleep"]
-
 LEVEL = 1
 """vLLM's level of sleep. Level 1 moves the weights to the host, level 2 discards them, and both
 discard the KV cache. Only level 1 can wake without an update: after a skipped step, after the first

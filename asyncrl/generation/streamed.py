@@ -15,8 +15,6 @@ from asyncrl.contracts.messages import Accepted, Generated, GenerateRequest, Str
 from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.runtime.serve_calls import Handle
 
-__all__ = ["StreamedCompletion"]
-
 
 class StreamedCompletion:
     """A completion of a request with n = 1, as far as it has come."""

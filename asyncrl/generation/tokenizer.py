@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm.tokenizers.hf import HfTokenizer
 
-__all__ = ["EngineTokenizer"]
-
 
 class EngineTokenizer:
     """What vLLM's registry loads for `asyncrl.weights.engine.TOKENIZER_MODE`."""

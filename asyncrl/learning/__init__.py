@@ -8,10 +8,11 @@ from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
     from asyncrl.learning.group import LearnerGroup as LearnerGroup
-    from asyncrl.learning.offline_examples import examples_with as examples_with
-    from asyncrl.learning.offline_examples import pairs_of as pairs_of
-    from asyncrl.learning.rank import LearnerRank as LearnerRank
-    from asyncrl.learning.rank import start_rank as start_rank
+    from asyncrl.learning.offline_examples import (
+        examples_with as examples_with,
+        pairs_of as pairs_of,
+    )
+    from asyncrl.learning.rank import LearnerRank as LearnerRank, start_rank as start_rank
     from asyncrl.learning.state import Meeting as Meeting
     from asyncrl.learning.turns import DeviceTurns as DeviceTurns
 

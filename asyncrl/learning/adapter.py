@@ -23,8 +23,6 @@ from asyncrl.weights.gather import TORCH_DTYPES, gather_buckets, weight_layout
 from asyncrl.weights.published import VersionTable, whole_table
 from asyncrl.weights.stored import save_tensors
 
-__all__ = ["DIRECTORY", "adapter_table", "gather_matrices", "row_squares", "write_adapter"]
-
 DIRECTORY = "adapter"
 """Folder of the adapter in an exported model's directory."""
 

@@ -25,13 +25,6 @@ from asyncrl.contracts.rows import (
 from asyncrl.learning.session_examples import has_sessions, session_examples
 from asyncrl.models.micro_batches import Example
 
-__all__ = [
-    "examples_of",
-    "shuffle_rewards",
-    "with_next_token",
-    "with_values",
-]
-
 
 def examples_of(table: pa.Table) -> list[Example]:
     """The trainable trajectories of a table of scored groups: those with status ok and at least

@@ -13,8 +13,6 @@ from asyncrl.learning.quarantine import culprit, keep_batch
 from asyncrl.learning.state import LearnerState
 from asyncrl.models.micro_batches import ALONE, Example, packing_units
 
-__all__ = ["keep_if_bad", "name_culprit"]
-
 NAMED_TOKENS = 16
 """Number of first tokens that identify a supervised row in a message."""
 

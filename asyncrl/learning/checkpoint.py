@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
     from deepspeed.runtime.config import DeepSpeedConfig
 
-__all__ = ["load_rank", "save_rank"]
-
 TAG = "zero3"
 COUNTERS = "counters.json"
 """File of the learner's counters: world_size, applied (steps), trained_tokens (loss tokens)."""

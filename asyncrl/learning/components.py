@@ -14,8 +14,6 @@ from asyncrl.algorithms.objective import supervised_loss
 from asyncrl.learning.passes import Loss
 from asyncrl.models.micro_batches import Example, MicroBatch
 
-__all__ = ["CE", "Component", "ce_loss", "weighted_sum", "with_token_mean"]
-
 CE = "ce"
 """Next-token prediction."""
 

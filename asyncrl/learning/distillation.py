@@ -18,14 +18,6 @@ from asyncrl.config.distillation import TeacherAdvantage
 from asyncrl.contracts.rows import TEACHER_SECONDS_COLUMN
 from asyncrl.models.micro_batches import Example, MicroBatch, trajectories_of
 
-__all__ = [
-    "DISTILL",
-    "DISTILL_PARTS",
-    "distillation_metrics",
-    "top_k_loss",
-    "with_teacher_advantages",
-]
-
 DISTILL = "distill"
 """The divergence from the teacher over top_k tokens: a component of the loss."""
 DISTILL_PARTS = ("distill/top_k_kl", "distill/tail")

@@ -33,14 +33,6 @@ from asyncrl.runtime.stacks import register_stacks, stack_of
 
 if TYPE_CHECKING:  # the driver does not import torch
     from asyncrl.learning.state import Meeting
-
-__all__ = [
-    "LearnerDiedError",
-    "LearnerError",
-    "LearnerGroup",
-    "RankProcess",
-    "rank_environment",
-]
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,6 @@ from asyncrl.learning.passes import forward_batches
 from asyncrl.learning.state import LearnerState
 from asyncrl.models.micro_batches import Example, plain_example
 
-__all__ = ["heldout_loss", "target_logprobs"]
-
 
 def heldout_loss(state: LearnerState, table: pa.Table) -> HeldOutLoss:
     """The loss on rows with SFT_SCHEMA, and how many rows the model predicts exactly (a

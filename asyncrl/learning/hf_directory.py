@@ -19,8 +19,6 @@ from asyncrl.weights.gather import TORCH_DTYPES, weight_layout
 from asyncrl.weights.published import VersionTable
 from asyncrl.weights.stored import INDEX, save_tensors
 
-__all__ = ["HfDirectory", "write_stops"]
-
 COPIED = (
     "preprocessor_config.json",
     "processor_config.json",

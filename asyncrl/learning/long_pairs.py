@@ -19,8 +19,6 @@ from asyncrl.learning.passes import forward_batches
 from asyncrl.learning.state import LearnerState
 from asyncrl.models.micro_batches import Example, MicroBatch
 
-__all__ = ["gradient_alone", "sides_alone", "split_pairs", "values_of"]
-
 
 def split_pairs(state: LearnerState, pairs: Sequence[Pair]) -> tuple[list[Example], list[Pair]]:
     """The sides of the pairs that fit into a micro-batch, each pair one packing unit, and the pairs

@@ -14,8 +14,6 @@ from asyncrl.models.micro_batches import Example, trajectories_of
 from asyncrl.packing.packing import Packing
 from asyncrl.runtime.functions import FunctionError
 
-__all__ = ["StepSums", "step_metrics"]
-
 SUMS = tuple(
     field.name
     for field in fields(LossSums)

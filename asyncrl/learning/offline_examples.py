@@ -21,8 +21,6 @@ from asyncrl.contracts.offline_rows import (
 )
 from asyncrl.models.micro_batches import Example, plain_example
 
-__all__ = ["Pair", "UnpairedRows", "examples_with", "pairs_of", "unpaired_of"]
-
 Pair = tuple[Example, Example]
 """The chosen and the rejected side."""
 

@@ -24,8 +24,6 @@ from asyncrl.learning.preference_step import train_preferences
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.learning.state import LearnerState
 
-__all__ = ["online_preference_step", "pairs_table"]
-
 
 def online_preference_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
     """Take one step on the pairs of scored groups, one table each (a collective).

@@ -14,8 +14,6 @@ from asyncrl.config import LearnerConfig
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-__all__ = ["make_optimizer", "set_learning_rates"]
-
 VALUE_HEAD = "value_head."
 """Prefix of the parameter names of a policy's value head."""
 

@@ -10,8 +10,6 @@ import torch
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.models.micro_batches import MicroBatch
 
-__all__ = ["LearnerOutOfMemoryError", "advice", "explained"]
-
 
 class LearnerOutOfMemoryError(RuntimeError):
     """A micro-batch did not fit in memory. The message is one line: its tokens, segments and loss

@@ -28,8 +28,6 @@ from asyncrl.models.micro_batches import (
 from asyncrl.packing.balance import quadratic_cost
 from asyncrl.packing.packing import Packing, pack
 
-__all__ = ["Loss", "backward", "forward_batches", "forward_rows", "is_finite", "train"]
-
 Loss = Callable[[Tensor, Tensor, Tensor, MicroBatch], tuple[Tensor, LossSums]]
 """(log-probs [N], entropy [N], values [N] or empty, micro-batch) → loss and sums."""
 

@@ -44,8 +44,6 @@ from asyncrl.learning.stale_tokens import kept_metrics, with_fresh_tokens
 from asyncrl.learning.state import LearnerState
 from asyncrl.models.micro_batches import Example, MicroBatch, trajectories_of
 
-__all__ = ["policy_step"]
-
 
 def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
     """Take one policy step on scored groups, one table each (a collective).

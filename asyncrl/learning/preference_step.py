@@ -41,14 +41,6 @@ from asyncrl.models.micro_batches import Example, MicroBatch
 
 PreferenceObjective: TypeAlias = OnlinePreferenceConfig | DpoConfig
 
-__all__ = [
-    "PreferenceObjective",
-    "heldout_preferences",
-    "preference_step",
-    "side_sums",
-    "train_preferences",
-]
-
 logger = logging.getLogger(__name__)
 
 

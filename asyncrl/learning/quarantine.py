@@ -15,8 +15,6 @@ from asyncrl.contracts.errors import EscapesDirectoryError
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
 
-__all__ = ["KEPT", "NormWatch", "culprit", "keep_batch"]
-
 KEPT = 32
 """Batches that a run keeps for each reason. Further ones are only reported. A run that spikes at
 every step then does not fill the disk, and the batch that ends the run can still be kept."""

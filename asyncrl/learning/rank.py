@@ -54,8 +54,6 @@ from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.weights.gather import gather_buckets, weight_layout
 from asyncrl.weights.layout import bucket_checksum
 
-__all__ = ["LearnerRank", "start_rank"]
-
 Rows: TypeAlias = "pa.Table | pa.Buffer"
 """A table of fixed rows, or its Arrow IPC stream. Ray resolves a reference to either."""
 

@@ -30,8 +30,6 @@ from asyncrl.learning.passes import train
 from asyncrl.learning.state import LearnerState
 from asyncrl.models.micro_batches import Example, MicroBatch, plain_example
 
-__all__ = ["heldout_scores", "pair_scores", "reward_step"]
-
 logger = logging.getLogger(__name__)
 
 METRICS = (

@@ -23,8 +23,6 @@ from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_
 from asyncrl.models.micro_batches import WHOLE, Example, trajectories_of
 from asyncrl.sessions.rows import SessionRow, session_rows
 
-__all__ = ["has_sessions", "rows_of_trajectory", "session_examples", "with_trajectory_units"]
-
 
 def has_sessions(table: pa.Table) -> bool:
     """Whether the trajectories of the groups are sessions."""

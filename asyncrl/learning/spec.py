@@ -19,8 +19,6 @@ from asyncrl.config import (
 from asyncrl.config.algorithm import OnlinePreferenceConfig
 from asyncrl.packing.packing import Strategy
 
-__all__ = ["LearnerSpec"]
-
 
 @dataclass(frozen=True, slots=True)
 class LearnerSpec:

@@ -9,8 +9,6 @@ import numpy as np
 
 from asyncrl.models.micro_batches import Example, trajectories_of
 
-__all__ = ["QUARTERS", "kept_metrics", "with_fresh_tokens"]
-
 QUARTERS = (1, 2, 3, 4)
 """Quarters of the step's trajectories by length, and of a trajectory's loss tokens by position."""
 

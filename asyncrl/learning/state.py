@@ -31,8 +31,6 @@ from asyncrl.weights.classifier import SCORE, classifier_table
 from asyncrl.weights.gather import ShardedParameter
 from asyncrl.weights.published import VersionTable, version_table
 
-__all__ = ["LearnerState", "Meeting", "join_ranks", "load_state"]
-
 COLLECTIVES_LONGER_S = 60.0
 """Seconds by which a collective's timeout exceeds that of a call. The driver then finds a rank that
 hangs before the rank's peers do."""

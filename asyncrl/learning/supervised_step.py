@@ -21,8 +21,6 @@ from asyncrl.models.micro_batches import Example, MicroBatch, plain_example
 from asyncrl.packing.blocks import SEQ_LENGTHS, pack_blocks
 from asyncrl.packing.packing import Strategy
 
-__all__ = ["supervised_examples", "supervised_step"]
-
 logger = logging.getLogger(__name__)
 
 

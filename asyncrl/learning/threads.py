@@ -18,8 +18,6 @@ import torch
 
 from asyncrl.sandbox.machine import usable_cpus
 
-__all__ = ["CpuTimes", "Threads", "cpu_times"]
-
 SHORTEST_S = 0.2
 """Shortest time between two choices. The system counts CPU time in units of 10 ms."""
 MOST_USED = 0.75

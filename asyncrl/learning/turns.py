@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from asyncrl.learning.state import LearnerState
 
-__all__ = ["DeviceTurns", "device_turns"]
-
 ROOM_S = 300.0
 """Longest wait for the memory of a replica that is starting, and rests once it has started."""
 LOOK_EVERY_S = 0.2

@@ -15,8 +15,6 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-__all__ = ["load_converted"]
-
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 LINES = 3
 """Last lines of the converter's errors in a message."""

@@ -14,14 +14,6 @@ import pyarrow as pa
 from asyncrl.config import WarmStartConfig
 from asyncrl.contracts.offline_rows import token_table
 
-__all__ = [
-    "SupervisedLearner",
-    "WarmStartCheck",
-    "WarmStartFailedError",
-    "WarmStartReport",
-    "warm_start",
-]
-
 Row = tuple[Sequence[int], Sequence[int]]
 
 

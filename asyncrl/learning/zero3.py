@@ -25,19 +25,6 @@ from asyncrl.weights.gather import ShardedParameter
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-__all__ = [
-    "discard_gradients",
-    "fresh_optimizer",
-    "full_size",
-    "gradients_finite",
-    "join_process_group",
-    "listening_socket",
-    "parameters_finite",
-    "policy_of",
-    "shard_size",
-    "start_engine",
-]
-
 RENDEZVOUS_TIMEOUT_S = 300
 COLLECTIVE_TIMEOUT_S = 3600.0
 EVERYTHING = 10**12

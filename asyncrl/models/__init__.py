@@ -7,19 +7,25 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from asyncrl.models.attention import Segments as Segments
-    from asyncrl.models.attention import register_attention as register_attention
-    from asyncrl.models.attention import segment_attention as segment_attention
+    from asyncrl.models.attention import (
+        Segments as Segments,
+        register_attention as register_attention,
+        segment_attention as segment_attention,
+    )
     from asyncrl.models.isolation import check_isolation as check_isolation
-    from asyncrl.models.micro_batches import Example as Example
-    from asyncrl.models.micro_batches import MicroBatch as MicroBatch
-    from asyncrl.models.micro_batches import micro_batch as micro_batch
-    from asyncrl.models.micro_batches import packing_units as packing_units
-    from asyncrl.models.micro_batches import token_example as token_example
-    from asyncrl.models.policy import Policy as Policy
-    from asyncrl.models.policy import checkpoint_activations as checkpoint_activations
-    from asyncrl.models.policy import head_settings as head_settings
-    from asyncrl.models.policy import load_policy as load_policy
+    from asyncrl.models.micro_batches import (
+        Example as Example,
+        MicroBatch as MicroBatch,
+        micro_batch as micro_batch,
+        packing_units as packing_units,
+        token_example as token_example,
+    )
+    from asyncrl.models.policy import (
+        Policy as Policy,
+        checkpoint_activations as checkpoint_activations,
+        head_settings as head_settings,
+        load_policy as load_policy,
+    )
     from asyncrl.models.supported import support as support
 
 __getattr__ = lazy_exports(

@@ -14,15 +14,6 @@ from asyncrl.contracts.adapters import PREFIX
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "SETTINGS",
-    "AdapterFilesError",
-    "AdapterFolder",
-    "adapter_base",
-    "open_adapter",
-    "read_matrices",
-]
-
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TAKEN = {
     "r": "r",

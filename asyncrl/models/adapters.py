@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import inject_adapter_in_model
+from peft import LoraConfig as PeftConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,21 +23,6 @@ from transformers import PreTrainedModel
 from asyncrl.config import LoraConfig
 from asyncrl.contracts.adapters import PREFIX
 from asyncrl.models.adapter_files import read_matrices
-
-__all__ = [
-    "LowRank",
-    "adapter_settings",
-    "add_adapter",
-    "add_squares",
-    "base_name",
-    "layer_of",
-    "load_adapter",
-    "low_rank",
-    "merged",
-    "published_name",
-    "share_weights_with_dora",
-    "with_factors",
-]
 
 ADAPTER = "default"
 """PEFT's name for the only adapter."""

@@ -21,8 +21,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from asyncrl.models.supported import WAY_OUT
 from asyncrl.models.ulysses import SequenceGroup
 
-__all__ = ["ATTENTION", "Segments", "register_attention", "segment_attention"]
-
 ATTENTION = "asyncrl_segments"
 """The name of the attention function in transformers."""
 

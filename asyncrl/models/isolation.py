@@ -12,8 +12,6 @@ from torch import Tensor
 from asyncrl.models.micro_batches import Example, micro_batch, plain_example, token_example
 from asyncrl.models.supported import WAY_OUT, Packing
 
-__all__ = ["NOT_FINITE", "check_isolation"]
-
 NOT_FINITE = (
     "model.path = {path!r}: its weights contain NaN or Inf, or its logits overflow; use an earlier"
     " checkpoint"

@@ -14,18 +14,6 @@ from asyncrl.algorithms.policy_tokens import PolicyTokens
 from asyncrl.contracts.offline_rows import TokenRow
 from asyncrl.models.attention import Segments
 
-__all__ = [
-    "ALONE",
-    "WHOLE",
-    "Example",
-    "MicroBatch",
-    "micro_batch",
-    "packing_units",
-    "plain_example",
-    "token_example",
-    "trajectories_of",
-]
-
 ALONE = -1
 """Packing unit of an example that need not stay with others."""
 WHOLE = -1

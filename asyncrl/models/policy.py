@@ -34,8 +34,6 @@ from asyncrl.models.supported import (
 )
 from asyncrl.models.ulysses import SequenceGroup
 
-__all__ = ["Policy", "checkpoint_activations", "head_settings", "load_policy"]
-
 
 class Policy(nn.Module):
     """Backbone and head of a causal LM.

@@ -13,20 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "NO_SHARES",
-    "WAY_OUT",
-    "Packing",
-    "Support",
-    "caps_attention",
-    "chosen_packing",
-    "keeps_state",
-    "logit_change",
-    "squares_scores",
-    "support",
-    "uniform_rope_tokens",
-]
-
 Packing = Literal["rows", "none"]
 """Many trajectories in a packed row, or one trajectory in each forward pass."""
 

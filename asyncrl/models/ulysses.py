@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["SequenceGroup"]
-
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["unused"]
-
 UNUSED = (
     r"rotary_emb\.inv_freq$",
     r"(^|\.)position_ids$",

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from asyncrl.observe.cpu import cpu_seconds as cpu_seconds
-    from asyncrl.observe.cpu import cpu_seconds_between as cpu_seconds_between
-    from asyncrl.observe.memory import MemoryPeak as MemoryPeak
-    from asyncrl.observe.memory import MemorySampler as MemorySampler
-    from asyncrl.observe.memory import descendants as descendants
-    from asyncrl.observe.memory import process_name as process_name
+    from asyncrl.observe.cpu import (
+        cpu_seconds as cpu_seconds,
+        cpu_seconds_between as cpu_seconds_between,
+    )
+    from asyncrl.observe.memory import (
+        MemoryPeak as MemoryPeak,
+        MemorySampler as MemorySampler,
+        descendants as descendants,
+        process_name as process_name,
+    )
 
 __getattr__ = lazy_exports(
     __name__,

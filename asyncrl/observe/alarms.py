@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from asyncrl.contracts.rows import FAILED_ENDS
 from asyncrl.observe.metric_values import number
 
-__all__ = ["FIRST_STEPS", "RANGES", "Alarms", "Range", "alarms"]
-
 FIRST_STEPS = 8
 """`entropy_ratio` compares with the highest entropy of this many first steps of the run. It is the
 highest and not the mean, because a run may collapse within these steps."""

@@ -8,8 +8,6 @@ import psutil
 
 from asyncrl.observe.memory import descendants, process_name
 
-__all__ = ["cpu_seconds", "cpu_seconds_between"]
-
 
 def cpu_seconds(root: psutil.Process) -> dict[str, float]:
     """Name → CPU seconds so far of the processes of that name: `driver` for the root, the others

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from asyncrl.runtime.reasons import reason_key
 
-__all__ = ["WHERE", "FailureNotes", "failed_in_all", "failure_line"]
-
 WHERE = "the column session_note of groups/*.parquet has every reason"
 SHARE = 0.05
 """A smaller share of failed sessions is not shown while the run goes on."""

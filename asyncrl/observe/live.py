@@ -22,8 +22,6 @@ from asyncrl.rundir.metrics import MetricsWriter
 from asyncrl.rundir.outcomes import OutcomesWriter
 from asyncrl.runtime.redact import redact_all, shown
 
-__all__ = ["Live", "RunRecorder"]
-
 logger = logging.getLogger(__name__)
 
 SHOW_EVERY_S = 0.5

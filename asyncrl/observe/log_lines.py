@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["record_line"]
-
 QUIET = ("push", "gather", "commit", "memory", "error", "stall", "failed_sessions")
 """Events without a line: they come several times per version, or another line logs them."""
 

@@ -21,15 +21,6 @@ from types import TracebackType
 
 import psutil
 
-__all__ = [
-    "MemoryPeak",
-    "MemorySampler",
-    "descendants",
-    "process_name",
-    "pss_bytes",
-    "shared_memory_bytes",
-]
-
 LARGEST_SHARE = 0.02
 """Largest share of one core that sampling may take."""
 

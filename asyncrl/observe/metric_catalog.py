@@ -11,8 +11,6 @@ from functools import cache, lru_cache
 
 from asyncrl.observe.alarms import RANGES, Range
 
-__all__ = ["TABLES", "Metric", "MetricTable", "known_names", "meaning_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Metric:

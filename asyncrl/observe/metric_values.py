@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["number"]
-
 
 def number(metrics: Mapping[str, object], name: str) -> float | None:
     """The value of a metric; None if the record lacks it or its value is not a number."""

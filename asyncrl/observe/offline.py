@@ -12,8 +12,6 @@ from asyncrl.observe.metric_values import number
 from asyncrl.observe.progress import Progress, ProgressView, time_left
 from asyncrl.rundir.metrics import MetricsWriter
 
-__all__ = ["HELD_OUT_LOSS", "OfflineRecorder", "loss_changes"]
-
 logger = logging.getLogger(__name__)
 
 SHOW_EVERY_S = 0.5

@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
     from rich.table import Table
-
-__all__ = [
-    "Alarm",
-    "Progress",
-    "ProgressView",
-    "display_line",
-    "duration",
-    "line",
-    "share",
-    "table",
-    "time_left",
-]
 BORDER, BORDER_LINES = 4, 3
 """Columns of the frame, and lines of the frame and the terminal's last line."""
 COLUMN_WIDTH, MOST_COLUMNS = 44, 3

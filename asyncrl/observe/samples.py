@@ -13,8 +13,6 @@ from asyncrl.observe.metric_values import number
 from asyncrl.runtime.redact import shown
 from asyncrl.text.transcript import transcript
 
-__all__ = ["SampleRow", "choose_samples", "samples_text"]
-
 ORDERS = {
     "newest": ("finished_at", "descending"),
     "best": ("reward", "descending"),

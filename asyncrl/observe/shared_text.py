@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-__all__ = ["SharedText"]
-
 BEFORE = ">:]}|"
 AFTER = "<[{|"
 """The shared text ends after white space or BEFORE, and begins at white space or AFTER. So no word

@@ -25,19 +25,6 @@ from asyncrl.runtime.temporary import temporary_within
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
-
-__all__ = [
-    "PACKAGES",
-    "Background",
-    "MLflowSink",
-    "SinkRun",
-    "TensorBoardSink",
-    "TrackioSink",
-    "WandbSink",
-    "missing_packages",
-    "open_sinks",
-    "wandb_asks_for_a_key",
-]
 logger = logging.getLogger(__name__)
 ALWAYS_PLOTTED = ("reward/", "eval/")
 """Groups of metrics that TensorBoard plots even while they are constant, except for COUNTS."""

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from asyncrl.observe.metric_values import number
 from asyncrl.observe.spec import ObserveSpec
 
-__all__ = ["before_and_after"]
-
 MOST_STEPS = 10
 """Rewards are averaged over this many steps at each end of a run, at most a quarter of its steps.
 """

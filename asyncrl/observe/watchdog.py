@@ -19,8 +19,6 @@ from typing import Protocol
 
 from asyncrl.control.coordinator import Coordinator
 
-__all__ = ["Stage", "Watchdog", "current_stage", "marks", "watching_learner"]
-
 ASK_S = 10.0
 """Seconds that a stage's workers get to describe what they are doing."""
 

@@ -8,8 +8,7 @@ from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
     from asyncrl.packing.blocks import pack_blocks as pack_blocks
-    from asyncrl.packing.packing import pack as pack
-    from asyncrl.packing.packing import pack_rows as pack_rows
+    from asyncrl.packing.packing import pack as pack, pack_rows as pack_rows
 
 __getattr__ = lazy_exports(
     __name__,

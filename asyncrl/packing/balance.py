@@ -11,8 +11,6 @@ import heapq
 from collections.abc import Sequence
 from math import fsum
 
-__all__ = ["balanced_rounds", "imbalance_of", "karmarkar_karp", "quadratic_cost"]
-
 Part = tuple[float, list[int]]
 """The sum of some costs, and their indices."""
 

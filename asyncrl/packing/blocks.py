@@ -16,8 +16,6 @@ import pyarrow.compute as pc
 
 from asyncrl.packing.packing import Pieces, Strategy, pack_rows
 
-__all__ = ["SEQ_LENGTHS", "WINDOW", "pack_blocks"]
-
 SEQ_LENGTHS = "seq_lengths"
 """Column of a packed row: the number of tokens of each segment, list<int32>, in order. TRL uses the
 same name."""

@@ -13,8 +13,6 @@ import numpy as np
 
 from asyncrl.packing.balance import balanced_rounds, imbalance_of
 
-__all__ = ["Packing", "Pieces", "Strategy", "best_fit_decreasing", "pack", "pack_rows"]
-
 Strategy = Literal["bfd", "bfd_split", "wrapped"]
 
 DIGIT = 16

@@ -14,17 +14,6 @@ from asyncrl.models.adapter_files import AdapterFilesError, AdapterFolder, open_
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.outline import Outline, outline
 
-__all__ = [
-    "adapter_text",
-    "check_adapter",
-    "loaded_dropout",
-    "published_bytes",
-    "run_outline",
-    "trained_bytes",
-    "trained_elements",
-    "with_loaded_adapter",
-]
-
 Kind = TypeVar("Kind", Config, OfflineConfig)
 
 

@@ -37,8 +37,6 @@ from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.template import Message, Schema
 
-__all__ = ["AgentChecks", "Request", "Tried"]
-
 Request: TypeAlias = tuple[Sequence[Message], Sequence[Schema] | None]
 """The messages and tools of a turn."""
 

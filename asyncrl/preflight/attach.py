@@ -19,8 +19,6 @@ from asyncrl.text.tokenizer import load_tokenizer, tokenizer_hash
 from asyncrl.weights.manifest import expected_tensors, layout_hash
 from asyncrl.weights.stored import weights_hash
 
-__all__ = ["AttachError", "attached_config", "check_fits"]
-
 
 class AttachError(RuntimeError):
     """The run cannot use the application. The application is unchanged."""

@@ -10,8 +10,6 @@ from asyncrl.config import OfflineConfig
 from asyncrl.rundir.record import RECORD, AttemptRecord, read_record
 from asyncrl.rundir.resume import find_beginning
 
-__all__ = ["batch_sizes"]
-
 
 def batch_sizes(config: OfflineConfig) -> BatchSizes:
     """The batch size of each applied step: those of the earlier attempts that the run continues,

@@ -24,8 +24,6 @@ from asyncrl.runtime.redact import print_shown, secret_names
 from asyncrl.sessions.session import SessionTemplate
 from asyncrl.text.response import ResponseReader
 
-__all__ = ["Checked", "check_environment", "settings_text"]
-
 ROWS = 2
 """Rows of data.train that the scripted agents get."""
 

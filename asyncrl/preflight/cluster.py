@@ -28,18 +28,10 @@ from asyncrl.generation.shared_serve import forget_controller
 from asyncrl.preflight.cluster_address import answering_cluster, without_uv
 from asyncrl.preflight.placement import needed
 from asyncrl.preflight.ray_token import keep_token_private
-from asyncrl.runtime.ray_shutdown import shut_down_ray
+from asyncrl.runtime.ray_shutdown import shut_down_ray as shut_down_ray
 from asyncrl.runtime.redact import print_shown
 from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
 from asyncrl.sandbox.machine import usable_cpus
-
-__all__ = [
-    "RayEndedError",
-    "ray_cluster",
-    "shut_down_ray",
-    "start_local_ray",
-    "wait_until_ray_ends",
-]
 
 logger = logging.getLogger("asyncrl")
 

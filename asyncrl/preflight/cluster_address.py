@@ -16,8 +16,6 @@ from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
 from asyncrl.config import ConfigError
 
-__all__ = ["answering_cluster", "without_uv"]
-
 UV = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 CONNECT_S = 3.0
 """Seconds for the machine of a cluster to accept a connection."""

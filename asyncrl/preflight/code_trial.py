@@ -25,8 +25,6 @@ from asyncrl.rewards.code_blocks import code_block
 from asyncrl.rewards.code_forms import Cases, Source, heads_of, json_value, read_tests
 from asyncrl.sandbox import SandboxError
 
-__all__ = ["try_code"]
-
 ROWS = 1000
 """Rows whose tests are read."""
 TRIED = 3

@@ -21,7 +21,6 @@ from asyncrl.config import (
 from asyncrl.data.hub import download_dataset
 from asyncrl.runtime.yaml_files import read_yaml
 
-__all__ = ["config_before", "resolve_data"]
 Data = str | tuple[Source, ...] | None
 Kind = TypeVar("Kind", Config, OfflineConfig)
 DATA = (("data", "train"), ("eval", "data"), ("warm_start", "data"))

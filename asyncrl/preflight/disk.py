@@ -12,8 +12,6 @@ from pathlib import Path
 from asyncrl.config import ConfigError, RunSettings
 from asyncrl.preflight.adapter import trained_bytes
 
-__all__ = ["Disk", "checkpoint_bytes", "disk_text", "disks", "refuse_full"]
-
 MIB = 1 << 20
 
 

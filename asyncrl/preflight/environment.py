@@ -11,8 +11,6 @@ from asyncrl.environments.agent import command_columns
 from asyncrl.environments.pool import EnvironmentFailedError, EnvironmentPool
 from asyncrl.text.tokenizer import load_tokenizer
 
-__all__ = ["check_agent", "try_environment"]
-
 
 def check_agent(environment: EnvironmentConfig | None, columns: Collection[str]) -> None:
     """Raise ConfigError if the agent's program is not on this machine, or if its command names a

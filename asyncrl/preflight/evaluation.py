@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from asyncrl.config import Config
 
-__all__ = ["Speed", "evaluation_seconds", "evaluation_text"]
-
 
 @dataclass(frozen=True, slots=True)
 class Speed:

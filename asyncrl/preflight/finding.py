@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Finding", "counts_text", "findings_text"]
-
 CHECK_WIDTH = 24
 MIN_WIDTH = 60
 """Narrower terminals wrap the lines themselves."""

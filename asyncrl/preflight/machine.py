@@ -18,8 +18,6 @@ from asyncrl.config import Config, ConfigError, RunSettings
 from asyncrl.runtime.temporary import SHORT, SOCKET_PATH, TemporaryPlace
 from asyncrl.sandbox.machine import process_limit, usable_cpus
 
-__all__ = ["refuse_environment", "refuse_machine"]
-
 SESSION = "/session_2026-01-01_00-00-00_000000_{process}/sockets/plasma_store"
 """Ray's longest path of a socket in its temporary folder, which is limited to SOCKET_PATH bytes."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)

@@ -18,8 +18,6 @@ from asyncrl.preflight.adapter import run_outline, trained_elements
 from asyncrl.sandbox.machine import usable_memory
 from asyncrl.weights.layout import ITEM_BYTES
 
-__all__ = ["Needs", "estimate", "limit_text", "memory_text", "parameter_counts"]
-
 HEAD_GRADIENTS = 2
 """Gradients of the head's weight that exist at the same time in the backward pass of the log-probs:
 a chunk's, and their float32 sum."""

@@ -11,8 +11,6 @@ from asyncrl.generation.model_checks import check_cache, check_files, kv_width, 
 from asyncrl.generation.served import RUN, context_of, not_served, text_config
 from asyncrl.models.supported import NO_SHARES, chosen_packing, uniform_rope_tokens
 
-__all__ = ["check_kv_cache", "kv_bytes_per_token", "model_context", "model_vocabulary", "refusal"]
-
 UNBOUNDED_CONTEXT = 1 << 30
 """Context of a model whose config.json has neither max_position_embeddings nor n_positions, in
 tokens."""

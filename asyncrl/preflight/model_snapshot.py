@@ -40,16 +40,6 @@ from asyncrl.rundir.resume import MODEL_FILES
 from asyncrl.runtime.paths import meant
 from asyncrl.weights.stored import CheckpointFilesError, sampled_weights
 
-__all__ = [
-    "Snapshot",
-    "difference",
-    "download",
-    "in_cache",
-    "look",
-    "read_snapshot",
-    "resolve_models",
-]
-
 Kind = TypeVar("Kind", Config, OfflineConfig)
 Part = TypeVar("Part", bound=Section)
 FILES, NOT_FILES = (

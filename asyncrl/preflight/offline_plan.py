@@ -34,8 +34,6 @@ from asyncrl.text.stops import load_stops
 from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.weights.outline import Outline
 
-__all__ = ["ORDER_FILE", "OfflinePlan", "make_offline_plan"]
-
 ORDER_FILE = "order.json"
 """File beside the token rows with the fields of their `Order` and the checksums of the rows."""
 

@@ -26,8 +26,6 @@ from asyncrl.config.algorithm import GroupFilter
 from asyncrl.runtime.functions import FunctionError
 from asyncrl.runtime.imports import for_users_programs, import_path
 
-__all__ = ["LIMIT_S", "main", "own_text", "try_own"]
-
 ALGORITHM: TypeAdapter[AlgorithmConfig] = TypeAdapter(AlgorithmConfig)
 REWARDS = ([1.0, 0.0, 0.5, 0.0], [1.0, 1.0], [0.0, 0.0, 0.0])
 """A group of four rewards, and two groups of equal rewards, whose std is 0."""

@@ -40,18 +40,6 @@ from asyncrl.runtime.ray_shutdown import shut_down_ray
 from asyncrl.runtime.redact import print_shown
 from asyncrl.sandbox.machine import usable_memory
 
-__all__ = [
-    "check_models",
-    "cluster_nodes",
-    "generators_lost",
-    "needed",
-    "own_cluster",
-    "plan_on_cluster",
-    "wait_for_actors",
-    "wait_for_placement",
-    "wait_for_resources",
-]
-
 logger = logging.getLogger("asyncrl")
 
 LOOK_EVERY_S = 0.5

@@ -29,8 +29,6 @@ from asyncrl.weights.outline import Outline, outline
 if TYPE_CHECKING:
     from asyncrl.data.length_limits import LengthReport
 
-__all__ = ["check_heads", "check_sinks", "make_plan", "version_outline"]
-
 
 def make_plan(config: Config) -> Plan:
     """Check everything that can be checked without allocating resources.

@@ -13,8 +13,6 @@ from asyncrl.text.stops import chat_end_token
 from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.weights.outline import Outline
 
-__all__ = ["counted", "gpus_here", "notes_text", "plan_notes"]
-
 SMALL = 10_000_000
 """Trained elements below which high learning rates are usual, as for adapters."""
 HIGH_RATE, HIGH_RATE_OF_SMALL, LOW_RATE = 1e-3, 1e-2, 1e-9

@@ -31,14 +31,6 @@ from asyncrl.preflight.specs import data_spec
 if TYPE_CHECKING:
     from asyncrl.data.prompts import PromptReport
 
-__all__ = [
-    "algorithm_text",
-    "arithmetic",
-    "derived_text",
-    "rows_text",
-    "sources_text",
-]
-
 SHOWN = {
     ("ppo", "behavior", "none"),
     ("ppo", "learner", "token"),

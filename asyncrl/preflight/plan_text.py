@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from asyncrl.data.length_limits import LengthReport
     from asyncrl.data.prompts import PromptReport
 
-__all__ = ["Plan"]
-
 BRIEF_CHARACTERS = 60
 """Characters of the first prompt that the brief plan shows."""
 

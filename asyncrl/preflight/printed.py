@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from asyncrl.preflight.finding import Finding
 
-__all__ = ["Printed"]
-
 MOST_SHOWN = 4096
 """Bytes that are shown."""
 LAST_S = 2.0

@@ -7,8 +7,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["keep_token_private"]
-
 ELSEWHERE = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 """Variables with which Ray takes its token from another place."""
 OTHERS = stat.S_IRWXG | stat.S_IRWXO

@@ -14,8 +14,6 @@ from ray.util.state.common import ActorState, PlacementGroupState, TaskState
 
 from asyncrl.preflight.resources import ResourceUser
 
-__all__ = ["group_users", "users_by_node"]
-
 SHOWN = ("CPU", "GPU")
 LIST_TIMEOUT_S = 10
 MOST = 1000

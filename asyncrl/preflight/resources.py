@@ -19,19 +19,6 @@ from asyncrl.preflight.teacher import reference_parameters
 from asyncrl.runtime.ray_defaults import TASK_CPUS
 from asyncrl.weights.layout import ITEM_BYTES
 
-__all__ = [
-    "Need",
-    "Node",
-    "Part",
-    "ResourceUser",
-    "cluster_text",
-    "logical_cpus",
-    "placement_text",
-    "run_needs",
-    "shortages",
-    "with_fewer_replicas",
-]
-
 COUNTED = ("CPU", "GPU")
 """Resources that processes declare to Ray. A node that does not register one has none of it."""
 BYTES = ("memory", "shared memory", "object store")

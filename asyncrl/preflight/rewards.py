@@ -28,8 +28,6 @@ from asyncrl.rewards.pool import GroupRewards, RewardPool
 from asyncrl.text.answer import answer_format
 from asyncrl.text.tokenizer import load_tokenizer
 
-__all__ = ["COMPLETION", "Tried", "reward_trial", "rewards_text"]
-
 Trial: TypeAlias = "Callable[[PromptReport], Tried | None]"
 
 COMPLETION = "0"

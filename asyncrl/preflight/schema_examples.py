@@ -14,8 +14,6 @@ import rstr
 
 from asyncrl.text.schemas import kinds_of, types_of
 
-__all__ = ["Example", "refusal"]
-
 KINDS = ("string", "object", "number", "integer", "array", "boolean", "null")
 """Types of JSON, in the order in which they are tried."""
 DEEPEST = 8

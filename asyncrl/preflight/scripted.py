@@ -15,26 +15,14 @@ from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
+from asyncrl.text.chat_messages import MessagesError
 from asyncrl.text.continuation import first_difference, render_chat
 from asyncrl.text.response import ResponseReader
-from asyncrl.text.template import Message, MessagesError, Schema
+from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode, decode_prompt, encode_continuations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = [
-    "CALL_ID",
-    "Said",
-    "Script",
-    "ScriptedModel",
-    "ScriptedSession",
-    "TimedTemplate",
-    "call_message",
-    "next_end",
-    "turn_text",
-    "writes",
-]
 
 
 CALL_ID = "call{:05d}"

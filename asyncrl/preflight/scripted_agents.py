@@ -9,10 +9,9 @@ from asyncrl.contracts.rows import Prompt
 from asyncrl.preflight.scripted import Said, Script, call_message, turn_text
 from asyncrl.preflight.tool_examples import example_arguments, tool_name
 from asyncrl.sessions.session import SessionTemplate
-from asyncrl.text.template import Message, MessagesError, Schema
+from asyncrl.text.chat_messages import MessagesError
+from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import special_tokens
-
-__all__ = ["ANSWERS", "FORMS", "RIGHT", "WRONG", "ScriptedAgents", "says"]
 
 ANSWERS = ("answer", "solution", "target", "label", "expected", "gold", "ground_truth")
 """Columns that may have the right answer. The first one counts."""

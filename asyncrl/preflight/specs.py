@@ -19,20 +19,6 @@ from asyncrl.preflight.model_limits import model_vocabulary
 from asyncrl.rewards.spec import ScoringSpec
 from asyncrl.rollout.spec import SessionsSpec, WorkerSpec
 
-__all__ = [
-    "data_spec",
-    "generator_app",
-    "learner_spec",
-    "observe_spec",
-    "offline_data_spec",
-    "offline_learner_spec",
-    "offline_reference_spec",
-    "reference_spec",
-    "scoring_spec",
-    "sessions_spec",
-    "worker_spec",
-]
-
 
 def data_spec(config: Config) -> DataSpec:
     """The spec for reading prompts and supervised rows."""

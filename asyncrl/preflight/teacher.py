@@ -25,8 +25,6 @@ from asyncrl.weights.stored import stored_tensors
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["check_teacher", "reference_parameters"]
-
 SETTING = "algorithm.distillation.teacher"
 PROBE_TIMEOUT_S = 20.0
 GENERATED = 1

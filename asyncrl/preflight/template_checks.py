@@ -31,13 +31,12 @@ from asyncrl.preflight.tool_examples import (
 from asyncrl.sessions.answers import ChatRequest
 from asyncrl.sessions.rows import session_rows
 from asyncrl.sessions.session import SessionTemplate
+from asyncrl.text.chat_messages import MessagesError
 from asyncrl.text.continuation import render_chat
 from asyncrl.text.response import ResponseReader, format_name
-from asyncrl.text.template import Message, MessagesError, Schema
+from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode_prompt, encode_continuations
 from asyncrl.text.turn_formats import TAKES_TOOLS
-
-__all__ = ["TemplateChecks"]
 
 WORDS = ("fine", "so it is", "yes", "7", "a", "right")
 """Texts for turns. The first that the tokenizer can write is taken."""

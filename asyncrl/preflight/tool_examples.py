@@ -9,8 +9,6 @@ from typing import Any
 from asyncrl.preflight.schema_examples import Example, refusal
 from asyncrl.text.template import Schema
 
-__all__ = ["MADE_UP", "PROBE", "example_arguments", "own_cases", "refused_examples", "tool_name"]
-
 QUOTES, UNICODE = "say \"hi\" \\ 'x'\n{}", "Grüße, 日本語 🙂"
 PROBE: Schema = {
     "type": "function",

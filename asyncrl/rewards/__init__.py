@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from asyncrl.rewards.contract import GroupCall as GroupCall
-    from asyncrl.rewards.contract import RewardError as RewardError
-    from asyncrl.rewards.contract import call_reward as call_reward
+    from asyncrl.rewards.contract import (
+        GroupCall as GroupCall,
+        RewardError as RewardError,
+        call_reward as call_reward,
+    )
     from asyncrl.rewards.scoring import RayScores as RayScores
 
 __getattr__ = lazy_exports(

@@ -31,17 +31,6 @@ from asyncrl.rewards.final_answer import code_blocks
 from asyncrl.sandbox import Limits, Program, Result, Sandbox, open_sandbox
 from asyncrl.sandbox.machine import usable_cpus
 
-__all__ = [
-    "Verdict",
-    "code_tests",
-    "configured_sandbox",
-    "grade",
-    "refuse_missing_packages",
-    "sandbox_limits",
-    "share_settings",
-    "with_heads",
-]
-
 SANDBOX: TypeAdapter[SandboxConfig | None] = TypeAdapter(SandboxConfig | None)
 SETTINGS = "ASYNCRL_SANDBOX"
 """Environment variable that passes the sandbox settings to reward processes."""

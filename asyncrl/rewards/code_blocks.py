@@ -7,8 +7,6 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Block", "code_block", "fenced_blocks"]
-
 PYTHON = ("python", "py", "python3", "py3", "cpython", "pypy", "pypy3", "ipython")
 FENCE = re.compile(
     r"(?P<marks>`{3,}|~{3,})[ \t]*\{?[ \t]*\.?(?P<language>[\w+-]*)(?P<rest>[^`\n]*)"

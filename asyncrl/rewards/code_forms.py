@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-__all__ = ["Cases", "Source", "TestsError", "heads_of", "json_value", "read_tests"]
-
 
 class TestsError(ValueError):
     """Tests that are not run, with the reason and the way out."""

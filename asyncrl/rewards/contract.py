@@ -73,24 +73,6 @@ from asyncrl.runtime.functions import (
 from asyncrl.runtime.single_precision import FLOAT32_MAX
 from asyncrl.text.answer import AnswerFormat, AnswerReader
 
-__all__ = [
-    "UNSCORED_REASON",
-    "ContractError",
-    "FunctionRewards",
-    "GroupCall",
-    "RewardError",
-    "Session",
-    "call_reward",
-    "check_rewards",
-    "failed",
-    "find_reward",
-    "finite_sum",
-    "import_reward",
-    "keyword_arguments",
-    "row_of",
-    "with_notes",
-]
-
 CALLERS = {str(Path(__file__)), str(Path(__file__).with_name("process.py")), functions.__file__}
 """Files whose frames precede those of the reward in a traceback."""
 MOST_FRAMES = 12

@@ -14,16 +14,6 @@ import httpx2
 
 from asyncrl.runtime.urls import sends_in_the_clear
 
-__all__ = [
-    "ABOUT_CONTENT",
-    "Accepted",
-    "BusyError",
-    "Endpoint",
-    "RefusedError",
-    "first_answer",
-    "refuse_key_in_the_clear",
-]
-
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")

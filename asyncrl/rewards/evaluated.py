@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["EVALUATED", "why_not_scored"]
-
 EVALUATED = frozenset(
     {
         "binary_matrix",

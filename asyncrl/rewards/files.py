@@ -11,8 +11,6 @@ import pyarrow as pa
 from asyncrl.runtime import parquet
 from asyncrl.runtime.merging import MERGED_BYTES, Merging
 
-__all__ = ["FlushFiles", "compact", "write_groups"]
-
 
 def write_groups(path: Path, tables: Sequence[pa.Table]) -> None:
     """Write one complete Parquet file: write to a temporary name in the same directory, then

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from asyncrl.rewards.code_blocks import code_block, fenced_blocks
 from asyncrl.text.reasoning import text_after_reasoning
 
-__all__ = ["answers_of", "code_blocks", "final_expression", "tagged_answer"]
-
 OPEN_TAG, CLOSE_TAG = "<answer>", "</answer>"
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<word>[^\s{}$\\.,;]+))")
 BRACES = re.compile(r"\\.|[{}]", re.DOTALL)

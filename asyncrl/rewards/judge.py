@@ -31,16 +31,6 @@ from asyncrl.rewards.final_answer import answers_of
 from asyncrl.text.chat_messages import plain_text
 from asyncrl.text.reasoning import text_after_reasoning
 
-__all__ = [
-    "REASONS",
-    "JudgeSettings",
-    "Judgment",
-    "answers",
-    "filled",
-    "labeled",
-    "llm_judge",
-]
-
 logger = logging.getLogger(__name__)
 
 TEMPLATE = """You grade one answer. Judge only whether it does what was asked, correctly and \

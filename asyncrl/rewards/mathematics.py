@@ -24,8 +24,6 @@ from math_verify import parse, verify
 from asyncrl.rewards.final_answer import answers_of, final_expression
 from asyncrl.sandbox.machine import usable_cpus
 
-__all__ = ["math_verify"]
-
 # math-verify warns that its own time limit is off. Here the kernel limits the time.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 

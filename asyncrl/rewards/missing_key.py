@@ -8,8 +8,6 @@ import traceback
 from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
 
-__all__ = ["missing_column"]
-
 
 def missing_column(
     error: BaseException, columns: Mapping[str, object], names: Collection[str]

@@ -39,8 +39,6 @@ from asyncrl.runtime.child_process import ChildProcess
 from asyncrl.runtime.single_precision import FLOAT32_MAX
 from asyncrl.text.answer import AnswerFormat
 
-__all__ = ["GroupRewards", "RewardPool", "no_rewards", "total_rewards"]
-
 START_TIMEOUT_S = 180.0
 """Seconds until a new reward process must be ready, imports included."""
 RESTART_PAUSE_S = 0.2

@@ -36,8 +36,6 @@ from asyncrl.runtime.child_process import MessageWriter, receive
 from asyncrl.runtime.functions import is_async
 from asyncrl.text.answer import AnswerFormat, AnswerReader
 
-__all__ = ["CANCEL_S", "Call", "Cancel", "Named", "ProcessMessage", "Setup", "serve"]
-
 T = TypeVar("T")
 
 CANCEL_S = 1.0

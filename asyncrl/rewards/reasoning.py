@@ -21,8 +21,6 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
-__all__ = ["own_score", "reasoning_gym_score"]
-
 FIX = "write a reward function that evaluates nothing"
 MOST_CHARACTERS = 10_000
 """A longer completion scores 0, unless the right answer has more than half of that. Scorers may

@@ -16,8 +16,6 @@ from asyncrl.contracts.rows import TopLogprobs
 from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
 from asyncrl.sessions.rows import session_rows
 
-__all__ = ["Answer", "Logprobs", "ReferenceRows", "reference_rows"]
-
 Logprobs: TypeAlias = "NDArray[np.float32] | NDArray[np.float64]"
 """[T], of one trajectory's tokens."""
 Answer: TypeAlias = "Logprobs | TopLogprobs"

@@ -16,8 +16,6 @@ from asyncrl.rewards.pool import TEXT_ANSWERS, GroupRewards, RewardPool
 from asyncrl.runtime.ray_objects import Actor
 from asyncrl.text.answer import AnswerFormat
 
-__all__ = ["RemoteRewardPool"]
-
 T = TypeVar("T")
 
 CALLS_AT_ONCE = 10_000

@@ -25,8 +25,6 @@ from asyncrl.rewards.endpoint import (
 if TYPE_CHECKING:
     from asyncrl.runtime.serve_calls import Handle
 
-__all__ = ["RewardModelSettings", "reward_model"]
-
 logger = logging.getLogger(__name__)
 
 _Request = dict[str, list[Any]]

@@ -59,17 +59,6 @@ from asyncrl.runtime.failures import unforeseen
 from asyncrl.runtime.functions import FunctionError
 from asyncrl.sessions.rows import session_rows
 
-__all__ = [
-    "attach_reference",
-    "attach_reference_version",
-    "attach_rewards",
-    "attach_teacher",
-    "completions_scored",
-    "group_call",
-    "score_completions",
-    "score_table",
-]
-
 COMPLETIONS = ["prompt_text", "completion_text", "completion_ids", "finish_reason"]
 """Columns that reward functions get."""
 BASELINE = ["baseline_text", "baseline_ids", "baseline_finish_reason"]

@@ -50,8 +50,6 @@ from asyncrl.runtime.pace import Pace
 from asyncrl.runtime.ray_objects import Actor, broken_stream, groups_at
 from asyncrl.runtime.ray_stream import Deaths, Tasks, stream_blocks
 
-__all__ = ["RayScores"]
-
 logger = logging.getLogger(__name__)
 
 STREAM_BYTES = 256 << 20

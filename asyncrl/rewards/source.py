@@ -40,8 +40,6 @@ from asyncrl.runtime.failures import unforeseen
 from asyncrl.runtime.ray_objects import DEATHS, Actor
 from asyncrl.text.answer import AnswerFormat
 
-__all__ = ["rewarded_groups"]
-
 TAKE_WAIT_S = 1.0
 RESTART_PAUSE_S = 0.2
 TAKEN_AHEAD = 2

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from asyncrl.config import AlgorithmConfig, RewardConfig, completion_room
 from asyncrl.text.answer import AnswerFormat
 
-__all__ = ["ScoringSpec"]
-
 
 @dataclass(frozen=True, slots=True)
 class ScoringSpec:

@@ -27,8 +27,6 @@ from asyncrl.runtime.redact import redact_all
 from asyncrl.sessions.rows import repeated_tokens
 from asyncrl.text.transcript import transcript
 
-__all__ = ["examples", "scored_from_text", "scored_to_text", "summaries"]
-
 EXAMPLE_LENGTH = 1000
 SUMMARIZED = (
     "ordinal",

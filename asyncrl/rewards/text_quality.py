@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LOOP_NGRAM", "LOOP_TIMES", "LOOP_TOKENS", "looping", "unprintable"]
-
 LOOP_NGRAM = 32
 """Longest n-gram that counts as a loop, in tokens."""
 LOOP_TIMES, LOOP_TOKENS = 4, 32

@@ -20,8 +20,6 @@ from asyncrl.runtime.many_calls import settle
 from asyncrl.runtime.ray_defaults import TASK_CPUS
 from asyncrl.runtime.ray_objects import DEATHS, Actor
 
-__all__ = ["RayRollouts", "start_rollouts"]
-
 logger = logging.getLogger("asyncrl")
 
 CALLS_AT_ONCE = 10_000

@@ -12,8 +12,6 @@ from asyncrl.contracts.errors import EscapesDirectoryError
 from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.runtime.files import append_to
 
-__all__ = ["LostRequests"]
-
 MOST = 256
 """Requests that one process records. An engine that dies repeatedly must not fill the disk."""
 

@@ -9,8 +9,6 @@ from typing import Generic, TypeVar
 
 from asyncrl.contracts.errors import OutboxClosedError
 
-__all__ = ["Outbox"]
-
 Item = TypeVar("Item")
 
 

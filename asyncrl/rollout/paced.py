@@ -10,8 +10,6 @@ from asyncrl.contracts.heard import Heard
 from asyncrl.environments.pool import AgentSession
 from asyncrl.sessions.answers import Answer, ChatRequest
 
-__all__ = ["PacedSession", "PlayedSession"]
-
 
 class PlayedSession(AgentSession, Protocol):
     """A session that a player plays. It may also be served at a URL."""

@@ -20,8 +20,6 @@ from asyncrl.sessions.answers import Answer, ChatRequest
 if TYPE_CHECKING:
     from asyncrl.agents.server import AgentServer
 
-__all__ = ["Player", "with_requests"]
-
 UNASKED = "it asked the model for no turn"
 AT_URL = "; an agent finds it by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, and the key of its session"
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from asyncrl.contracts.messages import Generated
 
-__all__ = ["PrefixCounter"]
-
 KEPT_VERSIONS = 2
 """Newest versions whose turns a later turn may continue: a replica may be one behind another."""
 

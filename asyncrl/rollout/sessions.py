@@ -28,23 +28,14 @@ from asyncrl.rollout.spec import SessionsSpec
 from asyncrl.runtime.together import together
 from asyncrl.sessions.answers import TurnDeadlineError
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
-from asyncrl.text.chat_messages import plain_text
+from asyncrl.text.chat_messages import MessagesError, plain_text
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.stops import Stops, load_stops
-from asyncrl.text.template import Message, MessagesError, Schema
+from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from asyncrl.contracts.rows import Group
-
-__all__ = [
-    "Played",
-    "Sessions",
-    "session_stops",
-    "session_table",
-    "session_template",
-    "turn_seed",
-]
 
 
 @dataclass(frozen=True, slots=True)

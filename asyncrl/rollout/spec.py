@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from asyncrl.config import EnvironmentConfig, RolloutConfig
 from asyncrl.contracts.protocols import Generate
 
-__all__ = ["SessionsSpec", "WorkerSpec"]
-
 
 @dataclass(frozen=True, slots=True)
 class SessionsSpec:

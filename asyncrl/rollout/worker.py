@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from asyncrl.rollout.sessions import Played, Sessions
     from asyncrl.sessions.session import TurnRequest
 
-__all__ = ["RETRIED", "RolloutWorker", "rollout_seed"]
-
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 RETRIED = (StaleReplicaError, *DEATHS, ConnectionError)
 """Errors after which a request is tried again: its replica is behind, has died or restarts."""

@@ -12,10 +12,8 @@ if TYPE_CHECKING:
     from asyncrl.run.embedded import RunFailedError as RunFailedError
     from asyncrl.run.launch import launch_stations as launch_stations
     from asyncrl.run.reference_pass import score_rows as score_rows
-    from asyncrl.run.replay import Replayed as Replayed
-    from asyncrl.run.replay import replay_sessions as replay_sessions
-    from asyncrl.run.supervise import Summary as Summary
-    from asyncrl.run.supervise import command_name as command_name
+    from asyncrl.run.replay import Replayed as Replayed, replay_sessions as replay_sessions
+    from asyncrl.run.supervise import Summary as Summary, command_name as command_name
     from asyncrl.run.train import run_training as run_training
 
 __getattr__ = lazy_exports(

@@ -34,8 +34,6 @@ from asyncrl.rundir.outcomes import OutcomesWriter
 from asyncrl.runtime.redact import print_shown
 from asyncrl.weights.check import ProbeCheck
 
-__all__ = ["Attempt", "concurrency_of", "make_coordinator"]
-
 NOTE_LENGTH = 160
 """Characters of a stall's stacks that the live table shows."""
 

@@ -20,8 +20,6 @@ from asyncrl.runtime.files import replace_text
 from asyncrl.runtime.redact import redact
 from asyncrl.runtime.removal import remove_folder
 
-__all__ = ["AcrossAttempts"]
-
 THREADS_END_S = 10.0
 """Seconds that calls in threads get to return at the end of an attempt."""
 LARGEST_LOG = 10 << 20

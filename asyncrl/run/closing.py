@@ -10,8 +10,6 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-__all__ = ["Closing", "cancel", "close_part"]
-
 logger = logging.getLogger("asyncrl")
 
 CLOSE_TIMEOUT_S = 10.0

@@ -8,8 +8,6 @@ from asyncrl.config import Config, OfflineConfig
 from asyncrl.preflight.model_snapshot import resolve_models
 from asyncrl.rundir.directory import refuse_early, refuse_taken
 
-__all__ = ["look_early"]
-
 
 def look_early(config: Config | OfflineConfig) -> tuple[Config | OfflineConfig, str | None]:
     """The config with local models and data, and a line that says that the run is finished already;

@@ -12,8 +12,6 @@ from pydantic import ValidationError
 from asyncrl.config import Config, ConfigError, OfflineConfig, explain, load_any
 from asyncrl.rundir.reader import Run, open_run
 
-__all__ = ["RunFailedError", "train"]
-
 INTERRUPTED = 130
 """Exit code of an interrupted run."""
 
@@ -84,8 +82,7 @@ def _settings(
 def _finished(
     config: Config | OfflineConfig, on_start: Callable[[Callable[[], None]], None] | None
 ) -> Run:
-    from asyncrl.run import offline, supervise
-    from asyncrl.run import train as run
+    from asyncrl.run import offline, supervise, train as run
     from asyncrl.run.early import look_early
 
     config, finished = look_early(config)

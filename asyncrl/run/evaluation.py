@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from asyncrl.rollout.sessions import Sessions
     from asyncrl.sessions.session import TurnRequest
 
-__all__ = ["STATUSES", "Answer", "Evaluator", "Score", "answers_table", "lost_text", "measure"]
-
 logger = logging.getLogger("asyncrl")
 
 

@@ -33,8 +33,6 @@ from asyncrl.weights.gather import fill_buckets
 from asyncrl.weights.pieces import Piece
 from asyncrl.weights.published import PublishedTensor, version_table
 
-__all__ = ["export_checkpoint", "find_checkpoint"]
-
 PREFIX = "model."
 """Prefix of the model's parameters in the learner's module, which may also have a value head."""
 HEAD = "value_head.weight"

@@ -85,8 +85,6 @@ from asyncrl.weights.push import ServeWeightSync
 if TYPE_CHECKING:
     from asyncrl.rollout.sessions import Sessions
 
-__all__ = ["Stations", "launch_stations"]
-
 logger = logging.getLogger("asyncrl")
 
 

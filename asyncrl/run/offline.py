@@ -36,8 +36,6 @@ from asyncrl.rundir.directory import RunDirectory, replace_directory
 from asyncrl.rundir.metrics import MetricsWriter
 from asyncrl.runtime.files import make_directory
 
-__all__ = ["TooManySkippedStepsError", "run_offline"]
-
 ROWS = "rows"
 """Folder of the run directory with the token rows."""
 

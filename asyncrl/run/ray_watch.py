@@ -16,8 +16,6 @@ from asyncrl.contracts.errors import PartDiedError
 from asyncrl.preflight.cluster import RayEndedError, wait_until_ray_ends
 from asyncrl.runtime.output import drain_output
 
-__all__ = ["RayWatch"]
-
 logger = logging.getLogger("asyncrl")
 
 KNOWN_S = 2.0

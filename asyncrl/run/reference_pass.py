@@ -34,8 +34,6 @@ from asyncrl.runtime.arrow_files import batch_writer
 from asyncrl.runtime.files import read_text, replace_text
 from asyncrl.runtime.ray_objects import Actor
 
-__all__ = ["score_rows", "with_reference"]
-
 Note = Callable[[str], None]
 PAIRED_FIELDS = tuple(pa.field(name, REFERENCE) for name in REFERENCE_COLUMNS)
 UNPAIRED_FIELDS = (

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from asyncrl.rundir.reader import Run
     from asyncrl.text.template import Message, Schema
 
-__all__ = ["Replayed", "replay_sessions", "replay_text"]
-
 BEFORE, AFTER = 8, 24
 """Tokens that a difference shows before its place, and from there on."""
 SESSION = "session_end"

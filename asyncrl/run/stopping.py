@@ -18,8 +18,6 @@ from types import FrameType
 
 from asyncrl.runtime.redact import print_shown
 
-__all__ = ["Stop", "handling_signals", "is_repeated"]
-
 logger = logging.getLogger("asyncrl")
 
 CAUSES = {

@@ -32,16 +32,6 @@ from asyncrl.runtime.loopback import call_loopback_directly
 from asyncrl.runtime.output import lasting_output
 from asyncrl.runtime.redact import RedactingFormatter, print_shown, shown
 
-__all__ = [
-    "Job",
-    "RunningAttempt",
-    "Summary",
-    "Told",
-    "command_name",
-    "open_writer",
-    "run_job",
-]
-
 INTERRUPTED = 130
 """Exit code of an interrupted run."""
 REPLACED = ("--resume", "--name")

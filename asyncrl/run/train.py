@@ -31,8 +31,6 @@ from asyncrl.run.supervise import Summary, run_job
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import MetricsWriter
 
-__all__ = ["run_training"]
-
 logger = logging.getLogger("asyncrl")
 
 

@@ -8,9 +8,11 @@ from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
     from asyncrl.rundir.directory import RunDirectory as RunDirectory
-    from asyncrl.rundir.reader import Run as Run
-    from asyncrl.rundir.reader import RunNotFoundError as RunNotFoundError
-    from asyncrl.rundir.reader import open_run as open_run
+    from asyncrl.rundir.reader import (
+        Run as Run,
+        RunNotFoundError as RunNotFoundError,
+        open_run as open_run,
+    )
 
 __getattr__ = lazy_exports(
     __name__,

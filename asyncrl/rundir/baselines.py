@@ -15,8 +15,6 @@ import pyarrow as pa
 
 from asyncrl.contracts.rows import BASELINE_COLUMNS, Completion, SpanRow, VersionSpan
 
-__all__ = ["impossible_baselines", "odd_advantages"]
-
 ROUNDING = 1e-5
 """Tolerance of an advantage, relative to the rewards that it is from: all are float32."""
 

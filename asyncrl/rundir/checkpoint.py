@@ -35,11 +35,6 @@ from asyncrl.runtime.files import (
 from asyncrl.runtime.links import refuse_links
 from asyncrl.runtime.shared import Written, size_and_checksum, wait_until_seen
 
-__all__ = [
-    "REFERENCE",
-    "CheckpointStore",
-]
-
 STEP = re.compile(r"step_[0-9]+")
 """Names of checkpoints. Other entries of the folder do not belong to asyncrl."""
 UNFINISHED = re.compile(r"\.step_[0-9]+\.[0-9]+|\.replaced\.step_[0-9]+")

@@ -57,17 +57,6 @@ from asyncrl.runtime.links import refuse_links
 from asyncrl.runtime.redact import redact
 from asyncrl.runtime.yaml_files import parse_yaml
 
-__all__ = [
-    "AttemptRecord",
-    "LockLostError",
-    "RunDirectory",
-    "RunRecord",
-    "read_record",
-    "refuse_early",
-    "refuse_taken",
-    "replace_directory",
-]
-
 logger = logging.getLogger("asyncrl")
 
 OURS = (

@@ -18,8 +18,6 @@ from asyncrl.runtime.clock import steady_time
 from asyncrl.runtime.files import append_to, open_regular
 from asyncrl.runtime.redact import redact
 
-__all__ = ["METRICS_FILE", "RESERVED", "SCHEMA", "MetricsWriter", "first_entropies", "read_metrics"]
-
 SCHEMA = 1
 """Version of the record layout. It increases when a name changes its meaning."""
 

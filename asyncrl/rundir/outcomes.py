@@ -18,13 +18,6 @@ from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.functions import short
 from asyncrl.runtime.merging import Merging
 
-__all__ = [
-    "OUTCOME_COLUMNS",
-    "OutcomesWriter",
-    "read_outcomes",
-    "refuse_old_folder",
-]
-
 OUTCOME_COLUMNS = pa.schema(
     [
         ("attempt", pa.int32()),

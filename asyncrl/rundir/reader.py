@@ -35,8 +35,6 @@ from asyncrl.rundir.outcomes import OUTCOME_COLUMNS, refuse_old_folder
 from asyncrl.rundir.record import AttemptRecord, is_locked, read_record
 from asyncrl.runtime import parquet
 
-__all__ = ["Run", "RunNotFoundError", "Status", "open_run"]
-
 PER_TRAJECTORY = (
     "completion_text",
     "completion_ids",

@@ -20,18 +20,6 @@ from typing_extensions import TypedDict
 from asyncrl.config import ConfigError
 from asyncrl.runtime.files import read_text, replace_text
 
-__all__ = [
-    "LOCK",
-    "RECORD",
-    "AttemptRecord",
-    "RunRecord",
-    "is_locked",
-    "now",
-    "read_record",
-    "versions",
-    "write_record",
-]
-
 RECORD = "run.json"
 """File with the run's id, and the start and end of each attempt (`RunRecord`)."""
 LOCK = ".lock"

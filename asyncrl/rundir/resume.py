@@ -25,8 +25,6 @@ from asyncrl.rundir.checkpoint import REFERENCE, CheckpointStore
 from asyncrl.runtime.yaml_files import parse_yaml, read_yaml
 from asyncrl.weights.stored import CheckpointFilesError, weights_hash
 
-__all__ = ["Beginning", "config_changes", "config_text", "find_beginning", "hash_of"]
-
 MODEL_FILES = (
     "config.json",
     "generation_config.json",

@@ -39,8 +39,6 @@ from asyncrl.rundir.turns import (
 )
 from asyncrl.runtime import parquet
 
-__all__ = ["FAULTS", "Row", "read_rows"]
-
 ROUNDING = 1e-3
 """Tolerance above 0 for a log-prob in nats: rounding may exceed 0 for a certain token."""
 UNEVEN = "lists of different lengths, or missing values"

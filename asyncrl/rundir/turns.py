@@ -19,17 +19,6 @@ from asyncrl.contracts.session_table import (
 )
 from asyncrl.sessions.rows import session_rows
 
-__all__ = [
-    "BEGIN",
-    "Generation",
-    "TurnCredit",
-    "broken_sessions",
-    "generations",
-    "has_turns",
-    "turn_credit",
-    "turn_starts",
-]
-
 BEGIN = 1 << 40
 """More than the tokens of a trajectory."""
 

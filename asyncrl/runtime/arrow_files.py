@@ -15,8 +15,6 @@ import pyarrow as pa
 from asyncrl.runtime.files import open_regular, replacing
 from asyncrl.runtime.parquet import EXTENSION, ExtensionTypeError
 
-__all__ = ["batch_writer", "map_table", "stream_arrow", "write_batches"]
-
 MAGIC = b"ARROW1"
 CONTINUES = b"\xff\xff\xff\xff"
 

@@ -22,8 +22,6 @@ from asyncrl.runtime.loopback import without_proxy_on_loopback
 from asyncrl.runtime.serve_calls import cluster_environment
 from asyncrl.runtime.supervisor import command
 
-__all__ = ["ChildProcess", "MessageWriter", "receive"]
-
 HEADER = struct.Struct("!Q")
 """Before each message: its length in bytes."""
 END_S = 5.0

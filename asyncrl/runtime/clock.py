@@ -6,8 +6,6 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["process_began", "steady_time"]
-
 _OFFSET = time.time() - time.monotonic()
 
 

@@ -8,8 +8,6 @@ import locale
 import os
 import sys
 
-__all__ = ["restart_in_utf8", "safe_output"]
-
 ASCII = ("ascii", "us-ascii", "ansi_x3.4-1968", "646")
 """Encodings of the locale C. Terminals beside it usually show UTF-8, as Python assumes."""
 

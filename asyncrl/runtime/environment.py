@@ -24,8 +24,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
-__all__ = ["CACHES", "Caches", "claim_caches", "damaged_file", "passed_on", "preload_openmp"]
-
 logger = logging.getLogger("asyncrl")
 
 PASSED_PREFIXES = ("TORCH", "PYTORCH_", "TRITON_", "VLLM_", "NCCL_", "GLOO_", "DS_", "HF_")

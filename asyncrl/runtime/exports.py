@@ -6,8 +6,6 @@ import importlib
 import sys
 from collections.abc import Callable
 
-__all__ = ["lazy_exports"]
-
 
 def lazy_exports(package: str, **homes: str) -> Callable[[str], object]:
     """A module-level `__getattr__` (PEP 562) for a package. Also sets the package's `__all__`.

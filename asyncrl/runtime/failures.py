@@ -7,12 +7,6 @@ import traceback
 from asyncrl.contracts.outcomes import UNFORESEEN
 from asyncrl.runtime.functions import short
 
-__all__ = [
-    "CAUSE_LENGTH",
-    "STACK_LENGTH",
-    "unforeseen",
-]
-
 CAUSE_LENGTH = 300
 """Characters of an error's message that a reason quotes, at most."""
 STACK_LENGTH = 20_000

@@ -14,19 +14,6 @@ from typing import IO, BinaryIO
 
 from asyncrl.contracts.errors import EscapesDirectoryError
 
-__all__ = [
-    "DiskFullError",
-    "NotAFileError",
-    "append_to",
-    "explain_disk_full",
-    "make_directory",
-    "open_regular",
-    "read_text",
-    "replace_text",
-    "replacing",
-    "sync_file",
-]
-
 DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 NEW_FILE = 0o666
 """Mode of a new file, from which the system takes the bits of the umask."""

@@ -15,24 +15,6 @@ from typing import TypeGuard
 
 from asyncrl.runtime.imports import current_folder, import_path
 
-__all__ = [
-    "FUNCTION",
-    "FunctionError",
-    "call_function",
-    "chosen_arguments",
-    "did_you_mean",
-    "import_function",
-    "is_async",
-    "near_module",
-    "one_line",
-    "parameter_names",
-    "place_of",
-    "refuse_main",
-    "short",
-    "text_of",
-    "where",
-]
-
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 """Pattern of a function's name."""
 NEAR, LONG = 0.75, 4

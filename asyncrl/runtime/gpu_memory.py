@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from asyncrl.contracts.errors import GpuMemoryError
 
-__all__ = ["CUDA_CONTEXT_BYTES", "check_room", "gpu_memory", "limit_gpu_memory"]
-
 CUDA_CONTEXT_BYTES = 1 << 29
 """GPU memory that CUDA itself often takes in a process. vLLM compares what is free after that."""
 

@@ -8,16 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = [
-    "SAFE",
-    "SAFE_PATH",
-    "current_folder",
-    "for_users_programs",
-    "hidden",
-    "import_path",
-    "user_folder_last",
-]
-
 SAFE_PATH, SAFE = "PYTHONSAFEPATH", "asyncrl"
 """Variable with which Python does not put the folder of a script, or the current one, before its
 own modules, and the value by which we know ours."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import psutil
 
-__all__ = ["interface_of", "interface_variables"]
-
 
 def interface_of(address: str) -> str | None:
     """Name of this machine's network interface that has the address; None if none has."""

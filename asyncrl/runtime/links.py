@@ -6,10 +6,6 @@ from pathlib import Path
 
 from asyncrl.contracts.errors import EscapesDirectoryError
 
-__all__ = [
-    "refuse_links",
-]
-
 
 def refuse_links(directory: Path, whole: bool = False) -> None:
     """Raise EscapesDirectoryError if the directory or an entry of it is a symbolic link. The

@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["call_loopback_directly", "without_proxy_on_loopback"]
-
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Each by its name: some clients do not understand 127.0.0.0/8."""
 LOWER, UPPER, GRPC = "no_proxy", "NO_PROXY", "no_grpc_proxy"

@@ -9,8 +9,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Generic, TypeAlias, TypeVar
 
-__all__ = ["Answers", "Calls", "settle"]
-
 Key = TypeVar("Key")
 Answer = TypeVar("Answer")
 Answers: TypeAlias = "list[tuple[Key, Answer | Exception]]"

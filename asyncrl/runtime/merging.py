@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["MERGED_BYTES", "Merging"]
-
 MERGE_EVERY = 64
 """Files merged into one."""
 MERGED_BYTES = 64 << 20

@@ -18,8 +18,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import IO, Any
 
-__all__ = ["drain_output", "forgive_output", "lasting_output", "open_missing_streams"]
-
 logger = logging.getLogger("asyncrl")
 
 MOST_WAITING = 1 << 20

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import time
 
-__all__ = ["Pace"]
-
 
 class Pace:
     """Spaces the messages of one sender. After a quiet time a message goes at once. Under load,

@@ -17,8 +17,6 @@ import pyarrow.parquet
 
 from asyncrl.runtime.files import open_regular, replacing
 
-__all__ = ["ExtensionTypeError", "read_schema", "read_table", "stream_table", "write_table"]
-
 MAGIC = b"PAR1"
 TAIL = 8
 """Bytes after the footer: its length (little-endian) and the magic."""

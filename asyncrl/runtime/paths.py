@@ -7,8 +7,6 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["meant", "written_path"]
-
 VARIABLE = re.compile(r"\$(?:\{(?P<braced>[^}]*)\}|(?P<plain>\w+))")
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 """Also with one slash: `file:/x` is a URL, and others are slips."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["TASK_CPUS"]
-
 TASK_CPUS = 0.1
 """Logical CPUs of one rollout worker or one task of a Ray Data stream. With Ray Data's default of
 1, endless tasks would occupy a small machine for the whole run."""

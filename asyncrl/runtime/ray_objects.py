@@ -13,8 +13,6 @@ from asyncrl.contracts.errors import PartDiedError
 from asyncrl.contracts.group_table import table_from_ipc
 from asyncrl.contracts.messages import RowRef
 
-__all__ = ["DEATHS", "Actor", "broken_stream", "groups_at"]
-
 Actor: TypeAlias = Any
 """The handle of a Ray actor. Ray does not type remote methods."""
 

@@ -7,8 +7,6 @@ import time
 
 import ray
 
-__all__ = ["shut_down_ray"]
-
 COLLECT_S = 10.0
 """Seconds to wait for a collection that another thread has started."""
 

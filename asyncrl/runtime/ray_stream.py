@@ -28,8 +28,6 @@ from asyncrl.runtime.stacks import register_stacks_as
 if TYPE_CHECKING:
     from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
-__all__ = ["Deaths", "EndlessSource", "Tasks", "quiet_ray_data", "stream_blocks"]
-
 logger = logging.getLogger(__name__)
 
 _MAKING = threading.Lock()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["reason_key"]
-
 HOME = re.compile(r"(?:/[^\s'\":]*)?/session_\w+")
 """The folder of one session."""
 CHANGING = re.compile(

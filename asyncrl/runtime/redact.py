@@ -14,18 +14,6 @@ from urllib.parse import quote, quote_plus
 
 import yaml
 
-__all__ = [
-    "OutputError",
-    "RedactingFormatter",
-    "is_secret_name",
-    "print_shown",
-    "redact",
-    "redact_all",
-    "redact_tree",
-    "secret_names",
-    "shown",
-]
-
 SECRET_NAME = re.compile(
     r"(?:^|[_.-])(?:api_?key|key|token|credentials?|pat|auth|bearer|cookie|dsn|pem)(?:[_-]?\d+)?$"
     r"|[_.-](?:pwd|pass|pw)(?:[_-]?\d+)?$"

@@ -11,8 +11,6 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["remove_folder"]
-
 TRIES = 3
 """Passes over a folder into which something may still write."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

@@ -15,8 +15,6 @@ from asyncrl.contracts.errors import InvalidRequestError
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-__all__ = ["Handle", "application_handle", "ask_all", "ask_one", "cluster_environment"]
-
 Handle: TypeAlias = "DeploymentHandle[Any]"
 """The handle of a Serve deployment. Ray does not type the methods of the deployed class."""
 

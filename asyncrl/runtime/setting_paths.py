@@ -17,16 +17,6 @@ from pydantic import AfterValidator
 from asyncrl.contracts.errors import ConfigError
 from asyncrl.runtime.paths import written_path
 
-__all__ = [
-    "DataPath",
-    "LocalPath",
-    "ModelPath",
-    "is_hub_data",
-    "is_hub_name",
-    "paths_below",
-    "root_of_runs",
-]
-
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 DATA_FILE = re.compile(r".*\.(parquet|pq|arrow|jsonl|ndjson|json|csv|txt)(\.\w+)?")
 

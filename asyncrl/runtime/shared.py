@@ -18,17 +18,6 @@ from asyncrl.runtime.files import make_directory, open_regular, replace_text, sy
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "NotSharedError",
-    "Probe",
-    "Written",
-    "answer_probe",
-    "size_and_checksum",
-    "sync_directory",
-    "wait_until_seen",
-    "write_summed",
-]
-
 Written = tuple[int, int]
 """A file's size in bytes, and its zlib.crc32."""
 SEEN_WITHIN_S = 60.0

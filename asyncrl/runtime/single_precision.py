@@ -1,6 +1,4 @@
 """The range of single precision, in which Arrow columns keep rewards."""
 
-__all__ = ["FLOAT32_MAX"]
-
 FLOAT32_MAX = 3.4e38
 """Numbers beyond it would be stored as infinity."""

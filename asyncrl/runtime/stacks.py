@@ -15,8 +15,6 @@ import psutil
 
 from asyncrl.runtime.files import append_to
 
-__all__ = ["register_stacks", "register_stacks_as", "stack_here", "stack_of", "stacks_as"]
-
 SIGNAL = signal.SIGUSR2
 FRAMES_SHOWN = 6
 GONE = "is gone"

@@ -31,8 +31,6 @@ from asyncrl.runtime.imports import for_users_programs, import_path
 from asyncrl.runtime.output import forgive_output
 from asyncrl.runtime.temporary import TemporaryPlace, temporary_folder
 
-__all__ = ["command", "main"]
-
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_AGAIN_S = 0.005
 

@@ -18,14 +18,6 @@ import psutil
 
 from asyncrl.runtime.removal import remove_folder
 
-__all__ = [
-    "TemporaryFolder",
-    "TemporaryPlace",
-    "remove_left_behind",
-    "temporary_folder",
-    "temporary_within",
-]
-
 OURS = re.compile(r"asyncrl_[A-Za-z-]+_([0-9]+)_([0-9]+)_\w+")
 SHORT = Path("/tmp")
 """Place for folders with sockets if the temporary directory's path is too long."""

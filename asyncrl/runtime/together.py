@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import TypeVar
 
-__all__ = ["together"]
-
 Result = TypeVar("Result")
 
 

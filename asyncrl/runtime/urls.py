@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-__all__ = ["sends_in_the_clear"]
-
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 

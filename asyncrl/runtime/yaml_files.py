@@ -8,8 +8,6 @@ import yaml
 
 from asyncrl.runtime.files import read_text
 
-__all__ = ["parse_yaml", "read_yaml"]
-
 LARGEST_TEXT = 4 << 20
 """Maximum characters of a file."""
 MOST_NODES = 100_000

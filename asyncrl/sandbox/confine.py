@@ -23,8 +23,6 @@ from asyncrl.sandbox import kernel, usage
 from asyncrl.sandbox.job import Job
 from asyncrl.sandbox.syscalls import seccomp_filter
 
-__all__ = ["OWN_FOLDER", "Ends", "Users", "run_child", "write_files"]
-
 OWN_FOLDER = "/sandbox"
 """The program's folder, as it sees it, under `namespaces`."""
 HOST = "/host"

@@ -11,8 +11,6 @@ from typing import TypedDict
 
 from asyncrl.sandbox.levels import Level, Limits, Program, Result, SandboxError
 
-__all__ = ["Job", "limits_from", "program_from", "program_to", "result_from", "result_to"]
-
 
 @dataclass(frozen=True, slots=True)
 class Job:

@@ -11,26 +11,6 @@ import os
 import platform
 from collections.abc import Mapping
 
-__all__ = [
-    "NAMESPACES",
-    "bind",
-    "close_others_on_exec",
-    "detach",
-    "die_with_parent",
-    "drop_privileges",
-    "install_filter",
-    "keep_orphans",
-    "landlock_version",
-    "mount_private",
-    "mount_tmpfs",
-    "protect",
-    "restrict_paths",
-    "restrict_signals",
-    "set_hostname",
-    "switch_root",
-    "unshare",
-]
-
 NAMESPACES = {
     "mount": 0x00020000,
     "cgroup": 0x02000000,

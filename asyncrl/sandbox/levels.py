@@ -9,17 +9,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
 
-__all__ = [
-    "Level",
-    "Limits",
-    "Program",
-    "Result",
-    "Sandbox",
-    "SandboxError",
-    "SandboxUnavailableError",
-    "Status",
-]
-
 Status = Literal[
     "exited", "signaled", "wall", "cpu", "memory", "processes", "disk", "files", "output"
 ]

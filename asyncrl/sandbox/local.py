@@ -26,8 +26,6 @@ from asyncrl.sandbox.levels import (
     SandboxUnavailableError,
 )
 
-__all__ = ["Levels", "LocalSandbox", "open_sandbox", "probe", "run", "run_async"]
-
 PACKAGES = Path(__file__).parents[2]
 SUPERVISOR = (
     f"import sys; sys.path.append({str(PACKAGES)!r}); from asyncrl.sandbox.supervisor import main;"

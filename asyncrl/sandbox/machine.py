@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessLimit", "process_limit", "usable_cpus", "usable_memory"]
-
 ROOT = Path("/sys/fs/cgroup")
 """Where the kernel shows control groups."""
 OWN = Path("/proc/self/cgroup")

@@ -25,8 +25,6 @@ from asyncrl.sandbox.job import limits_from, program_from, program_to, result_fr
 from asyncrl.sandbox.levels import Level, Limits, Program, Result, Sandbox, SandboxError
 from asyncrl.sandbox.machine import usable_cpus
 
-__all__ = ["TOKEN", "SandboxServer", "ServiceSandbox"]
-
 TOKEN = "ASYNCRL_SANDBOX_TOKEN"
 LEAST_TOKEN = 16
 MOST_BODY = 64 << 20

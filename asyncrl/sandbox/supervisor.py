@@ -24,8 +24,6 @@ from asyncrl.sandbox import kernel, usage
 from asyncrl.sandbox.confine import Ends, Users, run_child, write_files
 from asyncrl.sandbox.job import Job
 
-__all__ = ["main", "supervise"]
-
 LOOK_EVERY_MS = 20
 STOP_WITHIN_S = 10.0
 """Seconds for everything to end after SIGKILL. The kernel may have memory to free."""

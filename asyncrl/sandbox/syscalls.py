@@ -10,17 +10,6 @@ import platform
 import struct
 from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "ALLOWED",
-    "ATTRIBUTES",
-    "CHECKED",
-    "MODES",
-    "TIMES",
-    "UnknownMachineError",
-    "numbers",
-    "seccomp_filter",
-]
-
 
 def _parse(text: str) -> dict[str, tuple[int | None, int | None]]:
     rows = (row.split() for row in text.replace("\n", " ").split(","))

@@ -13,16 +13,6 @@ from dataclasses import dataclass
 
 from asyncrl.sandbox.levels import Limits
 
-__all__ = [
-    "Usage",
-    "children_known",
-    "deleted_exceed",
-    "descendants",
-    "folder_exceeds",
-    "tasks_of_user",
-    "usage_of",
-]
-
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 DEEPEST = 64
 """Levels of folders that a program may nest. Checks and cleanup walk all of them."""

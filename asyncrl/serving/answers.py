@@ -16,8 +16,6 @@ from typing import Protocol
 from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece, Tokens
 from asyncrl.serving.identity import ServedModel
 
-__all__ = ["ChoicePiece", "CompletionSource", "Dialect", "Head", "Words", "ask", "siblings"]
-
 
 class Words(Protocol):
     """A model's tokenizer and chat template (`asyncrl.serving.words.ModelWords`), or a fake

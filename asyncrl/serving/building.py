@@ -18,8 +18,6 @@ from asyncrl.generation.settings import GeneratorApp
 from asyncrl.serving.proxies import nodes, refuse_closed_proxies
 from asyncrl.serving.reward_settings import RewardModelApp
 
-__all__ = ["checked_settings"]
-
 Kind = TypeVar("Kind", GeneratorApp, RewardModelApp)
 
 

@@ -20,8 +20,6 @@ from asyncrl.models.supported import caps_attention
 from asyncrl.models.unused import unused
 from asyncrl.serving.reward_checks import NO_DIRECTORY, WAY_OUT, not_one_label
 
-__all__ = ["Classifier", "ClassifierError"]
-
 UNBOUNDED_CONTEXT = 1 << 20
 """Context of a model whose config.json has no max_position_embeddings, in tokens."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}

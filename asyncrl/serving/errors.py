@@ -7,8 +7,6 @@ import logging
 from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError, StaleReplicaError
 from asyncrl.web.errors import ApiError, server_failed
 
-__all__ = ["as_api_error"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -39,20 +39,6 @@ from asyncrl.web.connection import ClientLeftError, while_connected
 from asyncrl.web.errors import CLIENT_LEFT, ApiError, printable, refused
 from asyncrl.web.events import DONE, Event, EventStream
 
-__all__ = [
-    "KEY_VARIABLE",
-    "Guard",
-    "Served",
-    "api_key",
-    "close_own_routes",
-    "handle_errors",
-    "is_loopback",
-    "json_body",
-    "new_app",
-    "refuse_open_host",
-    "routes",
-]
-
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 
 KEY_VARIABLE = "ASYNCRL_API_KEY"

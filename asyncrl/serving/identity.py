@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass
 
 from asyncrl.contracts.messages import ServedWeights
 
-__all__ = ["ServedModel", "model_list", "weights"]
-
 OTHER_FIELDS = 64 << 10
 """Bytes of a body for all fields except the prompt."""
 

@@ -21,8 +21,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncrl.contracts.messages import ReplicaStatus
 
-__all__ = ["CONTENT_TYPE", "HttpStatus", "Traffic", "TrafficCounter", "exposition"]
-
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "asyncrl_generator"
 

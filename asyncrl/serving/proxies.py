@@ -7,8 +7,6 @@ from ray.serve.config import ProxyLocation
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
-__all__ = ["bound_host", "nodes", "refuse_closed_proxies"]
-
 
 def nodes() -> int:
     """Number of living nodes of the cluster."""

@@ -11,8 +11,6 @@ from asyncrl.config import ConfigError
 from asyncrl.generation.model_checks import check_weight_files
 from asyncrl.serving.reward_settings import RewardModelApp
 
-__all__ = ["NO_DIRECTORY", "WAY_OUT", "check_reward_app", "not_one_label"]
-
 WAY_OUT = "give the directory of a Hugging Face sequence classifier with one label"
 NO_DIRECTORY = "there is no such directory"
 DEFAULT_LABELS = 2

@@ -27,8 +27,6 @@ from asyncrl.serving.row_batches import RowBatches
 from asyncrl.serving.score_routes import score_routes
 from asyncrl.serving.score_rows import ScoreRows
 
-__all__ = ["HttpRewardModel", "RewardModel", "build_reward_app"]
-
 logger = logging.getLogger(__name__)
 
 DEPLOYMENT = "RewardModel"

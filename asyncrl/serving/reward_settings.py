@@ -13,8 +13,6 @@ from asyncrl.config import Section
 from asyncrl.contracts.section import Unset
 from asyncrl.generation.settings import check_served_name
 
-__all__ = ["RewardModelApp"]
-
 
 class RewardModelApp(Section):
     """One reward model application."""

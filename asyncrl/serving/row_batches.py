@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["RowBatches", "batches_of"]
-
 Row = Sequence[int]
 
 MOST_PADDING = 0.25

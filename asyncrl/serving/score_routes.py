@@ -13,8 +13,6 @@ from asyncrl.serving.score_rows import FIELDS
 from asyncrl.web.connection import while_connected
 from asyncrl.web.errors import ApiError, printable
 
-__all__ = ["SCORE_PATHS", "ScoreServed", "score_routes"]
-
 SCORE_PATHS = ("/score", "/v1/models", "/health")
 
 LARGEST_BODY = 32 << 20

@@ -16,8 +16,6 @@ from asyncrl.text.tokenizer import (
     tokenizer_hash,
 )
 
-__all__ = ["FIELDS", "MOST_ROWS", "ScoreRows"]
-
 FIELDS = ("prompts", "completions", "complete", "token_ids")
 """Arguments of a score request, and fields of its HTTP body."""
 MOST_ROWS = 1024

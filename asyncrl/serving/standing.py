@@ -21,8 +21,6 @@ from asyncrl.serving.metrics import HttpStatus, Traffic
 from asyncrl.serving.proxies import bound_host, nodes
 from asyncrl.serving.words import ModelWords
 
-__all__ = ["HttpGenerator", "build_standing_app"]
-
 
 @serve.ingress()
 class HttpGenerator(Generator):

@@ -13,8 +13,6 @@ from asyncrl.text.tokenizer import decode_prompt, encode_prompts, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ModelWords"]
-
 BEFORE = "x"
 """Put before a token to decode, since some decoders drop a space at the start of a text."""
 

@@ -8,10 +8,12 @@ from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
     from asyncrl.sessions.answers import ChatRequest as ChatRequest
-    from asyncrl.sessions.session import Sampled as Sampled
-    from asyncrl.sessions.session import Session as Session
-    from asyncrl.sessions.session import SessionTemplate as SessionTemplate
-    from asyncrl.sessions.session import TurnRequest as TurnRequest
+    from asyncrl.sessions.session import (
+        Sampled as Sampled,
+        Session as Session,
+        SessionTemplate as SessionTemplate,
+        TurnRequest as TurnRequest,
+    )
 
 __getattr__ = lazy_exports(
     __name__,

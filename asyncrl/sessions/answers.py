@@ -9,15 +9,6 @@ from typing import Any
 
 from asyncrl.text.template import Message, Schema
 
-__all__ = [
-    "Answer",
-    "ChatRequest",
-    "ContextTooLongError",
-    "SessionClosedError",
-    "TurnDeadlineError",
-    "TurnsExceededError",
-]
-
 
 class SessionClosedError(RuntimeError):
     """A request came after the end of its session. The message says why it ended."""

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from asyncrl.sessions.messages import chat_digests, message_digest
 
-__all__ = ["Beginnings"]
-
 
 class Beginnings:
     """The chats of one session that continue none of its turns."""

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from asyncrl.sessions.answers import ChatRequest
 from asyncrl.text.chat_messages import argument_values, plain_text
 
-__all__ = ["Chat", "ChatDigests", "chat_digests", "message_digest", "prompt_digest", "request_hash"]
-
 REASONING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 """Reasoning that a client has as a part of an answer's text."""
 BYTES = 16

@@ -10,20 +10,6 @@ from asyncrl.text.chat_messages import TEXT_PARTS
 from asyncrl.text.schemas import SchemaError, resolved_tool
 from asyncrl.text.template import Schema
 
-__all__ = [
-    "LABELS",
-    "UnsupportedError",
-    "chat_message",
-    "chosen",
-    "function_tools",
-    "functions_of",
-    "part_text",
-    "refuse_fields",
-    "resolved",
-    "stops_of",
-    "text_of",
-]
-
 LABELS = frozenset(
     {
         "cache_control",

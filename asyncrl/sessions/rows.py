@@ -11,16 +11,6 @@ import numpy as np
 
 from asyncrl.contracts.nodes import Node, check_nodes
 
-__all__ = [
-    "NOT_SAMPLED",
-    "NO_PLACE",
-    "SessionRow",
-    "SessionRows",
-    "TokenCounts",
-    "repeated_tokens",
-    "session_rows",
-]
-
 NOT_SAMPLED = -1
 """The version of a context token."""
 NO_PLACE = -1

@@ -20,7 +20,7 @@ from asyncrl.sessions.answers import (
 from asyncrl.sessions.beginnings import Beginnings
 from asyncrl.sessions.messages import ChatDigests, prompt_digest, request_hash
 from asyncrl.sessions.tree import Place, SessionTree
-from asyncrl.text.chat_messages import argument_values
+from asyncrl.text.chat_messages import MessagesError, argument_values
 from asyncrl.text.continuation import (
     ContinuationError,
     continuation,
@@ -28,19 +28,11 @@ from asyncrl.text.continuation import (
     render_chat,
 )
 from asyncrl.text.response import PREFIX_TOKENS, in_reasoning
-from asyncrl.text.template import Message, MessagesError, Schema
+from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode_prompt, encode_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = [
-    "Sampled",
-    "Session",
-    "SessionTemplate",
-    "TurnGenerator",
-    "TurnRequest",
-]
 
 
 @dataclass(frozen=True, slots=True)

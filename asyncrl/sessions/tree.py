@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from asyncrl.contracts.nodes import CONSTRAINED, ORPHAN, Node
 
-__all__ = ["Place", "SessionTree"]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -14,9 +14,7 @@ from asyncrl.sessions.answers import (
     SessionClosedError,
     TurnsExceededError,
 )
-from asyncrl.text.template import MessagesError
-
-__all__ = ["Ask", "Watched"]
+from asyncrl.text.chat_messages import MessagesError
 
 Ask = Callable[[ChatRequest, "Heard | None"], Awaitable[list[Answer]]]
 """Answers a request, as `Session.chat` does."""

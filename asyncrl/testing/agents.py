@@ -11,8 +11,6 @@ from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.sessions.session import Session
 from asyncrl.text.template import Message
 
-__all__ = ["FakeAgentSession", "FakeAgentSessions"]
-
 
 class FakeAgentSession:
     """A session in this process, and what its agent asked for in vain."""

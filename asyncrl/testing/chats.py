@@ -8,8 +8,6 @@ from typing import Any
 
 from asyncrl.sessions.answers import Answer, ChatRequest, ContextTooLongError
 
-__all__ = ["FakeChatSession", "tool_call"]
-
 Chat = Sequence[Mapping[str, object]]
 
 

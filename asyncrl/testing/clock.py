@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import selectors
 
-__all__ = ["DeadlockError", "VirtualTimeLoop"]
-
 MOST_TURNS = 100_000
 """Iterations of a virtual loop without a change of time, after which it counts as stuck."""
 

@@ -26,20 +26,6 @@ from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import LearnerTurn
 from asyncrl.runtime.shared import Written, size_and_checksum
 
-__all__ = [
-    "FakeCheckpoints",
-    "FakeLearner",
-    "FakeLogprobCheck",
-    "FakePrompts",
-    "FakeRecorder",
-    "FakeReferencePolicy",
-    "FakeReplicas",
-    "FakeRollouts",
-    "FakeScores",
-    "FakeSink",
-    "FakeWeightSync",
-]
-
 Latency = Callable[[int], float]
 
 

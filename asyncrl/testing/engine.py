@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from asyncrl.contracts.messages import EngineLoad, Finished
 from asyncrl.testing.control import FakeReplicas, FakeRollouts
 
-__all__ = ["FakeEngine"]
-
 
 @dataclass(slots=True)
 class _Completion:

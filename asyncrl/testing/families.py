@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["FAMILIES", "VOCABULARY", "Family", "byte_tokenizer", "family"]
-
 VOCABULARY = 288
 """Rows of the embedding. As in most released models, there are more than the tokenizer's 260
 tokens."""

@@ -27,12 +27,10 @@ from asyncrl.contracts.messages import (
 from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import HttpStatus, Traffic
-from asyncrl.text.template import MessagesError
+from asyncrl.text.chat_messages import MessagesError
 
 if TYPE_CHECKING:  # most fakes need no transformers
     from transformers import PreTrainedModel
-
-__all__ = ["FakeGenerate", "FakeServed", "FakeWords", "SeededGenerator"]
 
 
 class FakeGenerate:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from asyncrl.sandbox.levels import Level, Limits, Program, Result
 
-__all__ = ["FakeSandbox", "ended"]
-
 
 def ended(
     stdout: str = "", exit_code: int = 0, stderr: str = "", level: Level = Level.NAMESPACES

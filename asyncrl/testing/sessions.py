@@ -15,8 +15,6 @@ from asyncrl.text.tokenizer import decode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["FakeTurnGenerator"]
-
 
 class FakeTurnGenerator:
     """Answers with the tokens of a text and an end token. A text that does not fit is cut.

@@ -14,8 +14,6 @@ from asyncrl.weights.layout import plan_buckets
 from asyncrl.weights.manifest import expected_tensors
 from asyncrl.weights.staging import Staged
 
-__all__ = ["adapter_settings", "any_request", "staged_adapter", "staged_weights"]
-
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Layers of an attention."""
 

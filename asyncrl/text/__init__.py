@@ -8,10 +8,8 @@ from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
     from asyncrl.text.response import ResponseReader as ResponseReader
-    from asyncrl.text.stops import load_stops as load_stops
-    from asyncrl.text.stops import text_before as text_before
-    from asyncrl.text.tokenizer import decode as decode
-    from asyncrl.text.tokenizer import load_tokenizer as load_tokenizer
+    from asyncrl.text.stops import load_stops as load_stops, text_before as text_before
+    from asyncrl.text.tokenizer import decode as decode, load_tokenizer as load_tokenizer
 
 __getattr__ = lazy_exports(
     __name__,

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from asyncrl.text.response import ResponseReader
     from asyncrl.text.template import Message
 
-__all__ = ["AnswerFormat", "AnswerReader", "answer_format"]
-
 logger = logging.getLogger(__name__)
 
 ANY_TOOL = ({"type": "function", "function": {"name": "any", "parameters": {}}},)

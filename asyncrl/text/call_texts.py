@@ -15,27 +15,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-__all__ = [
-    "Calls",
-    "Raw",
-    "Reads",
-    "arguments_of",
-    "bare_arguments",
-    "call_of",
-    "json_arguments",
-    "json_calls",
-    "json_or_python_calls",
-    "json_text",
-    "json_value",
-    "named_calls",
-    "python_calls",
-    "python_text",
-    "python_value",
-    "some_calls",
-    "tagged_arguments",
-    "whole",
-]
-
 Calls: TypeAlias = list[dict[str, Any]]
 """`{"function": {"name": ..., "arguments": ...}}`, with an `id` if the model wrote one."""
 Reads: TypeAlias = Callable[[str, int], tuple[Any, int]]

@@ -5,15 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "REASONING_FIELDS",
-    "TEXT_PARTS",
-    "MessagesError",
-    "argument_values",
-    "plain_text",
-    "template_messages",
-]
-
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's reasoning."""
 TEXT_PARTS = ("text", "input_text", "output_text")

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.contracts.nodes import CUT, DRIFT
-from asyncrl.text.chat_messages import REASONING_FIELDS, template_messages
-from asyncrl.text.template import Message, MessagesError, Schema, render_messages
+from asyncrl.text.chat_messages import REASONING_FIELDS, MessagesError, template_messages
+from asyncrl.text.template import Message, Schema, render_messages
 from asyncrl.text.tokenizer import (
     decode_prompt,
     encode_continuations,
@@ -19,8 +19,6 @@ from asyncrl.text.tokenizer import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["ContinuationError", "continuation", "first_difference", "render_chat"]
 
 PROBE = f"asyncrl-probe-{secrets.token_hex(8)}"
 """Stands for the text of the sampled turn. No message contains it."""

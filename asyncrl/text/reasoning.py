@@ -4,15 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "MARKS",
-    "OPENED",
-    "has_reasoning_marks",
-    "only_names_reasoning",
-    "opens_reasoning",
-    "text_after_reasoning",
-]
-
 PROMPT_END = 200
 """Characters at a prompt's end in which a template may open the reasoning."""
 WORDS = r"(?:\w{1,32}:)?(?:think|thinking|thoughts?|reasoning|analysis|scratch_?pad)"

@@ -39,8 +39,6 @@ from asyncrl.text.turn_formats import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PREFIX_TOKENS", "ResponseReader", "format_name", "in_reasoning"]
-
 PREFIX_TOKENS = 64
 """Tokens before the turn that the parser sees: some templates write the turn's first ones."""
 PREFIX_CHARACTERS = 4096

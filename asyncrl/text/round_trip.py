@@ -25,8 +25,6 @@ from asyncrl.text.tokenizer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Coverage", "refuse_another_decoder", "refuse_lossy"]
-
 LOST = "\ufffd"
 """What decoding gives for bytes that are no character."""
 TRIPS = 256

@@ -23,8 +23,6 @@ from asyncrl.text.tokenizer import chat_text, special_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RowChat", "RowChats", "refusal", "render", "reserved_names", "template_variables"]
-
 Message = Mapping[str, object]
 PROBE: Final = f"asyncrlprobe{secrets.token_hex(6)}"
 """Added to each value of a chat. No row contains it."""

@@ -23,20 +23,6 @@ from typing import Final
 from asyncrl.text.call_texts import python_value
 from asyncrl.text.chat_messages import TEXT_PARTS, MessagesError, argument_values
 
-__all__ = [
-    "ALPACA",
-    "CHAT_START",
-    "MARKS",
-    "MEDIA_COLUMNS",
-    "TEXT_COLUMNS",
-    "Mark",
-    "MarkError",
-    "UnusedError",
-    "chat_value",
-    "row_messages",
-    "without_marks",
-]
-
 Mark = tuple[str, bool]
 """A key that says whether a turn is trained, and what it says."""
 MARKS: Final[Mapping[str, bool]] = {

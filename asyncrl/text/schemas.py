@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from asyncrl.text.call_texts import Raw, json_text, python_text
 
-__all__ = ["SchemaError", "kinds_of", "property_schema", "resolved_tool", "typed", "types_of"]
-
 MOST_PARTS = 5_000
 """Schemas in one tool without its references. A few references can stand for very many."""
 DEEPEST = 64

@@ -23,17 +23,6 @@ from asyncrl.text.tokenizer import chat_text, decode, special_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "GENERATION_CONFIG",
-    "Stops",
-    "chat_end_token",
-    "generation_settings",
-    "load_stops",
-    "make_stops",
-    "special_token",
-    "text_before",
-]
-
 GENERATION_CONFIG = "generation_config.json"
 """File of a checkpoint with the settings of generation, which transformers and vLLM read."""
 FROM_CONFIG = ("bos_token_id", "pad_token_id")

@@ -12,8 +12,6 @@ from asyncrl.text.tokenizer import decode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TextStream"]
-
 UNFINISHED = "\ufffd"
 """What a decoder writes for a character whose last bytes are missing."""
 

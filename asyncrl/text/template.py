@@ -27,22 +27,6 @@ from asyncrl.text.tokenizer import encode_prompts, load_tokenizer, special_token
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "Message",
-    "MessagesError",
-    "Rendered",
-    "Schema",
-    "Template",
-    "TemplateError",
-    "are_messages",
-    "marked_messages",
-    "marks_turns",
-    "own_variables",
-    "render_messages",
-    "reserved_names",
-    "tool_schemas",
-]
-
 Message = Mapping[str, object]
 """A chat message, with `role` and `content`."""
 Schema = Mapping[str, object]

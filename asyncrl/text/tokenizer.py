@@ -21,22 +21,6 @@ from asyncrl.runtime.paths import meant
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "ROUND_TRIP_TEXTS",
-    "TokenizerError",
-    "chat_text",
-    "decode",
-    "decode_prompt",
-    "encode_continuations",
-    "encode_prompts",
-    "encoded",
-    "load_tokenizer",
-    "refuse_another_tokenizer",
-    "save_tokenizer",
-    "special_tokens",
-    "tokenizer_hash",
-]
-
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from asyncrl.text.chat_messages import plain_text
 
-__all__ = ["transcript"]
-
 
 def transcript(messages: Sequence[Mapping[str, object]]) -> str:
     """A line for each message, such as `user: 31..93` and `assistant: guess({"number": 51})`."""

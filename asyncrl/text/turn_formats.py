@@ -27,18 +27,6 @@ from asyncrl.text.call_texts import (
     whole,
 )
 
-__all__ = [
-    "ARGUMENT_PARSERS",
-    "REASONING_ONLY",
-    "STARTS",
-    "TAKES_TOOLS",
-    "THINK",
-    "TURN_FORMATS",
-    "TurnFormat",
-    "starts_of",
-    "turn_format",
-]
-
 TAKES_TOOLS = re.compile(r"\btools\b")
 """What a chat template that shows tools to the model contains."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
-__all__ = ["MOST_CHOICES", "end_reason", "finite", "usage"]
-
 MOST_CHOICES = 128
 """Most answers of one HTTP request."""
 

@@ -6,8 +6,6 @@ from typing import Annotated, TypeAlias
 
 from pydantic import BeforeValidator
 
-__all__ = ["Whole", "whole"]
-
 
 def whole(value: object) -> object:
     """1 for 1.0, which is the same number in JSON."""

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
-__all__ = ["ClientLeftError", "while_connected"]
-
 T = TypeVar("T")
 
 

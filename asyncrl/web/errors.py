@@ -7,8 +7,6 @@ from types import MappingProxyType
 
 from starlette.exceptions import HTTPException
 
-__all__ = ["CLIENT_LEFT", "ApiError", "printable", "refused", "server_failed"]
-
 CLIENT_LEFT = 499
 """Status code when the client disconnects before the answer, as in nginx."""
 

@@ -14,8 +14,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from asyncrl.web.connection import ClientLeftError, while_connected
 
-__all__ = ["DONE", "Event", "EventStream", "event_text"]
-
 
 class Closable(Protocol):
     async def aclose(self) -> None: ...

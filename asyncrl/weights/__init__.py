@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from asyncrl.weights.engine import BACKEND as BACKEND
-    from asyncrl.weights.engine import TOKENIZER_MODE as TOKENIZER_MODE
-    from asyncrl.weights.gather import gather_buckets as gather_buckets
-    from asyncrl.weights.gather import weight_layout as weight_layout
+    from asyncrl.weights.engine import BACKEND as BACKEND, TOKENIZER_MODE as TOKENIZER_MODE
+    from asyncrl.weights.gather import (
+        gather_buckets as gather_buckets,
+        weight_layout as weight_layout,
+    )
     from asyncrl.weights.layout import bucket_checksum as bucket_checksum
     from asyncrl.weights.manifest import expected_tensors as expected_tensors
-    from asyncrl.weights.published import CannotPublishError as CannotPublishError
-    from asyncrl.weights.published import version_table as version_table
+    from asyncrl.weights.published import (
+        CannotPublishError as CannotPublishError,
+        version_table as version_table,
+    )
     from asyncrl.weights.staging import fetch_version as fetch_version
 
 __getattr__ = lazy_exports(

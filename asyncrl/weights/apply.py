@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 
-__all__ = ["StagedInit", "StagedUpdate", "StagedWeights", "map_tensors"]
-
 
 class LoadsWeights(Protocol):
     """A vLLM model: it can load a checkpoint's tensors."""

@@ -14,8 +14,6 @@ from asyncrl.contracts.messages import GenerateRequest, WeightsId
 from asyncrl.contracts.offline_rows import TokenRow
 from asyncrl.contracts.protocols import Generate
 
-__all__ = ["ProbeCheck", "compare"]
-
 RowLogprobs: TypeAlias = "Sequence[float] | np.ndarray"
 """Log-probs [C] of a row's completion ids."""
 

@@ -13,8 +13,6 @@ from asyncrl.weights.published import CannotPublishError, PublishedTensor, Versi
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SCORE", "Padding", "classifier_table", "padding_of"]
-
 SCORE = "score.weight"
 """Name of the score's weights [1, H] in transformers' sequence classifiers. They have no bias."""
 

@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
-__all__ = ["DirectCopies"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Copy:

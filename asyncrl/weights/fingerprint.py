@@ -20,18 +20,6 @@ import numpy as np
 
 from asyncrl.contracts.messages import Manifest, TensorEntry
 
-__all__ = [
-    "Block",
-    "Fingerprint",
-    "Shard",
-    "difference_text",
-    "fingerprint",
-    "joined_fingerprints",
-    "published_fingerprints",
-    "row_products",
-    "signs",
-]
-
 Fingerprint = Sequence[float]
 """Sum of the rows' products with signs, and sum of their absolute values."""
 

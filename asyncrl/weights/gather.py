@@ -19,8 +19,6 @@ from asyncrl.weights.layout import ITEM_BYTES, plan_buckets
 from asyncrl.weights.pieces import Piece
 from asyncrl.weights.published import PublishedTensor, VersionTable
 
-__all__ = ["TORCH_DTYPES", "ShardedParameter", "fill_buckets", "gather_buckets", "weight_layout"]
-
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 PART_SHARE = 16

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-__all__ = ["HeldWeights", "adapter_fingerprints", "held_shards"]
-
 
 class HeldWeights:
     """Extension of vLLM's worker (`worker_extension_cls`): adds methods for `collective_rpc`."""

@@ -10,8 +10,6 @@ import xxhash
 
 from asyncrl.contracts.messages import TensorEntry
 
-__all__ = ["ALIGNMENT", "ITEM_BYTES", "bucket_checksum", "plan_buckets"]
-
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,

@@ -15,16 +15,6 @@ from asyncrl.contracts.messages import Manifest, TensorEntry
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.stored import stored_tensors
 
-__all__ = [
-    "Expected",
-    "ManifestError",
-    "check_manifest",
-    "expected_tensors",
-    "layout_hash",
-    "tensors_of",
-]
-
-
 ADAPTER_SIDES = "A.weight", "B.weight"
 """Ends of the names of an adapter's tensors: prefix, layer, `.lora_`, side."""
 

@@ -21,8 +21,6 @@ from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.published import CannotPublishError, version_table
 from asyncrl.weights.stored import CheckpointFilesError
 
-__all__ = ["Outline", "outline"]
-
 TABLE_TIMEOUT_S = 300.0
 FileState = tuple[str, int, int]
 """Name, time of the last change (ns) and bytes of a file."""

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-__all__ = ["NotExpressibleError", "Piece", "Selection"]
-
 T = TypeVar("T")
 
 Factor = tuple[int, int]

@@ -24,14 +24,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = [
-    "CannotPublishError",
-    "PublishedTensor",
-    "VersionTable",
-    "version_table",
-    "whole_table",
-]
-
 TRAINED_TYPES = ("float32", "float16", "bfloat16", "float64")
 """Dtypes of a checkpoint's tensors that can be trained."""
 

@@ -19,8 +19,6 @@ from asyncrl.runtime.serve_calls import Handle, ask_all
 from asyncrl.weights.fingerprint import difference_text, published_fingerprints
 from asyncrl.weights.manifest import ManifestError
 
-__all__ = ["ServeWeightSync"]
-
 STATUS_S = 10.0
 """Seconds to wait for a replica's status."""
 

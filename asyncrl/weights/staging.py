@@ -20,8 +20,6 @@ from asyncrl.contracts.messages import Manifest
 from asyncrl.weights.layout import ALIGNMENT, bucket_checksum
 from asyncrl.weights.manifest import Expected, check_manifest
 
-__all__ = ["Staged", "StagingError", "fetch_bucket", "fetch_version", "sweep"]
-
 SHARED_MEMORY = Path("/dev/shm")
 NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 OWN_NAME = re.compile(r"asyncrl-.+-(?P<pid>\d+)\.(weights|queue)")

@@ -16,17 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "CheckpointFilesError",
-    "StoredTensor",
-    "same_values",
-    "sampled_weights",
-    "save_tensors",
-    "stored_files",
-    "stored_tensors",
-    "weights_hash",
-]
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 

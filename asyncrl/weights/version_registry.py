@@ -20,16 +20,6 @@ from asyncrl.contracts.messages import Manifest
 if TYPE_CHECKING:
     from asyncrl.runtime.ray_objects import Actor
 
-__all__ = [
-    "REGISTRY_NAMESPACE",
-    "LeaseHeldError",
-    "VersionRegistry",
-    "find_registry",
-    "lease_holder",
-    "open_registry",
-    "take_lease",
-]
-
 REGISTRY_NAMESPACE = "asyncrl"
 
 RELEASE_S = 10.0

@@ -21,8 +21,7 @@ import pyarrow.parquet as pq
 from asyncrl.config import load_offline
 from asyncrl.rundir import open_run
 from jobs.runs import finish, job_parser
-from jobs.sft.__main__ import CONFIG as SFT
-from jobs.sft.__main__ import inputs
+from jobs.sft.__main__ import CONFIG as SFT, inputs
 from jobs.start import start_model
 
 HERE = Path(__file__).parent

@@ -14,8 +14,6 @@ from jobs.guess import game
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-__all__ = ["play"]
-
 
 async def play(task: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """Play one game. The reward is that of `jobs.guess.game`."""

@@ -7,8 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["GUESSES", "TOOLS", "WIDTH", "answer", "call", "play", "question", "won"]
-
 WIDTH = 63
 """Numbers of the range. Six halvings find each of them."""
 GUESSES = 6

@@ -19,8 +19,6 @@ from jobs.guess.game import WIDTH, call, question
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["embed_as_waves", "make_data", "make_model"]
-
 LOWS = range(10, 37)
 """First numbers of the ranges. All numbers have two digits."""
 HELD_OUT_LOWS = (13, 18, 24, 29, 33)

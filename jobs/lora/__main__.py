@@ -16,8 +16,7 @@ from asyncrl.rundir import open_run
 from jobs.dpo.__main__ import data_of
 from jobs.quickstart.task import make_data
 from jobs.runs import finish, job_parser
-from jobs.sft.__main__ import CONFIG as SUMS
-from jobs.sft.__main__ import inputs
+from jobs.sft.__main__ import CONFIG as SUMS, inputs
 from jobs.start import start_model
 
 HERE = Path(__file__).parent

@@ -21,8 +21,6 @@ import pyarrow.parquet as pq
 
 from asyncrl.config import Config, ConfigError
 
-__all__ = ["HELD_OUT_ROWS", "make_data", "make_inputs", "make_model"]
-
 HELD_OUT_ROWS = 1024
 ALPHABET = "0123456789+-*=() ?abcdefghijklmnopqrstuvwxyz.,:\n"
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")

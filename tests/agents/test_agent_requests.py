@@ -16,7 +16,8 @@ from agent_server import ADD_TOOL, KEY, Server
 
 from asyncrl.agents.retries import RequestNames
 from asyncrl.contracts.nodes import ORPHAN
-from asyncrl.environments.model import Model, UnsupportedError
+from asyncrl.environments.model import Model
+from asyncrl.sessions.requests import UnsupportedError
 from asyncrl.sessions.rows import session_rows
 from asyncrl.web.errors import ApiError
 

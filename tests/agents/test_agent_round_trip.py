@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from agent_server import ADD_TOOL
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from asyncrl.agents.contract import HeardText, Part
 from asyncrl.agents.dialects.chat import Chat

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import schemathesis
 from agent_server import ADD_TOOL, KEY, Server, call
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import ignored_auth, positive_data_acceptance
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from agent_server import ADD_TOOL, call, tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from asyncrl.agents.heard import CertainText
 from asyncrl.testing.families import byte_tokenizer

@@ -22,7 +22,7 @@ from asyncrl.sessions.answers import (
     TurnsExceededError,
 )
 from asyncrl.testing import FakeAgentSessions
-from asyncrl.text.template import MessagesError
+from asyncrl.text.chat_messages import MessagesError
 from asyncrl.web.errors import ApiError
 
 CHAT = ChatRequest([{"role": "user", "content": "q"}])

@@ -3,8 +3,7 @@ precedence."""
 
 import pytest
 import yaml
-from small_config import SMALL
-from small_config import small_config as config
+from small_config import SMALL, small_config as config
 
 from asyncrl.config import load_config
 from asyncrl.config.derived import derived_settings

@@ -6,8 +6,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from asyncrl.contracts.errors import EvaluationLostError
 from asyncrl.contracts.state import State

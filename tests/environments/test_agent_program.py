@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from asyncrl.environments.agent import command_columns, play, program_environment
-from asyncrl.environments.model import Model, SessionUrl, UnsupportedError
+from asyncrl.environments.model import Model, SessionUrl
 from asyncrl.environments.running import AgentFailedError, Ended, Limits, run_session
 from asyncrl.sessions.answers import Answer, ChatRequest
+from asyncrl.sessions.requests import UnsupportedError
 
 URL = SessionUrl("http://127.0.0.1:9", "sk-of-this-session")
 TASK = {"prompt": "find {x}", "number": 7, "x": "not this"}

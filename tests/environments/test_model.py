@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from asyncrl.environments.model import Model, Reply, UnsupportedError
+from asyncrl.environments.model import Model, Reply
 from asyncrl.sessions.answers import Answer, ChatRequest
+from asyncrl.sessions.requests import UnsupportedError
 
 CALLED = {"role": "assistant", "content": None}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -20,7 +20,7 @@ from asyncrl.environments.running import (
 )
 from asyncrl.sessions.answers import Answer, ChatRequest, ContextTooLongError, SessionClosedError
 from asyncrl.testing import VirtualTimeLoop
-from asyncrl.text.template import MessagesError
+from asyncrl.text.chat_messages import MessagesError
 
 TASK = {"start": 3}
 PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "environments.md"

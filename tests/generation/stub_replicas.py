@@ -17,8 +17,7 @@ import pytest
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.messages import GenerateRequest, Manifest
 from asyncrl.contracts.rows import Completion, VersionSpan
-from asyncrl.generation import app as app_module
-from asyncrl.generation import replica
+from asyncrl.generation import app as app_module, replica
 from asyncrl.generation.app import start_generators, stop_generators
 from asyncrl.generation.engine import Answered
 from asyncrl.generation.engine_stats import EngineStats

@@ -21,7 +21,7 @@ from run_variables import PYTHON_PATH
 import asyncrl
 from asyncrl.rewards.scoring import scored_block
 from asyncrl.run.audit import audit, audit_text
-from asyncrl.rundir.directory import read_record
+from asyncrl.rundir.record import read_record
 
 STEPS_AFTER = 3
 """Steps that a run must take after a fault to count as recovered, with a version committed among

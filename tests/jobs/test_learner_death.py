@@ -6,7 +6,7 @@ import pytest
 
 import asyncrl
 from asyncrl.run.audit import audit, audit_text
-from asyncrl.rundir.directory import read_record
+from asyncrl.rundir.record import read_record
 
 
 @pytest.mark.faults

@@ -15,7 +15,7 @@ from audited_runs import audited
 
 import asyncrl
 from asyncrl.rewards.scoring import scored_block
-from asyncrl.rundir.directory import read_record
+from asyncrl.rundir.record import read_record
 
 STEPS_AFTER = 3
 """Steps that a run must take after a fault, with a commit of the last of them."""

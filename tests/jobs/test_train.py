@@ -23,7 +23,7 @@ import asyncrl
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.run.audit import Books, audit, audit_text
 from asyncrl.rundir import metrics
-from asyncrl.rundir.directory import read_record
+from asyncrl.rundir.record import read_record
 
 NOTEBOOK = ROOT / "notebooks" / "01_quickstart.ipynb"
 

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from asyncrl.packing.balance import balanced_rounds, imbalance_of, karmarkar_karp, quadratic_cost
 from asyncrl.packing.packing import best_fit_decreasing, pack

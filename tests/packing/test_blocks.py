@@ -10,8 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from asyncrl.packing.blocks import pack_blocks
 from asyncrl.packing.packing import Strategy

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from asyncrl.packing.packing import Pieces, Strategy, _fills, best_fit_decreasing, pack, pack_rows
 

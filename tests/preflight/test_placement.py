@@ -19,8 +19,7 @@ from asyncrl.preflight import placement
 from asyncrl.preflight.placement import needed, wait_for_placement, wait_for_resources
 from asyncrl.preflight.resources import Node
 from asyncrl.preflight.specs import data_spec
-from asyncrl.run import launch, supervise
-from asyncrl.run import train as run
+from asyncrl.run import launch, supervise, train as run
 from asyncrl.run.launch import Stations
 
 

@@ -9,8 +9,7 @@ from small_config import SMALL, small_config
 
 import asyncrl
 from asyncrl.config import ConfigError
-from asyncrl.run import supervise
-from asyncrl.run import train as run
+from asyncrl.run import supervise, train as run
 from asyncrl.run.embedded import RunFailedError
 
 

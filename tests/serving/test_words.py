@@ -16,7 +16,8 @@ from asyncrl.serving.dialects.completions import Completions
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.words import ModelWords
 from asyncrl.testing import FakeServed
-from asyncrl.text.template import MessagesError, Template
+from asyncrl.text.chat_messages import MessagesError
+from asyncrl.text.template import Template
 from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.web.errors import ApiError
 

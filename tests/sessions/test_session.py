@@ -20,7 +20,8 @@ from asyncrl.sessions.answers import Answer, ChatRequest, ContextTooLongError, S
 from asyncrl.sessions.rows import session_rows
 from asyncrl.sessions.session import Session, SessionTemplate
 from asyncrl.testing import FakeTurnGenerator
-from asyncrl.text.template import Message, MessagesError
+from asyncrl.text.chat_messages import MessagesError
+from asyncrl.text.template import Message
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_turn_formats import BARE, OPEN, SEP, TURNS, tokenizer_of
 
 from asyncrl.text.response import ResponseReader

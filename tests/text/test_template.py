@@ -11,15 +11,15 @@ from typing import Any, cast
 import pytest
 from llama_checkpoint import BOS, END
 
+from asyncrl.text.chat_messages import MessagesError
+from asyncrl.text.row_chats import reserved_names
 from asyncrl.text.stops import chat_end_token
 from asyncrl.text.template import (
-    MessagesError,
     Template,
     TemplateError,
     marked_messages,
     marks_turns,
     render_messages,
-    reserved_names,
     tool_schemas,
 )
 from asyncrl.text.tokenizer import load_tokenizer

@@ -38,8 +38,6 @@ from asyncrl.text.template import Message, Schema
 from asyncrl.web.answers import finite, usage
 from asyncrl.web.events import DONE, Event
 
-__all__ = ["Chat", "ChatAnswer", "ChatBody", "Usage", "usage_of"]
-
 MESSAGE_FIELDS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 """Fields of a message that are kept as they are, beside its role, text and tool calls."""
 

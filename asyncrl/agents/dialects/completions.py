@@ -28,8 +28,6 @@ from asyncrl.text.template import Message
 from asyncrl.web.answers import end_reason, finite
 from asyncrl.web.events import DONE, Event
 
-__all__ = ["Completions", "CompletionsAnswer", "CompletionsBody"]
-
 
 class CompletionsBody(Body):
     """The body of POST /v1/completions."""

@@ -15,21 +15,6 @@ from asyncrl.web.answers import MOST_CHOICES, end_reason
 from asyncrl.web.bodies import whole
 from asyncrl.web.errors import ApiError, printable
 
-__all__ = [
-    "Body",
-    "ErrorBody",
-    "Open",
-    "calls_of",
-    "check",
-    "content_of",
-    "finish_reason",
-    "invalid",
-    "new_id",
-    "overridden_of",
-    "rest_of",
-    "schema_of",
-]
-
 JSON_OBJECT: Schema = {"type": "object"}
 
 

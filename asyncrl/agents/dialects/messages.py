@@ -27,8 +27,6 @@ from asyncrl.text.chat_messages import argument_values
 from asyncrl.text.template import Message
 from asyncrl.web.events import Event
 
-__all__ = ["AnthropicErrorBody", "Messages", "MessagesAnswer", "MessagesBody"]
-
 REFUSED = {
     "mcp_servers": "connect the agent itself to them",
     "container": "run code in the agent",

@@ -37,8 +37,6 @@ from asyncrl.web.answers import finite
 from asyncrl.web.errors import ApiError
 from asyncrl.web.events import Event
 
-__all__ = ["Responses", "ResponsesAnswer", "ResponsesBody"]
-
 REFUSED = {
     "background": "ask without it, and wait for the answer",
     "conversation": "use previous_response_id, or send all items",

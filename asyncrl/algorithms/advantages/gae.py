@@ -15,8 +15,6 @@ from asyncrl.algorithms.advantages.group_advantage import (
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Gae"]
-
 
 class Gae(GroupAdvantage):
     """Per token, from a value head on the learner, normalized over the step."""

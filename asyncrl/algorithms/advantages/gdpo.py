@@ -16,8 +16,6 @@ from asyncrl.algorithms.advantages.over_step import normalized
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Gdpo"]
-
 
 class Gdpo(StepAdvantage):
     """`grpo` of each reward function, then their weighted sum, normalized over the step's

@@ -16,19 +16,6 @@ from asyncrl.contracts.section import Section
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "DIVIDES_BY_STD",
-    "NEEDS_KL_OF_TOKENS",
-    "STD_FLOOR",
-    "ComparesTurns",
-    "GroupAdvantage",
-    "GroupInputs",
-    "StepAdvantage",
-    "StepInputs",
-    "TurnRewards",
-    "group_advantages",
-]
-
 STD_FLOOR = 1e-6
 """Added to a standard deviation, and to MaxRL's mean. It prevents a division by zero, so that equal
 rewards give zero advantages."""

@@ -14,8 +14,6 @@ from asyncrl.algorithms.advantages.group_advantage import (
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Grpo"]
-
 
 class Grpo(ComparesTurns):
     """(r - mean) / std of the group, with the population std (verl and TRL use the sample std)."""

@@ -16,8 +16,6 @@ from asyncrl.algorithms.advantages.over_step import over_std
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["GrpoBatchStd"]
-
 
 class GrpoBatchStd(StepAdvantage):
     """(r - mean) / std of the step's rewards (Lite PPO)."""

@@ -9,8 +9,6 @@ from asyncrl.algorithms.advantages.group_advantage import STD_FLOOR, GroupAdvant
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["MaxRl"]
-
 
 class MaxRl(GroupAdvantage):
     """(r - mean) / mean of the group, for rewards of at least 0."""

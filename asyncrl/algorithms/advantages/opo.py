@@ -9,8 +9,6 @@ from asyncrl.algorithms.advantages.group_advantage import GroupAdvantage, GroupI
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Opo"]
-
 
 class Opo(GroupAdvantage):
     """r - mean of the group, weighted by length."""

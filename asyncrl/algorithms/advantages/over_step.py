@@ -10,8 +10,6 @@ from asyncrl.algorithms.advantages.group_advantage import STD_FLOOR
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["moments_over_ranks", "normalized", "over_std", "standardized"]
-
 
 def over_std(advantages: Sequence[float], rewards: Sequence[float]) -> list[float]:
     """Return A / (std + 1e-6), with the population std of the rewards."""

@@ -12,8 +12,6 @@ from asyncrl.runtime.functions import FUNCTION
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["OwnAdvantage"]
-
 
 class OwnAdvantage(GroupAdvantage):
     """Your own function (docs/how_to/own_algorithm.md)."""

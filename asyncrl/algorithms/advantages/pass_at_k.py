@@ -13,8 +13,6 @@ from asyncrl.algorithms.pass_at_k import pass_at_k
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["PassAtK"]
-
 
 class PassAtK(GroupAdvantage):
     """`grpo` of subsets of pass_k trajectories. A subset passes if one of them does."""

@@ -16,8 +16,6 @@ from asyncrl.algorithms.advantages.over_step import normalized
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["ReinforcePlusPlus", "ReinforcePlusPlusBaseline"]
-
 
 class ReinforcePlusPlus(StepAdvantage):
     """r, normalized over the step."""

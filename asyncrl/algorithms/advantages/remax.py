@@ -10,8 +10,6 @@ from asyncrl.algorithms.advantages.group_advantage import GroupAdvantage, GroupI
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["ReMax"]
-
 
 class ReMax(GroupAdvantage):
     """r - r of the prompt's greedy completion, which the generators make for each group and the

@@ -9,8 +9,6 @@ from asyncrl.algorithms.advantages.group_advantage import ComparesTurns, GroupIn
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Rloo"]
-
 
 class Rloo(ComparesTurns):
     """r - mean of the group's other trajectories."""

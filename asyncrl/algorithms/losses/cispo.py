@@ -12,8 +12,6 @@ from asyncrl.algorithms.policy_tokens import PolicyTokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Cispo"]
-
 
 class Cispo(ClippedLoss, RatioLoss):
     """Clipped weight of each token, which keeps its gradient."""

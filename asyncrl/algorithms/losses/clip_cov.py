@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-__all__ = ["ClipCov", "SelectsTokens"]
-
 
 class SelectsTokens(TokenLoss):
     """A loss that treats some tokens of the step differently, by their covariance."""

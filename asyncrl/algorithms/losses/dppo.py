@@ -12,8 +12,6 @@ from asyncrl.algorithms.policy_tokens import OldPolicy, PolicyTokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Dppo"]
-
 
 class Dppo(TokenLoss):
     """Mask by the difference of probabilities."""

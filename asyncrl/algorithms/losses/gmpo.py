@@ -12,8 +12,6 @@ from asyncrl.algorithms.policy_tokens import PolicyTokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Gmpo"]
-
 
 class Gmpo(ClippedLoss, RatioLoss):
     """Geometric mean of a trajectory's clipped ratios. It clips before the mean, and the paper uses

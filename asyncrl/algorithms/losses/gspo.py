@@ -12,8 +12,6 @@ from asyncrl.algorithms.sequences import sequence_mean
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Gspo", "of_sequence"]
-
 
 class Gspo(ClippedLoss, RatioLoss):
     """Clipped ratio of each trajectory. The ratio is a mean over the trajectory, and the paper

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-__all__ = ["KlCov"]
-
 
 class KlCov(SelectsTokens, RatioLoss):
     """Ratio without a clip, with a penalty on the tokens of highest covariance."""

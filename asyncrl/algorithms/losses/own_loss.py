@@ -13,8 +13,6 @@ from asyncrl.runtime.functions import FUNCTION
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["OwnLoss"]
-
 
 class OwnLoss(TokenLoss):
     """Your own function (docs/how_to/own_algorithm.md)."""

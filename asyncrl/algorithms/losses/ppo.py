@@ -12,8 +12,6 @@ from asyncrl.algorithms.policy_tokens import OldPolicy, PolicyTokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ClipsUnlessOnPolicy", "Ppo", "clipped"]
-
 CLIPS = ("eps_clip", "eps_clip_high", "dual_clip")
 """Settings without an effect where the ratio is always 1."""
 

@@ -10,8 +10,6 @@ from asyncrl.algorithms.policy_tokens import OldPolicy, PolicyTokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Reinforce"]
-
 
 class Reinforce(TokenLoss):
     """No ratio. Stale tokens need a truncated weight (correction.truncation)."""

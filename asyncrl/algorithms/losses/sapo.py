@@ -12,8 +12,6 @@ from asyncrl.algorithms.policy_tokens import PolicyTokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Sapo"]
-
 
 class Sapo(RatioLoss):
     """Soft gate of each token's ratio, instead of a clip."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-__all__ = ["ClippedLoss", "RatioLoss", "Terms", "TokenLoss", "unclipped"]
-
 
 class Terms(NamedTuple):
     """The loss of N tokens."""

@@ -14,8 +14,6 @@ from asyncrl.algorithms.sequences import sequence_sum
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Vespo"]
-
 
 class Vespo(TokenLoss):
     """Soft weight W^k · exp(λ·(1 - W)) of each trajectory, with W its product of ratios. The weight

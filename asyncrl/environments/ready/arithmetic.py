@@ -12,8 +12,6 @@ from asyncrl.environments.ready.graded import Grade, first_messages, graded
 from asyncrl.environments.tools import run_tools
 from asyncrl.text.template import Schema
 
-__all__ = ["CALCULATE", "CalculationError", "calculate", "calculator"]
-
 MOST_CHARACTERS = 400
 """Characters of an expression."""
 MOST_BITS = 4096

@@ -8,8 +8,6 @@ from typing import Any, Literal, TypeAlias, cast
 
 from asyncrl.text.template import Message
 
-__all__ = ["Grade", "first_messages", "graded"]
-
 Grade: TypeAlias = Literal["math", "exact", "none"]
 """`math`: the answer is mathematically equal to the column `answer` (math-verify). `exact`: it is
 the same text. `none`: the environment gives no reward, and `reward.functions` does."""

@@ -13,8 +13,6 @@ from asyncrl.rewards.final_answer import answers_of, tagged_answer
 from asyncrl.sessions.answers import ContextTooLongError
 from asyncrl.text.chat_messages import plain_text
 
-__all__ = ["final_answer", "reasoning_gym"]
-
 COLUMNS = ("task", "question", "answer", "metadata")
 """What reasoning-gym's scorer needs of a row."""
 AGAIN = "That is wrong. Try again."

@@ -22,8 +22,6 @@ from asyncrl.sandbox import (
 from asyncrl.sandbox.machine import usable_cpus
 from asyncrl.text.template import Schema
 
-__all__ = ["RUN_PYTHON", "python", "result_text"]
-
 RUN_PYTHON: Schema = {
     "type": "function",
     "function": {

@@ -21,25 +21,13 @@ from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointErro
 from asyncrl.contracts.outcomes import OUTCOMES
 from asyncrl.contracts.state import State
 from asyncrl.rundir.checkpoint import CheckpointStore
-from asyncrl.rundir.directory import AttemptRecord, read_record
 from asyncrl.rundir.metrics import METRICS_FILE, read_metrics
 from asyncrl.rundir.outcomes import read_outcomes
 from asyncrl.rundir.reader import Run
+from asyncrl.rundir.record import AttemptRecord, read_record
 from asyncrl.rundir.rows import Row, read_rows
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import open_regular
-
-__all__ = [
-    "FINAL",
-    "UNREADABLE",
-    "AnswerRow",
-    "Books",
-    "Key",
-    "MetricsRecord",
-    "OutcomeRow",
-    "key_of",
-    "trained_at",
-]
 
 Key = tuple[int, int]
 """(attempt that made the group, ordinal)."""

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["SHOWN", "Check", "close", "listed"]
-
 SHOWN = 5
 """Examples that a failed check names."""
 TOLERANCE = 1e-5

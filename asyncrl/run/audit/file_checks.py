@@ -6,10 +6,8 @@ from pathlib import Path
 
 from asyncrl.run.audit.books import Books
 from asyncrl.run.audit.check import SHOWN, Check
-from asyncrl.rundir.directory import AttemptRecord
 from asyncrl.rundir.metrics import METRICS_FILE
-
-__all__ = ["check_checkpoint", "check_files", "check_record"]
+from asyncrl.rundir.record import AttemptRecord
 
 
 def check_files(books: Books) -> Check:

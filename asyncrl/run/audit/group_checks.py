@@ -19,20 +19,6 @@ from asyncrl.rundir.resume import data_hash, model_hash
 from asyncrl.rundir.rows import FAULTS, UNEVEN, Row
 from asyncrl.rundir.turns import Generation, TurnCredit
 
-__all__ = [
-    "check_content",
-    "check_ends",
-    "check_lengths",
-    "check_monotone",
-    "check_one_row",
-    "check_possible",
-    "check_prompts",
-    "check_reference",
-    "check_turn_advantages",
-    "check_versions_exist",
-    "check_whole",
-]
-
 ROUNDING = 1e-4
 """Tolerance of an advantage: it is float32, and so are those that it is from."""
 BIAS = 0.05

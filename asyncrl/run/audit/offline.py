@@ -15,11 +15,9 @@ from asyncrl.config import OfflineConfig
 from asyncrl.preflight.offline_plan import ORDER_FILE
 from asyncrl.run.audit.check import SHOWN, Check, close, listed
 from asyncrl.run.audit.offline_books import MASKS, Books, Record, read_books, targets
-from asyncrl.rundir.directory import AttemptRecord
 from asyncrl.rundir.reader import Run
+from asyncrl.rundir.record import AttemptRecord
 from asyncrl.runtime.files import read_text
-
-__all__ = ["audit_offline"]
 
 
 def audit_offline(run: Run) -> list[Check]:

@@ -19,11 +19,9 @@ from asyncrl.data.mixture import Order
 from asyncrl.data.token_file import TokenFile, open_token_file
 from asyncrl.preflight.offline_plan import ORDER_FILE
 from asyncrl.rundir.checkpoint import CheckpointStore
-from asyncrl.rundir.directory import AttemptRecord, read_record
 from asyncrl.rundir.reader import Run
+from asyncrl.rundir.record import AttemptRecord, read_record
 from asyncrl.runtime.files import read_text
-
-__all__ = ["MASKS", "Books", "Record", "read_books", "targets"]
 
 Record = dict[str, Any]
 TRAIN, HELD_OUT = "train.arrow", "held_out.arrow"

@@ -8,15 +8,6 @@ from collections.abc import Set
 from asyncrl.run.audit.books import FINAL, Books, key_of, trained_at
 from asyncrl.run.audit.check import Check, listed
 
-__all__ = [
-    "check_accounts",
-    "check_distinct",
-    "check_frontier",
-    "check_one_outcome",
-    "check_staleness",
-    "holes",
-]
-
 MOST_OF_A_HOLE = 1000
 
 

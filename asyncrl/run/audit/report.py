@@ -38,8 +38,6 @@ from asyncrl.run.audit.step_checks import (
 )
 from asyncrl.rundir.reader import Run
 
-__all__ = ["audit", "audit_text"]
-
 COLUMNS = 120
 """Width of the report, in characters."""
 CHECKS: Sequence[Callable[[Books], Check]] = (

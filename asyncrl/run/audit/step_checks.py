@@ -21,8 +21,6 @@ from asyncrl.run.audit.trained_tokens import trained_tokens
 from asyncrl.rundir.rows import Row
 from asyncrl.runtime.files import read_text
 
-__all__ = ["check_evaluations", "check_metrics", "check_steps", "check_tokens"]
-
 SAMPLED = "session/tokens_sampled"
 LOST = ("late", "failed")
 """Statuses of evaluation completions that did not arrive."""

@@ -9,8 +9,6 @@ from asyncrl.algorithms.pairs import choose_pairs, shuffled_rewards
 from asyncrl.run.audit.books import Books, OutcomeRow, trained_at
 from asyncrl.rundir.rows import Row
 
-__all__ = ["trained_tokens"]
-
 
 def trained_tokens(books: Books, batch: Sequence[tuple[OutcomeRow, Row]]) -> int:
     """Return the loss tokens that the step on these trained groups counted.

@@ -21,12 +21,10 @@ from asyncrl.serving.dialects.fields import (
 from asyncrl.serving.dialects.render import TokenUsage, ending, envelope
 from asyncrl.serving.identity import ServedModel
 from asyncrl.sessions.requests import UnsupportedError, chat_message
-from asyncrl.text.template import MessagesError
+from asyncrl.text.chat_messages import MessagesError
 from asyncrl.web.answers import finite
 from asyncrl.web.bodies import Whole
 from asyncrl.web.errors import ApiError, printable
-
-__all__ = ["Chat", "ChatBody"]
 
 OBJECT, EVENT = "chat.completion", "chat.completion.chunk"
 ROLES = ("system", "developer", "user", "assistant")

@@ -25,8 +25,6 @@ from asyncrl.web.answers import MOST_CHOICES, finite
 from asyncrl.web.bodies import Whole
 from asyncrl.web.errors import ApiError
 
-__all__ = ["CompletionBody", "Completions"]
-
 OBJECT = "text_completion"
 NO_TOKENS = Tokens((), ())
 

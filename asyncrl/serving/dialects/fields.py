@@ -18,18 +18,6 @@ from asyncrl.web.answers import MOST_CHOICES
 from asyncrl.web.bodies import Whole
 from asyncrl.web.errors import ApiError, printable
 
-__all__ = [
-    "MOST_LOGPROBS",
-    "SEED_LIMIT",
-    "Sampling",
-    "check",
-    "check_name",
-    "check_prompt",
-    "check_top",
-    "refuse_long_prompt",
-    "refuse_long_text",
-]
-
 MOST_LOGPROBS = 20
 """Upper limit of the most probable tokens at one position, as in vLLM."""
 

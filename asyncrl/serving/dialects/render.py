@@ -9,8 +9,6 @@ from asyncrl.serving.answers import Head
 from asyncrl.serving.dialects.fields import Sampling
 from asyncrl.web.answers import end_reason, usage
 
-__all__ = ["TokenUsage", "ending", "envelope"]
-
 
 class TokenUsage:
     """Counts the tokens of one answer."""
