@@ -4,7 +4,7 @@ Each family is a tiny random checkpoint.
 
     python -m benchmarks.model_table [--families NAME ...] [--no-engines] [--write]
 
-Every family of `asyncrl.testing.families` goes through these checks:
+Every family of `benchmarks.families` goes through these checks:
 
 - load: how `asyncrl plan` would train it: packed, one trajectory at a time, or refused.
 - isolation: the check at a learner's start that trajectories do not see each other or look ahead.
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncrl.testing.families import FAMILIES, VOCABULARY, Family, family
+from benchmarks.families import FAMILIES, VOCABULARY, Family, family
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.preflight import ToolTurns, tool_turns
-from asyncrl.testing.families import byte_tokenizer
 from asyncrl.text import load_stops
+from benchmarks.families import byte_tokenizer
 
 SPECIAL = re.compile(
     r"<\|[^|<>\s{}]+\|?>|<[a-z_]+\|>|<｜[^｜<>{}\s]+｜>|\[/?[A-Z_]{3,}\]|<\|\"\|>|\]~b\]|\[e~\["

@@ -17,12 +17,11 @@ from pydantic_core import PydanticUndefined
 
 from asyncrl.cli import _parser
 from asyncrl.config import Config, OfflineConfig, RunSettings
-from asyncrl.config.aliases import NOT_IMPLEMENTED, RENAMED
+from asyncrl.config.aliases import other_names
 from asyncrl.config.fields import section_of
-from asyncrl.config.offline_aliases import OFFLINE_NOT_IMPLEMENTED, OFFLINE_RENAMED
 from asyncrl.contracts.section import Section, kinds_of, name_of
 from asyncrl.observe.alarms import Range
-from asyncrl.observe.metric_catalog import TABLES, Metric
+from asyncrl.observe.metric_catalog import Metric, metric_tables
 from asyncrl.serving.metrics import HttpStatus, Traffic, exposition
 from asyncrl.testing.generators import fake_status
 
@@ -62,16 +61,21 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         return f"{link[1]} (`{target}`)" if outside else link[0]
 
     text = LINK.sub(shown, markdown).replace("```text\n", "```{ .text .wrap }\n")
-    return text.replace(NAMES_HERE, other_names()) if NAMES_HERE in text else text
+    return text.replace(NAMES_HERE, names_elsewhere()) if NAMES_HERE in text else text
 
 
-def other_names() -> str:
+def names_elsewhere() -> str:
     """Settings of other systems: their names here, in runs of both kinds, and those that do not
     exist here."""
+    names = other_names()
     tables = (
-        ("Runs with generators", "here", RENAMED),
-        ("SFT, DPO and reward models", "here", OFFLINE_RENAMED),
-        ("Not implemented", "why, and what to do", NOT_IMPLEMENTED | OFFLINE_NOT_IMPLEMENTED),
+        ("Runs with generators", "here", names.renamed),
+        ("SFT, DPO and reward models", "here", names.offline_renamed),
+        (
+            "Not implemented",
+            "why, and what to do",
+            {**names.not_implemented, **names.offline_not_implemented},
+        ),
     )
     return "\n\n".join(
         "\n".join(
@@ -253,7 +257,7 @@ def metrics_page() -> str:
         " generator that sampled it. Outside a healthy range marked *alarm*, the run"
         " raises an alarm.",
     ]
-    for table in TABLES:
+    for table in metric_tables():
         events = ", ".join(f"`{event}`" for event in table.event.split(", "))
         parts += [f"## {table.title}", f"Events: {events}.", _metric_table(table.metrics)]
     rows = [f"| `{name}` | {_cell(text)} |" for name, text in _endpoint_metrics()]

@@ -10,9 +10,9 @@ from agent_server import ADD_TOOL, call, tokenizer
 from hypothesis import given, settings, strategies as st
 
 from asyncrl.agents.heard import CertainText
-from asyncrl.testing.families import byte_tokenizer
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.turn_formats import TURN_FORMATS, TurnFormat
+from benchmarks.families import byte_tokenizer
 
 PIECES = [
     call(1, 2),

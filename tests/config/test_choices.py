@@ -17,9 +17,8 @@ from pydantic.fields import FieldInfo
 from small_config import SMALL
 
 from asyncrl.config import Config, ConfigError, OfflineConfig, explain, load_any
-from asyncrl.config.aliases import explain_unknown
+from asyncrl.config.aliases import explain_unknown, other_names
 from asyncrl.config.fields import by_name, field_names, find
-from asyncrl.config.moved import MOVED, OR
 from asyncrl.contracts.section import Section, key_of, kinds_of, name_of
 
 OFFLINE = {
@@ -322,10 +321,6 @@ def test_a_single_value_stands_for_a_section() -> None:
     assert short == long
 
 
-def lines_of(old: str) -> list[str]:
-    return MOVED[old].split(OR)
-
-
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
         if isinstance(value, dict) and any(key != "…" for key in value):
@@ -334,17 +329,18 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-@pytest.mark.parametrize("old", MOVED)
+@pytest.mark.parametrize("old", other_names().moved)
 def test_an_old_key_is_refused_with_a_line_of_settings_that_exist(old: str) -> None:
     first = old.partition(".")[0]
     assert not any(find(kind, old) for kind in KINDS), "an old key must not be a setting"
-    for line in lines_of(old):
+    for line in other_names().moved[old]:
         tree = yaml.safe_load(line)
         assert any(all(find(kind, name) for name in leaves(tree)) for kind in KINDS), line
     kind = OfflineConfig if first == "dpo" else Config
-    shown = [line for line in lines_of(old) if line.partition(":")[0] in field_names(kind)]
-    message = f"{old} has moved; write {OR.join(shown)}"
-    assert shown and explain_unknown(old, field_names(kind)) == message
+    known = field_names(kind)
+    shown = [line for line in other_names().moved[old] if line.partition(":")[0] in known]
+    message = f"{old} has moved; write {', or '.join(shown)}"
+    assert shown and explain_unknown(old, known) == message
 
     changes: Any = 1
     for part in reversed(old.split(".")):
@@ -365,7 +361,7 @@ def test_an_old_key_of_the_other_kind_of_run_is_answered_for_this_one() -> None:
     old = "learner.value_learning_rate"
     for kind, section in ((Config, "algorithm: {advantage"), (OfflineConfig, "reward_model: {")):
         answer = explain_unknown(old, field_names(kind))
-        assert answer.startswith(f"{old} has moved; write {section}") and OR not in answer
+        assert answer.startswith(f"{old} has moved; write {section}") and ", or " not in answer
     assert "moved" not in explain_unknown("reward.retries", field_names(OfflineConfig))
 
 
@@ -584,7 +580,8 @@ def test_a_dumped_config_on_a_dataset_is_read_as_the_same_config(tmp_path: Path,
 def test_reading_settings_imports_neither_torch_nor_ray() -> None:
     """Every command starts with it."""
     program = (
-        "import sys, asyncrl.config, asyncrl.config.help_text, asyncrl.config.moved\n"
+        "import sys, asyncrl.config, asyncrl.config.help_text, asyncrl.config.aliases\n"
+        "asyncrl.config.aliases.other_names()\n"
         "heavy = ('torch', 'ray', 'vllm', 'deepspeed', 'transformers')\n"
         "print([name for name in heavy if name in sys.modules])"
     )

@@ -18,7 +18,7 @@ from asyncrl.config import (
     load_any,
     load_config,
 )
-from asyncrl.config.aliases import NOT_IMPLEMENTED, RENAMED, explain_unknown
+from asyncrl.config.aliases import explain_unknown, other_names
 from asyncrl.config.fields import settings_of
 from asyncrl.contracts.section import kinds_of
 
@@ -1407,13 +1407,14 @@ def test_an_unknown_name_gets_a_correct_suggestion_or_none(name, answer):
 
 def test_the_tables_of_foreign_names_point_at_settings_that_exist():
     known = set(field_names(Config))
+    names = other_names()
     ours = {name.rsplit(".", 1)[-1] for name in known}
     same = {"beta", "betas", "estimator", "nnodes"}
-    assert ours & {*RENAMED, *NOT_IMPLEMENTED} == same, (
+    assert ours & {*names.renamed, *names.not_implemented} == same, (
         "GRPO's beta; betas of the learner; an estimator of advantages; verl's nnodes of the job"
     )
     sections = {name.partition(".")[0] for name in known if "." in name}
-    for foreign, here in RENAMED.items():
+    for foreign, here in names.renamed.items():
         named = re.findall(rf"\b(?:{'|'.join(sections)})\.[a-z0-9_.]+[a-z0-9_]", here)
         assert set(named) <= known, foreign
         assert named or here.startswith("nothing: ") or re.split("[:, ]", here)[0] in known, foreign

@@ -15,8 +15,7 @@ from asyncrl.config import (
     load_config,
     load_offline,
 )
-from asyncrl.config.aliases import explain_unknown
-from asyncrl.config.offline_aliases import OFFLINE_RENAMED
+from asyncrl.config.aliases import explain_unknown, other_names
 from asyncrl.config.run_settings import Limits
 
 SFT = {
@@ -314,7 +313,7 @@ def test_names_of_other_systems_are_answered_with_settings_of_this_kind(name, an
 
 def test_the_table_of_foreign_names_points_at_settings_that_exist():
     known = set(field_names(OfflineConfig))
-    for foreign, here in OFFLINE_RENAMED.items():
+    for foreign, here in other_names().offline_renamed.items():
         first = re.split("[:, ]", here.removeprefix("nothing: "))[0]
         assert here.startswith("nothing: ") or first in known, foreign
 

@@ -94,7 +94,7 @@ def test_a_mixture_trains_with_own_functions_and_exports_under_its_names(
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
-    from asyncrl.testing.families import family
+    from benchmarks.families import family
 
     model = family("qwen3_moe").save(tmp_path / "model", max_shard_size="60KB")
     changes = {
@@ -222,7 +222,7 @@ def test_rewards_for_each_token_code_in_the_sandbox_and_stop_strings_in_one_run(
 def test_a_hybrid_with_recurrent_layers_trains_one_trajectory_at_a_time_with_vllm(
     start_run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    from asyncrl.testing.families import family
+    from benchmarks.families import family
 
     model = family("falcon_h1").save(tmp_path / "model")
     changes = {

@@ -16,7 +16,7 @@ from asyncrl.algorithms.logprobs import LIVE_CHUNKS
 from asyncrl.config import LearnerConfig
 from asyncrl.models.micro_batches import micro_batch, token_example
 from asyncrl.models.policy import Policy, head_settings, load_policy
-from asyncrl.testing.families import VOCABULARY, family
+from benchmarks.families import VOCABULARY, family
 
 BATCH = micro_batch(
     [token_example(([5], np.random.default_rng(0).integers(4, 260, 30).tolist()))], [0], "cpu"

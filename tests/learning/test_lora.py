@@ -25,7 +25,7 @@ from asyncrl.models.adapters import (
     with_factors,
 )
 from asyncrl.preflight import learner_spec
-from asyncrl.testing.families import family
+from benchmarks.families import family
 
 STEPS, RATE = 10, 1e-2
 EOS, STOP = 2, 7

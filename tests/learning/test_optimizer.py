@@ -20,7 +20,7 @@ from asyncrl.contracts.offline_rows import token_table
 from asyncrl.learning import zero3
 from asyncrl.learning.optimizer import decays, make_optimizer, set_learning_rates
 from asyncrl.preflight.specs import learner_spec
-from asyncrl.testing.families import family
+from benchmarks.families import family
 
 ROWS = [(tuple(range(3, 6 + index)), tuple(range(8, 11 + 6 * index))) for index in range(6)]
 RATE, VALUE_RATE, DECAY = 1e-2, 5e-2, 0.5

@@ -11,7 +11,7 @@ from plain_ranks import on_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.testing.families import family
+from benchmarks.families import family
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_neox", "gemma3", "apertus", "glm4_moe", "phi3"]
 BUCKET_BYTES = 4096

@@ -26,7 +26,7 @@ from asyncrl.learning import policy_step
 from asyncrl.learning.batches import examples_of, shuffle_rewards, with_next_token
 from asyncrl.models.micro_batches import Example, MicroBatch, micro_batch
 from asyncrl.models.policy import load_policy
-from asyncrl.testing.families import family
+from benchmarks.families import family
 
 PARTS = ([0, 3], [1], [2])
 """Examples of the first rank's micro-batches and of the second rank's only one."""

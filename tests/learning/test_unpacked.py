@@ -27,7 +27,7 @@ from asyncrl.models.micro_batches import micro_batch
 from asyncrl.models.policy import Policy, checkpoint_activations, load_policy
 from asyncrl.packing.packing import pack
 from asyncrl.preflight.specs import learner_spec, reference_spec
-from asyncrl.testing.families import VOCABULARY, family
+from benchmarks.families import VOCABULARY, family
 
 UNPACKED = (
     "qwen3_next",

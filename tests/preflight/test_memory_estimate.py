@@ -15,7 +15,7 @@ from asyncrl.config import Config
 from asyncrl.models.micro_batches import micro_batch, token_example
 from asyncrl.models.policy import checkpoint_activations, load_policy
 from asyncrl.preflight.memory_estimate import estimate, limit_text, memory_text, parameter_counts
-from asyncrl.testing.families import VOCABULARY, family
+from benchmarks.families import VOCABULARY, family
 
 
 @pytest.mark.parametrize("model", ["tiny_model", "untied_model"])

@@ -8,8 +8,8 @@ from unprivileged import without_permission
 
 from asyncrl.config import ConfigError, load_config
 from asyncrl.preflight.plan import make_plan
-from asyncrl.testing.families import family
 from asyncrl.weights.stored import CheckpointFilesError, stored_tensors
+from benchmarks.families import family
 
 
 def test_long_rope_limits_trajectories_to_the_short_frequencies(write, tiny_model, tmp_path):

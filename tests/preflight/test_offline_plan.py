@@ -17,8 +17,8 @@ from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.preflight.offline_plan import OfflinePlan, make_offline_plan
 from asyncrl.rewards.files import write_groups
-from asyncrl.testing.families import family
 from asyncrl.text.tokenizer import decode, load_tokenizer, save_tokenizer
+from benchmarks.families import family
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(5) for b in range(4)]
 

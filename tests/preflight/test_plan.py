@@ -18,7 +18,7 @@ from small_config import small_config
 from asyncrl import cli
 from asyncrl.config import ConfigError, load_config
 from asyncrl.preflight.plan import check_heads, make_plan
-from asyncrl.testing.families import family
+from benchmarks.families import family
 
 
 def weight_bytes(model):

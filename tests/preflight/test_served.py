@@ -7,7 +7,7 @@ from small_config import small_config
 
 from asyncrl.generation.served import NOT_SERVED_ON_CPU, unusable
 from asyncrl.preflight.model_limits import refusal
-from asyncrl.testing.families import FAMILIES
+from benchmarks.families import FAMILIES
 
 BF16 = {"model": {"path": "m", "dtype": "bfloat16"}}
 CUDA = {"generator": {"device": "cuda"}, "learner": {"device": "cuda"}}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.testing.families import FAMILIES, family
+from benchmarks.families import FAMILIES, family
 
 TOKENS = torch.randint(4, 260, (1, 24), generator=torch.Generator().manual_seed(0))
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from chat_families import CHATML, HEADERS, save_chat_model
 
-from asyncrl.testing.families import byte_tokenizer
 from asyncrl.text.response import ResponseReader, format_name, in_reasoning
 from asyncrl.text.template import Message
 from asyncrl.text.tokenizer import decode, load_tokenizer
+from benchmarks.families import byte_tokenizer
 
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 HERMES = CHATML.replace("m.content", "(m.content or '')") + "{# <tool_call> #}"

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.testing.families import byte_tokenizer
 from asyncrl.text.response import MOST_CALLS, ResponseReader, format_name
 from asyncrl.text.turn_formats import STARTS, TURN_FORMATS, turn_format
+from benchmarks.families import byte_tokenizer
 
 PLACE, ARGUMENTS = "Bad Ischl, 4820", {"place": "Bad Ischl, 4820", "days": 3}
 TOOLS: Any = [

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from test_published import RENAMED, contents, from_parameters
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from asyncrl.testing.families import FAMILIES, byte_tokenizer, family
 from asyncrl.weights.classifier import SCORE, Padding, classifier_table, padding_of
 from asyncrl.weights.outline import outline
 from asyncrl.weights.published import CannotPublishError, version_table
+from benchmarks.families import FAMILIES, byte_tokenizer, family
 
 WITHOUT = {
     "apertus", "bamba", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon_h1",

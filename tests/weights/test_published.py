@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from asyncrl.testing.families import FAMILIES, SHAPE, family
 from asyncrl.weights.outline import outline
 from asyncrl.weights.published import CannotPublishError, VersionTable, version_table
 from asyncrl.weights.stored import INDEX
+from benchmarks.families import FAMILIES, SHAPE, family
 
 RENAMED = ["qwen3", "qwen3_moe", "mixtral", "gpt_neox", "gemma3", "apertus", "glm4_moe", "gpt_oss"]
 """Families whose parameters transformers renames, fuses or extends by buffers, and a plain one."""
