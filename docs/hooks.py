@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 from asyncrl.cli import _parser
 from asyncrl.config import Config, OfflineConfig, RunSettings
 from asyncrl.config.aliases import other_names
-from asyncrl.config.fields import section_of
+from asyncrl.config.fields import described, section_of
 from asyncrl.contracts.section import Section, kinds_of, name_of
 from asyncrl.observe.alarms import Range
 from asyncrl.observe.metric_catalog import Metric, metric_tables
@@ -104,10 +104,12 @@ def settings_page() -> str:
         " *none, or derived*, `asyncrl plan CONFIG` prints the value and its reason.",
         "A choice, such as `algorithm.loss`, has alternatives with settings of their own. Write"
         " `loss: gspo`, or `loss: {name: gspo, eps_clip: 3.0e-4}`. A setting of another alternative"
-        " is refused.",
+        " is refused. Some alternatives have no name, but a key that only they have, such as"
+        " `generator.attach`. On the command line, this key also leaves out the file's settings of"
+        " the other alternatives.",
     ]
-    parts += ["## Top level", _table("", _plain(Config.model_fields))]
-    for name, field in Config.model_fields.items():
+    parts += ["## Top level", _table("", _plain(described(Config)))]
+    for name, field in described(Config).items():
         parts += _field_parts(name, field)
     return "\n\n".join(parts) + "\n"
 
@@ -115,7 +117,7 @@ def settings_page() -> str:
 def offline_settings_page() -> str:
     """The settings of runs on a dataset. Shared sections are on the settings page."""
     shared = RunSettings.model_fields.keys()
-    own = {name: field for name, field in OfflineConfig.model_fields.items() if name not in shared}
+    own = {name: field for name, field in described(OfflineConfig).items() if name not in shared}
     links = ", ".join(
         f"[`{name}`](settings.md#{name})" if section_of(field.annotation) else f"`{name}`"
         for name, field in RunSettings.model_fields.items()
@@ -144,11 +146,11 @@ def _field_parts(name: str, field: FieldInfo) -> list[str]:
     heading = f"{'###' if '.' in name else '##'} {name}"
     if len(kinds) == 1:
         texts = [field.description if field.default is None else None, _meaning(kinds[0])]
-        below = _settings_parts(f"{name}.", kinds[0].model_fields)
+        below = _settings_parts(f"{name}.", described(kinds[0]))
         return [heading, *filter(None, texts), *below]
     common = {
         key: one
-        for key, one in (kinds[0].model_fields if kinds else {}).items()
+        for key, one in (described(kinds[0]) if kinds else {}).items()
         if key not in _own_settings(kinds[0], kinds) and key != "name"
     }
     parts = [heading, *_settings_parts(f"{name}.", common)] if common else []
@@ -183,12 +185,12 @@ def _own_settings(kind: type[Section], kinds: Sequence[type[Section]]) -> dict[s
     """The settings of an alternative that not every alternative has in the same form."""
 
     def shared(name: str) -> bool:
-        found = [one.model_fields[name] for one in kinds if name in one.model_fields]
+        found = [described(one)[name] for one in kinds if name in one.model_fields]
         return len(found) == len(kinds) and len({_row("", one) for one in found}) == 1
 
     return {
         name: field
-        for name, field in kind.model_fields.items()
+        for name, field in described(kind).items()
         if name != "name" and not shared(name)
     }
 

@@ -1,6 +1,7 @@
-"""The smallest valid config, for tests that use neither model nor data."""
+"""The smallest valid settings, for tests of other parts."""
 
-from asyncrl.config import Config
+from asyncrl.config import Config, ModelConfig, OfflineDataConfig
+from asyncrl.data.spec import OfflineDataSpec
 
 SMALL = {
     "name": "small",
@@ -15,3 +16,9 @@ SMALL = {
 def small_config(**changes):
     """The small config, with whole sections replaced."""
     return Config.model_validate({**SMALL, **changes})
+
+
+def offline_spec(model_path, vocabulary=None, **data):
+    """What the rows of a dataset are read with. `data` belongs to its section."""
+    section = OfflineDataConfig.model_validate({"train": "unused", **data})
+    return OfflineDataSpec(section, ModelConfig(path=str(model_path)), vocabulary)

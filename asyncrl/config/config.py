@@ -29,16 +29,6 @@ class Config(Settings):
         return self.rollout.deadline_s or derived.deadline(self, tokens).value
 
     @property
-    def max_loras(self) -> int:
-        """Adapters that one engine computes with in one step."""
-        return derived.max_loras(self)
-
-    @property
-    def updates_drain(self) -> bool:
-        """Whether an update waits for the generations in flight."""
-        return derived.updates_drain(self)
-
-    @property
     def max_num_seqs(self) -> int:
         """Sequences that one engine runs at once."""
         return derived.max_num_seqs(self)
@@ -69,5 +59,4 @@ class Config(Settings):
 
     @property
     def placement_wait_s(self) -> float:
-        """Seconds that a part of the run may wait for resources."""
         return self.placement_timeout_s or derived.placement(self).value

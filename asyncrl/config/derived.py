@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from asyncrl.config.schema import LOGPROB_BYTES
 from asyncrl.config.settings import Settings
@@ -29,13 +30,8 @@ MOST_SEQUENCES = {"cpu": 128, "cuda": 1024}
 logits for all of them."""
 FEWEST_SEQUENCES = 64
 """Fewest sequences of an engine: evaluations use what rollouts leave free."""
-SHORTEST_DEADLINE_S, SHORTEST_PLACEMENT_S, SHORTEST_START_S, SHORTEST_STALL_S, SHORTEST_PUSH_S = (
-    300.0,
-    30.0,
-    600.0,
-    120.0,
-    300.0,
-)
+SHORTEST_DEADLINE_S, SHORTEST_PLACEMENT_S, SHORTEST_START_S = 300.0, 30.0, 600.0
+SHORTEST_STALL_S, SHORTEST_PUSH_S = 120.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +40,14 @@ class Derived:
 
     name: str
     value: float
-    unit: str
     reason: str
+    unit: Literal["s", "sequences", "MiB"] = "s"
+    """How the value is shown. One in MiB is in bytes."""
 
     def text(self) -> str:
         """One line for the user."""
-        shown = (
-            f"{self.value / (1 << 20):g} MiB"
-            if self.unit == "bytes"
-            else f"{self.value:g} {self.unit}"
-        )
-        return f"{self.name} = {shown}: {self.reason}"
+        shown = self.value / (1 << 20) if self.unit == "MiB" else self.value
+        return f"{self.name} = {shown:g} {self.unit}: {self.reason}"
 
 
 def stored_bytes(model: str) -> int:
@@ -65,19 +58,16 @@ def stored_bytes(model: str) -> int:
 def sequences(settings: Settings) -> Derived:
     """generator.max_num_seqs."""
     generator, most = settings.engines, MOST_SEQUENCES[settings.engines.device]
+    name = "generator.max_num_seqs"
     if not settings.owns_generators:
-        return Derived(
-            "generator.max_num_seqs", most, "sequences", f"the most on {generator.device}"
-        )
+        return Derived(name, most, f"the most on {generator.device}", "sequences")
     share = math.ceil(_completions_at_once(settings) / generator.num_replicas)
     reason = (
         f"{settings.groups_at_once} groups x {settings.completions_per_group} completions /"
         f" {generator.num_replicas} replica(s) = {share}, at least {FEWEST_SEQUENCES} and on"
         f" {generator.device} at most {most}"
     )
-    return Derived(
-        "generator.max_num_seqs", min(max(share, FEWEST_SEQUENCES), most), "sequences", reason
-    )
+    return Derived(name, min(max(share, FEWEST_SEQUENCES), most), reason, "sequences")
 
 
 def deadline(settings: Settings, tokens: int | None = None) -> Derived:
@@ -89,7 +79,6 @@ def deadline(settings: Settings, tokens: int | None = None) -> Derived:
         return Derived(
             "rollout.deadline_s",
             _seconds(SHORTEST_DEADLINE_S, 2 * waves * environment.deadline_s),
-            "s",
             f"twice environment.deadline_s = {environment.deadline_s:g} s, because a session may"
             f" begin again{queued}, at least {SHORTEST_DEADLINE_S:g} s",
         )
@@ -102,12 +91,8 @@ def deadline(settings: Settings, tokens: int | None = None) -> Derived:
         f"{tokens} tokens at {SLOWEST_TOKENS_PER_S:g} tokens/s{queued}, at least"
         f" {SHORTEST_DEADLINE_S:g} s"
     )
-    return Derived(
-        "rollout.deadline_s",
-        _seconds(SHORTEST_DEADLINE_S, turns * tokens / SLOWEST_TOKENS_PER_S),
-        "s",
-        reason,
-    )
+    seconds = _seconds(SHORTEST_DEADLINE_S, turns * tokens / SLOWEST_TOKENS_PER_S)
+    return Derived("rollout.deadline_s", seconds, reason)
 
 
 def session_places(settings: Settings) -> int:
@@ -141,91 +126,57 @@ def placement(settings: Settings) -> Derived:
         f"1 s for each of {processes} processes, at least {SHORTEST_PLACEMENT_S:g} s; set more"
         " where a cluster starts nodes on demand"
     )
-    return Derived("placement_timeout_s", max(SHORTEST_PLACEMENT_S, float(processes)), "s", reason)
+    return Derived("placement_timeout_s", max(SHORTEST_PLACEMENT_S, float(processes)), reason)
 
 
 def start(model: str) -> Derived:
     """generator.start_timeout_s."""
-    size = stored_bytes(model)
-    reason = (
-        f"{SHORTEST_START_S:g} s, and {_gib(size)} of model files at {SLOWEST_READ >> 20} MiB/s"
-    )
-    return Derived(
-        "generator.start_timeout_s",
-        float(math.ceil(SHORTEST_START_S + size / SLOWEST_READ)),
-        "s",
-        reason,
+    return _reading(
+        "generator.start_timeout_s", SHORTEST_START_S, model, "{} of model files", SLOWEST_READ
     )
 
 
 def stall(model: str) -> Derived:
     """generator.stall_timeout_s."""
-    size = stored_bytes(model)
-    reason = f"{SHORTEST_STALL_S:g} s, and an update of {_gib(size)} at {SLOWEST_APPLY >> 20} MiB/s"
-    return Derived(
-        "generator.stall_timeout_s",
-        float(math.ceil(SHORTEST_STALL_S + size / SLOWEST_APPLY)),
-        "s",
-        reason,
+    return _reading(
+        "generator.stall_timeout_s", SHORTEST_STALL_S, model, "an update of {}", SLOWEST_APPLY
     )
 
 
 def fetch_timeout(model: str) -> Derived:
     """fetch_timeout_s of standing generators."""
+    return _reading("fetch_timeout_s", SHORTEST_PUSH_S, model, "{}", SLOWEST_FETCH)
+
+
+def _reading(name: str, shortest: float, model: str, what: str, rate: int) -> Derived:
+    """The time to read all weights at this rate, in bytes per second, added to the shortest."""
     size = stored_bytes(model)
-    reason = f"{SHORTEST_PUSH_S:g} s, and {_gib(size)} at {SLOWEST_FETCH >> 20} MiB/s"
-    return Derived(
-        "fetch_timeout_s", float(math.ceil(SHORTEST_PUSH_S + size / SLOWEST_FETCH)), "s", reason
-    )
+    read = what.format(f"{size / (1 << 30):.1f} GiB")
+    reason = f"{shortest:g} s, and {read} at {rate >> 20} MiB/s"
+    return Derived(name, float(math.ceil(shortest + size / rate)), reason)
 
 
 def push(settings: Settings) -> Derived:
     """weights.push_timeout_s. With in_flight: drain, generators take a version only after their
     longest completion."""
-    fetched, drains = fetch_timeout(settings.model.path), updates_drain(settings)
+    fetched, drains = fetch_timeout(settings.model.path), settings.updates_drain
     seconds = max(fetched.value, 2 * stall_timeout_s(settings)) + deadline_s(settings) * drains
     waits = f", and {deadline_s(settings):g} s for completions that drain" if drains else ""
-    return Derived(
-        "weights.push_timeout_s",
-        seconds,
-        "s",
-        f"{fetched.reason}, at least twice generator.stall_timeout_s{waits}",
-    )
+    reason = f"{fetched.reason}, at least twice generator.stall_timeout_s{waits}"
+    return Derived("weights.push_timeout_s", seconds, reason)
 
 
 def grace(settings: Settings) -> Derived:
     """weights.commit_grace_s."""
-    return Derived(
-        "weights.commit_grace_s",
-        push_timeout_s(settings) / 5,
-        "s",
-        f"a fifth of weights.push_timeout_s = {push_timeout_s(settings):g} s",
-    )
+    seconds = push_timeout_s(settings)
+    reason = f"a fifth of weights.push_timeout_s = {seconds:g} s"
+    return Derived("weights.commit_grace_s", seconds / 5, reason)
 
 
 def logprob_bytes(device: str) -> Derived:
     """learner.logprob_memory_bytes."""
-    return Derived(
-        "learner.logprob_memory_bytes",
-        LOGPROB_BYTES[device],
-        "bytes",
-        f"chunks of logits that suit {device}",
-    )
-
-
-def updates_drain(settings: Settings) -> bool:
-    """Whether an update waits for the generations in flight. Loading an adapter never does."""
-    return settings.engines.in_flight == "drain" and settings.lora is None
-
-
-def max_loras(settings: Settings) -> int:
-    """Adapters that one engine computes with in one step.
-
-    Under the staleness bound S, requests in flight use at most S + 1 versions. One more is loaded
-    before its first request, which takes the place of the least recently used one. With fewer
-    places, requests of a new version would wait for old ones to end.
-    """
-    return settings.staleness.max_staleness + 2
+    reason = f"chunks of logits that suit {device}"
+    return Derived("learner.logprob_memory_bytes", LOGPROB_BYTES[device], reason, "MiB")
 
 
 def max_num_seqs(settings: Settings) -> int:
@@ -273,7 +224,3 @@ def _completions_at_once(settings: Settings) -> int:
 
 def _seconds(shortest: float, needed: float) -> float:
     return max(shortest, float(math.ceil(needed)))
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.1f} GiB"

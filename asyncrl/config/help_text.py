@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from asyncrl.config.fields import Setting, settings_of
+from asyncrl.config.fields import Setting, described, settings_of
 from asyncrl.contracts.errors import ConfigError
 from asyncrl.contracts.section import Section, key_of, kinds_of, name_of
 
@@ -25,12 +25,11 @@ def sections_help(kind: type[BaseModel], width: int) -> str:
     Args:
         width: characters of a line.
     """
+    fields = described(kind)
     sections = {
-        name: kinds
-        for name, field in kind.model_fields.items()
-        if (kinds := kinds_of(field.annotation))
+        name: kinds for name, field in fields.items() if (kinds := kinds_of(field.annotation))
     }
-    plain = [one for one in settings_of(kind) if "." not in one.name and one.name not in sections]
+    plain = [Setting(name, field, "") for name, field in fields.items() if name not in sections]
     top = [line for one in plain for line in _entry(one)]
     return "\n".join(
         [

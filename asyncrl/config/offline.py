@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from asyncrl.algorithms.preference_losses import Kto, PreferenceLoss, Sigmoid
-from asyncrl.config.rules import check_sources
+from asyncrl.config.rules import ActsWith, check_effects, check_sources
 from asyncrl.config.run_settings import Limits, RunSettings
 from asyncrl.config.schema import (
     CutLong,
@@ -18,7 +18,6 @@ from asyncrl.config.schema import (
     RefuseLong,
     Source,
     Sources,
-    WeightsConfig,
     sources_of,
 )
 from asyncrl.contracts.section import ByName, Section
@@ -26,10 +25,23 @@ from asyncrl.runtime.setting_paths import ModelPath
 
 Objective = Literal["sft", "dpo", "reward_model"]
 OBJECTIVES: tuple[Objective, ...] = ("sft", "dpo", "reward_model")
-LEARNING_RATES: Mapping[str, float] = {"sft": 2e-5, "reward_model": 1e-5}
-"""Default learning rate of an objective. DPO keeps the learner's default."""
+LEARNING_RATES: Mapping[Objective, float] = {"sft": 2e-5, "dpo": 1e-6, "reward_model": 1e-5}
+"""Default learning rate of an objective."""
 SHORTEST_PLACEMENT_S = 60.0
 """Shortest placement timeout, in seconds."""
+
+
+ACTS_WITH: ActsWith = (
+    *(
+        (f"dpo.{name}", "dpo.has_reference", (True,), "a dpo.loss with a reference")
+        for name in ("reference_batch", "ref_num_cpus", "ref_load")
+    ),
+    *(
+        (f"eval.{name}", "eval.evaluates", (True,), "eval.data")
+        for name in ("every_steps", "max_rows")
+    ),
+)
+"""Settings that another one may leave without an effect."""
 
 
 class SplitLong(Section):
@@ -91,6 +103,11 @@ class HeldOutConfig(Section):
     max_rows: int = Field(default=1024, gt=0)
     """Rows per evaluation, from the start of the data."""
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.data is not None
+
 
 class SftConfig(Section):
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
@@ -150,25 +167,13 @@ class OfflineConfig(RunSettings):
     dpo: DpoConfig = DpoConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def objective_has_its_learning_rate(cls, tree: object) -> object:
-        """Set the objective's own learning rate where none is given."""
-        rate = LEARNING_RATES.get(str(tree.get("objective"))) if isinstance(tree, dict) else None
-        if not isinstance(tree, dict) or rate is None:
-            return tree
-        learner = tree.get("learner", {})
-        if not isinstance(learner, dict) or learner.get("learning_rate") is not None:
-            return tree
-        return {**tree, "learner": {**learner, "learning_rate": rate}}
-
     @model_validator(mode="after")
     def settings_fit_together(self) -> OfflineConfig:
         check_sources({"data.train": self.data.train, "eval.data": self.eval.data})
         self._check_other_objective()
         self._check_learner()
         self._check_lengths()
-        self._check_effects()
+        check_effects(self, ACTS_WITH)
         self._check_dpo()
         return self
 
@@ -211,41 +216,6 @@ class OfflineConfig(RunSettings):
                 " model needs one token more; raise max_tokens_per_gpu, or lower max_length"
             )
 
-    def _check_effects(self) -> None:
-        """Refuse a setting that another setting leaves without an effect."""
-        dpo = self.dpo
-        idle = (
-            (
-                dpo,
-                "dpo",
-                ("reference_batch", "ref_num_cpus", "ref_load"),
-                dpo.has_reference,
-                "a dpo.loss with a reference",
-            ),
-            (
-                self.learner,
-                "learner",
-                ("gpu_memory_utilization",),
-                self.learner.device == "cuda",
-                "learner.device: cuda",
-            ),
-            (
-                self.eval,
-                "eval",
-                ("every_steps", "max_rows"),
-                self.eval.data is not None,
-                "eval.data",
-            ),
-        )
-        for section, name, settings, acts, wanted in idle:
-            for setting in settings:
-                value = getattr(section, setting)
-                if not acts and value != type(section).model_fields[setting].default:
-                    raise ValueError(
-                        f"{name}.{setting} = {value} only has an effect with {wanted}; leave it"
-                        " out, or set that"
-                    )
-
     def _check_dpo(self) -> None:
         dpo = self.dpo
         loads = self.lora is not None and self.lora.load is not None
@@ -262,7 +232,6 @@ class OfflineConfig(RunSettings):
 
     @property
     def trains_reward_model(self) -> bool:
-        """Whether the run trains scores of sequences, and exports a sequence classifier."""
         return self.objective == "reward_model"
 
     @property
@@ -299,8 +268,12 @@ class OfflineConfig(RunSettings):
 
     @property
     def placement_wait_s(self) -> float:
-        """Seconds that a part of the run may wait for resources."""
         return self.placement_timeout_s or max(SHORTEST_PLACEMENT_S, float(self.learner.world_size))
+
+    @property
+    def learning_rate(self) -> float:
+        given = self.learner.learning_rate
+        return LEARNING_RATES[self.objective] if given is None else given
 
     @property
     def last_step(self) -> int:
@@ -315,22 +288,11 @@ class OfflineConfig(RunSettings):
         return self.learner.world_size * self.learner.num_cpus + reference
 
     @property
-    def keeps_snapshot(self) -> bool:
-        """Whether the run stores a snapshot of the learner before version 0: it does not."""
-        return False
-
-    @property
     def models(self) -> dict[str, str]:
-        """Setting → path of each model that the run's nodes read."""
         reads = self.objective == "dpo" and self.dpo.has_reference
         return {"model.path": self.model.path} | (
             {"dpo.ref_load": self.reference_path} if reads else {}
         )
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Size of a bucket of exported weights, in bytes."""
-        return WeightsConfig().bucket_bytes
 
     @property
     def reference_path(self) -> str:

@@ -12,25 +12,50 @@ from pydantic.fields import FieldInfo
 from asyncrl.config.aliases import explain_unknown
 from asyncrl.config.fields import find, has_parts, known_names
 from asyncrl.contracts.errors import ConfigError
-from asyncrl.contracts.section import ByName, Short
+from asyncrl.contracts.section import ByName, Short, key_of, kinds_of
 from asyncrl.runtime.yaml_files import parse_yaml
 
 
 def with_overrides(
     tree: Mapping[str, Any], overrides: list[str], kind: type[BaseModel]
 ) -> dict[str, Any]:
-    """The settings with these on top. The last value of a name counts.
+    """The settings with these on top. The last value of a name counts. A key that chooses another
+    alternative of a section leaves out the settings that this one does not have.
 
     Raises:
         ConfigError: an option is unknown, has no value, or its value is not YAML.
     """
-    found = dict(tree)
+    found, values = dict(tree), []
     for name, texts in _options(overrides):
         field = find(kind, name)
         if field is None:
             raise ConfigError(_unknown(name, kind))
-        found = _with_value(found, name, _read(name, texts, field), kind, "")
+        values.append((name, _read(name, texts, field)))
+    for name, value in values:
+        if value is not None:
+            found = _of_alternative(found, name, kind)
+    for name, value in values:
+        found = _with_value(found, name, value, kind, "")
     return found
+
+
+def _of_alternative(tree: dict[str, Any], name: str, kind: type[BaseModel]) -> dict[str, Any]:
+    """The tree without the settings of other alternatives than the one whose key this is."""
+    above, _, key = name.rpartition(".")
+    field, section = find(kind, above), _at(tree, above)
+    kinds = () if field is None else kinds_of(field.annotation)
+    chosen = next((one for one in kinds if key_of(one) == key), None)
+    if chosen is None or not isinstance(section, dict):
+        return tree
+    others = {name for one in kinds for name in one.model_fields} - chosen.model_fields.keys()
+    kept = {name: value for name, value in section.items() if name not in others}
+    return _with_value(tree, above, kept, kind, "")
+
+
+def _at(tree: object, name: str) -> object:
+    for key in name.split("."):
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
 
 
 def _unknown(name: str, kind: type[BaseModel]) -> str:

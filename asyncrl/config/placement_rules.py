@@ -9,22 +9,37 @@ ROUNDING = 1e-6
 HALF = 0.5 + ROUNDING
 
 
+NOT_ATTACHED = {
+    "colocate": ": generators would rest while others use them",
+    "share": ", whose generators have devices of their own",
+}
+"""Placement → why the generators must be the run's own."""
+
+
 def check_placement(config: Settings) -> None:
     """Raise ValueError for the first rule of `placement` that does not hold."""
-    match config.placement:
-        case "colocate":
-            _check_turns(config)
-        case "share":
-            _check_shares(config)
+    placement, generator = config.placement, config.generator
+    if placement == "decoupled":
+        return
+    if isinstance(generator, AttachedGenerators):
+        raise ValueError(
+            f"placement: {placement} does not work with generator.attach ="
+            f" {generator.attach!r}{NOT_ATTACHED[placement]}; remove attach, or use placement:"
+            " decoupled"
+        )
+    if placement == "colocate":
+        _check_turns(config)
+    if config.learner.device != generator.device:
+        raise ValueError(
+            f"placement: {placement} needs one device for both sides, but learner.device ="
+            f" {config.learner.device} and generator.device = {generator.device}; use placement:"
+            " decoupled"
+        )
+    if config.replicas_share_gpus:
+        _check_gpus(config)
 
 
 def _check_turns(config: Settings) -> None:
-    if isinstance(config.generator, AttachedGenerators):
-        raise ValueError(
-            f"placement: colocate does not work with generator.attach ="
-            f" {config.generator.attach!r}: generators would rest while others use them; remove"
-            " attach, or use placement: decoupled"
-        )
     if config.staleness.max_staleness:
         raise ValueError(
             f"placement: colocate needs staleness.max_staleness: 0, not"
@@ -42,22 +57,32 @@ def _check_turns(config: Settings) -> None:
             "placement: colocate does not work with generator.in_flight = 'drain': generators rest"
             " at once, with unfinished completions; use recompute or keep"
         )
-    _check_one_device("colocate", config)
-    if config.takes_turns_on_gpus:
+
+
+def _check_gpus(config: Settings) -> None:
+    """A GPU has at most one rank and one replica. Ray puts processes on one GPU as long as their
+    fractions fit, and two ranks or two starting engines there would disturb each other."""
+    generator, ranks = config.engines, config.learner.world_size
+    if generator.workers > 1:
+        raise ValueError(
+            f"placement: {config.placement} does not work with generator.tensor_parallel_size *"
+            f" pipeline_parallel_size = {generator.workers} on GPUs: Ray gives a process fractions"
+            " of one GPU only; use 1, or placement: decoupled"
+        )
+    if generator.num_replicas > ranks:
+        raise ValueError(
+            f"placement: {config.placement} puts one rank and at most one replica on a GPU, but"
+            f" generator.num_replicas = {generator.num_replicas} is above learner.world_size ="
+            f" {ranks}; lower it, or use placement: decoupled"
+        )
+    if config.placement == "colocate":
         _check_turns_on_gpus(config)
+    else:
+        _check_shares(config)
 
 
 def _check_turns_on_gpus(config: Settings) -> None:
-    """The same GPUs hold one rank and at most one replica each."""
-    learner, generator = config.learner, config.engines
-    _check_whole_engines("colocate", config)
-    if generator.num_replicas > learner.world_size:
-        raise ValueError(
-            "placement: colocate needs no more rollout devices than ranks on GPUs, but"
-            f" generator.num_replicas = {generator.num_replicas} is above learner.world_size ="
-            f" {learner.world_size}; lower it, or use placement: decoupled"
-        )
-    if generator.in_flight == "keep":
+    if config.engines.in_flight == "keep":
         raise ValueError(
             "placement: colocate does not work with generator.in_flight = 'keep' on GPUs: a rest"
             " frees the KV cache; use recompute"
@@ -69,54 +94,14 @@ def _check_turns_on_gpus(config: Settings) -> None:
         )
 
 
-def _check_one_device(placement: str, config: Settings) -> None:
-    learner, generator = config.learner, config.engines
-    if learner.device != generator.device:
-        raise ValueError(
-            f"placement: {placement} needs one device for both sides, but learner.device ="
-            f" {learner.device} and generator.device = {generator.device}; use placement: decoupled"
-        )
-
-
-def _check_whole_engines(placement: str, config: Settings) -> None:
-    if config.engines.workers > 1:
-        raise ValueError(
-            f"placement: {placement} does not work with generator.tensor_parallel_size *"
-            f" pipeline_parallel_size = {config.engines.workers} on GPUs: Ray gives a process"
-            " fractions of one GPU only; use 1, or placement: decoupled"
-        )
-
-
 def _check_shares(config: Settings) -> None:
-    generator = config.generator
-    if isinstance(generator, AttachedGenerators):
-        raise ValueError(
-            f"placement: share does not work with generator.attach = {generator.attach!r}, whose"
-            " generators have devices of their own; remove attach, or use placement: decoupled"
-        )
-    _check_one_device("share", config)
-    if config.shares_gpus:
-        _check_gpus(config)
-
-
-def _check_gpus(config: Settings) -> None:
-    """A GPU has at most one rank and one replica. Ray puts processes on one GPU as long as their
-    fractions fit, and two ranks or two starting engines there would disturb each other."""
-    learner, generator = config.learner, config.engines
-    _check_whole_engines("share", config)
-    if generator.num_replicas > learner.world_size:
-        raise ValueError(
-            "placement: share puts one rank and at most one replica on a GPU, but"
-            f" generator.num_replicas = {generator.num_replicas} is above learner.world_size ="
-            f" {learner.world_size}; lower it, or use placement: decoupled"
-        )
     rank, replica = config.rank_gpus, config.replica_gpus
-    if learner.world_size > 1 and rank <= HALF:
+    if config.learner.world_size > 1 and rank <= HALF:
         raise ValueError(
             "placement: share needs learner.gpu_memory_utilization above 0.5 with several ranks,"
             f" not {rank:g}: Ray would put two ranks on one GPU; raise it"
         )
-    if generator.num_replicas > 1 and rank + 2 * replica <= 1 + ROUNDING:
+    if config.engines.num_replicas > 1 and rank + 2 * replica <= 1 + ROUNDING:
         raise ValueError(
             "placement: share needs generator.gpu_memory_utilization above"
             f" {(1 - rank) / 2:g} with several replicas, not {replica:g}: Ray would put two"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import product
 from operator import attrgetter
+from typing import TypeAlias
 
 from asyncrl.config.algorithm import AlgorithmConfig, PreferenceTraining
 from asyncrl.config.algorithm_rules import check_algorithm
 from asyncrl.config.derived import push_timeout_s, stall_timeout_s
 from asyncrl.config.environment_rules import check_environment
 from asyncrl.config.placement_rules import check_placement
-from asyncrl.config.schema import GeneratorConfig, Mask, Source
+from asyncrl.config.run_settings import RunSettings
+from asyncrl.config.schema import GeneratorConfig, Source
 from asyncrl.config.settings import Settings
 from asyncrl.contracts.section import Section
 
@@ -34,11 +37,24 @@ MEASURED = (
 OVER_ALL_SETS = ("failed_ratio", "newest_version")
 """Metrics of a whole evaluation. A set's metric must not have the same name."""
 
-ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
+ActsWith: TypeAlias = tuple[tuple[str, str, tuple[object, ...], str], ...]
+"""(Setting, another setting, the other's values for which the first has an effect, how the message
+describes them)."""
+ACTS_IN_EVERY_RUN: ActsWith = (
     ("learner.cast_lm_head_to_fp32", "learner.bf16", (True,), "learner.bf16: true"),
+    ("learner.gpu_memory_utilization", "learner.device", ("cuda",), "learner.device: cuda"),
+    (
+        "learner.offload_param",
+        "learner.offload_optimizer",
+        ("cpu",),
+        "learner.offload_optimizer: cpu",
+    ),
+    ("model.revision", "model.on_hub", (True,), "the name of a model on the hub in model.path"),
+    ("observe.project", "observe.has_sinks", (True,), "observe.sinks"),
+)
+ACTS_WITH: ActsWith = (
     ("engines.in_flight", "lora", (None,), "lora: null, since a completion keeps its adapter"),
     ("engines.gpu_memory_utilization", "engines.device", ("cuda",), "generator.device: cuda"),
-    ("learner.gpu_memory_utilization", "learner.device", ("cuda",), "learner.device: cuda"),
     ("engines.kv_cache_memory_bytes", "engines.device", ("cpu",), "generator.device: cpu"),
     ("engines.num_threads", "engines.device", ("cpu",), "generator.device: cpu"),
     ("engines.expert_parallel", "engines.device", ("cuda",), "generator.device: cuda"),
@@ -52,8 +68,6 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("eval.in_flight", "eval.evaluates", (True,), "eval.data or eval.sets"),
     ("eval.in_flight", "placement", ("decoupled", "share"), "placement: decoupled or share"),
     ("eval.pass_threshold", "eval.draws_several", (True,), "a set of eval.sets with n above 1"),
-    ("model.revision", "model.on_hub", (True,), "the name of a model on the hub in model.path"),
-    ("observe.project", "observe.has_sinks", (True,), "observe.sinks"),
     ("rollout.repetition_stop", "rollout.ignore_eos", (False,), "rollout.ignore_eos: false"),
     (
         "data.length_policy",
@@ -61,15 +75,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
         (True,),
         "warm_start.data and data.max_length, or a data.max_length of max_prompt_length or less",
     ),
-    (
-        "learner.offload_param",
-        "learner.offload_optimizer",
-        ("cpu",),
-        "learner.offload_optimizer: cpu",
-    ),
 )
-"""(Setting, another setting, the other's values for which the first has an effect, how the message
-describes them)."""
 
 
 def check_rules(config: Settings) -> None:
@@ -89,7 +95,7 @@ def check_rules(config: Settings) -> None:
     _check_lengths_and_timeouts(config)
     _check_evaluation(config)
     check_algorithm(config)
-    _check_effects(config)
+    check_effects(config, ACTS_WITH)
     check_nodes(config.engines)
 
 
@@ -175,18 +181,18 @@ def _check_batches(config: Settings) -> None:
             f" round trains groups that are {rollout.num_steps_per_rollout - 1} versions old; set"
             f" staleness.max_staleness: {rollout.num_steps_per_rollout - 1}"
         )
-    if isinstance(staleness.on_stale, Mask) and config.lora is not None:
+    if staleness.masks and config.lora is not None:
         raise ValueError(
             "staleness.on_stale: mask does not work with lora: a completion keeps its adapter, so"
             " all of its tokens have one version; set staleness.on_stale: wait"
         )
-    if isinstance(staleness.on_stale, Mask) and generator.in_flight == "drain":
+    if staleness.masks and generator.in_flight == "drain":
         raise ValueError(
             "staleness.on_stale: mask has no effect with generator.in_flight: drain, where all"
             " tokens of a completion have one version; set generator.in_flight: keep"
         )
     whole = config.algorithm.needs_whole_groups
-    if isinstance(staleness.on_stale, Mask) and whole is not None:
+    if staleness.masks and whole is not None:
         raise ValueError(
             f"staleness.on_stale: mask leaves out single tokens, and {whole} compares whole"
             " completions of a group; set staleness.on_stale: wait"
@@ -208,19 +214,14 @@ def _comparing(algorithm: AlgorithmConfig) -> str:
 
 
 def _check_lengths_and_timeouts(config: Settings) -> None:
-    alone = config.environment is None
     overlong = config.reward.overlong
     if overlong is not None and overlong.buffer > config.rollout.max_completion_length:
         raise ValueError(
             f"reward.overlong.buffer = {overlong.buffer} is above"
             f" rollout.max_completion_length = {config.rollout.max_completion_length}; lower it"
         )
-    if (
-        alone
-        and config.data.max_length is not None
-        and config.data.max_length
-        > (longest := config.data.max_prompt_length + config.rollout.max_completion_length)
-    ):
+    longest = config.data.max_prompt_length + config.rollout.max_completion_length
+    if config.environment is None and (config.data.max_length or 0) > longest:
         raise ValueError(
             f"data.max_length = {config.data.max_length} is above data.max_prompt_length +"
             f" rollout.max_completion_length = {longest}, so it has no effect; lower it, or leave"
@@ -287,11 +288,8 @@ def _check_sets(config: Settings) -> None:
             )
         if eval_set.data is None and config.eval.data is None:
             raise ValueError(f"{field} has no prompts; set {field}.data, or eval.data")
-        if eval_set.temperature == 0 and (
-            cut := [
-                name for name in ("top_p", "top_k", "min_p") if getattr(eval_set, name) is not None
-            ]
-        ):
+        cut = [name for name in ("top_p", "top_k", "min_p") if getattr(eval_set, name) is not None]
+        if eval_set.temperature == 0 and cut:
             raise ValueError(
                 f"{field}.{cut[0]} has no effect at temperature 0, which always takes the most"
                 " probable token; leave one of them out"
@@ -318,37 +316,23 @@ def _check_metric_names(config: Settings) -> None:
             " name"
         )
     known = dict.fromkeys(OVER_ALL_SETS, "all sets")
-    for set_name in [*(OWN_SETS if config.eval.data is not None else ()), *config.eval.sets]:
-        for measured in [
-            *MEASURED,
-            *(
-                name
-                for name in config.reward.functions
-                if name != config.accuracy or name not in MEASURED
-            ),
-        ]:
-            metric = f"{set_name}_{measured}"
-            if metric in known:
-                reward = (
-                    f"reward.functions.{measured}"
-                    if measured in config.reward.functions
-                    else f"eval.sets.{set_name}"
-                )
-                raise ValueError(
-                    f"{reward}: two metrics would have the name eval/{metric} (the other belongs to"
-                    f" {known[metric]}); choose another name"
-                )
-            known[metric] = f"set {set_name}"
+    own = {config.accuracy} & set(MEASURED)
+    rewards = [name for name in config.reward.functions if name not in own]
+    for set_name, measured in product(config.evaluation_sets, [*MEASURED, *rewards]):
+        metric = f"{set_name}_{measured}"
+        if metric in known:
+            of_reward = measured in config.reward.functions
+            named = f"reward.functions.{measured}" if of_reward else f"eval.sets.{set_name}"
+            raise ValueError(
+                f"{named}: two metrics would have the name eval/{metric} (the other belongs to"
+                f" {known[metric]}); choose another name"
+            )
+        known[metric] = f"set {set_name}"
 
 
 def _check_trajectories(config: Settings) -> None:
     """Check the longest possible trajectory now, so that it cannot fail in the middle of a run."""
     learner, longest = config.learner, config.longest_trajectory
-    if learner.world_size % learner.sequence_parallel_size:
-        raise ValueError(
-            f"learner.sequence_parallel_size = {learner.sequence_parallel_size} does not divide"
-            f" learner.world_size = {learner.world_size}; change one of them"
-        )
     if longest > learner.max_tokens_per_row:
         shared = (
             f" * sequence_parallel_size = {learner.max_tokens_per_row}"
@@ -362,9 +346,13 @@ def _check_trajectories(config: Settings) -> None:
         )
 
 
-def _check_effects(config: Settings) -> None:
-    """Refuse a setting that differs from its default and has no effect."""
-    for setting, other, values, how in ACTS_WITH:
+def check_effects(config: RunSettings, rows: ActsWith) -> None:
+    """Refuse a setting that differs from its default and has no effect.
+
+    Raises:
+        ValueError: there is such a setting.
+    """
+    for setting, other, values, how in (*ACTS_IN_EVERY_RUN, *rows):
         section, _, name = setting.rpartition(".")
         owner = attrgetter(section)(config)
         value = getattr(owner, name)

@@ -16,6 +16,7 @@ from asyncrl.config.schema import (
     ModelConfig,
     ObserveConfig,
     Source,
+    WeightsConfig,
 )
 from asyncrl.contracts.errors import ConfigError
 from asyncrl.contracts.section import Section, Unset
@@ -130,9 +131,9 @@ class RunSettings(Section):
         """Logical CPUs that the parts of the run declare to Ray, at least."""
 
     @property
-    @abstractmethod
     def keeps_snapshot(self) -> bool:
         """Whether the run stores a snapshot of the learner before version 0."""
+        return False
 
     @property
     def trains_reward_model(self) -> bool:
@@ -151,8 +152,23 @@ class RunSettings(Section):
 
     @property
     @abstractmethod
+    def learning_rate(self) -> float:
+        """Peak learning rate."""
+
+    @property
+    def rank_share(self) -> float:
+        """Largest fraction of a GPU's memory that one learner rank may allocate."""
+        return self.learner.gpu_memory_utilization or 1.0
+
+    @property
+    def rank_gpus(self) -> float:
+        """GPUs that one learner rank declares to Ray."""
+        return float(self.learner.device == "cuda")
+
+    @property
     def bucket_bytes(self) -> int:
         """Size of a bucket of exported weights, in bytes."""
+        return WeightsConfig().bucket_bytes
 
     @property
     def checkpoints_directory(self) -> Path:

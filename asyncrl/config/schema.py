@@ -747,8 +747,8 @@ class LearnerConfig(Section):
     because the optimizer states are at least six times as large."""
     optimizer: Optimizer = AdamW()
     """The optimizer. Its state is part of a checkpoint."""
-    learning_rate: float = Field(default=1e-6, ge=0)
-    """Peak learning rate."""
+    learning_rate: Annotated[float | None, Unset] = Field(default=None, ge=0)
+    """Peak learning rate. Default: 1e-6; 2e-5 for SFT, and 1e-5 for a reward model."""
     schedule: Schedule = Constant()
     """How the learning rate changes over max_steps."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -780,17 +780,21 @@ class LearnerConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def rows_are_split_over_equal_groups_of_ranks(self) -> LearnerConfig:
+        if self.world_size % self.sequence_parallel_size:
+            raise ValueError(
+                f"sequence_parallel_size = {self.sequence_parallel_size} does not divide"
+                f" learner.world_size = {self.world_size}; change one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def threads_are_of_one_rank(self) -> LearnerConfig:
         if self.num_threads == "auto" and (self.device != "cpu" or self.world_size > 1):
             raise ValueError(
                 "num_threads = 'auto' needs device: cpu and world_size: 1; use a number of threads"
             )
         return self
-
-    @property
-    def gpu_share(self) -> float:
-        """Largest fraction of a GPU's memory that PyTorch may allocate in one rank."""
-        return 1.0 if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
     @property
     def least_threads(self) -> int:
@@ -846,6 +850,11 @@ class StalenessConfig(Section):
     def over_sampling(self) -> int:
         """Groups admitted in addition to those that can be trained in time."""
         return self.on_stale.over_sampling if isinstance(self.on_stale, Drop) else 0
+
+    @property
+    def masks(self) -> bool:
+        """Whether tokens beyond `max_staleness` are masked. Otherwise no scored group has any."""
+        return isinstance(self.on_stale, Mask)
 
 
 class WeightsConfig(Section):

@@ -16,7 +16,6 @@ from asyncrl.config.schema import (
     EvalConfig,
     EvalSet,
     GeneratorConfig,
-    Mask,
     RewardConfig,
     RewardFunction,
     RolloutConfig,
@@ -30,6 +29,8 @@ from asyncrl.contracts.section import ByKey
 
 ENVIRONMENT, BUILTIN = "environment", "asyncrl.rewards.builtin:environment"
 """Name and function of the reward that an environment gives."""
+
+LEARNING_RATE = 1e-6
 
 RANK_SHARES = {"share": 0.5}
 ENGINE_SHARES = {"share": 0.35, "colocate": 0.85}
@@ -107,24 +108,42 @@ class Settings(RunSettings):
         return isinstance(self.generator, GeneratorConfig)
 
     @property
+    def updates_drain(self) -> bool:
+        """Whether an update waits for the generations in flight. Loading an adapter never does."""
+        return self.engines.in_flight == "drain" and self.lora is None
+
+    @property
+    def max_loras(self) -> int:
+        """Adapters that one engine computes with in one step.
+
+        Under the staleness bound S, requests in flight use at most S + 1 versions. One more is
+        loaded before its first request, which takes the place of the least recently used one. With
+        fewer places, requests of a new version would wait for old ones to end.
+        """
+        return self.staleness.max_staleness + 2
+
+    @property
     def training_sources(self) -> tuple[Source, ...]:
         """The sources of the training prompts."""
         return sources_of(self.data.train)
 
     @property
     def limits(self) -> Limits:
-        """The bounds that run.json records for an attempt."""
         return Limits(
             self.staleness.max_staleness,
             self.rollout.n_samples_per_prompt,
             self.groups_per_step,
-            isinstance(self.staleness.on_stale, Mask),
+            self.staleness.masks,
             tuple(self.environment.train_ends) if self.environment else (),
         )
 
     @property
+    def learning_rate(self) -> float:
+        given = self.learner.learning_rate
+        return LEARNING_RATE if given is None else given
+
+    @property
     def last_step(self) -> int:
-        """Optimizer steps after which the run ends."""
         return self.max_steps
 
     @property
@@ -135,7 +154,6 @@ class Settings(RunSettings):
 
     @property
     def rank_share(self) -> float:
-        """Largest fraction of a GPU's memory that one learner rank may allocate."""
         shared = RANK_SHARES.get(self.placement, 1.0) if self.learner.device == "cuda" else 1.0
         return self.learner.gpu_memory_utilization or shared
 
@@ -148,7 +166,6 @@ class Settings(RunSettings):
 
     @property
     def rank_gpus(self) -> float:
-        """GPUs that one learner rank declares to Ray."""
         if self.takes_turns_on_gpus:
             return RANK_IN_TURNS
         return self._gpus(self.learner.device, self.rank_share)
@@ -196,12 +213,10 @@ class Settings(RunSettings):
 
     @property
     def reference_interval(self) -> int | None:
-        """Versions between two refreshes of the reference policy. None: it is frozen."""
         return self.algorithm.update_interval
 
     @property
     def models(self) -> dict[str, str]:
-        """Setting → path of each model that the run's nodes read."""
         loads = self.algorithm.frozen is not None
         reference = {self.reference_setting: self.reference_path} if loads else {}
         return {"model.path": self.model.path} | reference
@@ -237,7 +252,6 @@ class Settings(RunSettings):
 
     @property
     def longest_text(self) -> str:
-        """The settings that make `longest_trajectory`, with their values, for messages."""
         if self.longest_trajectory == self.data.max_length:
             return f"data.max_length = {self.data.max_length}"
         lengths = (
@@ -257,23 +271,17 @@ class Settings(RunSettings):
     def evaluation_sets(self) -> dict[str, EvalSet]:
         """Name → set, in the order of evaluation: the two sets of eval.data, then eval.sets. All
         settings but max_completion_length are filled in."""
-        sets = (
-            {"greedy": EvalSet(temperature=0.0), "sampled": EvalSet()}
-            if self.eval.data is not None
-            else {}
-        )
+        own = {"greedy": EvalSet(temperature=0.0), "sampled": EvalSet()}
+        sets = {} if self.eval.data is None else own
+        default = {
+            "data": self.eval.data,
+            "max_prompts": self.eval.max_prompts,
+            "temperature": self.rollout.temperature,
+            **self.rollout.kept_tokens,
+        }
         return {
             name: chosen.model_copy(
-                update={
-                    "data": chosen.data or self.eval.data,
-                    **{
-                        setting: getattr(
-                            self.rollout if getattr(chosen, setting) is None else chosen, setting
-                        )
-                        for setting in ("temperature", "top_p", "top_k", "min_p")
-                    },
-                    "max_prompts": chosen.max_prompts or self.eval.max_prompts,
-                }
+                update={key: one for key, one in default.items() if getattr(chosen, key) is None}
             )
             for name, chosen in (sets | self.eval.sets).items()
         }

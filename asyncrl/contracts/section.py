@@ -19,7 +19,6 @@ class Section(BaseModel):
         extra="forbid",
         frozen=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
         protected_namespaces=(),
     )
 

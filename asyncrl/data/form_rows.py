@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from asyncrl.contracts.columns import column_values, without_absent
 from asyncrl.data.forms import TOOLS, VARIABLES, Form, FormName
-from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
+from asyncrl.data.spec import OfflineDataSpec, RowsFor
 from asyncrl.text.chat_messages import MessagesError
 from asyncrl.text.row_messages import (
     MARKS,
@@ -165,7 +165,7 @@ class _Sides:
         if not value and prompt is None:
             raise MalformedError("no_completion", "its text is empty")
         for column, given in (
-            (self.spec.tools_column or TOOLS, self._tools(own=True)),
+            (self.spec.data.tools_column or TOOLS, self._tools(own=True)),
             (VARIABLES, own_variables(self.own_variables)),
         ):
             if given and self.dropped is None:
@@ -195,7 +195,7 @@ class _Sides:
         self, messages: Sequence[Message], prompt: int = 0, started: str | None = None
     ) -> Chat:
         """A conversation whose first `prompt` messages are the prompt."""
-        system = self.spec.system_prompt
+        system = self.spec.data.system_prompt
         if system is not None and messages[0]["role"] in ("system", "developer"):
             raise MalformedError(
                 "template", "it has its own system message, and data.system_prompt is set"
@@ -211,7 +211,7 @@ class _Sides:
             plain,
             prompt,
             self._tools(),
-            {**self.spec.chat_template_kwargs, **own},
+            {**self.spec.data.chat_template_kwargs, **own},
             marks,
             started,
             bool(self._tools(own=True)),
@@ -230,7 +230,7 @@ class _Sides:
         if (
             isinstance(prompt, str)
             and isinstance(completion, str)
-            and not self.spec.apply_chat_template
+            and not self.spec.data.apply_chat_template
         ):
             if self.compared and not completion:
                 raise MalformedError("no_completion")
@@ -262,7 +262,7 @@ class _Sides:
     def _implicit(self, prompt: str | None, sides: Sequence[Value]) -> ParsedRow:
         chosen, rejected = sides
         if isinstance(chosen, str) and isinstance(rejected, str):
-            if self.spec.apply_chat_template:
+            if self.spec.data.apply_chat_template:
                 raise MalformedError(
                     "type",
                     "without a prompt, its strings cannot become messages; leave out"
@@ -290,7 +290,7 @@ class _Sides:
         """The row's tools, or else those of the settings."""
         try:
             its = tool_schemas(self.own_tools) or None
-            return its if own else its or tool_schemas(self.spec.tools) or None
+            return its if own else its or tool_schemas(self.spec.data.tools) or None
         except MessagesError as error:
             raise MalformedError("type", str(error)) from None
 

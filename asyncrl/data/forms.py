@@ -19,10 +19,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from asyncrl.config import ConfigError, Source
+from asyncrl.config import ConfigError, OfflineDataConfig, Source
 from asyncrl.contracts.rows import TURN_COLUMNS
 from asyncrl.contracts.session_table import NODE_COLUMNS
-from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
+from asyncrl.data.spec import OfflineDataSpec, RowsFor
 from asyncrl.text.chat_messages import REASONING_FIELDS
 from asyncrl.text.row_messages import ALPACA, MARKS, MEDIA_COLUMNS, TEXT_COLUMNS
 
@@ -79,12 +79,12 @@ def wanted_columns(spec: OfflineDataSpec, source: Source) -> set[str]:
     """All columns that a form of this source may use, or whose values must be empty."""
     names = {
         "text", "messages", "conversations", "completion", "chosen", "rejected", "label",
-        VARIABLES, spec.tools_column or TOOLS, source.prompt_column or spec.prompt_column,
+        VARIABLES, spec.data.tools_column or TOOLS, source.prompt_column or spec.data.prompt_column,
         *RECORDED, *RECORDED_TEXTS, *NODE_COLUMNS, *TEXT_COLUMNS, *REASONING_FIELDS, *ALPACA,
     }  # fmt: skip
-    if spec.unused_keys == "error":
+    if spec.data.unused_keys == "error":
         names |= {*MARKS, *MEDIA_COLUMNS}
-    return names | {spec.target_column} if spec.target_column else names
+    return names | {spec.data.target_column} if spec.data.target_column else names
 
 
 def form_of(
@@ -101,11 +101,11 @@ def form_of(
     """
     there = set(columns)
     where = f"{field} = {source.path!r}"
-    prompt = source.prompt_column or spec.prompt_column
-    if spec.target_column is not None and objective != "sft":
+    prompt = source.prompt_column or spec.data.prompt_column
+    if spec.data.target_column is not None and objective != "sft":
         raise ConfigError(
-            f"data.target_column = {spec.target_column!r} has no effect on {objective}; leave it"
-            " out"
+            f"data.target_column = {spec.data.target_column!r} has no effect on {objective}; leave"
+            " it out"
         )
     if there.issuperset(RECORDED):
         if source.prompt_column is not None:
@@ -138,7 +138,7 @@ def form_of(
     if name == "preference":
         used = (*used, prompt)
     chats = name != "text"
-    tools, variables = (spec.tools_column or TOOLS, VARIABLES) if chats else (None, None)
+    tools, variables = (spec.data.tools_column or TOOLS, VARIABLES) if chats else (None, None)
     found_form = Form(name, used, (), tools, variables)
     return replace(found_form, unused=found_form.unused_of(there))
 
@@ -176,8 +176,8 @@ def _candidates(
     pair = ("chosen", "rejected")
     match objective:
         case "sft":
-            yield "prompt-completion", (prompt, spec.target_column or "completion")
-            if spec.target_column is None:
+            yield "prompt-completion", (prompt, spec.data.target_column or "completion")
+            if spec.data.target_column is None:
                 yield "messages", ("messages",)
                 yield "messages", ("conversations",)
                 yield "text", ("text",)
@@ -190,14 +190,14 @@ def _candidates(
 
 def _refuse_missing(spec: OfflineDataSpec, source: Source, there: set[str], where: str) -> None:
     """Raise ConfigError for a named column that is not there."""
-    default = OfflineDataSpec(model_path="").prompt_column
+    default = OfflineDataConfig.model_fields["prompt_column"].default
     named = {
         "prompt_column of the source": source.prompt_column,
         "data.prompt_column": None
-        if source.prompt_column or spec.prompt_column == default
-        else spec.prompt_column,
-        "data.target_column": spec.target_column,
-        "data.tools_column": spec.tools_column,
+        if source.prompt_column or spec.data.prompt_column == default
+        else spec.data.prompt_column,
+        "data.target_column": spec.data.target_column,
+        "data.tools_column": spec.data.tools_column,
     }
     for setting, name in named.items():
         if name is not None and name not in there:

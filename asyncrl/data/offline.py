@@ -15,6 +15,7 @@ from typing import Final, NoReturn
 import pyarrow as pa
 
 from asyncrl.config import ConfigError, sources_of
+from asyncrl.config.schema import side_of
 from asyncrl.contracts.columns import is_empty
 from asyncrl.contracts.offline_rows import MASK, PREFERENCE_SCHEMA, SFT_SCHEMA, UNPAIRED_SCHEMA
 from asyncrl.data.conversations import Encoder, Target, Tokens
@@ -31,11 +32,11 @@ from asyncrl.data.offline_report import (
     label_note,
     marked_text,
 )
-from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
 from asyncrl.data.prompts import ROWS_PER_CHECK
 from asyncrl.data.recorded import RecordedGroups
 from asyncrl.data.rendering import Data, named
 from asyncrl.data.sources import Block, SourceRows, files_of, stream_sources
+from asyncrl.data.spec import OfflineDataSpec, RowsFor
 from asyncrl.runtime.arrow_files import write_batches
 from asyncrl.text.template import TemplateError
 from asyncrl.text.tokenizer import TokenizerError, decode_prompt, load_tokenizer
@@ -101,7 +102,7 @@ class OfflineRows:
         objective: RowsFor,
         most_rows: int | None = None,
     ) -> None:
-        if spec.length_policy == "split" and objective != "sft":
+        if spec.data.length_policy.name == "split" and objective != "sft":
             raise ConfigError(
                 f"data.length_policy: split would cut the completions that {objective} compares;"
                 " use truncate or drop"
@@ -110,13 +111,13 @@ class OfflineRows:
         self._most_rows = most_rows
         self._spec, self._data, self._field, self._objective = spec, data, field, objective
         self._sources = sources_of(data)
-        self._dropped = Counter[str]() if spec.unused_keys == "drop" else None
+        self._dropped = Counter[str]() if spec.data.unused_keys == "drop" else None
         self._unused: dict[tuple[int, str], None] = {}
         """(Source, column) of the columns that are not used."""
         self._encoder = Encoder(
-            load_tokenizer(spec.model_path),
+            load_tokenizer(spec.model.path),
             dropped=self._dropped,
-            variables=spec.chat_template_kwargs,
+            variables=spec.data.chat_template_kwargs,
         )
         self._groups = RecordedGroups(spec, objective, self._encoder.tokenizer)
         self._tally = Tally()
@@ -249,9 +250,9 @@ class OfflineRows:
             )
 
     def _recorded(self, block: Block) -> Iterator[EncodedRow]:
-        if self._spec.loss_on not in ("auto", "completion"):
+        if self._spec.data.loss_on not in ("auto", "completion"):
             self._stop(
-                f"data.loss_on = {self._spec.loss_on!r} does not fit recorded groups; use auto"
+                f"data.loss_on = {self._spec.data.loss_on!r} does not fit recorded groups; use auto"
             )
         try:
             groups = list(self._groups.sides(block.table, block.file))
@@ -270,21 +271,24 @@ class OfflineRows:
     def _within_limit(self, examples: Sequence[EncodedRow]) -> list[EncodedRow]:
         """The examples within data.max_length, in order."""
         spec, tally = self._spec, self._tally
-        long = [example for example in examples if example.length > spec.max_length]
-        if not long or spec.length_policy == "split":
+        long = [example for example in examples if example.length > spec.data.max_length]
+        if not long or spec.data.length_policy.name == "split":
             return [*examples]
-        if spec.length_policy == "error":
+        if spec.data.length_policy.name == "error":
             self._stop(
                 f"a sequence has {long[0].length} tokens, above data.max_length ="
-                f" {spec.max_length}; raise that, or set data.length_policy: drop or truncate",
+                f" {spec.data.max_length}; raise that, or set data.length_policy: drop or truncate",
                 long[0].row,
             )
-        if spec.length_policy == "drop":
+        if spec.data.length_policy.name == "drop":
             tally.cuts += Cuts(dropped=len(long))
-            return [example for example in examples if example.length <= spec.max_length]
-        cut, kept = iter(truncated(long, spec.max_length, spec.length_side)), []
+            return [example for example in examples if example.length <= spec.data.max_length]
+        cut, kept = (
+            iter(truncated(long, spec.data.max_length, side_of(spec.data.length_policy))),
+            [],
+        )
         for example in examples:
-            if example.length <= spec.max_length:
+            if example.length <= spec.data.max_length:
                 kept.append(example)
                 continue
             try:
@@ -308,7 +312,7 @@ class OfflineRows:
 
     def _target(self, side: Side, form: Form) -> Target:
         try:
-            return target_of(side, self._spec.loss_on, self._objective, form.name)
+            return target_of(side, self._spec.data.loss_on, self._objective, form.name)
         except ValueError as error:
             self._stop(str(error))
 
@@ -336,7 +340,7 @@ class OfflineRows:
             for row, tokens in zip(rows, encoded, strict=True)
             if isinstance(row, ParsedRow) and isinstance(tokens[0], Tokens)
         )
-        variables = self._spec.chat_template_kwargs
+        variables = self._spec.data.chat_template_kwargs
         chats = (side for side in sides if isinstance(side, Chat) and side.variables == variables)
         try:
             if (sample := next(chats, None)) is not None:
@@ -348,7 +352,7 @@ class OfflineRows:
         """Count a malformed row, or stop at it: data.malformed decides."""
         detail = str(error)
         why = REASONS[error.reason]
-        if self._spec.malformed == "error":
+        if self._spec.data.malformed == "error":
             more = f" ({detail})" if detail != why else ""
             self._stop(f"{why}{more}; correct it, or set data.malformed: drop", row)
         file, number = self._place(row)

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
-from asyncrl.config import ConfigError
+from asyncrl.config import ConfigError, OfflineDataConfig
 from asyncrl.data.conversations import Target
 from asyncrl.data.form_rows import Chat, Side
 from asyncrl.data.forms import FormName
 from asyncrl.data.offline_report import OfflineReport
-from asyncrl.data.offline_spec import LossOn, OfflineDataSpec, RowsFor
+from asyncrl.data.spec import OfflineDataSpec, RowsFor
 from asyncrl.text.template import Template
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ TARGETS: Final[Mapping[tuple[str, bool, bool], Mapping[str, Target]]] = {
 data.loss_on trains. Values that are left out are refused."""
 
 
-def target_of(side: Side, loss_on: LossOn, objective: RowsFor, form: FormName) -> Target:
+def target_of(side: Side, loss_on: str, objective: RowsFor, form: FormName) -> Target:
     """The tokens of a side to train.
 
     Raises:
@@ -74,11 +74,11 @@ def target_of(side: Side, loss_on: LossOn, objective: RowsFor, form: FormName) -
 
 def idle_settings(spec: OfflineDataSpec, forms: Collection[FormName]) -> tuple[str, ...]:
     """The settings that are given, and act on none of the forms."""
-    default = OfflineDataSpec(model_path="")
     return tuple(
         name
         for name, fits in ACTS_ON.items()
-        if getattr(spec, name) != getattr(default, name) and fits.isdisjoint(forms)
+        if getattr(spec.data, name) != OfflineDataConfig.model_fields[name].default
+        and fits.isdisjoint(forms)
     )
 
 
@@ -100,7 +100,7 @@ def refuse_idle(spec: OfflineDataSpec, reports: Mapping[str, OfflineReport]) -> 
                 for field, report in reports.items()
             )
             raise ConfigError(
-                f"data.{name} = {getattr(spec, name)!r} has no effect on data of these forms"
+                f"data.{name} = {getattr(spec.data, name)!r} has no effect on data of these forms"
                 f" ({forms}); leave it out"
             )
 
@@ -114,20 +114,20 @@ def check_settings(side: Side, spec: OfflineDataSpec, tokenizer: PreTrainedToken
     if isinstance(side, Chat):
         if not tokenizer.chat_template:
             raise ValueError(
-                f"the tokenizer of model.path = {spec.model_path!r} has no chat template, which its"
+                f"the tokenizer of model.path = {spec.model.path!r} has no chat template, which its"
                 " messages need; use a chat model, or rows of strings"
             )
         return
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"the tokenizer of model.path = {spec.model_path!r} has no EOS token, which ends every"
+            f"the tokenizer of model.path = {spec.model.path!r} has no EOS token, which ends every"
             " text; set one there"
         )
     given = {
-        "data.system_prompt": spec.system_prompt,
-        "data.chat_template_kwargs": spec.chat_template_kwargs,
-        "data.tools": spec.tools,
-        "data.tools_column": spec.tools_column,
+        "data.system_prompt": spec.data.system_prompt,
+        "data.chat_template_kwargs": spec.data.chat_template_kwargs,
+        "data.tools": spec.data.tools,
+        "data.tools_column": spec.data.tools_column,
     }
     if names := [name for name, value in given.items() if value]:
         raise ValueError(
@@ -144,13 +144,13 @@ def template_notes(chat: Chat, spec: OfflineDataSpec) -> list[str]:
     """
     roles = [message["role"] for message in chat.messages]
     asked = roles.index("assistant") if "assistant" in roles[1:] else len(roles)
-    own = list(chat.messages[spec.system_prompt is not None : asked])
+    own = list(chat.messages[spec.data.system_prompt is not None : asked])
     template = Template(
-        spec.model_path,
+        spec.model.path,
         True,
-        spec.chat_template_kwargs,
-        spec.system_prompt,
-        spec.tools,
-        Counter() if spec.unused_keys == "drop" else None,
+        spec.data.chat_template_kwargs,
+        spec.data.system_prompt,
+        spec.data.tools,
+        Counter() if spec.data.unused_keys == "drop" else None,
     )
     return template.check([own or list(chat.messages)], [chat.tools if chat.own_tools else None])

@@ -62,7 +62,7 @@ class OfflineReport:
     forms: tuple[str, ...]
     """The form of each source."""
     idle: tuple[str, ...]
-    """Settings of `OfflineDataSpec` that are given, and act on none of these forms."""
+    """Settings of the section `data` that are given, and act on none of these forms."""
     notes: tuple[str, ...]
     """What the template and the settings did, in words."""
     first: tuple[str, ...]

@@ -105,7 +105,7 @@ def check_prompts(
     found = read_prompt_rows(data, spec, field)
     table, checked, notes = found.table, _Checked(), list[str]()
     template = template_of(spec)
-    coverage = Coverage(load_tokenizer(spec.model_path), spec.model_path)
+    coverage = Coverage(load_tokenizer(spec.model.path), spec.model.path)
     for start in range(0, table.num_rows, ROWS_PER_CHECK):
         block = table.slice(start, ROWS_PER_CHECK)
         try:

@@ -22,7 +22,7 @@ from asyncrl.data.conversations import Tokens
 from asyncrl.data.encoded_rows import paired
 from asyncrl.data.form_rows import MalformedError
 from asyncrl.data.forms import RECORDED, RECORDED_TEXTS
-from asyncrl.data.offline_spec import OfflineDataSpec, RowsFor
+from asyncrl.data.spec import OfflineDataSpec, RowsFor
 from asyncrl.sessions.rows import SessionRow, session_rows
 from asyncrl.text.tokenizer import decode, decode_prompt
 
@@ -39,13 +39,13 @@ class RecordedGroups:
     """Reads the trajectories of recorded groups, once for each (attempt, ordinal) of a directory.
 
     Args:
-        tokenizer: the tokenizer of `spec.model_path`.
+        tokenizer: the tokenizer of `spec.model.path`.
     """
 
     def __init__(
         self, spec: OfflineDataSpec, objective: RowsFor, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        self._objective, self._least, self._tokenizer = objective, spec.least_reward, tokenizer
+        self._objective, self._least, self._tokenizer = objective, spec.data.least_reward, tokenizer
         self._vocabulary = spec.vocabulary or max(tokenizer.get_vocab().values()) + 1
         self._file: Path | None = None
         self._met: set[int] = set()

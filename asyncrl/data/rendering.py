@@ -101,7 +101,7 @@ def _refuse_unread(table: pa.Table, spec: DataSpec, data: Data, where: str) -> N
                 f"{where} has a column {TOOLS!r}, which no prompt shows; set data.tools_column:"
                 f" {TOOLS}, rename it if only the reward reads it, or set data.unused_keys: drop"
             )
-        if name == VARIABLES and spec.sessions:
+        if name == VARIABLES and spec.environment is not None:
             raise ConfigError(
                 f"{where} has a column {VARIABLES!r}, which the sessions of an environment do not"
                 " read; set data.chat_template_kwargs for all rows, or data.unused_keys: drop"
@@ -155,7 +155,7 @@ def template_of(spec: DataSpec) -> Template:
     """The template that turns the run's prompts into text and tokens."""
     data = spec.data
     return Template(
-        spec.model_path,
+        spec.model.path,
         data.apply_chat_template,
         data.chat_template_kwargs,
         data.system_prompt,
@@ -210,7 +210,7 @@ def limits(spec: DataSpec, targets: bool = False, split: bool = False) -> Length
     chosen = spec.warm_start.packing_strategy.completion_policy if spec.warm_start else "error"
     policy = "error" if chosen == "split" else chosen
     completion = Limit(
-        spec.max_completion_length,
+        spec.rollout.max_completion_length,
         policy,
         "keep_start",
         "rollout.max_completion_length",
@@ -244,7 +244,7 @@ def truncate_prompts(
     used = [texts[row] for row in truncated.kept]
     for place in np.flatnonzero(truncated.cut):
         used[place] = decode_prompt(
-            load_tokenizer(spec.model_path), truncated.prompts[place].as_py()
+            load_tokenizer(spec.model.path), truncated.prompts[place].as_py()
         )
     return used, truncated
 

@@ -121,18 +121,18 @@ def _refuse_no_text(values: Sequence[object], prompts: Sequence[object], first: 
 def _targets(values: Sequence[object], spec: DataSpec) -> list[list[int]]:
     """Token ids of the targets with the token that ends them: the template's end of turn if it
     renders the prompts, else EOS. Empty for null."""
-    tokenizer = load_tokenizer(spec.model_path)
+    tokenizer = load_tokenizer(spec.model.path)
     data = spec.data
     end = chat_end_token(tokenizer, data.chat_template_kwargs) if data.apply_chat_template else None
     end = tokenizer.eos_token_id if end is None else end
     if end is None:
         raise ConfigError(
-            f"model.path = {spec.model_path!r}: its tokenizer has no EOS token, which supervised"
+            f"model.path = {spec.model.path!r}: its tokenizer has no EOS token, which supervised"
             " rows need; set one there"
         )
     texts = ["" if value is None else str(value) for value in values]
     ids, _ = encode_prompts(tokenizer, texts, rendered=True)
-    Coverage(tokenizer, spec.model_path).add(texts, ids)
+    Coverage(tokenizer, spec.model.path).add(texts, ids)
     return [
         [] if value is None else [*target, end] for value, target in zip(values, ids, strict=True)
     ]

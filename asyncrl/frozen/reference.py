@@ -57,18 +57,18 @@ class Reference:
         torch.set_num_threads(spec.learner.least_threads)
         self.spec = spec
         self.device = torch.device("cuda" if spec.learner.device == "cuda" else "cpu")
-        limit_gpu_memory(self.device.type, spec.gpu_memory_utilization)
+        limit_gpu_memory(self.device.type, spec.reference_gpus)
         self.version = 0
         self._policy: Policy | None = None
         if spec.refresh is None:
-            self._load(spec.path)
+            self._load(spec.reference_path)
         else:
             kept = read_place(spec.refresh.place)
             kept.verify()
             self._take(kept)
 
     def _take(self, kept: KeptReference) -> None:
-        self._load(self.spec.path if kept.directory is None else str(kept.directory))
+        self._load(self.spec.reference_path if kept.directory is None else str(kept.directory))
         self.version = kept.version
 
     def _load(self, path: str) -> None:
@@ -119,10 +119,10 @@ class Reference:
         """
         refresh = _refresh_of(self.spec)
         if manifest.version != self.version:
-            expected = expected_tensors(refresh.model_path, refresh.model_dtype)
+            expected = expected_tensors(refresh.model.path, refresh.model.dtype)
             self._take(
                 keep_version(
-                    refresh.place, manifest, refresh.model_path, expected, refresh.timeout_s
+                    refresh.place, manifest, refresh.model.path, expected, refresh.push_timeout_s
                 )
             )
 
@@ -208,12 +208,12 @@ class RayReference:
             RuntimeError: it did not take the version, or not in time.
         """
         began, title = time.monotonic(), f"the reference policy's refresh to {manifest.version}"
+        limit = self._spec.push_timeout_s
         try:
-            await asyncio.wait_for(self._actor.refresh.remote(manifest), self._spec.timeout_s)
+            await asyncio.wait_for(self._actor.refresh.remote(manifest), limit)
         except TimeoutError:
             raise RuntimeError(
-                f"{title} took longer than weights.push_timeout_s = {self._spec.timeout_s:g} s;"
-                " raise it"
+                f"{title} took longer than weights.push_timeout_s = {limit:g} s; raise it"
             ) from None
         except DEATHS as error:
             raise PartDiedError(f"{title} failed: its process died") from error
@@ -240,7 +240,7 @@ def start_reference(spec: ReferenceSpec) -> Actor:
     }
     options = {
         "num_cpus": spec.num_cpus,
-        "num_gpus": spec.gpus,
+        "num_gpus": spec.reference_gpus,
         "max_restarts": -1,
         "max_task_retries": -1,
     }

@@ -5,20 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config import LearnerConfig
+from asyncrl.config import LearnerConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class RefreshSpec:
     """How published versions become the reference policy."""
 
-    model_path: str
-    """Hugging Face checkpoint directory of the policy, whose tensors a version has."""
-    model_dtype: str
-    """torch's name of the dtype in which parameters are published."""
+    model: ModelConfig
+    """The policy, whose tensors a version has."""
     place: Path
     """Folder of the attempt's version (`asyncrl.frozen.kept`)."""
-    timeout_s: float
+    push_timeout_s: float
     """Seconds in which a version must be fetched and loaded."""
 
 
@@ -28,16 +26,15 @@ class ReferenceSpec:
 
     learner: LearnerConfig
     """The reference policy uses the learner's device, type, packing and threads."""
-    path: str
+    reference_path: str
     """Hugging Face checkpoint directory of the frozen weights, or of those before a refresh."""
     temperature: float
     """The rollouts' temperature: log-probs are those of the distribution that was sampled from."""
     num_cpus: float
     """Logical CPUs that the process declares to Ray."""
-    gpus: float
-    """GPUs that the process declares to Ray, a fraction where it shares one; 0 on the CPU."""
-    gpu_memory_utilization: float = 1.0
-    """Largest fraction of a GPU's memory that PyTorch may allocate."""
+    reference_gpus: float
+    """GPUs that the process declares to Ray, and of whose memory PyTorch may allocate as much; 0 on
+    the CPU."""
     refresh: RefreshSpec | None = None
     """None = the weights stay frozen."""
     top_k: int = 0

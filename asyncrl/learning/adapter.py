@@ -30,7 +30,7 @@ DIRECTORY = "adapter"
 def adapter_table(state: LearnerState) -> VersionTable:
     """The table of a version that is an adapter."""
     shapes = {name: tuple(matrix.ds_shape) for name, matrix in state.adapter.items()}
-    return whole_table(shapes, state.spec.model_dtype)
+    return whole_table(shapes, state.spec.model.dtype)
 
 
 def gather_matrices(state: LearnerState) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def gather_matrices(state: LearnerState) -> dict[str, Tensor]:
     small."""
     if not state.adapter:
         return {}
-    table, dtype = adapter_table(state), state.spec.model_dtype
+    table, dtype = adapter_table(state), state.spec.model.dtype
     entries, sizes = weight_layout(table, dtype, state.spec.bucket_bytes)
     buckets: list[np.ndarray] = []
     gather_buckets(
@@ -62,7 +62,7 @@ def row_squares(state: LearnerState, adapters: Mapping[str, LowRank]) -> dict[st
     names = {f"{layer_of(name)}.weight" for name in state.adapter}
     shapes = {name: tuple(state.parameters[name].ds_shape) for name in sorted(names)}
     # Each element once: a published tensor may consist of interleaved parts of its parameters.
-    table, dtype = whole_table(shapes, state.spec.model_dtype), state.spec.model_dtype
+    table, dtype = whole_table(shapes, state.spec.model.dtype), state.spec.model.dtype
     entries, sizes = weight_layout(table, dtype, state.spec.bucket_bytes)
     squares: dict[str, Tensor] = {}
     gather_buckets(

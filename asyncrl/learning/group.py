@@ -256,7 +256,7 @@ class LearnerGroup:
         model.path). Raises NotSharedError if this process does not see the files."""
         files = (
             await self._all(
-                "export_hf", Path(directory).absolute(), tokenizer_source or self.spec.model_path
+                "export_hf", Path(directory).absolute(), tokenizer_source or self.spec.model.path
             )
         )[0]
         await asyncio.to_thread(
@@ -520,8 +520,8 @@ def stacks_path(spec: LearnerSpec, attempt: int, rank: int) -> Path:
 def _bundle(spec: LearnerSpec) -> dict[str, float]:
     """Resources of one rank."""
     bundle = {"CPU": float(spec.learner.num_cpus)} if spec.learner.num_cpus else {}
-    if spec.gpus:
-        bundle["GPU"] = spec.gpus
+    if spec.rank_gpus:
+        bundle["GPU"] = spec.rank_gpus
     return bundle
 
 

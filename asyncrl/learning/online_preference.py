@@ -42,10 +42,10 @@ def online_preference_step(state: LearnerState, tables: Sequence[pa.Table]) -> S
     if not table.num_rows:
         nothing = {"applied": 0.0, "trajectories": 0.0, "tokens": 0.0}
         return StepResult(False, nothing | counts, "", NO_PAIR)
-    _check_ages(table, version, spec.max_staleness)
+    _check_ages(table, version, spec.staleness.max_staleness)
     moment = f"version_{version:06d}"
     metrics, note = train_preferences(
-        state, table, spec.algorithm.preference, spec.temperature, moment, tables
+        state, table, spec.algorithm.preference, spec.rollout.temperature, moment, tables
     )
     applied = bool(metrics["applied"])
     return StepResult(applied, metrics | counts, note, "" if applied else NOT_FINITE)
@@ -66,7 +66,7 @@ def pairs_table(
     if spec.algorithm.preference is None:
         raise ValueError("this run chooses no pairs; set algorithm.preference")
     groups = [_group(table) for table in tables]
-    if spec.shuffle_rewards:
+    if spec.reward.shuffle:
         rewards = shuffled_rewards(
             [group.candidates.rewards for group in groups],
             [group.candidates.usable for group in groups],

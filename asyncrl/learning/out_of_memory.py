@@ -63,8 +63,8 @@ def advice(spec: LearnerSpec, tokens: int, segments: int = 2) -> str:
 
 def _limit(spec: LearnerSpec) -> str:
     """The other setting that helps a rank with a limit on its GPU's memory."""
-    fraction = spec.learner.gpu_share
-    return f", or raise learner.gpu_memory_utilization = {fraction:g}" if fraction < 1 else ""
+    share = spec.rank_share
+    return f", or raise learner.gpu_memory_utilization = {share:g}" if share < 1 else ""
 
 
 def _ran_out(error: Exception) -> bool:

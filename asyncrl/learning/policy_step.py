@@ -52,7 +52,7 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
     """
     spec, version = state.spec, state.applied
     algorithm = spec.policy
-    if spec.shuffle_rewards:
+    if spec.reward.shuffle:
         tables = shuffle_rewards(tables, algorithm.advantage, (spec.seed, version))
     scored = [example for table in tables for example in examples_of(table)]
     examples = _with_step_advantages(state, scored, tables)
@@ -81,8 +81,8 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
     )
     if algorithm.distillation is not None:
         metrics |= distillation_metrics(scored, tables)
-    if spec.masks_stale:
-        metrics |= kept_metrics(scored, version - spec.max_staleness)
+    if spec.staleness.masks:
+        metrics |= kept_metrics(scored, version - spec.staleness.max_staleness)
     applied = bool(metrics["applied"])
     if applied:
         state.trained_tokens += int(metrics["tokens"])
@@ -114,7 +114,7 @@ def _weights_of_trajectories(state: LearnerState, examples: Sequence[Example]) -
     with the tokens of all of them."""
     numbers = trajectories_of(examples)
     lengths = np.bincount(numbers, [example.loss_tokens for example in examples]).astype(int)
-    algorithm, longest = state.spec.policy, state.spec.max_completion_length
+    algorithm, longest = state.spec.policy, state.spec.rollout.max_completion_length
     weights = token_weights(lengths.tolist(), algorithm.loss_aggregation, longest)
     return [weights[number] for number in numbers]
 
@@ -123,9 +123,9 @@ def _fresh(
     state: LearnerState, examples: list[Example], weights: list[float]
 ) -> tuple[list[Example], list[float]]:
     """The examples and their weights, without tokens beyond the staleness bound."""
-    if not state.spec.masks_stale:
+    if not state.spec.staleness.masks:
         return examples, weights
-    return with_fresh_tokens(examples, weights, state.applied - state.spec.max_staleness)
+    return with_fresh_tokens(examples, weights, state.applied - state.spec.staleness.max_staleness)
 
 
 def _components(

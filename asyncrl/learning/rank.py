@@ -166,7 +166,7 @@ class LearnerRank:
         written to the folder `adapter` too, unless it belongs to a reward model: the folder would
         lack the score."""
         state, spec = self.state, self.state.spec
-        target = HfDirectory(directory, state.table, spec.model_dtype, spec.bucket_bytes)
+        target = HfDirectory(directory, state.table, spec.model.dtype, spec.bucket_bytes)
         if state.rank == 0:
             make_directory(target.directory)
         matrices = gather_matrices(state)
@@ -185,15 +185,15 @@ class LearnerRank:
         if state.rank != 0:
             return {}
         stops = load_stops(
-            spec.model_path,
+            spec.model.path,
             load_tokenizer(tokenizer_source),
-            spec.rollout_stop,
-            spec.rollout_stop_token_ids,
-            spec.chat_template_kwargs,
+            spec.rollout.rollout_stop,
+            spec.rollout.rollout_stop_token_ids,
+            spec.data.chat_template_kwargs,
         )
         if spec.lora is not None and spec.reward_model is None:
-            write_adapter(target.directory / DIRECTORY, spec.lora, matrices, spec.model_path, stops)
-        target.finish(spec.model_path, tokenizer_source, stops)
+            write_adapter(target.directory / DIRECTORY, spec.lora, matrices, spec.model.path, stops)
+        target.finish(spec.model.path, tokenizer_source, stops)
         sync_directory(target.directory)
         return {
             str(path.relative_to(target.directory)): path.stat().st_size
@@ -209,8 +209,8 @@ class LearnerRank:
         parameters, table, settings = state.parameters, state.table, None
         if spec.lora is not None:
             parameters, table = state.adapter, adapter_table(state)
-            settings = adapter_settings(spec.lora, state.adapter, spec.model_path)
-        entries, sizes = weight_layout(table, spec.model_dtype, spec.bucket_bytes)
+            settings = adapter_settings(spec.lora, state.adapter, spec.model.path)
+        entries, sizes = weight_layout(table, spec.model.dtype, spec.bucket_bytes)
         buckets: list[ray.ObjectRef[np.ndarray]] = []
         checksums: list[int] = []
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.algorithms.advantages.gae import Gae
 from asyncrl.algorithms.schedules import SAME, BatchSizes
 from asyncrl.config import (
     AlgorithmConfig,
+    DataConfig,
     DpoConfig,
     LearnerConfig,
     LoraConfig,
+    ModelConfig,
+    OfflineDataConfig,
     PolicyGradient,
+    RewardConfig,
     RewardModelConfig,
+    RolloutConfig,
+    StalenessConfig,
 )
 from asyncrl.config.algorithm import OnlinePreferenceConfig
 from asyncrl.packing.packing import Strategy
@@ -25,54 +30,46 @@ class LearnerSpec:
     """The settings of one run that its learner needs."""
 
     learner: LearnerConfig
+    model: ModelConfig
+    lora: LoraConfig | None
+    data: DataConfig | OfflineDataConfig
+    rollout: RolloutConfig
+    """How trajectories are sampled. Rows of a dataset count as sampled at temperature 1."""
     algorithm: AlgorithmConfig
-    model_path: str
-    """Hugging Face checkpoint directory."""
-    model_dtype: str
-    """Dtype of the published weights."""
+    reward: RewardConfig
+    staleness: StalenessConfig
     bucket_bytes: int
     """Size of a bucket of published weights."""
-    temperature: float
-    """Sampling temperature of the rollouts. The learner's log-probs use it too, so they are those
-    of the sampled distribution."""
-    max_completion_length: int
-    """Tokens."""
     longest_trajectory: int
     """Tokens of the longest possible trajectory."""
+    learning_rate: float
+    """Peak learning rate."""
     max_steps: int
     seed: int
-    shuffle_rewards: bool
-    """Whether each batch's rewards are shuffled: a control experiment that must not learn."""
     packing_strategy: Strategy
     """How supervised rows are packed."""
     placement_wait_s: float
     """Seconds that the ranks may wait for resources."""
     run_directory: Path
-    length_setting: str = "rollout.max_completion_length"
-    """The setting that makes trajectories shorter, for messages."""
+    rank_share: float
+    """Largest fraction of a GPU's memory that PyTorch may allocate in a rank."""
+    rank_gpus: float
+    """GPUs that one rank declares to Ray, a fraction where it shares one; 0 on the CPU."""
+    engine_share: float | None = None
+    """Fraction of the GPU's memory of an engine that uses it in its turns. None: none does."""
     dpo: DpoConfig | None = None
     """Preference steps on a dataset; None = the run takes none."""
     reward_model: RewardModelConfig | None = None
     """A reward model, whose policy gets a score head; None = the run trains none."""
-    rollout_stop: tuple[str, ...] = ()
-    rollout_stop_token_ids: tuple[int, ...] = ()
-    """What ends the generators' completions besides the model's own stops. Exports name them."""
-    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
-    """Variables of the chat template, whose end of turn exports name too."""
     batch_sizes: BatchSizes = SAME
     """Rows of each applied step, over which the learning rate falls. By default, all steps have as
     many."""
-    lora: LoraConfig | None = None
-    """The adapter that is trained; None = all weights are."""
-    max_staleness: int = 0
-    """Largest staleness of a pair (online DPO) and, with `masks_stale`, of a token, in versions."""
-    masks_stale: bool = False
-    """Whether tokens beyond `max_staleness` are masked. Otherwise no scored group has any."""
-    gpus: float = 0.0
-    """GPUs that one rank declares to Ray, a fraction where it shares one; 0 on the CPU."""
-    engine_memory: float | None = None
-    """generator.gpu_memory_utilization of the engines that use the ranks' GPUs in their turns;
-    None: none do."""
+
+    @property
+    def length_setting(self) -> str:
+        """The setting that makes trajectories shorter, for messages."""
+        offline = isinstance(self.data, OfflineDataConfig)
+        return "data.max_length" if offline else "rollout.max_completion_length"
 
     @property
     def preference(self) -> OnlinePreferenceConfig | DpoConfig | None:

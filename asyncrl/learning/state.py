@@ -187,16 +187,16 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
     """
     learner, algorithm = spec.learner, spec.algorithm
     threads = Threads(learner.num_threads)
-    limit_gpu_memory(learner.device, learner.gpu_share)
+    limit_gpu_memory(learner.device, spec.rank_share)
     torch.manual_seed(spec.seed * 1_000_003 + rank)
     # Make the table before the engine exists: afterwards, transformers shards every model.
-    table = version_table(spec.model_path)
-    scoring = None if spec.reward_model is None else classifier_table(spec.model_path, table)
+    table = version_table(spec.model.path)
+    scoring = None if spec.reward_model is None else classifier_table(spec.model.path, table)
     metrics = own_metrics(algorithm.loss) if isinstance(algorithm, PolicyGradient) else ()
     engine, sharded = zero3.start_engine(
-        spec.model_path,
+        spec.model.path,
         learner,
-        spec.temperature,
+        spec.rollout.temperature,
         algorithm.entropy_coef > 0,
         spec.has_value_head,
         SequenceGroup.join(learner.sequence_parallel_size),
@@ -211,7 +211,7 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
     adapter = {own: named[name] for name in named if (own := published_name(name))}
     if different := set(parameters) ^ set(table.parameters):
         raise ValueError(
-            f"model.path = {spec.model_path!r}: transformers loads different parameters with and"
+            f"model.path = {spec.model.path!r}: transformers loads different parameters with and"
             f" without weights, first {sorted(different)[0]!r}; use a checkpoint that it loads the"
             " same way every time"
         )
@@ -229,7 +229,7 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         packing=policy.packing,
         own_metrics=metrics,
         device=torch.device("cuda" if learner.device == "cuda" else "cpu"),
-        learning_rate=learner.learning_rate,
+        learning_rate=spec.learning_rate,
         warmup_steps=learner.schedule.warmup_steps,
         threads=threads,
     )

@@ -144,15 +144,15 @@ class DeviceTurns:
 
 def device_turns(state: LearnerState) -> DeviceTurns | None:
     """The turns of a rank whose GPU an engine uses too; None without such an engine."""
-    learner, engine_memory = state.spec.learner, state.spec.engine_memory
-    if engine_memory is None:
+    learner, engine_share = state.spec.learner, state.spec.engine_share
+    if engine_share is None:
         return None
     # The rank must answer with its error before the driver takes it for dead.
     return DeviceTurns(
         state.engine,
         learner.device,
-        learner.gpu_share,
-        engine_memory,
+        state.spec.rank_share,
+        engine_share,
         min(ROOM_S, learner.call_timeout_s / 2),
     )
 

@@ -58,7 +58,7 @@ class RunRecorder:
         """
         self._epoch = epoch
         self.writer, self.outcomes_writer, self.live = writer, outcomes, live
-        self._alarms = Alarms(live.spec.cuts_distribution, entropies, live.spec.trained_ends)
+        self._alarms = Alarms(live.spec.rollout.cuts_distribution, entropies, live.spec.train_ends)
         self._failures = FailureNotes()
 
     def record(self, event: str, step: int, version: int, metrics: Mapping[str, object]) -> None:
@@ -79,7 +79,7 @@ class RunRecorder:
         if event == "step" and (timeline := self.live.first_step()):
             self.record("first_step", step, version, timeline)
         self.live.recorded(event, version, metrics)
-        every = self.live.spec.completions_every
+        every = self.live.spec.observe.completions_every
         if event == "step" and every and step % every == 0:
             self.writer.show_batch(step, self.live.rewards(), self.live.rows())
         if event in ("step", "evaluation"):
@@ -129,7 +129,7 @@ class Live:
         self.progress = Progress(
             phase="connecting to Ray",
             max_steps=spec.max_steps,
-            max_staleness=spec.max_staleness,
+            max_staleness=spec.staleness.max_staleness,
         )
         self.phases: dict[str, float] = {}
         """Phase that has ended → its seconds."""
@@ -218,7 +218,7 @@ class Live:
                 progress.accuracy = number(metrics, f"reward/{self.spec.accuracy}")
             progress.reward_parts = {
                 name: value
-                for name in self.spec.rewards
+                for name in self.spec.reward.functions
                 if (value := number(metrics, f"reward/{name}")) is not None
             }
         if event == "startup" and any(
@@ -273,7 +273,9 @@ class Live:
         return [self._row(example, staleness) for example, staleness in examples[:MOST_ROWS]]
 
     def _row(self, example: TrajectoryText, staleness: int) -> TableRow:
-        parts = {f"reward/{name}": example.reward_parts.get(name) for name in self.spec.rewards}
+        parts = {
+            f"reward/{name}": example.reward_parts.get(name) for name in self.spec.reward.functions
+        }
         texts = {
             "prompt": shown(example.prompt)[:MOST_CHARACTERS],
             "completion": shown(example.completion)[:MOST_CHARACTERS],

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from asyncrl.config import (
+    EnvironmentConfig,
+    EvalConfig,
+    EvalSet,
+    ObserveConfig,
+    RewardConfig,
+    RolloutConfig,
+    StalenessConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ObserveSpec:
-    """`observe_spec` of `asyncrl.preflight.specs` makes it from the config."""
+    """The settings of one run that the live table, the alarms and the summary need."""
 
     max_steps: int
-    max_staleness: int
-    """Versions."""
-    rewards: tuple[str, ...]
-    """Names of the reward functions."""
+    staleness: StalenessConfig
+    rollout: RolloutConfig
+    environment: EnvironmentConfig | None
+    reward: RewardConfig
+    eval: EvalConfig
+    observe: ObserveConfig
     accuracy: str
     """The reward function that evaluations report."""
-    is_accuracy: bool
-    """Whether its mean is called accuracy, because `eval.accuracy` names it. Other rewards may have
-    any scale."""
-    evaluation_sets: tuple[str, ...]
-    """Names of the evaluation sets, in the order of evaluation."""
-    cuts_distribution: bool
-    """Whether rollouts sample only from some tokens (top_p, top_k, min_p)."""
-    completions_every: int
-    """Steps between two tables of completions in the sinks; 0 = no tables."""
-    trained_ends: tuple[str, ...] = ()
-    """Ends of sessions that are trained (`environment.train_ends`)."""
+    evaluation_sets: Mapping[str, EvalSet]
+    """In the order of evaluation."""
+
+    @property
+    def train_ends(self) -> Sequence[str]:
+        """Ends of sessions that are trained. Empty without an environment."""
+        return self.environment.train_ends if self.environment else ()
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether the mean of `accuracy` is called so, because `eval.accuracy` names it. Other
+        rewards may have any scale."""
+        return self.eval.accuracy is not None

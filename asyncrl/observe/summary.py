@@ -92,7 +92,7 @@ def _step_rows(spec: ObserveSpec, steps: Sequence[Mapping[str, object]]) -> list
 def _of_a_reward(spec: ObserveSpec, key: str) -> bool:
     """Whether the metric is the reward of a function, or a part of that reward."""
     name, _, part = key.partition("/")
-    return name in spec.rewards and not part.startswith("unscored_")
+    return name in spec.reward.functions and not part.startswith("unscored_")
 
 
 def _mean(records: Sequence[Mapping[str, object]], name: str) -> str:

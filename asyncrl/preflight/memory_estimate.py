@@ -181,7 +181,7 @@ def memory_text(config: RunSettings) -> str:
                 else "and gradient_checkpointing would make them small"
             )
             + note
-            + ("" if on_cpu else limit_text(learner.gpu_share, totals["GPU"], _gpus())),
+            + ("" if on_cpu else limit_text(config.rank_share, totals["GPU"], _gpus())),
             f"  this machine: {_machine()}",
         ]
     )

@@ -17,8 +17,8 @@ from asyncrl.data.mixture import Order
 from asyncrl.data.offline import check_offline_rows, write_offline_rows
 from asyncrl.data.offline_checks import refuse_idle
 from asyncrl.data.offline_report import OfflineReport
-from asyncrl.data.offline_spec import RowsFor
 from asyncrl.data.rendering import Data
+from asyncrl.data.spec import RowsFor
 from asyncrl.data.token_file import TokenFile, open_token_file
 from asyncrl.models.supported import chosen_packing
 from asyncrl.preflight.adapter import adapter_text, check_adapter, trained_elements
@@ -177,7 +177,7 @@ class OfflinePlan:
             "loss": self.objective_text().splitlines()[1].strip(),
             "learner": (
                 f"{learner.world_size} rank(s) on {learner.device}, learning rate"
-                f" {learner.learning_rate:g}, {learner.max_tokens_per_row} tokens per row"
+                f" {config.learning_rate:g}, {learner.max_tokens_per_row} tokens per row"
             ),
         }
         named = [*lines.items(), *(("note", note) for note in self.notes)]
@@ -219,7 +219,7 @@ class OfflinePlan:
         )
         return (
             f"# learner\n  {how}; {learner.world_size} rank(s) on {learner.device}; learning rate"
-            f" {learner.learning_rate:g} ({learner.schedule.name}, {learner.schedule.warmup_steps}"
+            f" {config.learning_rate:g} ({learner.schedule.name}, {learner.schedule.warmup_steps}"
             f" warm-up steps); longest sequence {self.train.longest} of {self.context} tokens\n"
             "  tensors of the checkpoint that are left out because the model does not use them:"
             f" {counted(self.version.left_out)}"

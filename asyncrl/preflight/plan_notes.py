@@ -77,7 +77,7 @@ def _no_end(config: Config | OfflineConfig) -> str:
 
 
 def _learning_rate(config: RunSettings, trained: int) -> str:
-    rate = config.learner.learning_rate
+    rate = config.learning_rate
     small = config.lora is not None or trained < SMALL
     most = HIGH_RATE_OF_SMALL if small else HIGH_RATE
     if not isinstance(config.learner.optimizer, AdamW) or not rate or LOW_RATE <= rate <= most:

@@ -112,7 +112,7 @@ class Plan:
             "algorithm": algorithm_text(config).splitlines()[1].strip(),
             "learner": (
                 f"{learner.world_size} rank(s) on {learner.device}, learning rate"
-                f" {learner.learning_rate:g}, {learner.max_tokens_per_row} tokens per row"
+                f" {config.learning_rate:g}, {learner.max_tokens_per_row} tokens per row"
             ),
             "generators": f"{_generators(config)}; {self._kv_cache().splitlines()[1].strip()}",
             "rewards": f"{_rewards(config)}; evaluated: {_evaluated(config)}",

@@ -6,11 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.algorithms.schedules import SAME, BatchSizes
-from asyncrl.config import Config, OfflineConfig, PolicyGradient
-from asyncrl.config.schema import Mask, side_of
+from asyncrl.config import (
+    Config,
+    OfflineConfig,
+    PolicyGradient,
+    RewardConfig,
+    RolloutConfig,
+    StalenessConfig,
+)
 from asyncrl.contracts.protocols import Generate
-from asyncrl.data.offline_spec import OfflineDataSpec
-from asyncrl.data.spec import DataSpec
+from asyncrl.data.spec import DataSpec, OfflineDataSpec
 from asyncrl.frozen.spec import ReferenceSpec, RefreshSpec
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.learning.spec import LearnerSpec
@@ -26,10 +31,10 @@ def data_spec(config: Config) -> DataSpec:
         data=config.data,
         eval=config.eval,
         warm_start=config.warm_start,
-        model_path=config.model.path,
-        max_completion_length=config.rollout.max_completion_length,
+        model=config.model,
+        rollout=config.rollout,
+        environment=config.environment,
         seed=config.seed,
-        sessions=config.environment is not None,
     )
 
 
@@ -43,14 +48,14 @@ def worker_spec(
     """
     return WorkerSpec(
         rollout=config.rollout,
-        max_length=config.data.max_length,
+        data=config.data,
+        sessions=sessions_spec(config),
         deadline_s=config.deadline_s,
+        needs_baseline=config.algorithm.needs_baseline,
         seed=config.seed,
         run_id=run_id,
         attempt=attempt,
         generate=generate,
-        baseline=config.algorithm.needs_baseline,
-        sessions=sessions_spec(config),
     )
 
 
@@ -60,80 +65,55 @@ def sessions_spec(config: Config) -> SessionsSpec | None:
         return None
     return SessionsSpec(
         environment=config.environment,
-        model_path=config.model.path,
-        max_length=config.longest_trajectory,
-        rollout_stop=tuple(config.rollout.rollout_stop),
-        rollout_stop_token_ids=tuple(config.rollout.rollout_stop_token_ids),
-        variables=config.data.chat_template_kwargs,
+        model=config.model,
+        data=config.data,
+        rollout=config.rollout,
+        longest_trajectory=config.longest_trajectory,
     )
 
 
 def scoring_spec(config: Config) -> ScoringSpec:
     """The spec of the scoring stream."""
+    in_one_batch = config.environment is not None and config.algorithm.compares_sequences
     return ScoringSpec(
         reward=config.reward,
         algorithm=config.algorithm,
-        max_completion_length=config.rollout.max_completion_length,
-        max_length=config.data.max_length,
+        rollout=config.rollout,
+        data=config.data,
+        environment=config.environment,
         longest_trajectory=config.longest_trajectory,
-        train_ends=frozenset(config.environment.train_ends) if config.environment else None,
-        most_session_tokens=(
-            config.learner.max_tokens_per_row
-            if config.environment and config.algorithm.compares_sequences
-            else None
-        ),
+        most_session_tokens=config.learner.max_tokens_per_row if in_one_batch else None,
     )
 
 
 def learner_spec(config: Config) -> LearnerSpec:
     """The spec of the learner's ranks."""
     return LearnerSpec(
-        learner=config.learner.model_copy(update={"gpu_memory_utilization": config.rank_share}),
+        learner=config.learner,
+        model=config.model,
+        lora=config.lora,
+        data=config.data,
+        rollout=config.rollout,
         algorithm=config.algorithm,
-        model_path=config.model.path,
-        model_dtype=config.model.dtype,
-        bucket_bytes=config.weights.bucket_bytes,
-        temperature=config.rollout.temperature,
-        max_completion_length=config.rollout.max_completion_length,
+        reward=config.reward,
+        staleness=config.staleness,
+        bucket_bytes=config.bucket_bytes,
         longest_trajectory=config.longest_trajectory,
+        learning_rate=config.learning_rate,
         max_steps=config.max_steps,
         seed=config.seed,
-        shuffle_rewards=config.reward.shuffle,
         packing_strategy=config.warm_start.packing_strategy.name if config.warm_start else "bfd",
         placement_wait_s=config.placement_wait_s,
         run_directory=config.run_directory,
-        max_staleness=config.staleness.max_staleness,
-        masks_stale=isinstance(config.staleness.on_stale, Mask),
-        rollout_stop=tuple(config.rollout.rollout_stop),
-        rollout_stop_token_ids=tuple(config.rollout.rollout_stop_token_ids),
-        chat_template_kwargs=config.data.chat_template_kwargs,
-        lora=config.lora,
-        gpus=config.rank_gpus,
-        engine_memory=(config.engine_share if config.takes_turns_on_gpus else None),
+        rank_share=config.rank_share,
+        rank_gpus=config.rank_gpus,
+        engine_share=config.engine_share if config.takes_turns_on_gpus else None,
     )
 
 
 def offline_data_spec(config: OfflineConfig) -> OfflineDataSpec:
     """The spec for turning a dataset into token rows."""
-    data = config.data
-    return OfflineDataSpec(
-        model_path=config.model.path,
-        vocabulary=model_vocabulary(config),
-        max_length=data.max_length,
-        length_policy=data.length_policy.name,
-        length_side=side_of(data.length_policy),
-        malformed=data.malformed,
-        loss_on=data.loss_on,
-        apply_chat_template=data.apply_chat_template,
-        chat_template_kwargs=data.chat_template_kwargs,
-        system_prompt=data.system_prompt,
-        tools=data.tools,
-        tools_column=data.tools_column,
-        prompt_column=data.prompt_column,
-        target_column=data.target_column,
-        unused_keys=data.unused_keys,
-        least_reward=data.least_reward,
-    )
+    return OfflineDataSpec(config.data, config.model, model_vocabulary(config))
 
 
 def offline_learner_spec(
@@ -147,26 +127,26 @@ def offline_learner_spec(
     """
     return LearnerSpec(
         learner=config.learner,
+        model=config.model,
+        lora=config.lora,
+        data=config.data,
+        rollout=RolloutConfig(max_completion_length=config.data.max_length),
         algorithm=PolicyGradient(),
-        model_path=config.model.path,
-        model_dtype=config.model.dtype,
+        reward=RewardConfig(),
+        staleness=StalenessConfig(max_staleness=0),
+        dpo=config.dpo if config.objective == "dpo" else None,
+        reward_model=config.reward_model if config.trains_reward_model else None,
         bucket_bytes=config.bucket_bytes,
-        temperature=1.0,
-        max_completion_length=config.data.max_length,
         longest_trajectory=config.longest_trajectory,
+        learning_rate=config.learning_rate,
         max_steps=steps,
+        batch_sizes=batch_sizes,
         seed=config.seed,
-        shuffle_rewards=False,
         packing_strategy=config.sft.packing_strategy,
         placement_wait_s=config.placement_wait_s,
         run_directory=config.run_directory,
-        length_setting="data.max_length",
-        chat_template_kwargs=config.data.chat_template_kwargs,
-        dpo=config.dpo if config.objective == "dpo" else None,
-        reward_model=config.reward_model if config.trains_reward_model else None,
-        batch_sizes=batch_sizes,
-        lora=config.lora,
-        gpus=float(config.learner.device == "cuda"),
+        rank_share=config.rank_share,
+        rank_gpus=config.rank_gpus,
     )
 
 
@@ -174,10 +154,10 @@ def offline_reference_spec(config: OfflineConfig) -> ReferenceSpec:
     """The spec of the reference policy in a run on a dataset."""
     return ReferenceSpec(
         learner=config.learner,
-        path=config.reference_path,
+        reference_path=config.reference_path,
         temperature=1.0,
         num_cpus=config.dpo.ref_num_cpus,
-        gpus=float(config.learner.device == "cuda"),
+        reference_gpus=config.rank_gpus,
     )
 
 
@@ -192,19 +172,13 @@ def reference_spec(config: Config, place: Path | None = None) -> ReferenceSpec:
     top_k = 0 if distillation is None else distillation.top_k
     refresh = None
     if config.reference_interval is not None and place is not None:
-        refresh = RefreshSpec(
-            model_path=config.model.path,
-            model_dtype=config.model.dtype,
-            place=place,
-            timeout_s=config.push_timeout_s,
-        )
+        refresh = RefreshSpec(config.model, place, config.push_timeout_s)
     return ReferenceSpec(
         learner=config.learner,
-        path=config.reference_path,
+        reference_path=config.reference_path,
         temperature=config.rollout.temperature,
         num_cpus=config.algorithm.frozen.num_cpus,
-        gpus=config.reference_gpus,
-        gpu_memory_utilization=config.reference_gpus if config.shares_gpus else 1.0,
+        reference_gpus=config.reference_gpus,
         top_k=top_k,
         vocabulary=model_vocabulary(config) if top_k else None,
         refresh=refresh,
@@ -252,12 +226,12 @@ def observe_spec(config: Config) -> ObserveSpec:
     """The spec of the live table, the alarms and the summary."""
     return ObserveSpec(
         max_steps=config.max_steps,
-        max_staleness=config.staleness.max_staleness,
-        rewards=tuple(config.reward.functions),
+        staleness=config.staleness,
+        rollout=config.rollout,
+        environment=config.environment,
+        reward=config.reward,
+        eval=config.eval,
+        observe=config.observe,
         accuracy=config.accuracy,
-        is_accuracy=config.eval.accuracy is not None,
-        evaluation_sets=tuple(config.evaluation_sets),
-        cuts_distribution=config.rollout.cuts_distribution,
-        completions_every=config.observe.completions_every,
-        trained_ends=tuple(config.environment.train_ends) if config.environment else (),
+        evaluation_sets=config.evaluation_sets,
     )

@@ -251,7 +251,7 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         "finish_reason",
         "reward_parts",
         "failure",
-        *(["session_end"] if spec.train_ends is not None else []),
+        *(["session_end"] if spec.environment is not None else []),
         *dict.fromkeys(
             [
                 *(TURNS if spec.most_session_tokens is not None else []),
@@ -312,7 +312,7 @@ def _statuses(row: _RewardedRow, rewards: Sequence[float | None], spec: ScoringS
     for reward, ours, theirs, mask, end, size in zip(
         rewards, row["logprobs"], frozen, row["loss_mask"], ends, sizes, strict=True
     ):
-        if spec.train_ends is not None and end not in spec.train_ends:
+        if spec.environment is not None and end not in spec.environment.train_ends:
             statuses.append(end)
             continue
         if spec.most_session_tokens is not None and size > spec.most_session_tokens:
@@ -326,7 +326,7 @@ def _statuses(row: _RewardedRow, rewards: Sequence[float | None], spec: ScoringS
                 len(row["prompt_ids"]),
                 mask,
                 # A session limits each of its rows while it runs.
-                spec.longest_trajectory if spec.train_ends is None else None,
+                spec.longest_trajectory if spec.environment is None else None,
                 by_teacher,
             )
         )

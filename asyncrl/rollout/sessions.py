@@ -83,25 +83,25 @@ def turn_seed(seed: int, ordinal: int, sample: int, retry: int, turn: int, answe
 def session_stops(spec: SessionsSpec) -> Stops:
     """What ends a turn of the sessions."""
     return load_stops(
-        spec.model_path,
-        load_tokenizer(spec.model_path),
-        spec.rollout_stop,
-        spec.rollout_stop_token_ids,
-        spec.variables,
+        spec.model.path,
+        load_tokenizer(spec.model.path),
+        spec.rollout.rollout_stop,
+        spec.rollout.rollout_stop_token_ids,
+        spec.data.chat_template_kwargs,
     )
 
 
 def session_template(spec: SessionsSpec) -> SessionTemplate:
     """How the sessions of a run become tokens."""
-    tokenizer = load_tokenizer(spec.model_path)
+    tokenizer = load_tokenizer(spec.model.path)
     stops = session_stops(spec)
     return SessionTemplate(
         tokenizer,
         frozenset(stops.tokens),
-        spec.max_length,
+        spec.longest_trajectory,
         spec.environment.history,
-        spec.variables,
-        spec.max_length * max(map(len, tokenizer.get_vocab())),
+        spec.data.chat_template_kwargs,
+        spec.longest_trajectory * max(map(len, tokenizer.get_vocab())),
     )
 
 

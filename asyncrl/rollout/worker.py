@@ -240,7 +240,7 @@ class RolloutWorker:
             prompt_ids=prompt.token_ids,
             n=rollout.n_samples_per_prompt,
             max_tokens=completion_room(
-                rollout.max_completion_length, self._spec.max_length, len(prompt.token_ids)
+                rollout.max_completion_length, self._spec.data.max_length, len(prompt.token_ids)
             ),
             temperature=rollout.temperature,
             seed=rollout_seed(self._spec.seed, prompt.ordinal),
@@ -248,7 +248,7 @@ class RolloutWorker:
             min_weights=WeightsId(self._run_id, self._attempt, self._committed),
             ignore_eos=rollout.ignore_eos,
             repetition=rollout.repetition,
-            baseline=self._spec.baseline,
+            baseline=self._spec.needs_baseline,
             **rollout.kept_tokens,
         )
 
@@ -292,7 +292,7 @@ class RolloutWorker:
                 f"replica {generated.replica} returned {len(generated.completions)} completions for"
                 f" group {prompt.ordinal}, not {wanted}"
             )
-        if self._spec.baseline and generated.baseline is None:
+        if self._spec.needs_baseline and generated.baseline is None:
             raise RuntimeError(
                 f"replica {generated.replica} returned no greedy completion for group"
                 f" {prompt.ordinal}, which algorithm.advantage: remax needs"

@@ -139,9 +139,7 @@ class Attempt:
                 report,
                 config.learner.max_skipped_steps,
             )
-        await learner.reset_optimizer(
-            config.learner.learning_rate, config.learner.schedule.warmup_steps
-        )
+        await learner.reset_optimizer(config.learning_rate, config.learner.schedule.warmup_steps)
 
     async def _train(self, stations: Stations) -> None:
         self.recorder.record("truncation", *self._position(), self.plan.truncation_metrics())

@@ -235,7 +235,7 @@ class OfflineAttempt:
         if self.state.skipped_in_row >= config.learner.max_skipped_steps:
             raise TooManySkippedStepsError(
                 f"{self.state.skipped_in_row} steps in a row were skipped: {NOT_FINITE}; lower"
-                f" learner.learning_rate = {config.learner.learning_rate:g} (their rows are in"
+                f" learner.learning_rate = {config.learning_rate:g} (their rows are in"
                 f" {self.directory.path / 'kept'})"
             )
         return applied

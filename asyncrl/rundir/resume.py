@@ -66,10 +66,7 @@ FIXED = {
 """Settings that must not change on a resume → why."""
 
 FIXED_IN_RUN = {
-    **dict.fromkeys(
-        ("environment.function", "environment.agent", "environment.command"),
-        "the groups so far are of that environment, or of none",
-    ),
+    "environment.function": "the groups so far are of that environment, or of none",
     "algorithm.preference": "the steps so far trained the pairs that it chose",
     "algorithm.reference.update_interval": (
         "the steps so far were trained with the reference of those versions"
@@ -353,8 +350,8 @@ def _refuse_falsifying(
     """
     for dotted, old, new in _with_inner(changes):
         name = dotted.removesuffix(".name")
-        within = (key for key in unchangeable if f"{dotted}.".startswith(f"{key}."))
-        if not dotted.startswith(MAY_CHANGE) and (fixed := next(within, None)) is not None:
+        fixed = _fixed(dotted, unchangeable)
+        if not dotted.startswith(MAY_CHANGE) and fixed is not None:
             raise ConfigError(
                 f"{name} = {_short(new)}, but {path} was made with {_short(old)}, and"
                 f" {unchangeable[fixed]}; {FIX}"
@@ -376,6 +373,13 @@ def _refuse_falsifying(
             f"seed = {config.seed}, but {path} was made with {state.seed}, and {FIXED['seed']};"
             f" {FIX}"
         )
+
+
+def _fixed(name: str, unchangeable: Mapping[str, str]) -> str | None:
+    """The key of `unchangeable` that a changed setting or section belongs to; None without one."""
+    if name == "environment":  # only one of both has sessions, of a function or of an agent
+        name = "environment.function"
+    return next((key for key in unchangeable if f"{name}.".startswith(f"{key}.")), None)
 
 
 def _refuse_other_files(path: Path, state: State, config: RunSettings) -> None:

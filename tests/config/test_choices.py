@@ -16,6 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from small_config import SMALL
 
+from asyncrl.algorithms.losses import Loss
 from asyncrl.config import Config, ConfigError, OfflineConfig, explain, load_any
 from asyncrl.config.aliases import explain_unknown, other_names
 from asyncrl.config.fields import by_name, field_names, find
@@ -27,6 +28,8 @@ OFFLINE = {
     "model": {"path": "m"},
     "data": {"train": "t"},
 }
+LOSSES = ", ".join(filter(None, map(name_of, kinds_of(Loss))))
+SESSIONS = {"data": {**SMALL["data"], "max_length": 16}}
 KINDS: tuple[type[BaseModel], ...] = (Config, OfflineConfig)
 
 
@@ -186,13 +189,13 @@ def refusal(changes: dict[str, Any]) -> str:
     [
         (
             {"algorithm": {"loss": "pop"}},
-            "algorithm.loss = 'pop': use one of ppo, clip_cov, kl_cov, gspo, gmpo, vespo, cispo,"
-            " sapo, dppo, reinforce, or your own function as package.module:function",
+            f"algorithm.loss = 'pop': use one of {LOSSES}, or your own function as"
+            " package.module:function",
         ),
         (
             {"algorithm": {"loss": {"name": "pop"}}},
-            "algorithm.loss.name = 'pop': use one of ppo, clip_cov, kl_cov, gspo, gmpo, vespo,"
-            " cispo, sapo, dppo, reinforce, or your own function as package.module:function",
+            f"algorithm.loss.name = 'pop': use one of {LOSSES}, or your own function as"
+            " package.module:function",
         ),
         (
             {"algorithm": {"loss": "not a:function"}},
@@ -417,6 +420,31 @@ def written(tmp_path: Path, tree: dict[str, Any]) -> Path:
         ({}, ["--generator.attach", "x"], {"generator": {"attach": "x"}}),
         ({"generator": {"attach": "x"}}, ["--generator.attach", "null"], {}),
         (
+            {"generator": {"num_replicas": 2, "start_timeout_s": 9}},
+            ["--generator.attach", "x"],
+            {"generator": {"attach": "x", "start_timeout_s": 9}},
+        ),
+        (
+            {**SESSIONS, "environment": {"function": "m:f", "url": True, "max_turns": 4}},
+            ["--environment.command", "[play]"],
+            {**SESSIONS, "environment": {"command": ["play"], "max_turns": 4}},
+        ),
+        (
+            {"reward": {**SMALL["reward"], "sandbox": "landlock"}},
+            ["--reward.sandbox.service", "http://127.0.0.1:8700"],
+            {
+                "reward": {
+                    **SMALL["reward"],
+                    "sandbox": {"level": "landlock", "service": "http://127.0.0.1:8700"},
+                }
+            },
+        ),
+        (
+            {"algorithm": {"loss": "gspo", "filter_zero_variance": True}},
+            ["--algorithm.preference", "{}"],
+            {"algorithm": {"preference": {}, "filter_zero_variance": True}},
+        ),
+        (
             {"generator": {"num_replicas": 2}},
             ["--generator", "{attach: x}"],
             {"generator": {"attach": "x"}},
@@ -496,8 +524,8 @@ def test_the_command_line_reaches_into_a_choice(
         ),
         (
             ["--algorithm.loss", "pop"],
-            "algorithm.loss = 'pop': use one of ppo, clip_cov, kl_cov, gspo, gmpo, vespo, cispo,"
-            " sapo, dppo, reinforce, or your own function as package.module:function",
+            f"algorithm.loss = 'pop': use one of {LOSSES}, or your own function as"
+            " package.module:function",
         ),
         (
             ["--algorithm.loss.eps_clip.low", "3"],

@@ -740,7 +740,7 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
         ),
         (
             {**IN_TURNS, "generator.num_replicas": 3, "learner.world_size": 2},
-            "no more rollout devices than ranks on GPUs, but generator.num_replicas = 3 is above",
+            "puts one rank and at most one replica on a GPU, but generator.num_replicas = 3 is",
         ),
         (
             {**IN_TURNS, "generator.in_flight": "keep"},
@@ -1423,10 +1423,10 @@ def test_the_tables_of_foreign_names_point_at_settings_that_exist():
 @pytest.mark.parametrize("kind", [Config, OfflineConfig])
 def test_every_field_has_a_description(kind):
     for setting in settings_of(kind):
-        described = setting.field.description or any(
+        meaning = setting.field.description or any(
             one.__doc__ for one in kinds_of(setting.field.annotation)
         )
-        assert described, setting.name
+        assert meaning, setting.name
 
 
 SHIPPED = sorted((ROOT / "jobs").rglob("*.yaml"))

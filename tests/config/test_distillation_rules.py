@@ -31,7 +31,7 @@ def test_the_teacher_is_the_frozen_policy_of_the_run() -> None:
     config = distilled()
     assert config.algorithm.has_reference and config.algorithm.frozen is not None
     assert config.models["algorithm.distillation.teacher"] == "/teacher"
-    assert reference_spec(config).path == "/teacher"
+    assert reference_spec(config).reference_path == "/teacher"
     assert reference_spec(config).temperature == config.rollout.temperature
 
 

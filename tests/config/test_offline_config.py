@@ -100,11 +100,11 @@ def test_a_config_on_a_dataset_is_refused_where_generators_are_needed(write):
 
 
 def test_objectives_have_their_default_learning_rates(write):
-    assert load_offline(write(SFT)).learner.learning_rate == 2e-5
-    assert load_offline(write(REWARD_MODEL)).learner.learning_rate == 1e-5
-    assert load_offline(write(DPO)).learner.learning_rate == 1e-6
+    assert load_offline(write(SFT)).learning_rate == 2e-5
+    assert load_offline(write(REWARD_MODEL)).learning_rate == 1e-5
+    assert load_offline(write(DPO)).learning_rate == 1e-6
     given = load_offline(write(SFT, learner={"learning_rate": 0.0, "bf16": True}))
-    assert given.learner.learning_rate == 0.0 and given.learner.bf16
+    assert given.learning_rate == 0.0 and given.learner.bf16
 
 
 def test_overrides_and_paths(write, monkeypatch, tmp_path):

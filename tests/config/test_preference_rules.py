@@ -196,7 +196,7 @@ def test_its_settings_have_names_and_reach_the_learner() -> None:
     )
     spec = learner_spec(config)
     found = spec.algorithm.preference
-    assert found is not None and spec.max_staleness == 4
+    assert found is not None and spec.staleness.max_staleness == 4
     assert (found.loss.name, found.loss.beta, found.weight_cap) == ("ipo", 0.3, 1.5)
     assert (found.pairs.name, found.pairs.min_margin, found.pairs.max_pairs) == ("margin", 0.2, 3)
     assert (found.ce_coef, found.pairs.missing_eos_penalty) == (0.6, 0.4)

@@ -3,12 +3,12 @@ import json
 
 import pytest
 from chat_families import save_chat_model
+from small_config import offline_spec
 
 from asyncrl.config import Config
 from asyncrl.contracts.offline_rows import check_offline_table
 from asyncrl.data.offline import write_offline_rows
 from asyncrl.data.offline_checks import refuse_idle
-from asyncrl.data.offline_spec import OfflineDataSpec
 from asyncrl.runtime.arrow_files import map_table
 
 
@@ -57,7 +57,7 @@ def offline(chat_model, tmp_path):
     def read(rows, objective="sft", template=None, **fields):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        spec = OfflineDataSpec(chat_model(template), **fields)
+        spec = offline_spec(chat_model(template), **fields)
         report = write_offline_rows(
             tmp_path / "rows.arrow", spec, str(path), "data.train", objective
         )

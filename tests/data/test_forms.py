@@ -4,13 +4,13 @@ import json
 
 import pyarrow as pa
 import pytest
+from small_config import offline_spec
 
 from asyncrl.config import ConfigError, Source
 from asyncrl.data.form_rows import Chat, MalformedError, ParsedRow, Text, rows_of
 from asyncrl.data.forms import RECORDED, form_of
-from asyncrl.data.offline_spec import OfflineDataSpec
 
-SPEC = OfflineDataSpec(model_path="unused")
+SPEC = offline_spec("unused")
 SOURCE = Source(path="rows.jsonl")
 ASK = {"role": "user", "content": "3+4"}
 GOOD = {"role": "assistant", "content": "7"}
@@ -20,7 +20,7 @@ EMPTY = {"role": "assistant", "content": ""}
 
 
 def form(columns, objective="sft", source=SOURCE, **fields):
-    spec = OfflineDataSpec(model_path="unused", **fields)
+    spec = offline_spec("unused", **fields)
     return form_of(columns, spec, source, objective, "data.train")
 
 
@@ -123,7 +123,7 @@ def test_a_prompt_and_a_completion_may_be_of_different_kinds():
     assert first(prompt="3+4", completion=[GOOD]) == asked
     assert first(prompt="3+4", completion=[ASK, GOOD]) == asked
     assert first(prompt=[ASK], completion=[ASK, GOOD]) == asked, "the whole conversation again"
-    spec = OfflineDataSpec("unused", apply_chat_template=True)
+    spec = offline_spec("unused", apply_chat_template=True)
     assert first(spec=spec, prompt="3+4", completion="7") == asked
 
 
@@ -134,7 +134,7 @@ def test_from_and_value_become_role_and_content():
 
 
 def test_a_system_prompt_belongs_to_the_prompt():
-    spec = OfflineDataSpec("unused", system_prompt="Be brief.")
+    spec = offline_spec("unused", system_prompt="Be brief.")
     system = {"role": "system", "content": "Be brief."}
     assert first(spec=spec, prompt=[ASK], completion=[GOOD]).sides[0] == Chat(
         [system, ASK, GOOD], 2

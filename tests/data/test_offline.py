@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_families import CHATML, CHATML_TAGS, FINAL_EOS, HEADERS, NO_SYSTEM, STRIPS_THINKING
+from small_config import offline_spec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -27,7 +28,6 @@ from asyncrl.data.offline import (
     write_offline_rows,
 )
 from asyncrl.data.offline_checks import refuse_idle
-from asyncrl.data.offline_spec import OfflineDataSpec
 from asyncrl.data.sources import RowsByNumber
 from asyncrl.runtime.arrow_files import map_table
 from asyncrl.text.tokenizer import load_tokenizer
@@ -90,7 +90,7 @@ def test_a_tokenizer_that_adds_eos_itself_adds_no_second_one(chat_model, tmp_pat
     rows = [{"prompt": "3+4", "completion": "=7"}, {"prompt": "3+4", "completion": "=7</s>"}]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spec = OfflineDataSpec(str(tmp_path / "model"))
+    spec = offline_spec(str(tmp_path / "model"))
     write_offline_rows(tmp_path / "t.arrow", spec, str(path), "data.train", "sft")
     table = map_table(tmp_path / "t.arrow")
     assert sft_rows(table) == [([BOS, *ids("3+4=7"), EOS], [*ids("=7"), EOS])] * 2
@@ -146,7 +146,7 @@ def test_a_prompt_without_tokens_is_malformed(chat_model, tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "a.jsonl").write_text('{"prompt": "", "completion": "3"}\n')
     (tmp_path / "b.jsonl").write_text('{"prompt": "", "chosen": "3", "rejected": "4"}\n')
-    with_bos, without = OfflineDataSpec(chat_model(None)), OfflineDataSpec(str(tmp_path / "model"))
+    with_bos, without = offline_spec(chat_model(None)), offline_spec(str(tmp_path / "model"))
     for name, objective in (("a.jsonl", "sft"), ("b.jsonl", "dpo")):
         data = str(tmp_path / name)
         assert check_offline_rows(with_bos, data, "data.train", objective).rows == 1
@@ -269,7 +269,7 @@ LONG = [
 @pytest.mark.parametrize("side", ["keep_start", "keep_end"])
 def test_long_rows_are_cut_with_their_masks(offline, side):
     whole, _ = offline(LONG)
-    table, report = offline(LONG, max_length=10, length_policy="truncate", length_side=side)
+    table, report = offline(LONG, max_length=10, length_policy={"name": "truncate", "side": side})
     ids, masks = whole["input_ids"].to_pylist(), whole["loss_mask"].to_pylist()
     kept = slice(None, 10) if side == "keep_start" else slice(-10, None)
     assert table["input_ids"].to_pylist() == [row[kept] for row in ids]
@@ -299,7 +299,7 @@ def test_both_sides_of_a_long_pair_keep_the_same_prompt(offline, side):
     words = ["12", "What is", " plus", "=", "?"]
     text = lambda most: "".join(draw.choice(words) for _ in range(draw.randint(1, most)))  # noqa: E731
     rows = [{"prompt": text(9), "chosen": text(9), "rejected": text(9)} for _ in range(60)]
-    settings = {"malformed": "drop", "length_policy": "truncate", "length_side": side}
+    settings = {"malformed": "drop", "length_policy": {"name": "truncate", "side": side}}
     whole, _ = offline(rows, "dpo", malformed="drop")
     table, report = offline(rows, "dpo", max_length=9, **settings)
     expected, seen = [], 0
@@ -416,14 +416,14 @@ def test_sources_are_contiguous_and_may_have_other_forms(chat_model, tmp_path):
     messages = pa.array([[ASK, assistant("7")], [ASK, {**assistant("8"), "name": "x"}]])
     pq.write_table(pa.table({"messages": messages, "id": [1, 2]}), tmp_path / "b.parquet")
     data = tuple(Source(path=str(tmp_path / name)) for name in ("a.jsonl", "b.parquet"))
-    spec = OfflineDataSpec(chat_model(CHATML), malformed="drop", unused_keys="drop")
+    spec = offline_spec(chat_model(CHATML), malformed="drop", unused_keys="drop")
     report = write_offline_rows(tmp_path / "t.arrow", spec, data, "data.train", "sft")
     assert [(source.name, source.rows) for source in report.sources] == [("a", 2), ("b", 2)]
     assert report.forms == ("text (strings)", "messages (chats)")
     assert "unused columns of b: 'id'" in report.notes
     table = map_table(tmp_path / "t.arrow")
     assert [len(row) for row in table["input_ids"].to_pylist()] == [3, 3, 24, 24]
-    bad = OfflineDataSpec(chat_model(CHATML), unused_keys="drop")
+    bad = offline_spec(chat_model(CHATML), unused_keys="drop")
     with pytest.raises(ConfigError, match=r"a.jsonl': row 1: a value is missing \(its column 'te"):
         check_offline_rows(bad, data, "data.train", "sft")
     (tmp_path / "c.jsonl").write_text('{"text": "3"}\n{"text": ""}\n')
@@ -435,7 +435,7 @@ def test_sources_are_contiguous_and_may_have_other_forms(chat_model, tmp_path):
 def test_a_setting_needs_an_effect_on_training_or_held_out_rows(chat_model, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "3"}\n')
     (tmp_path / "b.jsonl").write_text('{"prompt": "3", "completion": "4"}\n')
-    spec = OfflineDataSpec(chat_model(CHATML), apply_chat_template=True)
+    spec = offline_spec(chat_model(CHATML), apply_chat_template=True)
     text, prompted = (
         check_offline_rows(spec, str(tmp_path / name), "x", "sft")
         for name in ("a.jsonl", "b.jsonl")
@@ -449,10 +449,10 @@ def test_a_row_is_named_with_its_file(chat_model, tmp_path):
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "a.jsonl").write_text('{"text": "3"}\n{"text": "4"}\n')
     (tmp_path / "rows" / "b.jsonl").write_text('{"text": "5"}\n{"text": ""}\n')
-    spec, data = OfflineDataSpec(chat_model(None)), str(tmp_path / "rows")
+    spec, data = offline_spec(chat_model(None)), str(tmp_path / "rows")
     with pytest.raises(ConfigError, match=r"rows/b.jsonl': row 1: a completion is empty"):
         check_offline_rows(spec, data, "data.train", "sft")
-    spec = OfflineDataSpec(chat_model(None), malformed="drop")
+    spec = offline_spec(chat_model(None), malformed="drop")
     report = check_offline_rows(spec, data, "data.train", "sft")
     assert report.malformed["no_completion"].first.startswith(f"row 1 of '{data}/b.jsonl': ")
 
@@ -468,7 +468,7 @@ def test_a_weighted_source_must_have_rows(chat_model, tmp_path):
     data = tuple(Source(path=str(tmp_path / f"{name}.jsonl"), weight=1.0) for name in "ab")
     with pytest.raises(ConfigError, match="no row of source 'b' is left"):
         check_offline_rows(
-            OfflineDataSpec(chat_model(None), malformed="drop"), data, "data.train", "sft"
+            offline_spec(chat_model(None), malformed="drop"), data, "data.train", "sft"
         )
 
 
@@ -510,7 +510,7 @@ def test_rows_are_read_by_number_without_loading_the_table(offline, tmp_path):
 def test_a_failed_write_leaves_no_file(chat_model, tmp_path):
     path = tmp_path / "t.arrow"
     (tmp_path / "a.jsonl").write_text('{"text": "3"}\n' * 2000 + '{"text": ""}\n')
-    spec = OfflineDataSpec(chat_model(None))
+    spec = offline_spec(chat_model(None))
     with pytest.raises(ConfigError, match="row 2000: a completion is empty"):
         write_offline_rows(path, spec, str(tmp_path / "a.jsonl"), "data.train", "sft")
     assert os.listdir(tmp_path) == ["a.jsonl"]
@@ -518,7 +518,7 @@ def test_a_failed_write_leaves_no_file(chat_model, tmp_path):
 
 def test_a_report_needs_all_rows(chat_model, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "3"}\n')
-    rows = OfflineRows(OfflineDataSpec(chat_model(None)), str(tmp_path / "a.jsonl"), "d", "sft")
+    rows = OfflineRows(offline_spec(chat_model(None)), str(tmp_path / "a.jsonl"), "d", "sft")
     with pytest.raises(ValueError, match="not been read"):
         rows.report()
     assert [batch.schema for batch in rows] == [SFT_SCHEMA] and rows.report().rows == 1
@@ -531,7 +531,7 @@ def test_memory_does_not_grow_with_the_data(chat_model, tmp_path):
         for number in range(20_000):
             file.write(json.dumps({"prompt": f"{number} + 4", "completion": f"= {number + 4}"}))
             file.write("\n")
-    rows = OfflineRows(OfflineDataSpec(chat_model(None)), str(path), "data.train", "sft")
+    rows = OfflineRows(offline_spec(chat_model(None)), str(path), "data.train", "sft")
     kept = []
     for number, _ in enumerate(rows):
         if number in (3, 18):
@@ -544,7 +544,7 @@ def test_memory_does_not_grow_with_the_data(chat_model, tmp_path):
 
 def test_a_file_without_a_form_is_refused_with_all_its_columns(chat_model, tmp_path):
     pq.write_table(pa.table({"question": ["3"], "reply": ["4"]}), tmp_path / "a.parquet")
-    spec = OfflineDataSpec(chat_model(None))
+    spec = offline_spec(chat_model(None))
     with pytest.raises(ConfigError, match=r"has the columns \['question', 'reply'\], which are no"):
         check_offline_rows(spec, str(tmp_path / "a.parquet"), "data.train", "sft")
 
@@ -553,7 +553,7 @@ def test_reading_may_stop_after_some_rows(chat_model, tmp_path):
     rows = [{"text": "3"}, {"text": ""}, {"text": "4"}, {"text": "5"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = tuple(Source(path=str(tmp_path / "a.jsonl"), name=n, weight=1.0) for n in ("a", "b"))
-    spec = OfflineDataSpec(chat_model(None), malformed="drop")
+    spec = offline_spec(chat_model(None), malformed="drop")
     report = check_offline_rows(spec, data, "eval.data", "sft", most_rows=2)
     assert report.rows == 2 and [source.rows for source in report.sources] == [2, 0]
     assert check_offline_rows(spec, data, "eval.data", "sft", most_rows=5).rows == 5

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_families import CHATML, CHATML_TAGS, CONTENT_TAGS, FORCES_THINKING, TOOLS
+from small_config import offline_spec
 
 from asyncrl.config import ConfigError
 from asyncrl.data.offline import write_offline_rows
-from asyncrl.data.offline_spec import OfflineDataSpec
 from asyncrl.runtime.arrow_files import map_table
 from asyncrl.text.tokenizer import load_tokenizer
 
@@ -291,12 +291,12 @@ def test_absent_keys_of_parquet_structs_are_not_keys(chat_model, tmp_path):
     chats = [[ASK, SAID], [ASK, assistant("7", reasoning_content="add")]]
     pq.write_table(pa.table({"messages": pa.array([chats[0], chats[0]])}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"messages": pa.array(chats)}), tmp_path / "b.parquet")
-    spec = OfflineDataSpec(chat_model(CHATML))
+    spec = offline_spec(chat_model(CHATML))
     rows = write_offline_rows(tmp_path / "t", spec, str(tmp_path / "a.parquet"), "x", "sft").rows
     assert rows == 2
     with pytest.raises(ConfigError, match=r"row 1: .*'reasoning_content'"):
         write_offline_rows(tmp_path / "t", spec, str(tmp_path / "b.parquet"), "x", "sft")
-    thinks = OfflineDataSpec(chat_model(THINKS))
+    thinks = offline_spec(chat_model(THINKS))
     write_offline_rows(tmp_path / "t", thinks, str(tmp_path / "b.parquet"), "x", "sft")
     assert map_table(tmp_path / "t").num_rows == 2
 

@@ -4,13 +4,13 @@ from functools import partial
 
 import pyarrow as pa
 import pytest
+from small_config import offline_spec
 
 from asyncrl.config import ConfigError
 from asyncrl.contracts.group_table import groups_to_table as table_of
 from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.data.offline import write_offline_rows
 from asyncrl.data.offline_checks import refuse_idle
-from asyncrl.data.offline_spec import OfflineDataSpec
 from asyncrl.rewards.files import write_groups
 from asyncrl.runtime.arrow_files import map_table
 from asyncrl.text.tokenizer import decode, load_tokenizer
@@ -54,7 +54,7 @@ def recorded(chat_model, tmp_path):
                 rows = [change(row) for row in table.to_pylist()]
                 table = pa.Table.from_pylist(rows, schema=table.schema)
             write_groups(path, [table])
-        spec = OfflineDataSpec(chat_model(None), **fields)
+        spec = offline_spec(chat_model(None), **fields)
         report = write_offline_rows(
             tmp_path / "t.arrow", spec, str(folder), "data.train", objective
         )
@@ -134,7 +134,7 @@ def test_tokens_of_another_tokenizer_are_refused(chat_model, tmp_path, wrong):
         *GROUPS[0], ids=ids, text=partial(decode, tokenizer) if wrong == "prompt" else None
     )
     write_groups(tmp_path / "groups" / "a.parquet", [table_of([made])])
-    spec = OfflineDataSpec(chat_model(None))
+    spec = offline_spec(chat_model(None))
     with pytest.raises(ConfigError, match=f"another tokenizer made the .*, since the {wrong} '"):
         write_offline_rows(tmp_path / "t", spec, str(tmp_path / "groups"), "data.train", "sft")
 

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pytest
 from chat_families import CHATML
 from scripted_sessions import Script, Turn, record
+from small_config import offline_spec
 
 from asyncrl.config import ConfigError
 from asyncrl.contracts.offline_rows import check_offline_table
 from asyncrl.data.offline import write_offline_rows
 from asyncrl.data.offline_report import OfflineReport
-from asyncrl.data.offline_spec import OfflineDataSpec
 from asyncrl.rewards.files import write_groups
 from asyncrl.runtime.arrow_files import map_table
 
@@ -43,7 +43,7 @@ def recorded(chat_model: Callable[[str], str], tmp_path: Path) -> Read:
         model = chat_model(CHATML)
         table, turns = record(model, 3, scripts, {"level": 1})
         write_groups(tmp_path / "groups" / "attempt_0001-00000000.parquet", [change(table)])
-        spec = OfflineDataSpec(model, **fields)
+        spec = offline_spec(model, **fields)
         folder = str(tmp_path / "groups")
         report = write_offline_rows(tmp_path / "t.arrow", spec, folder, "data.train", objective)
         made = map_table(tmp_path / "t.arrow")

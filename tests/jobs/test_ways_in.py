@@ -635,8 +635,8 @@ def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(
         assert holding.stdout.readline() == "held\n"
         assert http.ask("/health")[1]["lease"] == "run 'first'"
         attach = [
-            "--generator",
-            "{attach: generator}",
+            "--generator.attach",
+            "generator",
             "--max_steps",
             "4",
             "--rollout.rollout_batch_size",

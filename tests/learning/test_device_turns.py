@@ -95,7 +95,7 @@ def test_a_rank_waits_for_what_it_released_before_its_turn(monkeypatch: pytest.M
 
 def test_a_rank_answers_with_its_error_before_its_call_ends(model_path: Path) -> None:
     spec = learner_spec(learner_config(model_path, call_timeout_s=100))
-    state: Any = SimpleNamespace(spec=dataclasses.replace(spec, engine_memory=0.85), engine=None)
+    state: Any = SimpleNamespace(spec=dataclasses.replace(spec, engine_share=0.85), engine=None)
     made = device_turns(state)
     assert made is not None and made._room_s == 50
 

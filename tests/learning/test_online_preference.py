@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.algorithms.pairs import BestWorst, Margin
 from asyncrl.algorithms.preference_losses import Sigmoid
-from asyncrl.config import Config
+from asyncrl.config import Config, RewardConfig, StalenessConfig
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.contracts.outcomes import NO_PAIR
@@ -149,7 +149,7 @@ def observed(rank: int, world_size: int, path: Path) -> SimpleNamespace:
     from asyncrl.learning.state import load_state
 
     spec = learner_spec(preference_config(path, world_size, loss=Sigmoid(beta=0.2), weight_cap=1.5))
-    spec = replace(spec, learner=spec.learner.model_copy(update={"learning_rate": 0.0}))
+    spec = replace(spec, learning_rate=0.0)
     state = load_state(rank, spec)
     found = SimpleNamespace(results=[], refused="")
     for cap in (1024, 30):
@@ -160,7 +160,7 @@ def observed(rank: int, world_size: int, path: Path) -> SimpleNamespace:
     state.applied, state.trained_tokens = VERSION, 0
     found.skipped = online_preference_step(state, [batch()[2], batch()[4]])
     found.after_skip = state.applied, state.trained_tokens
-    state.spec = replace(spec, max_staleness=2)
+    state.spec = replace(spec, staleness=StalenessConfig(max_staleness=2))
     try:
         online_preference_step(state, batch())
     except RuntimeError as error:
@@ -252,9 +252,10 @@ def test_cut_off_completions_and_margins_change_the_pairs(model_path: Path) -> N
 
 
 def test_shuffled_rewards_come_before_the_pairs(model_path: Path) -> None:
-    spec = replace(learner_spec(preference_config(model_path)), shuffle_rewards=True)
+    spec = learner_spec(preference_config(model_path))
     groups = [scored_group(ordinal, (1.0, 0.0)) for ordinal in range(8)]
-    plain, _ = pairs_table(groups, replace(spec, shuffle_rewards=False), VERSION)
+    plain, _ = pairs_table(groups, spec, VERSION)
+    spec = replace(spec, reward=RewardConfig(shuffle=True))
     shuffled = [pairs_table(groups, spec, version) for version in (5, 5, 6)]
     assert shuffled[0][0].equals(shuffled[1][0]) and not shuffled[0][0].equals(shuffled[2][0])
     assert not shuffled[0][0].equals(plain) and shuffled[0][1] > 0, "some groups have equal rewards"
@@ -317,7 +318,7 @@ def plain_loop(
     all tokens, and (loss, number of pairs) of each step."""
     preference = config.algorithm.preference
     assert preference is not None and preference.weight_cap is not None
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.learner.learning_rate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate)
     generator, tokens, steps = SeededGenerator(model, EOS), {}, []
     for step in range(config.max_steps):
         losses, chosen_sums, chosen_tokens = [], [], 0

@@ -115,7 +115,9 @@ def test_a_step_trains_fresh_tokens_with_the_weights_of_whole_trajectories(
     assert [one.loss_tokens for one in given["examples"]] == [2, 1, 5]
     assert [one.advantage for one in given["examples"]] == [0, 1, 3]
     whole = token_weights(
-        [len(versions) for versions in VERSIONS], aggregation, state.spec.max_completion_length
+        [len(versions) for versions in VERSIONS],
+        aggregation,
+        state.spec.rollout.max_completion_length,
     )
     assert given["weights"] == [whole[0], whole[1], whole[3]]
 

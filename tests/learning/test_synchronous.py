@@ -185,13 +185,13 @@ def plain_loop(
     if isinstance(learner.optimizer, AdamW):
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             model.parameters(),
-            learner.learning_rate,
+            config.learning_rate,
             learner.optimizer.betas,
             learner.optimizer.eps,
             learner.weight_decay,
         )
     else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=learner.learning_rate)
+        optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate)
     tokens: dict[int, list[tuple[int, ...]]] = {}
     for step in range(config.max_steps):
         trajectories = []

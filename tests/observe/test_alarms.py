@@ -266,7 +266,7 @@ def test_sessions_that_failed_and_are_trained_need_a_reward() -> None:
         data={"train": "t", "max_length": 16},
         environment={"function": "m:f", "train_ends": ["done", "deadline"]},
     )
-    assert observe_spec(config).trained_ends == ("done", "deadline")
+    assert observe_spec(config).train_ends == ["done", "deadline"]
 
 
 def test_each_end_that_excuses_a_missing_reward_has_an_alarm() -> None:

@@ -162,6 +162,11 @@ def test_a_limit_on_gpu_memory_is_compared_with_the_estimate() -> None:
     assert "20.00 GiB here, less than this total: raise it" in limit_text(0.5, 21 << 30, gpus)
 
 
+def test_the_share_of_a_rank_is_compared_with_the_estimate(tiny_model: Path) -> None:
+    shares = learner_config(tiny_model, device="cuda").model_copy(update={"placement": "share"})
+    assert "a rank may allocate 0.5 of its GPU" in memory_text(shares)
+
+
 def test_second_copies_of_the_weights_are_counted(tiny_model: Path) -> None:
     plain, second = (
         estimate(learner_config(tiny_model, world_size=4, zero_hpz_partition_size=size))

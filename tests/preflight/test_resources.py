@@ -120,7 +120,7 @@ def test_turns_on_gpus_need_a_gpu_for_each_rank_and_for_models_that_only_score()
     held = {need.part: need.amounts.get("memory") for need in run_needs(bf16, 30 << 20)}
     assert held["learner ranks"] == (30 << 20) * 18 / 4 / 2, "and their copy in bfloat16"
     spec, app = learner_spec(turns), generator_app(turns)
-    assert (spec.gpus, spec.engine_memory) == (0.6, 0.85)
+    assert (spec.rank_gpus, spec.engine_share) == (0.6, 0.85)
     assert (app.num_gpus, app.sleeps, app.generator.gpu_memory_utilization) == (0.4, True, 0.85)
 
 
@@ -160,14 +160,14 @@ def test_the_specs_carry_the_fractions():
     cuda = {"device": "cuda"}
     algorithm = {"reference": {"kl_loss_coef": 0.1}}
     shared = config(placement="share", learner=cuda, generator=cuda, algorithm=algorithm)
-    assert learner_spec(shared).gpus == learner_spec(shared).learner.gpu_memory_utilization == 0.5
+    assert learner_spec(shared).rank_gpus == learner_spec(shared).rank_share == 0.5
     reference, app = reference_spec(shared), generator_app(shared)
-    assert (reference.gpus, reference.gpu_memory_utilization) == (0.1, 0.1)
+    assert reference.reference_gpus == 0.1
     assert (app.num_gpus, app.generator.gpu_memory_utilization) == (0.35, 0.35)
     apart = config(learner=cuda, generator=cuda, algorithm=algorithm)
-    assert learner_spec(apart).gpus == learner_spec(apart).learner.gpu_memory_utilization == 1
+    assert learner_spec(apart).rank_gpus == learner_spec(apart).rank_share == 1
     reference, app = reference_spec(apart), generator_app(apart)
-    assert (reference.gpus, reference.gpu_memory_utilization) == (1, 1)
+    assert reference.reference_gpus == 1
     assert (app.num_gpus, app.generator.gpu_memory_utilization) == (None, 0.9)
 
 

@@ -31,7 +31,7 @@ ranks = [
     ).remote()
     for bundle in range(config.learner.world_size)
 ]
-reference = [Process.options(num_gpus=reference_spec(config).gpus).remote()]
+reference = [Process.options(num_gpus=reference_spec(config).reference_gpus).remote()]
 ray.get(reference[0].gpus.remote())
 replicas = [
     Process.options(num_gpus=generator_app(config).num_gpus).remote()

@@ -246,7 +246,7 @@ def test_other_changes_are_shown(tmp_path):
         config(tmp_path, resume="must", max_steps=9, learner={"learning_rate": 0.5})
     ) as directory:
         assert [line for line in directory.notes if "changed" in line] == [
-            "changed since: learner.learning_rate 1e-06 → 0.5",
+            "changed since: learner.learning_rate None → 0.5",
             "changed since: max_steps 3 → 9",
         ]
 
@@ -425,6 +425,36 @@ def test_waiting_groups_of_sessions_with_another_limit_are_generated_again(tmp_p
     with RunDirectory(limited(6.0, resume="must")) as directory:
         assert directory.state.waiting == ()
         assert directory.notes[-1].endswith(f"depend on the old environment.{name}")
+
+
+AGENTS = [{"agent": "my.module:play"}, {"agent": "my.module:other"}, {"command": ["play"]}]
+
+
+@pytest.mark.parametrize("after", AGENTS[1:])
+def test_another_agent_generates_the_waiting_groups_again(tmp_path, after):
+    def played(environment, **changes):
+        data = {"train": "train.parquet", "max_length": 40}
+        return config(tmp_path, environment=environment, data=data, **changes)
+
+    with RunDirectory(played(AGENTS[0])) as directory:
+        write(
+            directory,
+            replace(directory.state, version=1, waiting=((0, 17),)),
+            [Scored(17, 1, None, 4, (0.0, 1.0), {}, 2, 0)],
+        )
+    with RunDirectory(played(after, resume="must")) as directory:
+        assert directory.state.waiting == ()
+        assert "the 1 waiting groups are generated again" in directory.notes[-1]
+
+
+@pytest.mark.parametrize("after", [None, *AGENTS, {"function": "my.module:other"}])
+def test_another_environment_is_refused(tmp_path, after):
+    data = {"train": "train.parquet", "max_length": 40}
+    before = {"function": "my.module:solve"} if after else AGENTS[0]
+    with RunDirectory(config(tmp_path, environment=before, data=data)) as directory:
+        write(directory, replace(directory.state, version=1))
+    with pytest.raises(ConfigError, match="the groups so far are of that environment, or of none"):
+        RunDirectory(config(tmp_path, environment=after, data=data, resume="must"))
 
 
 def test_a_faster_driver_is_noticed(tmp_path, monkeypatch):

@@ -3,10 +3,10 @@
 import os
 
 import pytest
+from small_config import offline_spec
 
 from asyncrl.config import ConfigError, load_any
 from asyncrl.data.offline import check_offline_rows
-from asyncrl.data.offline_spec import OfflineDataSpec
 from asyncrl.runtime.paths import meant, written_path
 
 CONFIG = """
@@ -99,7 +99,7 @@ def test_a_missing_file_names_its_neighbor(tmp_path, chat_model_path):
     (tmp_path / "sets").mkdir()
     assert meant(tmp_path / "set" / "x.jsonl") == f"; did you mean '{tmp_path}/sets'?"
     assert meant(tmp_path / "zzz") == ""
-    spec = OfflineDataSpec(chat_model_path)
+    spec = offline_spec(chat_model_path)
     with pytest.raises(ConfigError, match=r"no such file; .*; did you mean '.*/train.jsonl'\?"):
         check_offline_rows(spec, str(tmp_path / "trains.jsonl"), "data.train", "sft")
     (tmp_path / "run.yaml").write_text("name: x")
