@@ -13,11 +13,8 @@ import functools
 import inspect
 import mmap
 import os
-import resource
 import socket
 import struct
-import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -27,7 +24,14 @@ from asyncrl.environments.agent import play
 from asyncrl.environments.model import SessionUrl
 from asyncrl.environments.running import Ended, Environment, Limits, run_session
 from asyncrl.environments.threads import CallThreads
-from asyncrl.runtime.child_process import MessageWriter, receive
+from asyncrl.runtime.child_process import (
+    Begin,
+    Cancel,
+    MessageWriter,
+    limit_memory,
+    receive,
+    receive_on,
+)
 from asyncrl.runtime.functions import FunctionError, import_function, is_async, short, text_of
 from asyncrl.sessions.answers import (
     Answer,
@@ -43,6 +47,8 @@ RUNNING, ALIVE = struct.Struct("=qd"), struct.Struct("=dq")
 """In the shared memory: the number of the session whose code runs, or NOBODY, and the time by
 `time.monotonic` when it got control. After it, the time when the event loop was last alive, and the
 number of threads that have outlived their sessions."""
+SHARED = RUNNING.size + ALIVE.size
+"""Bytes of the shared memory."""
 NOBODY = -1
 BEAT_S = 0.25
 """Seconds between two signs of life of the event loop."""
@@ -79,9 +85,8 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """A message to the process: begin a session."""
+    """The work of a call: a session."""
 
-    number: int
     task: Mapping[str, Any]
     url: SessionUrl | None = None
 
@@ -98,13 +103,6 @@ class Answered:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """A message to the process: nobody waits for this session any more."""
-
-    number: int
-
-
 class ModelSideError(RuntimeError):
     """The model could not answer. The environment has no part in it."""
 
@@ -113,8 +111,7 @@ def serve(connection: socket.socket) -> None:
     """Run sessions until the pool closes the connection."""
     setup = receive(connection)
     assert isinstance(setup, Setup)
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))
+    limit_memory(setup.memory_bytes)
     send = MessageWriter(connection)
     try:
         environment = imported(setup.function, setup.arguments)
@@ -202,7 +199,7 @@ class _Process:
     ) -> None:
         self._connection, self._send = connection, send
         self._environment, self._setup = environment, setup
-        self._running = mmap.mmap(setup.running, RUNNING.size + ALIVE.size)
+        self._running = mmap.mmap(setup.running, SHARED)
         self._playing: dict[int, asyncio.Task[dict[str, object]]] = {}
         self._sessions: dict[int, _RemoteSession] = {}
         self._tasks: dict[int, set[asyncio.Task[Any]]] = {}
@@ -216,7 +213,7 @@ class _Process:
         loop.set_task_factory(self._task)
         loop.set_default_executor(self._threads)
         self._beat(loop)
-        threading.Thread(target=self._read, args=(loop,), daemon=True).start()
+        receive_on(loop, self._connection, self._handle)
         while True:
             # Code of an environment may cancel all tasks of the loop.
             with contextlib.suppress(asyncio.CancelledError):
@@ -243,18 +240,9 @@ class _Process:
         task.add_done_callback(tasks.discard)
         return task
 
-    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Thread: hand the pool's messages to the loop, until the pool closes the connection."""
-        while True:
-            try:
-                message = receive(self._connection)
-            except (EOFError, OSError):
-                os._exit(0)
-            loop.call_soon_threadsafe(self._handle, message)
-
     def _handle(self, message: object) -> None:
         match message:
-            case Play(number, task, url):
+            case Begin(number, Play(task, url)):
                 context = contextvars.copy_context()
                 context.run(_NUMBER.set, number)
                 self._sessions[number] = _RemoteSession(self._send, number)
@@ -265,7 +253,7 @@ class _Process:
             case Answered(number, request, answers, error, text):
                 if session := self._sessions.get(number):
                     session.answered(request, answers, error, text)
-            case Stop(number):
+            case Cancel(number):
                 # Once: a second one would cancel the `close` of a game.
                 if number not in self._stopped and (task_of := self._playing.get(number)):
                     self._stopped.add(number)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,8 +22,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.contracts.errors import PartDiedError, PlacementLostError
-from asyncrl.contracts.group_table import table_to_ipc
-from asyncrl.contracts.messages import HeldOutLoss, Manifest, Scored, StepResult
+from asyncrl.contracts.group_table import table_from_ipc, table_to_ipc
+from asyncrl.contracts.messages import Manifest, Scored, StepResult
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.runtime.environment import claim_caches, passed_on
 from asyncrl.runtime.files import make_directory
@@ -31,15 +32,26 @@ from asyncrl.runtime.ray_objects import DEATHS, Actor
 from asyncrl.runtime.shared import NotSharedError, Probe, Written, wait_until_seen
 from asyncrl.runtime.stacks import register_stacks, stack_of
 
-if TYPE_CHECKING:  # the driver does not import torch
-    from asyncrl.learning.state import Meeting
+P = ParamSpec("P")
 T = TypeVar("T")
+
+if TYPE_CHECKING:  # the driver does not import torch
+    from asyncrl.learning.rank import LearnerRank
+    from asyncrl.learning.state import Meeting
+
+    Method: TypeAlias = Callable[Concatenate[LearnerRank, P], T]
+else:
+
+    class _Names:
+        def __getattr__(self, name: str) -> str:
+            return name
+
+    LearnerRank = _Names()
+    """Stands for the class: each method is its name."""
 
 logger = logging.getLogger(__name__)
 
 STEPS = ("step", "supervised_step", "preference_step", "reward_step")
-STARTING = ("node_address", "listen", "start")
-"""Methods that `RankProcess` runs itself, before its rank is ready."""
 SNAPSHOT = ".snapshot_"
 LOOPBACK = "127.0.0.1"
 DEATH_KNOWN_S = 5.0
@@ -80,7 +92,8 @@ class RankProcess:
 
         # Where mlflow is installed, DeepSpeed's tuner imports it, for a second of CPU time.
         with hidden("mlflow"):
-            import asyncrl.learning.rank  # slow: import it while the actor starts
+            # It is slow, so the process imports it while the actor starts.
+            importlib.import_module("asyncrl.learning.rank")
 
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
@@ -88,7 +101,7 @@ class RankProcess:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self.number, self.spec, self.run_id, self.attempt = rank, spec, run_id, attempt
         self.meeting: Meeting | None = None
-        self.rank: asyncrl.learning.rank.LearnerRank | None = None
+        self.rank: LearnerRank | None = None
         self.stacks_in = stacks_path(spec, attempt, rank)
 
     def register_stacks(self) -> tuple[str, int]:
@@ -126,14 +139,43 @@ class RankProcess:
         self.meeting = None
         return seconds
 
-    def call(self, method: str, *arguments: object) -> object:
-        """Call a method of `LearnerRank`, or of this process if it is one of `STARTING`."""
-        return getattr(self if method in STARTING else self.rank, method)(*arguments)
+    def call(self, method: str, *arguments: object, **named: object) -> object:
+        """Call a method of `LearnerRank`. A table may come as its Arrow IPC stream."""
+        tables = [
+            table_from_ipc(value) if isinstance(value, pa.Buffer) else value for value in arguments
+        ]
+        return getattr(self.rank, method)(*tables, **named)
+
+
+class OnRanks(Generic[P, T]):
+    """A method of `LearnerRank` as a method of the group: all ranks run it together, and the group
+    returns what rank 0 returns. Raises LearnerError if a rank fails."""
+
+    def __init__(self, method: Method[P, T]) -> None:
+        self._method = method
+
+    def __get__(self, group: LearnerGroup, owner: type) -> Callable[P, Coroutine[Any, Any, T]]:
+        async def call(*arguments: P.args, **named: P.kwargs) -> T:
+            return (await group._all(self._method, *arguments, **named))[0]
+
+        return call
 
 
 class LearnerGroup:
     """`Learner` on Ray actors. Create it with `LearnerGroup.create(spec, run_id, attempt)` and end
     it with `close()`."""
+
+    take_device = OnRanks(LearnerRank.take_device)
+    leave_device = OnRanks(LearnerRank.leave_device)
+    supervised_step = OnRanks(LearnerRank.supervised_step)
+    preference_step = OnRanks(LearnerRank.preference_step)
+    reward_step = OnRanks(LearnerRank.reward_step)
+    heldout_loss = OnRanks(LearnerRank.heldout_loss)
+    heldout_preferences = OnRanks(LearnerRank.heldout_preferences)
+    heldout_scores = OnRanks(LearnerRank.heldout_scores)
+    exact_match = OnRanks(LearnerRank.exact_match)
+    reset_optimizer = OnRanks(LearnerRank.reset_optimizer)
+    set_learning_rate = OnRanks(LearnerRank.set_learning_rate)
 
     def __init__(
         self, spec: LearnerSpec, placement: PlacementGroup, ranks: list[Actor], attempt: int = 0
@@ -171,11 +213,12 @@ class LearnerGroup:
         group._processes = await group._results(
             "register_stacks", [rank.register_stacks.remote() for rank in ranks]
         )
-        addresses = await group._all("node_address")
+        addresses = await group._addresses()
         if len(set(addresses)) == 1:
             addresses = [LOOPBACK] * len(addresses)
-        port = await group._one(0, "listen", addresses[0])
-        group.startup = (await group._all("start", addresses, port))[0]
+        [port] = await group._results("listen", [ranks[0].listen.remote(addresses[0])])
+        starts = [rank.start.remote(addresses, port) for rank in ranks]
+        group.startup = (await group._results("start", starts))[0]
         group.startup["caches_removed"] = float(
             sum([await rank.caches_removed.remote() for rank in ranks])
         )
@@ -202,30 +245,20 @@ class LearnerGroup:
 
     async def step(self, batch: Sequence[Scored]) -> StepResult:
         """Take one step on these groups: a policy step, or one of online DPO."""
-        result: StepResult = (await self._all("step", [scored.ref for scored in batch]))[0]
-        return result
+        return (await self._all(LearnerRank.step, [scored.ref for scored in batch]))[0]
 
     async def gather(self, version: int) -> Manifest:
         """Put the weights in the object store as `version`."""
-        manifest: Manifest = (await self._all("gather", version))[0]
+        manifest = (await self._all(LearnerRank.gather, version))[0]
+        assert manifest is not None  # rank 0 has it
         return manifest
-
-    async def take_device(self) -> None:
-        """Load the ranks' states onto their GPUs again. Raises LearnerError if the generators have
-        not left enough memory."""
-        await self._all("take_device")
-
-    async def leave_device(self) -> None:
-        """Free the ranks' GPUs, if generators use them in their turns. Until `take_device`, no
-        other call may follow. Raises LearnerError if too little is free."""
-        await self._all("leave_device")
 
     async def save(self, directory: Path) -> dict[str, Written]:
         """Write the learner's state under `directory`. Returns the files of all ranks: name
         relative to `directory` → size and checksum."""
         return {
             name: written
-            for files in await self._all("save", Path(directory).absolute())
+            for files in await self._all(LearnerRank.save, Path(directory).absolute())
             for name, written in files.items()
         }
 
@@ -236,10 +269,10 @@ class LearnerGroup:
             NotSharedError: a node does not. The message names it.
         """
         with Probe(Path(directory).absolute()) as probe:
-            answers = await self._all("answer_probe", probe.folder)
+            answers = await self._all(LearnerRank.answer_probe, probe.folder)
             for rank, answered in enumerate(answers):
                 if not answered or not await asyncio.to_thread(probe.seen, f"rank_{rank}"):
-                    address = await self._one(rank, "node_address")
+                    address = (await self._addresses())[rank]
                     raise NotSharedError(
                         f"{probe.directory} is not the same directory here and on node {address}"
                         f" (learner rank {rank}), so a checkpoint would lack that rank's files;"
@@ -249,73 +282,28 @@ class LearnerGroup:
 
     async def load(self, directory: Path) -> None:
         """Restore the state of `save(directory)`. Raises LearnerError if it cannot be read."""
-        await self._all("load", Path(directory).absolute())
+        await self._all(LearnerRank.load, Path(directory).absolute())
 
     async def export_hf(self, directory: Path, tokenizer_source: str | None = None) -> None:
         """Write a Hugging Face directory with the tokenizer of `tokenizer_source` (default:
         model.path). Raises NotSharedError if this process does not see the files."""
-        files = (
-            await self._all(
-                "export_hf", Path(directory).absolute(), tokenizer_source or self.spec.model.path
-            )
-        )[0]
-        await asyncio.to_thread(
-            wait_until_seen,
-            Path(directory).absolute(),
-            files,
-            "put it on storage that every node mounts at the same path",
-        )
-
-    async def supervised_step(self, table: pa.Table, scheduled: bool = False) -> dict[str, float]:
-        """Take one supervised step on rows with SFT_SCHEMA, at the peak learning rate or at the
-        scheduled one. Returns its metrics."""
-        metrics: dict[str, float] = (await self._all("supervised_step", _stored(table), scheduled))[
-            0
-        ]
-        return metrics
-
-    async def preference_step(self, table: pa.Table) -> dict[str, float]:
-        """Take one step of `spec.preference` on rows with PREFERENCE_SCHEMA. Returns its
-        metrics."""
-        metrics: dict[str, float] = (await self._all("preference_step", _stored(table)))[0]
-        return metrics
-
-    async def reward_step(self, table: pa.Table) -> dict[str, float]:
-        """Take one step of `spec.reward_model` on rows with PREFERENCE_SCHEMA. Returns its
-        metrics."""
-        metrics: dict[str, float] = (await self._all("reward_step", _stored(table)))[0]
-        return metrics
-
-    async def heldout_loss(self, table: pa.Table) -> HeldOutLoss:
-        """The loss on held-out rows with SFT_SCHEMA."""
-        found: HeldOutLoss = (await self._all("heldout_loss", _stored(table)))[0]
-        return found
-
-    async def heldout_preferences(self, table: pa.Table) -> dict[str, float]:
-        """The metrics of `spec.preference` on held-out pairs, without a step."""
-        metrics: dict[str, float] = (await self._all("heldout_preferences", _stored(table)))[0]
-        return metrics
-
-    async def heldout_scores(self, table: pa.Table) -> dict[str, float]:
-        """The metrics of `spec.reward_model` on held-out pairs, without a step."""
-        metrics: dict[str, float] = (await self._all("heldout_scores", _stored(table)))[0]
-        return metrics
+        source = tokenizer_source or self.spec.model.path
+        target = Path(directory).absolute()
+        files = (await self._all(LearnerRank.export_hf, target, source))[0]
+        fix = "put it on storage that every node mounts at the same path"
+        await asyncio.to_thread(wait_until_seen, target, files, fix)
 
     async def target_logprobs(self, table: pa.Table) -> list[np.ndarray]:
         """Log-probs float32 of the targets of each row with SFT_SCHEMA, one array for each row."""
-        parts = await self._all("target_logprobs", _stored(table))
+        parts = await self._all(LearnerRank.target_logprobs, table)
         merged = {index: values for part in parts for index, values in part.items()}
         return [merged.get(index, np.zeros(0, dtype=np.float32)) for index in range(table.num_rows)]
-
-    async def exact_match(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
-        """Share of rows (0..1) whose target ids are all the argmax."""
-        return float((await self._all("exact_match", rows))[0])
 
     async def logprobs(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float = 1.0
     ) -> list[np.ndarray]:
         """Log-probs [C] float32 of each row's second ids, one array for each row."""
-        parts = await self._all("logprobs", rows, temperature)
+        parts = await self._all(LearnerRank.logprobs, rows, temperature)
         merged = {index: values for part in parts for index, values in part.items()}
         return [merged[index] for index in range(len(rows))]
 
@@ -333,14 +321,6 @@ class LearnerGroup:
         if self._snapshot is None:
             raise LearnerError("the learner has no snapshot to restore; call snapshot() first")
         await self.load(Path(self._snapshot.name))
-
-    async def reset_optimizer(self, learning_rate: float, warmup_steps: int = 0) -> None:
-        """Reset the optimizer's state and set the learning rate of the following steps."""
-        await self._all("reset_optimizer", learning_rate, warmup_steps)
-
-    async def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of the following steps. The optimizer's state stays."""
-        await self._all("set_learning_rate", learning_rate)
 
     async def watch(self) -> None:
         """Raise LearnerDiedError soon after a rank has died, also between two calls. Otherwise run
@@ -361,20 +341,22 @@ class LearnerGroup:
         """End all ranks and free their resources. May be called twice."""
         self._end()
 
-    async def _one(self, rank: int, method: str, *arguments: object) -> Any:
+    async def _addresses(self) -> list[str]:
+        """Address of each rank's node."""
         async with self._turn:
-            return (
-                await self._results(method, [self.ranks[rank].call.remote(method, *arguments)])
-            )[0]
+            calls = [rank.node_address.remote() for rank in self.ranks]
+            return await self._results("node_address", calls)
 
-    async def _all(self, method: str, *arguments: object) -> list[Any]:
+    async def _all(self, method: Method[P, T], *arguments: P.args, **named: P.kwargs) -> list[T]:
         """Call a method on every rank and wait for all of them. The first failure ends all
         ranks."""
+        name = str(method)
+        # Ray does not resolve references inside a list: each rank fetches the rows itself.
+        stored = [_stored(value) if isinstance(value, pa.Table) else value for value in arguments]
         async with self._turn:
-            self._refuse_if_ended(method)
-            # Ray does not resolve references inside a list: each rank fetches the rows itself.
+            self._refuse_if_ended(name)
             return await self._results(
-                method, [rank.call.remote(method, *arguments) for rank in self.ranks]
+                name, [rank.call.remote(name, *stored, **named) for rank in self.ranks]
             )
 
     def _refuse_if_ended(self, method: str) -> None:

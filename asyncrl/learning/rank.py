@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +13,6 @@ import ray
 import torch
 import torch.distributed as dist
 
-from asyncrl.contracts.group_table import table_from_ipc
 from asyncrl.contracts.messages import HeldOutLoss, Manifest, StepResult
 from asyncrl.contracts.offline_rows import TokenRow
 from asyncrl.learning import zero3
@@ -54,9 +52,6 @@ from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.weights.gather import gather_buckets, weight_layout
 from asyncrl.weights.layout import bucket_checksum
 
-Rows: TypeAlias = "pa.Table | pa.Buffer"
-"""A table of fixed rows, or its Arrow IPC stream. Ray resolves a reference to either."""
-
 VERSIONS_KEPT = 2
 """Published versions whose buckets are kept: the committed one and the next one."""
 
@@ -95,33 +90,33 @@ class LearnerRank:
         )
         return step(self.state, groups_at(refs))
 
-    def supervised_step(self, rows: Rows, scheduled: bool = False) -> dict[str, float]:
+    def supervised_step(self, rows: pa.Table, scheduled: bool = False) -> dict[str, float]:
         """See `asyncrl.learning.supervised_step.supervised_step`."""
-        return supervised_step(self.state, _table(rows), scheduled)
+        return supervised_step(self.state, rows, scheduled)
 
-    def reward_step(self, rows: Rows) -> dict[str, float]:
+    def reward_step(self, rows: pa.Table) -> dict[str, float]:
         """See `asyncrl.learning.reward_step.reward_step`."""
-        return reward_step(self.state, _table(rows), self._center_coef())
+        return reward_step(self.state, rows, self._center_coef())
 
-    def heldout_scores(self, rows: Rows) -> dict[str, float]:
+    def heldout_scores(self, rows: pa.Table) -> dict[str, float]:
         """See `asyncrl.learning.reward_step.heldout_scores`."""
-        return heldout_scores(self.state, _table(rows), self._center_coef())
+        return heldout_scores(self.state, rows, self._center_coef())
 
-    def preference_step(self, rows: Rows) -> dict[str, float]:
+    def preference_step(self, rows: pa.Table) -> dict[str, float]:
         """See `asyncrl.learning.preference_step.preference_step`."""
-        return preference_step(self.state, _table(rows), self._preference())
+        return preference_step(self.state, rows, self._preference())
 
-    def heldout_loss(self, rows: Rows) -> HeldOutLoss:
+    def heldout_loss(self, rows: pa.Table) -> HeldOutLoss:
         """See `asyncrl.learning.heldout.heldout_loss`."""
-        return heldout_loss(self.state, _table(rows))
+        return heldout_loss(self.state, rows)
 
-    def heldout_preferences(self, rows: Rows) -> dict[str, float]:
+    def heldout_preferences(self, rows: pa.Table) -> dict[str, float]:
         """See `asyncrl.learning.preference_step.heldout_preferences`."""
-        return heldout_preferences(self.state, _table(rows), self._preference())
+        return heldout_preferences(self.state, rows, self._preference())
 
-    def target_logprobs(self, rows: Rows) -> dict[int, np.ndarray]:
+    def target_logprobs(self, rows: pa.Table) -> dict[int, np.ndarray]:
         """See `asyncrl.learning.heldout.target_logprobs`."""
-        return target_logprobs(self.state, _table(rows))
+        return target_logprobs(self.state, rows)
 
     def exact_match(self, rows: Sequence[TokenRow]) -> float:
         """Share of the rows (0..1) whose second ids are exactly those of greedy decoding."""
@@ -260,10 +255,6 @@ class LearnerRank:
             name: (zero3.shard_size(parameter), zero3.full_size(parameter))
             for name, parameter in self.state.parameters.items()
         }
-
-
-def _table(rows: Rows) -> pa.Table:
-    return table_from_ipc(rows) if isinstance(rows, pa.Buffer) else rows
 
 
 def start_rank(

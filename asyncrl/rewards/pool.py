@@ -4,26 +4,17 @@ everything that they have started.
 A reward may loop in C code with the interpreter locked, kill its own process, or leave processes
 behind. Threads and signals cannot stop that. A reward process runs
 `asyncrl.rewards.process`, and `asyncrl.runtime.supervisor` ends it.
-
-    submit ──► one task per group ──► waiting calls ──dispatch──► a process with room
-           ──► its answer, or its end
-
-A process runs `concurrency` calls at once. If it dies or must be killed, the call that caused this
-is not always known. Then each call that ran in it runs again, alone in a process, where only the
-call itself can cause a failure.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import threading
-from collections import deque
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any, TypeAlias
 
 from asyncrl.config import RewardConfig
 from asyncrl.config.schema import FailRun
@@ -34,18 +25,14 @@ from asyncrl.rewards.contract import (
     RewardError,
     finite_sum,
 )
-from asyncrl.rewards.process import CANCEL_S, Call, Cancel, Named, ProcessMessage, Setup
-from asyncrl.runtime.child_process import ChildProcess
+from asyncrl.rewards.process import CANCEL_S, Named, Score, Setup
+from asyncrl.runtime.child_process import Cancel
+from asyncrl.runtime.process_pool import START_TIMEOUT_S, Call, PoolProcess, ProcessPool
 from asyncrl.runtime.single_precision import FLOAT32_MAX
 from asyncrl.text.answer import AnswerFormat
 
-START_TIMEOUT_S = 180.0
-"""Seconds until a new reward process must be ready, imports included."""
-RESTART_PAUSE_S = 0.2
-"""Seconds between the end of a process and its restart."""
 GUARD_S = CANCEL_S + 1.0
-"""Seconds beyond the deadline until the pool kills a process that has not answered. The process
-enforces the deadline itself."""
+"""Seconds that a process has to answer after the deadline, until the pool kills it."""
 SERVE = "asyncrl.rewards.process:serve"
 TEXT_ANSWERS = AnswerFormat()
 """The text of a completion shows where its answer begins."""
@@ -99,9 +86,19 @@ def _weighted_sum(weights: Sequence[float], rewards: Sequence[list[float] | None
     ]
 
 
-class RewardPool:
+@dataclass(slots=True, eq=False)
+class _Call(Call[FunctionRewards]):
+    """A reward function on a group."""
+
+    work: Score
+
+
+_Process: TypeAlias = PoolProcess[_Call]
+
+
+class RewardPool(ProcessPool[_Call, _Process]):
     """`config.processes` reward processes and the policy on failures. Use the pool as a context
-    manager, or close it."""
+    manager, or close it. It has an event loop of its own, in a thread."""
 
     def __init__(
         self,
@@ -115,16 +112,18 @@ class RewardPool:
             least: Lowest total reward; a group with a lower one has failed. None = any is allowed.
             answers: How answers are found in the completions of the model in training.
         """
-        self._config, self._least, self._answers = config, least, answers
-        self._loop = asyncio.new_event_loop()
-        self._waiting: deque[_Waiting] = deque()
-        self._numbers = itertools.count()
-        self._processes = [_Process() for _ in range(config.processes)]
-        self._tasks: set[asyncio.Task[object]] = set()
-        self._closing = False
-        self._ready: Future[Mapping[str, str]] = Future()
-        """Set by the first process that is ready: name of a function → why its import failed."""
-        self._thread = threading.Thread(target=self._run, daemon=True, name="rewards")
+        super().__init__(config.processes, config.concurrency, config.deadline_s)
+        self._config, self._least = config, least
+        named = {
+            name: Named(reward.function, reward.arguments, reward.per_token)
+            for name, reward in config.functions.items()
+        }
+        self._setup = Setup(named, config.concurrency, config.memory_bytes, answers)
+        self._failed_imports: Mapping[str, str] = {}
+        """Name of a function → why its import failed."""
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
+        self._thread = threading.Thread(target=self._work, daemon=True, name="rewards")
         self._thread.start()
 
     def __enter__(self) -> RewardPool:
@@ -145,8 +144,9 @@ class RewardPool:
             RewardError: A function cannot be imported, or the import takes longer than
                 START_TIMEOUT_S.
         """
-        if failed := await asyncio.wrap_future(self._ready):
-            raise RewardError(next(iter(failed.values())))
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.start(), self._loop))
+        if self._failed_imports:
+            raise RewardError(next(iter(self._failed_imports.values())))
 
     def submit(self, call: GroupCall) -> Future[GroupRewards]:
         """Rewards of one group, under the policy on failures.
@@ -154,7 +154,7 @@ class RewardPool:
         Under policy `fail`, the future raises RewardError. Under the others, the result of a failed
         group has a `failure`.
         """
-        return asyncio.run_coroutine_threadsafe(self._tracked(self._score(call)), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._score(call), self._loop)
 
     async def score(self, call: GroupCall) -> GroupRewards:
         """`submit` for a caller on an event loop."""
@@ -162,33 +162,16 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill the processes and everything that they have started."""
-        self._loop.call_soon_threadsafe(self._close)
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop)
         self._thread.join()
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        keepers = [
-            self._loop.create_task(self._keep_running(process)) for process in self._processes
-        ]
-        self._loop.run_until_complete(asyncio.gather(*keepers))
-        for task in self._tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
+    def _work(self) -> None:
+        async def until_closed() -> None:
+            self._begin()
+            await asyncio.gather(*self._tasks)
 
-    def _close(self) -> None:
-        self._closing = True
-        for process in self._processes:
-            process.kill()
-
-    async def _tracked(self, work: Awaitable[GroupRewards]) -> GroupRewards:
-        """Run the work in a task that the pool cancels when it closes."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await work
+        with self._runner:  # at its end it cancels what still waits
+            self._runner.run(until_closed())
 
     async def _score(self, call: GroupCall) -> GroupRewards:
         config = self._config
@@ -266,201 +249,67 @@ class RewardPool:
                 task.cancel()
 
     async def _run_function(self, name: str, group: GroupCall) -> FunctionRewards:
-        waiting = _Waiting(Call(next(self._numbers), name, group), self._loop.create_future())
-        self._waiting.append(waiting)
-        self._dispatch()
-        try:
-            return await waiting.answer
-        except asyncio.CancelledError:
-            with contextlib.suppress(ValueError):
-                self._waiting.remove(waiting)
-            for process in self._processes:
-                process.cancel(waiting.call.number)
-            raise
+        rewards: FunctionRewards = await self._run(_Call(Score(name, group)))
+        return rewards
 
-    def _dispatch(self) -> None:
-        """Give waiting calls, in their order, to the processes with the fewest calls. A call that
-        must run alone delays the calls after it."""
-        while self._waiting:
-            alone = self._waiting[0].alone
-            available = [
-                process
-                for process in self._processes
-                if process.has_room(1 if alone else self._config.concurrency)
-            ]
-            if not available:
-                return
-            process = min(available, key=lambda process: len(process.running))
-            process.give(self._waiting.popleft(), self._config.deadline_s + GUARD_S)
+    async def _start_process(self) -> _Process:
+        return await _Process.start(SERVE, self._setup)
 
-    async def _keep_running(self, process: _Process) -> None:
-        """Run one process after another, until the pool closes."""
-        while not self._closing:
-            came_up = False
-            try:
-                await process.start(SERVE, self._setup())
-                if self._closing:
-                    process.kill()
-                ready: ProcessMessage = await asyncio.wait_for(process.read(), START_TIMEOUT_S)
-                came_up = process.ready = True
-                if not self._ready.done():
-                    self._ready.set_result(ready["ready"])
-                self._dispatch()
-                while True:
-                    self._handle_answer(process, await process.read())
-                    self._dispatch()
-            except TimeoutError:
-                problem = f"gave no answer in {START_TIMEOUT_S:g} s"
-            except (OSError, EOFError) as error:
-                problem = "ended" if isinstance(error, EOFError) else f"failed ({error})"
-            code = await process.end()
-            if self._closing:
-                return
-            if came_up:
-                self._handle_end(process, code)
-            else:
-                self._not_started(
-                    RewardError(
-                        f"a reward process {problem} (exit code {code}) while it imported"
-                        f" {self._functions()}; import them by hand"
-                    )
-                )
-            await asyncio.sleep(RESTART_PAUSE_S)
+    def _accept(self, process: _Process, ready: Mapping[str, Any]) -> None:
+        self._failed_imports = ready["ready"]
 
-    def _setup(self) -> Setup:
-        config = self._config
-        named = {
-            name: Named(reward.function, reward.arguments, reward.per_token)
-            for name, reward in config.functions.items()
-        }
-        return Setup(
-            named, config.concurrency, config.deadline_s, config.memory_bytes, self._answers
+    def _not_started(self, cause: Exception, code: int | None) -> RewardError:
+        problem = f"failed ({cause})"
+        if isinstance(cause, TimeoutError):
+            problem = f"gave no answer in {START_TIMEOUT_S:g} s"
+        elif isinstance(cause, EOFError):
+            problem = "ended"
+        functions = [reward.function for reward in self._config.functions.values()]
+        return RewardError(
+            f"a reward process {problem} (exit code {code}) while it imported {functions};"
+            " import them by hand"
         )
 
-    def _functions(self) -> list[str]:
-        return [reward.function for reward in self._config.functions.values()]
-
-    def _handle_answer(self, process: _Process, message: ProcessMessage) -> None:
-        waiting = process.running.get(message["number"])
-        if waiting is None:
-            return
-        if "stuck" in message or ("late" in message and process.has_started_others()):
+    def _handle(self, process: _Process, call: _Call, message: Mapping[str, Any]) -> None:
+        if "stuck" in message and not call.late:
+            return  # nobody waits for it, and it has until its deadline
+        if "stuck" in message or (call.late and process.has_started_others()):
             # A late call that has ended may have left processes behind. Which call started them is
             # unknown, so the pool kills them all.
-            process.blamed.add(waiting.call.number)
-            process.kill()
+            process.blame(call.number, self._killed(call))
             return
-        process.done(waiting)
-        if "rewards" in message:
-            waiting.give(FunctionRewards(**message["rewards"]))
-        elif "late" in message:
-            waiting.fail(self._killed(waiting))
+        process.done(call)
+        if call.late:
+            call.fail(RewardError(self._killed(call)))
+        elif "rewards" in message:
+            call.give(FunctionRewards(**message["rewards"]))
         else:
             kind = ContractError if message["error"] == ContractError.__name__ else RewardError
-            failure = kind(f"reward {waiting.call.name}: {message['message']}")
+            failure = kind(f"reward {call.work.name}: {message['message']}")
             for note in message.get("notes", []):
                 failure.add_note(note)
-            waiting.fail(failure)
+            call.fail(failure)
 
-    def _handle_end(self, process: _Process, code: int | None) -> None:
-        """Handle the calls that ran in a process when it ended.
+    def _overdue(self, process: _Process, call: _Call) -> None:
+        """Cancel a call at its deadline. If the process does not answer to that, kill it."""
+        if not call.late:
+            call.late, call.ends = True, self._seen_s + GUARD_S
+            process.send(Cancel(call.number))
+        elif len(process.running) == 1:
+            process.blame(call.number, self._killed(call))
+        else:
+            process.kill()
 
-        Calls that are known to be the cause fail, and the others run again. If the cause is
-        unknown, each call runs again alone.
-        """
-        lost, blamed, killed = process.forget()
-        if not blamed and len(lost) == 1:
-            blamed = {lost[0].call.number}
-        for waiting in reversed(lost):
-            if waiting.call.number in blamed:
-                waiting.fail(self._killed(waiting) if killed else self._died(waiting, code))
-            elif not waiting.answer.done():
-                waiting.alone = not blamed
-                self._waiting.appendleft(waiting)
+    def _culprit(self, call: _Call, why: str, code: int | None) -> None:
+        died = f"{self._named(call)} ended its process (exit code {code}); a reward must return"
+        call.fail(RewardError(why or died))
 
-    def _not_started(self, error: RewardError) -> None:
-        if not self._ready.done():
-            self._ready.set_exception(error)
-        while self._waiting:
-            self._waiting.popleft().fail(error)
-
-    def _named(self, waiting: _Waiting) -> str:
-        return f"{waiting.call.name} ({self._config.functions[waiting.call.name].function})"
-
-    def _killed(self, waiting: _Waiting) -> RewardError:
-        limit = f"reward.deadline_s = {self._config.deadline_s:g} s"
-        return RewardError(
-            f"reward {self._named(waiting)} was killed after {limit}; raise that, or set"
-            " reward.policy: drop_group"
-        )
-
-    def _died(self, waiting: _Waiting, code: int | None) -> RewardError:
-        return RewardError(
-            f"reward {self._named(waiting)} ended its process (exit code {code}); a reward must"
-            " return"
-        )
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A call, from its submission to its answer. It may run more than once."""
-
-    call: Call
-    answer: asyncio.Future[FunctionRewards]
-    alone: bool = False
-    """Whether no other call may run in its process."""
-    guard: asyncio.TimerHandle | None = None
-
-    def give(self, rewards: FunctionRewards) -> None:
-        if not self.answer.done():
-            self.answer.set_result(rewards)
-
-    def fail(self, error: RewardError) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
-
-
-class _Process(ChildProcess):
-    """One reward process, and the calls that run in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ready = False
-        self.running: dict[int, _Waiting] = {}
-        self.blamed: set[int] = set()
-        """Numbers of the calls that are the reason to kill it."""
-
-    def has_room(self, concurrency: int) -> bool:
-        """Whether it may be given a call, if it runs `concurrency` calls at once."""
+    def _killed(self, call: _Call) -> str:
         return (
-            self.ready
-            and not self.killed
-            and len(self.running) < concurrency
-            and not any(waiting.alone for waiting in self.running.values())
+            f"{self._named(call)} was killed after reward.deadline_s = {self._config.deadline_s:g}"
+            " s; raise that, or set reward.policy: drop_group"
         )
 
-    def give(self, waiting: _Waiting, limit_s: float) -> None:
-        """Run a call; kill the process if it has not answered after `limit_s`."""
-        waiting.guard = asyncio.get_running_loop().call_later(limit_s, self.kill)
-        self.running[waiting.call.number] = waiting
-        self.send(waiting.call)
-
-    def cancel(self, number: int) -> None:
-        """Cancel a call that the caller no longer waits for."""
-        if number in self.running:
-            self.send(Cancel(number))
-
-    def done(self, waiting: _Waiting) -> None:
-        """Remove a call that has ended, which makes room for another."""
-        del self.running[waiting.call.number]
-        if waiting.guard is not None:
-            waiting.guard.cancel()
-
-    def forget(self) -> tuple[list[_Waiting], set[int], bool]:
-        """Reset for a restart. Returns the calls that ran, the numbers of those to blame, and
-        whether the pool killed the process."""
-        lost, blamed, killed = list(self.running.values()), self.blamed, self.killed
-        for waiting in lost:
-            self.done(waiting)
-        self.blamed, self.ready, self.killed = set(), False, False
-        return lost, blamed, killed
+    def _named(self, call: _Call) -> str:
+        name = call.work.name
+        return f"reward {name} ({self._config.functions[name].function})"

@@ -14,14 +14,12 @@ import asyncio
 import inspect
 import os
 import queue
-import resource
 import socket
-import sys
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypedDict, TypeVar
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from asyncrl.rewards.contract import (
     FunctionRewards,
@@ -32,14 +30,22 @@ from asyncrl.rewards.contract import (
     import_reward,
     keyword_arguments,
 )
-from asyncrl.runtime.child_process import MessageWriter, receive
+from asyncrl.runtime.child_process import (
+    Begin,
+    Cancel,
+    MessageWriter,
+    limit_memory,
+    receive,
+    receive_on,
+)
 from asyncrl.runtime.functions import is_async
 from asyncrl.text.answer import AnswerFormat, AnswerReader
 
 T = TypeVar("T")
 
+FIELDS = [field.name for field in fields(FunctionRewards)]
 CANCEL_S = 1.0
-"""Seconds that an async function has to end after its task is canceled at the deadline."""
+"""Seconds that an async function has to end after its task is canceled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,77 +63,61 @@ class Setup:
 
     functions: Mapping[str, Named]
     concurrency: int
-    deadline_s: float
     memory_bytes: int
     answers: AnswerFormat
     """How answers are found in the completions of the model in training."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A message to a reward process: run the function `name` on a group."""
+class Score:
+    """The work of a call: run the function `name` on a group."""
 
-    number: int
     name: str
     group: GroupCall
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """A message to a reward process: the caller no longer waits for this call."""
-
-    number: int
-
-
-class Rewards(TypedDict):
-    """The fields of a `FunctionRewards`."""
-
-    rewards: list[float | None]
-    parts: dict[str, list[float | None]]
-    tokens: list[list[float] | None] | None
-
-
-class ProcessMessage(TypedDict, total=False):
-    """A message of a reward process: `ready` first, then `number` and the outcome of each call."""
-
-    ready: dict[str, str]
-    """Functions that could not be imported → why."""
-    number: int
-    rewards: Rewards
-    late: bool
-    """The call ended, but only after its deadline."""
-    stuck: bool
-    """The call can be ended only by ending the process."""
-    error: str
-    """Name of the exception's class."""
-    message: str
-    notes: list[str]
 
 
 def serve(connection: socket.socket) -> None:
     """Serve calls until the pool closes the connection."""
     setup = receive(connection)
     assert isinstance(setup, Setup)
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))
+    limit_memory(setup.memory_bytes)
     _Process(connection, setup).run()
+
+
+class _MainThread(Executor):
+    """Runs calls in the main thread."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put(lambda: future.set_result(fn(*args, **kwargs)))
+        return future
+
+    def run(self) -> None:
+        """Run the calls, for ever."""
+        while True:
+            self._calls.get()()
 
 
 class _Process:
     def __init__(self, connection: socket.socket, setup: Setup) -> None:
         self._connection, self._setup = connection, setup
-        self._send: Callable[[ProcessMessage], None] = MessageWriter(connection)
+        self._send = MessageWriter(connection)
         self._functions: dict[str, Callable[..., object]] = {}
         self._failed_imports: dict[str, str] = {}
-        self._main: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._main = _MainThread()
         self._threads = (
             ThreadPoolExecutor(setup.concurrency, thread_name_prefix="rewards")
             if setup.concurrency > 1
-            else None
+            else self._main
         )
         self._answers = AnswerReader(setup.answers)
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._in_thread: set[int] = set()
+        """Calls that run in a thread, where only the end of the process can end them."""
 
     def run(self) -> None:
         """Import the functions, report that, then run plain functions in this thread."""
@@ -138,10 +128,9 @@ class _Process:
                 # Each call of the function reports this, under its name.
                 self._failed_imports[name] = str(error)
         self._send({"ready": self._failed_imports})
-        for target in (self._run_loop, self._read):
-            threading.Thread(target=target, daemon=True).start()
-        while True:
-            self._main.get()()
+        threading.Thread(target=self._run_loop, daemon=True).start()
+        receive_on(self._loop, self._connection, self._handle)
+        self._main.run()
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -150,34 +139,28 @@ class _Process:
         except SystemExit as ending:
             os._exit(ending.code if isinstance(ending.code, int) else 1)
 
-    def _read(self) -> None:
-        """Thread: handle messages from the pool until it closes the connection."""
-        while True:
-            try:
-                message = receive(self._connection)
-            except (EOFError, OSError):
-                os._exit(0)
-            if isinstance(message, Cancel):
-                self._loop.call_soon_threadsafe(self._cancel, message.number)
-            elif isinstance(message, Call):
-                self._loop.call_soon_threadsafe(self._begin, message)
+    def _handle(self, message: object) -> None:
+        match message:
+            case Begin(number, Score() as work):
+                task = self._tasks[number] = self._loop.create_task(self._answer(number, work))
+                task.add_done_callback(lambda _: self._tasks.pop(number))
+            case Cancel(number) if number in self._in_thread:
+                self._report_stuck(number)
+            case Cancel(number) if number in self._tasks:
+                self._tasks[number].cancel()
+                self._loop.call_later(CANCEL_S, self._report_stuck, number)
 
-    def _begin(self, call: Call) -> None:
-        task = self._tasks[call.number] = self._loop.create_task(self._answer(call))
-        task.add_done_callback(lambda _: self._tasks.pop(call.number))
+    def _report_stuck(self, number: int) -> None:
+        """Send that only the end of the process can end a call that was canceled."""
+        if number in self._tasks:
+            self._send({"number": number, "stuck": True})
 
-    def _cancel(self, number: int) -> None:
-        if task := self._tasks.get(number):
-            task.cancel()
-
-    async def _answer(self, call: Call) -> None:
-        """Send the outcome of the call.
-
-        Past the deadline, that is `late` if the call has ended, and `stuck` if only the end of the
-        process can end it.
-        """
+    async def _answer(self, number: int, work: Score) -> None:
+        """Send the outcome of a call: `rewards`, or the `error`'s class, `message` and `notes`."""
+        given: dict[str, object]
         try:
-            given = await self._within_deadline(call)
+            rewards = await self._rewards(number, work)
+            given = {"rewards": {name: getattr(rewards, name) for name in FIELDS}}
         except asyncio.CancelledError:
             given = {"error": RewardError.__name__, "message": "canceled"}
         except RewardError as error:
@@ -186,54 +169,24 @@ class _Process:
                 "message": str(error),
                 "notes": getattr(error, "__notes__", []),
             }
-        self._send({"number": call.number, **given})
+        self._send({"number": number, **given})
 
-    async def _within_deadline(self, call: Call) -> ProcessMessage:
-        if call.name in self._failed_imports:
-            raise RewardError(self._failed_imports[call.name])
-        reward, named = self._functions[call.name], self._setup.functions[call.name]
-        stage = _Stage()
-        work = asyncio.ensure_future(self._work(reward, named, call.group, stage))
-        try:
-            done, _ = await asyncio.wait({work}, timeout=self._setup.deadline_s)
-        except asyncio.CancelledError:
-            if stage.in_thread:
-                # A plain function cannot be stopped, and keeps its thread. So the answer is sent
-                # when it returns, or at the deadline.
-                done, _ = await asyncio.wait({work}, timeout=self._setup.deadline_s)
-            else:
-                work.cancel()
-                await asyncio.wait({work}, timeout=CANCEL_S)
-                raise
-        if not done and not stage.in_thread:
-            work.cancel()
-            done, _ = await asyncio.wait({work}, timeout=CANCEL_S)
-            return {"late": True} if done else {"stuck": True}
-        if not done:
-            return {"stuck": True}
-        rewards = work.result()
-        return {
-            "rewards": {
-                "rewards": rewards.rewards,
-                "parts": rewards.parts,
-                "tokens": rewards.tokens,
-            }
-        }
-
-    async def _work(
-        self, reward: Callable[..., object], named: Named, group: GroupCall, stage: _Stage
-    ) -> FunctionRewards:
+    async def _rewards(self, number: int, work: Score) -> FunctionRewards:
+        if work.name in self._failed_imports:
+            raise RewardError(self._failed_imports[work.name])
+        reward, named = self._functions[work.name], self._setup.functions[work.name]
+        group = work.group
         values: object
         try:
             arguments = keyword_arguments(reward, group, named.arguments, self._answers)
             if is_async(reward):
                 values = await reward(**arguments)
             else:
-                stage.in_thread = True
-                values, error = await asyncio.wrap_future(
-                    self._in_thread(lambda: _outcome(lambda: reward(**arguments)))
+                self._in_thread.add(number)
+                values, error = await self._loop.run_in_executor(
+                    self._threads, _outcome, lambda: reward(**arguments)
                 )
-                stage.in_thread = False
+                self._in_thread.discard(number)
                 if error is not None:
                     raise error
                 if inspect.isawaitable(values):
@@ -245,20 +198,6 @@ class _Process:
             raise failed(named.function, error, group, named.arguments) from None
         return check_rewards(named.function, values, group, named.per_token)
 
-    def _in_thread(self, work: Callable[[], T]) -> Future[T]:
-        if self._threads is not None:
-            return self._threads.submit(work)
-        future: Future[T] = Future()
-        self._main.put(lambda: _fulfill(future, work))
-        return future
-
-
-@dataclass(slots=True)
-class _Stage:
-    """Whether a call runs in a thread, where only the end of the process can end it."""
-
-    in_thread: bool = False
-
 
 def _outcome(work: Callable[[], object]) -> tuple[object, BaseException | None]:
     """What the work returned or raised. A future cannot hold StopIteration and would never
@@ -269,13 +208,3 @@ def _outcome(work: Callable[[], object]) -> tuple[object, BaseException | None]:
         raise
     except BaseException as error:
         return None, error
-
-
-def _fulfill(future: Future[T], work: Callable[[], T]) -> None:
-    try:
-        future.set_result(work())
-    except SystemExit:
-        raise
-    except BaseException as error:
-        # The caller that waits for the future reports it.
-        future.set_exception(error)

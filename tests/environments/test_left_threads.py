@@ -59,7 +59,6 @@ async def leave_threads(pool: EnvironmentPool, count: int) -> None:
     """End so many sessions whose calls hang."""
     await pool.start()
     process = pool._processes[0]
-    assert process._supervisor is not None
     before = process.left()
     stuck = [asyncio.ensure_future(play(pool, "hangs in a thread")) for _ in range(count)]
     (served,) = psutil.Process(process._supervisor.pid).children()

@@ -237,9 +237,10 @@ def test_nothing_is_left_behind_if_the_process_of_the_sessions_is_killed(place: 
         session = playing(pool)
         await until_written(place)
         (old,) = place.iterdir()
-        pool._processes[0].kill()
+        process = pool._processes[0]
+        process.kill()
         assert (await session).end == "env_error"
-        assert (await asyncio.to_thread(pool._processes[0]._supervisor.wait, 60)) != 0  # type: ignore[union-attr]
+        assert (await asyncio.to_thread(process._supervisor.wait, 60)) != 0
         assert not old.exists()
 
     in_pool(work, WRITES)

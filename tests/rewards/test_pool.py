@@ -161,6 +161,26 @@ def test_a_thread_past_its_deadline_ends_with_its_process_and_the_others_run_aga
         assert first.failure is None and "was killed after" in second.failure
 
 
+def test_a_machine_that_stood_still_is_nobodys_fault(reward_config):
+    with RewardPool(
+        reward_config("waits_or_tells", deadline_s=3.0, policy="drop_group", processes=1)
+    ) as pool:
+        rewards(pool, {"does": "nothing"})
+        stopped = [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if process_name(child) == "reward process"
+        ]
+        group = ask(pool, {"does": "takes its time"})
+        for child in stopped:
+            child.suspend()
+        pool._loop.call_soon_threadsafe(time.sleep, 4.0)
+        time.sleep(4.2)
+        for child in stopped:
+            child.resume()
+        assert group.result(timeout=60).failure is None
+
+
 def users(path):
     """Processes that have the file open."""
     found = []

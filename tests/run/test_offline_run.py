@@ -100,9 +100,9 @@ class InProcess(LearnerGroup):
         group.rank = LearnerRank(load_state(0, spec), run_id, attempt)
         return group
 
-    async def _all(self, method: str, *arguments: object) -> list[Any]:
+    async def _all(self, method: Any, *arguments: Any, **named: Any) -> list[Any]:
         self.answered += 1
-        return [getattr(self.rank, method)(*arguments)]
+        return [getattr(self.rank, method)(*arguments, **named)]
 
     async def close(self) -> None:
         self.rank.state.engine.destroy()
@@ -117,7 +117,6 @@ def take_attempts(rank: int, world_size: int, settings: Sequence[dict[str, Any]]
     with (
         patch("asyncrl.run.offline.LearnerGroup", InProcess),
         patch("asyncrl.run.offline.check_models", one_node),
-        patch("asyncrl.learning.group._stored", lambda table: table),
     ):
         for one in settings:
             run(one)
