@@ -19,7 +19,7 @@ LAYERS = (
     ("runtime",),
     ("text", "web"),
     ("algorithms", "packing", "sessions"),
-    ("config",),
+    ("config", "api"),
     ("models",),
     ("control",),
     (
@@ -77,7 +77,7 @@ HOMES = {
     "ray.data": ["runtime.ray_stream"],
     "ray._private": ["preflight"],
     "ray._common": ["preflight.cluster_address"],
-    "starlette": ["agents", "serving", "web"],
+    "starlette": ["api", "serving", "web"],
 }
 """Library → the folders and modules that import it; each of them does."""
 NO_FILES = {"io", "os", "pathlib", "shutil", "tempfile"}

@@ -407,8 +407,6 @@ class Details:
     """Number of most probable tokens to report per position, with their log-probs."""
     prompt: bool = False
     """Report the prompt's tokens too, with log-probs at temperature 1."""
-    spelled: bool = False
-    """Report each token's text. The HTTP endpoint adds it; engines ignore this field."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
+from asyncrl.sessions.chat_answers import chat_choice, usage_of
 from asyncrl.sessions.requests import (
     LABELS,
     UnsupportedError,
@@ -21,10 +22,11 @@ from asyncrl.sessions.requests import (
     functions_of,
     refuse_fields,
     resolved,
+    schema_of,
     stops_of,
 )
 from asyncrl.text.template import Message, Schema, are_messages
-from asyncrl.web.answers import MOST_CHOICES, end_reason, usage
+from asyncrl.web.answers import MOST_CHOICES
 
 WITHOUT_EFFECT = LABELS | {"modalities", "timeout"}
 """Arguments that change nothing here, and need not be counted."""
@@ -205,7 +207,7 @@ class _Completions:
         calls, forced = chosen(tool_choice)
         chat = _chat(messages)
         schemas, strict = _tools(tools)
-        stops, schema = stops_of(stop, "stop"), _schema(response_format)
+        stops, schema = stops_of(stop, "stop"), schema_of(response_format, "response_format")
         unused = [name for name in more if more[name] is not None and name not in WITHOUT_EFFECT]
         self._overridden.update([*unused, *strict, *(["tool_choice"] if forced else [])])
         key = _key(extra_headers, chat, tools, n, stop, response_format)
@@ -277,37 +279,6 @@ def _key(headers: Mapping[str, object], *request: object) -> str | None:
     return None
 
 
-def _schema(form: object) -> Mapping[str, Any] | None:
-    """The JSON schema of a response_format."""
-    kind = form.get("type") if isinstance(form, Mapping) else None
-    if form is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    named = form.get("json_schema") if isinstance(form, Mapping) else None
-    schema = named.get("schema") if isinstance(named, Mapping) else None
-    if kind != "json_schema" or not isinstance(schema, Mapping):
-        raise UnsupportedError(
-            f"response_format = {str(form)[:80]!r} is not supported; use text, json_object, or"
-            " json_schema with a schema"
-        )
-    return schema
-
-
-def _message(answer: Answer) -> Reply:
-    message = answer.message
-    calls = message.get("tool_calls")
-    reply = Reply(
-        role="assistant",
-        content=message.get("content") or (None if calls else ""),
-        refusal=None,
-        tool_calls=[_reply(call) for call in calls] if isinstance(calls, list) and calls else None,
-    )
-    if reasoning := message.get("reasoning"):
-        reply["reasoning"] = reasoning
-    return reply
-
-
 def _reply(value: Any) -> Any:
     """The value with replies instead of dicts."""
     if isinstance(value, Mapping):
@@ -315,39 +286,13 @@ def _reply(value: Any) -> Any:
     return [_reply(item) for item in value] if isinstance(value, list) else value
 
 
-def _finish_reason(answer: Answer) -> str:
-    reason = end_reason(answer.finish_reason)
-    return "tool_calls" if reason == "stop" and answer.message.get("tool_calls") else reason
-
-
-def _completion(head: Mapping[str, Any], answers: Sequence[Answer]) -> Reply:
-    return Reply(
-        **head,
-        object="chat.completion",
-        choices=[
-            Reply(
-                index=index,
-                message=_message(answer),
-                finish_reason=_finish_reason(answer),
-                logprobs=_logprobs(answer),
-            )
-            for index, answer in enumerate(answers)
-        ],
-        usage=_usage(answers),
-    )
-
-
-def _logprobs(answer: Answer) -> Reply | None:
-    """The log-prob of each sampled token, if they were asked for."""
-    if not answer.tokens:
-        return None
-    content = [Reply(token=text, logprob=value, top_logprobs=[]) for text, value in answer.tokens]
-    return Reply(content=content, refusal=None)
-
-
-def _usage(answers: Sequence[Answer]) -> Reply:
-    prompt = answers[0].prompt_tokens if answers else 0
-    return Reply(usage(prompt, sum(answer.completion_tokens for answer in answers)))
+def _completion(head: Mapping[str, Any], answers: Sequence[Answer]) -> Any:
+    # Tokens are there if log-probs were asked for.
+    choices = [
+        chat_choice(index, answer, bool(answer.tokens)) for index, answer in enumerate(answers)
+    ]
+    usage = usage_of(answers, len(answers))
+    return _reply({**head, "object": "chat.completion", "choices": choices, "usage": usage})
 
 
 class Stream:
@@ -377,16 +322,15 @@ async def _chunks(
 ) -> AsyncIterator[Reply]:
     """Each choice as a chunk with its text, one for each tool call, and one with its end."""
     for index, answer in enumerate(answers):
-        message = _message(answer)
+        message = _reply(chat_choice(index, answer, False)["message"])
         calls = [
             Reply(tool_calls=[Reply(call, index=place)])
-            for place, call in enumerate(message["tool_calls"] or ())
+            for place, call in enumerate(message.pop("tool_calls", ()))
         ]
-        message["tool_calls"] = None
         for delta in (message, *calls, Reply()):
-            finish = None if delta else _finish_reason(answer)
+            finish = None if delta else answer.chat_reason
             choice = Reply(index=index, delta=delta, finish_reason=finish, logprobs=None)
             yield Reply(**head, object="chat.completion.chunk", choices=[choice], usage=None)
     if wants_usage:
-        end = _usage(answers)
+        end = Reply(usage_of(answers, len(answers)))
         yield Reply(**head, object="chat.completion.chunk", choices=[], usage=end)

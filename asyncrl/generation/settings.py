@@ -45,8 +45,9 @@ class GeneratorApp(Section):
     """Tokens of a KV cache block; the prefix cache shares whole blocks. Default: vLLM's choice, 128
     on CPU, mostly 16 on GPUs. A job with an environment sets 32 on CPU."""
     http: bool = False
-    """Also serve HTTP: `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and
-    `/metrics`, under the application's route_prefix. A job's own generators do not serve HTTP."""
+    """Also serve HTTP: `/v1/completions`, `/v1/chat/completions`, `/v1/responses`, `/v1/messages`,
+    `/v1/models`, `/health` and `/metrics`, under the application's route_prefix. A job's own
+    generators do not serve HTTP."""
     num_gpus: float | None = Field(default=None, gt=0)
     """GPUs that a replica declares to Ray (device: cuda), where it shares one: a fraction of at
     least generator.gpu_memory_utilization, unless it `sleeps`. Default: the engine's devices. A job

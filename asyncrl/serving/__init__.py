@@ -1,5 +1,5 @@
-"""Standing Serve applications with HTTP routes: generators, compatible with OpenAI's API, and
-reward models."""
+"""Standing Serve applications with HTTP routes: generators, which speak the APIs of OpenAI and
+Anthropic, and reward models."""
 
 from __future__ import annotations
 

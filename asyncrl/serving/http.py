@@ -1,7 +1,7 @@
 """The HTTP routes of a standing generator, listed in `PATHS`. No route changes weights.
 
-    count → guard (key, host, size) → FastAPI → dialect → core (`asyncrl.serving.answers`) → a
-    replica
+    count → guard (key, host) → body → `Asked` (a dialect of `asyncrl.api`, and sampling) → core
+    (`asyncrl.serving.answers`) → a replica
 
 This module does not depend on Serve. It calls the small protocol `Served`, so tests can run the
 routes without an engine.
@@ -13,33 +13,35 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import json
 import re
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, Protocol
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError, StaleReplicaError
+from asyncrl.api.answering import answered
+from asyncrl.api.contract import Part
+from asyncrl.api.http import (
+    answer_unknown,
+    json_body,
+    model_entry,
+    model_list,
+    path_of,
+    refusal,
+    safely,
+)
 from asyncrl.contracts.messages import Details, GenerateRequest, ServedWeights, StreamPiece
-from asyncrl.serving.answers import ChoicePiece, Dialect, Head, Words, ask
-from asyncrl.serving.dialects.chat import Chat
-from asyncrl.serving.dialects.completions import Completions
-from asyncrl.serving.errors import as_api_error
-from asyncrl.serving.identity import ServedModel, model_list, weights
+from asyncrl.serving.answers import Choice, ChoicePiece, Words, ask
+from asyncrl.serving.identity import ServedModel, weights
 from asyncrl.serving.metrics import CONTENT_TYPE, HttpStatus, Traffic, TrafficCounter, exposition
-from asyncrl.web.connection import ClientLeftError, while_connected
-from asyncrl.web.errors import CLIENT_LEFT, ApiError, printable, refused
-from asyncrl.web.events import DONE, Event, EventStream
+from asyncrl.serving.requests import APIS, Asked
+from asyncrl.web.errors import ApiError
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
+PATHS = (*APIS, "/v1/models", "/health", "/metrics")
 
 KEY_VARIABLE = "ASYNCRL_API_KEY"
 """Environment variable that contains the bearer key, read by each replica."""
@@ -145,35 +147,24 @@ def routes(served: Served, key: str | None) -> FastAPI:
     key, the application only answers requests addressed to loopback."""
     app = new_app()
     started = int(time.time())
-    encoding = asyncio.Semaphore(ENCODES_AT_ONCE)
+    endpoint = _Endpoint(served)
 
-    async def answer(request: Request, dialect: Dialect) -> Response:
-        async with encoding:
-            requests = await dialect.requests(served.words, served.model)
-        return await _generate(served, dialect, requests, request.receive)
+    def route(path: str) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        async def answer(request: Request) -> Response:
+            return await safely(request, endpoint.answer(request, path))
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await answer(request, Completions(await json_body(request), served.model))
+        return answer
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await answer(request, Chat(await json_body(request), served.model))
+    for path in APIS:
+        app.post(path)(route(path))
 
     @app.get("/v1/models")
-    async def models() -> JSONResponse:
-        return JSONResponse(model_list(served.model, await served.served_weights(), started))
+    async def models(request: Request) -> Response:
+        return await safely(request, endpoint.models(started))
 
     @app.get("/health")
-    async def health() -> JSONResponse:
-        try:
-            await served.check_health()
-        except RuntimeError:
-            raise ApiError(
-                503, "the generator is broken and will be replaced; try again", "unavailable"
-            ) from None
-        identity = weights(await served.served_weights())
-        return JSONResponse({"status": "ok", "model": served.model.name, **identity})
+    async def health(request: Request) -> Response:
+        return await safely(request, endpoint.health())
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -181,38 +172,62 @@ def routes(served: Served, key: str | None) -> FastAPI:
             exposition(served.model.name, await served.http_statuses()), media_type=CONTENT_TYPE
         )
 
-    handle_errors(app, PATHS)
-    app.add_middleware(Guard, key=key, largest_body=min(LARGEST_BODY, served.model.largest_body))
+    answer_unknown(app, PATHS, METHODS)
+    app.add_middleware(Guard, key=key)
     app.add_middleware(TrafficCounter, traffic=served.traffic, paths=PATHS)
     return app
 
 
-async def _generate(
-    served: Served, dialect: Dialect, requests: Sequence[GenerateRequest], receive: Receive
-) -> Response:
-    """Generate the completions, and answer with all of them or as a stream."""
-    pieces = ask(served, served.words, requests, dialect.details)
-    head = Head(f"{dialect.prefix}-{uuid.uuid4().hex}", int(time.time()), served.model)
-    if not dialect.streams:
-        choices = await while_connected(receive, _all(pieces))
-        return JSONResponse(dialect.answer(head, choices) | weights(await served.served_weights()))
-    identity = weights(await served.served_weights())
-    first = asyncio.ensure_future(anext(pieces))
-    opened = contextlib.AsyncExitStack()
-    opened.push_async_callback(pieces.aclose)
-    opened.push_async_callback(_canceled, first)
-    try:
-        await while_connected(receive, asyncio.wait([first], timeout=HEADERS_S))
-        if first.done():
-            first.result()  # raises a failure, which gets its own status code
-    except BaseException:
-        await opened.aclose()
-        raise
-    return EventStream(
-        _events(dialect, head, identity, first, pieces),
-        opened,
-        lambda error, _: Event(as_api_error(error).body()),
-    )
+class _Endpoint:
+    """Answers requests with a served model."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._encoding = asyncio.Semaphore(ENCODES_AT_ONCE)
+
+    async def models(self, started: int) -> Response:
+        """The model, its tokenizer's hash and the origin of its weights."""
+        model, identity = self._served.model, weights(await self._served.served_weights())
+        more = {"max_model_len": model.max_model_len, "tokenizer": model.tokenizer, **identity}
+        return JSONResponse(model_list(model_entry(model.name, started, **more)))
+
+    async def health(self) -> Response:
+        """The origin of the weights. Raises ApiError if nothing can be generated."""
+        try:
+            await self._served.check_health()
+        except RuntimeError:
+            raise ApiError(
+                503, "the generator is broken and will be replaced; try again", "unavailable"
+            ) from None
+        identity = weights(await self._served.served_weights())
+        return JSONResponse({"status": "ok", "model": self._served.model.name, **identity})
+
+    async def answer(self, request: Request, path: str) -> Response:
+        """Answer one request with all its completions, or as a stream."""
+        served, words, model = self._served, self._served.words, self._served.model
+        tree = await json_body(request, min(LARGEST_BODY, model.largest_body))
+        asked = Asked(path, tree, model)
+        dialect = asked.dialect
+        async with self._encoding:
+            prompts = await asked.prompts(words)
+        requests = asked.requests([ids for _, ids in prompts])
+        identity = weights(await served.served_weights())
+        is_chat = dialect.request.prompt is None
+        shown = {"prompt_token_ids": prompts[0][1]} if is_chat else {}
+        choices = [
+            Choice(
+                words,
+                dialect.request,
+                one,
+                await asked.content_filter(words, one.prompt_ids),
+                prompts[number // dialect.request.n][0] if asked.echoes else "",
+                {} if number else shown,
+                identity,
+            )
+            for number, one in enumerate(requests)
+        ]
+        parts = _parts(ask(served, requests, asked.details), choices)
+        return await answered(request, dialect, parts, lambda: asyncio.sleep(HEADERS_S))
 
 
 def new_app() -> FastAPI:
@@ -222,70 +237,29 @@ def new_app() -> FastAPI:
     )
 
 
-def handle_errors(app: FastAPI, paths: Sequence[str]) -> None:
-    """Answer every error in OpenAI's format. `paths` are those of the application's routes."""
-    for kind in (
-        ApiError,
-        StaleReplicaError,
-        InvalidRequestError,
-        GenerationTimeoutError,
-        Exception,
-    ):
-        app.add_exception_handler(kind, lambda request, error: _refusal(as_api_error(error)))
-    client_left = ApiError(CLIENT_LEFT, "the client has left", "client_left")
-    app.add_exception_handler(ClientLeftError, lambda request, error: _refusal(client_left))
-    app.add_exception_handler(
-        StarletteHTTPException, lambda request, error: _refusal(refused(error, paths, METHODS))
-    )
-
-
-async def _all(pieces: AsyncGenerator[ChoicePiece, None]) -> list[ChoicePiece]:
-    """One whole piece for each choice, ordered by choice."""
+async def _parts(
+    pieces: AsyncGenerator[ChoicePiece, None], choices: Sequence[Choice]
+) -> AsyncGenerator[Part, None]:
     async with contextlib.aclosing(pieces):
-        return sorted([part async for part in pieces], key=lambda part: part.choice)
-
-
-async def _canceled(task: asyncio.Future[ChoicePiece]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def _events(
-    dialect: Dialect,
-    head: Head,
-    identity: dict[str, object],
-    first: Awaitable[ChoicePiece],
-    pieces: AsyncGenerator[ChoicePiece, None],
-) -> AsyncGenerator[Event, None]:
-    """The events of a stream, including that of `first`. The last event of a choice names the
-    weights."""
-    part = await first
-    yield Event(dialect.event(head, part) | (identity if part.piece.finish_reason else {}))
-    async for part in pieces:
-        yield Event(dialect.event(head, part) | (identity if part.piece.finish_reason else {}))
-    if (last := dialect.last_event(head)) is not None:
-        yield Event(last)
-    yield DONE
+        async for told in pieces:
+            yield await choices[told.choice].part(told)
 
 
 class Guard:
-    """Middleware that checks the key, or without a key the Host header; and the size of the
-    body."""
+    """Middleware that checks the key, or without a key the Host header."""
 
-    def __init__(self, app: ASGIApp, key: str | None, largest_body: int = LARGEST_BODY) -> None:
-        self.app, self.key, self.largest_body = app, key, largest_body
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self.app, self.key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
-        elif (
-            refusal := self._refuse(scope["headers"]) or self._refuse_large(scope["headers"])
-        ) is not None:
-            await _refusal(refusal)(scope, receive, send)
+        elif (error := self._refuse(scope["headers"])) is not None:
+            await refusal(path_of(scope), error)(scope, receive, send)
         else:
-            await self.app(scope, _bounded(receive, self.largest_body), send)
+            await self.app(scope, receive, send)
 
     def _refuse(self, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
         if self.key is None:
@@ -304,10 +278,8 @@ class Guard:
                 " a key",
                 "forbidden_host",
             )
-        given = [value for name, value in headers if name == b"authorization"]
-        scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        matches = hmac.compare_digest(token.strip(), self.key.encode())
-        if matches and scheme.lower() == b"bearer":
+        keys = list(_keys(headers))
+        if keys and all(hmac.compare_digest(key, self.key.encode()) for key in keys):
             return None
         return ApiError(
             401,
@@ -315,16 +287,15 @@ class Guard:
             "invalid_api_key",
         )
 
-    def _refuse_large(self, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
-        """Check the Content-Length header, before any of the body is read."""
-        sizes = [value for name, value in headers if name == b"content-length"]
-        if any(size.isdigit() and int(size[:20]) > self.largest_body for size in sizes):
-            return ApiError(
-                413,
-                f"the body is above {self.largest_body:,} bytes; send a smaller one",
-                "refused",
-            )
-        return None
+
+def _keys(headers: list[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    """The keys that a request gives. Anthropic's client sends its key as `x-api-key`."""
+    for name, value in headers:
+        if name == b"x-api-key":
+            yield value
+        elif name == b"authorization":
+            scheme, _, token = value.partition(b" ")
+            yield token.strip() if scheme.lower() == b"bearer" else b""
 
 
 class OwnRoutesClosed:
@@ -336,7 +307,7 @@ class OwnRoutesClosed:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get("path", "").startswith("/-/"):
-            await _refusal(ApiError(404, "no such path", "not_found"))(scope, receive, send)
+            await refusal("", ApiError(404, "no such path", "not_found"))(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -345,61 +316,3 @@ def close_own_routes() -> list[Middleware]:
     """The middleware that closes Serve's own routes. To use it, run `ray start` with
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=asyncrl.serving.http.close_own_routes."""
     return [Middleware(OwnRoutesClosed)]
-
-
-def _bounded(receive: Receive, largest: int) -> Receive:
-    """Wrap `receive` to refuse a body above the limit, even if its headers claim a smaller size."""
-    size = 0
-
-    async def counted() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > largest:
-            raise HTTPException(413, f"the body is above {largest:,} bytes; send a smaller one")
-        return message
-
-    return counted
-
-
-async def json_body(request: Request) -> object:
-    """Parse the body. Other content types are refused, because a browser lets any web page send
-    them to this server. Raises ApiError, and ClientLeftError."""
-    if (
-        request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        != "application/json"
-    ):
-        raise ApiError(415, "Content-Type is not application/json; set it", "invalid_content_type")
-    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise ApiError(
-            415,
-            "Content-Encoding is not identity; send the body uncompressed",
-            "invalid_content_encoding",
-        )
-    try:
-        body = await request.body()
-    except ClientDisconnect:  # while it sent the body
-        raise ClientLeftError from None
-    try:
-        return json.loads(body, object_pairs_hook=_without_repetition)
-    except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not JSON; send a JSON object", "invalid_body") from None
-
-
-def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object. A repeated field is refused, because parsers disagree on which one wins."""
-    tree = dict(pairs)
-    if len(tree) < len(pairs):
-        name = next(name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place]))
-        raise ApiError(
-            400, f"{printable(name)} appears twice in one object; send it once", "invalid_body"
-        )
-    return tree
-
-
-def _refusal(error: ApiError) -> JSONResponse:
-    return JSONResponse(
-        error.body(),
-        error.status,
-        headers={"WWW-Authenticate": "Bearer"} if error.status == 401 else None,
-    )

@@ -39,20 +39,6 @@ class ServedModel:
         )
 
 
-def model_list(model: ServedModel, served: ServedWeights, created: int) -> dict[str, object]:
-    """The answer of /v1/models: the model, its tokenizer's hash and the origin of its weights."""
-    entry = {
-        "id": model.name,
-        "object": "model",
-        "created": created,
-        "owned_by": "asyncrl",
-        "max_model_len": model.max_model_len,
-        "tokenizer": model.tokenizer,
-        **weights(served),
-    }
-    return {"object": "list", "data": [entry]}
-
-
 def weights(served: ServedWeights) -> dict[str, object]:
     """The origin of the weights, which every answer contains.
 

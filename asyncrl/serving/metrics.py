@@ -19,6 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from asyncrl.api.http import path_of
 from asyncrl.contracts.messages import ReplicaStatus
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -102,8 +103,7 @@ class TrafficCounter:
         try:
             await self.app(scope, receive, watched)
         finally:
-            # Serve puts the application's route_prefix before its paths.
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            path = path_of(scope)
             self.traffic.add(
                 path if path in self.paths else "other", status, time.monotonic() - started
             )

@@ -6,9 +6,10 @@ import time
 from typing import Protocol
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
-from asyncrl.serving.http import Guard, handle_errors, json_body, new_app
+from asyncrl.api.http import answer_unknown, json_body, refusal, safely
+from asyncrl.serving.http import METHODS, Guard, new_app
 from asyncrl.serving.score_rows import FIELDS
 from asyncrl.web.connection import while_connected
 from asyncrl.web.errors import ApiError, printable
@@ -49,10 +50,8 @@ def score_routes(served: ScoreServed, key: str | None) -> FastAPI:
     started = int(time.time())
 
     @app.post("/score")
-    async def score(request: Request) -> JSONResponse:
-        fields = _fields(await json_body(request))
-        scores = await while_connected(request.receive, served.score(**fields))
-        return JSONResponse({"scores": scores, "model": served.model_entry["id"]})
+    async def score(request: Request) -> Response:
+        return await safely(request, _scored(served, request))
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -64,14 +63,19 @@ def score_routes(served: ScoreServed, key: str | None) -> FastAPI:
         try:
             served.check_health()
         except RuntimeError:
-            raise ApiError(
-                503, "the reward model is broken and will be replaced; try again", "unavailable"
-            ) from None
+            broken = "the reward model is broken and will be replaced; try again"
+            return refusal("/health", ApiError(503, broken, "unavailable"))
         return JSONResponse({"status": "ok", "model": served.model_entry["id"]})
 
-    handle_errors(app, SCORE_PATHS)
-    app.add_middleware(Guard, key=key, largest_body=LARGEST_BODY)
+    answer_unknown(app, SCORE_PATHS, METHODS)
+    app.add_middleware(Guard, key=key)
     return app
+
+
+async def _scored(served: ScoreServed, request: Request) -> Response:
+    fields = _fields(await json_body(request, LARGEST_BODY))
+    scores = await while_connected(request.receive, served.score(**fields))
+    return JSONResponse({"scores": scores, "model": served.model_entry["id"]})
 
 
 def _fields(tree: object) -> dict[str, object]:

@@ -1,13 +1,18 @@
-"""Tokenizes and renders the endpoint's texts with the model's tokenizer and chat template. All
-methods run in threads, so they do not block the event loop."""
+"""Tokenizes, renders and reads the endpoint's texts with the model's tokenizer and chat template.
+All methods run in threads, so they do not block the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from asyncrl.text.template import render_messages
+from asyncrl.api.certain import CertainText
+from asyncrl.text.chat_messages import refuse_unencodable
+from asyncrl.text.continuation import render_chat
+from asyncrl.text.response import PREFIX_TOKENS, ResponseReader, in_reasoning
+from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode_prompt, encode_prompts, load_tokenizer
 
 if TYPE_CHECKING:
@@ -34,15 +39,44 @@ class ModelWords:
         )
 
     async def render(
-        self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, object],
+        tools: Sequence[Schema] | None,
     ) -> str:
-        return await asyncio.to_thread(render_messages, self._tokenizer, messages, variables)
+        refuse_unencodable(messages, tools)
+        return await asyncio.to_thread(render_chat, self._tokenizer, messages, variables, tools)
+
+    async def content_filter(self, prompt_ids: Sequence[int], tools: bool) -> Callable[[str], str]:
+        return await asyncio.to_thread(self._content_filter, prompt_ids, tools)
+
+    def _content_filter(self, prompt_ids: Sequence[int], tools: bool) -> Callable[[str], str]:
+        if not self._reader.reads_turns:
+            return str
+        prompt = decode_prompt(self._tokenizer, prompt_ids[-PREFIX_TOKENS:])
+        if in_reasoning(prompt) or not self._reader.begins_content(tools):
+            return lambda text: ""
+        return CertainText(tools).add
+
+    async def read(
+        self,
+        prompt_ids: Sequence[int],
+        ids: Sequence[int],
+        text: str,
+        tools: Sequence[Schema] | None,
+    ) -> Message:
+        message, _ = await asyncio.to_thread(self._reader.read, prompt_ids, ids, text, tools)
+        return message
 
     async def decode(self, ids: Sequence[int]) -> str:
         return await asyncio.to_thread(decode_prompt, self._tokenizer, ids)
 
     async def spell(self, ids: Iterable[int]) -> dict[int, str]:
         return await asyncio.to_thread(lambda: {token: self._text(token) for token in set(ids)})
+
+    @cached_property
+    def _reader(self) -> ResponseReader:
+        return ResponseReader(self._tokenizer)
 
     @property
     def _tokenizer(self) -> PreTrainedTokenizerBase:

@@ -4,10 +4,11 @@ processes need it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from asyncrl.text.template import Message, Schema
+from asyncrl.web.answers import end_reason
 
 
 class SessionClosedError(RuntimeError):
@@ -56,6 +57,24 @@ class ChatRequest:
     """Arguments without effect that the session's requests in process have had up to this one."""
 
 
+class Token(NamedTuple):
+    """A token of an answer."""
+
+    id: int
+    text: str
+    """With U+FFFD if the token is a part of a character."""
+    logprob: float | None
+    """In nats. None for the first token of a prompt, which has no prediction."""
+    top: tuple[Token, ...] = ()
+    """The most probable tokens at its place, best first, if a server gives them."""
+
+    @property
+    def name(self) -> str:
+        """Its text, or its id if the text is empty or a part of a character."""
+        is_whole = self.text and "\ufffd" not in self.text
+        return self.text if is_whole else f"token_id:{self.id}"
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A turn, as the agent gets it."""
@@ -65,12 +84,36 @@ class Answer:
     completion_tokens: int
     prompt_tokens: int
     """Tokens before it."""
-    node: int
-    """Its index among the session's nodes."""
-    tokens: tuple[tuple[str, float], ...] = ()
-    """The text and the log-prob, in nats, of each token, if wanted."""
+    node: int = 0
+    """Its index among the session's nodes. 0 without a session."""
+    tokens: tuple[Token, ...] = ()
+    """Its tokens, if wanted."""
     stop: str | None = None
     """The string of its request's `stop` that ended it."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields that its server shows."""
+
+    @property
+    def text(self) -> str:
+        """The content of its message."""
+        return str(self.message.get("content") or "")
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning of its message."""
+        return str(self.message.get("reasoning") or "")
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Its tool calls, in the form of chat completions."""
+        calls = self.message.get("tool_calls")
+        return list(calls) if isinstance(calls, list) else []
+
+    @property
+    def chat_reason(self) -> str:
+        """Why it ended, in OpenAI's words: `tool_calls`, `stop` or `length`."""
+        reason = end_reason(self.finish_reason)
+        return "tool_calls" if reason == "stop" and self.calls else reason
 
     def cut_by_run(self, request: ChatRequest) -> bool:
         """Whether a limit of the run ended it, and not `max_tokens` of its request."""

@@ -204,6 +204,31 @@ def chosen(choice: object) -> tuple[bool, bool]:
     )
 
 
+def schema_of(form: object, param: str) -> Schema | None:
+    """The JSON schema that an answer's text must follow. None: any text.
+
+    Args:
+        form: `response_format` of chat completions, or `text.format` of responses.
+
+    Raises:
+        UnsupportedError: it is another form, or has no schema.
+    """
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if form is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    named = form.get("json_schema", form) if isinstance(form, Mapping) else None
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    if kind != "json_schema" or not isinstance(schema, Mapping):
+        raise UnsupportedError(
+            f"{param} = {str(form)[:80]!r} is not supported; use text, json_object, or"
+            " json_schema with a schema",
+            param,
+        )
+    return schema
+
+
 def stops_of(stop: object, param: str) -> tuple[str, ...]:
     """Stop strings, from one or a list of them. Raises UnsupportedError for something else."""
     if stop is None:
@@ -213,7 +238,9 @@ def stops_of(stop: object, param: str) -> tuple[str, ...]:
         isinstance(one, str) and one for one in stops
     ):
         raise UnsupportedError(
-            f"{param} has a stop that is no text or is empty; leave it out", param
+            f"{param} has a stop that is no text or is empty, which would stop at once; leave it"
+            " out",
+            param,
         )
     if len(stops) > MOST_STOPS:
         raise UnsupportedError(f"{param} has {len(stops)} stops; send at most {MOST_STOPS}", param)

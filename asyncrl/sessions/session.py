@@ -16,11 +16,12 @@ from asyncrl.sessions.answers import (
     ChatRequest,
     ContextTooLongError,
     SessionClosedError,
+    Token,
 )
 from asyncrl.sessions.beginnings import Beginnings
 from asyncrl.sessions.messages import ChatDigests, prompt_digest, request_hash
 from asyncrl.sessions.tree import Place, SessionTree
-from asyncrl.text.chat_messages import MessagesError, argument_values
+from asyncrl.text.chat_messages import MessagesError, refuse_unencodable
 from asyncrl.text.continuation import (
     ContinuationError,
     continuation,
@@ -28,6 +29,7 @@ from asyncrl.text.continuation import (
     render_chat,
 )
 from asyncrl.text.response import PREFIX_TOKENS, in_reasoning
+from asyncrl.text.stops import first_stop
 from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode_prompt, encode_prompts
 
@@ -59,7 +61,7 @@ class SessionTemplate:
         Raises:
             MessagesError: the template refuses the chat.
         """
-        _refuse_unencodable(messages, tools)
+        refuse_unencodable(messages, tools)
         text = render_chat(self.tokenizer, messages, self.variables or {}, tools)
         if self.most_characters is not None and len(text) > self.most_characters:
             raise ContextTooLongError(
@@ -92,7 +94,7 @@ class SessionTemplate:
                 and it would write other tokens before.
             MessagesError: the template refuses the chat.
         """
-        _refuse_unencodable(messages[known:], tools)
+        refuse_unencodable(messages[known:], tools)
         added = sum(len(str(message.get("content") or "")) for message in messages[known:])
         if self.most_characters is not None and added > self.most_characters:
             raise ContextTooLongError(
@@ -125,24 +127,6 @@ class SessionTemplate:
             for ids in (before, now)
         )
         return f"token {place} is {found}, and was {was}"
-
-
-def _call_values(messages: Sequence[Message]) -> list[object]:
-    """The arguments of all tool calls as values: JSON text can hide half of a surrogate pair."""
-    calls = [call for message in messages for call in message.get("tool_calls") or ()]  # type: ignore[attr-defined]
-    functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
-    return [argument_values(one.get("arguments")) for one in functions if isinstance(one, Mapping)]
-
-
-def _refuse_unencodable(messages: Sequence[Message], tools: Sequence[Schema] | None) -> None:
-    """Raise MessagesError for text that no tokenizer reads: surrogates, as of file names that are
-    not UTF-8."""
-    try:
-        json.dumps(
-            [messages, tools, _call_values(messages)], ensure_ascii=False, default=str
-        ).encode()
-    except (UnicodeEncodeError, RecursionError, ValueError) as error:
-        raise MessagesError(f"the messages are no text: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +369,7 @@ class Session:
     def _place_of_prompt(self, request: ChatRequest) -> _Placed:
         """The place of a text. It continues the longest path whose text begins it."""
         prompt = str(request.prompt)
-        _refuse_unencodable([{"content": prompt}], None)
+        refuse_unencodable([{"content": prompt}], None)
         digest = prompt_digest(prompt)
         context = self.tree.find([digest]).node
         if context is None:
@@ -508,13 +492,13 @@ class Session:
             or (ids[-1] in self._template.ends)
         ):
             return None
-        text = decode_prompt(self._template.tokenizer, ids)
-        found = [(text.find(stop), stop) for stop in stops if stop in text]
-        return min(found)[1] if found else None
+        return first_stop(decode_prompt(self._template.tokenizer, ids), stops)
 
-    def _spelled(self, completion: Completion) -> tuple[tuple[str, float], ...]:
-        texts = [decode_prompt(self._template.tokenizer, [token]) for token in completion.token_ids]
-        return tuple(zip(texts, completion.logprobs, strict=True))
+    def _spelled(self, completion: Completion) -> tuple[Token, ...]:
+        return tuple(
+            Token(token, decode_prompt(self._template.tokenizer, [token]), logprob)
+            for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
+        )
 
 
 def _chat_of(request: ChatRequest) -> Sequence[Message]:

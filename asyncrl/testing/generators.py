@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import HttpStatus, Traffic
 from asyncrl.text.chat_messages import MessagesError
+from asyncrl.text.template import Message, Schema
 
 if TYPE_CHECKING:  # most fakes need no transformers
     from transformers import PreTrainedModel
@@ -107,7 +108,10 @@ class FakeWords:
         return [min(ord(character), self.vocabulary - 1) for character in text]
 
     async def render(
-        self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, object],
+        tools: Sequence[Schema] | None,
     ) -> str:
         if "chat_template" in variables:
             raise MessagesError("chat_template is not a variable of a template")
@@ -118,6 +122,18 @@ class FakeWords:
             "".join(f"{str(message['role'])[0]}:{message['content']};" for message in messages)
             + "a:"
         )
+
+    async def content_filter(self, prompt_ids: Sequence[int], tools: bool) -> Callable[[str], str]:
+        return str
+
+    async def read(
+        self,
+        prompt_ids: Sequence[int],
+        ids: Sequence[int],
+        text: str,
+        tools: Sequence[Schema] | None,
+    ) -> Message:
+        return {"role": "assistant", "content": text}
 
     async def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))

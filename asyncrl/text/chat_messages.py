@@ -88,3 +88,23 @@ def _template_call(call: object, values: bool) -> object:
     if not values and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _call_values(messages: Sequence[Mapping[str, object]]) -> list[object]:
+    """The arguments of all tool calls as values: JSON text can hide half of a surrogate pair."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]  # type: ignore[attr-defined]
+    functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
+    return [argument_values(one.get("arguments")) for one in functions if isinstance(one, Mapping)]
+
+
+def refuse_unencodable(
+    messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] | None
+) -> None:
+    """Raise MessagesError for text that no tokenizer reads: surrogates, as of file names that are
+    not UTF-8."""
+    try:
+        json.dumps(
+            [messages, tools, _call_values(messages)], ensure_ascii=False, default=str
+        ).encode()
+    except (UnicodeEncodeError, RecursionError, ValueError) as error:
+        raise MessagesError(f"the messages are no text: {error}") from None

@@ -82,14 +82,21 @@ class ResponseReader:
         kept = "" if known is None else known.closing + known.last + known.before
         self._ends = frozenset(token for text, token in special.items() if text not in kept)
         """Special tokens that are no part of a turn, if they end it."""
-        self._seen = spec is None or (known is not None and _is_seen(known, special))
+        self._seen = {
+            tools: spec is None or (known is not None and _is_seen(known, special, tools))
+            for tools in (False, True)
+        }
 
     @property
     def text_begins_content(self) -> bool:
         """Whether the content of a message begins with the turn's text, up to the first marker of
         reasoning or of a tool call. With a model's own response template, it need not. Nor if a
         special token is such a marker, because the text is without it."""
-        return self._seen
+        return self._seen[True]
+
+    def begins_content(self, tools: bool) -> bool:
+        """`text_begins_content`, for a turn with or without tools. Without them, calls are text."""
+        return self._seen[tools]
 
     @property
     def reads_turns(self) -> bool:
@@ -393,14 +400,14 @@ def _format(tokenizer: PreTrainedTokenizerBase) -> TurnFormat | None:
     return turn_format(str(getattr(tokenizer, "chat_template", None)), added)
 
 
-def _is_seen(known: TurnFormat, special: Mapping[str, int]) -> bool:
-    """Whether all marks of a format are in a turn's text, which has no special tokens."""
+def _is_seen(known: TurnFormat, special: Mapping[str, int], tools: bool) -> bool:
+    """Whether all marks of a format are in a turn's text, which has no special tokens. Without
+    tools, calls are text."""
     thought = known.fields["reasoning"].get("open")
-    return (
-        not known.marked_content
-        and not known.begins_with_word
-        and isinstance(thought, str)
-        and thought not in special
+    if known.marked_content or not isinstance(thought, str) or thought in special:
+        return False
+    return not tools or (
+        not known.begins_with_word
         and not any(token in special for token in (known.opening, known.closing) if token)
     )
 

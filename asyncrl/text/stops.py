@@ -247,6 +247,12 @@ def text_before(text: str, strings: Sequence[str]) -> str:
     ]
 
 
+def first_stop(text: str, strings: Sequence[str]) -> str | None:
+    """The stop string that is first in the text. None: there is none."""
+    found = [(text.find(stop), stop) for stop in strings if stop in text]
+    return min(found)[1] if found else None
+
+
 def special_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
     """The id of a stop string that is a special token; None for any other string. Decoded text
     never contains a special token, so its id must end the completion."""

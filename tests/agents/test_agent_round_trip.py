@@ -12,10 +12,10 @@ import pytest
 from agent_server import ADD_TOOL
 from hypothesis import given, settings, strategies as st
 
-from asyncrl.agents.contract import HeardText, Part
-from asyncrl.agents.dialects.chat import Chat
-from asyncrl.agents.dialects.messages import Messages
-from asyncrl.agents.dialects.responses import Responses
+from asyncrl.api.chat import Chat
+from asyncrl.api.contract import Part
+from asyncrl.api.messages import Messages
+from asyncrl.api.responses import Responses
 from asyncrl.sessions.answers import Answer
 from asyncrl.sessions.messages import chat_digests
 
@@ -82,9 +82,9 @@ def streamed(kind: Any, dialect: Any, answer: Answer, sizes: list[int]) -> dict[
         place = 0
         for size in sizes:
             if text := str(answer.message["content"])[place : place + size]:
-                yield HeardText(0, text)
+                yield Part(0, text)
             place += size
-        yield [answer]
+        yield Part(0, answer=answer)
 
     async def read() -> list[Any]:
         return [event.data async for event in dialect.events(parts())]

@@ -9,7 +9,7 @@ import pytest
 from agent_server import ADD_TOOL, call, tokenizer
 from hypothesis import given, settings, strategies as st
 
-from asyncrl.agents.heard import CertainText
+from asyncrl.api.certain import CertainText
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.turn_formats import TURN_FORMATS, TurnFormat
 from benchmarks.families import byte_tokenizer
@@ -69,18 +69,19 @@ def format_pieces(form: TurnFormat) -> list[str]:
 
 
 @pytest.mark.parametrize("form", TURN_FORMATS, ids=lambda form: form.name)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_released_text_begins_the_content_of_each_format(
     form: TurnFormat, data: st.DataObject
 ) -> None:
-    reader = format_reader(form.marks)
+    reader, tools = format_reader(form.marks), data.draw(st.booleans())
     parts = data.draw(st.lists(st.sampled_from(format_pieces(form)), max_size=5))
-    text, held = "".join(parts), CertainText(True)
+    text, held = "".join(parts), CertainText(tools)
     released = "".join(held.add(part) for part in parts)
     model: Any = reader._tokenizer
-    message, _ = reader.read([], model.encode(text, add_special_tokens=False), text, [ADD_TOOL])
-    if reader.text_begins_content:
+    ids = model.encode(text, add_special_tokens=False)
+    message, _ = reader.read([], ids, text, [ADD_TOOL] if tools else None)
+    if reader.begins_content(tools):
         assert str(message["content"]).startswith(released)
 
 
@@ -112,6 +113,12 @@ def test_a_word_that_begins_a_call_is_not_released() -> None:
         ("so <", True, "so"),
         ("so [TOOL_CALLS]", True, "so"),
         ("<think>why</think>so", False, ""),
+        ("<b>one</b> [A] <3 [TOOL_CALLS] ", False, "<b>one</b> [A] <3 [TOOL_CALLS]"),
+        ("a <thin", False, "a"),
+        ("a <thing> b", False, "a <thing> b"),
+        ("a </seed:think> b", False, "a"),
+        ("a <|channel|> b", False, "a"),
+        ("a [THINK] b", False, "a"),
         (" outer space", False, ""),
         ('{"name": 1}', True, ""),
         ('{"name": 1}', False, '{"name": 1}'),

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.agents import served
-from asyncrl.agents.errors import as_api_error
 from asyncrl.agents.served import ServedSession, ServedSessions
 from asyncrl.agents.server import AgentServer
+from asyncrl.api.errors import as_api_error
 from asyncrl.contracts.heard import Heard
 from asyncrl.sessions.answers import (
     Answer,

@@ -11,7 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from asyncrl.environments.model import Model, Reply
-from asyncrl.sessions.answers import Answer, ChatRequest
+from asyncrl.sessions.answers import Answer, ChatRequest, Token
 from asyncrl.sessions.requests import UnsupportedError
 
 CALLED = {"role": "assistant", "content": None}
@@ -236,7 +236,7 @@ def test_a_request_says_how_its_answer_must_be() -> None:
         async def chat(self, request: ChatRequest) -> list[Answer]:
             self.asked = request
             (answer,) = await super().chat(request)
-            return [replace(answer, tokens=(("a", -0.5),))]
+            return [replace(answer, tokens=(Token(1, "a", -0.5),))]
 
     session = Keeps(said)
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}

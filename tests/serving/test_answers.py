@@ -12,8 +12,7 @@ import pytest
 from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece, Tokens
 from asyncrl.serving.answers import ChoicePiece, ask, siblings
-from asyncrl.serving.dialects.fields import Sampling
-from asyncrl.testing import FakeWords
+from asyncrl.serving.requests import Sampling
 
 REQUEST = GenerateRequest((5,), 1, 100, 1.0, seed=7)
 
@@ -42,7 +41,7 @@ class Endless:
 
 
 def started(endless: Endless, n: int) -> Any:
-    return ask(endless, FakeWords(200), siblings(REQUEST, n), Details())
+    return ask(endless, siblings(REQUEST, n), Details())
 
 
 def test_each_choice_has_its_own_seed() -> None:
@@ -58,7 +57,7 @@ def test_each_choice_has_its_own_seed() -> None:
 )
 def test_long_completions_have_a_later_deadline(tokens: int, seconds: float) -> None:
     """A full engine generates about five tokens per second for one completion."""
-    assert Sampling(model="m").request([5], tokens).deadline_s == seconds
+    assert Sampling().request([5], tokens).deadline_s == seconds
 
 
 def test_the_first_failure_ends_all_choices() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from asyncrl.serving.dialects.chat import ChatBody
-from asyncrl.serving.dialects.completions import CompletionBody
-from asyncrl.serving.dialects.fields import NEUTRAL
+from asyncrl.api.chat import ChatBody
+from asyncrl.api.completions import PromptsBody
+from asyncrl.api.messages import MessagesBody
+from asyncrl.api.responses import ResponsesBody
 from asyncrl.serving.http import routes
 from asyncrl.serving.identity import ServedModel
+from asyncrl.serving.requests import HINTS, NEUTRAL, Sampling
 from asyncrl.testing import FakeServed
 
 MODEL = ServedModel("tiny", max_model_len=64, vocabulary=200, longest_token=4)
@@ -30,7 +32,9 @@ VALUES = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["role", "content", "type", "text", "x"]), inner, max_size=3
+            st.sampled_from(["role", "content", "type", "text", "x", "name", "function"]),
+            inner,
+            max_size=3,
         )
     ),
 )
@@ -40,18 +44,32 @@ MESSAGES = st.lists(
     ),
     max_size=3,
 )
+ITEMS = st.lists(
+    st.dictionaries(
+        st.sampled_from(["role", "type", "content", "call_id", "name", "arguments", "output"]),
+        VALUES
+        | st.sampled_from(["assistant", "message", "function_call", "function_call_output"])
+        | st.sampled_from(["reasoning", "{}"]),
+        max_size=5,
+    ),
+    max_size=3,
+)
 PROMPTS = (
     VALUES | st.lists(st.integers(0, 199), max_size=5) | st.lists(st.text(max_size=5), max_size=3)
 )
 NAMES = sorted(
     {
         *ChatBody.model_fields,
-        *CompletionBody.model_fields,
+        *PromptsBody.model_fields,
+        *ResponsesBody.model_fields,
+        *MessagesBody.model_fields,
+        *Sampling.model_fields,
+        *HINTS,
         *NEUTRAL,
-        "max_completion_tokens",
+        "suffix",
         "user",
     }
-    - {"model", "prompt", "messages"}
+    - {"model", "prompt", "messages", "input"}
 )
 OTHER_FIELDS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3)
 
@@ -84,6 +102,8 @@ async def post(path: str, body: Any) -> tuple[int, str]:
     [
         ("/v1/chat/completions", "messages", MESSAGES | VALUES),
         ("/v1/completions", "prompt", PROMPTS),
+        ("/v1/responses", "input", ITEMS | VALUES),
+        ("/v1/messages", "messages", MESSAGES | VALUES),
     ],
 )
 def test_any_body_gets_an_answer(path: str, field: str, values: st.SearchStrategy[Any]) -> None:
@@ -99,9 +119,11 @@ def test_any_body_gets_an_answer(path: str, field: str, values: st.SearchStrateg
                 and error["message"]
                 and "\n" not in error["message"]
             )
-        elif text.startswith("data: "):
-            assert text.endswith("data: [DONE]\n\n") and '"error"' not in text
+        elif text.startswith(("data: ", "event: ")):
+            ends = ("data: [DONE]\n\n", '"type": "message_stop"}\n\n')
+            assert text.endswith(ends) or "response.completed" in text
+            assert '"error":' not in text.replace('"error": null', "")
         else:
-            assert json.loads(text)["choices"]
+            assert {"choices", "output", "content"} & set(json.loads(text))
 
     check()

@@ -234,7 +234,7 @@ def test_models_and_health_describe_the_weights() -> None:
         ({"max_tokens": 10**30}, 400, "context_length_exceeded", "shorten one"),
         ({"temperature": -1}, 400, "invalid_value", "temperature: "),
         ({"temperature": 0.001}, 400, "invalid_value", "use 0 for greedy"),
-        ({"temperature": float("nan")}, 400, "invalid_value", "temperature: "),
+        ({"temperature": float("nan")}, 400, "invalid_body", "the body is not JSON"),
         ({"seed": 2**60}, 400, "invalid_value", "seed: "),
         ({"stop": ""}, 400, "invalid_value", "would stop at once"),
         ({"stop": ["a"] * 5}, 400, "invalid_value", "stop: "),
@@ -263,7 +263,7 @@ def test_models_and_health_describe_the_weights() -> None:
         ({"stream": 0}, 400, "invalid_value", "stream: input should be a valid boolean"),
         ({"top_p": True}, 400, "unknown_parameter", "use temperature"),
         ({"frequency_penalty": 0.1}, 400, "unknown_parameter", "use temperature"),
-        ({"suffix": "x"}, 400, "unknown_parameter", "suffix is not supported; leave it out"),
+        ({"suffix": "x"}, 400, "unsupported_parameter", "suffix is not supported; leave it out"),
         ({"seed": 1.5}, 400, "invalid_value", "seed: "),
         (
             {"max_tokens": None, "max_completion_tokens": 1.5},
@@ -371,8 +371,8 @@ def test_there_are_no_other_paths(method: str, path: str) -> None:
     assert (status, answer["error"]["message"]) == (
         404,
         (
-            "no such path; the paths are /v1/completions, /v1/chat/completions, /v1/models,"
-            " /health, /metrics"
+            "no such path; the paths are /v1/completions, /v1/chat/completions, /v1/responses,"
+            " /v1/messages, /v1/models, /health, /metrics"
         ),
     )
 
@@ -784,7 +784,7 @@ def test_invalid_keys_are_refused() -> None:
             b'{"model": "tiny", "prompt": [1], "stop": ""}',
             {},
             400,
-            "stop: an empty string would stop at once",
+            "is empty, which would stop at once",
         ),
         (
             json.dumps(BODY).encode(),

@@ -17,9 +17,9 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from served_http import listening
 
+from asyncrl.api.chat import Chat
 from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import Details, GenerateRequest, ServedWeights, WeightsId
-from asyncrl.serving.dialects.chat import Chat
 from asyncrl.serving.http import routes
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import Traffic, TrafficCounter
@@ -294,21 +294,21 @@ def test_the_async_client_and_its_stream_helper(endpoint: SimpleNamespace) -> No
         ({"model": "other"}, openai.NotFoundError, "use 'tiny'"),
         ({"messages": []}, openai.BadRequestError, "messages: "),
         (
-            {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
             openai.BadRequestError,
-            "messages.0.tool_call_id is not supported; tool calls are not implemented",
+            "messages.0.tool_calls.0.function is missing; set it",
         ),
         (
             {"messages": [{"role": "function", "name": "f", "content": "x"}]},
             openai.BadRequestError,
-            "messages.0.role: send one of system, developer, user, assistant",
+            "messages.0.role: input should be 'system', 'developer', 'user', 'assistant' or 'tool'",
         ),
         (
             {"messages": [{**WHO, "name": 5}]},
             openai.BadRequestError,
             "messages.0.name is no string",
         ),
-        ({"messages": ["x"]}, openai.BadRequestError, "messages: send a list of messages"),
+        ({"messages": ["x"]}, openai.BadRequestError, "messages.0: send an object"),
         (
             {
                 "messages": [
@@ -346,9 +346,19 @@ def test_the_async_client_and_its_stream_helper(endpoint: SimpleNamespace) -> No
         ),
         ({"max_tokens": 250}, openai.BadRequestError, "shorten one"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            {"tools": [{"type": "web_search"}]},
             openai.BadRequestError,
-            "tool calls are not implemented",
+            "tools.0.type: input should be 'function'",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            openai.BadRequestError,
+            "strict is not supported; a forced tool call would not be the model's own",
+        ),
+        (
+            {"tool_choice": "required"},
+            openai.BadRequestError,
+            "tool_choice is not supported; a forced tool call",
         ),
         (
             {"response_format": {"type": "json_object"}},
@@ -450,8 +460,8 @@ def test_chats_take_messages_as_clients_keep_them(endpoint: SimpleNamespace) -> 
 
 def test_a_template_gets_the_name_of_a_message() -> None:
     body = {"model": "tiny", "messages": [{**WHO, "name": "me", "reasoning_content": "hm"}]}
-    chat = Chat(body, ServedModel("tiny", 64, 200, 4))
-    assert chat._messages == [{**WHO, "name": "me", "reasoning_content": "hm"}]
+    chat = Chat(body, {})
+    assert chat.request.messages == [{**WHO, "name": "me", "reasoning_content": "hm"}]
 
 
 def test_a_failure_before_the_first_piece_has_a_status_code(endpoint: SimpleNamespace) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece, Tokens
-from asyncrl.serving.answers import ask
-from asyncrl.serving.dialects.chat import Chat
-from asyncrl.serving.dialects.completions import Completions
+from asyncrl.serving.answers import Choice, ask
 from asyncrl.serving.identity import ServedModel
+from asyncrl.serving.requests import Asked
 from asyncrl.serving.words import ModelWords
 from asyncrl.testing import FakeServed
 from asyncrl.text.chat_messages import MessagesError
@@ -28,9 +27,16 @@ def served_model(path: Path) -> ServedModel:
     return ServedModel("llama", 256, len(load_tokenizer(str(path))), 20)
 
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+async def requests_of(asked: Asked, words: Any) -> list[GenerateRequest]:
+    return asked.requests([ids for _, ids in await asked.prompts(words)])
+
+
 def test_a_chat_has_the_same_tokens_as_in_a_run(llama_model: Path) -> None:
-    chat = Chat({"model": "llama", "messages": MESSAGES}, served_model(llama_model))
-    (request,) = asyncio.run(chat.requests(ModelWords(str(llama_model)), served_model(llama_model)))
+    chat = Asked(CHAT, {"model": "llama", "messages": MESSAGES}, served_model(llama_model))
+    (request,) = asyncio.run(requests_of(chat, ModelWords(str(llama_model))))
     (expected,) = Template(str(llama_model)).render([MESSAGES]).ids
     assert (
         request.prompt_ids == tuple(expected)
@@ -39,12 +45,9 @@ def test_a_chat_has_the_same_tokens_as_in_a_run(llama_model: Path) -> None:
 
 
 def test_a_plain_prompt_has_the_same_tokens_as_in_a_run(llama_model: Path) -> None:
-    completions = Completions(
-        {"model": "llama", "prompt": ["What is 2", "and 3"]}, served_model(llama_model)
-    )
-    requests = asyncio.run(
-        completions.requests(ModelWords(str(llama_model)), served_model(llama_model))
-    )
+    body = {"model": "llama", "prompt": ["What is 2", "and 3"]}
+    completions = Asked(COMPLETIONS, body, served_model(llama_model))
+    requests = asyncio.run(requests_of(completions, ModelWords(str(llama_model))))
     assert [list(request.prompt_ids) for request in requests] == Template(str(llama_model)).render(
         ["What is 2", "and 3"]
     ).ids
@@ -81,17 +84,20 @@ def test_parts_of_characters_have_ids_and_no_bytes(llama_model: Path) -> None:
                 Tokens(tuple(parts), (-1.0, float("-inf"), -2.0), (best,) * 3), "日", "stop"
             )
 
-    async def generated(dialect: Any) -> Any:
-        requests = await dialect.requests(Parts.words, model)
-        return [one async for one in ask(Parts(), Parts.words, requests, dialect.details)]
+    async def logprobs(path: str, **body: Any) -> Any:
+        asked, words = Asked(path, {"model": "llama", **body}, model), Parts.words
+        (request,) = await requests_of(asked, words)
+        choice = Choice(words, asked.dialect.request, request, str)
+        pieces = ask(Parts(), [request], asked.details)
+        (answer,) = [(await choice.part(told)).answer async for told in pieces]
+        assert answer is not None
+        return asked.dialect.answer([answer])["choices"][0]["logprobs"]
 
-    completions = Completions({"model": "llama", "prompt": "a", "logprobs": 3}, model)
-    written = completions._choice(asyncio.run(generated(completions))[0])["logprobs"]
+    written = asyncio.run(logprobs(COMPLETIONS, prompt="a", logprobs=3))
     names = [f"token_id:{token}" for token in parts]
     assert written["tokens"] == names and written["token_logprobs"] == [-1.0, -9999.0, -2.0]
     assert list(written["top_logprobs"][0]) == names
-    chat = Chat({"model": "llama", "messages": MESSAGES, "logprobs": True}, model)
-    content = chat._choice(asyncio.run(generated(chat))[0], {})["logprobs"]["content"]
+    content = asyncio.run(logprobs(CHAT, messages=MESSAGES, logprobs=True))["content"]
     assert [(token["token"], token["bytes"]) for token in content] == [("\ufffd", None)] * 3
 
 
@@ -106,28 +112,29 @@ def test_a_model_without_a_template_refuses_chats(llama_model: Path, tmp_path: P
             r" or use /v1/completions"
         ),
     ):
-        chat = Chat({"model": "llama", "messages": MESSAGES}, served_model(llama_model))
-        asyncio.run(chat.requests(ModelWords(str(plain)), served_model(llama_model)))
+        chat = Asked(CHAT, {"model": "llama", "messages": MESSAGES}, served_model(llama_model))
+        asyncio.run(chat.prompts(ModelWords(str(plain))))
 
 
 def test_a_client_cannot_replace_the_template_or_see_paths(llama_model: Path) -> None:
     words = ModelWords(str(llama_model))
     for name in ("chat_template", "tokenize", "tools", "add_generation_prompt"):
         with pytest.raises(MessagesError, match=f"^{name} is not a variable of a template$"):
-            asyncio.run(words.render(MESSAGES, {name: "{{ 1 }}"}))
+            asyncio.run(words.render(MESSAGES, {name: "{{ 1 }}"}, None))
     for name in ("self", "messages", "conversation", "raise_exception"):
         try:
-            text = asyncio.run(words.render(MESSAGES, {name: "{{ 1 }}"}))
+            text = asyncio.run(words.render(MESSAGES, {name: "{{ 1 }}"}, None))
         except MessagesError as error:
             assert str(llama_model) not in str(error) and "\n" not in str(error)
         else:
-            assert text == asyncio.run(words.render(MESSAGES, {}))
+            assert text == asyncio.run(words.render(MESSAGES, {}, None))
 
 
 def test_top_logprobs_above_the_vocabulary_are_refused() -> None:
     """vLLM's engine would crash."""
     small = ServedModel("small", 64, vocabulary=8, longest_token=2)
     with pytest.raises(ApiError, match="logprobs: 'small' has 8 tokens; use at most that many"):
-        Completions({"model": "small", "prompt": "a", "logprobs": 9}, small)
+        Asked(COMPLETIONS, {"model": "small", "prompt": "a", "logprobs": 9}, small)
     with pytest.raises(ApiError, match="top_logprobs: 'small' has 8 tokens"):
-        Chat({"model": "small", "messages": MESSAGES, "logprobs": True, "top_logprobs": 9}, small)
+        body = {"model": "small", "messages": MESSAGES, "logprobs": True, "top_logprobs": 9}
+        Asked(CHAT, body, small)

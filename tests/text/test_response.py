@@ -190,6 +190,7 @@ def test_where_reasoning_goes_on(text: str, within: bool) -> None:
 
 def test_text_does_not_begin_the_content_where_marks_are_unseen(hermes: Any) -> None:
     assert not ResponseReader(hermes).text_begins_content  # <think> is a special token here
+    assert not ResponseReader(hermes).begins_content(tools=False)
     seen: Any = byte_tokenizer()
     seen.chat_template = HERMES
     assert ResponseReader(seen).text_begins_content
@@ -197,5 +198,10 @@ def test_text_does_not_begin_the_content_where_marks_are_unseen(hermes: Any) -> 
     thinks.chat_template = HERMES
     thinks.add_special_tokens({"extra_special_tokens": ["<think>"]})
     assert not ResponseReader(thinks).text_begins_content
+    calls: Any = byte_tokenizer()
+    calls.chat_template = HERMES
+    calls.add_special_tokens({"extra_special_tokens": ["<tool_call>"]})
+    assert not ResponseReader(calls).text_begins_content
+    assert ResponseReader(calls).begins_content(tools=False)
     seen.response_template = OWN
     assert not ResponseReader(seen).text_begins_content

@@ -8,14 +8,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from asyncrl.agents.contract import HeardText, Part
-from asyncrl.agents.dialects.fields import (
+from asyncrl.api.contract import Dialect, Part
+from asyncrl.api.fields import (
     AtLeastOne,
     Body,
     Open,
-    calls_of,
     check,
-    content_of,
     invalid,
     new_id,
     overridden_of,
@@ -135,7 +133,7 @@ class AnthropicErrorBody(BaseModel):
     error: AnthropicErrorDetail
 
 
-class Messages:
+class Messages(Dialect):
     """One request, and its answer."""
 
     def __init__(self, tree: object, notes: Mapping[str, list[Message]]) -> None:
@@ -145,7 +143,6 @@ class Messages:
                 raise invalid(f"{name} is not supported; {fix}", name, "unsupported_parameter")
         body = check(MessagesBody, tree)
         given: Mapping[str, Any] = tree  # type: ignore[assignment]  # it was checked
-        self.streams = bool(body.stream)
         tools, unused = function_tools(_tools(given.get("tools") or ()), "input_schema")
         choice = body.tool_choice or {}
         kind = choice.get("type")
@@ -169,9 +166,8 @@ class Messages:
             "disable_parallel_tool_use": bool(choice.get("disable_parallel_tool_use")),
             "effort": bool((given.get("output_config") or {}).get("effort")),
         }
-        self.overridden: Sequence[str] = overridden_of(body, named)
         form = body.output_format or (body.output_config and body.output_config.format)
-        self.request = ChatRequest(
+        request = ChatRequest(
             [*before, *chat],
             tools or None,
             max_tokens=body.max_tokens,
@@ -179,6 +175,7 @@ class Messages:
             schema=form.schema_ if form else None,
             calls=calls,
         )
+        super().__init__(body, request, overridden_of(body, named))
         self._head: dict[str, Any] = {
             "id": new_id("msg_"),
             "type": "message",
@@ -194,6 +191,7 @@ class Messages:
             "content": list(_blocks(answer)),
             **_stop(answer),
             "usage": _usage(answer),
+            **answer.more,
         }
 
     async def events(self, parts: AsyncIterator[Part]) -> AsyncGenerator[Event, None]:
@@ -202,16 +200,17 @@ class Messages:
         ended = {"stop_reason": None, "stop_sequence": None}
         yield _event("message_start", message={**self._head, **empty, **ended})
         yield _event("ping")
-        sent = ""
+        sent, more = "", dict[str, Any]()
         async for part in parts:
-            if isinstance(part, HeardText):
-                if not sent:
+            more |= part.of_body
+            if (answer := part.answer) is None:
+                if part.text and not sent:
                     yield _begin(0, {"type": "text", "text": ""})
                 sent += part.text
-                yield _delta(0, "text_delta", text=part.text)
+                if part.text:
+                    yield _delta(0, "text_delta", text=part.text)
                 continue
-            (answer,) = part
-            rest = rest_of(content_of(answer), sent)
+            rest = rest_of(answer, sent)
             blocks = list(_blocks(answer))
             if sent:  # its block is first, because it was sent first
                 if rest:
@@ -221,7 +220,8 @@ class Messages:
             for index, block in enumerate(blocks, start=bool(sent)):
                 for event in _block_events(index, block, answer):
                     yield event
-            yield _event("message_delta", delta=_stop(answer), usage=_usage(answer))
+            more |= answer.more
+            yield _event("message_delta", delta=_stop(answer), usage=_usage(answer), **more)
             yield _event("message_stop")
 
 
@@ -255,9 +255,9 @@ def _block_events(index: int, block: Mapping[str, Any], answer: Answer) -> Itera
 
 def _blocks(answer: Answer) -> Iterator[dict[str, Any]]:
     """The content of an answer."""
-    if reasoning := str(answer.message.get("reasoning") or ""):
+    if reasoning := answer.reasoning:
         yield {"type": "thinking", "thinking": reasoning, "signature": SIGNATURE}
-    calls, text = calls_of(answer), content_of(answer)
+    calls, text = answer.calls, answer.text
     if text or not calls:
         yield {"type": "text", "text": text, "citations": None}
     for call in calls:
@@ -274,7 +274,7 @@ def _stop(answer: Answer) -> dict[str, Any]:
     """Why the answer ended."""
     if answer.finish_reason != "stop":
         reason = "max_tokens"
-    elif calls_of(answer):
+    elif answer.calls:
         reason = "tool_use"
     else:
         reason = "end_turn" if answer.stop is None else "stop_sequence"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError, StaleReplicaError
 from asyncrl.sessions.answers import (
     ContextTooLongError,
     SessionClosedError,
@@ -13,7 +14,8 @@ from asyncrl.sessions.answers import (
 )
 from asyncrl.sessions.requests import UnsupportedError
 from asyncrl.text.chat_messages import MessagesError
-from asyncrl.web.errors import ApiError, server_failed
+from asyncrl.web.connection import ClientLeftError
+from asyncrl.web.errors import CLIENT_LEFT, ApiError, server_failed
 from asyncrl.web.events import Event
 
 logger = logging.getLogger(__name__)
@@ -43,8 +45,9 @@ OTHERS: tuple[tuple[type[Exception], int, str], ...] = (
     (TurnsExceededError, 409, "turns_exceeded"),
     (ContextTooLongError, 400, TOO_LONG),
     (MessagesError, 400, "invalid_value"),
+    (InvalidRequestError, 400, "invalid_value"),
 )
-"""Errors of a session, their HTTP status and their code."""
+"""Errors of a model, their HTTP status and their code."""
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -57,9 +60,15 @@ def as_api_error(error: Exception) -> ApiError:
     for kind, status, code in OTHERS:
         if isinstance(error, kind):
             return ApiError(status, " ".join(str(error).split()), code)
+    if isinstance(error, ClientLeftError):
+        return ApiError(CLIENT_LEFT, "the client has left", "client_left")
+    if isinstance(error, StaleReplicaError):
+        return ApiError(503, "no replica can answer now; try again", "unavailable")
+    if isinstance(error, GenerationTimeoutError):
+        return ApiError(504, f"{error}; request fewer tokens", "timeout")
     if isinstance(error, RecursionError):
         return ApiError(400, "the body is nested too deep; flatten it", "invalid_body")
-    logger.error("a request of an agent failed", exc_info=error)
+    logger.error("a request failed", exc_info=error)
     return server_failed()
 
 

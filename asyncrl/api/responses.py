@@ -14,26 +14,23 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from asyncrl.agents.contract import HeardText, Part
-from asyncrl.agents.dialects.fields import (
+from asyncrl.api.contract import Dialect, Part
+from asyncrl.api.fields import (
     AtLeastOne,
     Body,
     Open,
     TopLogprobs,
-    calls_of,
     check,
-    content_of,
     invalid,
     new_id,
     overridden_of,
     rest_of,
-    schema_of,
 )
 from asyncrl.runtime.clock import steady_time
-from asyncrl.sessions.answers import Answer, ChatRequest
-from asyncrl.sessions.requests import chosen, function_tools, text_of
-from asyncrl.text.template import Message, Schema
-from asyncrl.web.answers import finite
+from asyncrl.sessions.answers import Answer, ChatRequest, Token
+from asyncrl.sessions.chat_answers import shown_token
+from asyncrl.sessions.requests import chosen, function_tools, schema_of, text_of
+from asyncrl.text.template import Message
 from asyncrl.web.errors import ApiError
 from asyncrl.web.events import Event
 
@@ -116,7 +113,7 @@ class ResponsesAnswer(Open):
     output: list[OutputItem]
 
 
-class Responses:
+class Responses(Dialect):
     """One request, and its answer."""
 
     def __init__(self, tree: object, notes: MutableMapping[str, list[Message]]) -> None:
@@ -127,7 +124,6 @@ class Responses:
         body = self._body = check(ResponsesBody, tree)
         given: Mapping[str, Any] = tree  # type: ignore[assignment]  # it was checked
         self._given, self._notes = given, notes
-        self.streams = bool(body.stream)
         functions = enumerate(given.get("tools") or ())
         tools, unused = function_tools(
             [(f"tools.{place}", tool) for place, tool in functions], "parameters"
@@ -143,15 +139,16 @@ class Responses:
             "include": bool(set(body.include or ()) - {LOGPROBS}),
             "truncation": body.truncation == "auto",
         }
-        self.overridden: Sequence[str] = overridden_of(body, named)
-        self.request = ChatRequest(
+        request = ChatRequest(
             [*(instructions if body.instructions else []), *self._chat],
             tools or None,
             max_tokens=body.max_output_tokens,
             logprobs=LOGPROBS in (body.include or ()),
-            schema=_schema(None if body.text is None else body.text.format),
+            schema=schema_of((given.get("text") or {}).get("format"), "text.format"),
             calls=calls,
         )
+        overridden = overridden_of(body, named)
+        super().__init__(body, request, overridden, top=body.top_logprobs or 0)
         if not self._chat:
             raise invalid("input has no item; send at least one message", "input")
         self._id, self._began = new_id("resp_"), steady_time()
@@ -163,7 +160,7 @@ class Responses:
         if previous not in self._notes:
             raise ApiError(
                 404,
-                "previous_response_id is not one of this session's last answers; send all items",
+                "previous_response_id is not one of the last answers here; send all items",
                 "previous_response_not_found",
                 "previous_response_id",
             )
@@ -185,31 +182,28 @@ class Responses:
         """The body of the answer."""
         answer = answers[0]
         self._note(answer)
-        return self._response(answer, [item for item, _ in self._items(answer)])
+        return {**self._response(answer, [item for item, _ in self._items(answer)]), **answer.more}
 
     def _items(self, answer: Answer) -> Iterator[tuple[dict[str, Any], str]]:
         """The output, and the text of each item."""
         status = "completed" if answer.finish_reason == "stop" else "incomplete"
-        if reasoning := str(answer.message.get("reasoning") or ""):
+        if reasoning := answer.reasoning:
             yield _reasoning_item(reasoning), reasoning
-        calls, text = calls_of(answer), content_of(answer)
+        calls, text = answer.calls, answer.text
         if text or not calls:
-            part = _text_part(text, self._logprobs(answer))
+            part = _text_part(text, self._logprobs(answer.tokens))
             yield _message_item(new_id("msg_"), status, [part]), text
         for call in calls:
             function = call["function"]
             arguments = str(function["arguments"])
             yield _call_item(str(call["id"]), str(function["name"]), arguments), arguments
 
-    def _logprobs(self, answer: Answer) -> list[dict[str, Any]]:
+    def _logprobs(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+        if not self.request.logprobs:
+            return []
         return [
-            {
-                "token": text,
-                "logprob": finite(logprob),
-                "bytes": list(text.encode()),
-                "top_logprobs": [],
-            }
-            for text, logprob in answer.tokens
+            {**shown_token(token), "top_logprobs": [shown_token(top) for top in token.top]}
+            for token in tokens
         ]
 
     def _response(self, answer: Answer | None, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -259,17 +253,18 @@ class Responses:
         events = _Events()
         yield events.next("response.created", response=self._response(None, []))
         yield events.next("response.in_progress", response=self._response(None, []))
-        sent, item_id = "", new_id("msg_")
+        sent, item_id, more = "", new_id("msg_"), dict[str, Any]()
         async for part in parts:
-            if isinstance(part, HeardText):
-                if not sent:
+            more |= part.of_body
+            if (answer := part.answer) is None:
+                if part.text and not sent:
                     for event in events.begin_message(item_id, 0):
                         yield event
                 sent += part.text
-                yield events.delta(item_id, 0, part.text)
+                if part.text:
+                    yield events.delta(item_id, 0, part.text)
                 continue
-            answer = part[0]
-            rest = rest_of(content_of(answer), sent)
+            rest = rest_of(answer, sent)
             items = list(self._items(answer))
             if sent:  # its item is first, because it was sent first
                 place = next(n for n, (item, _) in enumerate(items) if item["type"] == "message")
@@ -279,7 +274,7 @@ class Responses:
                 for event in events.of_item(item, index, text, rest, bool(sent) and index == 0):
                     yield event
             self._note(answer)
-            whole = self._response(answer, [item for item, _ in items])
+            whole = {**self._response(answer, [item for item, _ in items]), **answer.more, **more}
             yield events.next(f"response.{whole['status']}", response=whole)
 
 
@@ -391,12 +386,6 @@ def _usage(answer: Answer) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": answer.prompt_tokens + answer.completion_tokens,
     }
-
-
-def _schema(form: TextFormat | None) -> Schema | None:
-    if form is None:
-        return None
-    return schema_of(form.type, form.schema_, invalid("text.format has no schema; set it", "text"))
 
 
 def _messages(given: object) -> list[Message]:

@@ -1,29 +1,36 @@
-"""What the dialects share: validation of bodies, fields of answers, and numbers."""
+"""What the dialects share: validation of bodies, and fields of answers."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from asyncrl.sessions.answers import Answer
 from asyncrl.sessions.requests import LABELS
-from asyncrl.text.template import Schema
-from asyncrl.web.answers import MOST_CHOICES, end_reason
-from asyncrl.web.bodies import whole
+from asyncrl.web.answers import MOST_CHOICES
 from asyncrl.web.errors import ApiError, printable
 
-JSON_OBJECT: Schema = {"type": "object"}
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-AtLeastOne = Annotated[int, Field(ge=1), BeforeValidator(whole)]
-"""A number of tokens. Like all whole numbers, a client may write it as 1.0."""
-Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES), BeforeValidator(whole)]
+Whole = Annotated[int, BeforeValidator(_whole)]
+"""A whole number, which a client may write as 1.0."""
+AtLeastOne = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+"""A number of tokens."""
+Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES), BeforeValidator(_whole)]
 """A number of answers."""
-TopLogprobs = Annotated[int, Field(ge=0, le=20), BeforeValidator(whole)]
+TopLogprobs = Annotated[int, Field(ge=0, le=20), BeforeValidator(_whole)]
 """How many log-probs a client wants of each place."""
+KINDS = {
+    "prompt": "send a string, a list of token ids, or a list of such prompts",
+    "chat_template_kwargs": "send an object of strings, numbers and booleans",
+}
+"""Fields of several types → the valid ones. pydantic would name the first type only."""
 
 
 class Open(BaseModel):
@@ -42,6 +49,13 @@ class Body(Open):
     """Any name. The answers come from the policy."""
     stream: bool | None = None
     """Whether the answer comes as server-sent events."""
+
+
+class StreamOptions(Open):
+    """What a stream has in addition."""
+
+    include_usage: bool | None = None
+    """Send the numbers of tokens in an event of their own, the last one."""
 
 
 class ErrorDetail(Open):
@@ -70,12 +84,16 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
     return ApiError(400, message, code, param)
 
 
+def not_an_object(tree: object) -> ApiError:
+    """The error of a body that is no JSON object."""
+    message = f"the body is a JSON {type(tree).__name__}; send an object"
+    return invalid(message, code="invalid_body")
+
+
 def check(kind: type[Kind], tree: object) -> Kind:
     """Validate a body. Raises ApiError, 400, for the first invalid field."""
     if not isinstance(tree, dict):
-        raise invalid(
-            f"the body is a JSON {type(tree).__name__}; send an object", code="invalid_body"
-        )
+        raise not_an_object(tree)
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
@@ -86,7 +104,10 @@ def check(kind: type[Kind], tree: object) -> Kind:
     field = place.partition(".")[0] or None
     if item["type"] == "missing":
         raise invalid(f"{place} is missing; set it", field, "missing_parameter")
-    message = item["msg"].removeprefix("Value error, ")
+    if field in KINDS:
+        raise invalid(f"{field}: {KINDS[field]}", field)
+    is_object = item["type"] == "model_type"
+    message = "send an object" if is_object else item["msg"].removeprefix("Value error, ")
     raise invalid(f"{place}: {message[:1].lower()}{message[1:]}", field)
 
 
@@ -118,19 +139,17 @@ def overridden_of(body: Open, known: Mapping[str, bool]) -> tuple[str, ...]:
     return (*unknown, *(name for name, given in known.items() if given))
 
 
-def schema_of(form: str, schema: Schema | None, problem: ApiError) -> Schema | None:
-    """The JSON schema that the text must follow. None: any text.
+def extras_of(body: BaseModel | None, place: str, read: Sequence[str] = ()) -> Iterator[str]:
+    """The names of unknown fields in a part of a body that ask for something.
 
     Args:
-        form: `text`, `json_object` or `json_schema`.
-        schema: what the client gave for the last of them.
-        problem: raised if it gave none.
+        place: of the part in the body.
+        read: fields that are read if they are texts.
     """
-    if form != "json_schema":
-        return JSON_OBJECT if form == "json_object" else None
-    if schema is None:
-        raise problem
-    return schema
+    for name, value in ((body and body.model_extra) or {}).items():
+        is_read = name == "cache_control" or (name in read and isinstance(value, str))
+        if not is_read and value not in (None, False, []):
+            yield f"{place}.{printable(name)}"
 
 
 def new_id(prefix: str) -> str:
@@ -138,33 +157,16 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def content_of(answer: Answer) -> str:
-    """The text of an answer."""
-    return str(answer.message.get("content") or "")
-
-
-def calls_of(answer: Answer) -> list[dict[str, Any]]:
-    """The tool calls of an answer, in the form of chat completions."""
-    calls = answer.message.get("tool_calls")
-    return list(calls) if isinstance(calls, list) else []
-
-
-def finish_reason(answer: Answer) -> str:
-    """Why an answer ended: `tool_calls`, `stop` or `length`."""
-    reason = end_reason(answer.finish_reason)
-    return "tool_calls" if reason == "stop" and calls_of(answer) else reason
-
-
-def rest_of(content: str, sent: str) -> str:
-    """What is left of a message's content.
+def rest_of(answer: Answer, sent: str) -> str:
+    """What is left of an answer's text.
 
     Raises:
         ApiError: 500 if the content does not begin with what was sent.
     """
-    if not content.startswith(sent):
+    if not answer.text.startswith(sent):
         raise ApiError(
             500,
             "the text that was streamed is not the beginning of the message; ask without stream",
             "stream_differs",
         )
-    return content[len(sent) :]
+    return answer.text[len(sent) :]
