@@ -37,7 +37,7 @@ class OtherNames:
 def other_names() -> OtherNames:
     """Read the tables. Raises ValueError if a table has a name twice."""
     source = resources.files("asyncrl.config").joinpath("other_systems.yaml")
-    tables = yaml.load(source.read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    tables = yaml.safe_load(source.read_text("utf-8"))
     return OtherNames(
         renamed=_answers(tables["renamed"], "here"),
         not_implemented=_answers(tables["not_implemented"], "why"),

@@ -45,7 +45,7 @@ class MetricTable:
 def metric_tables() -> tuple[MetricTable, ...]:
     """The tables of `metrics.yaml`, in its order."""
     source = resources.files("asyncrl.observe").joinpath("metrics.yaml")
-    tables = yaml.load(source.read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    tables = yaml.safe_load(source.read_text("utf-8"))
     return tuple(
         MetricTable(
             table["title"], table["event"], tuple(Metric(**row) for row in table["metrics"])
