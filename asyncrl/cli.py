@@ -436,7 +436,7 @@ def on_a_run(known: argparse.Namespace) -> int:
         raise
     except OSError as error:
         refused = isinstance(error, PermissionError)
-        way_out = "; give this user permission, or name another place" if refused else ""
+        way_out = "; give this user permission, or name another path" if refused else ""
         named = f"{error.filename}: " if error.filename else ""
         print_shown(f"asyncrl: {named}{error.strerror}{way_out}", file=sys.stderr)
         return 2

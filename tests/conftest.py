@@ -18,7 +18,7 @@ import pytest
 from llama_checkpoint import save_llama
 
 from asyncrl.contracts.messages import Manifest
-from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
+from asyncrl.runtime.temporary import ProcessTemporaryFolder, remove_left_behind
 
 # Before torch is imported. Two test processes with two threads each wait for each other's threads,
 # and a step of a tiny model then takes ten times as long. Ranks and engines have their own number.
@@ -127,7 +127,8 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def leavings() -> set[str]:
-    return {path.name for pattern in LEAVINGS for path in TemporaryPlace.where().glob(pattern)}
+    folder = ProcessTemporaryFolder.where()
+    return {path.name for pattern in LEAVINGS for path in folder.glob(pattern)}
 
 
 THERE_BEFORE = leavings()
@@ -150,10 +151,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             f"vLLM engine starts: {len(ENGINE_STARTS)} ({', '.join(ENGINE_STARTS)})"
         )
     # Engines that tests have killed leave their folders.
-    remove_left_behind(TemporaryPlace.where())
+    remove_left_behind(ProcessTemporaryFolder.where())
     # Only a notice, because another session on this machine may have made them.
     if left := sorted(leavings() - THERE_BEFORE):
-        terminalreporter.write_line(f"left in {TemporaryPlace.where()}: {', '.join(left)}")
+        terminalreporter.write_line(f"left in {ProcessTemporaryFolder.where()}: {', '.join(left)}")
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """One word, one meaning: no other file uses a synonym that the glossary rules out."""
 
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,27 @@ OTHERS_NAMES = (
     ROOT / "tests" / "rundir" / "test_reader.py",
 )
 """Files that explain names of other systems or of an older asyncrl."""
+
+PLACES_PROCESSES = ("_place_ranks",)
+"""Names with the verb: to place a process on a node."""
+NOT_YET = {
+    "agents/dialects/chat.py",
+    "agents/dialects/fields.py",
+    "agents/dialects/messages.py",
+    "agents/dialects/responses.py",
+    "environments/model.py",
+    "serving/dialects/chat.py",
+    "serving/dialects/completions.py",
+    "serving/dialects/fields.py",
+    "serving/http.py",
+    "sessions/requests.py",
+    "sessions/session.py",
+    "sessions/tree.py",
+    "testing/generators.py",
+    "text/response.py",
+    "text/stops.py",
+}
+"""Files that still say `place` for something else. Remove a file once it does not."""
 
 
 def rows() -> list[list[str]]:
@@ -85,3 +108,36 @@ def test_a_session_is_not_called_an_attempt(package: str) -> None:
 def test_the_glossary_names_every_outcome() -> None:
     (meaning,) = [meaning for word, meaning, _ in rows() if word == "outcome"]
     assert not [outcome for outcome in OUTCOMES if not places(outcome, meaning)]
+
+
+def vague_names(source: str) -> set[str]:
+    """Names with `place` as a noun, which says nothing of what it is."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    names = {token.string for token in tokens if token.type == tokenize.NAME}
+    parts = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+    return {
+        name
+        for name in names.difference(PLACES_PROCESSES)
+        if {"place", "places"} & {part.lower() for part in parts.findall(name)}
+    }
+
+
+@pytest.mark.parametrize("name", ["place", "_places", "NodePlace", "NO_PLACE", "place_of"])
+def test_a_vague_name_is_found(name: str) -> None:
+    assert vague_names(f"{name} = 1  # a comment") == {name}
+
+
+@pytest.mark.parametrize("name", ["placement_group", "while_placed", "replace", "_place_ranks"])
+def test_a_name_of_placement_is_no_vague_one(name: str) -> None:
+    assert not vague_names(f"{name}('place')")
+
+
+def test_no_name_says_place() -> None:
+    """An index, an offset, a folder, a slot and a rank have these names."""
+    package = ROOT / "asyncrl"
+    found = {
+        str(path.relative_to(package)): names
+        for path in package.glob("**/*.py")
+        if (names := vague_names(path.read_text()))
+    }
+    assert found.keys() == NOT_YET, found

@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx
 LIVE_CHUNKS = 4
 """Peak memory of the backward pass, in float32 tensors of the size of one chunk of logits."""
 AUTOGRAD_LIVE = 7
-"""The same for one chunk whose backward pass is autograd's."""
+"""Peak memory, in the same tensors, of a chunk whose backward pass is autograd's."""
 CHUNK_ELEMENTS = 1 << 23
 """Default number of logits in a chunk. Peak memory is 128 MiB."""
 
@@ -40,7 +40,7 @@ class LogitMap:
 
     scale: float = 1.0
     softcap: float | None = None
-    """None: z → scale * z."""
+    """Bound of the logits. None: no bound, so z → scale * z."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return the changed logits, with the same shape."""
@@ -241,9 +241,9 @@ def top_logprobs(
     for chunk in _chunks(max(1, len(targets)), _chunk_rows(weight, chunk_elements)):
         logits = _logits(hidden[chunk], weight, bias, logit_map)
         log_probs = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, -1)
-        places = targets[chunk, None]
-        own = log_probs.gather(-1, places).squeeze(-1)
-        others = log_probs.scatter_(-1, places, float("-inf"))[:, :known].topk(count, -1)
+        indices = targets[chunk, None]
+        own = log_probs.gather(-1, indices).squeeze(-1)
+        others = log_probs.scatter_(-1, indices, float("-inf"))[:, :known].topk(count, -1)
         found.append((own, others.indices, others.values))
     own, ids, values = (torch.cat(parts) for parts in zip(*found, strict=True))
     return own, ids, values
@@ -315,8 +315,8 @@ def _chunk_gradients(
     dH / dz = -p (log p + H). autograd would keep three times as many tensors of a chunk's size.
     """
     outputs = torch.nn.functional.linear(hidden, weight, bias)
-    places = targets[:, None] if targets.dim() == 1 else targets
-    of_targets = (of_logprobs.view(places.shape) / temperature).float()
+    indices = targets[:, None] if targets.dim() == 1 else targets
+    of_targets = (of_logprobs.view(indices.shape) / temperature).float()
     of_sum = -of_targets.sum(-1, keepdim=True)
     tempered = _tempered(outputs, temperature, logit_map)
     if logit_map == IDENTITY:
@@ -332,7 +332,7 @@ def _chunk_gradients(
         slopes = -of_entropy / temperature
         gradient.mul_(log_probs.add_(entropy).mul_(slopes).add_(of_sum))
         del log_probs
-    gradient.scatter_add_(-1, places, of_targets)
+    gradient.scatter_add_(-1, indices, of_targets)
     if logit_map != IDENTITY:
         gradient.mul_(logit_map.derivative(outputs.float()))
         del outputs

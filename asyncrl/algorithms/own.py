@@ -37,7 +37,7 @@ def own_loss(
     logprobs = given["logprobs"]
     assert isinstance(logprobs, torch.Tensor)
     tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
-    # The function may change its arguments in place.
+    # The function may change its arguments themselves.
     copies = {key: value.clone() for key, value in tensors.items()}
     returned, name = call_function("algorithm.loss", function, {**given, **copies}, arguments)
     pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})

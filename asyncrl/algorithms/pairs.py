@@ -35,8 +35,8 @@ class BestWorst(_PairsOfGroup):
     max_pairs: ClassVar[int] = 1
 
     def ordered(self, rewards: Mapping[int, float]) -> list[tuple[int, int]]:
-        """Return the possible pairs as (chosen, rejected) places, the best first, by the rewards of
-        at least one place. Of equal rewards, the first place counts."""
+        """Return the possible pairs as (chosen, rejected) indices, the best first, by the rewards
+        of at least one trajectory. Of equal rewards, the first trajectory counts."""
         return [(max(rewards, key=rewards.__getitem__), min(rewards, key=rewards.__getitem__))]
 
 
@@ -62,19 +62,19 @@ Pairs: TypeAlias = Annotated[BestWorst | Margin, ByName("best_worst")]
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The trajectories of one group, one item each."""
+    """The trajectories of one group. Each list has one item for each trajectory."""
 
     rewards: Sequence[float | None]
     usable: Sequence[bool]
-    """Whether its status is ok."""
+    """Whether a trajectory's status is ok."""
     truncated: Sequence[bool]
-    """Whether its completion was cut off, and so has no EOS or stop."""
+    """Whether a trajectory's completion was cut off, and so has no EOS or stop."""
     completions: Sequence[Hashable]
     """Equal for completions of the same tokens, which teach nothing as a pair."""
 
 
 def choose_pairs(group: Candidates, pairs: Pairs) -> list[tuple[int, int]]:
-    """Return the pairs of a group as (chosen, rejected) places of its trajectories, the largest
+    """Return the pairs of a group as (chosen, rejected) indices of its trajectories, the largest
     differences first, at most `max_pairs`.
 
     A pair needs rewards that differ by at least `min_margin`, and different completions.
@@ -90,8 +90,8 @@ def choose_pairs(group: Candidates, pairs: Pairs) -> list[tuple[int, int]]:
             " for each trajectory"
         )
     rewards = {
-        place: reward - pairs.missing_eos_penalty * truncated
-        for place, (reward, usable, truncated) in enumerate(
+        index: reward - pairs.missing_eos_penalty * truncated
+        for index, (reward, usable, truncated) in enumerate(
             zip(group.rewards, group.usable, group.truncated, strict=True)
         )
         if usable and reward is not None and math.isfinite(reward)
@@ -120,15 +120,15 @@ def shuffled_rewards(
     """Return the rewards of a step's groups, with those of all usable trajectories permuted."""
     import numpy as np
 
-    places = [
+    indices = [
         (group, index)
         for group, flags in enumerate(usable)
         for index, use in enumerate(flags)
         if use
     ]
     shuffled = [list(group) for group in rewards]
-    order = np.random.default_rng(seed).permutation(len(places))
-    for (group, index), source in zip(places, order, strict=True):
-        drawn_group, drawn_index = places[source]
+    order = np.random.default_rng(seed).permutation(len(indices))
+    for (group, index), source in zip(indices, order, strict=True):
+        drawn_group, drawn_index = indices[source]
         shuffled[group][index] = rewards[drawn_group][drawn_index]
     return shuffled

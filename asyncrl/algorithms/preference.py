@@ -29,10 +29,10 @@ class Completions:
     reference: Tensor | None = None
     """[B] sums by the reference policy."""
     behavior: Tensor | None = None
-    """[B] sums by the policy that sampled them."""
+    """[B] sums by the policy that sampled the completions."""
 
     def at(self, index: Tensor) -> Completions:
-        """Return the completions at these places: an index or a mask."""
+        """Return the completions at these indices, or with True in this mask."""
         return Completions(
             self.logprobs[index],
             self.tokens[index],

@@ -20,7 +20,7 @@ class _Preference(Section):
     """What every loss of preferences has."""
 
     has_reference: ClassVar[bool] = True
-    """Whether it compares with a reference policy."""
+    """Whether the loss compares with a reference policy."""
 
     beta: float = Field(default=0.1, gt=0, le=1000)
     """Strength of the reference: a small beta lets the policy move further from it."""

@@ -33,9 +33,9 @@ def gae(
     deltas = rewards + gamma * following - values
     advantages = np.zeros(len(values))
     running = 0.0
-    for place in range(len(values) - 1, -1, -1):
-        running = deltas[place] + gamma * lam * running
-        advantages[place] = running
+    for index in range(len(values) - 1, -1, -1):
+        running = deltas[index] + gamma * lam * running
+        advantages[index] = running
     return advantages
 
 

@@ -265,12 +265,12 @@ def _check_filter(algorithm: PolicyGradient) -> None:
 
 
 def _check_distillation(algorithm: PolicyGradient, distillation: DistillationConfig) -> None:
-    """The teacher takes the reference policy's place. Without reward_weight, rewards are only
+    """The teacher replaces the reference policy. Without reward_weight, rewards are only
     measured, so settings of their advantage do nothing."""
     if algorithm.reference is not None:
         raise ValueError(
-            "reference has no effect with algorithm.distillation, whose teacher takes the reference"
-            " policy's place; leave it out, or set algorithm.distillation.use: ref_kl"
+            "reference has no effect with algorithm.distillation, whose teacher replaces the"
+            " reference policy; leave it out, or set algorithm.distillation.use: ref_kl"
         )
     if algorithm.uses_rewards:
         return

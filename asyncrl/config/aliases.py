@@ -26,7 +26,7 @@ class OtherNames:
     not_implemented: Mapping[str, str]
     """Setting of another system → the reason and the fix."""
     offline_renamed: Mapping[str, str]
-    """As `renamed`, for runs on a dataset."""
+    """`renamed` for runs on a dataset."""
     offline_not_implemented: Mapping[str, str]
     moved: Mapping[str, tuple[str, ...]]
     """Dotted name of an earlier version → the YAML to write now. Several ways are for different

@@ -74,7 +74,7 @@ def deadline(settings: Settings, tokens: int | None = None) -> Derived:
     """rollout.deadline_s for completions of at most `tokens` (default: those of rollouts)."""
     if settings.environment is not None:
         environment = settings.environment
-        at_once, waves = session_places(settings), session_waves(settings)
+        at_once, waves = session_slots(settings), session_waves(settings)
         queued = f", in {waves} waves, as {at_once} run at once" if waves > 1 else ""
         return Derived(
             "rollout.deadline_s",
@@ -95,7 +95,7 @@ def deadline(settings: Settings, tokens: int | None = None) -> Derived:
     return Derived("rollout.deadline_s", seconds, reason)
 
 
-def session_places(settings: Settings) -> int:
+def session_slots(settings: Settings) -> int:
     """Sessions that the environment processes of all rollout workers run at once, in a run with an
     environment."""
     environment = settings.environment
@@ -106,7 +106,7 @@ def session_places(settings: Settings) -> int:
 def session_waves(settings: Settings) -> int:
     """Into how many waves the most sessions are divided that a run with an environment may start at
     once. Of more than one, the last waits until the others have ended."""
-    return math.ceil(_completions_at_once(settings) / session_places(settings))
+    return math.ceil(_completions_at_once(settings) / session_slots(settings))
 
 
 def request_deadline_s(tokens: int) -> float:

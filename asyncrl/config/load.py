@@ -165,7 +165,7 @@ def _explain_one(item: ErrorDetails, kind: type[BaseModel]) -> str:
 
 
 def _setting(parts: list[str], kind: type[BaseModel]) -> str:
-    """The dotted name of a place in settings. It leaves out the parts that name an alternative: of
+    """The dotted name of a setting. It leaves out the parts that name an alternative: of
     a choice, in parentheses, or of the types that a single value may have."""
     names = [part for part in parts if not part.startswith(("(", "literal[", "list["))]
     while (

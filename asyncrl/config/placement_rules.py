@@ -90,7 +90,7 @@ def _check_turns_on_gpus(config: Settings) -> None:
     if 0 < config.reward.num_gpus < 1:
         raise ValueError(
             f"placement: colocate does not work with reward.num_gpus = {config.reward.num_gpus:g}"
-            " on GPUs: a reward could take the place of a replica beside a rank; use 0, 1 or more"
+            " on GPUs: a reward could take the GPU of a replica beside a rank; use 0, 1 or more"
         )
 
 

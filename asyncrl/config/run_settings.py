@@ -1,4 +1,4 @@
-"""What every kind of run has: its name, its places, its model, its learner and its checkpoints."""
+"""What every kind of run has: its name, its folders, its model, its learner and its checkpoints."""
 
 from __future__ import annotations
 

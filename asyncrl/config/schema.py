@@ -96,10 +96,10 @@ class Source(Section):
         """Name of the source: `name`, else the end of its path."""
         if self.name is not None:
             return self.name
-        place = HUB_CACHE.fullmatch(self.path)
+        match = HUB_CACHE.fullmatch(self.path)
         path = Path(self.path)
         plain = path.parent if re.search(r"[*?[]", path.name) else path
-        last = place["name"] if place else plain.name.split(".")[0]
+        last = match["name"] if match else plain.name.split(".")[0]
         parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-._") or "data"]
         parts += [part for part in (self.subset, self.split) if part]
         return ".".join(parts)[:64]
@@ -686,7 +686,7 @@ class AttachedGenerators(Section):
         return self._engines
 
     def with_engines(self, engines: GeneratorConfig) -> AttachedGenerators:
-        """The same, with the application's settings."""
+        """These settings, with the settings of the attached application."""
         found = self.model_copy()
         found._engines = engines
         return found

@@ -117,8 +117,8 @@ class Settings(RunSettings):
         """Adapters that one engine computes with in one step.
 
         Under the staleness bound S, requests in flight use at most S + 1 versions. One more is
-        loaded before its first request, which takes the place of the least recently used one. With
-        fewer places, requests of a new version would wait for old ones to end.
+        loaded before its first request, and replaces the least recently used one. With fewer
+        adapters, requests of a new version would wait for old ones to end.
         """
         return self.staleness.max_staleness + 2
 

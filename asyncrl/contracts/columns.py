@@ -174,7 +174,7 @@ def unreadable(column: pa.ChunkedArray) -> str | None:
 def _may_be_unreadable(kind: pa.DataType) -> bool:
     if pa.types.is_map(kind) or pa.types.is_temporal(kind):
         return True
-    return any(_may_be_unreadable(kind.field(place).type) for place in range(kind.num_fields))
+    return any(_may_be_unreadable(kind.field(index).type) for index in range(kind.num_fields))
 
 
 def _why_unreadable(value: pa.Scalar) -> str | None:

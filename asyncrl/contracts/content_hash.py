@@ -128,11 +128,11 @@ def _parts(array: pa.Array) -> list[tuple[np.ndarray, np.ndarray | None]] | None
 
 def _cut(parts: Sequence[tuple[np.ndarray, np.ndarray | None]], rows: int) -> list[bytes]:
     """Each row's bytes, concatenated over the parts."""
-    places = [
+    bounded = [
         (items, range(rows + 1) if bounds is None else bounds.tolist()) for items, bounds in parts
     ]
     return [
-        b"".join([items[bounds[row] : bounds[row + 1]].tobytes() for items, bounds in places])
+        b"".join([items[bounds[row] : bounds[row + 1]].tobytes() for items, bounds in bounded])
         for row in range(rows)
     ]
 

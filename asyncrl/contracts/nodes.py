@@ -18,11 +18,11 @@ REWRITTEN = "rewritten"
 """Class of a branch: no turn has the beginning of its chat, which has answers of the session. The
 agent has changed or compacted it."""
 SEPARATE = "separate"
-"""It begins a chat of its own: another agent asks, or the agent begins anew."""
+"""The branch begins a chat of its own: another agent asks, or the agent begins anew."""
 FORKED = "forked"
-"""It goes on from a turn that another turn follows already."""
+"""The branch goes on from a turn that another turn follows already."""
 REPEATED = "repeated"
-"""Its request has an answer already, and comes without a key that would name it."""
+"""The branch repeats a request that has an answer, without a key that would name it."""
 DRIFT = "drift"
 """The template does not prove what follows the turn before it."""
 CUT = "cut"
@@ -49,7 +49,7 @@ class Node:
     """
 
     parent: int | None
-    """Its index among the session's nodes, below the node's own. None: a first node."""
+    """Index of the parent among the session's nodes, below the node's own. None: a first node."""
     token_ids: tuple[int, ...]
     sampled: bool = False
     """Whether a turn sampled the tokens."""
@@ -57,13 +57,13 @@ class Node:
     versions: tuple[VersionSpan, ...] = ()
     status: str = "ok"
     finish_reason: str = ""
-    """Of a turn. Empty for context."""
+    """Finish reason of a turn. Empty for context."""
     branch_reason: str = ""
     """Why it is a branch: one of BRANCHES, a colon, and a line with the first token that differs.
     Empty if it is none."""
     replica: str = ""
     request_hash: str = ""
-    """Of a turn: names the body of its request. Equal bodies have the same one."""
+    """Hash of the body of a turn's request. Equal bodies have the same hash."""
     started_at: float = 0.0
     """Unix seconds by `steady_time`, as is `finished_at`."""
     finished_at: float = 0.0

@@ -47,7 +47,7 @@ class Outcome:
     """Set for trained groups only, as is `staleness`."""
     staleness: int | None = None
     completion_tokens: int | None = None
-    """None if the group was not generated to its end."""
+    """Tokens of the group's completions. None if the group was not generated to its end."""
     content: str | None = None
     """Hash of the group's row; None if the group was not scored."""
 

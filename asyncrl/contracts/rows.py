@@ -56,7 +56,7 @@ ANSWER_COLUMNS: dict[str, pa.DataType] = {
     "replica": pa.string(),
 }
 """Columns of evaluations/*.parquet, in addition to `reward_parts`: one row per requested
-completion. `ordinal` is the prompt's row in its file. `index` is the completion's place among the
+completion. `ordinal` is the prompt's row in its file. `index` is the completion's index among the
 prompt's n. `reward` is the weighted sum of the parts before any penalty. Values that were not
 produced are null."""
 
@@ -282,7 +282,7 @@ class ReferenceLogprobs(NamedTuple):
 
 class TopLogprobs(NamedTuple):
     """A teacher's answer for the C tokens of one completion: their log-probs [C], and ids [C, K]
-    and log-probs [C, K] of the most probable other tokens at each place, in nats."""
+    and log-probs [C, K] of the most probable other tokens for each token, in nats."""
 
     logprobs: np.ndarray
     other_ids: np.ndarray
@@ -407,8 +407,8 @@ class Group:
     scored_at: float | None = None
     failure: str | None = None
     reference_version: int | None = None
-    """The version of the reference policy that scored the group. None: there is none, or it
-    failed."""
+    """The version of the reference policy that scored the group. None: there is no
+    reference policy, or it failed."""
     baseline: Baseline | None = None
     """None in a run without baselines."""
 

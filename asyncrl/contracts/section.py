@@ -111,7 +111,7 @@ def _choice(
     before: Callable[[object], object],
     handler: GetCoreSchemaHandler,
 ) -> CoreSchema:
-    """The schema of a choice. Places in errors name the alternative in parentheses."""
+    """The schema of a choice. Locations in errors name the alternative in parentheses."""
 
     def tag(value: object) -> str | None:
         known = isinstance(value, dict | Section)

@@ -55,7 +55,7 @@ def turns_of_group(sessions: Sequence[Sequence[Node]]) -> TurnsRow:
     """
     columns: dict[str, list[object]] = {name: [] for name in TurnsRow.__annotations__}
     for trajectory, nodes in enumerate(sessions):
-        places: dict[int, int] = {}
+        rows: dict[int, int] = {}
         contexts: set[int | None] = set()
         for index, node in enumerate(nodes):
             if not node.sampled:
@@ -63,15 +63,15 @@ def turns_of_group(sessions: Sequence[Sequence[Node]]) -> TurnsRow:
             context = None if node.parent is None else nodes[node.parent]
             if context is None or context.sampled:
                 raise ValueError(f"turn {index} of trajectory {trajectory} follows no context")
-            if context.parent is not None and context.parent not in places:
+            if context.parent is not None and context.parent not in rows:
                 raise ValueError(f"the context of turn {index} follows another context")
             first = node.parent not in contexts
             contexts.add(node.parent)
-            places[index] = len(columns["turn_parent"])
+            rows[index] = len(columns["turn_parent"])
             for name, value in _turn(trajectory, node, context, first).items():
                 columns[name].append(value)
             columns["turn_parent"].append(
-                NO_PARENT if context.parent is None else places[context.parent]
+                NO_PARENT if context.parent is None else rows[context.parent]
             )
     return columns  # type: ignore[return-value]
 
@@ -179,12 +179,12 @@ def turn_rewards(nodes: Sequence[Node], given: Sequence[tuple[int, float]]) -> l
 def received_turns(
     turn_trajectory: Sequence[int], turn_status: Sequence[str], trajectories: int
 ) -> list[list[int]]:
-    """For each trajectory of a group, the places of its turns among the group's turns, without
-    those that its agent never received."""
+    """For each trajectory of a group, the indices of its turns among the group's turns, without
+    turns that its agent never received."""
     found: list[list[int]] = [[] for _ in range(trajectories)]
-    for place, (trajectory, status) in enumerate(zip(turn_trajectory, turn_status, strict=True)):
+    for index, (trajectory, status) in enumerate(zip(turn_trajectory, turn_status, strict=True)):
         if status != ORPHAN:
-            found[trajectory].append(place)
+            found[trajectory].append(index)
     return found
 
 

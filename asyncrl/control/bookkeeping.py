@@ -22,8 +22,8 @@ from asyncrl.control.failed_sessions import FailedSessions
 LOST_ROUNDS = 100
 """The run ends when more than this many batches of groups end without a step."""
 UNASKED_ROUNDS = 3
-"""The same for batches in which no session asked the model. Such sessions cost hardly any time, and
-waiting does not help."""
+"""The run ends when more than this many batches end without a step and no session asked the model.
+Such sessions cost hardly any time, and waiting does not help."""
 
 
 class Recorder(Protocol):

@@ -62,10 +62,10 @@ def _quantiles(prefix: str, values: Sequence[float]) -> dict[str, float]:
     """The smallest and largest value, and the 10%, 50% and 90% quantiles, each a value that
     occurs. Empty without values."""
     ordered = sorted(values)
-    places = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
+    shares = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
     return {
         f"{prefix}{name}": float(ordered[max(0, math.ceil(share * len(ordered)) - 1)])
-        for name, share in (places.items() if ordered else ())
+        for name, share in (shares.items() if ordered else ())
     }
 
 

@@ -183,11 +183,11 @@ class Encoder:
         masked = target in ("turns", "completion turns")
         first = chat.prompt if target == "completion turns" else 0
         written = [
-            place for place, message in enumerate(chat.messages) if message["role"] == "assistant"
+            index for index, message in enumerate(chat.messages) if message["role"] == "assistant"
         ]
-        if masked and not any(place >= first for place in written):
+        if masked and not any(index >= first for index in written):
             raise MalformedError("no_turn")
-        turns = [place for place in written if place >= first and chat.marks.get(place, YES)[1]]
+        turns = [index for index in written if index >= first and chat.marks.get(index, YES)[1]]
         _check_marks(chat, target, turns if masked else None)
         tagged = masked and self.tokenizer.is_fast and marks_turns(self.tokenizer, chat.tools)
         try:
@@ -205,7 +205,7 @@ class Encoder:
             prompt = self._text(chat, chat.prompt, begins) if after_prompt else ""
             proofs = []
             if masked and spans is None:
-                proofs = [self._turn(chat, place, whole) for place in turns]
+                proofs = [self._turn(chat, index, whole) for index in turns]
         except UnusedError as error:
             raise MalformedError("unused", str(error)) from None
         except MessagesError as error:
@@ -214,8 +214,8 @@ class Encoder:
             self._count("proof" if spans is None else "tags")
             self._count("started", chat.started is not None)
             self._count("marked", any(not trained for _, trained in chat.marks.values()))
-        for place in turns if spans is not None else ():
-            _refuse_lost_thought(chat.messages[place], place, whole)
+        for index in turns if spans is not None else ():
+            _refuse_lost_thought(chat.messages[index], index, whole)
         return _Rendered(whole, spans, prompt, proofs, bool(chat.started))
 
     def _settled(self, chat: Chat) -> tuple[Chat, str]:
@@ -227,14 +227,14 @@ class Encoder:
         settled, text = self._chats.settled(row, self.dropped)
         return replace(chat, messages=settled.messages), text
 
-    def _turn(self, chat: Chat, place: int, whole: str) -> tuple[int, str, str]:
-        if not place:
+    def _turn(self, chat: Chat, index: int, whole: str) -> tuple[int, str, str]:
+        if not index:
             raise MalformedError(
                 "no_prompt", "it begins with the assistant, so nothing tells where its turn begins"
             )
-        last = place + 1 == len(chat.messages)
-        after = whole if last else self._text(chat, place + 1, False)
-        return place, self._text(chat, place, True), after
+        last = index + 1 == len(chat.messages)
+        after = whole if last else self._text(chat, index + 1, False)
+        return index, self._text(chat, index, True), after
 
     def _text(self, chat: Chat, count: int, generation_prompt: bool) -> str:
         """The first messages as text. With the start of the assistant's turn, as far as the prompt
@@ -298,10 +298,10 @@ class Encoder:
                 raise MalformedError(
                     "no_turn", "the template's generation tags mark nothing in the completion"
                 )
-        for place, before, after in texts.turns:
-            self._prove(ids[before], whole, "not_a_prefix", f"what precedes message {place}")
+        for index, before, after in texts.turns:
+            self._prove(ids[before], whole, "not_a_prefix", f"what precedes message {index}")
             turn = self._without_last_end(ids[after], whole)
-            self._prove(turn, whole, "rewritten", f"message {place}")
+            self._prove(turn, whole, "rewritten", f"message {index}")
             mask[len(ids[before]) : len(turn)] = True
         return Tokens(np.array(whole, np.int32), mask, prompt)
 
@@ -375,7 +375,7 @@ class Encoder:
         if whole[: len(part)] == part:
             return
         at = next(
-            (place for place, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b),
+            (index for index, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b),
             min(len(part), len(whole)),
         )
         alone, there = (
@@ -396,15 +396,15 @@ def _check_marks(chat: Chat, target: Target, turns: Sequence[int] | None) -> Non
     """Refuse marks that the target cannot keep.
 
     Args:
-        turns: places of the messages that are trained; None: every token of the target is.
+        turns: indices of the messages that are trained; None: every token of the target is.
 
     Raises:
         MalformedError: there is such a mark, or no turn is left.
     """
-    for place, (key, wanted) in chat.marks.items():
-        trained = target == "all" or place >= chat.prompt if turns is None else place in turns
+    for index, (key, wanted) in chat.marks.items():
+        trained = target == "all" or index >= chat.prompt if turns is None else index in turns
         if trained != wanted:
-            role = chat.messages[place]["role"]
+            role = chat.messages[index]["role"]
             way = (
                 "remove the mark, or set data.loss_on: assistant"
                 if turns is None or role == "assistant"
@@ -412,20 +412,20 @@ def _check_marks(chat: Chat, target: Target, turns: Sequence[int] | None) -> Non
             )
             raise MalformedError(
                 "marks",
-                f"message {place} ({role}) is marked as {'' if wanted else 'not '}trained by"
+                f"message {index} ({role}) is marked as {'' if wanted else 'not '}trained by"
                 f" {key!r}, and it is{'' if trained else ' not'}; {way}",
             )
     if turns is not None and not turns:
         raise MalformedError("no_turn", "its marks leave no turn to train")
 
 
-def _refuse_lost_thought(message: Message, place: int, whole: str) -> None:
+def _refuse_lost_thought(message: Message, index: int, whole: str) -> None:
     """Refuse a tagged turn whose text has reasoning that the template leaves out. Without tags, the
     proof of the turn finds it."""
     thought, closed, _ = str(message["content"]).rpartition("</think>")
     if closed and thought.split("<think>")[-1].strip() not in whole:
         raise MalformedError(
-            "rewritten", f"the template leaves out the reasoning in the text of message {place}"
+            "rewritten", f"the template leaves out the reasoning in the text of message {index}"
         )
 
 
@@ -436,11 +436,11 @@ def _spans_of(
     turn.
 
     Args:
-        written: places of all turns of the assistant.
+        written: indices of all turns of the assistant.
     """
     if len(spans) != len(written):
         return None
-    return [span for place, span in zip(written, spans, strict=True) if place in turns]
+    return [span for index, span in zip(written, spans, strict=True) if index in turns]
 
 
 def _tokens(ids: Sequence[int], prompt: int, target: Target) -> Tokens:
@@ -453,9 +453,9 @@ def _tokens(ids: Sequence[int], prompt: int, target: Target) -> Tokens:
 def _parts(sizes: Sequence[int]) -> Iterator[slice]:
     """Slices of items with these sizes, each with CHARACTERS_AT_ONCE, or with one item."""
     start = total = 0
-    for place, size in enumerate(sizes):
-        if place > start and total + size > CHARACTERS_AT_ONCE:
-            yield slice(start, place)
-            start, total = place, 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > CHARACTERS_AT_ONCE:
+            yield slice(start, index)
+            start, total = index, 0
         total += size
     yield slice(start, len(sizes))

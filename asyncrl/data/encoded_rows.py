@@ -19,7 +19,7 @@ class EncodedRow:
     """One row of a token table: two sides of a pair (chosen first), or one."""
 
     row: int
-    """Its row in the data, over all sources."""
+    """Number of the row in the data, over all sources."""
     sides: tuple[Tokens, ...]
     label: bool | None = None
     """Whether a single completion is desirable (KTO)."""
@@ -91,9 +91,9 @@ def truncated(examples: Sequence[EncodedRow], tokens: int, side: Side) -> list[E
     found: list[EncodedRow | None] = [None] * len(examples)
     if len(examples[0].sides) == 1 and examples[0].label is None:
         wholes = lists([_coded(example.sides[0]) for example in examples])
-        for place, values in enumerate(cut(wholes, tokens, side)):
+        for index, values in enumerate(cut(wholes, tokens, side)):
             whole = _decoded(values.values.to_numpy(), 0)
-            found[place] = replace(examples[place], sides=(whole,))
+            found[index] = replace(examples[index], sides=(whole,))
         return found
     limit = Limit(tokens, "truncate", side, "data.max_length", "data.length_policy")
     cuts = truncate(
@@ -104,9 +104,9 @@ def truncated(examples: Sequence[EncodedRow], tokens: int, side: Side) -> list[E
         },
         LengthLimits(whole=limit),
     )
-    for place, row in enumerate(cuts.kept):
-        prompt = cuts.prompts[place].values.to_numpy()
-        answers = (column[place].values.to_numpy() for column in cuts.completions.values())
+    for index, row in enumerate(cuts.kept):
+        prompt = cuts.prompts[index].values.to_numpy()
+        answers = (column[index].values.to_numpy() for column in cuts.completions.values())
         sides = tuple(_decoded(np.concatenate([prompt, one]), len(prompt)) for one in answers)
         found[row] = replace(examples[row], sides=sides)
     return found

@@ -78,7 +78,7 @@ class Chat:
     variables: Mapping[str, object] = field(default_factory=dict)
     """Variables of the template."""
     marks: Mapping[int, Mark] = field(default_factory=dict)
-    """Place of a message → the key that says whether its turn is trained, and what it says."""
+    """Index of a message → the key that says whether its turn is trained, and what it says."""
     started: str | None = None
     """Start of the first turn after the prompt, which the prompt contains."""
     own_tools: bool = field(default=False, compare=False)
@@ -374,11 +374,11 @@ def repeats_prompt(completion: str, prompt: object) -> bool:
 def _refuse_unscored(marks: Mapping[int, Mark], prompt: int) -> None:
     """Refuse turns of a completion that are marked as not trained: a reward model scores the end of
     the whole completion."""
-    for place, (key, trained) in marks.items():
-        if not trained and place >= prompt:
+    for index, (key, trained) in marks.items():
+        if not trained and index >= prompt:
             raise MalformedError(
                 "marks",
-                f"message {place} is marked as not trained by {key!r}, and a reward model scores"
+                f"message {index} is marked as not trained by {key!r}, and a reward model scores"
                 " whole completions; remove the mark",
             )
 
@@ -402,8 +402,8 @@ def _joined(prompt: Value, completion: Value) -> tuple[list[Message], int, str |
             return [asked, *completion], 1, None
         count = next(
             (
-                place
-                for place, message in enumerate(completion, 1)
+                index
+                for index, message in enumerate(completion, 1)
                 if (message["role"], message.get("content")) == ("user", prompt)
             ),
             0,

@@ -41,16 +41,16 @@ def stream_jsonl(path: Path, most_rows: int | None = None) -> Iterator[pa.Table]
     """The tables of `read_jsonl`, one at a time, with at most `most_rows` rows each. Raises like
     it."""
     rows: list[dict[str, object]] = []
-    places, size = list[int](), 0
+    numbers, size = list[int](), 0
     for number, line in _lines(path):
         rows.append(_parsed(line, number))
-        places.append(number)
+        numbers.append(number)
         size += len(line)
         if size >= CHUNK_BYTES or len(rows) == most_rows:
-            yield _table(rows, places)
-            rows, size, places = [], 0, []
+            yield _table(rows, numbers)
+            rows, size, numbers = [], 0, []
     if rows:
-        yield _table(rows, places)
+        yield _table(rows, numbers)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -105,7 +105,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _table(rows: list[dict[str, object]], places: list[int]) -> pa.Table:
+def _table(rows: list[dict[str, object]], numbers: list[int]) -> pa.Table:
     names = dict.fromkeys(name for row in rows for name in row)
     fields, arrays = [], []
     for name in names:
@@ -114,7 +114,7 @@ def _table(rows: list[dict[str, object]], places: list[int]) -> pa.Table:
             field = _field(name, values)
             arrays.append(encode_column(values, field))
         except UnicodeEncodeError:
-            raise ValueError(_lone_surrogate(name, values, places)) from None
+            raise ValueError(_lone_surrogate(name, values, numbers)) from None
         fields.append(field)
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
@@ -134,11 +134,11 @@ def _fits(value: object) -> bool:
     return not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
 
 
-def _lone_surrogate(name: str, values: list[object], places: list[int]) -> str:
+def _lone_surrogate(name: str, values: list[object], numbers: list[int]) -> str:
     """The message for the first value or key that UTF-8 cannot encode."""
     texts = [name + (json_text(value) or "") for value in values]
-    broken = next(place for place, text in enumerate(texts) if SURROGATE.search(text))
+    broken = next(index for index, text in enumerate(texts) if SURROGATE.search(text))
     return (
-        f"line {places[broken]} has half a character (a lone \\ud800 to \\udfff) at {name!a}, which"
-        " UTF-8 cannot encode; remove it"
+        f"line {numbers[broken]} has half a character (a lone \\ud800 to \\udfff) at {name!a},"
+        " which UTF-8 cannot encode; remove it"
     )

@@ -51,8 +51,8 @@ class Order:
         exact = np.array(self.weights) / sum(self.weights) * self.epoch
         counts = np.maximum(1, np.floor(exact)).astype(int)
         order = np.argsort(counts - exact, kind="stable")
-        for place in order[: max(0, self.epoch - int(counts.sum()))]:
-            counts[place] += 1
+        for source in order[: max(0, self.epoch - int(counts.sum()))]:
+            counts[source] += 1
         counts[int(counts.argmax())] += self.epoch - int(counts.sum())
         return tuple(int(count) for count in counts)
 
@@ -61,7 +61,7 @@ class Order:
         """Share of each source among the prompts."""
         return tuple(count / self.epoch for count in self.counts)
 
-    def place(self, ordinal: int) -> tuple[int, int]:
+    def epoch_and_row(self, ordinal: int) -> tuple[int, int]:
         """(Epoch, row) of an ordinal. Row numbers continue from one source to the next."""
         if self.weights is None:
             return ordinal_to_row(ordinal, sum(self.rows), self.seed, self.shuffle)
@@ -85,8 +85,8 @@ def _epoch_slots(
     """
     sources = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     if epoch is None:
-        places = [(np.arange(count) + 0.5) / count for count in counts]
-        sources = sources[np.argsort(np.concatenate(places), kind="stable")]
+        positions = [(np.arange(count) + 0.5) / count for count in counts]
+        sources = sources[np.argsort(np.concatenate(positions), kind="stable")]
     else:
         sources = sources[_permutation(len(sources), seed, epoch)]
     drawn = np.empty(len(sources), np.int64)

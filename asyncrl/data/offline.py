@@ -185,30 +185,30 @@ class OfflineRows:
         except TokenizerError as error:
             self._stop(str(error))
         self._describe(rows, encoded)
-        for place, (found, sides) in enumerate(zip(rows, encoded, strict=True)):
+        for index, (found, sides) in enumerate(zip(rows, encoded, strict=True)):
             try:
                 if isinstance(found, MalformedError):
                     raise found
-                yield from self._examples(block.first_row + place, found, sides)
+                yield from self._examples(block.first_row + index, found, sides)
             except MalformedError as error:
-                self._refuse(error, block.first_row + place)
+                self._refuse(error, block.first_row + index)
 
     def _tokens(
         self, rows: Sequence[ParsedRow | MalformedError], form: Form
     ) -> list[list[Tokens | MalformedError]]:
         """The tokens of each side of each row; empty for a malformed row."""
         alike: dict[tuple[bool, Target], list[tuple[int, Side]]] = {}
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             for side in row.sides if isinstance(row, ParsedRow) else ():
                 key = isinstance(side, Chat), self._target(side, form)
-                alike.setdefault(key, []).append((place, side))
+                alike.setdefault(key, []).append((index, side))
         found: list[list[Tokens | MalformedError]] = [[] for _ in rows]
-        for (_, target), places in alike.items():
-            texts = [side for _, side in places if isinstance(side, Text)]
-            chats = [side for _, side in places if isinstance(side, Chat)]
+        for (_, target), members in alike.items():
+            texts = [side for _, side in members if isinstance(side, Text)]
+            chats = [side for _, side in members if isinstance(side, Chat)]
             tokens = [*self._encoder.texts(texts, target), *self._encoder.chats(chats, target)]
-            for (place, _), one in zip(places, tokens, strict=True):
-                found[place].append(one)
+            for (index, _), one in zip(members, tokens, strict=True):
+                found[index].append(one)
         return found
 
     def _examples(
@@ -355,7 +355,7 @@ class OfflineRows:
         if self._spec.data.malformed == "error":
             more = f" ({detail})" if detail != why else ""
             self._stop(f"{why}{more}; correct it, or set data.malformed: drop", row)
-        file, number = self._place(row)
+        file, number = self._file_and_number(row)
         self._tally.refuse(error, f"row {number} of {str(file)!r}")
 
     def _stop(self, message: str, row: int | None = None) -> NoReturn:
@@ -363,10 +363,10 @@ class OfflineRows:
             raise ConfigError(
                 f"{self._field} = {self._sources[len(self._forms) - 1].path!r}: {message}"
             )
-        file, number = self._place(row)
+        file, number = self._file_and_number(row)
         raise ConfigError(f"{self._field} = {str(file)!r}: row {number}: {message}")
 
-    def _place(self, row: int) -> tuple[Path, int]:
+    def _file_and_number(self, row: int) -> tuple[Path, int]:
         """The file of a row of the data, and the row's number there."""
         start, file = next(found for found in reversed(self._files) if found[0] <= row)
         return file, row - start
@@ -379,11 +379,11 @@ class OfflineRows:
         sources = [
             SourceRows(
                 source.label,
-                tally.rows_of_source.get(place, 0),
+                tally.rows_of_source.get(index, 0),
                 len(files_of(source, self._field)),
                 source.weight,
             )
-            for place, source in enumerate(self._sources)
+            for index, source in enumerate(self._sources)
         ]
         notes = [*(self._notes or ()), *count_notes(self._encoder.counts)]
         notes += dropped_notes(self._dropped or {})
@@ -393,11 +393,11 @@ class OfflineRows:
             )
         notes += label_note(tally.labels) + self._encoder.coverage.notes()
         forms = []
-        for place, (form, source) in enumerate(zip(self._forms, sources, strict=False)):
+        for index, (form, source) in enumerate(zip(self._forms, sources, strict=False)):
             kinds = {"text": "strings", "chat": "chats"}
-            met = [name for kind, name in kinds.items() if (place, kind) in self._kinds]
+            met = [name for kind, name in kinds.items() if (index, kind) in self._kinds]
             forms.append(form.name + (f" ({' and '.join(met)})" if met else ""))
-            if found := [name for number, name in self._unused if number == place]:
+            if found := [name for number, name in self._unused if number == index]:
                 unused = ", ".join(map(repr, found))  # a name may contain anything
                 notes.append(f"unused columns of {source.name}: {unused}")
         idle = idle_settings(self._spec, [form.name for form in self._forms])

@@ -146,11 +146,11 @@ class Tally:
                 self._hash.update(len(side.ids).to_bytes(8, "little"))
                 self._hash.update(side.ids.tobytes() + side.mask.tobytes())
 
-    def refuse(self, error: MalformedError, place: str) -> None:
+    def refuse(self, error: MalformedError, where: str) -> None:
         """Count a malformed row."""
         before = self.malformed.get(error.reason)
         self.malformed[error.reason] = LeftOut(
-            1 + (before.rows if before else 0), before.first if before else f"{place}: {error}"
+            1 + (before.rows if before else 0), before.first if before else f"{where}: {error}"
         )
 
     @property

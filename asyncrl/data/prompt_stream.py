@@ -51,9 +51,9 @@ def _stream_tables(
     block: list[tuple[int, int, pa.RecordBatch]] = []
     size = 0
     for ordinal in stream_ordinals(lowest, finished):
-        epoch, place = order.place(ordinal)
+        epoch, row = order.epoch_and_row(ordinal)
         block.append(
-            (ordinal, epoch, rows.row(report.kept[place] if report.kept is not None else place))
+            (ordinal, epoch, rows.row(report.kept[row] if report.kept is not None else row))
         )
         size += block[-1][2].nbytes
         if len(block) == ROWS_PER_BLOCK or size >= STREAM_BYTES:

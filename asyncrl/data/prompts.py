@@ -197,7 +197,7 @@ def read_prompts(
     found = read_prompt_rows(data, spec, field)
     table = found.table
     kept = report.kept if report.kept is not None else range(table.num_rows)
-    rows = [kept[place] for place in in_turn(kept, found.sources)][:limit]
+    rows = [kept[index] for index in in_turn(kept, found.sources)][:limit]
     by_number = RowsByNumber(table)
     chosen = by_number.table([by_number.row(row) for row in rows])
     rendered = render_table(with_ordinals(chosen, rows, [0] * len(rows)), spec)
@@ -275,9 +275,9 @@ def prompt_ids_of(spec: DataSpec, ordinals: Sequence[int]) -> Iterator[tuple[int
     )
     for start in range(0, len(ordinals), ROWS_PER_CHECK):
         block = list(ordinals[start : start + ROWS_PER_CHECK])
-        places = [order.place(ordinal)[1] for ordinal in block]
+        drawn = [order.epoch_and_row(ordinal)[1] for ordinal in block]
         taken = rows.table(
-            [rows.row(report.kept[place] if report.kept is not None else place) for place in places]
+            [rows.row(report.kept[row] if report.kept is not None else row) for row in drawn]
         )
         rendered = render_table(with_ordinals(taken, block, [0] * len(block)), spec)
         yield from zip(block, map(tuple, rendered["prompt_ids"].to_pylist()), strict=True)

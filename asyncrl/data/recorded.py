@@ -98,17 +98,17 @@ class RecordedGroups:
                 "lengths", f"its columns {', '.join(PER_TRAJECTORY)} have {sizes} items"
             )
         scored = [
-            (place, reward)
-            for place, (reward, status) in enumerate(
+            (index, reward)
+            for index, (reward, status) in enumerate(
                 zip(group["reward"].as_py(), group["status"].as_py(), strict=True)
             )
             if status == "ok" and reward is not None
         ]
-        for place, reward in scored:
+        for index, reward in scored:
             if not math.isfinite(reward):
-                raise MalformedError("reward", f"the reward of trajectory {place} is {reward}")
+                raise MalformedError("reward", f"the reward of trajectory {index} is {reward}")
         least = self._least
-        good = [place for place, reward in scored if least is None or reward >= least]
+        good = [index for index, reward in scored if least is None or reward >= least]
         if not good:
             return []
         best = max(scored, key=lambda item: item[1])
@@ -122,60 +122,60 @@ class RecordedGroups:
             return [self._compared(group, best[0], worst[0])]
         return [(self._tokens(group, best[0]), self._tokens(group, worst[0]))]
 
-    def _rows(self, group: dict[str, pa.Scalar], places: Sequence[int]) -> list[Tokens]:
+    def _rows(self, group: dict[str, pa.Scalar], indices: Sequence[int]) -> list[Tokens]:
         """The rows of these trajectories: one of each, or all of each session."""
         if SESSIONS not in group:
-            return [self._tokens(group, place) for place in places]
+            return [self._tokens(group, index) for index in indices]
         sessions = _sessions(group)
         return [
-            self._session_tokens(row, place, int(row.trained.argmax()))
-            for place in places
-            for row in _trained_rows(sessions[place])
+            self._session_tokens(row, index, int(row.trained.argmax()))
+            for index in indices
+            for row in _trained_rows(sessions[index])
         ]
 
     def _compared(self, group: dict[str, pa.Scalar], best: int, worst: int) -> tuple[Tokens, ...]:
         """Two sessions as the sides of a pair. Their prompt is what comes before the first turn."""
         sessions = _sessions(group)
-        chosen, rejected = (self._only_row(sessions[place], place) for place in (best, worst))
+        chosen, rejected = (self._only_row(sessions[index], index) for index in (best, worst))
         return paired(chosen, rejected, implicit=False)
 
-    def _only_row(self, nodes: Sequence[Node], place: int) -> Tokens:
+    def _only_row(self, nodes: Sequence[Node], index: int) -> Tokens:
         """The row of a session that has one, after a prompt of everything before its first turn."""
         row, *others = _trained_rows(nodes)
         if others:
-            raise MalformedError("branched", f"session {place} has {1 + len(others)} rows")
-        return self._session_tokens(row, place, int((row.nodes == row.nodes[0]).sum()))
+            raise MalformedError("branched", f"session {index} has {1 + len(others)} rows")
+        return self._session_tokens(row, index, int((row.nodes == row.nodes[0]).sum()))
 
-    def _session_tokens(self, row: SessionRow, place: int, prompt: int) -> Tokens:
+    def _session_tokens(self, row: SessionRow, index: int, prompt: int) -> Tokens:
         """A row of a session, whose first `prompt` tokens are its prompt."""
-        self._check_vocabulary(row.token_ids, place)
+        self._check_vocabulary(row.token_ids, index)
         return Tokens(row.token_ids.astype(np.int32), row.trained, prompt)
 
-    def _tokens(self, group: dict[str, pa.Scalar], place: int) -> Tokens:
+    def _tokens(self, group: dict[str, pa.Scalar], index: int) -> Tokens:
         """Prompt and completion of one trajectory, with its own mask."""
         prompt = group["prompt_ids"].values
         completion, own = (
-            group[name].values[place].values for name in ("completion_ids", "loss_mask")
+            group[name].values[index].values for name in ("completion_ids", "loss_mask")
         )
         if any(part is None or part.null_count for part in (prompt, completion, own)):
-            raise MalformedError("missing", f"trajectory {place} has nulls among its tokens")
+            raise MalformedError("missing", f"trajectory {index} has nulls among its tokens")
         if len(own) != len(completion):
             raise MalformedError(
                 "lengths",
-                f"trajectory {place} has {len(own)} values of loss_mask for {len(completion)}"
+                f"trajectory {index} has {len(own)} values of loss_mask for {len(completion)}"
                 " token ids",
             )
         ids = np.concatenate([prompt.to_numpy(), completion.to_numpy()])
-        self._check_vocabulary(ids, place)
+        self._check_vocabulary(ids, index)
         mask = np.concatenate([np.zeros(len(prompt), bool), own.to_numpy().astype(bool)])
         return Tokens(ids, mask, len(prompt))
 
-    def _check_vocabulary(self, ids: np.ndarray, place: int) -> None:
+    def _check_vocabulary(self, ids: np.ndarray, index: int) -> None:
         """Raise MalformedError for a token of a trajectory that the model does not have."""
         if (unknown := ids[(ids < 0) | (ids >= self._vocabulary)]).size:
             raise MalformedError(
                 "vocabulary",
-                f"trajectory {place} has the id {unknown[0]}, and the model has ids from 0 to"
+                f"trajectory {index} has the id {unknown[0]}, and the model has ids from 0 to"
                 f" {self._vocabulary - 1}",
             )
 

@@ -185,7 +185,8 @@ def render_rows(
     """The prompts of a table as the model sees them.
 
     Args:
-        template: counts what it leaves out; None: one of the settings.
+        template: renders the prompts, and counts what it leaves out. None: a new template
+            with the settings of `spec`.
 
     Raises:
         TemplateError: a prompt cannot be rendered.
@@ -242,9 +243,9 @@ def truncate_prompts(
     """
     truncated = truncate(pa.array(ids, TOKENS), {}, limits(spec), first_row)
     used = [texts[row] for row in truncated.kept]
-    for place in np.flatnonzero(truncated.cut):
-        used[place] = decode_prompt(
-            load_tokenizer(spec.model.path), truncated.prompts[place].as_py()
+    for index in np.flatnonzero(truncated.cut):
+        used[index] = decode_prompt(
+            load_tokenizer(spec.model.path), truncated.prompts[index].as_py()
         )
     return used, truncated
 

@@ -175,8 +175,8 @@ def files_of(source: Source, field: str) -> list[Path]:
     if path.is_file():
         return [path]
     if glob.has_magic(source.path):
-        places = [Path(place) for place in glob.glob(source.path, recursive=True)]
-        if files := sorted(place for place in places if place.is_file()):
+        paths = [Path(one) for one in glob.glob(source.path, recursive=True)]
+        if files := sorted(one for one in paths if one.is_file()):
             return files
     raise ConfigError(
         f"{field} = {source.path!r}: no such file; give a Parquet or JSONL file, a glob, a folder,"
@@ -381,9 +381,9 @@ class RowsByNumber:
 
     def row(self, number: int) -> pa.RecordBatch:
         """One row that shares the table's memory."""
-        place = int(np.searchsorted(self._ends, number, side="right"))
-        batch = self._batches[place]
-        return batch.slice(number - int(self._ends[place]) + batch.num_rows, 1)
+        index = int(np.searchsorted(self._ends, number, side="right"))
+        batch = self._batches[index]
+        return batch.slice(number - int(self._ends[index]) + batch.num_rows, 1)
 
     def table(self, rows: Sequence[pa.RecordBatch]) -> pa.Table:
         """Rows from `row` as one table with its own memory."""

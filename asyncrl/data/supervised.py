@@ -84,7 +84,7 @@ def read_supervised(spec: DataSpec, data: Data, field: str) -> tuple[list[TokenR
             f"{named(data, field)}: no row is left ({report.text()}); raise the limits, or put"
             f" targets into column {column!r}"
         )
-    return [rows[place] for place in in_turn(kept, found.sources)], report
+    return [rows[index] for index in in_turn(kept, found.sources)], report
 
 
 def supervised_rows(spec: DataSpec) -> tuple[list[TokenRow], list[TokenRow]]:

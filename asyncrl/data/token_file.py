@@ -51,12 +51,12 @@ class TokenFile:
         Raises:
             IndexError: there is no such row.
         """
-        places = np.searchsorted(self._starts, rows, side="right") - 1
+        indices = np.searchsorted(self._starts, rows, side="right") - 1
         taken = []
-        for row, place in zip(rows, places.tolist(), strict=True):
+        for row, index in zip(rows, indices.tolist(), strict=True):
             if not 0 <= row < self.rows:
                 raise IndexError(f"row {row} of {self.path}, which has {self.rows} rows")
-            taken.append(self._batches[place].slice(row - int(self._starts[place]), 1))
+            taken.append(self._batches[index].slice(row - int(self._starts[index]), 1))
         table = pa.Table.from_batches(taken, self.schema)
         return table.replace_schema_metadata(None).combine_chunks()
 

@@ -30,7 +30,7 @@ from asyncrl.runtime.loopback import without_proxy_on_loopback
 from asyncrl.runtime.redact import is_secret_name
 from asyncrl.runtime.temporary import TemporaryFolder
 
-PLACE = re.compile(r"\{(\w+)\}")
+COLUMN = re.compile(r"\{(\w+)\}")
 """In an argument of a command: the name of a column of the task."""
 MOST_KEPT = 1 << 16
 """Bytes of a program's output that are kept, from its end."""
@@ -119,7 +119,7 @@ async def _folder() -> AsyncIterator[Path]:
 
 def command_columns(command: Sequence[str]) -> list[str]:
     """The columns that a command names, such as `prompt` in `--task={prompt}`."""
-    return sorted({name for argument in command for name in PLACE.findall(argument)})
+    return sorted({name for argument in command for name in COLUMN.findall(argument)})
 
 
 def _filled(command: Sequence[str], task: Mapping[str, Any]) -> list[str]:
@@ -132,7 +132,7 @@ def _filled(command: Sequence[str], task: Mapping[str, Any]) -> list[str]:
         given = task[name]
         return given if isinstance(given, str) else json.dumps(given, default=str)
 
-    return [PLACE.sub(value, argument).replace("\0", "") for argument in command]
+    return [COLUMN.sub(value, argument).replace("\0", "") for argument in command]
 
 
 def _stdin(task: Mapping[str, Any], kind: str) -> bytes:

@@ -28,7 +28,7 @@ class Given:
     turns: Sequence[tuple[int, float]] = ()
     """Pairs of a turn's node and its reward."""
     turns_at_url: Sequence[float | None] | None = None
-    """The same for turns that were taken at the URL: one item for each."""
+    """Rewards of turns that were taken at the URL: one item for each turn."""
 
 
 NOTHING = Given()
@@ -36,7 +36,7 @@ NOTHING = Given()
 
 def given_by(result: object, taken: Sequence[Sequence[int]] | None) -> Given:
     """What an environment returned: the reward, its parts, a text, and rewards of the turns taken,
-    each of which has these nodes. None: they were taken elsewhere.
+    each of which has the nodes in `taken`. None: the turns were taken elsewhere.
 
     Raises:
         TypeError, ValueError: it is nonsense.
@@ -75,8 +75,8 @@ def _turn_numbers(given: object) -> list[float | None]:
             " number or None for each turn"
         )
     return [
-        None if value is None else _number(f"{TURNS}[{place}]", value)
-        for place, value in enumerate(plain)
+        None if value is None else _number(f"{TURNS}[{index}]", value)
+        for index, value in enumerate(plain)
     ]
 
 

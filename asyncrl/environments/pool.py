@@ -128,7 +128,7 @@ class _Process(PoolProcess[_Session]):
     """One environment process, and the sessions that run in it."""
 
     memory: mmap.mmap
-    """What it tells of itself, also while a session blocks it."""
+    """What the process tells of itself, also while a session blocks it."""
     closes: bool = False
     """Whether its games have a method `close`."""
     _control: _Unchanged = field(default_factory=_Unchanged)
@@ -160,7 +160,7 @@ class _Process(PoolProcess[_Session]):
         return self.left() >= MOST_LEFT
 
     def has_room(self, most: int) -> bool:
-        """Whether it may begin a session, if it runs `most` at once."""
+        """Whether the process may begin a session, if it runs `most` at once."""
         return not self.is_worn() and super().has_room(most)
 
     def begin(self, call: _Session) -> None:

@@ -79,10 +79,10 @@ class Ended:
 
     end: End
     reward: float | None = None
-    """None: the environment gave none, so reward functions give it."""
+    """The environment's reward. None: it gave none, so reward functions give it."""
     parts: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
-    """One line about an error, with its place in the environment's code."""
+    """One line about an error, with its location in the environment's code."""
     turns: int = 0
     overridden: int = 0
     """Arguments of requests that had no effect."""
@@ -167,7 +167,7 @@ class _Course:
         ended = self._watched.ended
         if ended is not None and _comes_from(error, ended):
             return self.ended(end_of(ended), str(ended))
-        return replace(self.ended(_blamed(error), _place(error)), raised=True)
+        return replace(self.ended(_blamed(error), _located(error)), raised=True)
 
     def _raise_failure_of_model(self) -> None:
         if self._watched.failed is not None:
@@ -180,7 +180,7 @@ class _Course:
         try:
             return self.ended(end, note, given_by(result, taken))
         except Exception as nonsense:  # a value of any class
-            return self.ended("reward_error", _place(nonsense))
+            return self.ended("reward_error", _located(nonsense))
 
     def ended(self, end: End, note: str = "", given: Given = NOTHING) -> Ended:
         """The end, with what the session took."""
@@ -319,8 +319,8 @@ def _messages(given: object) -> list[Any]:
     raise TypeError(f"{str(given)[:80]!r} is neither a text nor a list of messages")
 
 
-def _place(error: BaseException) -> str:
-    """The error on one line, with the last place in code outside asyncrl."""
+def _located(error: BaseException) -> str:
+    """The error on one line, with the innermost line of code outside asyncrl."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

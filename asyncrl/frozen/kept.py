@@ -1,8 +1,8 @@
 """The weights of a refreshed reference policy on the disk, so that a restarted process and a
 resumed run find them.
 
-A *place* is a folder with one version: `CURRENT`, and `version_000008/` with config.json and
-model.safetensors. Every attempt has a place in the run directory, and every checkpoint has one.
+A reference folder has one version: `CURRENT`, and `version_000008/` with config.json and
+model.safetensors. Every attempt has such a folder in the run directory. Every checkpoint has one.
 `CURRENT` is written last and lists the files with their sizes and checksums. A kill therefore
 leaves the old version or the new one. At version 0, the policy has the weights with which the run
 began, and `CURRENT` lists no files.
@@ -52,18 +52,19 @@ class Writes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeptReference:
-    """The version of the reference policy in a place."""
+    """The version of the reference policy in a reference folder."""
 
-    place: Path
+    folder: Path
     version: int
     files: Mapping[str, Written]
-    """File, relative to the place → its size and checksum. Empty at the version with which the run
+    """File, relative to the folder → its size and checksum. Empty at the version with which the run
     began."""
 
     @property
     def directory(self) -> Path | None:
-        """The weights, as a Hugging Face directory. None: those with which the run began."""
-        return self.place / _folder(self.version) if self.files else None
+        """The weights, as a Hugging Face directory. None: the weights are those with which the run
+        began."""
+        return self.folder / _folder(self.version) if self.files else None
 
     def verify(self) -> None:
         """Read the files.
@@ -73,49 +74,50 @@ class KeptReference:
         """
         for name, written in self.files.items():
             try:
-                found = size_and_checksum(self.place / name)
+                found = size_and_checksum(self.folder / name)
             except OSError as error:
-                raise _lost(self.place, f"{name} cannot be read ({error.strerror})") from None
+                raise _lost(self.folder, f"{name} cannot be read ({error.strerror})") from None
             if found != written:
-                raise _lost(self.place, f"{name} does not match its checksum")
+                raise _lost(self.folder, f"{name} does not match its checksum")
 
 
-def read_place(place: Path) -> KeptReference:
-    """The version in a place, as `CURRENT` says. The other files are not read.
+def read_kept(folder: Path) -> KeptReference:
+    """The version in a reference folder, as `CURRENT` says. The other files are not read.
 
     Raises:
         ReferenceLostError: `CURRENT` is missing or damaged.
     """
     try:
-        tree = json.loads(read_text(place / CURRENT))
+        tree = json.loads(read_text(folder / CURRENT))
         version, files = int(tree["version"]), dict(tree["files"])
         if not all(LISTED.fullmatch(name) for name in files):
             raise ValueError("it lists other files than a version's")
         return KeptReference(
-            place, version, {name: (int(size), int(sum_)) for name, (size, sum_) in files.items()}
+            folder, version, {name: (int(size), int(sum_)) for name, (size, sum_) in files.items()}
         )
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _lost(place, f"{CURRENT} cannot be read ({' '.join(str(error).split())})") from None
+        raise _lost(folder, f"{CURRENT} cannot be read ({' '.join(str(error).split())})") from None
 
 
-def begin_place(place: Path, source: Path | None) -> None:
-    """Make a place with the version of another one. None: with the weights with which the run
-    began.
+def begin_kept(folder: Path, source: Path | None) -> None:
+    """Make a reference folder with the version of the folder `source`. Without one, the version is
+    the weights with which the run began.
 
     Raises:
         ReferenceLostError: `source` has no version.
     """
-    shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     if source is None:
-        make_directory(place)
-        _point_at(KeptReference(place, 0, {}))
+        make_directory(folder)
+        _point_at(KeptReference(folder, 0, {}))
     else:
-        copy_place(source, place)
+        copy_kept(source, folder)
 
 
-def copy_place(source: Path, target: Path) -> dict[str, Written]:
-    """Give a new folder the version of a place. Files are hard links where the file system allows
-    it, so a version is on the disk once. They never change: a new version has new files.
+def copy_kept(source: Path, target: Path) -> dict[str, Written]:
+    """Give a new folder the version of a reference folder. Files are hard links where the file
+    system allows it, so a version is on the disk once. They never change: a new version has new
+    files.
 
     Returns:
         Each file of the version, relative to `target` → its size and checksum.
@@ -123,7 +125,7 @@ def copy_place(source: Path, target: Path) -> dict[str, Written]:
     Raises:
         ReferenceLostError: `source` has no version.
     """
-    kept = read_place(source)
+    kept = read_kept(source)
     for name in kept.files:
         make_directory((target / name).parent)
         try:
@@ -142,13 +144,13 @@ def copy_place(source: Path, target: Path) -> dict[str, Written]:
 
 
 def keep_version(
-    place: Path,
+    folder: Path,
     manifest: Manifest,
     model_path: str | Path,
     expected: Mapping[str, Expected],
     timeout_s: float,
 ) -> KeptReference:
-    """Write a published version to a place, bucket by bucket, and delete the one before.
+    """Write a published version to a folder, bucket by bucket, and delete the one before.
 
     Args:
         model_path: the checkpoint whose config.json describes the weights.
@@ -158,11 +160,11 @@ def keep_version(
     Raises:
         ManifestError: the version does not fit the model.
         StagingError: a bucket is lost, late, or has a wrong size or checksum.
-        DiskFullError: no room is left. The place still has the version before.
+        DiskFullError: no room is left. The folder still has the version before.
     """
     check_manifest(manifest, expected)
-    folder = _folder(manifest.version)
-    fresh = place / f".{folder}"
+    name = _folder(manifest.version)
+    fresh = folder / f".{name}"
     shutil.rmtree(fresh, ignore_errors=True)
     make_directory(fresh)
     settings = (Path(model_path) / SETTINGS).read_bytes()
@@ -177,19 +179,19 @@ def keep_version(
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    shutil.rmtree(place / folder, ignore_errors=True)  # of a process that was killed here
-    os.replace(fresh, place / folder)
+    shutil.rmtree(folder / name, ignore_errors=True)  # of a process that was killed here
+    os.replace(fresh, folder / name)
     kept = KeptReference(
-        place, manifest.version, {f"{folder}/{name}": written for name, written in files.items()}
+        folder, manifest.version, {f"{name}/{file}": written for file, written in files.items()}
     )
     _point_at(kept)
-    for other in place.glob("*version_*"):
-        if other.name != folder:
+    for other in folder.glob("*version_*"):
+        if other.name != name:
             shutil.rmtree(other, ignore_errors=True)
     return kept
 
 
-def wait_for(place: Path, version: int, within_s: float = SEEN_WITHIN_S) -> None:
+def wait_for(folder: Path, version: int, within_s: float = SEEN_WITHIN_S) -> None:
     """Wait until this process sees a version that a process on another node has written. Blocks.
 
     Raises:
@@ -198,15 +200,15 @@ def wait_for(place: Path, version: int, within_s: float = SEEN_WITHIN_S) -> None
     ends = time.monotonic() + within_s
     while True:
         try:
-            kept = read_place(place)
-            if kept.version == version and all((place / name).exists() for name in kept.files):
+            kept = read_kept(folder)
+            if kept.version == version and all((folder / name).exists() for name in kept.files):
                 return
             seen = f"names version {kept.version}"
         except ReferenceLostError:  # storage of a network may show the new file late
             seen = "cannot be read"
         if time.monotonic() > ends:
             raise _lost(
-                place,
+                folder,
                 f"another node has written version {version}, and here {CURRENT} {seen}, so"
                 " runs_root is not on storage that every node shares",
             )
@@ -238,15 +240,15 @@ def _write_weights(manifest: Manifest, deadline: float, file: Writes) -> None:
 
 def _point_at(kept: KeptReference) -> None:
     tree = {"version": kept.version, "files": kept.files}
-    replace_text(kept.place / CURRENT, json.dumps(tree, indent=1))
+    replace_text(kept.folder / CURRENT, json.dumps(tree, indent=1))
 
 
 def _folder(version: int) -> str:
     return f"version_{version:06d}"
 
 
-def _lost(place: Path, why: str) -> ReferenceLostError:
+def _lost(folder: Path, why: str) -> ReferenceLostError:
     return ReferenceLostError(
-        f"the refreshed reference policy in {place} is lost: {why}; restore it, resume from another"
-        " checkpoint (checkpoint.ckpt_step), or start a new run under another --name"
+        f"the refreshed reference policy in {folder} is lost: {why}; restore it, resume from"
+        " another checkpoint (checkpoint.ckpt_step), or start a new run under another --name"
     )

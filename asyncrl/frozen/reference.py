@@ -20,7 +20,7 @@ from ray.exceptions import RayTaskError
 
 from asyncrl.contracts.errors import PartDiedError, ReferenceLostError
 from asyncrl.contracts.rows import ReferenceLogprobs, TopLogprobs
-from asyncrl.frozen.kept import KeptReference, keep_version, read_place, wait_for
+from asyncrl.frozen.kept import KeptReference, keep_version, read_kept, wait_for
 from asyncrl.frozen.spec import ReferenceSpec, RefreshSpec
 from asyncrl.runtime.environment import claim_caches, passed_on
 from asyncrl.runtime.gpu_memory import limit_gpu_memory
@@ -39,14 +39,14 @@ class Reference:
     """The whole model at `algorithm.reference.ref_load` on one device, without gradients or an
     optimizer.
 
-    With `spec.refresh`, a process that starts loads the version in the attempt's place. So a
-    restarted process continues with the last refreshed version, or does not start.
+    With `spec.refresh`, a process that starts loads the version in the attempt's folder. So
+    a restarted process continues with the last refreshed version, or does not start.
     """
 
     def __init__(self, spec: ReferenceSpec) -> None:
         """
         Raises:
-            ReferenceLostError: the place has no version, or a damaged one.
+            ReferenceLostError: the folder has no version, or a damaged one.
         """
         claim_caches("reference")
         import torch
@@ -63,7 +63,7 @@ class Reference:
         if spec.refresh is None:
             self._load(spec.reference_path)
         else:
-            kept = read_place(spec.refresh.place)
+            kept = read_kept(spec.refresh.folder)
             kept.verify()
             self._take(kept)
 
@@ -109,20 +109,20 @@ class Reference:
         """Return once the model is loaded."""
 
     def refresh(self, manifest: Manifest) -> None:
-        """Keep a published version in the place, and score with it from now on. A repeated call
+        """Keep a published version in the folder, and score with it from now on. A repeated call
         does nothing.
 
         Raises:
             ManifestError: the version does not fit the model.
             StagingError: its weights are lost, late or damaged.
-            DiskFullError: the place has no room.
+            DiskFullError: the disk has no room.
         """
         refresh = _refresh_of(self.spec)
         if manifest.version != self.version:
             expected = expected_tensors(refresh.model.path, refresh.model.dtype)
             self._take(
                 keep_version(
-                    refresh.place, manifest, refresh.model.path, expected, refresh.push_timeout_s
+                    refresh.folder, manifest, refresh.model.path, expected, refresh.push_timeout_s
                 )
             )
 
@@ -143,10 +143,12 @@ class Reference:
 
         found = [np.zeros(0, dtype=np.float32)] * len(rows)
         with torch.no_grad():
-            for places, batch in self._batches(rows, scored):
+            for indices, batch in self._batches(rows, scored):
                 values, *_ = self.policy(batch, with_entropy=False)
-                for place, part in zip(places, values.cpu().split(list(batch.counts)), strict=True):
-                    found[place] = part.numpy()
+                for index, part in zip(
+                    indices, values.cpu().split(list(batch.counts)), strict=True
+                ):
+                    found[index] = part.numpy()
         return found
 
     def top_logprobs(
@@ -156,7 +158,7 @@ class Reference:
         tokens."""
         spec, none = self.spec, np.zeros((0, self.spec.top_k), dtype=np.float32)
         found = [TopLogprobs(none[:, 0], none.astype(np.int32), none)] * len(rows)
-        for places, batch in self._batches(rows, scored):
+        for indices, batch in self._batches(rows, scored):
             parts = zip(
                 *(
                     values.cpu().split(list(batch.counts))
@@ -164,8 +166,8 @@ class Reference:
                 ),
                 strict=True,
             )
-            for place, (own, ids, others) in zip(places, parts, strict=True):
-                found[place] = TopLogprobs(
+            for index, (own, ids, others) in zip(indices, parts, strict=True):
+                found[index] = TopLogprobs(
                     own.numpy(), ids.numpy().astype(np.int32), others.numpy()
                 )
         return found
@@ -190,7 +192,7 @@ class Reference:
         packed = pack(lengths, limit, 1, one_each=self.policy.packing == "none")
         for indices in packed.micro_batches[0]:
             batch = micro_batch(examples, indices, self.device)
-            yield [kept[place] for place in batch.order], batch
+            yield [kept[index] for index in batch.order], batch
 
 
 class RayReference:
@@ -201,7 +203,7 @@ class RayReference:
 
     async def refresh(self, manifest: Manifest) -> Mapping[str, float]:
         """Return when the reference policy scores with this version, and the version is in the
-        attempt's place. Groups that it scores at the moment are finished first.
+        attempt's folder. Groups that it scores at the moment are finished first.
 
         Raises:
             PartDiedError: its process, or the learner's that has the weights, died.
@@ -220,7 +222,7 @@ class RayReference:
         except RayTaskError as error:
             failure = PartDiedError if isinstance(error.cause, StagingError) else RuntimeError
             raise failure(f"{title} failed: {error.cause}") from error
-        await asyncio.to_thread(wait_for, self._spec.place, manifest.version)
+        await asyncio.to_thread(wait_for, self._spec.folder, manifest.version)
         return {"reference/refresh_s": time.monotonic() - began}
 
 

@@ -14,7 +14,7 @@ class RefreshSpec:
 
     model: ModelConfig
     """The policy, whose tensors a version has."""
-    place: Path
+    folder: Path
     """Folder of the attempt's version (`asyncrl.frozen.kept`)."""
     push_timeout_s: float
     """Seconds in which a version must be fetched and loaded."""

@@ -202,7 +202,7 @@ def write_adapter(directory: Path, staged: Staged, settings: Mapping[str, object
         shutil.rmtree(directory, ignore_errors=True)
         raise StagingError(
             f"{directory}: {error.strerror or error}; make room there, or set TMPDIR to another"
-            " place"
+            " folder"
         ) from error
 
 

@@ -81,7 +81,7 @@ class AheadProcess:
 
     @property
     def taken(self) -> bool:
-        """Whether it has a target."""
+        """Whether the process has a target."""
         return self._target is not None
 
     def start(self) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.executor import Executor
 
-    from asyncrl.generation.rendezvous import NodePlace
+    from asyncrl.generation.rendezvous import NodeRank
 
 
 def engine_environment(device: str, num_threads: int = 1, nnodes: int = 1) -> dict[str, str]:
@@ -65,12 +65,12 @@ def engine_environment(device: str, num_threads: int = 1, nnodes: int = 1) -> di
 
 
 def engine_config(
-    app: GeneratorApp, place: NodePlace | None = None
+    app: GeneratorApp, node: NodeRank | None = None
 ) -> tuple[VllmConfig, type[Executor]]:
     """vLLM's config and executor class.
 
     Args:
-        place: which node of the engine this is. None = its only one.
+        node: which node of the engine this is. None: the engine has one node.
     """
     from vllm.config import WeightTransferConfig
     from vllm.config.lora import MaxLoRARanks
@@ -112,9 +112,9 @@ def engine_config(
     if workers > 1:
         # By default vLLM would use Ray here, because a replica is in a placement group.
         arguments.distributed_executor_backend = "mp"
-    if place is not None:
-        arguments.nnodes, arguments.node_rank = generator.nnodes, place.node_rank
-        arguments.master_addr, arguments.master_port = place.master_addr, place.master_port
+    if node is not None:
+        arguments.nnodes, arguments.node_rank = generator.nnodes, node.node_rank
+        arguments.master_addr, arguments.master_port = node.master_addr, node.master_port
     if generator.device != "cpu":
         arguments.gpu_memory_utilization = generator.gpu_share
         arguments.enable_sleep_mode = app.sleeps

@@ -46,7 +46,7 @@ from asyncrl.generation.settings import GeneratorApp
 from asyncrl.generation.sleep import Sleep
 from asyncrl.runtime.environment import Caches, claim_caches, preload_openmp
 from asyncrl.runtime.stacks import stack_here
-from asyncrl.runtime.temporary import TemporaryPlace
+from asyncrl.runtime.temporary import ProcessTemporaryFolder
 from asyncrl.text.round_trip import refuse_another_decoder
 from asyncrl.text.stops import Stops, load_stops, special_token
 from asyncrl.text.streaming import TextStream
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
-    from asyncrl.generation.rendezvous import NodePlace
+    from asyncrl.generation.rendezvous import NodeRank
 
 Update: TypeAlias = Mapping[str, object] | Sequence[Mapping[str, object]]
 """The staging file of all workers of an engine (`Staged.update_info`), or of each by its rank."""
@@ -154,31 +154,31 @@ class Engine:
         self._before: set[int] = set()
         """This process's children before the start, which are not the engine's."""
         self._processes: list[psutil.Process] = []
-        self._temporary: TemporaryPlace | None = None
+        self._temporary: ProcessTemporaryFolder | None = None
         """Temporary files and sockets of vLLM and this process. The engine's processes also write
         their stacks there on request."""
         self._probe: asyncio.Future[bool] | None = None
         """The latest liveness probe of the engine's loop, pending or done."""
         self._probed_at = 0.0
 
-    async def start(self, place: NodePlace | None = None) -> LoadTimes:
+    async def start(self, node: NodeRank | None = None) -> LoadTimes:
         """Load the model and generate one token. The weights are the checkpoint's, version 0.
 
         Args:
-            place: of this node in an engine of several. The other nodes start at the same time.
+            node: rank of this node in an engine of several. The other nodes start at the same time.
         """
         caches = claim_caches("generator")
-        self._temporary = TemporaryPlace("engine")
+        self._temporary = ProcessTemporaryFolder("engine")
         os.environ[STACKS] = str(self._temporary.path)
         try:
-            return await self._load(caches, self._temporary.path, place)
+            return await self._load(caches, self._temporary.path, node)
         except Exception:
             self._temporary.close()
             raise
         # A cancellation leaves the folder, since the thread that starts the engine continues and
         # still writes there. The folder is removed once this process has ended.
 
-    async def _load(self, caches: Caches, folder: Path, place: NodePlace | None) -> LoadTimes:
+    async def _load(self, caches: Caches, folder: Path, node: NodeRank | None) -> LoadTimes:
         started = time.monotonic()
         if self.app.generator.device == "cpu":
             os.environ["LD_PRELOAD"] = preload_openmp(os.environ.get("LD_PRELOAD", ""))
@@ -187,7 +187,7 @@ class Engine:
             import vllm.v1.engine.async_llm  # noqa: F401  # here, to measure it
 
             imported = time.monotonic()
-            config, executor = engine_config(self.app, place)
+            config, executor = engine_config(self.app, node)
             configured = time.monotonic()
             # The constructor blocks until the engine's process has loaded the model. In a thread it
             # starts no output loop, so the first request starts that on this event loop.

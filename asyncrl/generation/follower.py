@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from asyncrl.contracts.messages import Manifest
 from asyncrl.generation.arguments import engine_config
-from asyncrl.generation.rendezvous import NodePlace, use_own_address
+from asyncrl.generation.rendezvous import NodeRank, use_own_address
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.environment import claim_caches, preload_openmp
-from asyncrl.runtime.temporary import TemporaryPlace
+from asyncrl.runtime.temporary import ProcessTemporaryFolder
 from asyncrl.weights.engine import STACKS
 from asyncrl.weights.manifest import expected_tensors, tensors_of
 from asyncrl.weights.staging import Staged, fetch_version, sweep
@@ -33,23 +33,23 @@ class Follower:
         self._expected = expected_tensors(app.model, app.dtype)
         self._executor: MultiprocExecutor | None = None
         self._staged: Staged | None = None
-        self._temporary: TemporaryPlace | None = None
+        self._temporary: ProcessTemporaryFolder | None = None
 
-    def run(self, place: NodePlace) -> None:
+    def run(self, node: NodeRank) -> None:
         """Start this node's workers, and wait until one of them has ended.
 
         Raises:
             RuntimeError: always. A worker has ended, or could not start.
         """
         claim_caches("generator")
-        self._temporary = TemporaryPlace("engine")
+        self._temporary = ProcessTemporaryFolder("engine")
         os.environ[STACKS] = str(self._temporary.path)
         address = use_own_address()
         if self.app.generator.device == "cpu":
             os.environ["LD_PRELOAD"] = preload_openmp(os.environ.get("LD_PRELOAD", ""))
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-        config, _ = engine_config(self.app, place)
+        config, _ = engine_config(self.app, node)
         self._executor = MultiprocExecutor(config, monitor_workers=False)
         self._executor.start_worker_monitor(inline=True)
         raise RuntimeError(f"a vLLM worker on node {address} has ended")

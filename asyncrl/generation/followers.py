@@ -46,7 +46,7 @@ class Followers:
         """Start the workers, and wait until a node is lost. Returns why. Keeps the meeting open
         meanwhile."""
         running = [
-            asyncio.ensure_future(actor.run.remote(meeting.place(rank)))
+            asyncio.ensure_future(actor.run.remote(meeting.node(rank)))
             for rank, actor in enumerate(self._actors, 1)
         ]
         try:
@@ -105,14 +105,14 @@ def _start_actor(app: GeneratorApp, rank: int) -> Actor:
     environment = engine_environment(generator.device, generator.num_threads, generator.nnodes)
     group = ray.util.get_current_placement_group()
     assert group is not None  # `build_app` asks Serve for one
-    place = PlacementGroupSchedulingStrategy(
+    scheduling = PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=rank
     )
     actor = ray.remote(Follower).options(
         num_cpus=amounts["CPU"],
         num_gpus=amounts.get("GPU", 0),
         max_concurrency=CALLS,
-        scheduling_strategy=place,
+        scheduling_strategy=scheduling,
         runtime_env={"env_vars": environment},
     )
     return actor.remote(app)

@@ -111,8 +111,8 @@ def scores(output: RequestOutput, prompt: int, completion: Sequence[int]) -> tup
         prompt: length of the prompt, in tokens.
     """
     assert output.prompt_logprobs is not None
-    places = output.prompt_logprobs[prompt:]
-    return tuple(_score(places[index], token) for index, token in enumerate(completion))
+    positions = output.prompt_logprobs[prompt:]
+    return tuple(_score(positions[index], token) for index, token in enumerate(completion))
 
 
 def tokens_so_far(state: RequestState) -> int:
@@ -121,9 +121,9 @@ def tokens_so_far(state: RequestState) -> int:
     return state.detokenizer.num_output_tokens()
 
 
-def _score(place: LogprobsOnePosition | None, token: int) -> float:
-    assert place is not None  # only a prompt's first token has none
-    return place[token].logprob
+def _score(position: LogprobsOnePosition | None, token: int) -> float:
+    assert position is not None  # only a prompt's first token has none
+    return position[token].logprob
 
 
 def _tokens(
@@ -132,13 +132,13 @@ def _tokens(
     """Tokens with vLLM's flat log-probs: for each token its own, then those of the most probable
     ones. A prompt's first token has none."""
     flat = _flat(logprobs)
-    places = list(zip(flat.start_indices, flat.end_indices, strict=True))
-    own = tuple(flat.logprobs[start] if end > start else None for start, end in places)
+    ranges = list(zip(flat.start_indices, flat.end_indices, strict=True))
+    own = tuple(flat.logprobs[start] if end > start else None for start, end in ranges)
     if not details.top:
         return Tokens(tuple(ids), own)
     best = tuple(
         tuple(zip(flat.token_ids[start + 1 : end], flat.logprobs[start + 1 : end], strict=True))
-        for start, end in places
+        for start, end in ranges
     )
     return Tokens(tuple(ids), own, best)
 

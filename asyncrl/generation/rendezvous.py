@@ -16,8 +16,8 @@ BACKLOG = 128
 
 
 @dataclass(frozen=True, slots=True)
-class NodePlace:
-    """One node of an engine, and where its workers meet those of the others."""
+class NodeRank:
+    """The rank of one node of an engine, and where its workers meet those of the others."""
 
     node_rank: int
     """0 is the node of the replica, which schedules."""
@@ -52,9 +52,9 @@ class Meeting:
             use_libuv=True,
         )
 
-    def place(self, node_rank: int) -> NodePlace:
-        """The place of one node at this meeting."""
-        return NodePlace(node_rank, self.address, self.port)
+    def node(self, node_rank: int) -> NodeRank:
+        """The rank of one node, with the address of this meeting."""
+        return NodeRank(node_rank, self.address, self.port)
 
 
 def use_own_address() -> str:

@@ -124,7 +124,7 @@ class Generator:
         watching.add_done_callback(self._lose_engine)
         self._watching = watching
         try:
-            await self.engine.start(meeting.place(0))
+            await self.engine.start(meeting.node(0))
         except Exception as error:
             lost = self.engine.broken
             await self._stop_followers()

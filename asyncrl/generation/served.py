@@ -49,7 +49,7 @@ SERVED_IN_PART: Mapping[str, str] = {
     "phimoe": "ignores the bias of its head",
     "qwen3_next": "computes its linear attention only in bfloat16",
 }
-"""The same for models that work with some settings: `refusal` decides."""
+"""`model_type` → what vLLM 0.32.0 does wrong with some settings: `refusal` decides with which."""
 
 WHY: Mapping[str, str] = {**NOT_SERVED_ON_CPU, **SERVED_IN_PART}
 """Both tables."""

@@ -26,10 +26,10 @@ class _Request:
     """A request that may have no token yet."""
 
     coming: asyncio.Future[RequestOutput | None] | None = None
-    """Its next output; None before it is submitted."""
+    """The next output of the request. None before the request is submitted."""
     has_tokens: bool = False
     again: bool = False
-    """Whether it must be submitted again."""
+    """Whether the request must be submitted again."""
 
 
 class SessionRequests:

@@ -189,9 +189,9 @@ def with_values(
         values: values of the example's loss tokens.
         after: value of the state after its last token.
     """
-    places = np.flatnonzero(example.loss_mask)
+    positions = np.flatnonzero(example.loss_mask)
     advantages, returns = np.zeros(len(example.loss_mask)), np.zeros(len(example.loss_mask))
-    token_rewards = example.token_rewards[places] if example.token_rewards is not None else None
-    advantages[places] = gae(float(example.advantage), values, gamma, lam, token_rewards, after)
-    returns[places] = advantages[places] + values
+    token_rewards = example.token_rewards[positions] if example.token_rewards is not None else None
+    advantages[positions] = gae(float(example.advantage), values, gamma, lam, token_rewards, after)
+    returns[positions] = advantages[positions] + values
     return replace(example, advantage=advantages, returns=returns)

@@ -79,7 +79,7 @@ def load_rank(
     directory: Path,
     rank: int,
     world_size: int,
-    place: Path,
+    folder: Path,
     trained_only: bool = False,
 ) -> tuple[dict[str, int], list[float]]:
     """Restore the files of `save_rank` (a collective). Returns counters and gradient norms.
@@ -89,7 +89,7 @@ def load_rank(
     shards are pickles: load only files that this project wrote.
 
     Args:
-        place: a folder that all ranks see, for shards of another number of ranks.
+        folder: a folder that all ranks see, for shards of another number of ranks.
 
     Raises:
         ValueError: the directory cannot be read, or another number of ranks wrote shards that
@@ -121,7 +121,7 @@ def load_rank(
             )
         torch.set_rng_state(own["rng"])
     else:
-        load_converted(engine, directory / TAG, place, rank)
+        load_converted(engine, directory / TAG, folder, rank)
     # torch replaces the settings of the groups by those in the file.
     for group, ours in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(ours)

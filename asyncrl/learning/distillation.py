@@ -69,10 +69,10 @@ def _means_of_others(trajectories: np.ndarray, values: Sequence[np.ndarray]) -> 
 
 
 def _at_loss_tokens(example: Example, values: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """The sum of both at the loss tokens, 0 elsewhere."""
-    places, full = example.loss_mask, np.zeros(len(example.loss_mask))
-    full[places] = values
-    return np.where(places, full + rewards, 0.0)
+    """The sum of values and rewards at the loss tokens, 0 elsewhere."""
+    mask, full = example.loss_mask, np.zeros(len(example.loss_mask))
+    full[mask] = values
+    return np.where(mask, full + rewards, 0.0)
 
 
 def _logprobs(example: Example) -> tuple[np.ndarray, np.ndarray]:

@@ -204,7 +204,7 @@ class LearnerGroup:
             PlacementLostError: the resources were not available within `placement_timeout_s`.
             LearnerError: a rank failed.
         """
-        placement = await _place(spec)
+        placement = await _place_ranks(spec)
         ranks = [
             _start_actor(spec, placement, rank, run_id, attempt)
             for rank in range(spec.learner.world_size)
@@ -507,7 +507,7 @@ def _bundle(spec: LearnerSpec) -> dict[str, float]:
     return bundle
 
 
-async def _place(spec: LearnerSpec) -> PlacementGroup:
+async def _place_ranks(spec: LearnerSpec) -> PlacementGroup:
     bundle, world_size = _bundle(spec), spec.learner.world_size
     # Ray refuses an empty bundle.
     placement: PlacementGroup = placement_group(

@@ -115,7 +115,7 @@ def write_stops(directory: Path, model_path: str | Path, stops: Stops) -> None:
 
 
 def _typed(settings: Mapping[str, object], dtype: str) -> dict[str, object]:
-    """The settings with this dtype in place of every `dtype` or `torch_dtype`, under the newer
+    """The settings with this dtype instead of every `dtype` or `torch_dtype`, under the newer
     name `dtype`."""
     found: dict[str, object] = {}
     for name, value in settings.items():

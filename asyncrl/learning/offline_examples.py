@@ -115,22 +115,24 @@ def examples_with(
         )
     ]
     if reference is not None:
+        found = _at_targets(table, reference, examples)
         examples = [
             replace(example, reference_logprobs=values)
-            for example, values in zip(examples, _placed(table, reference, examples), strict=True)
+            for example, values in zip(examples, found, strict=True)
         ]
     if behavior is not None:
+        found = _at_targets(table, behavior, examples)
         examples = [
             replace(example, behavior_logprobs=values)
-            for example, values in zip(examples, _placed(table, behavior, examples), strict=True)
+            for example, values in zip(examples, found, strict=True)
         ]
     return examples
 
 
-def _placed(table: pa.Table, name: str, examples: Sequence[Example]) -> list[np.ndarray]:
-    """The log-probs [C] float32 of each example's tokens: those of the column at its targets, and 0
+def _at_targets(table: pa.Table, name: str, examples: Sequence[Example]) -> list[np.ndarray]:
+    """The log-probs [C] float32 of each example's tokens: the column's values at its targets, and 0
     elsewhere."""
-    placed = []
+    arrays = []
     lists = list_arrays(_column(table, name))
     for row, (example, values) in enumerate(zip(examples, lists, strict=True)):
         if len(values) != example.loss_tokens:
@@ -140,8 +142,8 @@ def _placed(table: pa.Table, name: str, examples: Sequence[Example]) -> list[np.
             )
         found = np.zeros(len(example.loss_mask), dtype=np.float32)
         found[example.loss_mask] = values
-        placed.append(found)
-    return placed
+        arrays.append(found)
+    return arrays
 
 
 def _column(table: pa.Table, name: str) -> pa.ChunkedArray:

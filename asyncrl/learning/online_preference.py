@@ -78,7 +78,7 @@ def pairs_table(
         ]
     chosen = [choose_pairs(group.candidates, spec.algorithm.preference.pairs) for group in groups]
     pairs = [
-        tuple(group.sides[place] for place in pair)
+        tuple(group.sides[index] for index in pair)
         for group, found in zip(groups, chosen, strict=True)
         for pair in found
     ]
@@ -94,8 +94,9 @@ class _Side:
     mask: np.ndarray
     """[P + C] bool: the tokens with loss."""
     reference: np.ndarray
-    """[tokens with loss] float32, nats, as is `behavior`."""
+    """[tokens with loss] float32, nats, by the reference policy."""
     behavior: np.ndarray
+    """[tokens with loss] float32, nats, by the behavior policy."""
     oldest_version: int
 
 
@@ -103,7 +104,7 @@ class _Side:
 class _Group:
     candidates: Candidates
     sides: dict[int, _Side]
-    """Place → trajectory, for those with status ok."""
+    """Index of a trajectory → the trajectory, for those with status ok."""
 
 
 def _group(table: pa.Table) -> _Group:
@@ -127,18 +128,18 @@ def _group(table: pa.Table) -> _Group:
         for name in ("completion_ids", "loss_mask", "logprobs", REFERENCE_COLUMN, "versions")
     )
     sides, completions = {}, []
-    for place, status in enumerate(statuses):
-        completion = _numbers(ids[place])
+    for index, status in enumerate(statuses):
+        completion = _numbers(ids[index])
         completions.append(completion.tobytes())
         if status != "ok":
             continue
-        mask = _numbers(masks[place]).astype(bool)
-        sides[place] = _Side(
+        mask = _numbers(masks[index]).astype(bool)
+        sides[index] = _Side(
             np.concatenate([prompt, completion]),
             np.concatenate([np.zeros(len(prompt), dtype=bool), mask]),
-            _numbers(reference[place])[mask],
-            _numbers(behavior[place])[mask],
-            int(_numbers(spans[place].values.field("version")).min()),
+            _numbers(reference[index])[mask],
+            _numbers(behavior[index])[mask],
+            int(_numbers(spans[index].values.field("version")).min()),
         )
     usable, truncated = (
         [status == "ok" for status in statuses],

@@ -18,8 +18,8 @@ class LearnerOutOfMemoryError(RuntimeError):
 
 @contextmanager
 def explained(batch: MicroBatch, spec: LearnerSpec) -> Iterator[None]:
-    """Context manager for a computation on `batch`: raises LearnerOutOfMemoryError in place of an
-    out-of-memory error."""
+    """Context manager for a computation on `batch`: raises LearnerOutOfMemoryError instead of
+    an out-of-memory error."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError

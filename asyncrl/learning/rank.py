@@ -67,7 +67,7 @@ class LearnerRank:
         self.versions: dict[int, list[ray.ObjectRef[np.ndarray]]] = {}
         """Version → references of its published buckets. Empty on all ranks except rank 0."""
         self._turns = device_turns(state)
-        """Moves the states off the GPU and back; None: they stay on their device."""
+        """Moves the states off the GPU and back. None: the states stay on their device."""
 
     def take_device(self) -> None:
         """See `asyncrl.learning.turns.DeviceTurns.take`."""

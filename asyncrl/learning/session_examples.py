@@ -73,8 +73,8 @@ def session_examples(table: pa.Table, row: int) -> list[Example]:
 
 @dataclass(frozen=True, slots=True)
 class _FrozenScores:
-    """What a reference policy or a teacher gave to the T sampled tokens of a session. None: there
-    is none."""
+    """What a reference policy or a teacher gave to the T sampled tokens of a session. An item is
+    None if neither gave it."""
 
     logprobs: np.ndarray | None = None
     """[T]"""
@@ -84,7 +84,7 @@ class _FrozenScores:
 
 
 def _frozen_scores(table: pa.Table, row: int, index: int) -> _FrozenScores:
-    """Those of trajectory `index` of a group."""
+    """The scores of trajectory `index` of a group."""
     if REFERENCE_COLUMN not in table.column_names:
         return _FrozenScores()
     logprobs = _values(table, REFERENCE_COLUMN, row, index)
@@ -120,7 +120,7 @@ def _example(
     """
     begin = row.prompt_length
     # What context tokens get is never used: they have no loss.
-    places = row.places[begin:]
+    positions = row.positions[begin:]
     of_tokens = advantages[row.nodes[begin:]]
     last = nodes[int(row.nodes[-1])]
     return Example(
@@ -130,9 +130,9 @@ def _example(
         behavior_logprobs=row.logprobs[begin:],
         advantage=of_tokens if np.ptp(advantages) else float(of_tokens[0]),
         versions=row.versions[begin:],
-        reference_logprobs=None if scores.logprobs is None else scores.logprobs[places],
-        teacher_ids=None if scores.ids is None else scores.ids[places],
-        teacher_logprobs=None if scores.of_ids is None else scores.of_ids[places],
+        reference_logprobs=None if scores.logprobs is None else scores.logprobs[positions],
+        teacher_ids=None if scores.ids is None else scores.ids[positions],
+        teacher_logprobs=None if scores.of_ids is None else scores.of_ids[positions],
         truncated=last.finish_reason in TRUNCATED,
         group=ordinal,
         trajectory=index,

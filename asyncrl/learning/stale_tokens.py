@@ -49,7 +49,7 @@ def kept_metrics(examples: Sequence[Example], oldest_version: int) -> dict[str, 
         return {}
     by_length = np.array_split(np.arange(len(kept)), len(QUARTERS))
     tokens = np.concatenate(kept)
-    places = np.concatenate([np.arange(len(one)) * len(QUARTERS) // len(one) for one in kept])
+    quarters = np.concatenate([np.arange(len(one)) * len(QUARTERS) // len(one) for one in kept])
     return {
         "stale/masked_ratio": float(1 - tokens.mean()),
         "stale/empty_ratio": sum(not fresh.any() for fresh in kept) / len(kept),
@@ -58,7 +58,7 @@ def kept_metrics(examples: Sequence[Example], oldest_version: int) -> dict[str, 
             for quarter, indices in zip(QUARTERS, by_length, strict=True)
         },
         **{
-            f"stale/kept_by_position_{quarter}": _share([tokens[places == quarter - 1]])
+            f"stale/kept_by_position_{quarter}": _share([tokens[quarters == quarter - 1]])
             for quarter in QUARTERS
         },
     }

@@ -56,9 +56,9 @@ class DeviceTurns:
         self._left: list[tuple[torch.UntypedStorage, torch.Tensor]] | None = None
         """The emptied storages, and their bytes on the host. None in this rank's turn."""
         self._hosts: dict[int, torch.Tensor] = {}
-        """Storage → its place on the host, which is reused: pinned memory is slow to allocate."""
+        """Storage → its memory on the host, which is reused: pinned memory is slow to allocate."""
         self._released: int | None = None
-        """Bytes of the GPU that the last `leave` released; None before the first."""
+        """Bytes of the GPU that the last `leave` released. None before the first `leave`."""
 
     def leave(self) -> None:
         """Move the states to the host, and release their memory. Does nothing after `leave`.

@@ -103,12 +103,12 @@ def settings(config: LearnerConfig) -> dict[str, object]:
     """
     released = config.world_size > 1 or config.offload_param != "none"
     offload = {
-        f"offload_{what}": {"device": place, "pin_memory": config.device == "cuda"}
-        for what, place in (
+        f"offload_{what}": {"device": device, "pin_memory": config.device == "cuda"}
+        for what, device in (
             ("optimizer", config.offload_optimizer),
             ("param", config.offload_param),
         )
-        if place != "none"
+        if device != "none"
     }
     return {
         "train_batch_size": config.world_size,

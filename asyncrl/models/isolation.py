@@ -22,7 +22,7 @@ TOKENS = 12
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Rounding error, in nats: the largest of single log-probs between rows of one shape, and the mean
 between rows of different shapes. Between shapes, bfloat16 may round a single logit differently in
-its last place. That is 0.06 for a logit of 8, and more for a larger one."""
+its last digit. That is 0.06 for a logit of 8, and more for a larger one."""
 
 
 @torch.no_grad()

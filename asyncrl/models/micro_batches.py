@@ -52,10 +52,10 @@ class Example:
     group: int = -1
     """Ordinal of its group."""
     trajectory: int = 0
-    """Its index in the group."""
+    """Index of the trajectory in its group."""
     leaf: int = WHOLE
-    """Of a row of a session: the index of its leaf. Rows of one session are one trajectory. WHOLE:
-    the trajectory is this one row."""
+    """Index of the leaf of a session's row. Rows of one session are one trajectory. WHOLE: the
+    trajectory is this one row."""
     unit: int = ALONE
     """Number of its packing unit. The two sides of a pair have the same one."""
     chosen: bool | None = None

@@ -186,7 +186,7 @@ class Live:
         self.progress.alarms = {**self.progress.alarms, metric: Alarm(text, step, steps)}
 
     def pin(self, text: str) -> None:
-        """Show a line below all others, until another one takes its place."""
+        """Show a line below all others, until another one replaces it."""
         self._pinned = [text]
         self._show_notes()
 

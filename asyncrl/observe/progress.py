@@ -59,14 +59,14 @@ class Progress:
     loss: float | None = None
     """Loss of the last step on a dataset, in nats per token or per pair."""
     held_out_loss: float | None = None
-    """The same on the held-out rows of the last evaluation."""
+    """Loss on the held-out rows of the last evaluation, in nats per token or per pair."""
     held_out: str | None = None
     """Result of the last evaluation's first set."""
     staleness_mean: float | None = None
     staleness_max: int | None = None
     max_staleness: int | None = None
     generated_tokens_per_s: float | None = None
-    """Of the engines, unfinished completions included."""
+    """Tokens that the engines generate, unfinished completions included."""
     trained_tokens_per_s: float | None = None
     learner_waited_s: float | None = None
     """Total seconds in which the learner had no batch to train."""
@@ -93,7 +93,7 @@ class Progress:
 
 
 class ProgressView:
-    """Shows the newest `Progress`. A terminal gets a table that is redrawn in place. A log gets one
+    """Shows the newest `Progress`. A terminal gets a table that is redrawn. A log gets one
     line per interval and one per change of phase.
 
     Use it as a context manager. `show` is cheap and may be called often.

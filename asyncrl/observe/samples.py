@@ -44,7 +44,7 @@ class SampleRow(TypedDict):
     session_end: NotRequired[str | None]
     session_note: NotRequired[str | None]
     turn_reward: NotRequired[Sequence[float | None] | None]
-    """Of each turn of a session, as is `turn_advantage`."""
+    """The reward of each turn of a session."""
     turn_advantage: NotRequired[Sequence[float | None] | None]
 
 
@@ -59,7 +59,7 @@ def choose_samples(
     """
     if version is not None:
         trajectories = trajectories.filter(pc.equal(trajectories["oldest_version"], version))
-    places = pc.sort_indices(
+    indices = pc.sort_indices(
         trajectories,
         [
             (*ORDERS[order], "at_end"),
@@ -67,7 +67,7 @@ def choose_samples(
             ("index", "ascending", "at_end"),
         ],
     )
-    rows: list[SampleRow] = trajectories.take(places[:count]).to_pylist()
+    rows: list[SampleRow] = trajectories.take(indices[:count]).to_pylist()
     return rows
 
 

@@ -67,7 +67,7 @@ class TensorBoardSink:
     """Writes TensorBoard event files with TensorBoard's own writer, so torch is not needed.
 
     A metric is plotted once its value has changed; rewards and evaluations always are. TensorBoard
-    sorts groups by name, so each gets the number of its place in GROUPS. The first value of a
+    sorts groups by name, so each gets the number of its position in GROUPS. The first value of a
     metric carries its meaning.
     """
 
@@ -189,11 +189,11 @@ class MLflowSink:
         self._client = MlflowClient(server or f"sqlite:///{run.directory / 'mlflow.db'}")
         experiment = self._client.get_experiment_by_name(run.project)
         # Without a server, MLflow would write artifacts to the working directory.
-        place = None if server else (run.directory / "mlartifacts").as_uri()
+        artifacts = None if server else (run.directory / "mlartifacts").as_uri()
         number = (
             experiment.experiment_id
             if experiment is not None
-            else self._client.create_experiment(run.project, artifact_location=place)
+            else self._client.create_experiment(run.project, artifact_location=artifacts)
         )
         earlier = self._client.search_runs([number], f"tags.asyncrl_run_id = '{run.run_id}'")
         self._run_id = earlier[0].info.run_id if earlier else self._new(number, run)
@@ -386,10 +386,10 @@ def open_sinks(names: Sequence[str], run: SinkRun) -> list[Sink]:
 
 
 def numbered(name: str) -> str:
-    """A metric with the place of its group, such as `01 reward/mean`."""
+    """A metric with the number of its group, such as `01 reward/mean`."""
     group = name.partition("/")[0]
-    place = GROUPS.index(group) + 1 if group in GROUPS else len(GROUPS) + 1
-    return f"{place:02d} {name}"
+    number = GROUPS.index(group) + 1 if group in GROUPS else len(GROUPS) + 1
+    return f"{number:02d} {name}"
 
 
 def _make(name: str, make: Callable[[], Sink], sinks: dict[str, Sink]) -> None:

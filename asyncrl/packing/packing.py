@@ -186,13 +186,13 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray,
     first, bins, each, held = fills.T
     placed = bins * each
     fill = np.repeat(np.arange(len(fills)), placed)
-    number, place = np.divmod(
+    number, index = np.divmod(
         np.arange(len(lengths)) - np.repeat(np.cumsum(placed) - placed, placed), each[fill]
     )
     bin_of = first[fill] + number
     offsets = _offsets(np.bincount(bin_of))
     order = np.empty(len(lengths), dtype=np.int64)
-    order[offsets[bin_of] + held[fill] + place] = _longest_first(lengths, capacity)
+    order[offsets[bin_of] + held[fill] + index] = _longest_first(lengths, capacity)
     return order, offsets
 
 

@@ -41,7 +41,7 @@ Request: TypeAlias = tuple[Sequence[Message], Sequence[Schema] | None]
 """The messages and tools of a turn."""
 
 DEADLINE_S, LATENCY_S = 1.0, 60.0
-"""Of the slow agent: the deadline of its session here, and the seconds of a turn."""
+"""Deadline of the slow agent's session here, and the seconds of one of its turns."""
 LONGEST_S, LONGEST_AT_URL_S = 30.0, 120.0
 """Deadline of other sessions here, and of those of programs, which take long to start. That of the
 config counts if it is shorter."""
@@ -136,7 +136,8 @@ class AgentChecks:
         return [task.result() for _, task in self._played if task.done()]
 
     def first_request(self) -> Request | None:
-        """The messages and tools of a first turn, as soon as one was taken. None: there is none."""
+        """The messages and tools of a first turn, as soon as one was taken. None: no agent took a
+        turn."""
         while not (found := _turns(self.tried)) and self._some():
             pass
         return next((one for one in found if one[1]), found[0] if found else None)

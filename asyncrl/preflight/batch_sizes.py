@@ -37,8 +37,8 @@ def _continued(config: OfflineConfig) -> Path | None:
     if config.resume != "never" and (config.run_directory / RECORD).exists():
         return config.run_directory
     load = config.checkpoint.load
-    places = [] if load is None else [Path(load), Path(load).parent]
-    return next((place for place in places if (place / RECORD).exists()), None)
+    folders = [] if load is None else [Path(load), Path(load).parent]
+    return next((folder for folder in folders if (folder / RECORD).exists()), None)
 
 
 def _of_line(attempts: Sequence[AttemptRecord], last: int) -> BatchSizes:

@@ -30,7 +30,7 @@ from asyncrl.preflight.placement import needed
 from asyncrl.preflight.ray_token import keep_token_private
 from asyncrl.runtime.ray_shutdown import shut_down_ray as shut_down_ray
 from asyncrl.runtime.redact import print_shown
-from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
+from asyncrl.runtime.temporary import ProcessTemporaryFolder, remove_left_behind
 from asyncrl.sandbox.machine import usable_cpus
 
 logger = logging.getLogger("asyncrl")
@@ -79,7 +79,7 @@ def ray_cluster(config: RunSettings) -> Iterator[Path | None]:
     finally:
         shut_down_ray()
         forget_controller()
-        remove_left_behind(TemporaryPlace.where())
+        remove_left_behind(ProcessTemporaryFolder.where())
 
 
 def _refuse_open_ray(allowed: bool = False) -> None:
@@ -122,7 +122,7 @@ def _signals_stay() -> Iterator[None]:
         yield
     finally:
         utils.set_sigterm_handler = before
-        signal.signal(signal.SIGTERM, ours)  # Ray's second handler is in its place
+        signal.signal(signal.SIGTERM, ours)  # instead of Ray's second handler
         if received:
             os.kill(os.getpid(), signal.SIGTERM)
 

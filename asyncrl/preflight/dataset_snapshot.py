@@ -96,7 +96,7 @@ def _commits_before(config: RunSettings) -> dict[str, str]:
         item = waiting.pop()
         if isinstance(item, dict | list):
             waiting += item.values() if isinstance(item, dict) else item
-        place = HUB_CACHE.fullmatch(item) if isinstance(item, str) else None
-        if place is not None and place["kind"] == "datasets":
-            commits[f"{place['owner']}/{place['name']}"] = place["commit"]
+        match = HUB_CACHE.fullmatch(item) if isinstance(item, str) else None
+        if match is not None and match["kind"] == "datasets":
+            commits[f"{match['owner']}/{match['name']}"] = match["commit"]
     return commits

@@ -59,7 +59,7 @@ def disks(config: RunSettings, version_bytes: int) -> tuple[Disk, ...]:
     """
     models = version_bytes * (2 if config.keeps_snapshot else 1)
     reference = version_bytes if config.reference_interval else 0
-    places = (
+    wanted = (
         # A refresh writes the reference policy's next version before it deletes the last one.
         (config.run_directory, models + 2 * reference),
         (
@@ -68,7 +68,7 @@ def disks(config: RunSettings, version_bytes: int) -> tuple[Disk, ...]:
         ),
     )
     found: dict[int, Disk] = {}
-    for directory, most in places:
+    for directory, most in wanted:
         there = _nearest(directory)
         needed = most - (
             _bytes_below(directory) if directory == config.checkpoints_directory else 0
@@ -94,22 +94,22 @@ def refuse_full(config: RunSettings, found: Sequence[Disk]) -> None:
 
 
 def _checkpoints_at_most(config: RunSettings) -> int:
-    """One more than are kept, because the next one is written first; never more than the run
-    creates."""
+    """Checkpoints on the disk at once: one more than are kept, because the next one is written
+    first. Never more than the run creates."""
     every = config.checkpoint.every_steps
     made = -(-config.last_step // every) if every else 1
     return min(made, config.checkpoint.keep + 1)
 
 
 def _nearest(directory: Path) -> Path:
-    return next(place for place in (directory, *directory.parents) if place.is_dir())
+    return next(path for path in (directory, *directory.parents) if path.is_dir())
 
 
 def _bytes_below(directory: Path) -> int:
     """Bytes of existing files. In a resumed run, new checkpoints replace the older ones."""
     return sum(
-        _bytes_of(os.path.join(place, name))
-        for place, _, names in os.walk(directory)
+        _bytes_of(os.path.join(folder, name))
+        for folder, _, names in os.walk(directory)
         for name in names
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config import Config, ConfigError, RunSettings
-from asyncrl.runtime.temporary import SHORT, SOCKET_PATH, TemporaryPlace
+from asyncrl.runtime.temporary import SHORT, SOCKET_PATH, ProcessTemporaryFolder
 from asyncrl.sandbox.machine import process_limit, usable_cpus
 
 SESSION = "/session_2026-01-01_00-00-00_000000_{process}/sockets/plasma_store"
@@ -80,7 +80,7 @@ def _refuse_temporary() -> None:
         raise ConfigError(
             f"no temporary folder can be written to ({error.strerror}); set TMPDIR to one"
         ) from None
-    if TemporaryPlace.where() == SHORT and not _writable_folder(SHORT):
+    if ProcessTemporaryFolder.where() == SHORT and not _writable_folder(SHORT):
         raise ConfigError(
             f"TMPDIR = {named!r} is too long a path for sockets, and {SHORT} cannot be written to;"
             " set TMPDIR to a shorter path"
@@ -95,17 +95,17 @@ def _directories(config: RunSettings) -> Iterator[tuple[str, Path]]:
 
 def _refuse_unusable(setting: str, directory: Path) -> None:
     """Try a file and a lock in the directory, or where it will be made."""
-    place = _nearest(directory)
+    nearest = _nearest(directory)
     try:
-        with tempfile.TemporaryFile(dir=place) as file:
+        with tempfile.TemporaryFile(dir=nearest) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         why = (
             f"its file system has no locks ({error.strerror}), which keep a second run out"
             if error.errno in NO_LOCKS
-            else f"{place} cannot be written to ({error.strerror})"
+            else f"{nearest} cannot be written to ({error.strerror})"
         )
-        raise ConfigError(f"{directory}: {why}; set {setting} to another place") from None
+        raise ConfigError(f"{directory}: {why}; set {setting} to another folder") from None
 
 
 def _refuse_ray_folder() -> None:
@@ -123,18 +123,18 @@ def _refuse_ray_folder() -> None:
             f"{title} is {excess} bytes too long: with it, the path of a socket has {len(session)}"
             f" bytes, and the system allows {SOCKET_PATH}; {way_out} a shorter path, such as /tmp"
         )
-    place = _nearest(Path(folder))
-    if not _writable_folder(place):
+    nearest = _nearest(Path(folder))
+    if not _writable_folder(nearest):
         raise ConfigError(
-            f"{title}: {_owned(place)}, and this user cannot write to it; {way_out} a folder of"
+            f"{title}: {_owned(nearest)}, and this user cannot write to it; {way_out} a folder of"
             " your own with a short path"
         )
-    _refuse_full(title, "RAY_TMPDIR", place)
+    _refuse_full(title, "RAY_TMPDIR", nearest)
 
 
-def _refuse_full(title: str, variable: str, place: str | Path) -> None:
-    """`place`: a folder on its file system."""
-    found = os.statvfs(place)
+def _refuse_full(title: str, variable: str, folder: str | Path) -> None:
+    """Refuse a file system without room. `folder` is one of its folders."""
+    found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
     if free < LEAST_FREE:
         raise ConfigError(
@@ -169,13 +169,13 @@ def _refuse_home() -> None:
             " token; set HOME to a folder that you can write to"
         ) from None
     token = home / ".ray" / "auth_token"
-    place = _nearest(token)
-    usable = os.access(place, os.R_OK) if place == token else _writable_folder(place)
+    nearest = _nearest(token)
+    usable = os.access(nearest, os.R_OK) if nearest == token else _writable_folder(nearest)
     if not usable:
-        what = "read" if place == token else "written to"
+        what = "read" if nearest == token else "written to"
         given = "" if "HOME" in os.environ else " (HOME is not set)"
         raise ConfigError(
-            f"HOME = {str(home)!r}{given}: {place} cannot be {what}, and Ray keeps its token in"
+            f"HOME = {str(home)!r}{given}: {nearest} cannot be {what}, and Ray keeps its token in"
             f" {token}; set HOME to a folder that you can write to"
         )
 
@@ -201,27 +201,27 @@ def _processes(config: RunSettings) -> int:
 
 def _nearest(path: Path) -> Path:
     """The lowest folder or file of the path that this user can see."""
-    for place in (path, *path.parents):
+    for one in (path, *path.parents):
         with contextlib.suppress(OSError):
-            place.stat()
-            return place
+            one.stat()
+            return one
     raise AssertionError("the root exists")
 
 
-def _writable_folder(place: Path) -> bool:
-    """Whether a file can be made there. Permissions alone do not say so."""
+def _writable_folder(folder: Path) -> bool:
+    """Whether a file can be made in the folder. Permissions alone do not say so."""
     try:
-        with tempfile.TemporaryFile(dir=place):
+        with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError:
         return False
 
 
-def _owned(place: Path) -> str:
-    found = place.stat()
+def _owned(path: Path) -> str:
+    found = path.stat()
     try:
         owner = pwd.getpwuid(found.st_uid).pw_name
     except KeyError:
         owner = str(found.st_uid)
     kind = "" if stat.S_ISDIR(found.st_mode) else " is no folder and"
-    return f"{place}{kind} belongs to {owner}"
+    return f"{path}{kind} belongs to {owner}"

@@ -35,7 +35,8 @@ HEADS, LAYERS, WIDTH = (
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes for one rank. With device: cpu, both places are host memory."""
+    """Bytes for one rank, on the device and on the host. With device: cpu, the device's memory is
+    host memory."""
 
     parameters: int
     """Parameters of the model. Tied ones count once."""
@@ -153,13 +154,13 @@ def memory_text(config: RunSettings) -> str:
     if needs.scores:
         rows.append(("scores of the longest trajectory, tokens squared", device, needs.scores))
     totals = {
-        place: sum(size for _, where, size in rows if where == place)
-        for place in sorted({device, "host"})
+        memory: sum(size for _, where, size in rows if where == memory)
+        for memory in sorted({device, "host"})
     }
-    for place, total in totals.items():
-        rows.append(("total, without activations and libraries", place, total))
+    for memory, total in totals.items():
+        rows.append(("total, without activations and libraries", memory, total))
     note = (
-        "\n  offloading saves nothing with learner.device: cpu, where both places are host memory"
+        "\n  offloading saves nothing with learner.device: cpu, where all memory is host memory"
         if on_cpu and learner.offload_optimizer == "cpu"
         else ""
     )
@@ -172,7 +173,7 @@ def memory_text(config: RunSettings) -> str:
                 f" offload_optimizer {learner.offload_optimizer}, offload_param"
                 f" {learner.offload_param}; the first two rows are DeepSpeed's own estimate"
             ),
-            *(f"  {name:<50}{place:<5}{_size(size)}" for name, place, size in rows),
+            *(f"  {name:<50}{memory:<5}{_size(size)}" for name, memory, size in rows),
             "  activations are not included: they grow with max_tokens_per_gpu"
             f" {learner.max_tokens_per_gpu}, "
             + (

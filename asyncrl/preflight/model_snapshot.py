@@ -165,10 +165,10 @@ def _commit_before(config: RunSettings) -> str | None:
     before = config_before(config)
     model = before.get("model") if isinstance(before, dict) else None
     path = model.get("path") if isinstance(model, dict) else None
-    place = in_cache(path) if isinstance(path, str) else None
+    match = in_cache(path) if isinstance(path, str) else None
     return (
-        place["commit"]
-        if place is not None and f"{place['owner']}/{place['name']}" == config.model.path
+        match["commit"]
+        if match is not None and f"{match['owner']}/{match['name']}" == config.model.path
         else None
     )
 
@@ -198,8 +198,8 @@ def in_cache(path: str) -> re.Match[str] | None:
 def look(path: str) -> Snapshot | str:
     """The snapshot on this node (another one than the driver's), or why there is none."""
     try:
-        if (place := in_cache(path)) is not None:
-            download(f"{place['owner']}/{place['name']}", place["commit"], Path(place["cache"]))
+        if (match := in_cache(path)) is not None:
+            download(f"{match['owner']}/{match['name']}", match["commit"], Path(match["cache"]))
         return read_snapshot(Path(path))
     except (OSError, ConfigError) as error:
         return f"cannot be read ({_first_line(error)})"

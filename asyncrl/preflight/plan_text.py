@@ -58,7 +58,7 @@ class Plan:
     """Free and needed space on the file systems of the run directory."""
 
     teacher: str | None = None
-    """What is known of the teacher; None: there is none."""
+    """What is known of the teacher. None: the run has no teacher."""
 
     @property
     def weights_bytes(self) -> int:

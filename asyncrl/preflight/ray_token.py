@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 ELSEWHERE = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-"""Variables with which Ray takes its token from another place."""
+"""Variables with which Ray takes its token from elsewhere."""
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 

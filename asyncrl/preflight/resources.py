@@ -177,7 +177,7 @@ def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> l
     """Why the run does not fit into the registered or free resources.
 
     Returns:
-        A line for each resource whose total is too small, and for each part with too few places.
+        A line for each resource whose total is too small, and for each part without enough room.
     """
     lines = []
     for resource in (*COUNTED, *BYTES):
@@ -189,10 +189,10 @@ def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> l
                 f" {which}"
             )
     for need in needs:
-        places = [
-            (node.name, _places(need, node, which)) for node in nodes
+        rooms = [
+            (node.name, _room(need, node, which)) for node in nodes
         ]  # two nodes may have the same name
-        if sum(count for _, count in places) < need.count:
+        if sum(count for _, count in rooms) < need.count:
             each = ", ".join(
                 f"{resource} {_amount(resource, amount)}"
                 for resource, amount in need.amounts.items()
@@ -203,7 +203,7 @@ def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> l
                 f" {which} resources"
                 " fit "
                 + (
-                    ", ".join(f"{count:g} on {name}" for name, count in places if count)
+                    ", ".join(f"{count:g} on {name}" for name, count in rooms if count)
                     or "none on any node"
                 )
             )
@@ -224,7 +224,7 @@ def with_fewer_replicas(
     config: Config, version_bytes: int, nodes: Sequence[Node], which: Amounts
 ) -> Config | None:
     """The config with the most replicas that fit, fewer than requested and at least
-    `generator.min_replicas`. None: that many do not fit either."""
+    `generator.min_replicas`. None: `generator.min_replicas` do not fit."""
     for replicas in range(config.engines.num_replicas - 1, config.engines.least_replicas - 1, -1):
         fewer = config.model_copy(
             update={"generator": config.engines.model_copy(update={"num_replicas": replicas})}
@@ -318,7 +318,7 @@ def cluster_text(needs: Sequence[Need], nodes: Sequence[Node], unknown_users: st
         rows.append(
             "    room for "
             + ", ".join(
-                f"{need.part} {min(need.count, _places(need, node, 'free')):g} of {need.count}"
+                f"{need.part} {min(need.count, _room(need, node, 'free')):g} of {need.count}"
                 for need in needs
             )
         )
@@ -349,7 +349,7 @@ def _gpus(nodes: Sequence[Node] | None) -> str:
     )
 
 
-def _places(need: Need, node: Node, which: Amounts) -> float:
+def _room(need: Need, node: Node, which: Amounts) -> float:
     """How many of these processes fit on the node, if it gets nothing else."""
     quotients = [
         _has(node, name, which) / amount for name, amount in need.amounts.items() if amount

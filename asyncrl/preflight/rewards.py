@@ -111,8 +111,8 @@ def _call(config: Config, prompt: Prompt, completions: Sequence[str]) -> GroupCa
     """The group of a prompt with these completions."""
     tokenizer, n = load_tokenizer(config.model.path), len(completions)
     sessions = [
-        Session([{"role": "assistant", "content": text}], "done", float(place), output=str(place))
-        for place, text in enumerate(completions)
+        Session([{"role": "assistant", "content": text}], "done", float(index), output=str(index))
+        for index, text in enumerate(completions)
     ]
     return GroupCall(
         [prompt.text] * n,
@@ -170,7 +170,7 @@ def _judged(config: Config, given: GroupRewards) -> list[str]:
 def _values(prompt: Prompt) -> dict[str, str]:
     """Texts of the prompt's row that may be right answers, by name; at most MOST_VALUES."""
     found = dict(_texts("", prompt.columns))
-    likely = sorted(found, key=lambda name: _place(name.rpartition(".")[2]))
+    likely = sorted(found, key=lambda name: _order(name.rpartition(".")[2]))
     return {name: found[name] for name in likely[:MOST_VALUES]}
 
 
@@ -185,7 +185,7 @@ def _texts(name: str, value: object) -> Iterator[tuple[str, str]]:
         yield name, text
 
 
-def _place(name: str) -> int:
+def _order(name: str) -> int:
     return LIKELY.index(name.lower()) if name.lower() in LIKELY else len(LIKELY)
 
 

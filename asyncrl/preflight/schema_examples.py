@@ -258,7 +258,7 @@ class _Texts(rstr.Rstr):
 
 
 def _list(value: object) -> list[Any]:
-    """A list of a schema. Schemas of users may have anything in its place."""
+    """A list of a schema. Schemas of users may have anything instead, which counts as empty."""
     return value if isinstance(value, list) else []
 
 

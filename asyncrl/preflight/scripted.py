@@ -99,7 +99,7 @@ def next_end(
     tools: Sequence[Schema] | None,
 ) -> int | None:
     """The token that ends a turn after which the template writes nothing: the first one of the next
-    message, as in GLM. None: that is no stop, or the template refuses such a message."""
+    message, as in GLM. None: that token is no stop, or the template refuses such a message."""
     calls = bool(message.get("tool_calls"))
     # Without its reasoning, which the template may leave out when messages follow.
     turn: Message = message if calls else {"role": "assistant", "content": "x"}
@@ -216,14 +216,14 @@ class ScriptedModel:
             ids = [token for token in found["input_ids"] if token not in ends]
         else:
             ids = encode_continuations(tokenizer, [text])[0]
-        place = next((place for place, token in enumerate(ids) if token in ends), None)
-        if place is None:
+        stop = next((stop for stop, token in enumerate(ids) if token in ends), None)
+        if stop is None:
             usual: Message = {"role": "assistant", "content": text}
             end = next_end(self._template, messages, said.message or usual, tools)
             end = min(ends) if end is None else end
             return [*ids, end], text + decode_prompt(tokenizer, [end])
-        after = decode_prompt(tokenizer, ids[place + 1 :])
-        return ids[: place + 1], text.removesuffix(after) if after else text
+        after = decode_prompt(tokenizer, ids[stop + 1 :])
+        return ids[: stop + 1], text.removesuffix(after) if after else text
 
 
 class ScriptedSession:

@@ -161,18 +161,18 @@ def offline_reference_spec(config: OfflineConfig) -> ReferenceSpec:
     )
 
 
-def reference_spec(config: Config, place: Path | None = None) -> ReferenceSpec:
+def reference_spec(config: Config, folder: Path | None = None) -> ReferenceSpec:
     """The spec of the reference policy.
 
     Args:
-        place: folder of its version, if it is refreshed (`asyncrl.frozen.kept`).
+        folder: folder of its version, if it is refreshed (`asyncrl.frozen.kept`).
     """
     assert config.algorithm.frozen is not None
     distillation = config.algorithm.distillation
     top_k = 0 if distillation is None else distillation.top_k
     refresh = None
-    if config.reference_interval is not None and place is not None:
-        refresh = RefreshSpec(config.model, place, config.push_timeout_s)
+    if config.reference_interval is not None and folder is not None:
+        refresh = RefreshSpec(config.model, folder, config.push_timeout_s)
     return ReferenceSpec(
         learner=config.learner,
         reference_path=config.reference_path,

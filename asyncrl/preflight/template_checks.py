@@ -345,8 +345,8 @@ class TemplateChecks:
         if not writes(tokenizer, text):
             return None, text
         ids = encode_continuations(tokenizer, [text])[0]
-        place = next((place for place, one in enumerate(ids) if one in self._template.ends), None)
-        ids = ids if place is None else ids[: place + 1]
+        stop = next((stop for stop, one in enumerate(ids) if one in self._template.ends), None)
+        ids = ids if stop is None else ids[: stop + 1]
         prompt_ids = self._template.render(self._first, tools)
         message, _ = self._reader.read(prompt_ids, ids, text, tools)
         given: Any = message.get("tool_calls") or []
@@ -414,8 +414,8 @@ class TemplateChecks:
         text = turn_text(self._template, self._first, message, self._offered)
         names = ", ".join(repr(decode_prompt(tokenizer, [token])) for token in sorted(ends))
         ids = encode_continuations(tokenizer, [text])[0]
-        place = next((place for place, token in enumerate(ids) if token in ends), None)
-        if place is None:
+        stop = next((stop for stop, token in enumerate(ids) if token in ends), None)
+        if stop is None:
             after = next_end(self._template, self._first, message, self._offered)
             if after is not None:
                 return "", decode_prompt(tokenizer, [after])
@@ -424,8 +424,8 @@ class TemplateChecks:
                 " generation would go on after the turn; add the token that ends it to"
                 " rollout.rollout_stop_token_ids, or to generation_config.json"
             ), ""
-        end = decode_prompt(tokenizer, ids[place : place + 1])
-        more = decode_prompt(tokenizer, ids[place + 1 :])
+        end = decode_prompt(tokenizer, ids[stop : stop + 1])
+        more = decode_prompt(tokenizer, ids[stop + 1 :])
         if more.strip():
             return (
                 f"generation stops at {end!r}, and the template writes {more[:60]!r} after it in"

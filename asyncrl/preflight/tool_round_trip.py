@@ -128,9 +128,9 @@ def _sampled(template: SessionTemplate, chat: Sequence[Message], message: Messag
     """The tokens of a turn as the template writes them, up to one that ends it."""
     text = turn_text(template, chat, message, [TOOL])
     ids = encode_continuations(template.tokenizer, [text])[0]
-    place = next((place for place, token in enumerate(ids) if token in template.ends), None)
-    if place is not None:
-        return ids[: place + 1]
+    stop = next((stop for stop, token in enumerate(ids) if token in template.ends), None)
+    if stop is not None:
+        return ids[: stop + 1]
     end = next_end(template, chat, message, [TOOL])
     return ids if end is None else [*ids, end]
 
@@ -149,10 +149,10 @@ def _continues(
 
 def _as_rendered(template: SessionTemplate, path: Sequence[int], chat: Sequence[Message]) -> str:
     rendered = template.render(chat, [TOOL])
-    place = first_difference(path, rendered)
-    if place is None:
+    begin = first_difference(path, rendered)
+    if begin is None:
         return YES
     ours, its = (
-        repr(decode_prompt(template.tokenizer, ids[place : place + 24])) for ids in (path, rendered)
+        repr(decode_prompt(template.tokenizer, ids[begin : begin + 24])) for ids in (path, rendered)
     )
     return f"it writes {its} where {ours} was"

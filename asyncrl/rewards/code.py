@@ -83,7 +83,7 @@ async def code_tests(
     sandbox, limits = await asyncio.to_thread(configured_sandbox)
     slots = asyncio.Semaphore(usable_cpus())
     count = len(completions)
-    rows = [row_of(columns, place, count, shared_arguments) for place in range(count)]
+    rows = [row_of(columns, index, count, shared_arguments) for index in range(count)]
     read: list[Cases | Source] = []
     for given, row in zip(tests, rows, strict=True):
         same = bool(read) and given == tests[0]

@@ -47,7 +47,7 @@ class Block:
     before: str
     """The last line with text before the block."""
     lines: range
-    """Its lines in the text, with those of its fences."""
+    """Lines of the block in the text, with its fences."""
 
     @property
     def is_python(self) -> bool:
@@ -103,7 +103,7 @@ def fenced_blocks(text: str) -> Iterator[Block]:
         else:
             code.append(line)
     if opening is not None:
-        deep = [place for place, line in enumerate(code) if line.strip() == opening.marks]
+        deep = [index for index, line in enumerate(code) if line.strip() == opening.marks]
         lines = range(first, first + deep[0] + 2 if deep else number + 1)
         yield opening.block(code[: deep[0]] if deep else code, bool(deep), before, lines)
 
@@ -117,7 +117,7 @@ class _Opening:
     language: str
 
     def end(self, line: str) -> str | None:
-        """The code of a line that ends the block; None if it does not."""
+        """The code of a line that ends the block. None if the line does not end it."""
         bare = line.rstrip(" \t\r")
         if bare.endswith(">"):
             bare = bare[:-TAGS_LENGTH] + TAGS.sub("", bare[-TAGS_LENGTH:])

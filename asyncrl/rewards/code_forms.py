@@ -45,7 +45,7 @@ class Source:
     imports: tuple[str, ...]
     """Packages that the tests import."""
     needs: tuple[str, ...]
-    """Those that they cannot do without: all but the imports in `try`."""
+    """Packages that the tests cannot do without: all imports except those in `try`."""
 
 
 IN_WORDS = (
@@ -155,9 +155,9 @@ def _cases(found: Sequence[Mapping[str, object]], row: Mapping[str, object]) -> 
 def _function(given: Mapping[str, object], row: Mapping[str, object]) -> str | None:
     """The function's name, in the tests, in a column, or in LiveCodeBench's column metadata."""
     metadata = json_value(row.get("metadata"))
-    for place in (given, row, metadata if isinstance(metadata, Mapping) else {}):
+    for table in (given, row, metadata if isinstance(metadata, Mapping) else {}):
         for key in FUNCTION_KEYS:
-            name = place.get(key)
+            name = table.get(key)
             if name is not None and name != "":
                 if not isinstance(name, str) or not name.isidentifier():
                     raise TestsError(f"{key} = {name!r} is not the name of a function")

@@ -63,9 +63,9 @@ from asyncrl.runtime.functions import (
     chosen_arguments,
     did_you_mean,
     import_function,
+    location_of,
     near_module,
     parameter_names,
-    place_of,
     refuse_main,
     short,
     text_of,
@@ -103,7 +103,7 @@ class Session:
     messages: Sequence[Mapping[str, object]] = ()
     end: str = "done"
     given: float | None = None
-    """The reward that the environment returned; None: none."""
+    """The reward that the environment returned. None: it returned no reward."""
     parts: Mapping[str, float] = field(default_factory=dict)
     output: str = ""
     """A text that it returned, such as what an agent program wrote."""
@@ -250,7 +250,7 @@ def keyword_arguments(
 
 
 def row_of(
-    columns: Mapping[str, object], place: int, count: int, shared: Collection[str] = ()
+    columns: Mapping[str, object], index: int, count: int, shared: Collection[str] = ()
 ) -> dict[str, object]:
     """One trajectory's values of the arguments that a function got for `count` trajectories.
 
@@ -259,7 +259,7 @@ def row_of(
             all unless it is a list of `count` items.
     """
     return {
-        name: values[place]
+        name: values[index]
         if isinstance(values, list | tuple) and len(values) == count and name not in shared
         else values
         for name, values in columns.items()
@@ -298,7 +298,7 @@ def failed(
         )
     wrapped = RewardError(
         f"reward function {function!r} raised {type(error).__name__}:"
-        f" {text_of(str, error)}{place_of(_frames(error))}{_columns(error, call, arguments)}"
+        f" {text_of(str, error)}{location_of(_frames(error))}{_columns(error, call, arguments)}"
     )
     if frames := _frames(error):
         wrapped.add_note(
@@ -401,8 +401,8 @@ def _check_tokens(function: str, values: object, call: GroupCall) -> FunctionRew
             f"{function}, trajectory {index}", given, len(ids), "floats, one per token"
         )
         checked = [
-            _check_value(f"{function}, trajectory {index}", value, place)
-            for place, value in enumerate(per_token)
+            _check_value(f"{function}, trajectory {index}", value, token)
+            for token, value in enumerate(per_token)
         ]
         if None in checked:
             raise ContractError(

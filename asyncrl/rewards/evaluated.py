@@ -20,7 +20,7 @@ anything with them."""
 
 
 def why_not_scored(task: str, fix: str) -> str | None:
-    """One line that names the task and how to go on. None: its scorer evaluates nothing.
+    """One line that names the task and how to go on. None: the task's scorer evaluates nothing.
 
     Args:
         fix: what to do, besides another task.

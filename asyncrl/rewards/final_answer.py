@@ -85,10 +85,10 @@ def final_expression(answer: str, ended: bool = True) -> str | None:
     if hashes and (box is None or hashes[-1].start() > box[0]):
         return hashes[-1]["value"]
     if box is not None:
-        place, content = box
+        offset, content = box
         if content is not None:
             return f"\\boxed{{{content}}}"
-        return prose[place:] if complete else None
+        return prose[offset:] if complete else None
     return prose if complete else None
 
 

@@ -657,11 +657,11 @@ def run_pytest(sources: list[str]) -> tuple[int, int, str]:
     for number, source in enumerate(sources):
         tree = Compared().visit(ast.parse(source))
         if "solution" not in imported(tree):
-            # The program's names, but not in place of Python's own.
+            # The program's names, but not instead of Python's own.
             lines = ast.parse("from solution import *\nfrom builtins import *").body
             future = [isinstance(n, ast.ImportFrom) and n.module == "__future__" for n in tree.body]
-            place = len(future) - future[::-1].index(True) if True in future else 0
-            tree.body[place:place] = lines
+            first = len(future) - future[::-1].index(True) if True in future else 0
+            tree.body[first:first] = lines
         with open(f"test_{number}.py", "w", encoding="utf-8") as file:
             file.write(ast.unparse(ast.fix_missing_locations(tree)))
     for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):

@@ -68,9 +68,9 @@ class Judgment:
     """What a judge said of one question."""
 
     score: float | None
-    """In [0, 1]; None: it gave none."""
+    """The score in [0, 1]. None: the judge gave none."""
     reason: Literal["", Reason] = ""
-    """Why it gave none; "": the last try had no reply in time."""
+    """Why the judge gave no score. "": the last try had no reply in time."""
 
 
 def labeled(label: str, number: str) -> str:

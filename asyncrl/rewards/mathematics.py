@@ -50,7 +50,7 @@ MOST_CHILDREN = usable_cpus()
 FIRST_INHERITED = 3
 """The lowest file descriptor that is no standard stream."""
 
-_places = threading.BoundedSemaphore(MOST_CHILDREN)
+_free_children = threading.BoundedSemaphore(MOST_CHILDREN)
 _forking = threading.Lock()
 _idle: list[_Child] = []
 
@@ -110,7 +110,7 @@ def _gold(expected: object) -> str:
 
 def _verdict(seconds: float, answer: str, completion: str) -> str:
     """The verdict of a child; WRONG if judging this completion ended the child."""
-    with _places:
+    with _free_children:
         try:
             child = _idle.pop()
         except IndexError:

@@ -31,12 +31,12 @@ class ReferenceRows:
 
     rows: list[TokenRow]
     scored: Scored | None = None
-    """Which of each row's second ids get a log-prob. None: all of them."""
-    places: list[tuple[int, np.ndarray]] | None = None
+    """Which of each row's second ids get a log-prob. None: all second ids get one."""
+    positions: list[tuple[int, np.ndarray]] | None = None
     """Each row's trajectory, and where its scored tokens are among the trajectory's tokens. None:
     row i has all tokens of trajectory i."""
     lengths: Sequence[int] = ()
-    """Tokens of each trajectory, with `places`."""
+    """Tokens of each trajectory, with `positions`."""
 
     def of_trajectories(
         self, answers: Sequence[Answer]
@@ -46,18 +46,19 @@ class ReferenceRows:
         of tokens gets NaN.
 
         Returns:
-            These, and the same with the other tokens, if a teacher gave any, else nothing.
+            The log-probs of each trajectory, and the answers of a teacher that also gave other
+            tokens.
 
         Raises:
             ValueError: there is another number of answers for rows of sessions than rows.
         """
         flat = list(answers)
-        if self.places is not None:
+        if self.positions is not None:
             if len(answers) != len(self.rows):
                 raise ValueError(f"{len(self.rows)} rows of sessions got {len(answers)} answers")
             found: list[list[tuple[np.ndarray, Answer]]] = [[] for _ in self.lengths]
-            for (trajectory, places), answer in zip(self.places, answers, strict=True):
-                found[trajectory].append((places, answer))
+            for (trajectory, positions), answer in zip(self.positions, answers, strict=True):
+                found[trajectory].append((positions, answer))
             counts = [one.other_ids.shape[-1] for one in answers if isinstance(one, TopLogprobs)]
             others = max(counts, default=None)
             flat = [
@@ -79,33 +80,33 @@ def reference_rows(group: pa.Table) -> ReferenceRows:
         return ReferenceRows([(prompt, ids) for ids in group["completion_ids"][0].as_py()])
     rows: list[TokenRow] = []
     scored: list[list[bool]] = []
-    places: list[tuple[int, np.ndarray]] = []
+    positions: list[tuple[int, np.ndarray]] = []
     columns = cast("SessionsRow", group.select(list(NODE_COLUMNS)).to_pylist()[0])
     for trajectory, nodes in enumerate(nodes_of_group(columns)):
         for row in session_rows(nodes).rows:
             begin = row.prompt_length
             rows.append((row.token_ids[:begin].tolist(), row.token_ids[begin:].tolist()))
             scored.append(row.trained[begin:].tolist())
-            places.append((trajectory, row.places[row.trained]))
-    return ReferenceRows(rows, scored, places, [len(ids) for ids in columns["completion_ids"]])
+            positions.append((trajectory, row.positions[row.trained]))
+    return ReferenceRows(rows, scored, positions, [len(ids) for ids in columns["completion_ids"]])
 
 
 def _flat(parts: Sequence[tuple[np.ndarray, Answer]], length: int, others: int | None) -> Answer:
     """The answers for a session's rows as one for its T tokens.
 
     Args:
-        others: how many other tokens the answers have at each place; None: they have none.
+        others: how many other tokens the answers have at each token. None: they have no others.
     """
-    places = [at for at, _ in parts]
-    logprobs = _spread([_logprobs(answer) for _, answer in parts], places, (length,), np.float32)
+    positions = [at for at, _ in parts]
+    logprobs = _spread([_logprobs(answer) for _, answer in parts], positions, (length,), np.float32)
     if others is None:
         return logprobs
     top = [answer for _, answer in parts if isinstance(answer, TopLogprobs)]
     shape = (length, others)
     return TopLogprobs(
         logprobs,
-        _spread([answer.other_ids for answer in top], places, shape, np.int32),
-        _spread([answer.other_logprobs for answer in top], places, shape, np.float32),
+        _spread([answer.other_ids for answer in top], positions, shape, np.int32),
+        _spread([answer.other_logprobs for answer in top], positions, shape, np.float32),
     )
 
 
@@ -115,16 +116,16 @@ def _logprobs(answer: Answer) -> np.ndarray:
 
 def _spread(
     parts: Sequence[np.ndarray],
-    places: Sequence[np.ndarray],
+    positions: Sequence[np.ndarray],
     shape: tuple[int, ...],
     dtype: type[np.generic],
 ) -> np.ndarray:
-    """The values of the parts at their places of an array, 0 elsewhere. NaN, if a part does not
-    have one for each of its places."""
-    fits = [part.shape == (len(at), *shape[1:]) for part, at in zip(parts, places, strict=True)]
+    """The values of the parts at their positions of an array, 0 elsewhere. All are NaN if a part
+    has another number of values than of positions."""
+    fits = [part.shape == (len(at), *shape[1:]) for part, at in zip(parts, positions, strict=True)]
     if not all(fits):
         return np.full(shape, math.nan)
     whole = np.zeros(shape, dtype)
-    for part, at in zip(parts, places, strict=True):
+    for part, at in zip(parts, positions, strict=True):
         whole[at] = part
     return whole

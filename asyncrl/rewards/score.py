@@ -62,7 +62,7 @@ from asyncrl.sessions.rows import session_rows
 COMPLETIONS = ["prompt_text", "completion_text", "completion_ids", "finish_reason"]
 """Columns that reward functions get."""
 BASELINE = ["baseline_text", "baseline_ids", "baseline_finish_reason"]
-"""The same columns of a baseline, except the prompt."""
+"""Columns of a baseline that reward functions get."""
 
 
 SESSIONS = ("session_messages", "session_end", "session_reward", "session_parts", "session_output")
@@ -410,18 +410,18 @@ def _turn_advantages(
     has none, and its number counts nowhere."""
     turns = algorithm.turn_rewards
     assert turns is not None
-    places = received_turns(row["turn_trajectory"], row["turn_status"], len(advantages))
+    indices = received_turns(row["turn_trajectory"], row["turn_status"], len(advantages))
     found = turn_advantages(
-        [[row["turn_reward"][place] for place in session] for session in places],
+        [[row["turn_reward"][index] for index in session] for session in indices],
         advantages,
         [advantage is not None for advantage in advantages],
         algorithm.advantage,
         turns,
     )
     items: list[float | None] = [None] * len(row["turn_reward"])
-    for session, values in zip(places, found, strict=True):
-        for place, value in zip(session, values or (), strict=False):
-            items[place] = value
+    for session, values in zip(indices, found, strict=True):
+        for index, value in zip(session, values or (), strict=False):
+            items[index] = value
     return items
 
 

@@ -299,11 +299,11 @@ def _summaries(table: pa.Table) -> list[Scored]:
 def _located(
     found: Sequence[Scored], groups: pa.Table, stream: ray.ObjectRef[pa.Buffer]
 ) -> list[Scored]:
-    """The summaries of the groups of a table, with the place of each one's row in the object, and
+    """The summaries of the groups of a table, with the index of each one's row in the object, and
     an example to show. The driver makes the examples, because it redacts its own secrets."""
     return [
-        replace(scored, ref=(stream, place), example=example)
-        for place, (scored, example) in enumerate(zip(found, examples(groups), strict=True))
+        replace(scored, ref=(stream, index), example=example)
+        for index, (scored, example) in enumerate(zip(found, examples(groups), strict=True))
     ]
 
 

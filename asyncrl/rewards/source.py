@@ -93,10 +93,10 @@ _Events: TypeAlias = "queue.Queue[_Event]"
 """What happened to a group; an exception to raise; None once every outbox is closed."""
 
 
-class Places:
-    """How many groups a task takes ahead of its rewards: those that its rewards finish in AHEAD_S,
-    at the pace of the last second, and at least `least`. So slow rewards leave groups to other
-    tasks, and fast ones do not wait for a take."""
+class Slots:
+    """Slots for the groups that a task takes ahead of its rewards: as many as its rewards finish in
+    AHEAD_S, at the pace of the last second, and at least `least`. So slow rewards leave groups to
+    other tasks, and fast ones do not wait for a take."""
 
     def __init__(self, least: int) -> None:
         self._least = least
@@ -105,7 +105,7 @@ class Places:
         self._changed = threading.Condition()
 
     def wait(self, timeout_s: float) -> int:
-        """The number of free places, once there is one; 0 after the timeout."""
+        """The number of free slots, once there is one; 0 after the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: self._free() > 0, timeout_s)
             return max(0, self._free())
@@ -154,9 +154,9 @@ def rewarded_groups(
     """
     share_settings(config.sandbox)
     with RewardPool(config, least, answers) as pool:
-        places = Places(TAKEN_AHEAD * config.processes * config.concurrency)
-        stages = _Stages(config, pool, places, reference, distillation)
-        with _taking(workers, reader, places) as events:
+        slots = Slots(TAKEN_AHEAD * config.processes * config.concurrency)
+        stages = _Stages(config, pool, slots, reference, distillation)
+        with _taking(workers, reader, slots) as events:
             for ready in _blocks(events, stages):
                 yield pa.concat_tables(ready, promote_options="permissive").combine_chunks()
 
@@ -167,7 +167,7 @@ class _Stages:
 
     config: RewardConfig
     pool: RewardPool
-    places: Places
+    slots: Slots
     reference: Actor | None
     distillation: DistillationConfig | None
 
@@ -180,7 +180,7 @@ class _Stages:
             case _Taken(group):
                 _submit(self.pool, group).add_done_callback(partial(_done, events, group))
             case _Rewarded(group, rewards):
-                self.places.release()
+                self.slots.release()
                 group = attach_rewards(group, _result(self.config, group, rewards))
                 if self.reference is None:
                     return group
@@ -230,12 +230,12 @@ def _blocks(events: _Events, stages: _Stages) -> Iterator[list[pa.Table]]:
 
 
 @contextlib.contextmanager
-def _taking(workers: Sequence[Actor], reader: str, places: Places) -> Iterator[_Events]:
+def _taking(workers: Sequence[Actor], reader: str, slots: Slots) -> Iterator[_Events]:
     """Take groups in a thread. Yields the queue of events."""
     events: _Events = queue.Queue()
     stop = threading.Event()
     threading.Thread(
-        target=_take, args=(workers, reader, places, stop, events), daemon=True, name="takes"
+        target=_take, args=(workers, reader, slots, stop, events), daemon=True, name="takes"
     ).start()
     try:
         yield events
@@ -329,18 +329,18 @@ def _with_teacher(
 def _take(
     workers: Sequence[Actor],
     reader: str,
-    places: Places,
+    slots: Slots,
     stop: threading.Event,
     events: _Events,
 ) -> None:
     """Thread: long-poll every worker and queue one-row tables; then None when no worker is left.
-    Without a free place it takes no groups, but still asks whether the outboxes are closed."""
+    Without a free slot it takes no groups, but still asks whether the outboxes are closed."""
     try:
         left = list(workers)
         takes: dict[ray.ObjectRef[pa.Buffer | None], tuple[Actor, int]] = {}
         while left and not stop.is_set():
             asked = sum(most for _, most in takes.values())
-            free = max(0, places.wait(TAKE_WAIT_S) - asked)
+            free = max(0, slots.wait(TAKE_WAIT_S) - asked)
             busy = [worker for worker, _ in takes.values()]
             for worker in left:
                 if worker not in busy:
@@ -362,7 +362,7 @@ def _take(
                     left.remove(worker)
                 else:
                     groups = _rows(stream)
-                    places.take(len(groups))
+                    slots.take(len(groups))
                     for group in groups:
                         events.put(_Taken(group))
         events.put(None)

@@ -131,14 +131,14 @@ def summaries(table: pa.Table) -> list[Scored]:
     return [
         Scored(
             ordinal=row["ordinal"],
-            oldest_version=versions[place][0],
-            newest=versions[place][1],
-            versions=tuple(trained[place]),
-            loss_tokens=tuple(trained[place].values()),
+            oldest_version=versions[index][0],
+            newest=versions[index][1],
+            versions=tuple(trained[index]),
+            loss_tokens=tuple(trained[index].values()),
             masked=Counter(status for status in row["status"] if status != "ok"),
             ref=None,
-            tokens=tokens[place],
-            lengths=tuple(lengths[ids.rows[place] : ids.rows[place + 1]].tolist()),
+            tokens=tokens[index],
+            lengths=tuple(lengths[ids.rows[index] : ids.rows[index + 1]].tolist()),
             rewards=tuple(
                 reward
                 for reward, status in zip(row["reward"], row["status"], strict=True)
@@ -153,18 +153,18 @@ def summaries(table: pa.Table) -> list[Scored]:
             ),
             usable=sum(status == "ok" for status in row["status"]),
             truncated=sum(reason in TRUNCATED for reason in row["finish_reason"]),
-            logprob_sum=float(sums[place]),
-            looping=int(looped[place]),
+            logprob_sum=float(sums[index]),
+            looping=int(looped[index]),
             characters=sum(map(len, row["completion_text"])),
             unprintable=unprintable("".join(row["completion_text"])),
             unscored=_unscored(row["reward_parts"]),
             failure=row["failure"],
             source=row.get("source_name"),
             reference_version=row.get("reference_version"),
-            baseline=baselines[place],
-            sessions=sessions[place],
+            baseline=baselines[index],
+            sessions=sessions[index],
         )
-        for place, row in enumerate(rows)
+        for index, row in enumerate(rows)
     ]
 
 

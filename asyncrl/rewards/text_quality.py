@@ -40,7 +40,7 @@ def looping(token_ids: NDArray[np.integer[Any]], starts: NDArray[np.int64]) -> N
     kept = long[owners]
     ids, owners = token_ids[kept], owners[kept]
     for n in range(1, LOOP_NGRAM + 1):
-        # Over a stretch of s tokens with period n, s - n tokens in a row equal the one n places
+        # Over a stretch of s tokens with period n, s - n tokens in a row equal the one n tokens
         # before. No stretch continues into the next completion.
         unequal = np.flatnonzero((ids[n:] != ids[:-n]) | (owners[n:] != owners[:-n]))
         edges = np.concatenate([[-1], unequal, [len(ids) - n]])

@@ -47,7 +47,7 @@ class _Worker:
     load: int = 0
     """Groups that it makes or keeps."""
     waiting: dict[int, asyncio.Future[Finished]] = field(default_factory=dict)
-    """What it will make of the prompts that it has, by ordinal."""
+    """Ordinal of each prompt that the worker has → the group that it will make."""
     to_begin: list[Prompt] = field(default_factory=list)
     to_give_up: list[int] = field(default_factory=list)
 

@@ -24,7 +24,7 @@ class PacedSession:
     block is left with TimeoutError if no request comes within `tool_s` after an answer.
 
     Args:
-        tool_s: seconds; None: there is no limit.
+        tool_s: most seconds between an answer and the next request. None: there is no limit.
     """
 
     def __init__(self, session: PlayedSession, tool_s: float | None) -> None:

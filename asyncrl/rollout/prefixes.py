@@ -19,7 +19,7 @@ class PrefixCounter:
         self.reusable = 0
         """Tokens of blocks that an earlier turn had, over all turns."""
         self.cached = 0
-        """Those of them that the engines had in their cache."""
+        """Reusable tokens that the engines had in their cache."""
         self._block = 0
         """Tokens of a block; 0 before the first answer."""
         self._known: dict[int, set[int]] = {}
@@ -33,7 +33,7 @@ class PrefixCounter:
         blocks = _blocks(prompt_ids[:-1], self._block)
         return {
             version: self._block
-            * next((place for place, block in enumerate(blocks) if block not in known), len(blocks))
+            * next((index for index, block in enumerate(blocks) if block not in known), len(blocks))
             for version, known in self._known.items()
         }
 

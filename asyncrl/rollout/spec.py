@@ -28,7 +28,7 @@ class WorkerSpec:
     rollout: RolloutConfig
     data: DataConfig
     sessions: SessionsSpec | None
-    """None: each trajectory is one completion of the prompt."""
+    """How sessions are played. None: each trajectory is one completion of the prompt."""
     deadline_s: float
     """Seconds after which a group's generation fails."""
     needs_baseline: bool

@@ -57,7 +57,7 @@ class Answer:
     """The result of one completion request."""
 
     completion: Completion | None
-    """None if it was late or failed."""
+    """The completion. None if it was late or failed."""
     status: str
     """One of STATUSES."""
     reason: str = ""
@@ -75,11 +75,12 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """What answers: a version, on the one replica that is held at it (None: on all replicas)."""
+class _Target:
+    """What answers an evaluation."""
 
     version: int
     replica: str | None
+    """The one replica that is held at the version. None: all replicas answer."""
 
 
 class Evaluator:
@@ -139,7 +140,7 @@ class Evaluator:
         statuses: Counter[str] = Counter()
         newest = version
         for name, settings in sets.items():
-            answers = await self._answers(settings, _Place(version, replica))
+            answers = await self._answers(settings, _Target(version, replica))
             found = measure(answers, self.config.accuracy, self.config.eval.pass_threshold)
             metrics.setdefault("eval/accuracy", found["accuracy"])
             metrics.setdefault("eval/prompts", found["prompts"])
@@ -167,12 +168,12 @@ class Evaluator:
         assert settings.data is not None
         return self.prompts[settings.data][: settings.max_prompts]
 
-    async def _answers(self, settings: EvalSet, place: _Place) -> list[list[Answer]]:
+    async def _answers(self, settings: EvalSet, target: _Target) -> list[list[Answer]]:
         """The n answers of each prompt, in order. As many requests are in flight as the engines
         that answer can run at once."""
         generator = self.config.engines
         room = asyncio.Semaphore(
-            self.config.max_num_seqs * (generator.num_replicas if place.replica is None else 1)
+            self.config.max_num_seqs * (generator.num_replicas if target.replica is None else 1)
         )
         prompts = self._prompts(settings)
         seeds = [
@@ -180,24 +181,24 @@ class Evaluator:
             for index in range(len(prompts))
         ]
         return await together(
-            self._siblings(settings, place, prompt, prompt_seeds, room)
+            self._siblings(settings, target, prompt, prompt_seeds, room)
             for prompt, prompt_seeds in zip(prompts, seeds, strict=True)
         )
 
     async def _siblings(
         self,
         settings: EvalSet,
-        place: _Place,
+        target: _Target,
         prompt: Prompt,
         seeds: Sequence[int],
         room: asyncio.Semaphore,
     ) -> list[Answer]:
         """One answer per seed; the answers are scored together, as a group is."""
-        requests = [self._request(settings, place, prompt, seed) for seed in seeds]
+        requests = [self._request(settings, target, prompt, seed) for seed in seeds]
         answers = await together(
-            self._answer(request, place.version, room)
+            self._answer(request, target.version, room)
             if self.sessions is None
-            else self._play(self.sessions, prompt, sample, request, place.version, room)
+            else self._play(self.sessions, prompt, sample, request, target.version, room)
             for sample, request in enumerate(requests)
         )
         completed = [
@@ -234,7 +235,7 @@ class Evaluator:
             logger.error("%s", what, exc_info=error)
 
     def _request(
-        self, settings: EvalSet, place: _Place, prompt: Prompt, seed: int
+        self, settings: EvalSet, target: _Target, prompt: Prompt, seed: int
     ) -> GenerateRequest:
         """The request for one completion, which ends in the same ways as in rollouts."""
         config, rollout = self.config, self.config.rollout
@@ -252,13 +253,13 @@ class Evaluator:
             temperature=settings.temperature,
             seed=seed,
             deadline_s=config.evaluation_deadline_s(settings.max_completion_length),
-            min_weights=WeightsId(self.run_id, self.attempt, place.version),
+            min_weights=WeightsId(self.run_id, self.attempt, target.version),
             ignore_eos=rollout.ignore_eos,
             repetition=rollout.repetition,
             top_p=settings.top_p,
             top_k=settings.top_k,
             min_p=settings.min_p,
-            replica=place.replica,
+            replica=target.replica,
         )
 
     async def _answer(
@@ -488,24 +489,24 @@ def answers_table(
         answers: n of each prompt, in order.
         weights: reward function → its weight.
     """
-    places = [
+    rows = [
         (prompt, index, answer)
         for prompt, siblings in zip(prompts, answers, strict=True)
         for index, answer in enumerate(siblings)
     ]
-    completions = [answer.completion for _, _, answer in places]
+    completions = [answer.completion for _, _, answer in rows]
     columns = {
-        "set": [name] * len(places),
-        "attempt": [attempt] * len(places),
-        "version": [version] * len(places),
-        "ordinal": [prompt.ordinal for prompt, _, _ in places],
-        "index": [index for _, index, _ in places],
-        "status": [answer.status for _, _, answer in places],
-        "reason": [answer.reason or None for _, _, answer in places],
-        "accuracy": [answer.parts.get(accuracy) for _, _, answer in places],
-        "reward": [_reward(answer, weights) for _, _, answer in places],
-        "prompt_text": [prompt.text for prompt, _, _ in places],
-        "prompt_ids": [prompt.token_ids for prompt, _, _ in places],
+        "set": [name] * len(rows),
+        "attempt": [attempt] * len(rows),
+        "version": [version] * len(rows),
+        "ordinal": [prompt.ordinal for prompt, _, _ in rows],
+        "index": [index for _, index, _ in rows],
+        "status": [answer.status for _, _, answer in rows],
+        "reason": [answer.reason or None for _, _, answer in rows],
+        "accuracy": [answer.parts.get(accuracy) for _, _, answer in rows],
+        "reward": [_reward(answer, weights) for _, _, answer in rows],
+        "prompt_text": [prompt.text for prompt, _, _ in rows],
+        "prompt_ids": [prompt.token_ids for prompt, _, _ in rows],
         "completion": [each and each.text for each in completions],
         "completion_ids": [each and each.token_ids for each in completions],
         "logprobs": [each and each.logprobs for each in completions],
@@ -514,13 +515,13 @@ def answers_table(
             for each in completions
         ],
         "finish_reason": [each and each.finish_reason for each in completions],
-        "replica": [answer.replica for _, _, answer in places],
+        "replica": [answer.replica for _, _, answer in rows],
     }
     arrays = {column: pa.array(columns[column], kind) for column, kind in ANSWER_COLUMNS.items()}
-    names = _part_names([answer for _, _, answer in places]) or list(weights)
+    names = _part_names([answer for _, _, answer in rows]) or list(weights)
     parts = [
         {part: answer.parts.get(part) for part in names} if answer.completion else None
-        for _, _, answer in places
+        for _, _, answer in rows
     ]
     arrays["reward_parts"] = pa.array(parts, reward_parts_type(names).value_type)
     return pa.table(arrays)

@@ -245,7 +245,7 @@ async def launch_stations(
         # The learner's placement group comes first, then the generators, whose start takes longest.
         learner_start = asyncio.create_task(_start_learner(config, state, stack, prepare))
         stack.add("start of the learner", functools.partial(cancel, learner_start))
-        await asyncio.sleep(0)  # the task asks for its group before another actor takes a place
+        await asyncio.sleep(0)  # the task asks for its group before another actor
         reference = _start_reference(config, directory.reference, stack)
         if config.replicas_share_gpus:
             # An engine measures the free memory of its GPU while it starts. The others must not
@@ -419,7 +419,7 @@ def _longest_request(config: Config, context: int) -> int:
     return min(config.longest_request + 1, context)
 
 
-def _start_reference(config: Config, place: Path | None, stack: Closing) -> Actor | None:
+def _start_reference(config: Config, folder: Path | None, stack: Closing) -> Actor | None:
     """The actor of the reference policy or of the teacher; None in a run that uses neither."""
     if not config.algorithm.has_reference:
         return None
@@ -428,7 +428,7 @@ def _start_reference(config: Config, place: Path | None, stack: Closing) -> Acto
     reference = (
         start_teacher(server)
         if isinstance(server, TeacherServer)
-        else start_reference(reference_spec(config, place))
+        else start_reference(reference_spec(config, folder))
     )
 
     async def close() -> None:

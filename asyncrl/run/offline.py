@@ -218,8 +218,8 @@ class OfflineAttempt:
         """Take one step on the next `batch_size` rows. Returns whether it was applied."""
         state, config = self.state, self.config
         ordinals = range(state.frontier, state.frontier + config.batch_size)
-        places = [self.plan.order.place(ordinal) for ordinal in ordinals]
-        table = train.take([row for _, row in places])
+        drawn = [self.plan.order.epoch_and_row(ordinal) for ordinal in ordinals]
+        table = train.take([row for _, row in drawn])
         metrics = await self._take_step(learner, table)
         applied = bool(metrics["applied"])
         self.state = replace(

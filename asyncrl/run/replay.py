@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from asyncrl.text.template import Message, Schema
 
 BEFORE, AFTER = 8, 24
-"""Tokens that a difference shows before its place, and from there on."""
+"""Tokens that a message shows before a difference, and from there on."""
 SESSION = "session_end"
 """A column that each version of asyncrl has written for sessions."""
 END_COLUMNS = (SESSION, "session_reward", "session_parts", "session_note")
@@ -55,20 +55,20 @@ CUT_OFF = ("deadline", "closed")
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What became of one session."""
+    """A recorded session and its replay."""
 
     ordinal: int
     attempt: int
     """The run's attempt that recorded it."""
     sample: int
-    """Its place in its group."""
+    """Index of the session in its group."""
     turns: int
     """Recorded turns."""
     asked: int
     """Recorded turns that the environment asked for again."""
     recorded: Ended
     replayed: Ended | None
-    """None: the replay was stopped at a difference, or where the record was cut off."""
+    """How the replay ended. None: it was stopped at a difference, or at the end of a cut record."""
     difference: str
     """What differs, in words; "" if nothing does."""
 
@@ -79,7 +79,7 @@ def replay_sessions(
     """Replay the recorded sessions of one prompt against the run's environment, as it is now.
 
     Args:
-        sample: the place of one session in its group. None: all of them.
+        sample: the index of one session in its group. None: all sessions of the group.
         attempt: the run's attempt that recorded the group. None: the newest one that did.
 
     Raises:
@@ -345,22 +345,22 @@ class _RecordedModel:
     def _other_messages(self, prompt: tuple[int, ...]) -> str:
         """Where the messages of a request leave those of the most similar recorded one."""
         waiting = [before for before, turns in self._left.items() if turns]
-        places = [_place(before, prompt) for before in waiting]
-        place = max(places)
-        recorded = waiting[places.index(place)]
-        begin = max(0, place - BEFORE)
+        lengths = [_same(before, prompt) for before in waiting]
+        same = max(lengths)
+        recorded = waiting[lengths.index(same)]
+        begin = max(0, same - BEFORE)
         was, now = (
-            decode_prompt(self._tokenizer, ids[begin : place + AFTER]) for ids in (recorded, prompt)
+            decode_prompt(self._tokenizer, ids[begin : same + AFTER]) for ids in (recorded, prompt)
         )
         return (
-            f"the messages differ at token {place}: the record has {was!r}, and the replay {now!r}"
+            f"the messages differ at token {same}: the record has {was!r}, and the replay {now!r}"
         )
 
 
-def _place(recorded: tuple[int, ...], asked: tuple[int, ...]) -> int:
-    """The first place where two sequences differ, one of which may be the other's beginning."""
-    place = first_difference(recorded, asked)
-    return min(len(recorded), len(asked)) if place is None else place
+def _same(recorded: tuple[int, ...], asked: tuple[int, ...]) -> int:
+    """How many tokens two sequences share at their start. One may be the other's beginning."""
+    same = first_difference(recorded, asked)
+    return min(len(recorded), len(asked)) if same is None else same
 
 
 def replay_text(sessions: Sequence[Replayed]) -> str:

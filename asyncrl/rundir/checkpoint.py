@@ -23,7 +23,7 @@ from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointErro
 from asyncrl.contracts.messages import Scored
 from asyncrl.contracts.protocols import Learner, Scores
 from asyncrl.contracts.state import State
-from asyncrl.frozen.kept import copy_place
+from asyncrl.frozen.kept import copy_kept
 from asyncrl.runtime.files import (
     append_to,
     explain_disk_full,
@@ -63,8 +63,8 @@ class CheckpointStore:
         self.keep = keep
         self.config = config
         self.reference: Path | None = None
-        """The place of the reference policy's version (`asyncrl.frozen.kept`), of which each
-        checkpoint gets its own. None: it is frozen, or there is none."""
+        """The folder of the reference policy's version (`asyncrl.frozen.kept`), of which each
+        checkpoint gets a copy. None: the reference policy is frozen, or there is none."""
         self._guard = guard
 
     def remove_unfinished(self) -> None:
@@ -96,9 +96,7 @@ class CheckpointStore:
                     await scores.save(waiting, temporary / "buffer.parquet")
                 kept = {}
                 if self.reference is not None:
-                    kept = await asyncio.to_thread(
-                        copy_place, self.reference, temporary / REFERENCE
-                    )
+                    kept = await asyncio.to_thread(copy_kept, self.reference, temporary / REFERENCE)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise

@@ -20,7 +20,7 @@ from typing import Literal
 from asyncrl.config import ConfigError, RunSettings
 from asyncrl.contracts.errors import EscapesDirectoryError
 from asyncrl.contracts.state import State
-from asyncrl.frozen.kept import begin_place
+from asyncrl.frozen.kept import begin_kept
 from asyncrl.rundir.checkpoint import REFERENCE, CheckpointStore
 from asyncrl.rundir.metrics import read_metrics
 from asyncrl.rundir.outcomes import refuse_old_folder
@@ -91,8 +91,8 @@ class RunDirectory:
         state: initial state of control: version 0, or that of the checkpoint.
         checkpoint: directory of the checkpoint; None for a new start.
         notes: lines about the search for a checkpoint and what has changed since it was written.
-        reference: this attempt's place of a refreshed reference policy (`asyncrl.frozen.kept`);
-            None: it is frozen, or there is none.
+        reference: this attempt's folder of a refreshed reference policy (`asyncrl.frozen.kept`).
+            None: the reference policy is frozen, or there is none.
 
     Raises:
         ConfigError: the directory is in use, or exists under `resume: never`, or has no checkpoint
@@ -131,7 +131,7 @@ class RunDirectory:
                     if isinstance(error, DiskFullError)
                     else (
                         f"{os.strerror(error.errno or 0)}; set runs_root or ASYNCRL_RUNS to another"
-                        " place"
+                        " folder"
                     )
                 )
                 raise ConfigError(f"run directory {self.path} cannot be written: {why}") from None
@@ -223,19 +223,19 @@ class RunDirectory:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _begin_reference(self, beginning: Beginning, config: RunSettings) -> Path | None:
-        """Make this attempt's place of a refreshed reference policy, and delete those of earlier
-        attempts. None: it is frozen, or there is none."""
-        places = self.path / REFERENCE
-        place = places / f"attempt_{self.state.attempt}"
+        """Make this attempt's folder of a refreshed reference policy, and delete those of earlier
+        attempts. None: the reference policy is frozen, or there is none."""
+        folders = self.path / REFERENCE
+        folder = folders / f"attempt_{self.state.attempt}"
         if config.reference_interval is None:
-            shutil.rmtree(places, ignore_errors=True)
+            shutil.rmtree(folders, ignore_errors=True)
             return None
-        begin_place(place, beginning.reference)
-        for other in places.iterdir():
-            if other != place:
+        begin_kept(folder, beginning.reference)
+        for other in folders.iterdir():
+            if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
-        self.checkpoints.reference = place
-        return place
+        self.checkpoints.reference = folder
+        return folder
 
     def _check_locks(self) -> None:
         for lock in self._locks:

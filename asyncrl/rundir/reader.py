@@ -83,7 +83,7 @@ class Status:
     """What the run does, or how its newest attempt ended. `interrupted`: it was stopped, or its
     process was killed. A run whose driver restarts it is `failed` for a moment."""
     cause: str = ""
-    """Why it failed or was interrupted, in one line; "" if unknown."""
+    """Why the run failed or was interrupted, in one line; "" if unknown."""
 
 
 class Run:
@@ -207,7 +207,7 @@ class Run:
     def trajectories(self) -> pa.Table:
         """One row per trajectory, with its group's columns and outcome.
 
-        Additional columns: `index` (place in its group), `completion` (text), `tokens` (of the
+        Additional columns: `index` (in its group), `completion` (text), `tokens` (of the
         completion), `oldest_version` and `newest_version` (of its tokens), and `reward/NAME` per
         reward function. `outcome` is null until the group has one, and `staleness` is null unless
         the group was trained. Sessions have `turn_reward`, and with `algorithm.advantage.turns`

@@ -63,7 +63,7 @@ class AttemptRecord(TypedDict):
     """When it ended. Absent: it runs, or its process was killed."""
     outcome: NotRequired[Literal["finished", "failed", "interrupted"]]
     cause: NotRequired[str]
-    """Why it failed or was interrupted, in one line."""
+    """Why the attempt failed or was interrupted, in one line."""
 
 
 class RunRecord(TypedDict):

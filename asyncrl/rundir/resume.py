@@ -20,7 +20,7 @@ from asyncrl.contracts.errors import (
 )
 from asyncrl.contracts.state import State
 from asyncrl.data.sources import files_of
-from asyncrl.frozen.kept import read_place
+from asyncrl.frozen.kept import read_kept
 from asyncrl.rundir.checkpoint import REFERENCE, CheckpointStore
 from asyncrl.runtime.yaml_files import parse_yaml, read_yaml
 from asyncrl.weights.stored import CheckpointFilesError, weights_hash
@@ -93,7 +93,7 @@ FREE = (
     "runs_root",
     *(f"checkpoint.{name}" for name in ("load", "ckpt_step", "save", "on_stop_s")),
 )
-"""Settings whose changes are not reported: they name places, or say how long a stop may take."""
+"""Settings whose changes are not reported: they name folders, or say how long a stop may take."""
 
 SCORED_WITH = (
     *(
@@ -146,7 +146,7 @@ class Beginning:
     """The attempt of this run that wrote the checkpoint. None for a new start or another run's
     checkpoint."""
     reference: Path | None = None
-    """Place of the refreshed reference policy to continue with. None: the reference policy begins
+    """Folder of the refreshed reference policy to continue with. None: the reference policy begins
     with the weights that the config names."""
 
     @property
@@ -429,13 +429,13 @@ def _refuse_other_weights(path: Path, state: State, config: RunSettings, own: bo
 
 
 def _reference_of(path: Path, state: State, config: RunSettings, own: bool) -> Path | None:
-    """The place of the reference policy in a checkpoint, if the attempt continues with it: always
+    """The folder of the reference policy in a checkpoint, if the attempt continues with it: always
     in the same run, and in another one if both began with the same reference policy.
 
     Raises:
         ConfigError: the run's own checkpoint lacks its reference policy, or has an impossible one.
     """
-    every, place = config.reference_interval, path / REFERENCE
+    every, folder = config.reference_interval, path / REFERENCE
     if every is None:
         return None
     if not own:
@@ -444,10 +444,10 @@ def _reference_of(path: Path, state: State, config: RunSettings, own: bool) -> P
             for name, known in frozen_hashes(config).items()
             if name.startswith("algorithm.")
         )
-        if not same or not place.is_dir():
+        if not same or not folder.is_dir():
             return None
     try:
-        kept = read_place(place)
+        kept = read_kept(folder)
     except ReferenceLostError as error:
         raise ConfigError(str(error)) from None
     if kept.version > state.version:
@@ -455,7 +455,7 @@ def _reference_of(path: Path, state: State, config: RunSettings, own: bool) -> P
             f"{path} has version {state.version}, but its reference policy has {kept.version}; the"
             " checkpoint was changed, so resume from another one (checkpoint.ckpt_step)"
         )
-    return place
+    return folder
 
 
 def config_text(config: RunSettings) -> str:

@@ -96,7 +96,7 @@ class Row:
     turns: tuple[Generation, ...] | None = None
     """The turns of its sessions that have tokens; None if its trajectories are completions."""
     credit: TurnCredit | None = None
-    """Of its turns; None if they have no advantages of their own."""
+    """Credit of the turns of the group; None if they have no advantages of their own."""
     endings: frozenset[tuple[str, str]] = frozenset()
     """How its sessions ended, each with its status. Empty if its trajectories are completions."""
 

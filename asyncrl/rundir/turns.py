@@ -42,7 +42,7 @@ class TurnCredit:
 
     rewards: tuple[tuple[float | None, ...], ...]
     advantages: tuple[float | None, ...]
-    """Of the sessions. None: it is not trained."""
+    """The advantages of the sessions. None: the session is not trained."""
     written: tuple[tuple[float | None, ...], ...]
     """The advantages of the turns."""
 
@@ -56,10 +56,10 @@ def turn_credit(row: Mapping[str, Any]) -> TurnCredit | None:
     if row.get(TURN_ADVANTAGE_COLUMN) is None:
         return None
     advantages = row["advantage"]
-    places = received_turns(row["turn_trajectory"], row["turn_status"], len(advantages))
+    indices = received_turns(row["turn_trajectory"], row["turn_status"], len(advantages))
 
     def of_sessions(values: Sequence[float | None]) -> tuple[tuple[float | None, ...], ...]:
-        return tuple(tuple(values[place] for place in session) for session in places)
+        return tuple(tuple(values[index] for index in session) for session in indices)
 
     return TurnCredit(
         of_sessions(row["turn_reward"]),

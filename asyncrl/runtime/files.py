@@ -138,7 +138,7 @@ def explain_disk_full(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        there = next(place for place in (path, *path.parents) if place.exists())
+        there = next(one for one in (path, *path.parents) if one.exists())
         free = shutil.disk_usage(there).free
         raise DiskFullError(
             error.errno,

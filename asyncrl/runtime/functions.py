@@ -42,14 +42,14 @@ def import_function(kind: str, function: str) -> Callable[..., object]:
     except (ImportError, AttributeError) as error:
         missing = isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name))
         raise FunctionError(
-            f"{kind} {function!r} cannot be imported ({error}{_place_in_module(error)});"
+            f"{kind} {function!r} cannot be imported ({error}{_location_in_module(error)});"
             f" {_hidden(module) or 'check its name and that its package is installed'}"
             f"{near_module(str(error.name)) if missing else ''}"
         ) from None
     except Exception as error:
         # A module may raise anything while it is imported.
         text = " ".join(text_of(str, error).split())
-        cause = f"{type(error).__name__}: {text}{_place_in_module(error)}"
+        cause = f"{type(error).__name__}: {text}{_location_in_module(error)}"
         raise FunctionError(
             f"{kind} {function!r} cannot be imported ({cause}); repair its module"
         ) from None
@@ -69,8 +69,8 @@ def import_function(kind: str, function: str) -> Callable[..., object]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that is not known: the most similar one that is. Empty
-    without one."""
+    """The end of a message about a name that is not known: the most similar known name. Empty
+    if no known name is similar."""
     names = [*known]
     near = difflib.get_close_matches(name, names, 1, NEAR)
     near = near or [one for one in names if len(name) >= LONG and name.lower() in one.lower()]
@@ -78,22 +78,24 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def near_module(module: str) -> str:
-    """The same for a module that does not exist, in its package or in the folder of the start."""
+    """The end of a message about a module that does not exist: the most similar module of its
+    package, or of the folder in which the command started."""
     package, _, last = module.rpartition(".")
     try:
-        places = importlib.import_module(package).__path__ if package else ["."]
-        names = [f"{package}.{one.name}".lstrip(".") for one in pkgutil.iter_modules(places)]
+        folders = importlib.import_module(package).__path__ if package else ["."]
+        names = [f"{package}.{one.name}".lstrip(".") for one in pkgutil.iter_modules(folders)]
     except Exception:  # the package may raise anything, and the message is about its module
         return ""
     return did_you_mean(f"{package}.{last}".lstrip("."), names)
 
 
 def _hidden(module: str) -> str:
-    """The way out if a library's module hides the one in the user's folder; "" if none does."""
+    """The way out if a library's module hides the one in the user's folder. "" if no module hides
+    it."""
     name, folder = module.partition(".")[0], current_folder()
     if folder is None or name not in sys.modules:
         return ""
-    own = [place for place in (Path(folder, f"{name}.py"), Path(folder, name)) if place.exists()]
+    own = [path for path in (Path(folder, f"{name}.py"), Path(folder, name)) if path.exists()]
     found = getattr(sys.modules[name], "__file__", None) or "part of Python"
     if not own or Path(found).is_relative_to(own[0]):
         return ""
@@ -106,11 +108,11 @@ def is_async(function: object) -> TypeGuard[Callable[..., Awaitable[object]]]:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
-def _place_in_module(error: BaseException) -> str:
+def _location_in_module(error: BaseException) -> str:
     """The line of the module where its import failed; "" if no code ran, as after a syntax
     error."""
     ours = (__file__, importlib.__file__)
-    return place_of(
+    return location_of(
         [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
@@ -201,7 +203,7 @@ def call_function(
             if frame.filename != __file__
         ]
         raise FunctionError(
-            f"{name} raised {type(error).__name__}: {text_of(str, error)}{place_of(frames)};"
+            f"{name} raised {type(error).__name__}: {text_of(str, error)}{location_of(frames)};"
             " repair it"
         ) from error
 
@@ -215,7 +217,7 @@ def where(function: Callable[..., object]) -> str:
         return str(getattr(function, "__module__", None) or type(function).__module__)
 
 
-def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
+def location_of(frames: Sequence[traceback.FrameSummary]) -> str:
     """The location of the innermost frame that has a file; "" if there are no frames."""
     frames = [one for one in frames if not one.filename.startswith("<frozen ")] or frames
     return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""

@@ -16,7 +16,7 @@ own modules, and the value by which we know ours."""
 def import_path() -> list[str]:
     """`sys.path` with the user's folder, the current one, at its end. A user's `types.py` or
     `tokenizers.py` then hides no module of Python or of a library."""
-    kept = [place for place in sys.path if place]  # "" is the current folder, first
+    kept = [entry for entry in sys.path if entry]  # "" is the current folder, first
     here = current_folder()
     return kept if here is None or here in kept else [*kept, here]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 VARIABLE = re.compile(r"\$(?:\{(?P<braced>[^}]*)\}|(?P<plain>\w+))")
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
-"""Also with one slash: `file:/x` is a URL, and others are slips."""
+"""A URL, also with one slash: `file:/x` is a URL, and others are slips."""
 WINDOWS = re.compile(r"(?:^|/)%(\w+)%(?:/|$)")
 
 

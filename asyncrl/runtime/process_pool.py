@@ -64,7 +64,7 @@ class Call(Generic[Answer]):
     ends: float = field(init=False, default=math.inf)
     """When it is overdue, by the pool's clock."""
     late: bool = field(init=False, default=False)
-    """Whether it has been overdue in its process."""
+    """Whether the call has been overdue in its process."""
 
     def give(self, answer: Answer) -> None:
         """Answer the call, unless it has been answered or canceled."""
@@ -151,7 +151,7 @@ class PoolProcess(Generic[CallT]):
             self._writer.write(HEADER.pack(len(payload)) + payload)
 
     def has_room(self, most: int) -> bool:
-        """Whether it may begin a call, if it runs `most` at once."""
+        """Whether the process may begin a call, if it runs `most` at once."""
         alone = any(call.alone for call in self.running.values())
         return self.ready and not self.killed and not alone and len(self.running) < most
 

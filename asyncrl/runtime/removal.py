@@ -86,8 +86,8 @@ def _permit(name: str, within: int | None) -> None:
         return
     # Without rights, a folder can only be opened as a path. The kernel's link to what was opened
     # leads to that alone.
-    place = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
+    descriptor = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
     try:
-        os.chmod(f"/proc/self/fd/{place}", 0o700)
+        os.chmod(f"/proc/self/fd/{descriptor}", 0o700)
     finally:
-        os.close(place)
+        os.close(descriptor)

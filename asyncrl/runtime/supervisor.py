@@ -29,7 +29,7 @@ import psutil
 
 from asyncrl.runtime.imports import for_users_programs, import_path
 from asyncrl.runtime.output import forgive_output
-from asyncrl.runtime.temporary import TemporaryPlace, temporary_folder
+from asyncrl.runtime.temporary import ProcessTemporaryFolder, temporary_folder
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_AGAIN_S = 0.005
@@ -62,9 +62,9 @@ def main(lifeline: int, connection: int, folder: str, serve: str) -> None:
     os.set_blocking(waker, False)
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    place = temporary_folder(folder, TemporaryPlace.where()) if folder else None
-    if place is not None:
-        os.environ["TMPDIR"] = tempfile.tempdir = place.name
+    temporary = temporary_folder(folder, ProcessTemporaryFolder.where()) if folder else None
+    if temporary is not None:
+        os.environ["TMPDIR"] = tempfile.tempdir = temporary.name
     ended: list[int] = []
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: ended.append(signal.SIGTERM))
@@ -79,8 +79,8 @@ def main(lifeline: int, connection: int, folder: str, serve: str) -> None:
     # A process closes its connection before the kernel reports its exit. If the pool reacts in
     # between, the code is known only once the process is reaped.
     reaped = _kill_descendants()
-    if place is not None:
-        place.cleanup()
+    if temporary is not None:
+        temporary.cleanup()
     code = os.waitstatus_to_exitcode(reaped.get(process, 0) if status is None else status)
     os._exit(code if code >= 0 else 128 - code)
 

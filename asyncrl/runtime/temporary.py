@@ -20,13 +20,13 @@ from asyncrl.runtime.removal import remove_folder
 
 OURS = re.compile(r"asyncrl_[A-Za-z-]+_([0-9]+)_([0-9]+)_\w+")
 SHORT = Path("/tmp")
-"""Place for folders with sockets if the temporary directory's path is too long."""
+"""Parent of folders with sockets if the temporary directory's path is too long."""
 SOCKET_PATH = 107
 """Maximum length of a Unix socket's path, in bytes."""
 FOLDER_NAME = 48
 """Maximum length of a folder's name."""
 SOCKET_NAME = 37
-"""Length of a socket's name in a `TemporaryPlace`, with its slash: vLLM uses UUIDs."""
+"""Length of a socket's name in a `ProcessTemporaryFolder`, with its slash: vLLM uses UUIDs."""
 SHARER_S = 5.0
 """Seconds for multiprocessing's listener to stop."""
 
@@ -37,12 +37,12 @@ class TemporaryFolder:
     `remove_folder`.
 
     Args:
-        prefix: beginning of its name.
-        place: parent directory. Default: the temporary directory.
+        prefix: beginning of the folder's name.
+        parent: parent directory. Default: the temporary directory.
     """
 
-    def __init__(self, prefix: str, place: Path | None = None) -> None:
-        self.name = tempfile.mkdtemp(prefix=prefix, dir=place)
+    def __init__(self, prefix: str, parent: Path | None = None) -> None:
+        self.name = tempfile.mkdtemp(prefix=prefix, dir=parent)
         self._remove = weakref.finalize(self, remove_folder, Path(self.name))
 
     def __enter__(self) -> str:
@@ -56,17 +56,17 @@ class TemporaryFolder:
         self._remove()
 
 
-def temporary_folder(kind: str, place: Path | None = None) -> TemporaryFolder:
+def temporary_folder(kind: str, parent: Path | None = None) -> TemporaryFolder:
     """Create a folder `asyncrl_KIND_PROCESS_START_…`, after removing those of dead processes.
 
     Args:
         kind: letters and hyphens.
-        place: parent directory. Default: the temporary directory.
+        parent: parent directory. Default: the temporary directory.
     """
-    place = place or Path(tempfile.gettempdir())
-    remove_left_behind(place)
+    parent = parent or Path(tempfile.gettempdir())
+    remove_left_behind(parent)
     this = psutil.Process()
-    return TemporaryFolder(f"asyncrl_{kind}_{this.pid}_{int(this.create_time())}_", place)
+    return TemporaryFolder(f"asyncrl_{kind}_{this.pid}_{int(this.create_time())}_", parent)
 
 
 @contextlib.contextmanager
@@ -82,15 +82,15 @@ def temporary_within(kind: str) -> Iterator[None]:
         tempfile.tempdir = before
 
 
-def remove_left_behind(place: Path | None = None) -> None:
+def remove_left_behind(parent: Path | None = None) -> None:
     """Remove the folders of dead processes."""
-    for old in (place or Path(tempfile.gettempdir())).glob("asyncrl_*"):
+    for old in (parent or Path(tempfile.gettempdir())).glob("asyncrl_*"):
         named = OURS.fullmatch(old.name)
         if named and not old.is_symlink() and not _lives(int(named[1]), int(named[2])):
             remove_folder(old)  # fails for other users' folders
 
 
-class TemporaryPlace:
+class ProcessTemporaryFolder:
     """A folder for the temporary files and sockets of this process and its children. Libraries
     leave such files behind when a process is killed.
 
@@ -110,10 +110,9 @@ class TemporaryPlace:
     @staticmethod
     def where() -> Path:
         """The temporary directory, or `SHORT` if its path is too long for sockets."""
-        place = Path(tempfile.gettempdir())
-        return (
-            place if len(os.fsencode(place)) + FOLDER_NAME + SOCKET_NAME <= SOCKET_PATH else SHORT
-        )
+        directory = Path(tempfile.gettempdir())
+        longest = len(os.fsencode(directory)) + FOLDER_NAME + SOCKET_NAME
+        return directory if longest <= SOCKET_PATH else SHORT
 
     def close(self) -> None:
         """Restore the temporary directory and remove the folder. May be called twice."""

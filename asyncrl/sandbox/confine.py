@@ -323,8 +323,8 @@ def _start(
     """
     os.setsid()
     os.chdir(folder)
-    for place, descriptor in enumerate((ends.stdin, ends.stdout, ends.stderr)):
-        os.dup2(descriptor, place)
+    for number, descriptor in enumerate((ends.stdin, ends.stdout, ends.stderr)):
+        os.dup2(descriptor, number)
     kernel.close_others_on_exec()
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored, signal.SIG_DFL)

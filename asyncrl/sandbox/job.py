@@ -25,7 +25,7 @@ class Job:
     paths: tuple[str, ...]
     """Real paths that are readable inside, in addition to the system's."""
     imports: tuple[str, ...]
-    """Those of `paths` from which Python imports packages."""
+    """The paths among `paths` from which Python imports packages."""
     base: str
     """An existing folder, for temporary folders and as a mount point."""
 

@@ -114,7 +114,7 @@ class Program:
 
 
 def _bytes(text: bytes | str) -> bytes:
-    """As UTF-8. A model's text may contain lone surrogates, which are replaced."""
+    """The text as UTF-8. A model's text may contain lone surrogates, which are replaced."""
     return text.encode(errors="replace") if isinstance(text, str) else text
 
 
@@ -138,7 +138,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether it exited with code 0."""
+        """Whether the program exited with code 0."""
         return self.status == "exited" and self.exit_code == 0
 
 

@@ -82,8 +82,8 @@ def _groups(controller: str) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         names = (controller, controllers) if controllers else ("unified", "")
-        places = [ROOT / name for name in names]
-        root = next((place for place in places if place.is_dir()), None)
+        roots = [ROOT / name for name in names]
+        root = next((one for one in roots if one.is_dir()), None)
         if root is None:
             continue
         own = root / path.lstrip("/")

@@ -30,7 +30,7 @@ STOP_WITHIN_S = 10.0
 LOWEST_USER, USERS = 1_800_000_000, 100_000_000
 """User ids for programs of a supervisor that is root, above the ids that systems give to people."""
 SMALL_RANGE, SMALL_USERS = 61_184, 4_000
-"""The same in a container that has 65,536 ids: systemd's range for transient services."""
+"""User ids in a container that has 65,536 ids: systemd's range for transient services."""
 
 
 class JobError(Exception):

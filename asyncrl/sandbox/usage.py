@@ -134,7 +134,7 @@ def deleted_exceed(process: int, limits: Limits) -> str | None:
 
 
 def _open_files(process: int) -> list[os.stat_result] | None:
-    """None if repeated tries cannot read them. They are briefly unreadable during execve."""
+    """Status of each open file of a process. None if it cannot be read, as during execve."""
     for _ in range(LOOKS):
         try:
             return _open_files_now(process)

@@ -14,7 +14,7 @@ class Beginnings:
         self._answers: set[bytes] = set()
         """What the model has said."""
         self._texts: set[str] = set()
-        """The same as texts, for prompts."""
+        """What the model has said, as texts for prompts."""
         self._given: set[bytes] = set()
         """Other messages of an assistant in these chats, such as examples."""
         self._systems: set[bytes] = set()
@@ -51,5 +51,5 @@ class Beginnings:
         return another or own
 
     def is_separate_text(self, prompt: str) -> bool:
-        """The same for a text to continue."""
+        """Whether a text to continue begins a chat of its own."""
         return not any(text in prompt for text in self._texts)

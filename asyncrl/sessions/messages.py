@@ -25,11 +25,11 @@ class Chat(NamedTuple):
     """The digests of a chat, and what those of further messages depend on."""
 
     digests: list[bytes]
-    """Of its first message, of its first two, and so on."""
+    """Digests of the chat's first message, of its first two messages, and so on."""
     ids: dict[object, int]
     """Number of each tool call id."""
     exact: bytes
-    """Of the whole chat with its reasoning, which the other digests leave out."""
+    """Digest of the whole chat with its reasoning, which the other digests leave out."""
     thoughts: list[str]
     """The reasoning of each message, wherever a client has put it."""
 

@@ -13,8 +13,8 @@ from asyncrl.contracts.nodes import Node, check_nodes
 
 NOT_SAMPLED = -1
 """The version of a context token."""
-NO_PLACE = -1
-"""The place of a context token."""
+NO_POSITION = -1
+"""The position of a context token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,9 +33,9 @@ class SessionRow:
     """[T] int32. NOT_SAMPLED at context tokens."""
     nodes: np.ndarray
     """[T] int32: index of each token's node among the session's nodes."""
-    places: np.ndarray
+    positions: np.ndarray
     """[T] int64: index of each token among the session's sampled tokens, turn after turn, as
-    `asyncrl.contracts.session_table.flat_completion` has them. NO_PLACE at context tokens."""
+    `asyncrl.contracts.session_table.flat_completion` has them. NO_POSITION at context tokens."""
 
     @property
     def prompt_length(self) -> int:
@@ -45,7 +45,7 @@ class SessionRow:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """What became of the sampled tokens of a session: `sampled` = `trained` + all of `masked`."""
+    """What became of the sampled tokens of a session. `sampled` = `trained` + all of `masked`."""
 
     sampled: int
     """Sampled tokens, each counted once."""
@@ -161,10 +161,10 @@ def _begins(nodes: Sequence[Node]) -> list[int]:
     return [0, *accumulate(lengths)][:-1]
 
 
-def _places(node: Node, begin: int) -> np.ndarray:
-    """The place of each token of a node whose sampled tokens begin at `begin`."""
+def _positions(node: Node, begin: int) -> np.ndarray:
+    """The position of each token of a node whose sampled tokens begin at `begin`."""
     count = len(node.token_ids)
-    return np.arange(begin, begin + count) if node.sampled else np.full(count, NO_PLACE)
+    return np.arange(begin, begin + count) if node.sampled else np.full(count, NO_POSITION)
 
 
 def _row(
@@ -189,5 +189,5 @@ def _row(
         ),
         np.concatenate([_versions(node) for node in members]),
         np.repeat(np.array(path, dtype=np.int32), lengths),
-        np.concatenate([_places(nodes[index], begins[index]) for index in path]),
+        np.concatenate([_positions(nodes[index], begins[index]) for index in path]),
     )

@@ -13,17 +13,17 @@ class Place:
     """Where a request belongs in the tree."""
 
     node: int | None
-    """The node that it continues. None: it continues none."""
+    """The node that the request continues. None if the request begins the session."""
     messages: int
-    """How many of its messages the node's path has. All of them: the node is the context of exactly
-    this request, which asks for one more turn."""
+    """How many messages of the request the node's path has. If it has all, the node is the context
+    of exactly this request, which asks for one more turn."""
 
 
 class SessionTree:
     """The nodes of one session in the order in which they came, with the chats that led to them.
     The nodes of a request are its context and one turn for each completion.
 
-    A chat is given by the digests of its beginnings (`chat_digests`). Finding a place takes time
+    A chat is given by the digests of its beginnings (`chat_digests`). Finding the node takes time
     proportional to the messages of the request, however large the tree is.
     """
 
@@ -46,7 +46,7 @@ class SessionTree:
     def beside(self, context: int) -> int | None:
         """The turn beside which another one after this context is a branch: the last one after the
         same context, or after the same turn. If the context follows no turn, it is the last one of
-        the session. None: it is no branch."""
+        the session. None: another turn after the context is no branch."""
         parent = self._known(context).parent
         if parent is not None and parent == context - 1 == len(self._nodes) - 2:
             return None  # the last turn goes on, as most do

@@ -36,7 +36,7 @@ class Watched:
         """Requests that were made when that error came. Only a later one shows that it is over."""
         self._requests = 0
         self._keys: set[str] = set()
-        """Of the requests so far."""
+        """Keys of the requests so far."""
         self._answered: dict[int, tuple[int, ...]] = {}
         """Number of each request with an answer → the nodes of its choices."""
 

@@ -324,7 +324,7 @@ class FakeLearner:
         self.gathered: list[int] = []
         self.busy = False
         self.on_device = True
-        """Whether it may compute (`SharedDevice`)."""
+        """Whether the learner may compute (`SharedDevice`)."""
         self.death: asyncio.Future[None] | None = None
         """Set by `watch`. A test gives it the exception of a rank that died."""
 

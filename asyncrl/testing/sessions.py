@@ -67,7 +67,7 @@ class FakeTurnGenerator:
         kept = ids[:max_tokens]
         completion = Completion(
             kept,
-            tuple(-0.1 - place / 8 for place in range(len(kept))),
+            tuple(-0.1 - index / 8 for index in range(len(kept))),
             (VersionSpan(self.version, 0, len(kept)),) if kept else (),
             "stop" if len(kept) == len(ids) else "length",
             decode(self._tokenizer, kept),

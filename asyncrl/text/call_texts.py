@@ -1,7 +1,7 @@
 """Reads tool calls that transformers' content parsers cannot, or not strictly: several JSON values
 in a row, calls in Python's syntax, a tag for each argument, and JSON with bare keys.
 
-A reader begins at a place of a turn, and finds where the call ends. So the text that ends a call
+A reader begins at an offset of a turn, and finds where the call ends. So the text that ends a call
 may also be in one of its arguments.
 
 The text comes from a model, so nothing of it is ever run. It can also be long and pathological, so
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 Calls: TypeAlias = list[dict[str, Any]]
 """`{"function": {"name": ..., "arguments": ...}}`, with an `id` if the model wrote one."""
 Reads: TypeAlias = Callable[[str, int], tuple[Any, int]]
-"""What begins at a place of a text, and the place after it. Raises ValueError, or RecursionError if
+"""What begins at an offset of a text, and the offset after it. Raises ValueError. RecursionError:
 JSON is nested too deeply."""
 NAMES = ("name", "tool_name")
 ARGUMENTS = ("arguments", "parameters")
@@ -80,9 +80,9 @@ JSON = json.JSONDecoder(object_pairs_hook=_entries, parse_constant=_no_number)
 
 def whole(reads: Reads, text: str) -> Any:
     """What all of a text is, apart from spaces. Raises as `reads`, and ValueError for more text."""
-    value, place = reads(text, 0)
-    if text[place:].strip():
-        raise ValueError(f"more text at character {place} of a tool call")
+    value, offset = reads(text, 0)
+    if text[offset:].strip():
+        raise ValueError(f"more text at character {offset} of a tool call")
     return value
 
 
@@ -104,9 +104,9 @@ def python_text(text: str) -> Any:
     return whole(python_value, text)
 
 
-def python_value(text: str, place: int) -> tuple[Any, int]:
-    """The literal of Python or JSON at `place`, and the place after it. Raises ValueError."""
-    return _value(text, _skipped(SPACE, text, place), 0, EVERY)
+def python_value(text: str, offset: int) -> tuple[Any, int]:
+    """The literal of Python or JSON at `offset`, and the offset after it. Raises ValueError."""
+    return _value(text, _skipped(SPACE, text, offset), 0, EVERY)
 
 
 def arguments_of(value: object) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def call_of(value: object) -> dict[str, Any]:
 
     Raises:
         ValueError: it is no call, or has an entry that is no part of one. That may be an argument
-            in a wrong place, which would be lost.
+            in a wrong field, which would be lost.
     """
     if not isinstance(value, Mapping):
         raise ValueError("a tool call that is no object")
@@ -166,66 +166,66 @@ def _unquoted(name: Any) -> Any:
     return found[2] if found else name
 
 
-def json_value(text: str, place: int) -> tuple[Any, int]:
+def json_value(text: str, offset: int) -> tuple[Any, int]:
     """The value of JSON that is an object, a list, a text or null. Without any, it is None."""
-    place = _skipped(SPACE, text, place)
-    if text[place : place + 1] not in ("{", "[", '"', "n"):
-        return None, place
+    offset = _skipped(SPACE, text, offset)
+    if text[offset : offset + 1] not in ("{", "[", '"', "n"):
+        return None, offset
     value: Any
-    value, place = JSON.raw_decode(text, place)
-    return value, place
+    value, offset = JSON.raw_decode(text, offset)
+    return value, offset
 
 
-def json_arguments(text: str, place: int) -> tuple[dict[str, Any], int]:
+def json_arguments(text: str, offset: int) -> tuple[dict[str, Any], int]:
     """The arguments of a call as JSON. Without any JSON, there are none."""
-    value, place = json_value(text, place)
-    return arguments_of(value), place
+    value, offset = json_value(text, offset)
+    return arguments_of(value), offset
 
 
-def json_calls(text: str, place: int) -> tuple[Calls, int]:
+def json_calls(text: str, offset: int) -> tuple[Calls, int]:
     """The calls of JSON objects, or lists of them, with anything of `;`, `,` and spaces between."""
     calls: Calls = []
-    place = _skipped(BETWEEN, text, place)
-    while text.startswith(("{", "["), place):
-        value, place = JSON.raw_decode(text, place)
+    offset = _skipped(BETWEEN, text, offset)
+    while text.startswith(("{", "["), offset):
+        value, offset = JSON.raw_decode(text, offset)
         calls += [call_of(one) for one in (value if isinstance(value, list) else [value])]
-        place = _skipped(BETWEEN, text, place)
-    return calls, place
+        offset = _skipped(BETWEEN, text, offset)
+    return calls, offset
 
 
-def named_calls(text: str, place: int) -> tuple[Calls, int]:
+def named_calls(text: str, offset: int) -> tuple[Calls, int]:
     """The calls of `name[ARGS]{...}`, or of JSON, as Mistral's models write them."""
-    if LISTS.match(text, place):
-        return json_calls(text, place)
+    if LISTS.match(text, offset):
+        return json_calls(text, offset)
     calls: Calls = []
-    while head := HEAD.match(text, place):
-        arguments, place = json_arguments(text, head.end())
+    while head := HEAD.match(text, offset):
+        arguments, offset = json_arguments(text, head.end())
         identity = {} if head["id"] is None else {"id": head["id"]}
         calls.append({**identity, "function": {"name": head["name"], "arguments": arguments}})
-        place = _skipped(BETWEEN, text, place)
-    return calls, place
+        offset = _skipped(BETWEEN, text, offset)
+    return calls, offset
 
 
-def json_or_python_calls(text: str, place: int) -> tuple[Calls, int]:
+def json_or_python_calls(text: str, offset: int) -> tuple[Calls, int]:
     """The calls of JSON, or of `[name(argument=value)]`."""
-    return (json_calls if LISTS.match(text, place) else python_calls)(text, place)
+    return (json_calls if LISTS.match(text, offset) else python_calls)(text, offset)
 
 
-def python_calls(text: str, place: int) -> tuple[Calls, int]:
+def python_calls(text: str, offset: int) -> tuple[Calls, int]:
     """The calls of `name(argument=value)`, one or more of them, or a list of them. Values are
     Python's literals, or JSON's."""
-    place = _skipped(SPACE, text, place)
-    listed = text.startswith("[", place)
-    place = _skipped(BETWEEN, text, place + listed)
+    offset = _skipped(SPACE, text, offset)
+    listed = text.startswith("[", offset)
+    offset = _skipped(BETWEEN, text, offset + listed)
     calls: Calls = []
-    while CALLED.match(text, place):
-        call, place = _python_call(text, place)
+    while CALLED.match(text, offset):
+        call, offset = _python_call(text, offset)
         calls.append(call)
-        place = _skipped(BETWEEN, text, place)
-    return calls, _expect(text, place, "]") if listed else place
+        offset = _skipped(BETWEEN, text, offset)
+    return calls, _expect(text, offset, "]") if listed else offset
 
 
-def tagged_arguments(text: str, place: int, tags: Mapping[str, str]) -> tuple[dict[str, Any], int]:
+def tagged_arguments(text: str, offset: int, tags: Mapping[str, str]) -> tuple[dict[str, Any], int]:
     """The arguments of a call that has a tag for each of them.
 
     Args:
@@ -239,19 +239,19 @@ def tagged_arguments(text: str, place: int, tags: Mapping[str, str]) -> tuple[di
     """
     head, mark, broken, end = re.compile(tags["head"]), tags["mark"], tags["broken"], tags["end"]
     arguments: list[tuple[str, Any]] = []
-    place = _skipped(SPACE, text, place)
-    while found := head.match(text, place):
+    offset = _skipped(SPACE, text, offset)
+    while found := head.match(text, offset):
         last = text.find(end, found.end())
         if last < 0 or any(text.find(one, found.end(), last) >= 0 for one in (mark, broken)):
-            raise ValueError(f"no end of the argument at character {place} of a tool call")
+            raise ValueError(f"no end of the argument at character {offset} of a tool call")
         written = text[found.end() : last].removesuffix(tags["trim"])
         kind = found.groupdict().get("kind")
         arguments.append((_unquoted(found["key"]), written if kind == "true" else Raw(written)))
-        place = _skipped(SPACE, text, last + len(end))
-    return _entries(arguments), place
+        offset = _skipped(SPACE, text, last + len(end))
+    return _entries(arguments), offset
 
 
-def bare_arguments(text: str, place: int, marks: Mapping[str, str]) -> tuple[dict[str, Any], int]:
+def bare_arguments(text: str, offset: int, marks: Mapping[str, str]) -> tuple[dict[str, Any], int]:
     """The arguments of a call in JSON whose keys have no quotes, as Gemma's models write it. Texts
     are in quotes of their own. A text without quotes is read if it is one line without marks.
 
@@ -261,162 +261,162 @@ def bare_arguments(text: str, place: int, marks: Mapping[str, str]) -> tuple[dic
     Raises:
         ValueError: that is no such JSON, or it is nested too deeply.
     """
-    place = _skipped(SPACE, text, place)
-    if not text.startswith("{", place):
-        return {}, place
-    return _bare(text, place, marks["quote"], 0)
+    offset = _skipped(SPACE, text, offset)
+    if not text.startswith("{", offset):
+        return {}, offset
+    return _bare(text, offset, marks["quote"], 0)
 
 
-def _bare(text: str, place: int, quote: str, depth: int) -> tuple[Any, int]:
-    """The value with bare keys that begins at `place`, and the place after it."""
+def _bare(text: str, offset: int, quote: str, depth: int) -> tuple[Any, int]:
+    """The value with bare keys that begins at `offset`, and the offset after it."""
     if depth > DEEPEST:
         raise ValueError("the arguments of a tool call are nested too deeply")
-    if text.startswith((quote, '"'), place):
-        return _quoted(text, place, quote)
-    first = text[place : place + 1]
+    if text.startswith((quote, '"'), offset):
+        return _quoted(text, offset, quote)
+    first = text[offset : offset + 1]
     if first == "[":
         items: list[object] = []
 
-        def item(place: int) -> int:
-            value, place = _bare(text, place, quote, depth + 1)
+        def item(offset: int) -> int:
+            value, offset = _bare(text, offset, quote, depth + 1)
             items.append(value)
-            return place
+            return offset
 
-        return items, _listed(text, place + 1, "]", item)
+        return items, _listed(text, offset + 1, "]", item)
     if first == "{":
         entries: list[tuple[str, object]] = []
 
-        def entry(place: int) -> int:
-            key, place = (
-                _quoted(text, place, quote)
-                if text.startswith((quote, '"'), place)
-                else _matched(BARE_KEY, text, place)
+        def entry(offset: int) -> int:
+            key, offset = (
+                _quoted(text, offset, quote)
+                if text.startswith((quote, '"'), offset)
+                else _matched(BARE_KEY, text, offset)
             )
-            value, place = _bare(text, _expect(text, place, ":"), quote, depth + 1)
+            value, offset = _bare(text, _expect(text, offset, ":"), quote, depth + 1)
             entries.append((key, value))
-            return place
+            return offset
 
-        place = _listed(text, place + 1, "}", entry)
-        return _entries(entries), place
-    word, place = _matched(BARE_VALUE, text, place)
+        offset = _listed(text, offset + 1, "}", entry)
+        return _entries(entries), offset
+    word, offset = _matched(BARE_VALUE, text, offset)
     if (word := word.strip()) in WORDS:
-        return WORDS[word], place
+        return WORDS[word], offset
     try:
-        return JSON.decode(word), place
+        return JSON.decode(word), offset
     except ValueError:
-        return word, place
+        return word, offset
 
 
-def _quoted(text: str, place: int, quote: str) -> tuple[str, int]:
-    """The text that begins at `place` with a quote of its own or of JSON, and the place after."""
-    if not text.startswith(quote, place):
-        value, place = JSON.raw_decode(text, place)
-        return str(value), place
-    end = text.find(quote, place + len(quote))
+def _quoted(text: str, offset: int, quote: str) -> tuple[str, int]:
+    """The text that begins at `offset` with a quote of its own or of JSON, and the offset after."""
+    if not text.startswith(quote, offset):
+        value, offset = JSON.raw_decode(text, offset)
+        return str(value), offset
+    end = text.find(quote, offset + len(quote))
     if end < 0:
         raise ValueError("a text of a tool call without an end")
-    return text[place + len(quote) : end], end + len(quote)
+    return text[offset + len(quote) : end], end + len(quote)
 
 
-def _matched(pattern: re.Pattern[str], text: str, place: int) -> tuple[str, int]:
-    found = pattern.match(text, place)
+def _matched(pattern: re.Pattern[str], text: str, offset: int) -> tuple[str, int]:
+    found = pattern.match(text, offset)
     if found is None:
-        raise ValueError(f"no name or value at character {place} of a tool call")
+        raise ValueError(f"no name or value at character {offset} of a tool call")
     return found.group(), found.end()
 
 
-def _skipped(pattern: re.Pattern[str], text: str, place: int) -> int:
-    """The place after a match that may be empty."""
-    found = pattern.match(text, place)
-    return place if found is None else found.end()
+def _skipped(pattern: re.Pattern[str], text: str, offset: int) -> int:
+    """The offset after a match that may be empty."""
+    found = pattern.match(text, offset)
+    return offset if found is None else found.end()
 
 
-def _expect(text: str, place: int, mark: str) -> int:
-    """The place after `mark` and the spaces around it. Raises ValueError if it is not there."""
-    place = _skipped(SPACE, text, place)
-    if not text.startswith(mark, place):
-        raise ValueError(f"no {mark!r} at character {place} of a tool call")
-    return _skipped(SPACE, text, place + len(mark))
+def _expect(text: str, offset: int, mark: str) -> int:
+    """The offset after `mark` and the spaces around it. Raises ValueError if it is not there."""
+    offset = _skipped(SPACE, text, offset)
+    if not text.startswith(mark, offset):
+        raise ValueError(f"no {mark!r} at character {offset} of a tool call")
+    return _skipped(SPACE, text, offset + len(mark))
 
 
-def _name(text: str, place: int) -> tuple[str, int]:
-    return _matched(NAME, text, place)
+def _name(text: str, offset: int) -> tuple[str, int]:
+    return _matched(NAME, text, offset)
 
 
-def _python_call(text: str, place: int) -> tuple[dict[str, Any], int]:
-    name, place = _name(text, place)
-    place = _expect(text, place, "(")
+def _python_call(text: str, offset: int) -> tuple[dict[str, Any], int]:
+    name, offset = _name(text, offset)
+    offset = _expect(text, offset, "(")
     arguments: list[tuple[str, object]] = []
 
-    def argument(place: int) -> int:
-        key, place = _name(text, place)
-        value, place = _value(text, _expect(text, place, "="), 0)
+    def argument(offset: int) -> int:
+        key, offset = _name(text, offset)
+        value, offset = _value(text, _expect(text, offset, "="), 0)
         arguments.append((key, value))
-        return place
+        return offset
 
-    place = _listed(text, place, ")", argument)
-    return {"function": {"name": name, "arguments": _entries(arguments)}}, place
+    offset = _listed(text, offset, ")", argument)
+    return {"function": {"name": name, "arguments": _entries(arguments)}}, offset
 
 
-def _listed(text: str, place: int, end: str, item: Callable[[int], int]) -> int:
-    """The place after `end`. `item` reads each thing of the list before it."""
-    place = _skipped(SPACE, text, place)
-    while not text.startswith(end, place):
-        place = _skipped(SPACE, text, item(place))
-        if not text.startswith(end, place):
-            place = _expect(text, place, ",")
-    return place + len(end)
+def _listed(text: str, offset: int, end: str, item: Callable[[int], int]) -> int:
+    """The offset after `end`. `item` reads each thing of the list before it."""
+    offset = _skipped(SPACE, text, offset)
+    while not text.startswith(end, offset):
+        offset = _skipped(SPACE, text, item(offset))
+        if not text.startswith(end, offset):
+            offset = _expect(text, offset, ",")
+    return offset + len(end)
 
 
 def _value(
-    text: str, place: int, depth: int, after: re.Pattern[str] = AFTER_TEXT
+    text: str, offset: int, depth: int, after: re.Pattern[str] = AFTER_TEXT
 ) -> tuple[Any, int]:
-    """The literal that begins at `place`, and the place after it.
+    """The literal that begins at `offset`, and the offset after it.
 
     Args:
         after: what follows the end of a text.
     """
     if depth > DEEPEST:
         raise ValueError("the arguments of a tool call are nested too deeply")
-    first = text[place : place + 1]
+    first = text[offset : offset + 1]
     if first in ("'", '"'):
-        return _text(text, place, after)
+        return _text(text, offset, after)
     if first in ("[", "("):
         items: list[object] = []
 
-        def item(place: int) -> int:
-            value, place = _value(text, place, depth + 1, after)
+        def item(offset: int) -> int:
+            value, offset = _value(text, offset, depth + 1, after)
             items.append(value)
-            return place
+            return offset
 
-        return items, _listed(text, place + 1, "]" if first == "[" else ")", item)
+        return items, _listed(text, offset + 1, "]" if first == "[" else ")", item)
     if first == "{":
         entries: list[tuple[str, object]] = []
 
-        def entry(place: int) -> int:
-            key, place = _text(text, place, EVERY)
-            value, place = _value(text, _expect(text, place, ":"), depth + 1, after)
+        def entry(offset: int) -> int:
+            key, offset = _text(text, offset, EVERY)
+            value, offset = _value(text, _expect(text, offset, ":"), depth + 1, after)
             entries.append((key, value))
-            return place
+            return offset
 
-        place = _listed(text, place + 1, "}", entry)
-        return _entries(entries), place
-    if found := NUMBER.match(text, place):
+        offset = _listed(text, offset + 1, "}", entry)
+        return _entries(entries), offset
+    if found := NUMBER.match(text, offset):
         number = found.group()
         return (int(number) if number.lstrip("-").isdigit() else float(number)), found.end()
-    word, end = _name(text, place)
+    word, end = _name(text, offset)
     if word not in WORDS:
         raise ValueError(f"{word!r} is no value of a tool call")
     return WORDS[word], end
 
 
-def _text(text: str, place: int, after: re.Pattern[str]) -> tuple[str, int]:
-    """The text in quotes that begins at `place`, and the place after it. Raises ValueError if it
+def _text(text: str, offset: int, after: re.Pattern[str]) -> tuple[str, int]:
+    """The text in quotes that begins at `offset`, and the offset after it. Raises ValueError if it
     may be two arguments, one of them without its quote."""
-    mark = next((mark for mark in ("'''", '"""', "'", '"') if text.startswith(mark, place)), None)
+    mark = next((mark for mark in ("'''", '"""', "'", '"') if text.startswith(mark, offset)), None)
     if mark is None:
-        raise ValueError(f"no text at character {place} of a tool call")
-    begin = end = place + len(mark)
+        raise ValueError(f"no text at character {offset} of a tool call")
+    begin = end = offset + len(mark)
     inner = False
     while not (text.startswith(mark, end) and after.match(text, end + len(mark))):
         inner |= text.startswith(mark, end)

@@ -102,7 +102,7 @@ def continuation(
     """Return the token ids that follow a sampled turn, up to the start of the next turn.
 
     The turn keeps the tokens that were sampled. The template renders the chat twice, with a probe
-    in place of the turn's text: as a chat that ends with this turn, and with the added messages.
+    instead of the turn's text: as a chat that ends with this turn, and with the added messages.
     Both must have the same text before it, apart from reasoning. What both have after it, up to
     `end`, belongs to the turn. The rest is new.
 
@@ -156,12 +156,12 @@ def _follows(
         other, _, whole = whole.partition(probe)
         if (
             before != other
-            and (place := first_difference(*(THINKING.sub("", text) for text in (before, other))))
+            and (offset := first_difference(*(THINKING.sub("", text) for text in (before, other))))
             is not None
         ):
             raise ContinuationError(
                 "the template writes the messages before the turn in another way when messages"
-                f" follow, from character {place} on"
+                f" follow, from character {offset} on"
             )
     # Otherwise the template writes tool calls without the turn's text, so whole chats are compared.
     if end is None:
@@ -206,16 +206,16 @@ def _after_end(
     """
     closing = decode_prompt(tokenizer, [end])
     shared = alone[: first_difference(alone, whole)]
-    place = shared.rfind(closing) if closing else -1
-    if place < 0 and closing and shared == alone and whole[len(shared) :].startswith(closing):
-        place = len(shared)  # the start of the next message ends the turn, as in GLM
-    elif place < 0 or place != alone.rfind(closing) or (not calls and shared[:place].strip()):
+    offset = shared.rfind(closing) if closing else -1
+    if offset < 0 and closing and shared == alone and whole[len(shared) :].startswith(closing):
+        offset = len(shared)  # the start of the next message ends the turn, as in GLM
+    elif offset < 0 or offset != alone.rfind(closing) or (not calls and shared[:offset].strip()):
         raise ContinuationError(
             f"the turn ended with {closing!r}, and the template writes {alone[-40:]!r} there, or"
             " changes it when messages follow"
         )
     # With its end, because some tokenizers read a text after a special token in another way.
-    (ids,), _ = encode_prompts(tokenizer, [whole[place:]], rendered=True)
+    (ids,), _ = encode_prompts(tokenizer, [whole[offset:]], rendered=True)
     if ids[:1] != [end]:
         raise ContinuationError(f"{closing!r} is not one token where the template writes it")
     return ids[1:]
@@ -238,8 +238,8 @@ def _after_another_end(
 
 
 def first_difference(first: Sequence[object], second: Sequence[object]) -> int | None:
-    """The first place where two texts, or two sequences of token ids, differ. It can be the end of
-    the shorter one. None: they are equal."""
+    """The first index at which two texts, or two sequences of token ids, differ. It can be the end
+    of the shorter one. None if they are equal."""
     if first == second:
         return None
     same, most = 0, min(len(first), len(second))

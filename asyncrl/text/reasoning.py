@@ -44,8 +44,8 @@ def opens_reasoning(prompt: str) -> bool:
 
 
 def text_after_reasoning(text: str, opened: bool = False, read: bool = False) -> str | None:
-    """The text without its reasoning. None: there is nothing else, such as in reasoning that never
-    ends.
+    """The text without its reasoning. None if the text has nothing else, such as in reasoning that
+    never ends.
 
     A mark of an end without a start ends reasoning that began before the text. A mark in quotes is
     text, and so is a word in tags that a sentence names: it begins no line and has no end. The last
@@ -57,7 +57,7 @@ def text_after_reasoning(text: str, opened: bool = False, read: bool = False) ->
     """
     parts: list[str] = []
     inside: str | None = "" if opened else None
-    """Number of the pair whose reasoning is open. "": that of the prompt, which any mark ends."""
+    """Number of the pair whose reasoning is open. "": the prompt opened it, so any mark ends it."""
     begin, seen = 0, opened or read
     marks = [*MARKS.finditer(text)]
     quoted = {mark for mark in marks if _is_quoted(text, mark)}

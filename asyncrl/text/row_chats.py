@@ -79,7 +79,7 @@ class _Value:
     name: str
     message: int | None
     paths: tuple[Path, ...]
-    """Its places in `{"messages": …, "tools": …}`."""
+    """Where it is in `{"messages": …, "tools": …}`."""
 
 
 class RowChats:
@@ -166,19 +166,19 @@ class RowChats:
         if all(message["role"] in ROLES for message in messages):
             return chat
         changed = [
-            {**message, "role": self._role(str(message["role"]), place)}
-            for place, message in enumerate(messages)
+            {**message, "role": self._role(str(message["role"]), index)}
+            for index, message in enumerate(messages)
         ]
         return replace(chat, messages=changed)
 
-    def _known_role(self, role: str, place: int) -> str:
+    def _known_role(self, role: str, index: int) -> str:
         """The role under which the template takes a message."""
         known = role in ROLES or re.search(rf"['\"]{re.escape(role)}['\"]", self._source)
         if known or f"<|{role}|>" in special_tokens(self._tokenizer):
             return role
         if role not in STANDS_FOR:
             raise MessagesError(
-                f"message {place} has the role {role!r}, which the chat template does not know;"
+                f"message {index} has the role {role!r}, which the chat template does not know;"
                 f" use one of {', '.join(ROLES)}"
             )
         return STANDS_FOR[role]
@@ -240,7 +240,7 @@ class RowChats:
     def _idle(
         self, chat: RowChat, tree: dict[str, Any], value: _Value, text: str, ending: _Ending
     ) -> bool:
-        """Whether the text stays the same without the value."""
+        """Whether the chat's text stays the same without the value."""
         for path in value.paths:
             tree = _edited(tree, path, _removed)
         try:
@@ -253,10 +253,10 @@ class RowChats:
         model to end its turn at once."""
         left = {value.message for value in _values(chat)} - {None}
         written = {value.message for value in _values(chat) if value not in unused}
-        for place in sorted(cast("set[int]", left - written)):
-            if chat.messages[place]["role"] == "assistant":
+        for index in sorted(cast("set[int]", left - written)):
+            if chat.messages[index]["role"] == "assistant":
                 raise UnusedError(
-                    f"nothing of message {place} (assistant) reaches the text; leave the row out"
+                    f"nothing of message {index} (assistant) reaches the text; leave the row out"
                 )
 
 
@@ -290,13 +290,13 @@ def _shape(chat: RowChat, ending: _Ending) -> object:
 
 def _values(chat: RowChat) -> Iterator[_Value]:
     """The values of a chat that must reach the text. Empty ones say nothing."""
-    for place, message in enumerate(chat.messages):
-        if place < chat.added:
+    for index, message in enumerate(chat.messages):
+        if index < chat.added:
             continue
         thoughts: list[Path] = []
-        linked = _links(chat.messages, place)
+        linked = _links(chat.messages, index)
         for key, item in message.items():
-            path: Path = ("messages", place, key)
+            path: Path = ("messages", index, key)
             if key == "role" or key in linked or item is None:
                 continue
             if item is False and not MARK.search(key):
@@ -305,16 +305,16 @@ def _values(chat: RowChat) -> Iterator[_Value]:
                 continue
             if key == "content" and isinstance(item, list):
                 if str(item[0]["text"]).strip():
-                    yield _Value("'content'", place, ((*path, 0, "text"),))
+                    yield _Value("'content'", index, ((*path, 0, "text"),))
                 continue
             if key in REASONING_FIELDS:
                 thoughts.append(path)
             elif key == "tool_calls" and isinstance(item, list):
-                yield from _calls(item, place)
+                yield from _calls(item, index)
             else:
-                yield _Value(repr(key), place, (path,))
+                yield _Value(repr(key), index, (path,))
         if thoughts:
-            yield _Value(repr(thoughts[0][-1]), place, tuple(thoughts))
+            yield _Value(repr(thoughts[0][-1]), index, tuple(thoughts))
     for number, tool in enumerate((chat.tools or []) if chat.own_tools else []):
         inner = isinstance(tool.get("function"), Mapping)
         path = ("tools", number, *(("function",) if inner else ()))
@@ -326,49 +326,49 @@ def _values(chat: RowChat) -> Iterator[_Value]:
             yield _Value(f"'tools' (tool {number})", None, (("tools", number),))
 
 
-def _calls(calls: Sequence[object], place: int) -> Iterator[_Value]:
+def _calls(calls: Sequence[object], index: int) -> Iterator[_Value]:
     """The name and the arguments of each tool call."""
     for number, call in enumerate(calls):
-        path: Path = ("messages", place, "tool_calls", number)
+        path: Path = ("messages", index, "tool_calls", number)
         inner = isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
         function = cast("Any", call)["function"] if inner else call
         if not isinstance(function, Mapping):
-            yield _Value(f"'tool_calls' (call {number})", place, (path,))
+            yield _Value(f"'tool_calls' (call {number})", index, (path,))
             continue
         path = (*path, "function") if inner else path
         for key in ("name", "arguments"):
             if function.get(key):
-                yield _Value(f"'tool_calls' ({key} of call {number})", place, ((*path, key),))
+                yield _Value(f"'tool_calls' ({key} of call {number})", index, ((*path, key),))
 
 
-def _links(messages: Sequence[Message], place: int) -> set[str]:
+def _links(messages: Sequence[Message], index: int) -> set[str]:
     """Keys of a tool's message that only say which call it answers, as the order of the messages
     does."""
-    if messages[place]["role"] != "tool":
+    if messages[index]["role"] != "tool":
         return set()
-    first = place
+    first = index
     while first and messages[first - 1]["role"] == "tool":
         first -= 1
     calls = messages[first - 1].get("tool_calls") if first else None
-    if not isinstance(calls, list) or place - first >= len(calls):
+    if not isinstance(calls, list) or index - first >= len(calls):
         return set()
-    call = calls[place - first]
+    call = calls[index - first]
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     said = {
         "tool_call_id": call.get("id") if isinstance(call, Mapping) else None,
         "name": function.get("name") if isinstance(function, Mapping) else None,
     }
-    return {key for key, item in said.items() if item in (None, messages[place].get(key))}
+    return {key for key, item in said.items() if item in (None, messages[index].get(key))}
 
 
 def _refuse_two_thoughts(messages: Sequence[Message]) -> None:
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if len(message) <= 2:
             continue
         found = [name for name in REASONING_FIELDS if message.get(name)]
         if len({str(message[name]).strip() for name in found}) > 1:
             raise MessagesError(
-                f"message {place} has {' and '.join(found)}, which differ; leave one out"
+                f"message {index} has {' and '.join(found)}, which differ; leave one out"
             )
 
 

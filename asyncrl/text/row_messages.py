@@ -181,11 +181,11 @@ def row_messages(value: object, dropped: Counter[str] | None = None) -> object:
     """
     if not isinstance(value, list) or not value or not all(map(_is_message, value)):
         return value
-    return [_message(message, place, dropped) for place, message in enumerate(value)]
+    return [_message(message, index, dropped) for index, message in enumerate(value)]
 
 
 def _message(
-    given: Mapping[str, object], place: int, dropped: Counter[str] | None
+    given: Mapping[str, object], index: int, dropped: Counter[str] | None
 ) -> dict[str, object]:
     message = {key: item for key, item in given.items() if item is not None or key == "content"}
     if "role" not in message:
@@ -195,35 +195,35 @@ def _message(
     role = str(message["role"]).strip().lower()
     message["role"] = ROLES.get(role, role)
     if role in CALL_ROLES:
-        calls = _calls(message.get("content"), place)
+        calls = _calls(message.get("content"), index)
         message |= {"role": "assistant", "content": "", "tool_calls": calls}
     if legacy := message.pop("function_call", None):
         if message.get("tool_calls"):
             raise MessagesError(
-                f"message {place} has both tool_calls and function_call; leave one out"
+                f"message {index} has both tool_calls and function_call; leave one out"
             )
-        message["tool_calls"] = _calls(legacy, place)
+        message["tool_calls"] = _calls(legacy, index)
     if "tool_calls" in message:
-        message["tool_calls"] = _call_list(message["tool_calls"], place)
+        message["tool_calls"] = _call_list(message["tool_calls"], index)
     if "content" in message:
         parts = message["content"]
-        message["content"] = _text(parts, place, dropped)
+        message["content"] = _text(parts, index, dropped)
         others = [item for key, item in message.items() if key not in ("role", "content", *MARKS)]
         if not message["content"] and not any(others):
-            _refuse_silent(parts, place)
+            _refuse_silent(parts, index)
     return message
 
 
-def _refuse_silent(content: object, place: int) -> None:
+def _refuse_silent(content: object, index: int) -> None:
     """Refuse a message that says nothing: a turn of the model would only end. The empty text is
     allowed."""
     if content is None:
-        raise MessagesError(f"message {place} has no content; write its text, or leave it out")
+        raise MessagesError(f"message {index} has no content; write its text, or leave it out")
     if isinstance(content, list) and content:
-        raise UnusedError(f"message {place} has no part that is text; leave the row out")
+        raise UnusedError(f"message {index} has no part that is text; leave the row out")
 
 
-def _call_list(given: object, place: int) -> object:
+def _call_list(given: object, index: int) -> object:
     """The value of `tool_calls`, which may be JSON text, as a list. The arguments of each call must
     be an object, or JSON text of one."""
     calls = given
@@ -235,7 +235,7 @@ def _call_list(given: object, place: int) -> object:
     calls = [calls] if isinstance(calls, Mapping) else calls
     if not isinstance(calls, list):
         raise MessagesError(
-            f"message {place} has the tool_calls {str(given)[:80]!r}; give a list of calls, or JSON"
+            f"message {index} has the tool_calls {str(given)[:80]!r}; give a list of calls, or JSON"
             " of one"
         )
     for call in calls:
@@ -243,13 +243,13 @@ def _call_list(given: object, place: int) -> object:
         arguments = function.get("arguments") if isinstance(function, Mapping) else None
         if arguments is not None and not isinstance(argument_values(arguments), Mapping):
             raise MessagesError(
-                f"message {place} has a call with the arguments {str(arguments)[:80]!r}, which are"
+                f"message {index} has a call with the arguments {str(arguments)[:80]!r}, which are"
                 " no JSON object; correct them, or leave the row out"
             )
     return calls
 
 
-def _calls(given: object, place: int) -> list[dict[str, object]]:
+def _calls(given: object, index: int) -> list[dict[str, object]]:
     """Tool calls from one call, or a list of calls, with name and arguments. They may be JSON."""
     try:
         value = json.loads(given) if isinstance(given, str) else given
@@ -265,7 +265,7 @@ def _calls(given: object, place: int) -> list[dict[str, object]]:
         rest = set(function) - {"name"} if isinstance(function, Mapping) else set()
         if not named or len(rest) > 1 or not rest <= {"arguments", "parameters"}:
             raise MessagesError(
-                f"message {place} has the function call {str(given)[:80]!r}; give JSON with name"
+                f"message {index} has the function call {str(given)[:80]!r}; give JSON with name"
                 " and arguments"
             )
         assert isinstance(function, Mapping)
@@ -275,39 +275,39 @@ def _calls(given: object, place: int) -> list[dict[str, object]]:
     return found
 
 
-def _text(content: object, place: int, dropped: Counter[str] | None) -> object:
+def _text(content: object, index: int, dropped: Counter[str] | None) -> object:
     """The text of a content: text parts, joined with line breaks."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise MessagesError(
-            f"message {place} has the content {str(content)[:60]!r}; give text, or a list of text"
+            f"message {index} has the content {str(content)[:60]!r}; give text, or a list of text"
             " parts"
         )
     texts = []
     for part in content:
         if not isinstance(part, Mapping):
             raise MessagesError(
-                f"message {place} has the part {str(part)[:60]!r}; give parts with type and text"
+                f"message {index} has the part {str(part)[:60]!r}; give parts with type and text"
             )
         part = {key: item for key, item in part.items() if item is not None}
         kind = part.get("type", "text" if "text" in part else next(iter(part), "of no kind"))
         text = part.get("text")
         if kind not in TEXT_PARTS or not isinstance(text, str):
-            _unused(f"a part of type {kind!r}", place, dropped)
+            _unused(f"a part of type {kind!r}", index, dropped)
             continue
         texts.append(text)
         for key, item in part.items():
             if key not in ("type", "text", "cache_control") and item not in ("", [], {}, False):
-                _unused(f"a text part with {key!r}", place, dropped)
+                _unused(f"a text part with {key!r}", index, dropped)
     return "\n".join(texts)
 
 
-def _unused(what: str, place: int, dropped: Counter[str] | None) -> None:
+def _unused(what: str, index: int, dropped: Counter[str] | None) -> None:
     """Count a part that is left out, or refuse it."""
     if dropped is None:
         raise UnusedError(
-            f"message {place} has {what}, and only text reaches the model; write it as text, or"
+            f"message {index} has {what}, and only text reaches the model; write it as text, or"
             " set data.unused_keys: drop"
         )
     dropped[what] += 1
@@ -316,34 +316,34 @@ def _unused(what: str, place: int, dropped: Counter[str] | None) -> None:
 def without_marks(
     messages: Sequence[Mapping[str, object]],
 ) -> tuple[list[Mapping[str, object]], dict[int, Mark]]:
-    """The messages without marks, and the marks by the message's place.
+    """The messages without marks, and the marks by the message's index.
 
     Raises:
         MarkError: a mark is neither 0 nor 1, marks contradict each other, or one is of
             characters.
     """
     marks = {
-        place: mark
-        for place, message in enumerate(messages)
-        if (mark := _mark(message, place)) is not None
+        index: mark
+        for index, message in enumerate(messages)
+        if (mark := _mark(message, index)) is not None
     }
     plain: list[Mapping[str, object]] = [
         {key: item for key, item in message.items() if key not in MARKS}
-        if place in marks
+        if index in marks
         else message
-        for place, message in enumerate(messages)
+        for index, message in enumerate(messages)
     ]
     return plain, marks
 
 
-def _mark(message: Mapping[str, object], place: int) -> Mark | None:
+def _mark(message: Mapping[str, object], index: int) -> Mark | None:
     found: list[Mark] = []
     if len(message) <= 2:  # only role and content
         return None
     for key in MARKED_PARTS:
         if message.get(key):
             raise MarkError(
-                f"message {place} has {key!r}, which marks characters; asyncrl trains whole turns:"
+                f"message {index} has {key!r}, which marks characters; asyncrl trains whole turns:"
                 " remove it, or split the turn into messages"
             )
     for key, trained in MARKS.items():
@@ -352,11 +352,11 @@ def _mark(message: Mapping[str, object], place: int) -> Mark | None:
         given = TRUE.get(str(message[key]).strip().lower())
         if given is None:
             raise MarkError(
-                f"message {place} has {key} = {repr(message[key])[:40]}; a turn is trained or not:"
+                f"message {index} has {key} = {repr(message[key])[:40]}; a turn is trained or not:"
                 " write 1 or 0"
             )
         found.append((key, given == trained))
     if len({trains for _, trains in found}) > 1:
         names = " and ".join(key for key, _ in found)
-        raise MarkError(f"message {place} has {names}, which contradict each other")
+        raise MarkError(f"message {index} has {names}, which contradict each other")
     return found[0] if found else None

@@ -149,8 +149,8 @@ class _Resolution:
             found = resolver.lookup(ref)
         except Exception as error:  # another scheme, a bad pointer, no text: any of many classes
             raise self._error(
-                f"refers to {str(ref)[:80]!r}, which it does not contain; write that schema in its"
-                " place"
+                f"refers to {str(ref)[:80]!r}, which it does not contain; write that schema"
+                " instead of the reference"
             ) from error
         if id(found.contents) in within:
             return _inner(found.contents, ref)
@@ -181,7 +181,7 @@ def _all_of(parts: Sequence[Any], own: Mapping[str, Any]) -> Any:
 
 
 def _merged(schemas: Sequence[Any]) -> dict[str, Any] | None:
-    """One schema for all of them. None: there is no such schema without `allOf`."""
+    """One schema for all of these schemas. None: there is no such schema without `allOf`."""
     merged: dict[str, Any] = {}
     for schema in schemas:
         if not isinstance(schema, Mapping):

@@ -68,7 +68,8 @@ class Template:
     tools: Sequence[Schema] | None = None
     """JSON schemas of functions, for prompts without their own tools."""
     dropped: Counter[str] | None = field(default=None, compare=False)
-    """Counts what is left out of chats, because it does not reach the text. None: it is refused."""
+    """Counts the parts of chats that do not reach the text and are left out. None: such a part is
+    refused."""
 
     def render(
         self,
@@ -298,10 +299,10 @@ class Template:
             messages, marks = without_marks(found)
         except MessagesError as error:
             raise TemplateError(f"row {row}: {error}") from None
-        for place, (key, trained) in marks.items():
+        for index, (key, trained) in marks.items():
             if trained:
                 raise TemplateError(
-                    f"row {row}: message {place} is marked as trained by {key!r}, and no token of a"
+                    f"row {row}: message {index} is marked as trained by {key!r}, and no token of a"
                     " prompt is trained; remove the mark"
                 )
         if self.system_prompt is None:

@@ -68,18 +68,20 @@ class TurnFormat:
     marks: tuple[str, ...]
     """Texts of its chat templates. A template with all of them has this format."""
     fields: Mapping[str, Mapping[str, Any]]
-    """Of a response template."""
+    """The `fields` of the response template for transformers."""
     opening: str
     """The first text of a call."""
     closing: str = ""
-    """The last text of a call. Without it, the call was cut. "": its arguments show that."""
+    """The last text of a call. Without it, the call was cut. If it is "", the call's arguments show
+    whether it was cut."""
     last: str = ""
     """What may follow the last call of a turn."""
     before: str = ""
     """The text before the arguments of a call without a last text. A turn with nothing after it was
     cut, unless a special token ends it."""
     calls: Reads | None = None
-    """Reads what the field `tool_calls` found. None: that is a call."""
+    """Reads calls from the text that the field `tool_calls` found. None if that field already gives
+    calls."""
     between: str = ""
     """A pattern for what may be between the parts of a turn whose content is marked, too."""
     begins_with_word: bool = False
@@ -89,12 +91,12 @@ class TurnFormat:
 
     @property
     def response_template(self) -> dict[str, Any]:
-        """As transformers takes it."""
+        """The response template that transformers takes."""
         return {"start_anchor": list(STARTS), "fields": {**self.fields}}
 
     @property
     def marked_content(self) -> bool:
-        """Whether texts mark the content, too."""
+        """Whether texts mark the content of a turn, not only its reasoning and its calls."""
         return bool({"open", "open_pattern"} & set(self.fields["content"]))
 
     @property
@@ -141,7 +143,7 @@ REST_NAME = "rest"
 REASONING_ONLY = TurnFormat(
     "reasoning in special tokens", (), {"reasoning": THINK, "content": REST}, ""
 )
-"""Of a model without another format whose text does not show the marks of its reasoning."""
+"""The format of a model without another one, if its text hides the marks of its reasoning."""
 NAMED = {
     "type": "function",
     "function": {"name": "{name}", "arguments": "{content}"},

@@ -143,7 +143,7 @@ def _tied_heads(model: torch.nn.Module) -> list[ParallelLMHead]:
 
 
 def map_tensors(update: StagedUpdate) -> list[tuple[str, torch.Tensor]]:
-    """Map the file copy-on-write (nothing writes to it) and view each parameter in place.
+    """Map the file copy-on-write (nothing writes to it) and view each parameter in it.
 
     Raises:
         ValueError: the file's size differs from its layout.

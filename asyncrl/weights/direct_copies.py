@@ -45,12 +45,12 @@ class DirectCopies(TorchDispatchMode):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._places: dict[int, tuple[torch.nn.Module, str]] = {}
+        self._parameters: dict[int, tuple[torch.nn.Module, str]] = {}
         self._pending: dict[torch.nn.Module, list[_Copy]] = defaultdict(list)
         for layer in model.modules():
             for name, tensor in [*layer._parameters.items(), *layer._buffers.items()]:
                 if tensor is not None and tensor.is_meta:
-                    self._places[_storage(tensor)] = layer, name
+                    self._parameters[_storage(tensor)] = layer, name
 
     def __torch_dispatch__(
         self,
@@ -68,7 +68,7 @@ class DirectCopies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def _keep(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        layer, name = self._places.get(_storage(target), (None, ""))
+        layer, name = self._parameters.get(_storage(target), (None, ""))
         if layer is None:
             return
         info = get_layerwise_info(layer)

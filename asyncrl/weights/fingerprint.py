@@ -101,9 +101,9 @@ def _joined(shards: Sequence[Shard]) -> np.ndarray | None:
 
 
 def signs(count: int, start: int = 0) -> np.ndarray:
-    """`count` ones and minus ones of a fixed sequence, from its place `start` on."""
-    places = np.arange(start, start + count, dtype=np.int64)
-    return 1.0 - 2.0 * ((places * 2654435761 >> 16) & 1)
+    """`count` ones and minus ones of a fixed sequence, from its index `start` on."""
+    indices = np.arange(start, start + count, dtype=np.int64)
+    return 1.0 - 2.0 * ((indices * 2654435761 >> 16) & 1)
 
 
 def row_products(tensor: np.ndarray, start: int = 0) -> np.ndarray:

@@ -66,8 +66,8 @@ def gather_buckets(
     `sink(number, content [size] uint8)`. The next bucket overwrites that memory.
 
     No parameter is gathered whole. Rank 0 receives each tensor in parts from the ranks that own
-    them. It converts each part to the published type and writes it to its place. All
-    ranks process the same parts in the same order. No other collective may run in between.
+    them. It converts each part to the published type and writes it into the bucket.
+    All ranks process the same parts in the same order. No other collective may run in between.
 
     Args:
         change: returns what is published instead of some elements of a parameter, on rank 0.
@@ -108,10 +108,10 @@ def fill_buckets(
                 TORCH_DTYPES[entry.dtype]
             )
             for part, values in parts_of(tensor):
-                place = target.as_strided(
+                view = target.as_strided(
                     part.shape, part.to_strides, target.storage_offset() + part.to
                 )
-                place.copy_(values.as_strided(part.shape, part.strides, values.storage_offset()))
+                view.copy_(values.as_strided(part.shape, part.strides, values.storage_offset()))
             if not tensor.pieces:
                 _read(tensor, target)
         sink(number, buffer[: sizes[number]])

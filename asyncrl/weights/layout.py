@@ -25,8 +25,8 @@ ITEM_BYTES = {
 """Bytes of one element."""
 
 ALIGNMENT = 64
-"""Every parameter starts at a multiple of this many bytes in its bucket, so it can be viewed in
-place as any dtype."""
+"""Every parameter starts at a multiple of this many bytes in its bucket, so it can be
+viewed as any dtype without a copy."""
 
 
 def bucket_checksum(content: memoryview) -> int:

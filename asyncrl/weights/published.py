@@ -396,7 +396,7 @@ def _refuse_untaken(
         names = [name for name in names if name.partition(".")[0] in own]
     for name in names:
         raise CannotPublishError(
-            f"the checkpoint's tensor {name!r} has no place in {type(model).__name__} of its"
+            f"the checkpoint's tensor {name!r} has no parameter in {type(model).__name__} of its"
             " config.json, so another model than the checkpoint's would be trained; restore the"
             " config.json that belongs to it, merge an adapter, or remove the tensor"
         )

@@ -51,10 +51,10 @@ def test_an_evaluation_sets_deadline_follows_its_longest_completion():
         learner={"max_tokens_per_gpu": 1 << 16},
     )
     evaluator = Evaluator(one, None, None, {}, "run", 1, None)
-    place = type("Place", (), {"version": 0, "replica": None})()
+    target = type("Target", (), {"version": 0, "replica": None})()
     prompt = type("Prompt", (), {"token_ids": (1, 2)})()
     times = {
-        name: evaluator._request(settings, place, prompt, 0).deadline_s
+        name: evaluator._request(settings, target, prompt, 0).deadline_s
         for name, settings in one.evaluation_sets.items()
     }
     assert times == {"long": 19_661, "short": 300}, "384 completions, 128 at once"

@@ -65,8 +65,8 @@ def test_one_completion_per_prompt_suffices_without_rewards() -> None:
             {},
             {"reference": {"kl_loss_coef": 0.1, "ref_load": "/other"}},
             {},
-            "algorithm.reference has no effect with algorithm.distillation, whose teacher takes the"
-            " reference policy's place; leave it out, or set algorithm.distillation.use: ref_kl",
+            "algorithm.reference has no effect with algorithm.distillation, whose teacher replaces"
+            " the reference policy; leave it out, or set algorithm.distillation.use: ref_kl",
         ),
         ({}, {"kl_loss_coef": 0.1}, {}, "kl_loss_coef has moved; write algorithm: {reference: {kl"),
         ({"use": "ref_kl"}, {}, {}, "algorithm.distillation.use.kl is missing; set it"),

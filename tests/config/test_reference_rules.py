@@ -41,8 +41,8 @@ def test_every_run_with_its_own_reference_can_refresh_it(algorithm: dict[str, An
         (
             {**DISTILLED, **KL},
             {},
-            "algorithm.reference has no effect with algorithm.distillation, whose teacher takes the"
-            " reference policy's place; leave it out, or set algorithm.distillation.use: ref_kl",
+            "algorithm.reference has no effect with algorithm.distillation, whose teacher replaces"
+            " the reference policy; leave it out, or set algorithm.distillation.use: ref_kl",
         ),
         (
             ONLINE,

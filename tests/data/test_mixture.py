@@ -12,7 +12,7 @@ from asyncrl.data.mixture import Order, ordinal_to_row
 def drawn(order, ordinals):
     """(Source, row in it) of each ordinal."""
     ends = np.cumsum(order.rows)
-    rows = [order.place(ordinal)[1] for ordinal in ordinals]
+    rows = [order.epoch_and_row(ordinal)[1] for ordinal in ordinals]
     sources = np.searchsorted(ends, rows, side="right")
     return [
         (int(source), int(row - (ends - order.rows)[source]))
@@ -22,7 +22,7 @@ def drawn(order, ordinals):
 
 def test_without_weights_all_sources_form_one_dataset():
     order = Order((7, 3), None, seed=5)
-    assert [order.place(ordinal) for ordinal in range(25)] == [
+    assert [order.epoch_and_row(ordinal) for ordinal in range(25)] == [
         ordinal_to_row(ordinal, 10, 5) for ordinal in range(25)
     ]
     assert order.shares == (0.7, 0.3)
@@ -60,9 +60,9 @@ def test_shares_follow_the_weights_and_no_row_repeats_before_all_have_appeared(
 
 def test_any_ordinal_can_be_computed_first():
     """A resume starts at its frontier, and a new process knows no earlier ordinals."""
-    forward = [Order((50, 20), (1, 4), 9).place(ordinal) for ordinal in range(3000)]
+    forward = [Order((50, 20), (1, 4), 9).epoch_and_row(ordinal) for ordinal in range(3000)]
     backward = [
-        Order((50, 20), (1, 4), 9).place(ordinal) for ordinal in reversed(range(2900, 3000))
+        Order((50, 20), (1, 4), 9).epoch_and_row(ordinal) for ordinal in reversed(range(2900, 3000))
     ]
     assert forward[2900:] == backward[::-1]
     assert [epoch for epoch, _ in forward] == [ordinal // 1000 for ordinal in range(3000)]
@@ -79,7 +79,7 @@ def test_seeds_and_epochs_differ_and_sources_are_mixed_within_an_epoch():
 
 def test_an_order_does_not_change_from_release_to_release():
     """Checkpoints depend on it."""
-    assert [Order((5, 3), (1, 1), 0).place(ordinal)[1] for ordinal in range(12)] == [
+    assert [Order((5, 3), (1, 1), 0).epoch_and_row(ordinal)[1] for ordinal in range(12)] == [
         2,
         0,
         4,

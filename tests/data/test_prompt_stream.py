@@ -142,7 +142,7 @@ def test_the_stream_carries_tool_calls_maps_and_large_rows_of_a_mixture(
         for row in large.to_pylist(maps_as_pydicts="strict")
     ]
     for prompt in given:
-        row = expected[order.place(prompt.ordinal)[1]]
+        row = expected[order.epoch_and_row(prompt.ordinal)[1]]
         assert prompt.text == row["prompt"] and dict(prompt.columns) == {
             name: row[name] for name in row if name != "prompt"
         }

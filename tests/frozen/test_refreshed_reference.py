@@ -24,10 +24,10 @@ from asyncrl.contracts.rows import ReferenceLogprobs
 from asyncrl.frozen.kept import (
     CURRENT,
     KeptReference,
-    begin_place,
-    copy_place,
+    begin_kept,
+    copy_kept,
     keep_version,
-    read_place,
+    read_kept,
     wait_for,
 )
 from asyncrl.frozen.reference import RayReference, Reference, start_reference
@@ -108,11 +108,11 @@ def put(monkeypatch: pytest.MonkeyPatch) -> Publish:
 
 @pytest.fixture
 def kept(tmp_path: Path, tiny_model: Path, put: Publish) -> KeptReference:
-    """A place with version 8 of a changed model."""
-    place = tmp_path / "place"
-    begin_place(place, None)
+    """A folder with version 8 of a changed model."""
+    folder = tmp_path / "folder"
+    begin_kept(folder, None)
     manifest = put(weights(tiny_model, 1), version=8)
-    return keep_version(place, manifest, tiny_model, expected_tensors(tiny_model, "float32"), 30.0)
+    return keep_version(folder, manifest, tiny_model, expected_tensors(tiny_model, "float32"), 30.0)
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +134,8 @@ def test_a_reference_that_starts_again_scores_with_the_version_that_it_took(
 ) -> None:
     monkeypatch.setattr("asyncrl.frozen.reference.claim_caches", lambda name: None)
     before, after = expected
-    begin_place(tmp_path / "place", None)
-    spec = reference_spec(config(tiny_model), tmp_path / "place")
+    begin_kept(tmp_path / "folder", None)
+    spec = reference_spec(config(tiny_model), tmp_path / "folder")
     first = Reference(spec)
     assert_scores(first.versioned_logprobs(ROWS), 0, before)
     manifest = put(weights(tiny_model, 1), version=4)
@@ -153,9 +153,9 @@ def test_a_restarted_process_scores_with_the_version_that_it_took(
     ray_cluster: Any, tiny_model: Path, publish: Publish, expected: Any, tmp_path: Path
 ) -> None:
     before, after = expected
-    place = tmp_path / "attempt_0"
-    begin_place(place, None)
-    spec = reference_spec(config(tiny_model), place)
+    folder = tmp_path / "attempt_0"
+    begin_kept(folder, None)
+    spec = reference_spec(config(tiny_model), folder)
     assert spec.refresh is not None
     actor = start_reference(spec)
 
@@ -177,9 +177,9 @@ def test_a_restarted_process_scores_with_the_version_that_it_took(
 def test_a_version_on_the_disk_has_the_published_tensors(
     kept: KeptReference, tiny_model: Path
 ) -> None:
-    assert read_place(kept.place) == kept and kept.version == 8
+    assert read_kept(kept.folder) == kept and kept.version == 8
     kept.verify()
-    assert kept.directory == kept.place / "version_000008"
+    assert kept.directory == kept.folder / "version_000008"
     found = load_file(kept.directory / "model.safetensors")
     expected = weights(tiny_model, 1)
     assert set(found) == set(expected)
@@ -189,13 +189,13 @@ def test_a_version_on_the_disk_has_the_published_tensors(
 def test_a_new_version_replaces_the_one_before(
     kept: KeptReference, tiny_model: Path, put: Publish
 ) -> None:
-    (kept.place / ".version_000009").mkdir()  # of a process that was killed while it wrote
-    (kept.place / "version_000012").mkdir()  # and of one that was killed before CURRENT
+    (kept.folder / ".version_000009").mkdir()  # of a process that was killed while it wrote
+    (kept.folder / "version_000012").mkdir()  # and of one that was killed before CURRENT
     manifest = put(weights(tiny_model, 2), version=12)
     expected = expected_tensors(tiny_model, "float32")
-    keep_version(kept.place, manifest, tiny_model, expected, 30.0).verify()
-    assert read_place(kept.place).version == 12
-    assert sorted(path.name for path in kept.place.iterdir()) == [CURRENT, "version_000012"]
+    keep_version(kept.folder, manifest, tiny_model, expected, 30.0).verify()
+    assert read_kept(kept.folder).version == 12
+    assert sorted(path.name for path in kept.folder.iterdir()) == [CURRENT, "version_000012"]
 
 
 @pytest.mark.parametrize("failure", ["checksum", "lost", "shape", "killed", "full"])
@@ -227,8 +227,8 @@ def test_a_failed_write_leaves_the_version_before(
         monkeypatch.setattr("asyncrl.frozen.kept.replace_text", killed)
         error = KeyboardInterrupt
     with full_disk(limit), pytest.raises(error):
-        keep_version(kept.place, manifest, tiny_model, expected, 30.0)
-    assert read_place(kept.place) == kept
+        keep_version(kept.folder, manifest, tiny_model, expected, 30.0)
+    assert read_kept(kept.folder) == kept
     kept.verify()
 
 
@@ -248,22 +248,22 @@ def test_a_copy_outlives_the_original(
 
         monkeypatch.setattr(os, "link", refused)
     target = tmp_path / "checkpoint" / "reference"
-    assert copy_place(kept.place, target) == dict(kept.files)
+    assert copy_kept(kept.folder, target) == dict(kept.files)
     expected = expected_tensors(tiny_model, "float32")
-    keep_version(kept.place, put(weights(tiny_model, 2), version=12), tiny_model, expected, 30)
-    copied = read_place(target)
+    keep_version(kept.folder, put(weights(tiny_model, 2), version=12), tiny_model, expected, 30)
+    copied = read_kept(target)
     assert (copied.version, dict(copied.files)) == (8, dict(kept.files))
     copied.verify()
     again = tmp_path / "attempt_1"
-    begin_place(again, target)
-    assert read_place(again).version == 8
+    begin_kept(again, target)
+    assert read_kept(again).version == 8
 
 
 def test_a_copy_of_the_version_at_the_start_has_no_files(tmp_path: Path) -> None:
-    begin_place(tmp_path / "a", None)
-    assert copy_place(tmp_path / "a", tmp_path / "b") == {}
-    assert read_place(tmp_path / "b") == KeptReference(tmp_path / "b", 0, {})
-    assert read_place(tmp_path / "b").directory is None
+    begin_kept(tmp_path / "a", None)
+    assert copy_kept(tmp_path / "a", tmp_path / "b") == {}
+    assert read_kept(tmp_path / "b") == KeptReference(tmp_path / "b", 0, {})
+    assert read_kept(tmp_path / "b").directory is None
 
 
 @pytest.mark.parametrize(
@@ -279,12 +279,12 @@ def test_a_place_without_a_version_is_refused(tmp_path: Path, text: str | None, 
     if text is not None:
         replace_text(tmp_path / CURRENT, text)
     with pytest.raises(ReferenceLostError, match=why) as caught:
-        read_place(tmp_path)
+        read_kept(tmp_path)
     assert "\n" not in str(caught.value) and "resume from another checkpoint" in str(caught.value)
 
 
 def test_damage_is_found_before_the_weights_are_used(kept: KeptReference) -> None:
-    file = kept.place / "version_000008" / "model.safetensors"
+    file = kept.folder / "version_000008" / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
@@ -294,7 +294,7 @@ def test_damage_is_found_before_the_weights_are_used(kept: KeptReference) -> Non
     with pytest.raises(ReferenceLostError, match=r"model\.safetensors cannot be read"):
         kept.verify()
     with pytest.raises(ReferenceLostError, match=r"model\.safetensors is missing"):
-        copy_place(kept.place, kept.place.with_name("copy"))
+        copy_kept(kept.folder, kept.folder.with_name("copy"))
 
 
 @pytest.mark.parametrize("lost", ["damaged", "missing", "elsewhere"])
@@ -303,22 +303,22 @@ def test_a_process_does_not_start_without_its_version(
 ) -> None:
     """It would score with the weights of the start."""
     monkeypatch.setattr("asyncrl.frozen.reference.claim_caches", lambda name: None)
-    spec = reference_spec(config(tiny_model), kept.place)
-    file = kept.place / "version_000008" / "model.safetensors"
+    spec = reference_spec(config(tiny_model), kept.folder)
+    file = kept.folder / "version_000008" / "model.safetensors"
     if lost == "damaged":
         file.write_bytes(b"")
     elif lost == "missing":
         file.unlink()
     else:
-        spec = reference_spec(config(tiny_model), kept.place / "on another disk")
+        spec = reference_spec(config(tiny_model), kept.folder / "on another disk")
     with pytest.raises(ReferenceLostError, match=r"the refreshed reference policy in .* is lost"):
         Reference(spec)
 
 
 def test_a_version_that_another_node_wrote_must_be_seen_here(kept: KeptReference) -> None:
-    wait_for(kept.place, 8, within_s=0)
+    wait_for(kept.folder, 8, within_s=0)
     with pytest.raises(ReferenceLostError, match="every node shares"):
-        wait_for(kept.place, 12, within_s=0)
+        wait_for(kept.folder, 12, within_s=0)
 
 
 def test_only_a_run_that_refreshes_its_reference_gives_it_a_place(

@@ -23,15 +23,15 @@ def test_processes_listen_on_the_nodes_address_and_meet_at_the_open_store(
     assert [os.environ[name] for name in interfaces] == ["lo", "=lo"]
 
     meeting = Meeting("127.0.0.1")
-    place = meeting.place(1)
-    assert (place.node_rank, place.master_addr) == (1, "127.0.0.1")
+    node = meeting.node(1)
+    assert (node.node_rank, node.master_addr) == (1, "127.0.0.1")
     listening = {
         connection.laddr
         for connection in psutil.Process().net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == place.master_port
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == node.master_port
     }
-    assert listening == {("127.0.0.1", place.master_port)}, "on no other address"
-    url = f"tcp://127.0.0.1:{place.master_port}"
+    assert listening == {("127.0.0.1", node.master_port)}, "on no other address"
+    url = f"tcp://127.0.0.1:{node.master_port}"
     # Without `use_own_address`, rank 0 would try to open the store itself.
     first, second = (next(rendezvous(url, rank, 2))[0] for rank in (0, 1))
     first.set("key", "value")

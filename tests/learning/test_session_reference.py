@@ -220,7 +220,7 @@ def test_the_reward_loses_the_divergence_of_trained_tokens() -> None:
 
 def test_a_row_that_is_not_scored_masks_its_session() -> None:
     asked = reference_rows(rewarded())
-    assert asked.places is not None and [index for index, _ in asked.places] == [0, 1, 1, 2]
+    assert asked.positions is not None and [index for index, _ in asked.positions] == [0, 1, 1, 2]
     bad = row_values(asked)
     bad[2] = np.full(len(bad[2]), math.nan, np.float32)
     assert referred(bad)["status"].to_pylist() == [["ok", "bad_logprob", "ok", "no_token"]]

@@ -76,7 +76,10 @@ def test_epochs_are_those_of_the_order(plan: Any, tmp_path: Path) -> None:
     ]
     mixed = plan(sources, num_epochs=3)
     assert mixed.steps == 750 and mixed.order.epoch == 1000
-    assert mixed.order.place(750 * 4 - 1)[0] == 2 and mixed.order.place(750 * 4)[0] == 3
+    assert (
+        mixed.order.epoch_and_row(750 * 4 - 1)[0] == 2
+        and mixed.order.epoch_and_row(750 * 4)[0] == 3
+    )
     assert "1,000 rows per epoch" in mixed.arithmetic()
     assert "750 steps = 3.00 epochs" in mixed.arithmetic()
     alone = plan([{"path": source["path"]} for source in sources], num_epochs=3)

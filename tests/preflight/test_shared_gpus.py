@@ -12,7 +12,7 @@ import asyncio, json, sys
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl.config import Config
-from asyncrl.learning.group import _place
+from asyncrl.learning.group import _place_ranks
 from asyncrl.preflight.specs import generator_app, learner_spec, reference_spec
 
 @ray.remote(num_cpus=0)
@@ -23,7 +23,7 @@ class Process:
 config = Config.model_validate_json(sys.argv[1])
 gpus = int(sys.argv[2])
 ray.init(address="local", num_cpus=8, num_gpus=gpus, log_to_driver=False, include_dashboard=False)
-group = asyncio.run(_place(learner_spec(config)))
+group = asyncio.run(_place_ranks(learner_spec(config)))
 ranks = [
     Process.options(
         num_gpus=config.rank_gpus,

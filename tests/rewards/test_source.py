@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.contracts.group_table import table_to_ipc
 from asyncrl.rewards import source
-from asyncrl.rewards.source import Places, _blocks
+from asyncrl.rewards.source import Slots, _blocks
 
 
 class Group(str):
@@ -84,29 +84,29 @@ def test_an_exception_ends_the_stream():
 def test_slow_rewards_hold_few_groups_and_fast_ones_many(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(source, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    places = Places(2)
-    assert places.wait(0) == 2
-    places.take(2)
-    assert places.wait(0) == 0
+    slots = Slots(2)
+    assert slots.wait(0) == 2
+    slots.take(2)
+    assert slots.wait(0) == 0
     for _ in range(200):  # 200 groups a second
         now[0] += 0.005
-        places.release()
-        places.take(1)
+        slots.release()
+        slots.take(1)
     held = 2
     ahead = int(source.AHEAD_S * 200)
-    assert ahead - held - 1 <= places.wait(0) <= ahead - held
+    assert ahead - held - 1 <= slots.wait(0) <= ahead - held
     now[0] += 2.0  # the next reward takes long
-    assert places.wait(0) == 0
-    places.release()
-    assert places.wait(0) == 1, "two places again"
+    assert slots.wait(0) == 0
+    slots.release()
+    assert slots.wait(0) == 1, "two slots again"
 
 
-def test_a_place_that_becomes_free_wakes_the_waiter():
-    places = Places(1)
-    places.take(1)
+def test_a_slot_that_becomes_free_wakes_the_waiter():
+    slots = Slots(1)
+    slots.take(1)
     found = []
-    waiter = threading.Thread(target=lambda: found.append(places.wait(60.0)))
+    waiter = threading.Thread(target=lambda: found.append(slots.wait(60.0)))
     waiter.start()
-    places.release()
+    slots.release()
     waiter.join(60.0)
     assert found == [1]

@@ -25,7 +25,10 @@ from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.reader import open_run
 from asyncrl.runtime.shared import size_and_checksum
 
-FILES, PLACES = "token rows are as they were written", "records have their place"
+FILES, NUMBERS = (
+    "token rows are as they were written",
+    "records have attempt, step and version",
+)
 STEPS, ROWS = "steps and versions are contiguous", "every step took its rows"
 TOKENS, METRICS = "tokens match the rows of each step", "metrics are finite"
 EVALUATIONS, COUNTERS = "evaluations are complete", "the learner's counters match the steps"
@@ -245,14 +248,14 @@ def without(event: str, field: str) -> Change:
 @pytest.mark.parametrize(
     ("change", "check"),
     [
-        *((without("step", name), PLACES) for name in ("attempt", "step", "version", "applied")),
+        *((without("step", name), NUMBERS) for name in ("attempt", "step", "version", "applied")),
         *(
-            (step(**{name: value}), PLACES)
+            (step(**{name: value}), NUMBERS)
             for name in ("attempt", "step", "version", "applied")
             for value in (None, [1], -1)
         ),
-        (step(attempt=9), PLACES),
-        (evaluation(version=[1]), PLACES),
+        (step(attempt=9), NUMBERS),
+        (evaluation(version=[1]), NUMBERS),
         (without("step", "rows_taken"), ROWS),
         (without("step", "tokens"), TOKENS),
         (step(rows_taken=8.0), ROWS),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config, ConfigError
-from asyncrl.frozen.kept import CURRENT, read_place
+from asyncrl.frozen.kept import CURRENT, read_kept
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.runtime.files import replace_text
 from asyncrl.runtime.shared import size_and_checksum
@@ -71,7 +71,7 @@ def save(directory: RunDirectory, version: int) -> Path:
 def reference_of(directory: RunDirectory) -> tuple[int, str | None]:
     """Version and weights with which the attempt's reference policy starts."""
     assert directory.reference is not None
-    kept = read_place(directory.reference)
+    kept = read_kept(directory.reference)
     kept.verify()
     if kept.directory is None:
         return kept.version, None

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.settings import GeneratorApp
-from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind, temporary_folder
+from asyncrl.runtime.temporary import ProcessTemporaryFolder, remove_left_behind, temporary_folder
 
 MAKES = (
     "from asyncrl.runtime.temporary import temporary_folder as f; folder = f('test');"
@@ -43,9 +43,9 @@ def test_the_folder_of_a_killed_process_is_removed(monkeypatch, tmp_path):
 
 LISTENS = """
 import multiprocessing, multiprocessing.reduction, tempfile, sys
-from asyncrl.runtime.temporary import TemporaryPlace
+from asyncrl.runtime.temporary import ProcessTemporaryFolder
 
-place = TemporaryPlace("engine")
+place = ProcessTemporaryFolder("engine")
 mine, other = multiprocessing.Pipe()
 multiprocessing.reduction.ForkingPickler.dumps(mine)  # makes a listener in a folder pymp-…
 open(tempfile.mkstemp()[1], "w").close()
@@ -98,9 +98,9 @@ def test_the_folders_path_is_short_enough_for_sockets(monkeypatch, length, kept)
     """The path of a socket has at most 107 characters."""
     directory = "/" + "t" * (length - 1)
     monkeypatch.setattr(tempfile, "tempdir", directory)
-    assert TemporaryPlace.where() == Path(directory if kept else "/tmp")
+    assert ProcessTemporaryFolder.where() == Path(directory if kept else "/tmp")
     longest = len("asyncrl_engine_4194304_1795455045_abcdefgh")
-    assert len(str(TemporaryPlace.where())) + 1 + longest + 1 + 36 <= 107
+    assert len(str(ProcessTemporaryFolder.where())) + 1 + longest + 1 + 36 <= 107
 
 
 WANDB = """

@@ -61,7 +61,7 @@ class Turns:
         whole = (*self.model.tokenizer.encode(text, add_special_tokens=False), self.model.end)
         ids = whole[: request.max_tokens]
         # No two completions have the same log-probs, so each is known by them.
-        logprobs = tuple(-len(self.made) - place / 64 for place in range(len(ids)))
+        logprobs = tuple(-len(self.made) - position / 64 for position in range(len(ids)))
         middle = self.draw.randrange(len(ids))
         spans = [(self.version, 0, middle), (self.version + 1, middle, len(ids))]
         versions = tuple(VersionSpan(*span) for span in spans if span[1] < span[2])
@@ -194,10 +194,10 @@ def check_rows(nodes: Sequence[Node], reason: str | None) -> None:
     ids = [token for node in turns for token in node.token_ids]
     trained: Counter[int] = Counter()
     for row in found.rows:
-        places = row.places[row.trained].tolist()
-        assert row.token_ids[row.trained].tolist() == [ids[place] for place in places]
-        trained.update(places)
-    assert trained == Counter(place for place, why in enumerate(status) if why == "ok")
+        positions = row.positions[row.trained].tolist()
+        assert row.token_ids[row.trained].tolist() == [ids[position] for position in positions]
+        trained.update(positions)
+    assert trained == Counter(position for position, why in enumerate(status) if why == "ok")
     assert found.counts.masked == Counter(why for why in status if why != "ok")
     assert found.counts.trained + sum(found.counts.masked.values()) == len(status)
     assert set(status) <= {*NODE_STATUSES, "deadline"}

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.contracts.nodes import CONSTRAINED, NODE_STATUSES, ORPHAN, Node
 from asyncrl.contracts.rows import VersionSpan
-from asyncrl.sessions.rows import NO_PLACE, NOT_SAMPLED, SessionRows, session_rows
+from asyncrl.sessions.rows import NO_POSITION, NOT_SAMPLED, SessionRows, session_rows
 
 TREES = 2000
 
@@ -192,11 +192,11 @@ def check(nodes: list[Node], found: SessionRows, reason: str | None) -> None:
         assert row.token_ids[row.trained].tolist() == expected, "the first row trains a token"
         trained.update(row.token_ids[row.trained].tolist())
         assert row.prompt_length == row.trained.tolist().index(True)
-        columns = (row.logprobs, row.versions, row.nodes, row.places)
+        columns = (row.logprobs, row.versions, row.nodes, row.positions)
         for token, logprob, version, node, place in zip(
             ids, *(column.tolist() for column in columns), strict=True
         ):
-            assert place == (sampled.index(token) if token in versions else NO_PLACE)
+            assert place == (sampled.index(token) if token in versions else NO_POSITION)
             assert version == versions.get(token, NOT_SAMPLED)
             assert logprob == (-float(token) if token in versions else 0)
             assert token in nodes[node].token_ids

@@ -235,7 +235,7 @@ def test_tensors_without_a_place_in_the_model_are_refused(
     rewritten(path, lambda tensors: tensors.update({key: torch.ones(4)}))
     for reward_model in False, True:
         refusal = outline(path, reward_model).refusal
-        assert f"the checkpoint's tensor {key!r} has no place in " in str(refusal)
+        assert f"the checkpoint's tensor {key!r} has no parameter in " in str(refusal)
 
 
 @pytest.mark.parametrize(

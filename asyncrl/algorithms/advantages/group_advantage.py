@@ -38,7 +38,7 @@ class GroupInputs:
     lengths: Sequence[int] = ()
     """Loss tokens of each trajectory (opo)."""
     parts: Sequence[tuple[float, Sequence[float | None]]] = ()
-    """Of each reward function: its weight, and its rewards of the trajectories (gdpo)."""
+    """Weight of each reward function, and its rewards of the trajectories (gdpo)."""
     baseline: float | None = None
     """Reward of the greedy completion of the same prompt (remax)."""
 
@@ -89,7 +89,7 @@ class GroupAdvantage(Section):
     """An advantage that a group's rewards give."""
 
     compares_siblings: ClassVar[bool] = True
-    """Whether it depends on the other trajectories of the group."""
+    """Whether an advantage depends on the other trajectories of the group."""
     needs_baseline: ClassVar[bool] = False
     """Whether each group needs the prompt's greedy completion."""
     of_each_token: ClassVar[bool] = False

@@ -32,15 +32,15 @@ class TokenLoss(Section):
     """A loss with one value for each token."""
 
     needs_one_advantage: ClassVar[bool] = False
-    """Whether it is defined for one advantage per trajectory only."""
+    """Whether the loss is defined for one advantage per trajectory only."""
     compares_sequences: ClassVar[bool] = False
     """Whether the loss of a token may depend on the other tokens of its trajectory."""
     selects_tokens: ClassVar[bool] = False
-    """Whether it treats tokens of high covariance differently. Then it has `select`."""
+    """Whether the loss treats tokens of high covariance differently. Then it has `select`."""
 
     @property
     def clips(self) -> bool:
-        """Whether it clips a ratio that is not always 1."""
+        """Whether the loss clips a ratio that is not always 1."""
         return False
 
     def terms(self, tokens: PolicyTokens, log_ratio: Tensor) -> Terms:

@@ -262,7 +262,7 @@ class Books:
 
     @cached_property
     def admitted(self) -> set[Key]:
-        """All groups with a trace: a row, an outcome, or a place among the ordinals outstanding
+        """All groups with a trace: a row, an outcome, or an entry in the ordinals outstanding
         when outcomes were last written."""
         return {
             *self.rows,

@@ -56,7 +56,7 @@ def _check_files(books: Books) -> Check:
 def _check_records(books: Books) -> Check:
     """Every record has its attempt, step and version."""
     summary = listed(books.unreadable) or f"{len(books.records)} records"
-    return Check("records have their place", not books.unreadable, summary)
+    return Check("records have attempt, step and version", not books.unreadable, summary)
 
 
 def _check_steps(books: Books) -> Check:
@@ -112,7 +112,7 @@ def _check_tokens(books: Books) -> Check:
         size = books.attempts[attempt]["groups_per_step"]
         for step in steps:
             taken = range(at, at + size)
-            table = books.rows.take([order.place(ordinal)[1] for ordinal in taken])
+            table = books.rows.take([order.epoch_and_row(ordinal)[1] for ordinal in taken])
             left_out = int(_number(step, "tokens_left_out") or 0)
             tokens, at = _trained(books.config, table) - left_out, taken.stop
             total += tokens

@@ -36,17 +36,18 @@ class Books:
     attempts: Sequence[AttemptRecord]
     run_id: str
     records: Sequence[Record]
-    """Those of the line of attempts that leads to the last one."""
+    """The records of the line of attempts that leads to the last attempt."""
     rows: TokenFile | None
     order: Order | None
     checkpoint: tuple[Path, State] | None
     damage: str
     unreadable: Sequence[str]
-    """Records of metrics.jsonl without a valid place in the run."""
+    """Records of metrics.jsonl without a valid attempt, step or version."""
     changed: Mapping[str, str]
-    """Files of `rows/` that are missing or differ from their recorded checksum → which of both."""
+    """File of `rows/` that is missing or differs from its recorded checksum → which of the two."""
     held_out: int | None
-    """Held-out target tokens of SFT rows, else rows; None without a whole file."""
+    """Held-out target tokens of SFT rows, or the number of other held-out rows. None without a
+    whole file."""
 
     @property
     def steps(self) -> Iterator[Record]:
@@ -66,7 +67,7 @@ def read_books(run: Run) -> Books:
     attempts, directory = record["attempts"], run.directory / "rows"
     checkpoint, damage = _newest(run.checkpoints_directory)
     records = run.records()
-    placed = [entry for entry in records if _has_place(entry, len(attempts))]
+    numbered = [entry for entry in records if _is_numbered(entry, len(attempts))]
     changed = _changed_files(directory, config)
     rows = None if TRAIN in changed else open_token_file(directory / TRAIN)
     held_out = None if HELD_OUT in changed else open_token_file(directory / HELD_OUT)
@@ -74,18 +75,18 @@ def read_books(run: Run) -> Books:
         config,
         attempts,
         record["run_id"],
-        _last_line(placed, attempts),
+        _last_line(numbered, attempts),
         rows,
         _order(directory / ORDER_FILE, config, rows),
         checkpoint,
         damage,
-        [_shown(entry) for entry in records if not _has_place(entry, len(attempts))],
+        [_shown(entry) for entry in records if not _is_numbered(entry, len(attempts))],
         changed,
         None if held_out is None else _size(held_out),
     )
 
 
-def _has_place(record: Record, attempts: int) -> bool:
+def _is_numbered(record: Record, attempts: int) -> bool:
     """Whether a record names an attempt, a step and a version, and a step whether it was
     applied."""
     numbers = [record.get(name) for name in ("attempt", "step", "version")]
@@ -96,8 +97,8 @@ def _has_place(record: Record, attempts: int) -> bool:
 
 
 def _shown(record: Record) -> str:
-    places = ", ".join(f"{name} {record.get(name)}" for name in ("attempt", "step", "version"))
-    return f"{record['event']} of {places}"
+    numbers = ", ".join(f"{name} {record.get(name)}" for name in ("attempt", "step", "version"))
+    return f"{record['event']} of {numbers}"
 
 
 def _order(path: Path, config: OfflineConfig, rows: TokenFile | None) -> Order | None:

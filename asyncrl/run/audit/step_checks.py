@@ -52,9 +52,9 @@ def check_steps(books: Books) -> Check:
         missing += holes(first, max(versions, default=-1), set(versions))
         numbers = [steps[attempt, version][0]["step"] for version in versions]
         disordered += [
-            versions[place + 1]
-            for place in range(len(versions) - 1)
-            if numbers[place] >= numbers[place + 1]
+            versions[index + 1]
+            for index in range(len(versions) - 1)
+            if numbers[index] >= numbers[index + 1]
         ]
         taken = {*numbers, *(step for made_in, step in skipped if made_in == attempt)}
         unnumbered += [(attempt, step) for step in holes(min(taken), max(taken), taken)]
@@ -190,14 +190,14 @@ def check_evaluations(books: Books) -> Check:
             continue  # killed before its record, or the name of another set's reward
         compared += 1
         where = f"set {name} at version {version} of attempt {attempt}"
-        places = Counter((answer["ordinal"], answer["index"]) for answer in answers)
+        counts = Counter((answer["ordinal"], answer["index"]) for answer in answers)
         scores = [
             0.0 if answer["status"] in LOST else answer["accuracy"]
             for answer in answers
             if answer["status"] != "unscored"
         ]
         known = [score for score in scores if score is not None]
-        if max(places.values()) > 1 or len(known) < len(scores):
+        if max(counts.values()) > 1 or len(known) < len(scores):
             wrong.append(f"{where} has a completion twice, or without its score")
         elif known and not close(record.values[metric], found := math.fsum(known) / len(known)):
             wrong.append(

@@ -35,8 +35,8 @@ def trained_tokens(books: Books, batch: Sequence[tuple[OutcomeRow, Row]]) -> int
             replace(group, rewards=drawn) for group, drawn in zip(groups, rewards, strict=True)
         ]
     return sum(
-        row.losses[place]
+        row.losses[index]
         for (_, row), group in zip(ordered, groups, strict=True)
         for pair in choose_pairs(group, preference.pairs)
-        for place in pair
+        for index in pair
     )
