@@ -21,24 +21,6 @@ OTHERS_NAMES = (
 
 PLACES_PROCESSES = ("_place_ranks",)
 """Names with the verb: to place a process on a node."""
-NOT_YET = {
-    "agents/dialects/chat.py",
-    "agents/dialects/fields.py",
-    "agents/dialects/messages.py",
-    "agents/dialects/responses.py",
-    "environments/model.py",
-    "serving/dialects/chat.py",
-    "serving/dialects/completions.py",
-    "serving/dialects/fields.py",
-    "serving/http.py",
-    "sessions/requests.py",
-    "sessions/session.py",
-    "sessions/tree.py",
-    "testing/generators.py",
-    "text/response.py",
-    "text/stops.py",
-}
-"""Files that still say `place` for something else. Remove a file once it does not."""
 
 
 def rows() -> list[list[str]]:
@@ -140,4 +122,4 @@ def test_no_name_says_place() -> None:
         for path in package.glob("**/*.py")
         if (names := vague_names(path.read_text()))
     }
-    assert found.keys() == NOT_YET, found
+    assert not found

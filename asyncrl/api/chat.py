@@ -152,11 +152,11 @@ class Chat(ChoicesDialect):
         }
         unread = [
             name
-            for place, message in enumerate(body.messages)
-            for name in extras_of(message, f"messages.{place}", MESSAGE_FIELDS)
+            for index, message in enumerate(body.messages)
+            for name in extras_of(message, f"messages.{index}", MESSAGE_FIELDS)
         ]
         request = ChatRequest(
-            [_message(message, place) for place, message in enumerate(given["messages"])],
+            [_message(message, index) for index, message in enumerate(given["messages"])],
             tools or None,
             body.n or 1,
             body.max_completion_tokens or body.max_tokens,
@@ -193,7 +193,7 @@ class Chat(ChoicesDialect):
             delta["content"] = text or None
         # One call in each chunk, as OpenAI does: some clients read only the first.
         other = {**choice, "logprobs": None}
-        deltas = [{"tool_calls": [{"index": place, **call}]} for place, call in enumerate(calls)]
+        deltas = [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls)]
         asked = [{**other, "delta": delta} for delta in deltas]
         return [choice, *asked, {**other, "delta": {}, **end}]
 
@@ -201,13 +201,13 @@ class Chat(ChoicesDialect):
         return chat_logprobs(tokens, self.top) if self.request.logprobs else None
 
 
-def _message(message: Mapping[str, Any], place: int) -> Message:
+def _message(message: Mapping[str, Any], index: int) -> Message:
     """A message as sessions keep it."""
     if "content" not in message and message.get("role") != "assistant":
         raise invalid(
-            f"messages.{place}.content is missing; set it", "messages", "missing_parameter"
+            f"messages.{index}.content is missing; set it", "messages", "missing_parameter"
         )
-    read = chat_message(message, place)
+    read = chat_message(message, index)
     kept: dict[str, object] = {"role": read["role"], "content": read.get("content") or ""}
     if calls := read.get("tool_calls"):
         kept["tool_calls"] = [_call(call["id"], **call["function"]) for call in calls]

@@ -25,7 +25,7 @@ AtLeastOne = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES), BeforeValidator(_whole)]
 """A number of answers."""
 TopLogprobs = Annotated[int, Field(ge=0, le=20), BeforeValidator(_whole)]
-"""How many log-probs a client wants of each place."""
+"""How many log-probs a client wants of each token."""
 KINDS = {
     "prompt": "send a string, a list of token ids, or a list of such prompts",
     "chat_template_kwargs": "send an object of strings, numbers and booleans",
@@ -100,18 +100,18 @@ def check(kind: type[Kind], tree: object) -> Kind:
         # Of the types of a union, the one that the client meant has the deepest error.
         items = error.errors(include_url=False, include_context=False)
         item = max(items, key=lambda item: len(item["loc"]))
-    place = _place(item["loc"], tree)
-    field = place.partition(".")[0] or None
+    path = _path(item["loc"], tree)
+    field = path.partition(".")[0] or None
     if item["type"] == "missing":
-        raise invalid(f"{place} is missing; set it", field, "missing_parameter")
+        raise invalid(f"{path} is missing; set it", field, "missing_parameter")
     if field in KINDS:
         raise invalid(f"{field}: {KINDS[field]}", field)
     is_object = item["type"] == "model_type"
     message = "send an object" if is_object else item["msg"].removeprefix("Value error, ")
-    raise invalid(f"{place}: {message[:1].lower()}{message[1:]}", field)
+    raise invalid(f"{path}: {message[:1].lower()}{message[1:]}", field)
 
 
-def _place(location: Sequence[int | str], tree: object) -> str:
+def _path(location: Sequence[int | str], tree: object) -> str:
     """Where a field is in the body. pydantic's location also names the types of a union."""
     names: list[str] = []
     for number, part in enumerate(location):
@@ -139,17 +139,17 @@ def overridden_of(body: Open, known: Mapping[str, bool]) -> tuple[str, ...]:
     return (*unknown, *(name for name, given in known.items() if given))
 
 
-def extras_of(body: BaseModel | None, place: str, read: Sequence[str] = ()) -> Iterator[str]:
+def extras_of(body: BaseModel | None, path: str, read: Sequence[str] = ()) -> Iterator[str]:
     """The names of unknown fields in a part of a body that ask for something.
 
     Args:
-        place: of the part in the body.
+        path: the part's path in the body.
         read: fields that are read if they are texts.
     """
     for name, value in ((body and body.model_extra) or {}).items():
         is_read = name == "cache_control" or (name in read and isinstance(value, str))
         if not is_read and value not in (None, False, []):
-            yield f"{place}.{printable(name)}"
+            yield f"{path}.{printable(name)}"
 
 
 def new_id(prefix: str) -> str:

@@ -110,7 +110,7 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, Any]:
     """A JSON object. A repeated field is refused, because parsers disagree on which one wins."""
     tree = dict(pairs)
     if len(tree) < len(pairs):
-        name = next(name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place]))
+        name = next(name for index, (name, _) in enumerate(pairs) if name in dict(pairs[:index]))
         raise ApiError(
             400, f"{printable(name)} appears twice in one object; send it once", "invalid_body"
         )

@@ -149,8 +149,8 @@ class Messages(Dialect):
         calls, forced = chosen("any" if kind == "tool" else kind)
         chat = [
             message
-            for place, one in enumerate(given["messages"])
-            for message in _messages(one, f"messages.{place}")
+            for index, one in enumerate(given["messages"])
+            for message in _messages(one, f"messages.{index}")
         ]
         if chat and chat[-1]["role"] == "assistant":
             raise invalid(
@@ -294,14 +294,14 @@ def _usage(answer: Answer | None) -> dict[str, int]:
 
 def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Where each tool is in the body, and the tool. Raises ApiError, 400, for other types."""
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         if tool.get("type") not in (None, "custom"):
             raise invalid(
-                f"tools.{place} has the type {str(tool['type'])[:40]!r}, which the policy does not"
+                f"tools.{index} has the type {str(tool['type'])[:40]!r}, which the policy does not"
                 " know; send tools with an input_schema",
                 "tools",
             )
-        yield f"tools.{place}", tool
+        yield f"tools.{index}", tool
 
 
 def _messages(message: Mapping[str, Any], param: str) -> list[dict[str, Any]]:
@@ -309,7 +309,7 @@ def _messages(message: Mapping[str, Any], param: str) -> list[dict[str, Any]]:
     role, content = message["role"], message["content"]
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    blocks = [(block, f"{param}.content.{place}") for place, block in enumerate(content)]
+    blocks = [(block, f"{param}.content.{index}") for index, block in enumerate(content)]
     return [_assistant(blocks)] if role == "assistant" else list(_others(role, blocks))
 
 

@@ -126,7 +126,7 @@ class Responses(Dialect):
         self._given, self._notes = given, notes
         functions = enumerate(given.get("tools") or ())
         tools, unused = function_tools(
-            [(f"tools.{place}", tool) for place, tool in functions], "parameters"
+            [(f"tools.{index}", tool) for index, tool in functions], "parameters"
         )
         calls, forced = chosen(body.tool_choice)
         self._chat = [*self._before(), *_messages(given.get("input"))]
@@ -267,8 +267,8 @@ class Responses(Dialect):
             rest = rest_of(answer, sent)
             items = list(self._items(answer))
             if sent:  # its item is first, because it was sent first
-                place = next(n for n, (item, _) in enumerate(items) if item["type"] == "message")
-                items.insert(0, items.pop(place))
+                first = next(n for n, (item, _) in enumerate(items) if item["type"] == "message")
+                items.insert(0, items.pop(first))
                 items[0][0]["id"] = item_id
             for index, (item, text) in enumerate(items):
                 for event in events.of_item(item, index, text, rest, bool(sent) and index == 0):
@@ -290,20 +290,20 @@ class _Events:
 
     def begin_message(self, item_id: str, index: int) -> list[Event]:
         """An item, and its empty part."""
-        place = {"item_id": item_id, "output_index": index, "content_index": 0}
+        address = {"item_id": item_id, "output_index": index, "content_index": 0}
         return [
             self.next(
                 "response.output_item.added",
                 output_index=index,
                 item=_message_item(item_id, "in_progress", []),
             ),
-            self.next("response.content_part.added", **place, part=_text_part("", [])),
+            self.next("response.content_part.added", **address, part=_text_part("", [])),
         ]
 
     def delta(self, item_id: str, index: int, text: str) -> Event:
         """New text of a message."""
-        place = {"item_id": item_id, "output_index": index, "content_index": 0}
-        return self.next("response.output_text.delta", **place, delta=text, logprobs=[])
+        address = {"item_id": item_id, "output_index": index, "content_index": 0}
+        return self.next("response.output_text.delta", **address, delta=text, logprobs=[])
 
     def of_item(
         self, item: dict[str, Any], index: int, text: str, rest: str, started: bool
@@ -315,31 +315,31 @@ class _Events:
             rest: what a message has after the text that was sent.
             started: whether the message has been started.
         """
-        place = {"item_id": item["id"], "output_index": index}
+        address = {"item_id": item["id"], "output_index": index}
         if item["type"] == "function_call":
             begin = {**item, "arguments": "", "status": "in_progress"}
             yield self.next("response.output_item.added", output_index=index, item=begin)
             delta = "response.function_call_arguments.delta"
-            yield self.next(delta, **place, delta=text)
+            yield self.next(delta, **address, delta=text)
             done = "response.function_call_arguments.done"
-            yield self.next(done, **place, arguments=text, name=item["name"])
+            yield self.next(done, **address, arguments=text, name=item["name"])
         elif item["type"] == "reasoning":
             begin = {**item, "content": [], "status": "in_progress"}
             yield self.next("response.output_item.added", output_index=index, item=begin)
-            place["content_index"] = 0
-            yield self.next("response.reasoning_text.delta", **place, delta=text)
-            yield self.next("response.reasoning_text.done", **place, text=text)
+            address["content_index"] = 0
+            yield self.next("response.reasoning_text.delta", **address, delta=text)
+            yield self.next("response.reasoning_text.done", **address, text=text)
         else:
             if not started:
                 yield from self.begin_message(item["id"], index)
             if rest:
                 yield self.delta(item["id"], index, rest)
             (part,) = item["content"]
-            place["content_index"] = 0
+            address["content_index"] = 0
             yield self.next(
-                "response.output_text.done", **place, text=text, logprobs=part["logprobs"]
+                "response.output_text.done", **address, text=text, logprobs=part["logprobs"]
             )
-            yield self.next("response.content_part.done", **place, part=part)
+            yield self.next("response.content_part.done", **address, part=part)
         yield self.next("response.output_item.done", output_index=index, item=item)
 
 
@@ -395,10 +395,10 @@ def _messages(given: object) -> list[Message]:
     chat: list[dict[str, Any]] = []
     open_turn: dict[str, Any] | None = None
     assert isinstance(given, list)  # it was checked
-    for place, item in enumerate(given):
-        part = _part_of_turn(item, f"input.{place}")
+    for index, item in enumerate(given):
+        part = _part_of_turn(item, f"input.{index}")
         if part is None:
-            chat.append(_other_message(item, f"input.{place}"))
+            chat.append(_other_message(item, f"input.{index}"))
             open_turn = None
         elif open_turn is None or not _goes_on(open_turn, part):
             open_turn = {"role": "assistant", "content": "", **part}

@@ -255,17 +255,17 @@ def _chat(messages: Sequence[Message | Reply]) -> list[Message]:
         raise UnsupportedError(
             f"messages = {str(messages)[:80]!r} is not a list of messages with roles", "messages"
         )
-    return [chat_message(message, place) for place, message in enumerate(given)]
+    return [chat_message(message, index) for index, message in enumerate(given)]
 
 
 def _tools(tools: Sequence[Schema] | None) -> tuple[list[Schema] | None, list[str]]:
     """The tools, and those of their fields that have no effect. `strict` would force tokens."""
     _, unused = function_tools(functions_of(tools or ()), "parameters")
     found: list[Schema] = []
-    for place, tool in enumerate(tools or ()):
+    for index, tool in enumerate(tools or ()):
         function = cast("Mapping[str, object]", tool["function"])
         kept = {name: value for name, value in function.items() if name != "strict"}
-        found.append(resolved({**tool, "function": kept}, f"tools.{place}.function.parameters"))
+        found.append(resolved({**tool, "function": kept}, f"tools.{index}.function.parameters"))
     return found or None, unused
 
 
@@ -324,8 +324,8 @@ async def _chunks(
     for index, answer in enumerate(answers):
         message = _reply(chat_choice(index, answer, False)["message"])
         calls = [
-            Reply(tool_calls=[Reply(call, index=place)])
-            for place, call in enumerate(message.pop("tool_calls", ()))
+            Reply(tool_calls=[Reply(call, index=number)])
+            for number, call in enumerate(message.pop("tool_calls", ()))
         ]
         for delta in (message, *calls, Reply()):
             finish = None if delta else answer.chat_reason

@@ -63,13 +63,13 @@ def refuse_fields(given: Mapping[str, object]) -> None:
         raise UnsupportedError("modalities: the model writes text only; use ['text']", "modalities")
 
 
-def chat_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
+def chat_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     """A message of a chat with a text as its content. `developer` is a `system` for the template.
 
     Raises:
         UnsupportedError: its role, a part of its content or a tool call is unknown.
     """
-    at, role = f"messages.{place}", message.get("role")
+    at, role = f"messages.{index}", message.get("role")
     if role not in ROLES:
         raise UnsupportedError(
             f"{at}.role: input should be {', '.join(map(repr, ROLES[:-1]))} or {ROLES[-1]!r}",
@@ -90,10 +90,10 @@ def chat_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
 def _refuse_odd_calls(calls: object, param: str) -> None:
     if not isinstance(calls, list | tuple):
         raise UnsupportedError(f"{param}: input should be a valid list", "messages")
-    for place, call in enumerate(calls):
+    for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise UnsupportedError(f"{param}.{place}.function.name is missing; set it", "messages")
+            raise UnsupportedError(f"{param}.{index}.function.name is missing; set it", "messages")
 
 
 def text_of(content: object, param: str) -> str:
@@ -108,7 +108,7 @@ def text_of(content: object, param: str) -> str:
         return content
     if not isinstance(content, list | tuple):
         raise UnsupportedError(f"{param} is neither a text nor a list of parts", param)
-    return "\n".join(part_text(part, f"{param}.{place}") for place, part in enumerate(content))
+    return "\n".join(part_text(part, f"{param}.{index}") for index, part in enumerate(content))
 
 
 def part_text(part: object, param: str) -> str:
@@ -134,12 +134,12 @@ def functions_of(tools: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """
     if not isinstance(tools, list | tuple):
         raise UnsupportedError("tools: input should be a valid list", "tools")
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
-            raise UnsupportedError(f"tools.{place}.type: input should be 'function'", "tools")
+            raise UnsupportedError(f"tools.{index}.type: input should be 'function'", "tools")
         if not isinstance(function := tool.get("function"), Mapping):
-            raise UnsupportedError(f"tools.{place}.function is missing; set it", "tools")
-        yield f"tools.{place}.function", function
+            raise UnsupportedError(f"tools.{index}.function is missing; set it", "tools")
+        yield f"tools.{index}.function", function
 
 
 def function_tools(

@@ -20,7 +20,7 @@ from asyncrl.sessions.answers import (
 )
 from asyncrl.sessions.beginnings import Beginnings
 from asyncrl.sessions.messages import ChatDigests, prompt_digest, request_hash
-from asyncrl.sessions.tree import Place, SessionTree
+from asyncrl.sessions.tree import Continued, SessionTree
 from asyncrl.text.chat_messages import MessagesError, refuse_unencodable
 from asyncrl.text.continuation import (
     ContinuationError,
@@ -117,16 +117,16 @@ class SessionTemplate:
 
     def difference(self, before: Sequence[int], now: Sequence[int]) -> str:
         """Where tokens first differ from those before, in words."""
-        place = first_difference(before, now)
-        if place is None:
+        index = first_difference(before, now)
+        if index is None:
             return "all tokens are the same"
         was, found = (
-            f"{ids[place]} ({decode_prompt(self.tokenizer, ids[place : place + 1])!r})"
-            if place < len(ids)
+            f"{ids[index]} ({decode_prompt(self.tokenizer, ids[index : index + 1])!r})"
+            if index < len(ids)
             else "none"
             for ids in (before, now)
         )
-        return f"token {place} is {found}, and was {was}"
+        return f"token {index} is {found}, and was {was}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +287,8 @@ class Session:
             del self._answers[key]
 
     async def _answer(self, request: ChatRequest, heard: Heard | None) -> list[Answer]:
-        place = self._place_of_chat if request.prompt is None else self._place_of_prompt
-        placed = place(request)
+        asked = self._chat_context if request.prompt is None else self._prompt_context
+        placed = asked(request)
         prompt_ids = self.tree.path_ids(placed.context)
         room = self._template.max_length - len(prompt_ids)
         if room < 1:
@@ -322,8 +322,8 @@ class Session:
             raise SessionClosedError(self._closed)
         branch = self._branch(placed.context, prompt_ids)
         answers = [
-            self._add(placed, one, request, prompt_ids, "" if place else branch)
-            for place, one in enumerate(sampled)
+            self._add(placed, one, request, prompt_ids, "" if index else branch)
+            for index, one in enumerate(sampled)
         ]
         # Most clients go on with the first choice. Another one counts once a request continues it.
         for answer in answers[1:]:
@@ -353,21 +353,21 @@ class Session:
         last = prompt_ids[-PREFIX_TOKENS:]
         return in_reasoning(decode_prompt(self._template.tokenizer, last))
 
-    def _place_of_chat(self, request: ChatRequest) -> _Placed:
-        """The place of a chat."""
+    def _chat_context(self, request: ChatRequest) -> _Placed:
+        """The context of a chat."""
         if not request.messages:
             raise MessagesError("a request needs at least one message")
         chat = self._digests.of(request.messages, request.tools)
-        place = self.tree.find(chat.digests, chat.exact, chat.thoughts)
-        context = self._context(place, request.messages, request.tools, chat.exact)
+        continued = self.tree.find(chat.digests, chat.exact, chat.thoughts)
+        context = self._context(continued, request.messages, request.tools, chat.exact)
         if request.tools:
             if self._hides_tools is None:
                 self._hides_tools = self._template.hides(request.tools, request.messages)
             self.unseen_tools += self._hides_tools
         return _Placed(context, chat.exact, chat.with_answer)
 
-    def _place_of_prompt(self, request: ChatRequest) -> _Placed:
-        """The place of a text. It continues the longest path whose text begins it."""
+    def _prompt_context(self, request: ChatRequest) -> _Placed:
+        """The context of a text. It continues the longest path whose text begins it."""
         prompt = str(request.prompt)
         refuse_unencodable([{"content": prompt}], None)
         digest = prompt_digest(prompt)
@@ -413,26 +413,26 @@ class Session:
 
     def _context(
         self,
-        place: Place,
+        continued: Continued,
         messages: Sequence[Message],
         tools: Sequence[Schema] | None,
         chat: bytes,
     ) -> int:
         """The node of the request's context. A new one continues a turn if the template allows
         it."""
-        if place.node is not None and place.messages == len(messages):
-            return place.node
-        if place.node is None:
+        if continued.node is not None and continued.messages == len(messages):
+            return continued.node
+        if continued.node is None:
             ids = self._template.render(messages, tools)
             context = self.tree.add_context(Node(None, tuple(ids)), chat)
             if self._beginnings.is_separate(messages, tools):
                 self._separate.add(context)
             return context
-        self._prefer(place.node)
-        path = self.tree.path_ids(place.node)
+        self._prefer(continued.node)
+        path = self.tree.path_ids(continued.node)
         try:
-            ids = self._template.continued(path, messages, place.messages, tools)
-            return self.tree.add_context(Node(place.node, tuple(ids)), chat)
+            ids = self._template.continued(path, messages, continued.messages, tools)
+            return self.tree.add_context(Node(continued.node, tuple(ids)), chat)
         except ContinuationError as error:
             ids = self._template.render(messages, tools)
             reason = f"{error.branch}: {error}"

@@ -9,8 +9,8 @@ from asyncrl.contracts.nodes import CONSTRAINED, ORPHAN, Node
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a request belongs in the tree."""
+class Continued:
+    """What a request continues in the tree."""
 
     node: int | None
     """The node that the request continues. None if the request begins the session."""
@@ -80,7 +80,7 @@ class SessionTree:
         chat: Sequence[bytes],
         exact: bytes | None = None,
         thoughts: Sequence[str] | None = None,
-    ) -> Place:
+    ) -> Continued:
         """Where a request with this chat belongs: at the context of the same chat, else at the
         deepest turn whose chat it begins with. Of several equal answers, those with the same
         reasoning count before others, then those that are no orphans, then the last one.
@@ -93,15 +93,15 @@ class SessionTree:
         if not chat:
             raise ValueError("a request needs at least one message")
         if (node := self._contexts.get(exact or chat[-1])) is not None:
-            return Place(node, len(chat))
+            return Continued(node, len(chat))
         for count in range(len(chat) - 1, 0, -1):
             if turns := self._turns.get(chat[count - 1]):
                 thought = thoughts[count - 1] if thoughts else ""
                 same = [turn for turn in turns if self._thoughts[turn] == thought]
                 among = same if thought and same else turns
                 known = [turn for turn in among if self._nodes[turn].status != ORPHAN]
-                return Place((known or among)[-1], count)
-        return Place(None, 0)
+                return Continued((known or among)[-1], count)
+        return Continued(None, 0)
 
     def add_context(self, node: Node, chat: bytes) -> int:
         """Add the context of a request, and return its index.

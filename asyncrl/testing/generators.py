@@ -116,7 +116,7 @@ class FakeWords:
         if "chat_template" in variables:
             raise MessagesError("chat_template is not a variable of a template")
         roles = [message["role"] for message in messages if message["role"] != "system"]
-        if roles != [("user", "assistant")[place % 2] for place in range(len(roles))]:
+        if roles != [("user", "assistant")[index % 2] for index in range(len(roles))]:
             raise MessagesError("roles must alternate")
         return (
             "".join(f"{str(message['role'])[0]}:{message['content']};" for message in messages)

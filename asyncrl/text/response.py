@@ -136,12 +136,12 @@ class ResponseReader:
         token_ids: Sequence[int],
         text: str,
         tools: Sequence[Schema] | None,
-        place: int = 0,
+        prompt_length: int = 0,
     ) -> tuple[Message, bool]:
         """As `read`, after the text of a prompt, or after its end.
 
         Args:
-            place: tokens of the prompt. It makes the ids of a chat's tool calls differ.
+            prompt_length: tokens of the prompt. It makes the ids of a chat's tool calls differ.
         """
         if self._template is None:
             return _said(text), True
@@ -156,7 +156,7 @@ class ResponseReader:
             whole = text if turn == text else decode(self._tokenizer, token_ids)
             stop = whole[len(text) :] if whole.startswith(text) else ""
             ended = len(kept) < len(token_ids)
-            message = self._message(parsed, turn, text, stop, place, tools, ended)
+            message = self._message(parsed, turn, text, stop, prompt_length, tools, ended)
             if self._outside(parsed) or (tools and self._thought(message, turn)):
                 return _said(text), False
             if self._only_names_reasoning(message, prompt, turn):
@@ -191,7 +191,7 @@ class ResponseReader:
         turn: str,
         text: str,
         stop: str,
-        place: int,
+        prompt_length: int,
         tools: Sequence[Schema] | None,
         ended: bool,
     ) -> dict[str, object]:
@@ -201,7 +201,7 @@ class ResponseReader:
             turn: with special tokens.
             text: without them, and without `stop`.
             stop: what a stop string cut off the text. Empty: none did.
-            place: tokens before the turn. It makes the ids of a chat's tool calls differ.
+            prompt_length: tokens before the turn. It makes the ids of a chat's tool calls differ.
             ended: whether a special token ended the turn.
         """
         calls = parsed.get("tool_calls") or []
@@ -224,7 +224,7 @@ class ResponseReader:
         if calls:
             short = self._format is not None and self._format.short_ids
             found = self._calls(calls, turn, ended, tools)
-            message["tool_calls"] = _identified(found, place, short)
+            message["tool_calls"] = _identified(found, prompt_length, short)
         return message
 
     def _outside(self, parsed: Mapping[str, Any]) -> bool:
@@ -309,13 +309,13 @@ class ResponseReader:
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """What a search finds while more text may come: nothing before `place` can change."""
+    """What a search finds while more text may come: nothing before `offset` can change."""
 
-    place: int
+    offset: int
     partial: bool = True
 
     def start(self) -> int:
-        return self.place
+        return self.offset
 
 
 class _Searches:
@@ -328,17 +328,17 @@ class _Searches:
         self._last: tuple[str, int, Any] | None = None
         """The text, where the last search began, and what it found."""
 
-    def search(self, text: str, place: int, partial: bool = False) -> Any:
+    def search(self, text: str, offset: int, partial: bool = False) -> Any:
         """As `regex.Pattern.search`. Raises TimeoutError after the turn's time."""
         if partial:
-            return _Later(place)
+            return _Later(offset)
         if self._last is not None:
             known, begin, found = self._last
-            if known is text and begin <= place and (found is None or found.start() >= place):
+            if known is text and begin <= offset and (found is None or found.start() >= offset):
                 return found
         left = max(self._until - time.monotonic(), 1e-3)
-        found = self._pattern.search(text, place, timeout=left)
-        self._last = text, place, found
+        found = self._pattern.search(text, offset, timeout=left)
+        self._last = text, offset, found
         return found
 
 
@@ -348,12 +348,12 @@ class _Ends:
     def __init__(self, body: Reads, marks: _Searches, needed: bool) -> None:
         self._body, self._marks, self._needed = body, marks, needed
 
-    def search(self, text: str, place: int, partial: bool = False) -> Any:
+    def search(self, text: str, offset: int, partial: bool = False) -> Any:
         """As `regex.Pattern.search`. Raises ValueError for a call that cannot be read, or that has
         no end and needs one."""
         if partial:
-            return _Later(place)
-        found = self._marks.search(text, self._body(text, place)[1])
+            return _Later(offset)
+        found = self._marks.search(text, self._body(text, offset)[1])
         if found is None and self._needed:
             raise ValueError("the tool call was cut")
         return found
@@ -416,15 +416,15 @@ def _said(text: str) -> dict[str, object]:
     return {"role": "assistant", "content": text}
 
 
-def _identified(calls: Calls, place: int, short: bool) -> list[dict[str, object]]:
+def _identified(calls: Calls, prompt_length: int, short: bool) -> list[dict[str, object]]:
     """Tool calls as clients get them, each with an id of its own in the chat. The model's own id
     stays if it is new in the turn, and if the chat template takes it.
 
     Args:
-        place: tokens before the turn.
+        prompt_length: tokens before the turn.
         short: see `TurnFormat.short_ids`.
     """
-    name = f"{place % 10**6:06d}{{:03d}}" if short else f"call_{place}_{{}}"
+    name = f"{prompt_length % 10**6:06d}{{:03d}}" if short else f"call_{prompt_length}_{{}}"
     ours = [name.format(number) for number in range(len(calls))]
     used, found = set(ours), []
     for call, identity in zip(calls, ours, strict=True):

@@ -243,7 +243,7 @@ def _after_answer(
 def text_before(text: str, strings: Sequence[str]) -> str:
     """The text before the first stop string, or all of it if there is none."""
     return text[
-        : min((place for stop in strings if (place := text.find(stop)) >= 0), default=len(text))
+        : min((offset for stop in strings if (offset := text.find(stop)) >= 0), default=len(text))
     ]
 
 

@@ -12,7 +12,7 @@ from asyncrl.contracts.nodes import ORPHAN, Node
 from asyncrl.contracts.rows import VersionSpan
 from asyncrl.sessions.messages import chat_digests
 from asyncrl.sessions.rows import session_rows
-from asyncrl.sessions.tree import Place, SessionTree
+from asyncrl.sessions.tree import Continued, SessionTree
 
 Message = dict[str, Any]
 SESSIONS = 200
@@ -79,14 +79,16 @@ def test_of_equal_answers_the_last_one_is_continued() -> None:
     served = Served()
     served.ask([user("a")], 1)
     second = served.ask([user("a")], 1)
-    assert served.tree.find(chat_digests([user("a"), assistant(1), user("b")])) == Place(second, 2)
+    assert served.tree.find(chat_digests([user("a"), assistant(1), user("b")])) == Continued(
+        second, 2
+    )
 
 
 def test_a_chat_without_an_answer_between_continues_nothing() -> None:
     served = Served()
     served.ask([user("a")], 1)
-    assert served.tree.find(chat_digests([user("a"), user("b")])) == Place(None, 0)
-    assert served.tree.find(chat_digests([user("a"), assistant("forged"), user("b")])) == Place(
+    assert served.tree.find(chat_digests([user("a"), user("b")])) == Continued(None, 0)
+    assert served.tree.find(chat_digests([user("a"), assistant("forged"), user("b")])) == Continued(
         None, 0
     )
 
@@ -96,8 +98,8 @@ def test_a_rewritten_history_branches_where_it_changed() -> None:
     first = served.ask([user("a")], 1)
     served.ask([user("a"), assistant(1), user("b")], 2)
     chat = [user("a"), assistant(1), user("other"), assistant(2), user("c")]
-    assert served.tree.find(chat_digests(chat)) == Place(first, 2)
-    assert served.tree.find(chat_digests(chat, "tools")) == Place(None, 0)
+    assert served.tree.find(chat_digests(chat)) == Continued(first, 2)
+    assert served.tree.find(chat_digests(chat, "tools")) == Continued(None, 0)
 
 
 def test_a_status_can_change() -> None:
@@ -133,7 +135,7 @@ def test_an_orphan_is_continued_only_if_no_other_turn_has_its_answer() -> None:
     first, second = served.ask([user("a")], 1), served.ask([user("a")], 1)
     served.tree.set_status(second, ORPHAN)
     chat = [user("a"), assistant(1), user("b")]
-    assert served.tree.find(chat_digests(chat)) == Place(first, 2)
+    assert served.tree.find(chat_digests(chat)) == Continued(first, 2)
     served.tree.set_status(first, ORPHAN)
     served.ask(chat, 2)
     assert served.tree.nodes[second].status == "ok", "its agent got it after all"
