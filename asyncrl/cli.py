@@ -297,7 +297,7 @@ def _train(command: str, config: Config | OfflineConfig, path: str, overrides: l
 
     resume = [command_name(), command, path, *overrides]
     if isinstance(config, OfflineConfig):
-        from asyncrl.run.offline import run_offline
+        from asyncrl.run.offline.run import run_offline
 
         return run_offline(config, resume)
     from asyncrl.run.train import run_training
@@ -328,11 +328,11 @@ def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
     refuse_machine(config)
     if isinstance(config, OfflineConfig):
         return _offline_plan(config, options)
-    from asyncrl.preflight.code_trial import try_code
     from asyncrl.preflight.model_snapshot import resolve_models
-    from asyncrl.preflight.own_functions import own_text, try_own
-    from asyncrl.preflight.plan import make_plan
-    from asyncrl.preflight.rewards import reward_trial, rewards_text
+    from asyncrl.preflight.plan.plan import make_plan
+    from asyncrl.preflight.trials.code import try_code
+    from asyncrl.preflight.trials.rewards import reward_trial, rewards_text
+    from asyncrl.preflight.trials.user_functions import own_text, try_own
 
     config, brief = resolve_models(config), "brief" in options
     with reward_trial(config) as try_rewards:
@@ -349,22 +349,22 @@ def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
         for note in given.notes:
             print_shown(f"note: {note}")
     if "cluster" in options:
-        from asyncrl.preflight.placement import plan_on_cluster
+        from asyncrl.run.cluster.placement import plan_on_cluster
 
         print_shown()
         if code := plan_on_cluster(config, plan.weights_bytes):
             return code
     if not brief:
         # Imported last, because it imports DeepSpeed, which takes seconds.
-        from asyncrl.preflight.memory_estimate import memory_text
+        from asyncrl.preflight.resources.memory_estimate import memory_text
 
         print_shown(f"\n{memory_text(config)}")
     return 0
 
 
 def _check_env(config: Config | OfflineConfig) -> int:
-    from asyncrl.preflight.check_env import check_environment, settings_text
-    from asyncrl.preflight.finding import Finding, counts_text
+    from asyncrl.preflight.check_env.command import check_environment, settings_text
+    from asyncrl.preflight.check_env.findings import Finding, counts_text
     from asyncrl.preflight.machine import refuse_environment
     from asyncrl.preflight.model_snapshot import resolve_models
 
@@ -388,7 +388,7 @@ def _check_env(config: Config | OfflineConfig) -> int:
 
 def _offline_plan(config: OfflineConfig, options: Collection[str]) -> int:
     from asyncrl.preflight.model_snapshot import resolve_models
-    from asyncrl.preflight.offline_plan import make_offline_plan
+    from asyncrl.preflight.plan.offline import make_offline_plan
 
     if "cluster" in options:
         raise ConfigError(
@@ -401,7 +401,7 @@ def _offline_plan(config: OfflineConfig, options: Collection[str]) -> int:
     print_shown(plan.brief() if "brief" in options else plan.text())
     if "brief" not in options:
         # Imported last, because it imports DeepSpeed, which takes seconds.
-        from asyncrl.preflight.memory_estimate import memory_text
+        from asyncrl.preflight.resources.memory_estimate import memory_text
 
         print_shown(f"\n{memory_text(config)}")
     return 0

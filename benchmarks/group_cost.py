@@ -29,9 +29,10 @@ from asyncrl.contracts import GenerateRequest, Prompt, State
 from asyncrl.control import Concurrency, Coordinator, Parts, Schedule, Staleness
 from asyncrl.generation import Generator, ServeGenerate
 from asyncrl.observe import cpu_seconds, cpu_seconds_between
-from asyncrl.preflight import scoring_spec, shut_down_ray, start_local_ray, worker_spec
+from asyncrl.preflight import scoring_spec, worker_spec
 from asyncrl.rewards import RayScores
 from asyncrl.rollout import start_rollouts
+from asyncrl.run import shut_down_ray, start_local_ray
 from asyncrl.testing import FakeGenerate, FakeLearner, FakePrompts, FakeRecorder, FakeWeightSync
 
 APPLICATION = "fake-engine"

@@ -278,8 +278,8 @@ def packed_step(path: str, threads: int, packing: str):
     import torch
 
     from asyncrl.algorithms import supervised_loss, token_weights
+    from asyncrl.learning import pack
     from asyncrl.models import load_policy, micro_batch, token_example
-    from asyncrl.packing import pack
 
     policy = load_policy(path, torch.float32, 1.0, packing=packing)
     optimizer = _adamw(policy)

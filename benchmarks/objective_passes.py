@@ -88,15 +88,9 @@ async def serve(passes: dict[str, Pass], answer: Callable[[str], object]) -> Non
 async def serve_learner(task: Task, answer: Callable[[str], object]) -> None:
     """Start Ray, the learner and with DPO the reference policy, and take passes."""
     from asyncrl.data import open_token_file
-    from asyncrl.frozen import start_reference
-    from asyncrl.learning import LearnerGroup
-    from asyncrl.preflight import (
-        offline_learner_spec,
-        offline_reference_spec,
-        shut_down_ray,
-        start_local_ray,
-    )
-    from asyncrl.run import score_rows
+    from asyncrl.learning import LearnerGroup, start_reference
+    from asyncrl.preflight import offline_learner_spec, offline_reference_spec
+    from asyncrl.run import score_rows, shut_down_ray, start_local_ray
 
     start_local_ray(4, configure_logging=False)
     config, file = offline_config(task), open_token_file(task.rows)
@@ -297,8 +291,8 @@ def sums_of(batch: MicroBatch, values: Tensor) -> Tensor:
 
 def packed_rows(table: pa.Table, task: Task) -> list[MicroBatch]:
     """The micro-batches of a step, packed as the learner packs them."""
+    from asyncrl.learning import pack
     from asyncrl.models import micro_batch, packing_units
-    from asyncrl.packing import pack
 
     examples = examples_of(table, task.objective)
     lengths = [len(example.tokens) for example in examples]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.packing import pack_blocks, pack_rows
+from asyncrl.learning import pack_blocks, pack_rows
 
 ROWS, MEDIAN, SIGMA, LONGEST, SEED = 1_000_000, 64, 0.8, 768, 0
 CAPACITIES, REPEATS = (4096, 8192), 3

@@ -288,7 +288,7 @@ async def _engine(options: argparse.Namespace) -> tuple[Batch, Close]:
 async def _served(options: argparse.Namespace) -> tuple[Batch, Close]:
     """A replica of Serve, called from this process."""
     from asyncrl.generation import ServeGenerate, begin_generators, wait_for_generators
-    from asyncrl.preflight import shut_down_ray, start_local_ray
+    from asyncrl.run import shut_down_ray, start_local_ray
 
     start_local_ray(2, configure_logging=False)
     handle = await asyncio.to_thread(begin_generators, _app(options), "benchmark")

@@ -103,7 +103,8 @@ def publish(model: str, rounds: int) -> dict[str, float]:
 
     from asyncrl.config import Config
     from asyncrl.learning import Meeting, start_rank
-    from asyncrl.preflight import learner_spec, shut_down_ray, start_local_ray
+    from asyncrl.preflight import learner_spec
+    from asyncrl.run import shut_down_ray, start_local_ray
     from asyncrl.weights import bucket_checksum, expected_tensors, fetch_version
 
     start_local_ray(2, configure_logging=False)

@@ -18,7 +18,7 @@ import pytest
 from llama_checkpoint import save_llama
 
 from asyncrl.contracts.messages import Manifest
-from asyncrl.runtime.temporary import ProcessTemporaryFolder, remove_left_behind
+from asyncrl.runtime.files.temporary import ProcessTemporaryFolder, remove_left_behind
 
 # Before torch is imported. Two test processes with two threads each wait for each other's threads,
 # and a step of a tiny model then takes ten times as long. Ranks and engines have their own number.
@@ -187,8 +187,8 @@ def ray_cluster() -> Iterator[Any]:
     modules, which actors and rewards need."""
     import ray
 
-    from asyncrl.preflight.cluster import start_local_ray
-    from asyncrl.runtime.ray_shutdown import shut_down_ray
+    from asyncrl.run.cluster.cluster import start_local_ray
+    from asyncrl.runtime.ray.shutdown import shut_down_ray
 
     folders = sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")})
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]).rstrip(

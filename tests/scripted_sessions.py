@@ -14,7 +14,7 @@ import pyarrow as pa
 from asyncrl.contracts.rows import SCORED_COLUMNS, Completion, Group, Prompt
 from asyncrl.environments.running import Ended
 from asyncrl.rollout.prefixes import PrefixCounter
-from asyncrl.rollout.sessions import Played, session_table
+from asyncrl.rollout.session_groups import Played, session_table
 from asyncrl.sessions.answers import ChatRequest
 from asyncrl.sessions.session import Session, SessionTemplate
 from asyncrl.testing import FakeTurnGenerator

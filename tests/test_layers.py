@@ -18,7 +18,7 @@ LAYERS = (
     ("contracts", "sandbox"),
     ("runtime",),
     ("text", "web"),
-    ("algorithms", "packing", "sessions"),
+    ("algorithms", "sessions"),
     ("config", "api"),
     ("models",),
     ("control",),
@@ -30,7 +30,6 @@ LAYERS = (
         "rewards",
         "weights",
         "learning",
-        "frozen",
         "generation",
         "serving",
     ),
@@ -44,7 +43,6 @@ LAYERS = (
 STATIONS = LAYERS[7]
 BETWEEN_STATIONS = {
     ("environments", "rewards"),
-    ("frozen", "weights"),
     ("generation", "weights"),
     ("learning", "weights"),
     ("rollout", "agents"),
@@ -62,7 +60,7 @@ WHOLE_CONFIG = {
 """Importing one of these gives access to the class of a whole config."""
 HOMES = {
     "vllm": ["generation", "weights"],
-    "deepspeed": ["learning", "preflight.memory_estimate", "run.export"],
+    "deepspeed": ["learning", "preflight.resources.memory_estimate", "run.export"],
     "ray.serve": [
         "generation",
         "serving.building",
@@ -70,20 +68,18 @@ HOMES = {
         "serving.reward_model",
         "serving.standing",
         "weights.push",
-        "runtime.serve_calls",
-        "preflight.attach",
+        "runtime.ray.serve_calls",
+        "run.cluster.attach",
     ],
     "fastapi": ["agents", "serving"],
-    "ray.data": ["runtime.ray_stream"],
-    "ray._private": ["preflight"],
-    "ray._common": ["preflight.cluster_address"],
+    "ray.data": ["runtime.ray.stream"],
+    "ray._private": ["run.cluster"],
+    "ray._common": ["run.cluster.cluster_address"],
     "starlette": ["api", "serving", "web"],
 }
 """Library → the folders and modules that import it; each of them does."""
 NO_FILES = {"io", "os", "pathlib", "shutil", "tempfile"}
-FILE_MODULES = {
-    f"runtime.{name}" for name in ("files", "merging", "parquet", "removal", "temporary")
-}
+FILE_MODULES = {"runtime.files"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -284,8 +280,10 @@ SURFACE = {
         "AgentFailedError ContextTooLongError EnvironmentPool RewardFailedError ToolsRun "
         "TurnsExceededError run_tools"
     ),
-    "frozen": "start_reference",
-    "learning": "DeviceTurns LearnerGroup examples_with pairs_of LearnerRank Meeting start_rank",
+    "learning": (
+        "DeviceTurns LearnerGroup LearnerRank Meeting examples_with pack pack_blocks pack_rows "
+        "pairs_of start_rank start_reference"
+    ),
     "models": (
         "head_settings segment_attention "
         "Example MicroBatch Policy Segments check_isolation checkpoint_activations load_policy "
@@ -294,18 +292,18 @@ SURFACE = {
     "observe": (
         "MemoryPeak MemorySampler cpu_seconds cpu_seconds_between descendants process_name"
     ),
-    "packing": "pack pack_blocks pack_rows",
     "preflight": (
         "estimate "
         "HEAD_GRADIENTS data_spec learner_spec make_plan model_context offline_learner_spec "
-        "offline_reference_spec ray_cluster scoring_spec shut_down_ray start_local_ray "
+        "offline_reference_spec scoring_spec "
         "ToolTurns tool_turns worker_spec"
     ),
     "rewards": "GroupCall RayScores RewardError call_reward",
     "rollout": "Player start_rollouts",
     "run": (
         "AcrossAttempts Replayed RunFailedError Summary command_name concurrency_of "
-        "launch_stations replay_sessions run_training score_rows"
+        "launch_stations ray_cluster replay_sessions run_training score_rows shut_down_ray "
+        "start_local_ray"
     ),
     "rundir": "Run RunDirectory RunNotFoundError open_run",
     "sandbox": (
@@ -396,7 +394,7 @@ def test_jobs_and_benchmarks_use_the_public_surface_alone(path: Path) -> None:
 def test_ray_shuts_down_while_no_garbage_is_collected() -> None:
     files = [ROOT / path for path in SCRIPTS] + [path for _, path in modules()]
     callers = {path.name for path in files if "ray.shutdown(" in path.read_text()}
-    assert callers == {"ray_shutdown.py"}
+    assert callers == {"shutdown.py"}
 
 
 def test_nothing_is_computed_with_the_wall_clock() -> None:
@@ -445,10 +443,10 @@ def test_control_touches_no_files_and_imports_no_heavy_library() -> None:
         "open(place)",
         "place.open()",
         "place.write_text('x')",
-        "from asyncrl.runtime.files import write",
-        "from asyncrl.runtime import parquet",
-        "from ..runtime import merging",
-        "import asyncrl.runtime.temporary",
+        "from asyncrl.runtime.files.opening import write",
+        "from asyncrl.runtime.files import parquet",
+        "from ..runtime.files import merging",
+        "import asyncrl.runtime.files.temporary",
     ],
 )
 def test_every_way_to_a_file_is_found(line: str) -> None:

@@ -25,11 +25,12 @@ import yaml
 
 from asyncrl.config import Config, ConfigError, load_config
 from asyncrl.observe.progress import Progress, ProgressView
-from asyncrl.preflight import cluster
 from asyncrl.preflight.specs import data_spec
+from asyncrl.run.cluster import cluster
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import MetricsWriter, read_metrics
 from asyncrl.rundir.reader import open_run
+from asyncrl.runtime.files.shared import size_and_checksum
 from asyncrl.runtime.redact import (
     RedactingFormatter,
     redact,
@@ -38,7 +39,6 @@ from asyncrl.runtime.redact import (
     secret_names,
     shown,
 )
-from asyncrl.runtime.shared import size_and_checksum
 from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
 
 ROOT = Path(__file__).parents[1]
@@ -110,7 +110,7 @@ def test_ray_without_its_token_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_local_cluster_has_a_token(ray_cluster: Any) -> None:
-    from asyncrl.preflight.cluster import _refuse_open_ray
+    from asyncrl.run.cluster.cluster import _refuse_open_ray
 
     _refuse_open_ray()
 
@@ -313,7 +313,7 @@ def test_a_shard_behind_a_link_is_never_loaded(tmp_path: Path, checkpoint: Path)
 
 
 def test_a_rank_file_that_runs_code_is_refused(tmp_path: Path, marker: Path) -> None:
-    from asyncrl.learning.checkpoint import load_rank
+    from asyncrl.learning.engine.checkpoint import load_rank
 
     (tmp_path / "counters.json").write_text('{"world_size": 1}')
     (tmp_path / "rank_0.pt").write_bytes(pickle.dumps(Touch(marker)))
@@ -465,7 +465,7 @@ def test_a_yaml_file_that_expands_or_nests_too_far_is_refused(
 
 
 def test_a_few_yaml_aliases_are_fine(tmp_path: Path) -> None:
-    from asyncrl.runtime.yaml_files import parse_yaml
+    from asyncrl.runtime.files.yaml_files import parse_yaml
 
     assert parse_yaml("a: &a {x: 1}\nb: [*a, *a]\nc: {<<: *a, y: 2}") == {
         "a": {"x": 1},
@@ -569,7 +569,7 @@ def test_secrets_stay_out_of_logs(secret: str) -> None:
 
 
 def test_ray_logs_are_kept_without_secrets(tmp_path: Path, secret: str) -> None:
-    from asyncrl.run.attempts import _keep_logs
+    from asyncrl.run.across_attempts import _keep_logs
 
     (tmp_path / "session").mkdir()
     (tmp_path / "session" / "worker.err").write_bytes(b"\xff said " + secret.encode())

@@ -17,9 +17,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from asyncrl.agents.contract import AgentSession, AgentSessions
-from asyncrl.agents.heard import HeardParts
 from asyncrl.agents.retries import RequestNames
 from asyncrl.agents.served import session_closed
+from asyncrl.agents.streamed_text import HeardParts
 from asyncrl.api.answering import answered
 from asyncrl.api.chat import Chat, ChatAnswer, ChatBody
 from asyncrl.api.completions import CompletionsAnswer, CompletionsBody, TextCompletions
@@ -28,7 +28,7 @@ from asyncrl.api.fields import ErrorBody
 from asyncrl.api.http import answer_unknown, body_of, model_entry, model_list, parsed, safely
 from asyncrl.api.messages import AnthropicErrorBody, Messages, MessagesAnswer, MessagesBody
 from asyncrl.api.responses import Responses, ResponsesAnswer, ResponsesBody
-from asyncrl.contracts.heard import Heard
+from asyncrl.contracts.text_listener import Heard
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest, SessionClosedError
 from asyncrl.text.template import Message

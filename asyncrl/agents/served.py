@@ -7,7 +7,7 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from asyncrl.sessions.watched import Ask, Watched
+from asyncrl.sessions.counted_session import Ask, Watched
 from asyncrl.text.template import Message
 from asyncrl.web.errors import ApiError
 

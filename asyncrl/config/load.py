@@ -18,9 +18,9 @@ from asyncrl.config.overrides import with_overrides
 from asyncrl.config.schema import ENTRY_NAME
 from asyncrl.contracts.errors import ConfigError
 from asyncrl.contracts.section import Section, key_of, kinds_of, name_of
+from asyncrl.runtime.files.yaml_files import read_yaml
 from asyncrl.runtime.functions import FUNCTION
 from asyncrl.runtime.paths import meant
-from asyncrl.runtime.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -13,7 +13,7 @@ from asyncrl.config.aliases import explain_unknown
 from asyncrl.config.fields import find, has_parts, known_names
 from asyncrl.contracts.errors import ConfigError
 from asyncrl.contracts.section import ByName, Short, key_of, kinds_of
-from asyncrl.runtime.yaml_files import parse_yaml
+from asyncrl.runtime.files.yaml_files import parse_yaml
 
 
 def with_overrides(

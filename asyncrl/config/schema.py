@@ -24,7 +24,7 @@ from asyncrl.algorithms.overlong import Overlong
 from asyncrl.algorithms.schedules import Constant, Schedule
 from asyncrl.contracts.section import ByKey, ByName, Section, Short, Unset
 from asyncrl.runtime.functions import FUNCTION
-from asyncrl.runtime.ray_defaults import TASK_CPUS
+from asyncrl.runtime.ray.defaults import TASK_CPUS
 from asyncrl.runtime.setting_paths import DataPath, LocalPath, ModelPath, is_hub_data, is_hub_name
 
 ENTRY_NAME = r"^[^/]+$"

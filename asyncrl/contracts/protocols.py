@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.messages import (
     Finished,
     Generated,
@@ -20,6 +19,7 @@ from asyncrl.contracts.messages import (
 )
 from asyncrl.contracts.rows import Prompt
 from asyncrl.contracts.state import State
+from asyncrl.contracts.text_listener import Heard
 
 
 class PromptSource(Protocol):

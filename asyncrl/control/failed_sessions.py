@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from asyncrl.contracts.messages import SessionCounts
-from asyncrl.runtime.reasons import reason_key
+from asyncrl.runtime.failure_reasons import reason_key
 
 MOST_REASONS = 100
 """Different reasons that are counted at a time. Each may name a task of its own."""

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
-    TokenFile="token_file",
     open_token_file="token_file",
+    read_prompts="prompts",
     ROWS_PER_BLOCK="prompt_stream",
     RowsByNumber="sources",
-    read_prompts="prompts",
+    TokenFile="token_file",
 )

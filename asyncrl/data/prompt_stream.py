@@ -20,7 +20,7 @@ from asyncrl.data.prompts import PromptReport, order_of
 from asyncrl.data.rendering import Data, prompts_of, read_prompt_rows, render_table, with_ordinals
 from asyncrl.data.sources import RowsByNumber
 from asyncrl.data.spec import DataSpec
-from asyncrl.runtime.ray_objects import broken_stream
+from asyncrl.runtime.ray.objects import broken_stream
 
 ROWS_PER_BLOCK = 32
 STREAM_BYTES = 512 << 10
@@ -159,7 +159,7 @@ class RayPromptSource:
     ) -> None:
         """Stream prompts into the queue. If the task's process dies, start a new execution at the
         first missing prompt."""
-        from asyncrl.runtime.ray_stream import Deaths, stream_blocks
+        from asyncrl.runtime.ray.stream import Deaths, stream_blocks
 
         window, deaths = ReorderWindow(*self._frontier), Deaths("prompt")
         while not self._closed.is_set():

@@ -2,7 +2,7 @@
 decoding and encoding again could give others.
 
 The trajectories of a run with an environment are sessions. A session is one row for each leaf of
-its tree, as in the run itself: `asyncrl.sessions.rows.session_rows`.
+its tree, as in the run itself: `asyncrl.sessions.session_rows.session_rows`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.data.encoded_rows import paired
 from asyncrl.data.form_rows import MalformedError
 from asyncrl.data.forms import RECORDED, RECORDED_TEXTS
 from asyncrl.data.spec import OfflineDataSpec, RowsFor
-from asyncrl.sessions.rows import SessionRow, session_rows
+from asyncrl.sessions.session_rows import SessionRow, session_rows
 from asyncrl.text.tokenizer import decode, decode_prompt
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from asyncrl.contracts.columns import (
 )
 from asyncrl.data.jsonl import MOST_ROW_BYTES, read_jsonl, stream_jsonl
 from asyncrl.data.splits import folder_files, is_data_file
-from asyncrl.runtime import parquet
-from asyncrl.runtime.arrow_files import stream_arrow
-from asyncrl.runtime.parquet import ExtensionTypeError
+from asyncrl.runtime.files import parquet
+from asyncrl.runtime.files.arrow_files import stream_arrow
+from asyncrl.runtime.files.parquet import ExtensionTypeError
 from asyncrl.runtime.paths import meant
 
 ROWS_PER_LOOK = 1024

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from asyncrl.runtime.yaml_files import parse_yaml
+from asyncrl.runtime.files.yaml_files import parse_yaml
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 DATA_SUFFIXES = (".parquet", ".pq", ".arrow", *JSON_SUFFIXES)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.runtime.arrow_files import map_table
+from asyncrl.runtime.files.arrow_files import map_table
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ __getattr__ = lazy_exports(
     ContextTooLongError="running",
     EnvironmentPool="pool",
     RewardFailedError="running",
+    run_tools="tools",
     ToolsRun="tools",
     TurnsExceededError="running",
-    run_tools="tools",
 )

@@ -20,15 +20,15 @@ from typing import IO, Any
 
 import psutil
 
-from asyncrl.environments.given import OUTPUT
 from asyncrl.environments.model import Model
+from asyncrl.environments.results import OUTPUT
 from asyncrl.environments.running import AgentFailedError
 from asyncrl.environments.threads import in_thread
+from asyncrl.runtime.files.temporary import TemporaryFolder
 from asyncrl.runtime.functions import import_function, is_async, short
 from asyncrl.runtime.imports import SAFE, SAFE_PATH
 from asyncrl.runtime.loopback import without_proxy_on_loopback
 from asyncrl.runtime.redact import is_secret_name
-from asyncrl.runtime.temporary import TemporaryFolder
 
 COLUMN = re.compile(r"\{(\w+)\}")
 """In an argument of a command: the name of a column of the task."""

@@ -33,7 +33,7 @@ from asyncrl.environments.process import (
 )
 from asyncrl.environments.running import Ended, Limits
 from asyncrl.runtime.functions import one_line
-from asyncrl.runtime.process_pool import START_TIMEOUT_S, Call, PoolProcess, ProcessPool
+from asyncrl.runtime.processes.pool import START_TIMEOUT_S, Call, PoolProcess, ProcessPool
 from asyncrl.sessions.answers import ChatRequest
 
 SERVE = "asyncrl.environments.process:serve"

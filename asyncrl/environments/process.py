@@ -24,7 +24,8 @@ from asyncrl.environments.agent import play
 from asyncrl.environments.model import SessionUrl
 from asyncrl.environments.running import Ended, Environment, Limits, run_session
 from asyncrl.environments.threads import CallThreads
-from asyncrl.runtime.child_process import (
+from asyncrl.runtime.functions import FunctionError, import_function, is_async, short, text_of
+from asyncrl.runtime.processes.child_process import (
     Begin,
     Cancel,
     MessageWriter,
@@ -32,7 +33,6 @@ from asyncrl.runtime.child_process import (
     receive,
     receive_on,
 )
-from asyncrl.runtime.functions import FunctionError, import_function, is_async, short, text_of
 from asyncrl.sessions.answers import (
     Answer,
     ChatRequest,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import asyncrl
-from asyncrl.environments.given import NOTHING, Given, given_by
 from asyncrl.environments.model import ChatSession, Model, SessionUrl
+from asyncrl.environments.results import NOTHING, Given, given_by
 from asyncrl.runtime.functions import one_line, text_of
 from asyncrl.sessions.answers import (
     ContextTooLongError as ContextTooLongError,
@@ -22,7 +22,7 @@ from asyncrl.sessions.answers import (
     TurnDeadlineError,
     TurnsExceededError as TurnsExceededError,
 )
-from asyncrl.sessions.watched import Watched
+from asyncrl.sessions.counted_session import Watched
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
-    Generator="replica",
-    ServeGenerate="app",
     begin_generators="app",
     draw_in_blocks="seeds",
-    wait_for_generators="app",
     Engine="engine",
-    GeneratorApp="settings",
     engine_environment="arguments",
+    Generator="replica",
+    GeneratorApp="settings",
+    ServeGenerate="app",
+    wait_for_generators="app",
 )

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from ray.serve.request_router import RequestRouter, RunningReplica
 
 from asyncrl.contracts.messages import GenerateRequest, WeightsId
-from asyncrl.runtime.serve_calls import Handle
+from asyncrl.runtime.ray.serve_calls import Handle
 
 HELD, WEIGHTS, FULL = "held", "weights", "full"
 """Keys of a replica's routing stats: whether an evaluation holds it, its weights, and whether as

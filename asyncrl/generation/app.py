@@ -19,20 +19,20 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus
 
 from asyncrl.contracts.errors import EngineDiedError, GenerationTimeoutError, StaleReplicaError
-from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.messages import Generated, GenerateRequest, ReplicaStatus, WeightsId
+from asyncrl.contracts.text_listener import Heard
 from asyncrl.generation.affinity import session_replica
 from asyncrl.generation.arguments import engine_environment
-from asyncrl.generation.followers import bundle
+from asyncrl.generation.follower_actors import bundle
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.router import VersionRouter
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.generation.shared_calls import SharedCalls
 from asyncrl.generation.shared_serve import start_serve
 from asyncrl.generation.streamed import StreamedCompletion
-from asyncrl.runtime.ray_objects import DEATHS
-from asyncrl.runtime.serve_calls import Handle, ask_all
-from asyncrl.runtime.together import together
+from asyncrl.runtime.all_or_nothing import together
+from asyncrl.runtime.ray.objects import DEATHS
+from asyncrl.runtime.ray.serve_calls import Handle, ask_all
 
 logger = logging.getLogger("asyncrl")
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, get_args
 from asyncrl.contracts.adapters import may_be_linear
 from asyncrl.contracts.messages import Details, GenerateRequest
 from asyncrl.generation.settings import GeneratorApp
-from asyncrl.runtime.environment import passed_on
-from asyncrl.runtime.interfaces import interface_variables
+from asyncrl.runtime.processes.environment import passed_on
+from asyncrl.runtime.processes.interfaces import interface_variables
 from asyncrl.text.stops import Stops
 from asyncrl.weights.engine import BACKEND, OWNED, SPIN_S, TOKENIZER_MODE
 from asyncrl.weights.stored import stored_tensors
@@ -35,7 +35,7 @@ def engine_environment(device: str, num_threads: int = 1, nnodes: int = 1) -> di
             (`asyncrl.generation.rendezvous.use_own_address`).
 
     The user's variables for torch, vLLM and similar libraries pass through
-    (`asyncrl.runtime.environment`), unless asyncrl needs another value.
+    (`asyncrl.runtime.processes.environment`), unless asyncrl needs another value.
     """
     required = {
         OWNED: "1",
@@ -86,7 +86,7 @@ def engine_config(
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        worker_extension_cls="asyncrl.weights.held.HeldWeights",
+        worker_extension_cls="asyncrl.weights.engine_fingerprints.HeldWeights",
         trust_remote_code=False,
         tokenizer_mode=TOKENIZER_MODE,
         load_format="safetensors",

@@ -30,7 +30,6 @@ from asyncrl.contracts.errors import (
 from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece
 from asyncrl.contracts.rows import Completion
 from asyncrl.generation.adapters import Adapter, Adapters
-from asyncrl.generation.ahead import AheadProcess, fatal_error, handed_to_vllm, import_engine
 from asyncrl.generation.arguments import (
     engine_config,
     greedy,
@@ -39,14 +38,20 @@ from asyncrl.generation.arguments import (
     sibling_params,
     stream_params,
 )
+from asyncrl.generation.early_process import (
+    AheadProcess,
+    fatal_error,
+    handed_to_vllm,
+    import_engine,
+)
 from asyncrl.generation.engine_stats import EngineStats, stat_logger
 from asyncrl.generation.outputs import scores, to_completion, to_piece, tokens_so_far
 from asyncrl.generation.session_requests import SessionRequests
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.generation.sleep import Sleep
-from asyncrl.runtime.environment import Caches, claim_caches, preload_openmp
-from asyncrl.runtime.stacks import stack_here
-from asyncrl.runtime.temporary import ProcessTemporaryFolder
+from asyncrl.runtime.files.temporary import ProcessTemporaryFolder
+from asyncrl.runtime.processes.environment import Caches, claim_caches, preload_openmp
+from asyncrl.runtime.processes.stacks import stack_here
 from asyncrl.text.round_trip import refuse_another_decoder
 from asyncrl.text.stops import Stops, load_stops, special_token
 from asyncrl.text.streaming import TextStream

@@ -13,8 +13,8 @@ from asyncrl.contracts.messages import Manifest
 from asyncrl.generation.arguments import engine_config
 from asyncrl.generation.rendezvous import NodeRank, use_own_address
 from asyncrl.generation.settings import GeneratorApp
-from asyncrl.runtime.environment import claim_caches, preload_openmp
-from asyncrl.runtime.temporary import ProcessTemporaryFolder
+from asyncrl.runtime.files.temporary import ProcessTemporaryFolder
+from asyncrl.runtime.processes.environment import claim_caches, preload_openmp
 from asyncrl.weights.engine import STACKS
 from asyncrl.weights.manifest import expected_tensors, tensors_of
 from asyncrl.weights.staging import Staged, fetch_version, sweep

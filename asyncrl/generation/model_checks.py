@@ -19,7 +19,7 @@ from asyncrl.generation.served import (
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.models.adapter_files import adapter_base
 from asyncrl.models.supported import keeps_state
-from asyncrl.runtime.files import NotAFileError, open_regular
+from asyncrl.runtime.files.opening import NotAFileError, open_regular
 from asyncrl.runtime.paths import meant
 from asyncrl.text.stops import load_stops
 from asyncrl.text.tokenizer import load_tokenizer

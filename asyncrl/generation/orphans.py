@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.generation.app import end_generators
 from asyncrl.generation.settings import registry_name
 from asyncrl.generation.shared_serve import end_shared_serve, forget_controller
-from asyncrl.runtime.ray_objects import Actor
+from asyncrl.runtime.ray.objects import Actor
 from asyncrl.weights.version_registry import (
     REGISTRY_NAMESPACE,
     find_registry,

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from asyncrl.runtime.interfaces import interface_of, interface_variables
+from asyncrl.runtime.processes.interfaces import interface_of, interface_variables
 
 BACKLOG = 128
 """Connections that wait to be accepted at a meeting."""

@@ -34,12 +34,12 @@ from asyncrl.contracts.messages import (
 from asyncrl.contracts.rows import Completion
 from asyncrl.generation.affinity import FULL, HELD, WEIGHTS
 from asyncrl.generation.engine import Engine, Update
-from asyncrl.generation.followers import Followers
+from asyncrl.generation.follower_actors import Followers
 from asyncrl.generation.rendezvous import Meeting, use_own_address
 from asyncrl.generation.settings import GeneratorApp, registry_name
 from asyncrl.runtime.clock import steady_time
-from asyncrl.runtime.many_calls import Answers, Calls
-from asyncrl.runtime.ray_objects import DEATHS
+from asyncrl.runtime.ray.many_calls import Answers, Calls
+from asyncrl.runtime.ray.objects import DEATHS
 from asyncrl.weights.manifest import (
     ManifestError,
     expected_tensors,

@@ -16,8 +16,8 @@ from ray.serve.exceptions import RayServeException
 
 from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import Generated, GenerateRequest
-from asyncrl.runtime.many_calls import settle
-from asyncrl.runtime.serve_calls import Handle, ask_all
+from asyncrl.runtime.ray.many_calls import settle
+from asyncrl.runtime.ray.serve_calls import Handle, ask_all
 
 MOST_IN_CALL = 8
 """Requests of one Serve call, all of which go to one replica. Serve balances calls."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncrl.runtime.gpu_memory import check_room
+from asyncrl.runtime.processes.gpu_memory import check_room
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import Accepted, Generated, GenerateRequest, StreamPiece
 from asyncrl.contracts.rows import Completion, VersionSpan
-from asyncrl.runtime.serve_calls import Handle
+from asyncrl.runtime.ray.serve_calls import Handle
 
 
 class StreamedCompletion:

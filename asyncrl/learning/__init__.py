@@ -7,22 +7,29 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from asyncrl.learning.group import LearnerGroup as LearnerGroup
-    from asyncrl.learning.offline_examples import (
+    from asyncrl.learning.driver import LearnerGroup as LearnerGroup
+    from asyncrl.learning.engine.shifts import DeviceTurns as DeviceTurns
+    from asyncrl.learning.engine.state import Meeting as Meeting
+    from asyncrl.learning.examples.offline_examples import (
         examples_with as examples_with,
         pairs_of as pairs_of,
     )
+    from asyncrl.learning.frozen.reference import start_reference as start_reference
+    from asyncrl.learning.packing.blocks import pack_blocks as pack_blocks
+    from asyncrl.learning.packing.strategies import pack as pack, pack_rows as pack_rows
     from asyncrl.learning.rank import LearnerRank as LearnerRank, start_rank as start_rank
-    from asyncrl.learning.state import Meeting as Meeting
-    from asyncrl.learning.turns import DeviceTurns as DeviceTurns
 
 __getattr__ = lazy_exports(
     __name__,
-    DeviceTurns="turns",
-    LearnerGroup="group",
-    examples_with="offline_examples",
-    pairs_of="offline_examples",
+    DeviceTurns="engine.shifts",
+    examples_with="examples.offline_examples",
+    LearnerGroup="driver",
     LearnerRank="rank",
-    Meeting="state",
+    Meeting="engine.state",
+    pack="packing.strategies",
+    pack_blocks="packing.blocks",
+    pack_rows="packing.strategies",
+    pairs_of="examples.offline_examples",
     start_rank="rank",
+    start_reference="frozen.reference",
 )

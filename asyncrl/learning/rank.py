@@ -15,38 +15,38 @@ import torch.distributed as dist
 
 from asyncrl.contracts.messages import HeldOutLoss, Manifest, StepResult
 from asyncrl.contracts.offline_rows import TokenRow
-from asyncrl.learning import zero3
-from asyncrl.learning.adapter import (
+from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine.adapter import (
     DIRECTORY,
     adapter_table,
     gather_matrices,
     row_squares,
     write_adapter,
 )
-from asyncrl.learning.heldout import heldout_loss, target_logprobs
-from asyncrl.learning.hf_directory import HfDirectory
-from asyncrl.learning.online_preference import online_preference_step
-from asyncrl.learning.passes import forward_rows
-from asyncrl.learning.policy_step import policy_step
-from asyncrl.learning.preference_step import (
+from asyncrl.learning.engine.hf_directory import HfDirectory
+from asyncrl.learning.engine.shifts import device_turns
+from asyncrl.learning.engine.state import LearnerState, Meeting, join_ranks, load_state
+from asyncrl.learning.spec import LearnerSpec
+from asyncrl.learning.steps.held_out import heldout_loss, target_logprobs
+from asyncrl.learning.steps.online_preference import online_preference_step
+from asyncrl.learning.steps.passes import forward_rows
+from asyncrl.learning.steps.policy_step import policy_step
+from asyncrl.learning.steps.preference_step import (
     PreferenceObjective,
     heldout_preferences,
     preference_step,
 )
-from asyncrl.learning.reward_step import heldout_scores, reward_step
-from asyncrl.learning.spec import LearnerSpec
-from asyncrl.learning.state import LearnerState, Meeting, join_ranks, load_state
-from asyncrl.learning.supervised_step import supervised_step
-from asyncrl.learning.turns import device_turns
+from asyncrl.learning.steps.reward_step import heldout_scores, reward_step
+from asyncrl.learning.steps.supervised_step import supervised_step
 from asyncrl.models.adapters import (
     adapter_settings,
     low_rank,
     merged,
     with_factors,
 )
-from asyncrl.runtime.files import make_directory
-from asyncrl.runtime.ray_objects import groups_at
-from asyncrl.runtime.shared import Written, answer_probe, sync_directory
+from asyncrl.runtime.files.opening import make_directory
+from asyncrl.runtime.files.shared import Written, answer_probe, sync_directory
+from asyncrl.runtime.ray.objects import groups_at
 from asyncrl.text.stops import load_stops
 from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.weights.gather import gather_buckets, weight_layout
@@ -70,12 +70,12 @@ class LearnerRank:
         """Moves the states off the GPU and back. None: the states stay on their device."""
 
     def take_device(self) -> None:
-        """See `asyncrl.learning.turns.DeviceTurns.take`."""
+        """See `asyncrl.learning.engine.shifts.DeviceTurns.take`."""
         if self._turns is not None:
             self._turns.take()
 
     def leave_device(self) -> None:
-        """See `asyncrl.learning.turns.DeviceTurns.leave`."""
+        """See `asyncrl.learning.engine.shifts.DeviceTurns.leave`."""
         if self._turns is not None:
             self._turns.leave()
 
@@ -91,31 +91,31 @@ class LearnerRank:
         return step(self.state, groups_at(refs))
 
     def supervised_step(self, rows: pa.Table, scheduled: bool = False) -> dict[str, float]:
-        """See `asyncrl.learning.supervised_step.supervised_step`."""
+        """See `asyncrl.learning.steps.supervised_step.supervised_step`."""
         return supervised_step(self.state, rows, scheduled)
 
     def reward_step(self, rows: pa.Table) -> dict[str, float]:
-        """See `asyncrl.learning.reward_step.reward_step`."""
+        """See `asyncrl.learning.steps.reward_step.reward_step`."""
         return reward_step(self.state, rows, self._center_coef())
 
     def heldout_scores(self, rows: pa.Table) -> dict[str, float]:
-        """See `asyncrl.learning.reward_step.heldout_scores`."""
+        """See `asyncrl.learning.steps.reward_step.heldout_scores`."""
         return heldout_scores(self.state, rows, self._center_coef())
 
     def preference_step(self, rows: pa.Table) -> dict[str, float]:
-        """See `asyncrl.learning.preference_step.preference_step`."""
+        """See `asyncrl.learning.steps.preference_step.preference_step`."""
         return preference_step(self.state, rows, self._preference())
 
     def heldout_loss(self, rows: pa.Table) -> HeldOutLoss:
-        """See `asyncrl.learning.heldout.heldout_loss`."""
+        """See `asyncrl.learning.steps.held_out.heldout_loss`."""
         return heldout_loss(self.state, rows)
 
     def heldout_preferences(self, rows: pa.Table) -> dict[str, float]:
-        """See `asyncrl.learning.preference_step.heldout_preferences`."""
+        """See `asyncrl.learning.steps.preference_step.heldout_preferences`."""
         return heldout_preferences(self.state, rows, self._preference())
 
     def target_logprobs(self, rows: pa.Table) -> dict[int, np.ndarray]:
-        """See `asyncrl.learning.heldout.target_logprobs`."""
+        """See `asyncrl.learning.steps.held_out.target_logprobs`."""
         return target_logprobs(self.state, rows)
 
     def exact_match(self, rows: Sequence[TokenRow]) -> float:

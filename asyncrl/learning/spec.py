@@ -22,7 +22,7 @@ from asyncrl.config import (
     StalenessConfig,
 )
 from asyncrl.config.algorithm import OnlinePreferenceConfig
-from asyncrl.packing.packing import Strategy
+from asyncrl.learning.packing.strategies import Strategy
 
 
 @dataclass(frozen=True, slots=True)

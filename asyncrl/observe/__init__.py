@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
-    cpu_seconds_between="cpu",
     cpu_seconds="cpu",
+    cpu_seconds_between="cpu",
+    descendants="memory",
     MemoryPeak="memory",
     MemorySampler="memory",
-    descendants="memory",
     process_name="memory",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from asyncrl.runtime.reasons import reason_key
+from asyncrl.runtime.failure_reasons import reason_key
 
 WHERE = "the column session_note of groups/*.parquet has every reason"
 SHARE = 0.05

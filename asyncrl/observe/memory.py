@@ -169,7 +169,7 @@ def process_name(process: psutil.Process) -> str:
     if first.rsplit("/", 1)[-1].startswith("python"):
         if "-c" in words:
             code = words[words.index("-c") + 1]
-            if "asyncrl.runtime.supervisor" in code:
+            if "asyncrl.runtime.processes.supervisor" in code:
                 return f"{words[-1].split('.')[1].removesuffix('s')} process"
             return "python (multiprocessing)" if "multiprocessing" in code else "python -c"
         modules = [word for word in words[1:] if word.endswith(".py") or not word.startswith("-")]

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from asyncrl.contracts.protocols import Sink, TableRow
 from asyncrl.observe.metric_catalog import meaning_of
-from asyncrl.runtime.temporary import temporary_within
+from asyncrl.runtime.files.temporary import temporary_within
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary

@@ -19,7 +19,7 @@ from asyncrl.config import (
     sources_of,
 )
 from asyncrl.data.hub import download_dataset
-from asyncrl.runtime.yaml_files import read_yaml
+from asyncrl.runtime.files.yaml_files import read_yaml
 
 Data = str | tuple[Source, ...] | None
 Kind = TypeVar("Kind", Config, OfflineConfig)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config import Config, ConfigError, RunSettings
-from asyncrl.runtime.temporary import SHORT, SOCKET_PATH, ProcessTemporaryFolder
+from asyncrl.runtime.files.temporary import SHORT, SOCKET_PATH, ProcessTemporaryFolder
 from asyncrl.sandbox.machine import process_limit, usable_cpus
 
 SESSION = "/session_2026-01-01_00-00-00_000000_{process}/sockets/plasma_store"

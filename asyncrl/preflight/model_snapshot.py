@@ -1,8 +1,8 @@
 """The model, resolved once per node: a directory, or a commit on the Hugging Face hub. One process
 downloads a commit while the others wait.
 
-After that, the model is only opened by its path. `asyncrl.preflight.placement` compares it between
-nodes before anything is allocated.
+After that, the model is only opened by its path. `asyncrl.run.cluster.placement` compares it
+between nodes before anything is allocated.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from asyncrl.config import (
     is_hub_name,
 )
 from asyncrl.config.distillation import TeacherModel
-from asyncrl.preflight.adapter import with_loaded_adapter
 from asyncrl.preflight.dataset_snapshot import config_before, resolve_data
+from asyncrl.preflight.resources.adapter import with_loaded_adapter
 from asyncrl.rundir.resume import MODEL_FILES
 from asyncrl.runtime.paths import meant
 from asyncrl.weights.stored import CheckpointFilesError, sampled_weights

@@ -16,11 +16,11 @@ from asyncrl.config import (
 )
 from asyncrl.contracts.protocols import Generate
 from asyncrl.data.spec import DataSpec, OfflineDataSpec
-from asyncrl.frozen.spec import ReferenceSpec, RefreshSpec
 from asyncrl.generation.settings import GeneratorApp
+from asyncrl.learning.frozen.spec import ReferenceSpec, RefreshSpec
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.observe.spec import ObserveSpec
-from asyncrl.preflight.model_limits import model_vocabulary
+from asyncrl.preflight.resources.model_limits import model_vocabulary
 from asyncrl.rewards.spec import ScoringSpec
 from asyncrl.rollout.spec import SessionsSpec, WorkerSpec
 
@@ -165,7 +165,8 @@ def reference_spec(config: Config, folder: Path | None = None) -> ReferenceSpec:
     """The spec of the reference policy.
 
     Args:
-        folder: folder of its version, if it is refreshed (`asyncrl.frozen.kept`).
+        folder: folder of its version, if it is refreshed
+            (`asyncrl.learning.frozen.reference_files`).
     """
     assert config.algorithm.frozen is not None
     distillation = config.algorithm.distillation

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
-    RayScores="scoring",
-    GroupCall="contract",
-    RewardError="contract",
     call_reward="contract",
+    GroupCall="contract",
+    RayScores="scoring",
+    RewardError="contract",
 )

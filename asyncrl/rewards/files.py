@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from asyncrl.runtime import parquet
-from asyncrl.runtime.merging import MERGED_BYTES, Merging
+from asyncrl.runtime.files import parquet
+from asyncrl.runtime.files.merging import MERGED_BYTES, Merging
 
 
 def write_groups(path: Path, tables: Sequence[pa.Table]) -> None:

@@ -3,7 +3,7 @@ everything that they have started.
 
 A reward may loop in C code with the interpreter locked, kill its own process, or leave processes
 behind. Threads and signals cannot stop that. A reward process runs
-`asyncrl.rewards.process`, and `asyncrl.runtime.supervisor` ends it.
+`asyncrl.rewards.process`, and `asyncrl.runtime.processes.supervisor` ends it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from asyncrl.rewards.contract import (
     finite_sum,
 )
 from asyncrl.rewards.process import CANCEL_S, Named, Score, Setup
-from asyncrl.runtime.child_process import Cancel
-from asyncrl.runtime.process_pool import START_TIMEOUT_S, Call, PoolProcess, ProcessPool
+from asyncrl.runtime.processes.child_process import Cancel
+from asyncrl.runtime.processes.pool import START_TIMEOUT_S, Call, PoolProcess, ProcessPool
 from asyncrl.runtime.single_precision import FLOAT32_MAX
 from asyncrl.text.answer import AnswerFormat
 

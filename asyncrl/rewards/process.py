@@ -30,7 +30,8 @@ from asyncrl.rewards.contract import (
     import_reward,
     keyword_arguments,
 )
-from asyncrl.runtime.child_process import (
+from asyncrl.runtime.functions import is_async
+from asyncrl.runtime.processes.child_process import (
     Begin,
     Cancel,
     MessageWriter,
@@ -38,7 +39,6 @@ from asyncrl.runtime.child_process import (
     receive,
     receive_on,
 )
-from asyncrl.runtime.functions import is_async
 from asyncrl.text.answer import AnswerFormat, AnswerReader
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.rewards.contract import RewardError
-from asyncrl.rewards.evaluated import why_not_scored
 from asyncrl.rewards.final_answer import answers_of, tagged_answer
+from asyncrl.rewards.unsafe_tasks import why_not_scored
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)  # from a package that reasoning_gym imports

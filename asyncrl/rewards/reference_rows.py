@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from asyncrl.contracts.offline_rows import Scored, TokenRow
 from asyncrl.contracts.rows import TopLogprobs
 from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, nodes_of_group
-from asyncrl.sessions.rows import session_rows
+from asyncrl.sessions.session_rows import session_rows
 
 Logprobs: TypeAlias = "NDArray[np.float32] | NDArray[np.float64]"
 """[T], of one trajectory's tokens."""

@@ -13,7 +13,7 @@ from asyncrl.config import RewardConfig
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import GroupCall, RewardError
 from asyncrl.rewards.pool import TEXT_ANSWERS, GroupRewards, RewardPool
-from asyncrl.runtime.ray_objects import Actor
+from asyncrl.runtime.ray.objects import Actor
 from asyncrl.text.answer import AnswerFormat
 
 T = TypeVar("T")

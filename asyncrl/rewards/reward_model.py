@@ -23,7 +23,7 @@ from asyncrl.rewards.endpoint import (
 )
 
 if TYPE_CHECKING:
-    from asyncrl.runtime.serve_calls import Handle
+    from asyncrl.runtime.ray.serve_calls import Handle
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def _by_url(settings: RewardModelSettings) -> tuple[_Ask, Accepted]:
 
 
 def _by_handle(settings: RewardModelSettings) -> tuple[_Ask, Accepted]:
-    from asyncrl.runtime.serve_calls import ask_one
+    from asyncrl.runtime.ray.serve_calls import ask_one
 
     assert settings.app is not None  # one of both is set
     app = _app(asyncio.get_running_loop(), settings.app)
@@ -193,7 +193,7 @@ class _App:
 
     async def handle(self) -> Handle:
         """The application's handle. Connects this process to Ray if it is not connected."""
-        from asyncrl.runtime.serve_calls import application_handle
+        from asyncrl.runtime.ray.serve_calls import application_handle
 
         async with self._connecting:
             if self._handle is None:

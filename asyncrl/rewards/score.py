@@ -15,8 +15,8 @@ import pyarrow as pa
 from asyncrl.algorithms.advantages import GroupInputs, group_advantages
 from asyncrl.algorithms.advantages.grpo import Grpo
 from asyncrl.algorithms.kl import reward_kl
-from asyncrl.algorithms.own import own_verdict
 from asyncrl.algorithms.turn_credit import turn_advantages
+from asyncrl.algorithms.user_functions import own_verdict
 from asyncrl.config import AlgorithmConfig, PolicyGradient, RewardConfig
 from asyncrl.contracts.columns import column_values
 from asyncrl.contracts.group_table import reward_parts_type
@@ -57,7 +57,7 @@ from asyncrl.rewards.reference_rows import Logprobs
 from asyncrl.rewards.spec import ScoringSpec
 from asyncrl.runtime.failures import unforeseen
 from asyncrl.runtime.functions import FunctionError
-from asyncrl.sessions.rows import session_rows
+from asyncrl.sessions.session_rows import session_rows
 
 COMPLETIONS = ["prompt_text", "completion_text", "completion_ids", "finish_reason"]
 """Columns that reward functions get."""

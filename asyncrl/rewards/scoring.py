@@ -44,11 +44,11 @@ from asyncrl.rewards.summary import (
     scored_to_text,
     summaries,
 )
-from asyncrl.runtime import parquet
-from asyncrl.runtime.files import make_directory
+from asyncrl.runtime.files import parquet
+from asyncrl.runtime.files.opening import make_directory
 from asyncrl.runtime.pace import Pace
-from asyncrl.runtime.ray_objects import Actor, broken_stream, groups_at
-from asyncrl.runtime.ray_stream import Deaths, Tasks, stream_blocks
+from asyncrl.runtime.ray.objects import Actor, broken_stream, groups_at
+from asyncrl.runtime.ray.stream import Deaths, Tasks, stream_blocks
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from asyncrl.rewards.score import (
     group_call,
 )
 from asyncrl.runtime.failures import unforeseen
-from asyncrl.runtime.ray_objects import DEATHS, Actor
+from asyncrl.runtime.ray.objects import DEATHS, Actor
 from asyncrl.text.answer import AnswerFormat
 
 TAKE_WAIT_S = 1.0

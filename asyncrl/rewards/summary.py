@@ -24,7 +24,7 @@ from asyncrl.rewards.contract import UNSCORED_REASON
 from asyncrl.rewards.text_quality import looping, unprintable
 from asyncrl.runtime.functions import short
 from asyncrl.runtime.redact import redact_all
-from asyncrl.sessions.rows import repeated_tokens
+from asyncrl.sessions.session_rows import repeated_tokens
 from asyncrl.text.transcript import transcript
 
 EXAMPLE_LENGTH = 1000

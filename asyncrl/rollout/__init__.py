@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from asyncrl.rollout.group import start_rollouts as start_rollouts
-    from asyncrl.rollout.player import Player as Player
+    from asyncrl.rollout.driver import start_rollouts as start_rollouts
+    from asyncrl.rollout.session_player import Player as Player
 
-__getattr__ = lazy_exports(__name__, Player="player", start_rollouts="group")
+__getattr__ = lazy_exports(
+    __name__,
+    Player="session_player",
+    start_rollouts="driver",
+)

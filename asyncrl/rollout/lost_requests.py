@@ -10,7 +10,7 @@ from pathlib import Path
 
 from asyncrl.contracts.errors import EscapesDirectoryError
 from asyncrl.contracts.messages import GenerateRequest
-from asyncrl.runtime.files import append_to
+from asyncrl.runtime.files.opening import append_to
 
 MOST = 256
 """Requests that one process records. An engine that dies repeatedly must not fill the disk."""

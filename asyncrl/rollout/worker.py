@@ -15,7 +15,6 @@ import pyarrow as pa
 from asyncrl.config import completion_room
 from asyncrl.contracts.errors import GenerationTimeoutError, RolloutFailedError, StaleReplicaError
 from asyncrl.contracts.group_table import groups_to_table, table_to_ipc
-from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.messages import (
     EngineLoad,
     Finished,
@@ -24,15 +23,16 @@ from asyncrl.contracts.messages import (
     WeightsId,
 )
 from asyncrl.contracts.rows import Baseline, Group, Prompt, Trajectory
+from asyncrl.contracts.text_listener import Heard
 from asyncrl.rollout.outbox import Outbox
 from asyncrl.rollout.spec import SessionsSpec, WorkerSpec
 from asyncrl.runtime.clock import steady_time
 from asyncrl.runtime.failures import unforeseen
-from asyncrl.runtime.many_calls import Calls
-from asyncrl.runtime.ray_objects import DEATHS
+from asyncrl.runtime.ray.many_calls import Calls
+from asyncrl.runtime.ray.objects import DEATHS
 
 if TYPE_CHECKING:
-    from asyncrl.rollout.sessions import Played, Sessions
+    from asyncrl.rollout.session_groups import Played, Sessions
     from asyncrl.sessions.session import TurnRequest
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
@@ -49,7 +49,7 @@ def rollout_seed(seed: int, ordinal: int) -> int:
 
 
 class RolloutWorker:
-    """A plain asyncio class, which `asyncrl.rollout.group` runs as a Ray actor. All groups of one
+    """A plain asyncio class, which `asyncrl.rollout.driver` runs as a Ray actor. All groups of one
     worker share its event loop."""
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -173,7 +173,7 @@ class RolloutWorker:
                 heard,
             ),
         )
-        from asyncrl.rollout.sessions import session_table
+        from asyncrl.rollout.session_groups import session_table
 
         group = self._group_of_sessions(prompt, played)
         return group, session_table(group, played), played[-1].load
@@ -181,7 +181,7 @@ class RolloutWorker:
     def _playing(self, spec: SessionsSpec) -> Sessions:
         """Imported and made at the first use: it needs a tokenizer."""
         if self._sessions is None:
-            from asyncrl.rollout.sessions import Sessions
+            from asyncrl.rollout.session_groups import Sessions
 
             self._sessions = Sessions(spec, self._spec.seed)
         return self._sessions

@@ -16,16 +16,16 @@ from asyncrl.control.staleness import Staleness
 from asyncrl.data.prompts import order_of
 from asyncrl.data.supervised import supervised_rows
 from asyncrl.generation.orphans import end_orphans
-from asyncrl.learning.group import LearnerGroup
+from asyncrl.learning.driver import LearnerGroup
 from asyncrl.learning.warm_start import WarmStartCheck, warm_start
 from asyncrl.observe.alarms import FIRST_STEPS
 from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.progress import ProgressView
 from asyncrl.observe.watchdog import Stage, Watchdog, current_stage, marks, watching_learner
-from asyncrl.preflight.placement import check_models, wait_for_resources
-from asyncrl.preflight.plan_text import Plan
+from asyncrl.preflight.plan.text import Plan
 from asyncrl.preflight.specs import data_spec, observe_spec
-from asyncrl.run.attempts import AcrossAttempts
+from asyncrl.run.across_attempts import AcrossAttempts
+from asyncrl.run.cluster.placement import check_models, wait_for_resources
 from asyncrl.run.evaluation import Evaluator
 from asyncrl.run.launch import Stations, launch_stations
 from asyncrl.rundir.directory import RunDirectory, replace_directory

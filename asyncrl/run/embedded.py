@@ -82,8 +82,9 @@ def _settings(
 def _finished(
     config: Config | OfflineConfig, on_start: Callable[[Callable[[], None]], None] | None
 ) -> Run:
-    from asyncrl.run import offline, supervise, train as run
+    from asyncrl.run import supervise, train as run
     from asyncrl.run.early import look_early
+    from asyncrl.run.offline import run as offline
 
     config, finished = look_early(config)
     directory = config.run_directory

@@ -19,19 +19,19 @@ from asyncrl.config import Config, EvalSet
 from asyncrl.config.schema import Source
 from asyncrl.contracts.errors import EvaluationLostError, GenerationTimeoutError, StaleReplicaError
 from asyncrl.contracts.group_table import reward_parts_type
-from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.messages import Generated, GenerateRequest, WeightsId
 from asyncrl.contracts.protocols import Generate
 from asyncrl.contracts.rows import ANSWER_COLUMNS, TRUNCATED, Completion, Prompt, VersionSpan
+from asyncrl.contracts.text_listener import Heard
 from asyncrl.rewards.contract import RewardError, Session
-from asyncrl.runtime import parquet
-from asyncrl.runtime.files import make_directory
+from asyncrl.runtime.all_or_nothing import together
+from asyncrl.runtime.failure_reasons import reason_key
+from asyncrl.runtime.files import parquet
+from asyncrl.runtime.files.opening import make_directory
 from asyncrl.runtime.functions import short
-from asyncrl.runtime.reasons import reason_key
-from asyncrl.runtime.together import together
 
 if TYPE_CHECKING:
-    from asyncrl.rollout.sessions import Sessions
+    from asyncrl.rollout.session_groups import Sessions
     from asyncrl.sessions.session import TurnRequest
 
 logger = logging.getLogger("asyncrl")

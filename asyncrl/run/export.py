@@ -13,9 +13,9 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 from asyncrl.config import Config, ConfigError, OfflineConfig, RunSettings, load_any
 from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointError
-from asyncrl.learning.adapter import DIRECTORY, write_adapter
-from asyncrl.learning.checkpoint import TAG
-from asyncrl.learning.hf_directory import HfDirectory
+from asyncrl.learning.engine.adapter import DIRECTORY, write_adapter
+from asyncrl.learning.engine.checkpoint import TAG
+from asyncrl.learning.engine.hf_directory import HfDirectory
 from asyncrl.models.adapters import (
     add_squares,
     low_rank,

@@ -1,6 +1,6 @@
 """Starts the stations of an attempt, connects them, and ends them.
 
-The cluster and the run's own generators may outlive an attempt: see `asyncrl.run.attempts`.
+The cluster and the run's own generators may outlive an attempt: see `asyncrl.run.across_attempts`.
 """
 
 from __future__ import annotations
@@ -35,25 +35,17 @@ from asyncrl.contracts.state import State
 from asyncrl.data.prompt_stream import RayPromptSource
 from asyncrl.data.prompts import PromptReport, read_prompts
 from asyncrl.data.rendering import Data
-from asyncrl.frozen.reference import RayReference, start_reference
-from asyncrl.frozen.teacher import start_teacher
 from asyncrl.generation.app import (
     ServeGenerate,
     application,
     wait_for_generators,
 )
 from asyncrl.generation.orphans import application_name
-from asyncrl.generation.owned import OwnGenerators, end_lease, lease_generators
-from asyncrl.learning.group import LearnerGroup
+from asyncrl.generation.run_generators import OwnGenerators, end_lease, lease_generators
+from asyncrl.learning.driver import LearnerGroup
+from asyncrl.learning.frozen.reference import RayReference, start_reference
+from asyncrl.learning.frozen.teacher import start_teacher
 from asyncrl.observe.watchdog import Description
-from asyncrl.preflight.attach import attached_config
-from asyncrl.preflight.placement import (
-    generators_lost,
-    own_cluster,
-    wait_for_actors,
-    wait_for_placement,
-    wait_for_resources,
-)
 from asyncrl.preflight.specs import (
     data_spec,
     generator_app,
@@ -69,21 +61,29 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.remote import RemoteRewardPool
 from asyncrl.rewards.score import score_completions
 from asyncrl.rewards.scoring import RayScores
-from asyncrl.rollout.group import RayRollouts, start_rollouts
+from asyncrl.rollout.driver import RayRollouts, start_rollouts
 from asyncrl.rollout.lost_requests import LostRequests
-from asyncrl.run.attempts import AcrossAttempts
+from asyncrl.run.across_attempts import AcrossAttempts
 from asyncrl.run.closing import Closing, cancel
+from asyncrl.run.cluster.attach import attached_config
+from asyncrl.run.cluster.placement import (
+    generators_lost,
+    own_cluster,
+    wait_for_actors,
+    wait_for_placement,
+    wait_for_resources,
+)
 from asyncrl.rundir.directory import RunDirectory
-from asyncrl.runtime.files import make_directory
-from asyncrl.runtime.ray_objects import Actor
-from asyncrl.runtime.serve_calls import Handle
-from asyncrl.runtime.stacks import stacks_as
+from asyncrl.runtime.files.opening import make_directory
+from asyncrl.runtime.processes.stacks import stacks_as
+from asyncrl.runtime.ray.objects import Actor
+from asyncrl.runtime.ray.serve_calls import Handle
 from asyncrl.text.answer import answer_format
 from asyncrl.text.tokenizer import refuse_another_tokenizer
 from asyncrl.weights.push import ServeWeightSync
 
 if TYPE_CHECKING:
-    from asyncrl.rollout.sessions import Sessions
+    from asyncrl.rollout.session_groups import Sessions
 
 logger = logging.getLogger("asyncrl")
 
@@ -208,7 +208,7 @@ def _evaluation_sessions(config: Config, stack: Closing) -> Sessions | None:
     if spec is None or not config.evaluation_sets:
         return None
     # Imported here because it loads a tokenizer, which runs without an environment do not need.
-    from asyncrl.rollout.sessions import Sessions
+    from asyncrl.rollout.session_groups import Sessions
 
     sessions = Sessions(spec, config.seed)
     stack.add("environment processes", sessions.close)

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 
 from asyncrl.contracts.errors import PartDiedError
-from asyncrl.preflight.cluster import RayEndedError, wait_until_ray_ends
+from asyncrl.run.cluster.cluster import RayEndedError, wait_until_ray_ends
 from asyncrl.runtime.output import drain_output
 
 logger = logging.getLogger("asyncrl")

@@ -19,16 +19,16 @@ import pyarrow.compute as pc
 from asyncrl.config import ConfigError
 from asyncrl.contracts.columns import row_values
 from asyncrl.contracts.group_table import groups_from_table
-from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.nodes import Node
 from asyncrl.contracts.rows import Completion, Group
 from asyncrl.contracts.session_table import NODE_COLUMNS, SessionsRow, TurnsRow, nodes_of_group
+from asyncrl.contracts.text_listener import Heard
 from asyncrl.environments.pool import EnvironmentFailedError
 from asyncrl.environments.running import Ended
 from asyncrl.preflight.model_snapshot import resolve_models
 from asyncrl.preflight.specs import sessions_spec
-from asyncrl.rollout.player import Player
-from asyncrl.rollout.sessions import session_stops, session_template
+from asyncrl.rollout.session_groups import session_stops, session_template
+from asyncrl.rollout.session_player import Player
 from asyncrl.runtime.redact import shown
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.text.continuation import first_difference

@@ -21,13 +21,13 @@ from asyncrl.config import RunSettings
 from asyncrl.contracts.errors import PartDiedError, RunStoppedError
 from asyncrl.observe.progress import Progress, ProgressView, duration
 from asyncrl.observe.sinks import SinkRun, open_sinks
-from asyncrl.run.attempts import AcrossAttempts
+from asyncrl.run.across_attempts import AcrossAttempts
 from asyncrl.run.ray_watch import RayWatch
 from asyncrl.run.stopping import Stop, handling_signals
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import MetricsWriter, read_metrics
 from asyncrl.runtime.encodings import safe_output
-from asyncrl.runtime.files import append_to
+from asyncrl.runtime.files.opening import append_to
 from asyncrl.runtime.loopback import call_loopback_directly
 from asyncrl.runtime.output import lasting_output
 from asyncrl.runtime.redact import RedactingFormatter, print_shown, shown

@@ -15,18 +15,18 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.observe.failed_sessions import failed_in_all
 from asyncrl.observe.summary import before_and_after
-from asyncrl.preflight.cluster_address import answering_cluster
-from asyncrl.preflight.code_trial import try_code
 from asyncrl.preflight.machine import refuse_machine
 from asyncrl.preflight.model_snapshot import resolve_models
-from asyncrl.preflight.own_functions import try_own
-from asyncrl.preflight.plan import make_plan
-from asyncrl.preflight.plan_sections import arithmetic
-from asyncrl.preflight.plan_text import Plan
-from asyncrl.preflight.rewards import reward_trial
+from asyncrl.preflight.plan.plan import make_plan
+from asyncrl.preflight.plan.sections import arithmetic
+from asyncrl.preflight.plan.text import Plan
 from asyncrl.preflight.specs import observe_spec
+from asyncrl.preflight.trials.code import try_code
+from asyncrl.preflight.trials.rewards import reward_trial
+from asyncrl.preflight.trials.user_functions import try_own
+from asyncrl.run.across_attempts import AcrossAttempts
 from asyncrl.run.attempt import Attempt
-from asyncrl.run.attempts import AcrossAttempts
+from asyncrl.run.cluster.cluster_address import answering_cluster
 from asyncrl.run.supervise import Summary, run_job
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import MetricsWriter

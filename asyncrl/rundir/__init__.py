@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
+    open_run="reader",
     Run="reader",
     RunDirectory="directory",
     RunNotFoundError="reader",
-    open_run="reader",
 )

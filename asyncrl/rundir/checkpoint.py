@@ -23,8 +23,9 @@ from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointErro
 from asyncrl.contracts.messages import Scored
 from asyncrl.contracts.protocols import Learner, Scores
 from asyncrl.contracts.state import State
-from asyncrl.frozen.kept import copy_kept
-from asyncrl.runtime.files import (
+from asyncrl.learning.frozen.reference_files import copy_kept
+from asyncrl.runtime.files.links import refuse_links
+from asyncrl.runtime.files.opening import (
     append_to,
     explain_disk_full,
     make_directory,
@@ -32,8 +33,7 @@ from asyncrl.runtime.files import (
     replace_text,
     sync_file,
 )
-from asyncrl.runtime.links import refuse_links
-from asyncrl.runtime.shared import Written, size_and_checksum, wait_until_seen
+from asyncrl.runtime.files.shared import Written, size_and_checksum, wait_until_seen
 
 STEP = re.compile(r"step_[0-9]+")
 """Names of checkpoints. Other entries of the folder do not belong to asyncrl."""
@@ -63,8 +63,9 @@ class CheckpointStore:
         self.keep = keep
         self.config = config
         self.reference: Path | None = None
-        """The folder of the reference policy's version (`asyncrl.frozen.kept`), of which each
-        checkpoint gets a copy. None: the reference policy is frozen, or there is none."""
+        """The folder of the reference policy's version
+        (`asyncrl.learning.frozen.reference_files`), of which each checkpoint gets a copy.
+        None: the reference policy is frozen, or there is none."""
         self._guard = guard
 
     def remove_unfinished(self) -> None:

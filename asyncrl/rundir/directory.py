@@ -20,7 +20,7 @@ from typing import Literal
 from asyncrl.config import ConfigError, RunSettings
 from asyncrl.contracts.errors import EscapesDirectoryError
 from asyncrl.contracts.state import State
-from asyncrl.frozen.kept import begin_kept
+from asyncrl.learning.frozen.reference_files import begin_kept
 from asyncrl.rundir.checkpoint import REFERENCE, CheckpointStore
 from asyncrl.rundir.metrics import read_metrics
 from asyncrl.rundir.outcomes import refuse_old_folder
@@ -45,7 +45,8 @@ from asyncrl.rundir.resume import (
     hash_of,
     model_hash,
 )
-from asyncrl.runtime.files import (
+from asyncrl.runtime.files.links import refuse_links
+from asyncrl.runtime.files.opening import (
     DiskFullError,
     NotAFileError,
     append_to,
@@ -53,9 +54,8 @@ from asyncrl.runtime.files import (
     read_text,
     replace_text,
 )
-from asyncrl.runtime.links import refuse_links
+from asyncrl.runtime.files.yaml_files import parse_yaml
 from asyncrl.runtime.redact import redact
-from asyncrl.runtime.yaml_files import parse_yaml
 
 logger = logging.getLogger("asyncrl")
 
@@ -91,8 +91,9 @@ class RunDirectory:
         state: initial state of control: version 0, or that of the checkpoint.
         checkpoint: directory of the checkpoint; None for a new start.
         notes: lines about the search for a checkpoint and what has changed since it was written.
-        reference: this attempt's folder of a refreshed reference policy (`asyncrl.frozen.kept`).
-            None: the reference policy is frozen, or there is none.
+        reference: this attempt's folder of a refreshed reference policy
+            (`asyncrl.learning.frozen.reference_files`). None: the reference policy
+            is frozen, or there is none.
 
     Raises:
         ConfigError: the directory is in use, or exists under `resume: never`, or has no checkpoint

@@ -15,7 +15,7 @@ from typing import IO, Any, TypeGuard
 
 from asyncrl.contracts.protocols import Sink, TableRow
 from asyncrl.runtime.clock import steady_time
-from asyncrl.runtime.files import append_to, open_regular
+from asyncrl.runtime.files.opening import append_to, open_regular
 from asyncrl.runtime.redact import redact
 
 SCHEMA = 1

@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from asyncrl.contracts.errors import ConfigError
 from asyncrl.contracts.outcomes import Outcome
-from asyncrl.runtime import parquet
-from asyncrl.runtime.files import make_directory
+from asyncrl.runtime.files import parquet
+from asyncrl.runtime.files.merging import Merging
+from asyncrl.runtime.files.opening import make_directory
 from asyncrl.runtime.functions import short
-from asyncrl.runtime.merging import Merging
 
 OUTCOME_COLUMNS = pa.schema(
     [

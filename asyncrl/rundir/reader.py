@@ -33,7 +33,7 @@ from asyncrl.contracts.rows import (
 from asyncrl.rundir.metrics import read_metrics
 from asyncrl.rundir.outcomes import OUTCOME_COLUMNS, refuse_old_folder
 from asyncrl.rundir.record import AttemptRecord, is_locked, read_record
-from asyncrl.runtime import parquet
+from asyncrl.runtime.files import parquet
 
 PER_TRAJECTORY = (
     "completion_text",

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from typing_extensions import TypedDict
 
 from asyncrl.config import ConfigError
-from asyncrl.runtime.files import read_text, replace_text
+from asyncrl.runtime.files.opening import read_text, replace_text
 
 RECORD = "run.json"
 """File with the run's id, and the start and end of each attempt (`RunRecord`)."""

@@ -20,9 +20,9 @@ from asyncrl.contracts.errors import (
 )
 from asyncrl.contracts.state import State
 from asyncrl.data.sources import files_of
-from asyncrl.frozen.kept import read_kept
+from asyncrl.learning.frozen.reference_files import read_kept
 from asyncrl.rundir.checkpoint import REFERENCE, CheckpointStore
-from asyncrl.runtime.yaml_files import parse_yaml, read_yaml
+from asyncrl.runtime.files.yaml_files import parse_yaml, read_yaml
 from asyncrl.weights.stored import CheckpointFilesError, weights_hash
 
 MODEL_FILES = (

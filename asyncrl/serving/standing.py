@@ -13,7 +13,7 @@ from asyncrl.generation.app import STATUS_S, application, build_app
 from asyncrl.generation.model_checks import check_app, check_tokens_and_tensors
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
-from asyncrl.runtime.serve_calls import ask_all
+from asyncrl.runtime.ray.serve_calls import ask_all
 from asyncrl.serving.building import checked_settings
 from asyncrl.serving.http import api_key, refuse_open_host, routes
 from asyncrl.serving.identity import ServedModel

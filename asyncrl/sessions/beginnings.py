@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from asyncrl.sessions.messages import chat_digests, message_digest
+from asyncrl.sessions.chat_digests import chat_digests, message_digest
 
 
 class Beginnings:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.nodes import FORKED, HISTORY, ORPHAN, REPEATED, REWRITTEN, SEPARATE, Node
 from asyncrl.contracts.rows import Completion
+from asyncrl.contracts.text_listener import Heard
 from asyncrl.sessions.answers import (
     Answer,
     ChatRequest,
@@ -19,7 +19,7 @@ from asyncrl.sessions.answers import (
     Token,
 )
 from asyncrl.sessions.beginnings import Beginnings
-from asyncrl.sessions.messages import ChatDigests, prompt_digest, request_hash
+from asyncrl.sessions.chat_digests import ChatDigests, prompt_digest, request_hash
 from asyncrl.sessions.tree import Continued, SessionTree
 from asyncrl.text.chat_messages import MessagesError, refuse_unencodable
 from asyncrl.text.continuation import (

@@ -22,7 +22,7 @@ from asyncrl.testing.control import (
 from asyncrl.testing.engine import FakeEngine
 from asyncrl.testing.generators import FakeGenerate, FakeServed, FakeWords, SeededGenerator
 from asyncrl.testing.sandbox import FakeSandbox
-from asyncrl.testing.sessions import FakeTurnGenerator
+from asyncrl.testing.turn_generator import FakeTurnGenerator
 
 __all__ = [
     "DeadlockError",

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from asyncrl.agents.served import session_closed, unknown_key
-from asyncrl.contracts.heard import Heard
+from asyncrl.contracts.text_listener import Heard
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.sessions.session import Session
 from asyncrl.text.template import Message

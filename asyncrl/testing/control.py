@@ -24,7 +24,7 @@ from asyncrl.contracts.protocols import Learner, Scores, TableRow
 from asyncrl.contracts.rows import Prompt
 from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import LearnerTurn
-from asyncrl.runtime.shared import Written, size_and_checksum
+from asyncrl.runtime.files.shared import Written, size_and_checksum
 
 Latency = Callable[[int], float]
 

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.messages import (
     Details,
     EngineLoad,
@@ -25,6 +24,7 @@ from asyncrl.contracts.messages import (
     WeightsId,
 )
 from asyncrl.contracts.rows import Completion, VersionSpan
+from asyncrl.contracts.text_listener import Heard
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import HttpStatus, Traffic
 from asyncrl.text.chat_messages import MessagesError

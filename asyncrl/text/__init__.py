@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
-    ResponseReader="response",
     decode="tokenizer",
     load_stops="stops",
     load_tokenizer="tokenizer",
+    ResponseReader="response",
     text_before="stops",
 )

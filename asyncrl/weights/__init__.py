@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
-    weight_layout="gather",
-    gather_buckets="gather",
+    BACKEND="engine",
     bucket_checksum="layout",
+    CannotPublishError="published",
     expected_tensors="manifest",
     fetch_version="staging",
-    BACKEND="engine",
-    CannotPublishError="published",
+    gather_buckets="gather",
     TOKENIZER_MODE="engine",
     version_table="published",
+    weight_layout="gather",
 )

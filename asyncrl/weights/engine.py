@@ -56,7 +56,7 @@ def _register_stacks(folder: str) -> None:
     import signal
     from pathlib import Path
 
-    from asyncrl.runtime.files import append_to
+    from asyncrl.runtime.files.opening import append_to
 
     faulthandler.register(
         signal.SIGUSR2, append_to(Path(folder).resolve() / f"{os.getpid()}.txt"), all_threads=True

@@ -55,7 +55,8 @@ def joined_fingerprints(
     a tensor of which parts of the engine's layers hold different values.
 
     Args:
-        workers: the shards of each worker (`asyncrl.weights.held`), in the order of their ranks.
+        workers: the shards of each worker (`asyncrl.weights.engine_fingerprints`), in the order of
+            their ranks.
         tensor_parallel_size: consecutive workers that share each layer.
     """
     found: dict[str, Fingerprint] = {}

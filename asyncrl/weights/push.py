@@ -14,8 +14,8 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from asyncrl.contracts.errors import GpuMemoryError
 from asyncrl.contracts.messages import Manifest, PushReport, WeightsId
-from asyncrl.runtime.ray_objects import Actor
-from asyncrl.runtime.serve_calls import Handle, ask_all
+from asyncrl.runtime.ray.objects import Actor
+from asyncrl.runtime.ray.serve_calls import Handle, ask_all
 from asyncrl.weights.fingerprint import difference_text, published_fingerprints
 from asyncrl.weights.manifest import ManifestError
 

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.contracts.messages import Manifest
 
 if TYPE_CHECKING:
-    from asyncrl.runtime.ray_objects import Actor
+    from asyncrl.runtime.ray.objects import Actor
 
 REGISTRY_NAMESPACE = "asyncrl"
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.algorithms import supervised_loss, token_weights
 from asyncrl.config import LearnerConfig
+from asyncrl.learning import pack
 from asyncrl.models import (
     checkpoint_activations,
     head_settings,
@@ -19,7 +20,6 @@ from asyncrl.models import (
     micro_batch,
     token_example,
 )
-from asyncrl.packing import pack
 from asyncrl.weights import bucket_checksum, gather_buckets, weight_layout
 from benchmarks.learner import PROMPT, SEED, token_table
 from benchmarks.learner_gpu.device import allocated, peak, reset_peak, wait

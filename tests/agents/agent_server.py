@@ -15,8 +15,8 @@ from tools_model import ADD_TOOL, QWEN, call, tokenizer
 
 from asyncrl.agents.app import agent_app
 from asyncrl.contracts.rows import Completion
-from asyncrl.sessions.rows import session_rows
 from asyncrl.sessions.session import Session, SessionTemplate
+from asyncrl.sessions.session_rows import session_rows
 from asyncrl.testing import FakeAgentSessions, FakeTurnGenerator
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.template import Message

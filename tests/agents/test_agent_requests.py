@@ -18,7 +18,7 @@ from asyncrl.agents.retries import RequestNames
 from asyncrl.contracts.nodes import ORPHAN
 from asyncrl.environments.model import Model
 from asyncrl.sessions.requests import UnsupportedError
-from asyncrl.sessions.rows import session_rows
+from asyncrl.sessions.session_rows import session_rows
 from asyncrl.web.errors import ApiError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

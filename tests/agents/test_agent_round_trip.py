@@ -17,7 +17,7 @@ from asyncrl.api.contract import Part
 from asyncrl.api.messages import Messages
 from asyncrl.api.responses import Responses
 from asyncrl.sessions.answers import Answer
-from asyncrl.sessions.messages import chat_digests
+from asyncrl.sessions.chat_digests import chat_digests
 
 USER = {"role": "user", "content": "q"}
 TOOL: Any = ADD_TOOL["function"]

@@ -12,7 +12,7 @@ from asyncrl.agents import served
 from asyncrl.agents.served import ServedSession, ServedSessions
 from asyncrl.agents.server import AgentServer
 from asyncrl.api.errors import as_api_error
-from asyncrl.contracts.heard import Heard
+from asyncrl.contracts.text_listener import Heard
 from asyncrl.sessions.answers import (
     Answer,
     ChatRequest,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from agent_server import ADD_TOOL, KEY, Server, call
 
-from asyncrl.agents import heard
+from asyncrl.agents import streamed_text as heard
 from asyncrl.agents.app import agent_app
 from asyncrl.serving.http import routes
 from asyncrl.serving.identity import ServedModel

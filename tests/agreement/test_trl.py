@@ -243,8 +243,8 @@ def learner_spec_of(case: Case, world_size: int, path: Path, settings: dict[str,
 
 def train_case(rank: int, spec: Any, name: str) -> list[dict[str, float]]:
     """The metrics of each step of a case."""
+    from asyncrl.learning.engine.state import load_state
     from asyncrl.learning.rank import LearnerRank
-    from asyncrl.learning.state import load_state
 
     learner, case = LearnerRank(load_state(rank, spec), "run", 1), CASES[name]
     steps = [

@@ -18,7 +18,7 @@ from asyncrl.algorithms.advantages.own_advantage import OwnAdvantage
 from asyncrl.algorithms.losses.own_loss import OwnLoss
 from asyncrl.algorithms.losses.ppo import Ppo
 from asyncrl.algorithms.objective import own_metrics, policy_loss, trial_tokens
-from asyncrl.algorithms.own import own_verdict
+from asyncrl.algorithms.user_functions import own_verdict
 from asyncrl.config import PolicyGradient, explain
 from asyncrl.rewards.contract import RewardError, find_reward
 from asyncrl.runtime.functions import FunctionError

@@ -11,7 +11,7 @@ from small_config import small_config
 
 from asyncrl.generation.served import NOT_SERVED_ON_CPU
 from asyncrl.models.supported import support
-from asyncrl.preflight.model_limits import refusal
+from asyncrl.preflight.resources.model_limits import refusal
 from benchmarks.families import FAMILIES, family
 from benchmarks.model_table import (
     BEGIN,

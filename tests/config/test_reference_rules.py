@@ -10,7 +10,7 @@ from small_config import small_config
 
 from asyncrl.config import Config, OfflineConfig, explain, field_names
 from asyncrl.config.aliases import explain_unknown
-from asyncrl.preflight.plan_sections import algorithm_text
+from asyncrl.preflight.plan.sections import algorithm_text
 
 ONLINE: dict[str, Any] = {"preference": {}}
 KL = {"reference": {"kl_loss_coef": 0.1}}

@@ -9,7 +9,7 @@ from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.rows import Baseline, Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.rewards.files import FlushFiles, compact
-from asyncrl.runtime import parquet
+from asyncrl.runtime.files import parquet
 
 NAN = float("nan")
 

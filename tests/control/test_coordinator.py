@@ -21,7 +21,7 @@ from asyncrl.control.buffer import Frontier
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
 from asyncrl.rundir.checkpoint import CheckpointStore
-from asyncrl.runtime.shared import size_and_checksum
+from asyncrl.runtime.files.shared import size_and_checksum
 from asyncrl.testing import (
     FakeCheckpoints,
     FakeLearner,

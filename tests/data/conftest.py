@@ -7,9 +7,9 @@ from small_config import offline_spec
 
 from asyncrl.config import Config
 from asyncrl.contracts.offline_rows import check_offline_table
-from asyncrl.data.offline import write_offline_rows
 from asyncrl.data.offline_checks import refuse_idle
-from asyncrl.runtime.arrow_files import map_table
+from asyncrl.data.offline_rows import write_offline_rows
+from asyncrl.runtime.files.arrow_files import map_table
 
 
 @pytest.fixture

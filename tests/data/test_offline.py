@@ -18,18 +18,18 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config import ConfigError, Source
 from asyncrl.contracts.offline_rows import SFT_SCHEMA
-from asyncrl.data import offline as offline_module
+from asyncrl.data import offline_rows as offline_module
 from asyncrl.data.conversations import Encoder
 from asyncrl.data.form_rows import Text
 from asyncrl.data.length_limits import Cuts
-from asyncrl.data.offline import (
+from asyncrl.data.offline_checks import refuse_idle
+from asyncrl.data.offline_rows import (
     OfflineRows,
     check_offline_rows,
     write_offline_rows,
 )
-from asyncrl.data.offline_checks import refuse_idle
 from asyncrl.data.sources import RowsByNumber
-from asyncrl.runtime.arrow_files import map_table
+from asyncrl.runtime.files.arrow_files import map_table
 from asyncrl.text.tokenizer import load_tokenizer
 
 BOS, EOS = 1, 2

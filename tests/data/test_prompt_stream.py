@@ -162,7 +162,7 @@ def test_after_a_death_the_reader_starts_at_the_first_missing_prompt(prompt_conf
                 raise ray.exceptions.WorkerCrashedError
             yield stage(table)
 
-    monkeypatch.setattr("asyncrl.runtime.ray_stream.stream_blocks", stream)
+    monkeypatch.setattr("asyncrl.runtime.ray.stream.stream_blocks", stream)
     given = asyncio.run(take(RayPromptSource(data_spec(config), report, 7, {9, 12}), 400))
     assert [prompt.ordinal for prompt in given] == [7, 8, 10, 11, *range(13, 13 + 396)]
     assert starts[0] == 7 and len(starts) == 3 and starts[1] > 80 and starts[2] > starts[1] + 80
@@ -175,6 +175,6 @@ def test_a_reader_that_dies_repeatedly_breaks_the_stream(prompt_config, monkeypa
         raise ray.exceptions.WorkerCrashedError
         yield
 
-    monkeypatch.setattr("asyncrl.runtime.ray_stream.stream_blocks", stream)
+    monkeypatch.setattr("asyncrl.runtime.ray.stream.stream_blocks", stream)
     with pytest.raises(PartDiedError, match="the prompt stream broke: WorkerCrashedError"):
         asyncio.run(take(RayPromptSource(data_spec(config), check_prompts(data_spec(config))), 1))

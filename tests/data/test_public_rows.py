@@ -10,8 +10,8 @@ from chat_families import CHATML, CHATML_TAGS, CONTENT_TAGS, FORCES_THINKING, TO
 from small_config import offline_spec
 
 from asyncrl.config import ConfigError
-from asyncrl.data.offline import write_offline_rows
-from asyncrl.runtime.arrow_files import map_table
+from asyncrl.data.offline_rows import write_offline_rows
+from asyncrl.runtime.files.arrow_files import map_table
 from asyncrl.text.tokenizer import load_tokenizer
 
 THINKS = CHATML.replace(

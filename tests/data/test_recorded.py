@@ -9,10 +9,10 @@ from small_config import offline_spec
 from asyncrl.config import ConfigError
 from asyncrl.contracts.group_table import groups_to_table as table_of
 from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
-from asyncrl.data.offline import write_offline_rows
 from asyncrl.data.offline_checks import refuse_idle
+from asyncrl.data.offline_rows import write_offline_rows
 from asyncrl.rewards.files import write_groups
-from asyncrl.runtime.arrow_files import map_table
+from asyncrl.runtime.files.arrow_files import map_table
 from asyncrl.text.tokenizer import decode, load_tokenizer
 
 PROMPT = "3+4="

@@ -15,10 +15,10 @@ from small_config import offline_spec
 
 from asyncrl.config import ConfigError
 from asyncrl.contracts.offline_rows import check_offline_table
-from asyncrl.data.offline import write_offline_rows
 from asyncrl.data.offline_report import OfflineReport
+from asyncrl.data.offline_rows import write_offline_rows
 from asyncrl.rewards.files import write_groups
-from asyncrl.runtime.arrow_files import map_table
+from asyncrl.runtime.files.arrow_files import map_table
 
 LONG = Script(("ask", "ask higher", "ask lower"), ("5", "8", "7"), 1.0)
 SHORT = Script(("ask", "ask higher"), ("1", "2"), 0.25)

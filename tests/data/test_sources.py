@@ -261,7 +261,7 @@ def test_arrow_types_are_carried(tmp_path):
 def test_values_that_cannot_travel_are_refused(tmp_path, monkeypatch, column, message):
     # Parquet has no intervals, but another reader may produce them.
     table = pa.table({"prompt": ["1+1="], "extra": column})
-    monkeypatch.setattr("asyncrl.runtime.parquet.read_table", lambda path: table)
+    monkeypatch.setattr("asyncrl.runtime.files.parquet.read_table", lambda path: table)
     (tmp_path / "rows.parquet").write_bytes(b"")
     with pytest.raises(ConfigError, match=message):
         read_sources(str(tmp_path / "rows.parquet"))
@@ -507,7 +507,7 @@ def test_the_plan_shows_several_sources(prompt_config, tmp_path):
         ("many", 30, 1.0),
         ("few", 10, 3.0),
     ]
-    from asyncrl.preflight.plan_sections import sources_text
+    from asyncrl.preflight.plan.sections import sources_text
 
     assert (
         sources_text(report, config)

@@ -5,7 +5,7 @@ import pytest
 
 from asyncrl.contracts.offline_rows import SFT_SCHEMA, token_table
 from asyncrl.data.token_file import open_token_file
-from asyncrl.runtime.arrow_files import write_batches
+from asyncrl.runtime.files.arrow_files import write_batches
 
 BLOCK_ROWS = 700
 

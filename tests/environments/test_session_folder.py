@@ -22,7 +22,7 @@ from asyncrl.environments.agent import own_folder, play, program_environment
 from asyncrl.environments.model import SessionUrl
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.running import Ended, Limits, run_session
-from asyncrl.runtime.temporary import SHORT
+from asyncrl.runtime.files.temporary import SHORT
 from asyncrl.sessions.answers import Answer, ChatRequest
 
 URL = SessionUrl("http://127.0.0.1:9", "sk-of-this-session")

@@ -21,7 +21,8 @@ from asyncrl.config import Config
 from asyncrl.contracts.errors import ReferenceLostError
 from asyncrl.contracts.messages import Manifest
 from asyncrl.contracts.rows import ReferenceLogprobs
-from asyncrl.frozen.kept import (
+from asyncrl.learning.frozen.reference import RayReference, Reference, start_reference
+from asyncrl.learning.frozen.reference_files import (
     CURRENT,
     KeptReference,
     begin_kept,
@@ -30,9 +31,8 @@ from asyncrl.frozen.kept import (
     read_kept,
     wait_for,
 )
-from asyncrl.frozen.reference import RayReference, Reference, start_reference
 from asyncrl.preflight.specs import reference_spec
-from asyncrl.runtime.files import replace_text
+from asyncrl.runtime.files.opening import replace_text
 from asyncrl.weights.layout import bucket_checksum, plan_buckets
 from asyncrl.weights.manifest import ManifestError, expected_tensors
 from asyncrl.weights.staging import StagingError
@@ -132,7 +132,7 @@ def expected(
 def test_a_reference_that_starts_again_scores_with_the_version_that_it_took(
     tiny_model: Path, put: Publish, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.frozen.reference.claim_caches", lambda name: None)
+    monkeypatch.setattr("asyncrl.learning.frozen.reference.claim_caches", lambda name: None)
     before, after = expected
     begin_kept(tmp_path / "folder", None)
     spec = reference_spec(config(tiny_model), tmp_path / "folder")
@@ -224,7 +224,7 @@ def test_a_failed_write_leaves_the_version_before(
         def killed(*_: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("asyncrl.frozen.kept.replace_text", killed)
+        monkeypatch.setattr("asyncrl.learning.frozen.reference_files.replace_text", killed)
         error = KeyboardInterrupt
     with full_disk(limit), pytest.raises(error):
         keep_version(kept.folder, manifest, tiny_model, expected, 30.0)
@@ -302,7 +302,7 @@ def test_a_process_does_not_start_without_its_version(
     kept: KeptReference, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     """It would score with the weights of the start."""
-    monkeypatch.setattr("asyncrl.frozen.reference.claim_caches", lambda name: None)
+    monkeypatch.setattr("asyncrl.learning.frozen.reference.claim_caches", lambda name: None)
     spec = reference_spec(config(tiny_model), kept.folder)
     file = kept.folder / "version_000008" / "model.safetensors"
     if lost == "damaged":

@@ -16,7 +16,7 @@ from served_http import listening
 
 from asyncrl.config.distillation import TeacherServer
 from asyncrl.contracts.errors import TeacherError
-from asyncrl.frozen.teacher import UrlTeacher
+from asyncrl.learning.frozen.teacher import UrlTeacher
 
 ROWS = [([7, 8], [3, 4, 5]), ([7], []), ([9], [6])]
 

@@ -13,8 +13,13 @@ import psutil
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from asyncrl.generation.ahead import AheadProcess, fatal_error, handed_to_vllm, keep_fatal_error
 from asyncrl.generation.arguments import engine_environment
+from asyncrl.generation.early_process import (
+    AheadProcess,
+    fatal_error,
+    handed_to_vllm,
+    keep_fatal_error,
+)
 from asyncrl.generation.served import CPU_HEAD_SIZES
 
 PREPARE = partial(os.chdir, "/")
@@ -90,7 +95,7 @@ def test_it_takes_one_target():
 OWNER = """
 import os, sys, threading, time
 from functools import partial
-from asyncrl.generation.ahead import AheadProcess
+from asyncrl.generation.early_process import AheadProcess
 
 def own():
     with AheadProcess(partial(os.write, 1, b"ready\\n")) as process:

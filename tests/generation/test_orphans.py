@@ -28,7 +28,7 @@ import asyncio, sys, ray
 from stub_replicas import StubGenerator
 from asyncrl.config import Config
 from asyncrl.generation import app, orphans
-from asyncrl.generation.owned import OwnGenerators, lease_generators
+from asyncrl.generation.run_generators import OwnGenerators, lease_generators
 from asyncrl.preflight.specs import generator_app
 from small_config import SMALL
 

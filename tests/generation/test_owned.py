@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.generation import owned
-from asyncrl.generation.owned import OwnGenerators
+from asyncrl.generation import run_generators as owned
+from asyncrl.generation.run_generators import OwnGenerators
 
 
 @pytest.mark.timeout(30)

@@ -18,7 +18,7 @@ from asyncrl.generation import replica as replica_module
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
-from asyncrl.weights.held import HeldWeights
+from asyncrl.weights.engine_fingerprints import HeldWeights
 
 GIB = 2**30
 TOTAL, CONTEXT, WEIGHTS, CACHE = 80 * GIB, 2 * GIB, 16 * GIB, 40 * GIB

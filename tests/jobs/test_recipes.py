@@ -14,9 +14,9 @@ import pytest
 from sparse_checkpoint import save_sparse
 
 from asyncrl.config import load_config
-from asyncrl.preflight.memory_estimate import estimate
-from asyncrl.preflight.model_limits import kv_bytes_per_token
-from asyncrl.preflight.plan import make_plan
+from asyncrl.preflight.plan.plan import make_plan
+from asyncrl.preflight.resources.memory_estimate import estimate
+from asyncrl.preflight.resources.model_limits import kv_bytes_per_token
 
 Usage = namedtuple("Usage", "total used free")
 ROOT = Path(__file__).parents[2]

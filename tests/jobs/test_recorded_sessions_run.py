@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import asyncrl
 from asyncrl.rewards.files import write_groups
 from asyncrl.run.audit import audit, audit_text
-from asyncrl.runtime.arrow_files import map_table
+from asyncrl.runtime.files.arrow_files import map_table
 
 GOOD = Script(("ask", "ask higher", "ask lower"), ("5", "8", "7"), 1.0)
 BAD = Script(("ask", "ask higher"), ("1", "2"), 0.0)

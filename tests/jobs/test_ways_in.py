@@ -57,7 +57,7 @@ sys.stdin.read()
 RUN = """
 import asyncio, sys, ray
 from asyncrl.generation import app, shared_serve
-from asyncrl.generation.owned import OwnGenerators, lease_generators
+from asyncrl.generation.run_generators import OwnGenerators, lease_generators
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.serving.standing import build_standing_app
 

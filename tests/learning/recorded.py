@@ -96,8 +96,8 @@ def recorded_batch(step: int, groups: int = 8, poison: bool = False) -> list[Sco
 
 def state_without_model(config: Config) -> Any:
     """The state of rank 0 without an engine, for tests of code around the passes."""
-    from asyncrl.learning.state import LearnerState
-    from asyncrl.learning.threads import Threads
+    from asyncrl.learning.engine.state import LearnerState
+    from asyncrl.learning.engine.threads import Threads
 
     return LearnerState(
         rank=0,

@@ -10,7 +10,7 @@ import numpy as np
 from asyncrl.algorithms.advantages.dr_grpo import DrGrpo
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
-from asyncrl.learning.batches import examples_of, shuffle_rewards, with_values
+from asyncrl.learning.examples.batches import examples_of, shuffle_rewards, with_values
 from asyncrl.models.micro_batches import micro_batch
 
 

@@ -14,8 +14,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from small_config import small_config
 
 from asyncrl.contracts.errors import PartDiedError
-from asyncrl.learning import group as group_module
-from asyncrl.learning.group import LearnerDiedError, LearnerError, LearnerGroup
+from asyncrl.learning import driver as group_module
+from asyncrl.learning.driver import LearnerDiedError, LearnerError, LearnerGroup
 from asyncrl.preflight.specs import learner_spec
 
 

@@ -15,8 +15,8 @@ from recorded import learner_config, recorded_group, state_without_model
 
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.rows import TopLogprobs
-from asyncrl.learning import blame, policy_step
-from asyncrl.learning.state import LearnerState
+from asyncrl.learning.engine.state import LearnerState
+from asyncrl.learning.steps import blame, policy_step
 from asyncrl.models.micro_batches import Example, micro_batch
 from asyncrl.rewards.score import attach_teacher
 

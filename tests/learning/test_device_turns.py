@@ -16,10 +16,10 @@ from recorded import learner_config
 from asyncrl.config import LoraConfig
 from asyncrl.contracts.errors import GpuMemoryError
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning import turns
+from asyncrl.learning.engine import shifts as turns
+from asyncrl.learning.engine.shifts import DeviceTurns, device_turns
+from asyncrl.learning.engine.state import load_state
 from asyncrl.learning.rank import LearnerRank
-from asyncrl.learning.state import load_state
-from asyncrl.learning.turns import DeviceTurns, device_turns
 from asyncrl.preflight.specs import learner_spec
 
 ROWS = [((5, 6, 7 + row), (8, 9, 10 + row, 3)) for row in range(8)]

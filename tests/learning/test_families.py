@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 from asyncrl.algorithms.objective import policy_loss, supervised_loss
 from asyncrl.algorithms.policy_tokens import PolicyTokens
 from asyncrl.config import PolicyGradient
+from asyncrl.learning.packing.strategies import pack
 from asyncrl.models import attention
 from asyncrl.models.micro_batches import Example, micro_batch
 from asyncrl.models.policy import Policy, load_policy
-from asyncrl.packing.packing import pack
 
 TEMPERATURE, VERSION = 0.8, 3
 FAMILIES = ["qwen3", "llama", "llama with biases"]

@@ -19,7 +19,7 @@ from plain_ranks import on_ranks
 from recorded import learner_config
 
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning import zero3
+from asyncrl.learning.engine import zero3
 from asyncrl.preflight.specs import learner_spec
 
 VOCABULARY = 128
@@ -64,9 +64,9 @@ def count_gathers(
     )
 
     import asyncrl.algorithms.logprobs as logprobs_module
-    from asyncrl.learning import passes
+    from asyncrl.learning.engine.state import load_state
     from asyncrl.learning.rank import LearnerRank
-    from asyncrl.learning.state import load_state
+    from asyncrl.learning.steps import passes
 
     config = learner_config(path, world_size=world_size, max_tokens=64)
     learner = LearnerRank(load_state(rank, learner_spec(config)), "run", 1)

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from asyncrl.config import LoraConfig
 from asyncrl.contracts.adapters import PREFIX
-from asyncrl.learning.adapter import write_adapter
-from asyncrl.learning.hf_directory import HfDirectory
+from asyncrl.learning.engine.adapter import write_adapter
+from asyncrl.learning.engine.hf_directory import HfDirectory
 from asyncrl.text.stops import load_stops
 from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.weights.published import version_table

@@ -31,11 +31,11 @@ from asyncrl.contracts.offline_rows import (
     SFT_SCHEMA,
     token_table,
 )
-from asyncrl.learning.checkpoint import load_rank
-from asyncrl.learning.group import LearnerDiedError, LearnerError, LearnerGroup, stacks_path
-from asyncrl.learning.universal import _convert
+from asyncrl.learning.driver import LearnerDiedError, LearnerError, LearnerGroup, stacks_path
+from asyncrl.learning.engine.checkpoint import load_rank
+from asyncrl.learning.engine.universal import _convert
 from asyncrl.preflight.specs import learner_spec
-from asyncrl.runtime.stacks import stack_of
+from asyncrl.runtime.processes.stacks import stack_of
 from asyncrl.weights.layout import bucket_checksum
 from asyncrl.weights.manifest import expected_tensors
 

@@ -52,10 +52,10 @@ def config_of(model_path: Path, world_size: int, **lora: Any) -> Config:
 
 def train_and_save(rank: int, world_size: int, config: Config, folder: Path) -> Any:
     """Ten steps, a checkpoint, an export, and two more steps."""
-    from asyncrl.learning.adapter import gather_matrices
+    from asyncrl.learning.engine.adapter import gather_matrices
+    from asyncrl.learning.engine.state import load_state
     from asyncrl.learning.rank import LearnerRank
-    from asyncrl.learning.state import load_state
-    from asyncrl.learning.supervised_step import supervised_step
+    from asyncrl.learning.steps.supervised_step import supervised_step
 
     state = load_state(rank, learner_spec(config))
     losses = []
@@ -73,8 +73,8 @@ def train_and_save(rank: int, world_size: int, config: Config, folder: Path) -> 
 
 def resume(rank: int, world_size: int, config: Config, folder: Path) -> Any:
     """The losses of two steps from the checkpoint, and of one from the exported adapter."""
-    from asyncrl.learning.state import load_state
-    from asyncrl.learning.supervised_step import supervised_step
+    from asyncrl.learning.engine.state import load_state
+    from asyncrl.learning.steps.supervised_step import supervised_step
 
     losses = []
     assert config.lora is not None
@@ -251,7 +251,7 @@ def test_weights_that_are_no_numbers_are_refused_at_the_start(
 
 
 def refused_start(rank: int, world_size: int, path: Path) -> str:
-    from asyncrl.learning.state import load_state
+    from asyncrl.learning.engine.state import load_state
 
     try:
         load_state(rank, learner_spec(learner_config(path, world_size)))

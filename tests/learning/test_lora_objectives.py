@@ -21,7 +21,7 @@ from recorded import learner_config, recorded_group
 from asyncrl.config import Config, LoraConfig, WarmStartConfig
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning.online_preference import pairs_table
+from asyncrl.learning.steps.online_preference import pairs_table
 from asyncrl.preflight import learner_spec
 
 LORA = {"r": 4, "alpha": 16}
@@ -96,8 +96,8 @@ def same(one: Bits, other: Bits) -> list[str]:
 
 
 def started(rank: int, config: Config) -> Any:
+    from asyncrl.learning.engine.state import load_state
     from asyncrl.learning.rank import LearnerRank
-    from asyncrl.learning.state import load_state
 
     return LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
 

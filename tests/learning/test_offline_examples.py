@@ -27,9 +27,9 @@ from asyncrl.contracts.offline_rows import (
     mismatched_rows,
     token_table,
 )
-from asyncrl.learning import preference_step
-from asyncrl.learning.components import CE, Component, ce_loss, weighted_sum, with_token_mean
-from asyncrl.learning.offline_examples import examples_with, pairs_of, unpaired_of
+from asyncrl.learning.examples.offline_examples import examples_with, pairs_of, unpaired_of
+from asyncrl.learning.steps import preference_step
+from asyncrl.learning.steps.components import CE, Component, ce_loss, weighted_sum, with_token_mean
 from asyncrl.models.micro_batches import Example, micro_batch, token_example
 
 PAIRS = pa.table(

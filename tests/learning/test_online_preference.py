@@ -42,9 +42,9 @@ from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, Versio
 from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
-from asyncrl.frozen.reference import Reference
-from asyncrl.learning.group import LearnerGroup
-from asyncrl.learning.online_preference import pairs_table
+from asyncrl.learning.driver import LearnerGroup
+from asyncrl.learning.frozen.reference import Reference
+from asyncrl.learning.steps.online_preference import pairs_table
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.preflight.specs import learner_spec, reference_spec
 from asyncrl.rollout.worker import rollout_seed
@@ -145,8 +145,8 @@ def plain_margins(model: PreTrainedModel, beta: float) -> dict[int, float]:
 def observed(rank: int, world_size: int, path: Path) -> SimpleNamespace:
     """Steps of one learner, whose learning rate is 0, at VERSION. The second has a cap that no pair
     fits into."""
-    from asyncrl.learning.online_preference import online_preference_step
-    from asyncrl.learning.state import load_state
+    from asyncrl.learning.engine.state import load_state
+    from asyncrl.learning.steps.online_preference import online_preference_step
 
     spec = learner_spec(preference_config(path, world_size, loss=Sigmoid(beta=0.2), weight_cap=1.5))
     spec = replace(spec, learning_rate=0.0)
@@ -376,7 +376,7 @@ def rounding_of_weights(config: Config, after: Parameters) -> float:
 def test_staleness_0_equals_a_plain_synchronous_loop(
     ray_cluster: Any, run: Any, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.frozen.reference.claim_caches", lambda name: None)
+    monkeypatch.setattr("asyncrl.learning.frozen.reference.claim_caches", lambda name: None)
     config = synchronous_config(model_path)
     ours, in_process, our_steps = run(with_asyncrl(config, Reference(reference_spec(config))))
     theirs, their_tokens, their_steps = plain_loop(config, load(model_path), load(model_path))

@@ -17,8 +17,8 @@ from asyncrl.algorithms.optimizers import AdamW
 from asyncrl.config import Config, LearnerConfig, explain
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning import zero3
-from asyncrl.learning.optimizer import decays, make_optimizer, set_learning_rates
+from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine.optimizer import decays, make_optimizer, set_learning_rates
 from asyncrl.preflight.specs import learner_spec
 from benchmarks.families import family
 
@@ -209,8 +209,8 @@ def observe_steps(rank: int, world_size: int, path: Path, folder: Path) -> Simpl
 
 
 def started(rank: int, config: Config) -> Any:
+    from asyncrl.learning.engine.state import load_state
     from asyncrl.learning.rank import LearnerRank
-    from asyncrl.learning.state import load_state
 
     return LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
 

@@ -15,9 +15,9 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 from recorded import learner_config, state_without_model
 
 from asyncrl.config import DpoConfig, OfflineDataConfig
-from asyncrl.learning import passes
-from asyncrl.learning.group import _cause
-from asyncrl.learning.out_of_memory import LearnerOutOfMemoryError, advice, explained
+from asyncrl.learning.driver import _cause
+from asyncrl.learning.engine.out_of_memory import LearnerOutOfMemoryError, advice, explained
+from asyncrl.learning.steps import passes
 from asyncrl.models.micro_batches import micro_batch, token_example
 from asyncrl.preflight.specs import learner_spec
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from recorded import learner_config, recorded_batch
 
-from asyncrl.learning.group import LearnerError, LearnerGroup
+from asyncrl.learning.driver import LearnerError, LearnerGroup
 from asyncrl.preflight.specs import learner_spec
 
 Run = Callable[[Any], Any]

@@ -383,8 +383,8 @@ def observed(
 ) -> SimpleNamespace:
     """What a learner computes in the wanted cases and routes. `size` ranks share rows. Its learning
     rate is 0 until the last steps, so all steps see the same weights."""
+    from asyncrl.learning.engine.state import load_state
     from asyncrl.learning.rank import LearnerRank
-    from asyncrl.learning.state import load_state
 
     config = learner_config(
         path,
@@ -434,7 +434,7 @@ def watched(learner: Any, step: Callable[[], dict[str, float]]) -> SimpleNamespa
     """Metrics of a step, and its gradients over all ranks."""
     from deepspeed.utils import safe_get_full_grad
 
-    from asyncrl.learning import zero3
+    from asyncrl.learning.engine import zero3
 
     gradients: dict[str, torch.Tensor] = {}
     finite = zero3.gradients_finite
@@ -477,7 +477,7 @@ def skip(learner: Any, table: pa.Table, found: SimpleNamespace, size: int) -> No
         def emit(self, record: logging.LogRecord) -> None:
             notes.append(record.getMessage())
 
-    logger, handler = logging.getLogger("asyncrl.learning.preference_step"), Notes()
+    logger, handler = logging.getLogger("asyncrl.learning.steps.preference_step"), Notes()
     logger.addHandler(handler)
     state.spec = training(state.spec, "sigmoid")
     learner.reset_optimizer(0.5)

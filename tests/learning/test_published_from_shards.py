@@ -81,8 +81,8 @@ def export_all(rank: int, world_size: int, checkpoints: dict[str, Path], target:
     from transformers.integrations import HfDeepSpeedConfig
 
     from asyncrl.config import LearnerConfig
-    from asyncrl.learning import zero3
-    from asyncrl.learning.hf_directory import HfDirectory
+    from asyncrl.learning.engine import zero3
+    from asyncrl.learning.engine.hf_directory import HfDirectory
     from asyncrl.text.stops import Stops
     from asyncrl.weights.gather import gather_buckets
     from asyncrl.weights.published import version_table

@@ -15,8 +15,8 @@ from recorded import learner_config, recorded_group, state_without_model
 
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.outcomes import NOTHING_TO_LEARN
-from asyncrl.learning.policy_step import policy_step
-from asyncrl.learning.quarantine import KEPT, NormWatch, culprit, keep_batch
+from asyncrl.learning.steps.policy_step import policy_step
+from asyncrl.learning.steps.quarantine import KEPT, NormWatch, culprit, keep_batch
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 64, 100])

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from small_config import small_config
-from asyncrl.learning.state import Meeting, join_ranks
+from asyncrl.learning.engine.state import Meeting, join_ranks
 from asyncrl.preflight.specs import learner_spec
 
 rank, addresses = int(sys.argv[1]), sys.argv[2:]

@@ -135,8 +135,8 @@ def observed(
     rank: int, world_size: int, path: Path, table: pa.Table, target: Path, size: int, lora: Any
 ) -> SimpleNamespace:
     """What a learner computes on the pairs before and after some steps. `size` ranks share rows."""
+    from asyncrl.learning.engine.state import load_state
     from asyncrl.learning.rank import LearnerRank
-    from asyncrl.learning.state import load_state
 
     config = learner_config(
         path,

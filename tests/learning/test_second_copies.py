@@ -13,9 +13,9 @@ from plain_ranks import on_ranks
 from recorded import learner_config
 
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning import zero3
+from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine.state import load_state
 from asyncrl.learning.rank import LearnerRank
-from asyncrl.learning.state import load_state
 from asyncrl.preflight.specs import learner_spec
 
 RANKS = 4

@@ -270,8 +270,8 @@ def learned(rank: int, world_size: int, configs: list[Config]) -> list[dict[str,
     """Steps of a real LearnerRank for each config: metrics, log-probs, parameters."""
     import deepspeed
 
+    from asyncrl.learning.engine.state import load_state
     from asyncrl.learning.rank import LearnerRank
-    from asyncrl.learning.state import load_state
 
     found = []
     for config in configs:

@@ -16,9 +16,9 @@ from recorded import learner_config, state_without_model
 from asyncrl.contracts.nodes import CONSTRAINED, Node
 from asyncrl.contracts.rows import COLUMNS, TURN_ADVANTAGE, TURN_COLUMNS, VersionSpan
 from asyncrl.contracts.session_table import flat_completion, nodes_of_group, turns_of_group
-from asyncrl.learning import policy_step
-from asyncrl.learning.batches import examples_of
-from asyncrl.learning.session_examples import rows_of_trajectory, with_trajectory_units
+from asyncrl.learning.examples.batches import examples_of
+from asyncrl.learning.examples.session_examples import rows_of_trajectory, with_trajectory_units
+from asyncrl.learning.steps import policy_step
 from asyncrl.models.micro_batches import (
     WHOLE,
     Example,

@@ -35,9 +35,9 @@ from asyncrl.contracts.rows import (
 )
 from asyncrl.contracts.session_table import flat_completion
 from asyncrl.environments.running import Ended
-from asyncrl.frozen.reference import Reference
-from asyncrl.learning.batches import examples_of
-from asyncrl.learning.distillation import with_teacher_advantages
+from asyncrl.learning.examples.batches import examples_of
+from asyncrl.learning.frozen.reference import Reference
+from asyncrl.learning.steps.distillation import with_teacher_advantages
 from asyncrl.models.micro_batches import WHOLE, Example
 from asyncrl.preflight.specs import reference_spec, scoring_spec
 from asyncrl.rewards.pool import GroupRewards
@@ -45,8 +45,8 @@ from asyncrl.rewards.reference_rows import ReferenceRows, reference_rows
 from asyncrl.rewards.score import attach_rewards, score_table
 from asyncrl.rewards.source import _with_reference, _with_teacher
 from asyncrl.rollout.prefixes import PrefixCounter
-from asyncrl.rollout.sessions import Played, session_table
-from asyncrl.rundir.rows import read_rows
+from asyncrl.rollout.session_groups import Played, session_table
+from asyncrl.rundir.audited_rows import read_rows
 
 TOP_K = 3
 COEF = 0.5
@@ -149,7 +149,7 @@ def wanted(model: Any, nodes: Sequence[Node]) -> np.ndarray:
 
 @pytest.fixture
 def no_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.frozen.reference.claim_caches", lambda name: None)
+    monkeypatch.setattr("asyncrl.learning.frozen.reference.claim_caches", lambda name: None)
 
 
 @pytest.mark.usefixtures("no_caches")

@@ -25,10 +25,11 @@ from test_session_reference import ORPHANED, wanted
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
-from asyncrl.learning import passes, zero3
-from asyncrl.learning.batches import examples_of
+from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine.state import load_state
+from asyncrl.learning.examples.batches import examples_of
 from asyncrl.learning.rank import LearnerRank
-from asyncrl.learning.state import load_state
+from asyncrl.learning.steps import passes
 from asyncrl.preflight.specs import learner_spec
 
 RANKS = 2

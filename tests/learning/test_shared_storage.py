@@ -19,9 +19,9 @@ DRIVE = """
 import asyncio, json, sys
 import ray
 from asyncrl.config import Config
-from asyncrl.learning.group import LearnerGroup
+from asyncrl.learning.driver import LearnerGroup
 from asyncrl.preflight.specs import learner_spec
-from asyncrl.runtime.shared import NotSharedError
+from asyncrl.runtime.files.shared import NotSharedError
 
 async def main(config):
     learner = await LearnerGroup.create(learner_spec(config), "run", 0)

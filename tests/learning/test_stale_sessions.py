@@ -18,7 +18,7 @@ from asyncrl.contracts.rows import Group, Prompt, Trajectory, VersionSpan
 from asyncrl.contracts.session_table import flat_completion
 from asyncrl.control.diagnostics import batch_metrics
 from asyncrl.environments.running import Ended
-from asyncrl.learning import policy_step
+from asyncrl.learning.steps import policy_step
 from asyncrl.models.micro_batches import Example
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.preflight.specs import scoring_spec
@@ -26,7 +26,7 @@ from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.score import attach_rewards, score_table
 from asyncrl.rewards.summary import scored_from_text, scored_to_text, summaries
 from asyncrl.rollout.prefixes import PrefixCounter
-from asyncrl.rollout.sessions import Played, session_table
+from asyncrl.rollout.session_groups import Played, session_table
 
 AT, BOUND = 5, 2
 AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "fixed")

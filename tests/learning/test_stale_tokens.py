@@ -12,8 +12,8 @@ from recorded import learner_config, state_without_model
 from asyncrl.algorithms.objective import token_weights
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
-from asyncrl.learning import policy_step
-from asyncrl.learning.stale_tokens import kept_metrics, with_fresh_tokens
+from asyncrl.learning.steps import policy_step
+from asyncrl.learning.steps.stale_tokens import kept_metrics, with_fresh_tokens
 from asyncrl.models.micro_batches import Example
 
 VERSIONS = [(3, 3), (0, 0, 1, 4), (0, 1), (2, 2, 2, 3, 3, 3, 4, 4)]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from asyncrl.algorithms.loss_metrics import LossSums
-from asyncrl.learning.metrics import NAMES, step_metrics
+from asyncrl.learning.packing.strategies import Packing, pack
+from asyncrl.learning.steps.metrics import NAMES, step_metrics
 from asyncrl.models.micro_batches import token_example
 from asyncrl.observe.metric_catalog import known_names
-from asyncrl.packing.packing import Packing, pack
 
 
 def test_a_steps_metrics_include_its_packing_and_are_documented() -> None:

@@ -22,8 +22,8 @@ from asyncrl.algorithms.advantages.remax import ReMax
 from asyncrl.algorithms.covariance import covariances, drawn_between, largest
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
-from asyncrl.learning import policy_step
-from asyncrl.learning.batches import examples_of, shuffle_rewards, with_next_token
+from asyncrl.learning.examples.batches import examples_of, shuffle_rewards, with_next_token
+from asyncrl.learning.steps import policy_step
 from asyncrl.models.micro_batches import Example, MicroBatch, micro_batch
 from asyncrl.models.policy import load_policy
 from benchmarks.families import family

@@ -11,11 +11,11 @@ import pytest
 from recorded import learner_config, state_without_model
 
 from asyncrl.contracts.offline_rows import SFT_SCHEMA, TokenRow, token_table
-from asyncrl.learning import blame, supervised_step
-from asyncrl.learning.state import LearnerState
-from asyncrl.learning.supervised_step import supervised_examples
+from asyncrl.learning.engine.state import LearnerState
+from asyncrl.learning.packing.strategies import Strategy
+from asyncrl.learning.steps import blame, supervised_step
+from asyncrl.learning.steps.supervised_step import supervised_examples
 from asyncrl.models.micro_batches import Example, micro_batch, token_example
-from asyncrl.packing.packing import Strategy
 
 
 def cut(

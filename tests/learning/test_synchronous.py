@@ -35,11 +35,11 @@ from asyncrl.contracts.rows import Completion, Prompt
 from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
-from asyncrl.frozen.reference import Reference
 from asyncrl.generation.app import ServeGenerate
 from asyncrl.generation.arguments import engine_environment
 from asyncrl.generation.engine import Engine
-from asyncrl.learning.group import LearnerGroup
+from asyncrl.learning.driver import LearnerGroup
+from asyncrl.learning.frozen.reference import Reference
 from asyncrl.preflight.specs import learner_spec, scoring_spec, worker_spec
 from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.reference_rows import reference_rows

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncrl.learning.threads import AGAIN, CpuTimes, Threads, cpu_times
+from asyncrl.learning.engine.threads import AGAIN, CpuTimes, Threads, cpu_times
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_the_times_of_this_machine():
 
 
 def test_a_forward_pass_is_not_measured(monkeypatch):
-    from asyncrl.learning import passes
+    from asyncrl.learning.steps import passes
 
     state = SimpleNamespace(
         threads=SimpleNamespace(),  # any use of it raises
@@ -169,7 +169,7 @@ def test_a_forward_pass_is_not_measured(monkeypatch):
 
 
 def test_a_training_pass_begins_once_and_adapts_after_each_micro_batch(monkeypatch):
-    from asyncrl.learning import passes
+    from asyncrl.learning.steps import passes
 
     calls = []
     batch = SimpleNamespace(evaluated=lambda logprobs: (batch, logprobs))

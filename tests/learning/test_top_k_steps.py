@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import Config
 from asyncrl.contracts.group_table import groups_to_table
-from asyncrl.frozen.reference import Reference
-from asyncrl.learning.batches import examples_of, with_next_token
+from asyncrl.learning.examples.batches import examples_of, with_next_token
+from asyncrl.learning.frozen.reference import Reference
 from asyncrl.models.micro_batches import Example, micro_batch
 from asyncrl.preflight.specs import learner_spec, reference_spec
 from asyncrl.rewards.reference_rows import reference_rows
@@ -194,10 +194,10 @@ def stepped(
     """Policy steps with learning rate 0, then five that learn."""
     from deepspeed.utils import safe_get_full_grad
 
-    from asyncrl.learning import zero3
-    from asyncrl.learning.policy_step import policy_step
+    from asyncrl.learning.engine import zero3
+    from asyncrl.learning.engine.state import load_state
     from asyncrl.learning.rank import LearnerRank
-    from asyncrl.learning.state import load_state
+    from asyncrl.learning.steps.policy_step import policy_step
 
     chosen = config(path, teacher, world_size, learning_rate=0.0, sequence_parallel_size=size)
     learner = LearnerRank(load_state(rank, learner_spec(chosen)), "run", 1)

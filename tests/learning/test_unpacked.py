@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.algorithms.logprobs import LogitMap
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.frozen.reference import Reference
-from asyncrl.learning import zero3
+from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine.state import load_state
+from asyncrl.learning.frozen.reference import Reference
+from asyncrl.learning.packing.strategies import pack
 from asyncrl.learning.rank import LearnerRank
-from asyncrl.learning.state import load_state
 from asyncrl.models.isolation import check_isolation
 from asyncrl.models.micro_batches import micro_batch
 from asyncrl.models.policy import Policy, checkpoint_activations, load_policy
-from asyncrl.packing.packing import pack
 from asyncrl.preflight.specs import learner_spec, reference_spec
 from benchmarks.families import VOCABULARY, family
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from asyncrl.algorithms.logprobs import CHUNK_ELEMENTS
 from asyncrl.config import Config
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning.group import LearnerGroup
+from asyncrl.learning.driver import LearnerGroup
 from asyncrl.preflight.specs import learner_spec
 
 Run = Callable[[Any], Any]

@@ -17,7 +17,7 @@ from recorded import learner_config
 
 from asyncrl.config import LearnerConfig
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning import zero3
+from asyncrl.learning.engine import zero3
 from asyncrl.preflight.specs import learner_spec
 
 ROWS = [(tuple(range(3, 6 + index)), tuple(range(8, 11 + 6 * index))) for index in range(6)]
@@ -170,9 +170,9 @@ def all_variants(
 
 
 def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str) -> SimpleNamespace:
-    from asyncrl.learning import supervised_step
+    from asyncrl.learning.engine.state import load_state
     from asyncrl.learning.rank import LearnerRank
-    from asyncrl.learning.state import load_state
+    from asyncrl.learning.steps import supervised_step
 
     config = learner_config(path, world_size=world_size, max_tokens=64, **VARIANTS[name])
     learner = LearnerRank(load_state(rank, learner_spec(config)), "run", 1)

@@ -10,7 +10,7 @@ import ray
 from recorded import recorded_batch
 
 from asyncrl.config import Config
-from asyncrl.learning.group import LearnerGroup
+from asyncrl.learning.driver import LearnerGroup
 from asyncrl.preflight.specs import learner_spec
 
 STEPS = 10

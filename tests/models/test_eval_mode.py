@@ -27,9 +27,9 @@ from transformers import (
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.offline_rows import token_table
 from asyncrl.contracts.rows import Group
-from asyncrl.learning import zero3
+from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine.state import load_state
 from asyncrl.learning.rank import LearnerRank
-from asyncrl.learning.state import load_state
 from asyncrl.models.micro_batches import micro_batch, token_example
 from asyncrl.models.policy import Policy, load_policy
 from asyncrl.preflight.specs import learner_spec

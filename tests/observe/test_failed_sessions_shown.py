@@ -21,7 +21,7 @@ from asyncrl.rundir.outcomes import OutcomesWriter
 from asyncrl.runtime.redact import RedactingFormatter
 
 if TYPE_CHECKING:
-    from asyncrl.preflight.plan_text import Plan
+    from asyncrl.preflight.plan.text import Plan
 
 REASON = "env_error: RuntimeError: the \x1b[31mdatabase\x1b[0m is down"
 SHOWN = "env_error: RuntimeError: the �[31mdatabase�[0m is down"

@@ -21,7 +21,7 @@ from asyncrl.observe.samples import samples_text
 from asyncrl.observe.shared_text import SharedText
 from asyncrl.preflight.specs import observe_spec
 from asyncrl.rundir.reader import open_run
-from asyncrl.runtime.parquet import read_table, write_table
+from asyncrl.runtime.files.parquet import read_table, write_table
 
 ADVICE = (
     "step 7: kl_k3 = 3.2 is outside 0 to 0.1: lower staleness.max_staleness or"

@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from asyncrl.packing.balance import balanced_rounds, imbalance_of, karmarkar_karp, quadratic_cost
-from asyncrl.packing.packing import best_fit_decreasing, pack
+from asyncrl.learning.packing.balance import (
+    balanced_rounds,
+    imbalance_of,
+    karmarkar_karp,
+    quadratic_cost,
+)
+from asyncrl.learning.packing.strategies import best_fit_decreasing, pack
 
 
 def test_the_differencing_method_by_hand() -> None:

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from asyncrl.packing.blocks import pack_blocks
-from asyncrl.packing.packing import Strategy
+from asyncrl.learning.packing.blocks import pack_blocks
+from asyncrl.learning.packing.strategies import Strategy
 
 STRATEGIES: list[Strategy] = ["bfd", "bfd_split", "wrapped"]
 
@@ -141,8 +141,8 @@ def test_no_rows_give_nothing() -> None:
 EVERYTHING = """
 import hashlib
 import numpy as np, pyarrow as pa
-from asyncrl.packing.blocks import pack_blocks
-from asyncrl.packing.packing import pack, pack_rows
+from asyncrl.learning.packing.blocks import pack_blocks
+from asyncrl.learning.packing.strategies import pack, pack_rows
 lengths = np.random.default_rng(5).integers(1, 700, 3000)
 ids = pa.array([[row] * length for row, length in enumerate(lengths.tolist())])
 table = pa.table({"input_ids": ids, "loss_mask": ids})

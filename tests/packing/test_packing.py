@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from asyncrl.packing.packing import Pieces, Strategy, _fills, best_fit_decreasing, pack, pack_rows
+from asyncrl.learning.packing.strategies import (
+    Pieces,
+    Strategy,
+    _fills,
+    best_fit_decreasing,
+    pack,
+    pack_rows,
+)
 
 LENGTHS = st.integers(1, 300).flatmap(
     lambda cap: st.tuples(st.lists(st.integers(1, cap), max_size=150), st.just(cap))

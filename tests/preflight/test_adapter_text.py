@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config import ConfigError, LoraConfig, load_config
-from asyncrl.preflight.adapter import adapter_text, published_bytes, trained_elements
-from asyncrl.preflight.disk import checkpoint_bytes
-from asyncrl.preflight.memory_estimate import estimate
+from asyncrl.preflight.resources.adapter import adapter_text, published_bytes, trained_elements
+from asyncrl.preflight.resources.disk import checkpoint_bytes
+from asyncrl.preflight.resources.memory_estimate import estimate
 from asyncrl.weights.outline import outline
 
 

@@ -12,8 +12,8 @@ import pytest
 from asyncrl.config import Config, GeneratorConfig, LoraConfig
 from asyncrl.contracts.messages import ReplicaStatus
 from asyncrl.generation.settings import GeneratorApp
-from asyncrl.preflight.attach import AttachError, check_fits
-from asyncrl.preflight.placement import needed
+from asyncrl.run.cluster.attach import AttachError, check_fits
+from asyncrl.run.cluster.placement import needed
 from asyncrl.testing.generators import fake_status
 from asyncrl.text.stops import load_stops
 from asyncrl.text.tokenizer import load_tokenizer, tokenizer_hash

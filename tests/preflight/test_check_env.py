@@ -21,11 +21,11 @@ from chat_families import CHATML, STRIPS_THINKING, save_chat_model
 from asyncrl import cli
 from asyncrl.config import AgentCommand, Config, ConfigError
 from asyncrl.contracts.nodes import Node
-from asyncrl.preflight.check_env import Checked, check_environment
-from asyncrl.preflight.environment import try_environment
-from asyncrl.preflight.finding import Finding
-from asyncrl.preflight.tool_examples import example_arguments
-from asyncrl.sessions.rows import SessionRows, session_rows
+from asyncrl.preflight.check_env.command import Checked, check_environment
+from asyncrl.preflight.check_env.findings import Finding
+from asyncrl.preflight.check_env.tool_examples import example_arguments
+from asyncrl.preflight.trials.environment import try_environment
+from asyncrl.sessions.session_rows import SessionRows, session_rows
 from jobs.guess.game import question
 from jobs.guess.task import make_model
 
@@ -77,8 +77,8 @@ print(float(said == sys.argv[2]))
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slow agent waits, and the cost is measured, for less time than in use."""
-    monkeypatch.setattr("asyncrl.preflight.agent_checks.DEADLINE_S", 0.3)
-    monkeypatch.setattr("asyncrl.preflight.agent_checks.COSTED", 3)
+    monkeypatch.setattr("asyncrl.preflight.check_env.agent_checks.DEADLINE_S", 0.3)
+    monkeypatch.setattr("asyncrl.preflight.check_env.agent_checks.COSTED", 3)
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_wrong_masks_are_noticed(
         trained[1] = True
         return replace(derived, rows=(replace(first, trained=trained), *derived.rows[1:]))
 
-    monkeypatch.setattr("asyncrl.preflight.template_checks.session_rows", broken)
+    monkeypatch.setattr("asyncrl.preflight.check_env.template_checks.session_rows", broken)
     checked = check_environment(config_of("sound"))
     assert checked.failed
     wanted = "other tokens are trained" if fault == "a context token" else "and [] are trained"
@@ -325,7 +325,7 @@ def test_an_environment_that_blocks_is_given_up(
     config_of: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = psutil.Process().children(recursive=True)  # an earlier test may have left some
-    monkeypatch.setattr("asyncrl.preflight.agent_checks.BLOCKED_S", 2.0)
+    monkeypatch.setattr("asyncrl.preflight.check_env.agent_checks.BLOCKED_S", 2.0)
     checked = check_environment(config_of("always_blocks", environment={"block_s": 1}))
     text = found(checked, "FAIL", "agents")
     assert "2 sessions blocked their process, so the other" in text
@@ -448,7 +448,7 @@ def test_one_reason_is_given_once(config_of: Callable[..., Config]) -> None:
 def test_a_first_chat_beyond_every_limit_is_a_finding(
     config_of: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.preflight.template_checks.LONGEST", 4096)
+    monkeypatch.setattr("asyncrl.preflight.check_env.template_checks.LONGEST", 4096)
     checked = check_environment(config_of("too_long"))
     text = found(checked, "FAIL", "first chat")
     assert text.startswith("2 of 2 tasks begin with a chat that leaves no room for an answer")

@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from asyncrl.config import ConfigError
-from asyncrl.preflight import cluster_address
-from asyncrl.preflight.cluster_address import answering_cluster
+from asyncrl.run.cluster import cluster_address
+from asyncrl.run.cluster.cluster_address import answering_cluster
 
 LOOPBACK = "127.0.0.2"
 """Ray turns 127.0.0.1 into the machine's address in the network, where no test listens."""

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.config import ConfigError, load_config
-from asyncrl.preflight.code_trial import try_code
+from asyncrl.preflight.trials.code import try_code
 from asyncrl.sandbox import probe
 
 ADD = "def add(a, b):\n    return a + b\n"

@@ -9,8 +9,8 @@ import pytest
 from small_config import SMALL, small_config
 
 from asyncrl.config import ConfigError
-from asyncrl.preflight import disk
-from asyncrl.preflight.disk import checkpoint_bytes, disks, refuse_full
+from asyncrl.preflight.resources import disk
+from asyncrl.preflight.resources.disk import checkpoint_bytes, disks, refuse_full
 
 MIB = 1 << 20
 VERSION = 400 * MIB

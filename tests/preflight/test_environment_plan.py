@@ -11,7 +11,7 @@ import yaml
 
 from asyncrl.config import Config
 from asyncrl.environments.pool import GUARD_S
-from asyncrl.preflight.plan_sections import algorithm_text, environment_text
+from asyncrl.preflight.plan.sections import algorithm_text, environment_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "environments.md"
 

@@ -1,6 +1,6 @@
 """Findings in a terminal."""
 
-from asyncrl.preflight.finding import Finding, findings_text
+from asyncrl.preflight.check_env.findings import Finding, findings_text
 
 LONG = Finding("warn", "agent: right", "could not be made: " + "word " * 40)
 

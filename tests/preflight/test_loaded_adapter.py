@@ -13,10 +13,10 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from asyncrl.config import ConfigError, OfflineConfig, load_config
-from asyncrl.preflight.adapter import with_loaded_adapter
 from asyncrl.preflight.model_snapshot import resolve_models
-from asyncrl.preflight.offline_plan import OfflinePlan, make_offline_plan
-from asyncrl.preflight.plan import make_plan
+from asyncrl.preflight.plan.offline import OfflinePlan, make_offline_plan
+from asyncrl.preflight.plan.plan import make_plan
+from asyncrl.preflight.resources.adapter import with_loaded_adapter
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

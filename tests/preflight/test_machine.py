@@ -12,8 +12,8 @@ from small_config import small_config
 
 from asyncrl.config import ConfigError
 from asyncrl.preflight import machine
-from asyncrl.preflight.cluster_address import UV, ray_constants, without_uv
 from asyncrl.preflight.machine import refuse_machine
+from asyncrl.run.cluster.cluster_address import UV, ray_constants, without_uv
 from asyncrl.rundir.directory import _Lock
 from asyncrl.sandbox.machine import ProcessLimit
 

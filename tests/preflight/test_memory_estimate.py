@@ -14,7 +14,12 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import Config
 from asyncrl.models.micro_batches import micro_batch, token_example
 from asyncrl.models.policy import checkpoint_activations, load_policy
-from asyncrl.preflight.memory_estimate import estimate, limit_text, memory_text, parameter_counts
+from asyncrl.preflight.resources.memory_estimate import (
+    estimate,
+    limit_text,
+    memory_text,
+    parameter_counts,
+)
 from benchmarks.families import VOCABULARY, family
 
 

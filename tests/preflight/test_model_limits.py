@@ -7,7 +7,7 @@ import pytest
 from unprivileged import without_permission
 
 from asyncrl.config import ConfigError, load_config
-from asyncrl.preflight.plan import make_plan
+from asyncrl.preflight.plan.plan import make_plan
 from asyncrl.weights.stored import CheckpointFilesError, stored_tensors
 from benchmarks.families import family
 

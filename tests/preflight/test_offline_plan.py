@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from asyncrl.config import ConfigError, OfflineConfig
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
-from asyncrl.preflight.offline_plan import OfflinePlan, make_offline_plan
+from asyncrl.preflight.plan.offline import OfflinePlan, make_offline_plan
 from asyncrl.rewards.files import write_groups
 from asyncrl.text.tokenizer import decode, load_tokenizer, save_tokenizer
 from benchmarks.families import family

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.config import ConfigError, load_config
-from asyncrl.preflight.own_functions import own_text, try_own
+from asyncrl.preflight.trials.user_functions import own_text, try_own
 
 OWN = """
 def rewarded(completions):

@@ -15,11 +15,11 @@ from small_config import small_config as config
 from asyncrl.contracts.errors import PartDiedError, PlacementError, PlacementLostError
 from asyncrl.data.prompt_stream import RayPromptSource
 from asyncrl.data.prompts import check_prompts
-from asyncrl.preflight import placement
-from asyncrl.preflight.placement import needed, wait_for_placement, wait_for_resources
-from asyncrl.preflight.resources import Node
+from asyncrl.preflight.resources.needs import Node
 from asyncrl.preflight.specs import data_spec
 from asyncrl.run import launch, supervise, train as run
+from asyncrl.run.cluster import placement
+from asyncrl.run.cluster.placement import needed, wait_for_placement, wait_for_resources
 from asyncrl.run.launch import Stations
 
 

@@ -17,7 +17,7 @@ from small_config import small_config
 
 from asyncrl import cli
 from asyncrl.config import ConfigError, load_config
-from asyncrl.preflight.plan import check_heads, make_plan
+from asyncrl.preflight.plan.plan import check_heads, make_plan
 from benchmarks.families import family
 
 

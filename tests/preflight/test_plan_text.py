@@ -9,9 +9,9 @@ import pytest
 from asyncrl import cli
 from asyncrl.config import load_config
 from asyncrl.observe.metric_catalog import known_names
-from asyncrl.preflight.plan import make_plan
-from asyncrl.preflight.plan_notes import plan_notes
-from asyncrl.preflight.plan_sections import algorithm_text
+from asyncrl.preflight.plan.notes import plan_notes
+from asyncrl.preflight.plan.plan import make_plan
+from asyncrl.preflight.plan.sections import algorithm_text
 from asyncrl.weights.outline import Outline
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.preflight.ray_token import keep_token_private
+from asyncrl.run.cluster.ray_token import keep_token_private
 
 
 @pytest.fixture

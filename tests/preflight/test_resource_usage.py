@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from small_config import SMALL
 
-from asyncrl.preflight.resource_usage import _claims, group_users
-from asyncrl.preflight.resources import ResourceUser
+from asyncrl.preflight.resources.needs import ResourceUser
+from asyncrl.run.cluster.resource_usage import _claims, group_users
 
 
 def actor(node, class_name, job="01000000", name=None, group=None, **resources):
@@ -73,7 +73,7 @@ from ray.util.placement_group import placement_group
 from asyncrl.preflight import placement
 from asyncrl.config import Config, ConfigError
 from asyncrl.contracts.errors import PlacementError
-from asyncrl.preflight.resources import run_needs, shortages
+from asyncrl.preflight.resources.needs import run_needs, shortages
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": True})
 cluster.add_node(num_cpus=2)

@@ -4,7 +4,7 @@ users. No cluster."""
 import pytest
 from small_config import small_config as config
 
-from asyncrl.preflight.resources import (
+from asyncrl.preflight.resources.needs import (
     Node,
     ResourceUser,
     cluster_text,

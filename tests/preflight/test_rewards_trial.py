@@ -15,8 +15,8 @@ import pytest
 from asyncrl import cli
 from asyncrl.config import ConfigError, load_config
 from asyncrl.data.prompts import check_prompts
-from asyncrl.preflight.rewards import Tried, reward_trial, rewards_text
 from asyncrl.preflight.specs import data_spec
+from asyncrl.preflight.trials.rewards import Tried, reward_trial, rewards_text
 
 REWARD = """
 def fine(prompts, completions, answer, **_):

@@ -17,7 +17,7 @@ from chat_families import (
     save_chat_model,
 )
 
-from asyncrl.preflight.scripted import (
+from asyncrl.preflight.check_env.scripted_model import (
     Said,
     ScriptedModel,
     ScriptedSession,

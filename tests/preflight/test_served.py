@@ -6,7 +6,7 @@ import pytest
 from small_config import small_config
 
 from asyncrl.generation.served import NOT_SERVED_ON_CPU, unusable
-from asyncrl.preflight.model_limits import refusal
+from asyncrl.preflight.resources.model_limits import refusal
 from benchmarks.families import FAMILIES
 
 BF16 = {"model": {"path": "m", "dtype": "bfloat16"}}

@@ -12,7 +12,7 @@ import asyncio, json, sys
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl.config import Config
-from asyncrl.learning.group import _place_ranks
+from asyncrl.learning.driver import _place_ranks
 from asyncrl.preflight.specs import generator_app, learner_spec, reference_spec
 
 @ray.remote(num_cpus=0)

@@ -12,9 +12,9 @@ from fastapi.responses import JSONResponse
 from served_http import listening
 
 from asyncrl.config import ConfigError, load_config
-from asyncrl.preflight.plan import make_plan
-from asyncrl.preflight.resources import logical_cpus, run_needs
-from asyncrl.preflight.teacher import check_teacher
+from asyncrl.preflight.plan.plan import make_plan
+from asyncrl.preflight.resources.needs import logical_cpus, run_needs
+from asyncrl.preflight.trials.teacher import check_teacher
 from asyncrl.text.tokenizer import load_tokenizer
 
 TEACHER = "algorithm.distillation.teacher"

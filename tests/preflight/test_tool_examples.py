@@ -11,8 +11,8 @@ import pytest
 from pydantic import BaseModel
 from test_tool_round_trip import TEMPLATES
 
-from asyncrl.preflight.template_checks import TemplateChecks
-from asyncrl.preflight.tool_examples import example_arguments, own_cases, refused_examples
+from asyncrl.preflight.check_env.template_checks import TemplateChecks
+from asyncrl.preflight.check_env.tool_examples import example_arguments, own_cases, refused_examples
 from asyncrl.sessions.session import SessionTemplate
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.schemas import resolved_tool

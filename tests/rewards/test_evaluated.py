@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.rewards.contract import GroupCall, RewardError, call_reward, with_notes
-from asyncrl.rewards.evaluated import EVALUATED, why_not_scored
+from asyncrl.rewards.unsafe_tasks import EVALUATED, why_not_scored
 
 NAME = "asyncrl.rewards.builtin:reasoning_gym_score"
 CALLS = re.compile(r"\b(eval|exec|parse_expr|sympify|parse_latex)\(")

@@ -5,7 +5,7 @@ import pyarrow.parquet
 import pytest
 
 from asyncrl.rewards.files import FlushFiles, compact
-from asyncrl.runtime.merging import MERGE_EVERY
+from asyncrl.runtime.files.merging import MERGE_EVERY
 
 
 def rows(attempt, ordinals, note="note"):

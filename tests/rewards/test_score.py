@@ -17,7 +17,7 @@ from asyncrl.contracts.group_table import groups_from_table, groups_to_table
 from asyncrl.contracts.messages import ScoredBaseline
 from asyncrl.contracts.outcomes import NO_BASELINE
 from asyncrl.contracts.rows import Baseline, Completion, Group, Prompt, Trajectory, VersionSpan
-from asyncrl.learning.batches import examples_of
+from asyncrl.learning.examples.batches import examples_of
 from asyncrl.preflight.specs import scoring_spec
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.pool import GroupRewards, RewardPool

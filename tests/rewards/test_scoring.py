@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import Config
 from asyncrl.contracts.group_table import groups_from_table, table_from_ipc
 from asyncrl.contracts.rows import Prompt, ReferenceLogprobs, TopLogprobs
-from asyncrl.frozen.reference import start_reference
-from asyncrl.learning.batches import examples_of
+from asyncrl.learning.examples.batches import examples_of
+from asyncrl.learning.frozen.reference import start_reference
 from asyncrl.preflight.specs import reference_spec, scoring_spec, worker_spec
 from asyncrl.rewards import scoring
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.scoring import RayScores
-from asyncrl.rollout.group import start_rollouts
+from asyncrl.rollout.driver import start_rollouts
 from asyncrl.runtime import pace
 from asyncrl.testing import FakeGenerate
 

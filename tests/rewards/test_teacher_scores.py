@@ -18,8 +18,8 @@ from asyncrl.contracts.errors import TeacherError
 from asyncrl.contracts.group_table import groups_to_table, table_from_ipc, table_to_ipc
 from asyncrl.contracts.rows import Completion, Group, Prompt, TopLogprobs, Trajectory, VersionSpan
 from asyncrl.control.diagnostics import scoring_metrics
-from asyncrl.learning.batches import examples_of
-from asyncrl.learning.distillation import distillation_metrics, with_teacher_advantages
+from asyncrl.learning.examples.batches import examples_of
+from asyncrl.learning.steps.distillation import distillation_metrics, with_teacher_advantages
 from asyncrl.models.micro_batches import Example
 from asyncrl.observe.alarms import alarms
 from asyncrl.preflight.specs import scoring_spec

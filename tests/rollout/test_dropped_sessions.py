@@ -15,14 +15,14 @@ import httpx2
 
 from asyncrl.config import Config
 from asyncrl.contracts.group_table import table_from_ipc
-from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.messages import Finished, Generated, GenerateRequest
 from asyncrl.contracts.rows import Completion, Prompt, VersionSpan
 from asyncrl.contracts.state import State
+from asyncrl.contracts.text_listener import Heard
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
 from asyncrl.preflight.specs import worker_spec
-from asyncrl.rollout.group import RayRollouts
+from asyncrl.rollout.driver import RayRollouts
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.testing import (
     FakeGenerate,

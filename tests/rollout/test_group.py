@@ -15,8 +15,8 @@ from asyncrl.contracts.group_table import table_from_ipc
 from asyncrl.contracts.messages import Finished
 from asyncrl.contracts.rows import Prompt
 from asyncrl.preflight.specs import worker_spec
-from asyncrl.rollout import group as group_module
-from asyncrl.rollout.group import RayRollouts, start_rollouts
+from asyncrl.rollout import driver as group_module
+from asyncrl.rollout.driver import RayRollouts, start_rollouts
 from asyncrl.testing import FakeGenerate
 
 # Workers cannot import this file.

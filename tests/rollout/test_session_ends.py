@@ -14,10 +14,10 @@ import httpx2
 import pytest
 
 from asyncrl.config import FunctionEnvironment
-from asyncrl.contracts.heard import Heard
+from asyncrl.contracts.text_listener import Heard
 from asyncrl.environments.running import Ended
 from asyncrl.rewards.builtin import printed_reward
-from asyncrl.rollout.player import Player
+from asyncrl.rollout.session_player import Player
 from asyncrl.sessions.answers import Answer, ChatRequest, ContextTooLongError
 
 GOES_ON = """

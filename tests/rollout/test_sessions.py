@@ -28,7 +28,7 @@ from asyncrl.rewards.score import attach_rewards, group_call, score_table
 from asyncrl.rewards.scoring import scored_block
 from asyncrl.rewards.summary import examples, scored_from_text, scored_to_text, summaries
 from asyncrl.rollout.worker import RolloutWorker
-from asyncrl.sessions.rows import session_rows
+from asyncrl.sessions.session_rows import session_rows
 from asyncrl.testing import FakeGenerate
 from asyncrl.text.template import render_messages
 from asyncrl.text.tokenizer import decode_prompt, load_tokenizer

@@ -12,10 +12,10 @@ import pytest
 from small_config import small_config
 
 from asyncrl.config import FunctionEnvironment
-from asyncrl.contracts.heard import Heard
+from asyncrl.contracts.text_listener import Heard
 from asyncrl.environments.running import Ended
-from asyncrl.rollout.paced import PacedSession
-from asyncrl.rollout.player import Player
+from asyncrl.rollout.session_player import Player
+from asyncrl.rollout.session_time import PacedSession
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.testing import VirtualTimeLoop
 

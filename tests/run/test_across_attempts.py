@@ -15,9 +15,9 @@ from small_config import SMALL
 from asyncrl.config import Config
 from asyncrl.contracts.errors import PartDiedError, PlacementLostError
 from asyncrl.contracts.state import State
-from asyncrl.learning.group import LearnerDiedError
-from asyncrl.run import attempts, closing
-from asyncrl.run.attempts import AcrossAttempts
+from asyncrl.learning.driver import LearnerDiedError
+from asyncrl.run import across_attempts as attempts, closing
+from asyncrl.run.across_attempts import AcrossAttempts
 
 CONFIG = Config.model_validate(SMALL)
 

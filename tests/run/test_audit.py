@@ -33,12 +33,12 @@ from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
 from asyncrl.rewards.files import compact
 from asyncrl.run.audit import UNREADABLE, audit, audit_text
+from asyncrl.rundir.audited_rows import read_rows
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.outcomes import OUTSTANDING, OutcomesWriter, _sealed, read_outcomes
 from asyncrl.rundir.record import _checksum
-from asyncrl.rundir.rows import read_rows
-from asyncrl.runtime.parquet import write_table
-from asyncrl.runtime.shared import size_and_checksum
+from asyncrl.runtime.files.parquet import write_table
+from asyncrl.runtime.files.shared import size_and_checksum
 from asyncrl.testing import (
     FakeLearner,
     FakePrompts,

@@ -17,13 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.config import OfflineConfig
-from asyncrl.preflight.offline_plan import make_offline_plan
+from asyncrl.preflight.plan.offline import make_offline_plan
 from asyncrl.run.audit import audit
-from asyncrl.run.offline import OfflineJob
+from asyncrl.run.offline.run import OfflineJob
 from asyncrl.run.supervise import open_writer
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.reader import open_run
-from asyncrl.runtime.shared import size_and_checksum
+from asyncrl.runtime.files.shared import size_and_checksum
 
 FILES, NUMBERS = (
     "token rows are as they were written",
@@ -344,7 +344,7 @@ def test_a_changed_order_is_noticed(damaged: dict[str, Path], change: dict[str, 
 
 def test_a_step_that_was_skipped_after_the_checkpoint_is_taken_again() -> None:
     """The first attempt saved at step 2, skipped step 3, and died. The second one takes step 3."""
-    from asyncrl.run.audit.offline_books import _last_line
+    from asyncrl.run.offline.books import _last_line
 
     def record(attempt: int, step: int, version: int) -> dict[str, Any]:
         return {"event": "step", "attempt": attempt, "step": step, "version": version}

@@ -29,20 +29,20 @@ from asyncrl.contracts.errors import RunStoppedError
 from asyncrl.contracts.messages import HeldOutLoss
 from asyncrl.contracts.offline_rows import PREFERENCE_SCHEMA, UNPAIRED_SCHEMA
 from asyncrl.data.token_file import open_token_file
-from asyncrl.learning.group import LearnerGroup
+from asyncrl.learning.driver import LearnerGroup
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.observe.progress import ProgressView
-from asyncrl.preflight.offline_plan import make_offline_plan
+from asyncrl.preflight.plan.offline import make_offline_plan
 from asyncrl.run.audit import audit, audit_text
 from asyncrl.run.export import export_checkpoint, find_checkpoint
-from asyncrl.run.offline import OfflineJob, TooManySkippedStepsError
-from asyncrl.run.reference_pass import reference_key, scored_before
+from asyncrl.run.offline.reference_pass import reference_key, scored_before
+from asyncrl.run.offline.run import OfflineJob, TooManySkippedStepsError
 from asyncrl.run.supervise import open_writer
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import RESERVED
 from asyncrl.rundir.reader import Run, open_run
-from asyncrl.runtime.arrow_files import write_batches
+from asyncrl.runtime.files.arrow_files import write_batches
 
 SUMS = [(f"{a}+{b}=", str(a + b)) for a in range(6) for b in range(6)]
 
@@ -92,8 +92,8 @@ class InProcess(LearnerGroup):
 
     @classmethod
     async def create(cls, spec: LearnerSpec, run_id: str, attempt: int) -> InProcess:
+        from asyncrl.learning.engine.state import load_state
         from asyncrl.learning.rank import LearnerRank
-        from asyncrl.learning.state import load_state
 
         nowhere: Any = None
         group = cls(spec, nowhere, [], attempt)
@@ -115,8 +115,8 @@ def take_attempts(rank: int, world_size: int, settings: Sequence[dict[str, Any]]
         """There is no other node whose models could differ."""
 
     with (
-        patch("asyncrl.run.offline.LearnerGroup", InProcess),
-        patch("asyncrl.run.offline.check_models", one_node),
+        patch("asyncrl.run.offline.run.LearnerGroup", InProcess),
+        patch("asyncrl.run.offline.run.check_models", one_node),
     ):
         for one in settings:
             run(one)

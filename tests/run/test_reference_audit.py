@@ -10,7 +10,7 @@ import pytest
 from asyncrl.algorithms.pairs import Candidates
 from asyncrl.run.audit.books import Books
 from asyncrl.run.audit.group_checks import check_reference
-from asyncrl.rundir.rows import Row
+from asyncrl.rundir.audited_rows import Row
 
 
 def row(ordinal: int, oldest: int, reference: int | None) -> Row:

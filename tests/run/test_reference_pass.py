@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl.contracts.offline_rows import UNPAIRED_SCHEMA
 from asyncrl.data.token_file import open_token_file
-from asyncrl.run.reference_pass import score_rows
-from asyncrl.runtime.arrow_files import write_batches
+from asyncrl.run.offline.reference_pass import score_rows
+from asyncrl.runtime.files.arrow_files import write_batches
 
 
 async def logprobs(rows: list[tuple[list[int], list[int]]]) -> list[np.ndarray]:

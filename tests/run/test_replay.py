@@ -22,7 +22,7 @@ from asyncrl.contracts.messages import Generated
 from asyncrl.contracts.rows import Completion, Group, Prompt, VersionSpan
 from asyncrl.preflight.specs import sessions_spec
 from asyncrl.rewards.files import write_groups
-from asyncrl.rollout.sessions import Played, Sessions
+from asyncrl.rollout.session_groups import Played, Sessions
 from asyncrl.run.replay import replay_sessions
 from asyncrl.rundir.reader import Run, open_run
 from asyncrl.sessions.session import TurnRequest

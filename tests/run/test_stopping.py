@@ -19,8 +19,8 @@ from small_config import small_config
 
 from asyncrl import cli
 from asyncrl.contracts.errors import PartDiedError, RunStoppedError
-from asyncrl.preflight.cluster import RayEndedError
-from asyncrl.run import attempts, ray_watch
+from asyncrl.run import across_attempts as attempts, ray_watch
+from asyncrl.run.cluster.cluster import RayEndedError
 from asyncrl.run.stopping import CAUSES, Stop, handling_signals
 from asyncrl.run.supervise import run_job
 from asyncrl.rundir.reader import open_run

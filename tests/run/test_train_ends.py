@@ -21,11 +21,11 @@ from asyncrl.preflight.specs import scoring_spec
 from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.score import attach_rewards, score_table
 from asyncrl.rollout.prefixes import PrefixCounter
-from asyncrl.rollout.sessions import Played, session_table
+from asyncrl.rollout.session_groups import Played, session_table
 from asyncrl.run.audit.books import Books
 from asyncrl.run.audit.check import Check
 from asyncrl.run.audit.group_checks import check_ends
-from asyncrl.rundir.rows import Row, read_rows
+from asyncrl.rundir.audited_rows import Row, read_rows
 
 NODES = [
     Node(None, (1,)),

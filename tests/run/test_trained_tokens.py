@@ -12,12 +12,12 @@ import pytest
 from small_config import small_config
 from test_online_preference import scored_group
 
-from asyncrl.learning.online_preference import pairs_table
+from asyncrl.learning.steps.online_preference import pairs_table
 from asyncrl.preflight.specs import learner_spec
 from asyncrl.run.audit.books import Books, OutcomeRow
 from asyncrl.run.audit.trained_tokens import trained_tokens
-from asyncrl.rundir.rows import read_rows
-from asyncrl.runtime.parquet import write_table
+from asyncrl.rundir.audited_rows import read_rows
+from asyncrl.runtime.files.parquet import write_table
 
 AT = 5
 

@@ -20,18 +20,18 @@ from asyncrl.contracts.rows import Group, Prompt, Trajectory, VersionSpan
 from asyncrl.contracts.session_table import flat_completion
 from asyncrl.control.diagnostics import _sessions
 from asyncrl.environments.running import Ended
-from asyncrl.learning.batches import examples_of
+from asyncrl.learning.examples.batches import examples_of
 from asyncrl.observe.samples import samples_text
 from asyncrl.preflight.specs import scoring_spec
 from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.score import attach_rewards, score_table
 from asyncrl.rewards.summary import scored_from_text, scored_to_text, summaries
 from asyncrl.rollout.prefixes import PrefixCounter
-from asyncrl.rollout.sessions import Played, session_table
+from asyncrl.rollout.session_groups import Played, session_table
 from asyncrl.run.audit.books import Books
 from asyncrl.run.audit.group_checks import check_turn_advantages
+from asyncrl.rundir.audited_rows import read_rows
 from asyncrl.rundir.reader import _explode
-from asyncrl.rundir.rows import read_rows
 
 
 def turn(parent: int, *ids: int, status: str = "ok") -> Node:

@@ -13,8 +13,8 @@ from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointErro
 from asyncrl.contracts.messages import Scored
 from asyncrl.contracts.state import State
 from asyncrl.rundir.checkpoint import CheckpointStore
-from asyncrl.runtime.files import DiskFullError
-from asyncrl.runtime.shared import NotSharedError, wait_until_seen
+from asyncrl.runtime.files.opening import DiskFullError
+from asyncrl.runtime.files.shared import NotSharedError, wait_until_seen
 from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
 
 GROUP = Scored(9, 1, None, 4, (0.0, 1.0), {"exact": 0.5}, 2, 0)

@@ -21,7 +21,7 @@ from asyncrl.rundir.directory import (
     refuse_early,
     replace_directory,
 )
-from asyncrl.runtime.shared import size_and_checksum
+from asyncrl.runtime.files.shared import size_and_checksum
 from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
 
 
@@ -730,7 +730,7 @@ def test_what_is_cheap_is_refused_before_anything_is_imported(tmp_path):
         import sys
         from asyncrl.cli import run
         codes = [run("train", sys.argv[1], words.split()) for words in sys.argv[2:]]
-        print(codes, {"torch", "deepspeed", "asyncrl.preflight.plan"} & {*sys.modules})
+        print(codes, {"torch", "deepspeed", "asyncrl.preflight.plan.plan"} & {*sys.modules})
     """
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(first.model_dump(mode="json")))
     words = ["--name run", "--resume must --seed 7", "--resume must --name other"]

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.config import Config, ConfigError, OfflineConfig
 from asyncrl.rundir.directory import RunDirectory
-from asyncrl.runtime.shared import size_and_checksum
+from asyncrl.runtime.files.shared import size_and_checksum
 
 
 class Learner:

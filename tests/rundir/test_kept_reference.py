@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config, ConfigError
-from asyncrl.frozen.kept import CURRENT, read_kept
+from asyncrl.learning.frozen.reference_files import CURRENT, read_kept
 from asyncrl.rundir.directory import RunDirectory
-from asyncrl.runtime.files import replace_text
-from asyncrl.runtime.shared import size_and_checksum
+from asyncrl.runtime.files.opening import replace_text
+from asyncrl.runtime.files.shared import size_and_checksum
 
 
 class Learner:

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.contracts.nodes import ORPHAN, Node
 from asyncrl.contracts.rows import COLUMNS, SESSION_COLUMNS, TURN_COLUMNS, VersionSpan
 from asyncrl.contracts.session_table import flat_completion, turns_of_group
-from asyncrl.rundir.turns import broken_sessions, generations, turn_starts
+from asyncrl.rundir.audited_turns import broken_sessions, generations, turn_starts
 
 
 def turn(parent: int, *ids: int, version: int = 3, **changes: Any) -> Node:

@@ -5,8 +5,8 @@ import os
 import pyarrow as pa
 import pytest
 
-from asyncrl.runtime.arrow_files import map_table, write_batches
-from asyncrl.runtime.files import DiskFullError
+from asyncrl.runtime.files.arrow_files import map_table, write_batches
+from asyncrl.runtime.files.opening import DiskFullError
 
 SCHEMA = pa.schema([("number", pa.int64())])
 

@@ -11,10 +11,10 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.generation.arguments import engine_environment
-from asyncrl.learning.group import rank_environment
+from asyncrl.learning.driver import rank_environment
 from asyncrl.preflight.specs import learner_spec
-from asyncrl.runtime import environment
-from asyncrl.runtime.environment import (
+from asyncrl.runtime.processes import environment
+from asyncrl.runtime.processes.environment import (
     CACHES,
     _private,
     claim_caches,
@@ -42,7 +42,7 @@ def release_locks():
 def test_two_processes_share_no_cache_and_a_new_one_reuses_that_of_a_dead_one(tmp_path):
     script = (
         "import sys, time; from pathlib import Path\n"
-        "from asyncrl.runtime.environment import claim_caches\n"
+        "from asyncrl.runtime.processes.environment import claim_caches\n"
         "print(claim_caches('generator', Path(sys.argv[1])).path.name, flush=True); time.sleep(600)"
     )
 

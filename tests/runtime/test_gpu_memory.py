@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from asyncrl.contracts.errors import GpuMemoryError
-from asyncrl.runtime.gpu_memory import check_room, gpu_memory, limit_gpu_memory
+from asyncrl.runtime.processes.gpu_memory import check_room, gpu_memory, limit_gpu_memory
 
 GIB = 2**30
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from asyncrl.config import AgentCommand
-from asyncrl.contracts.heard import Heard
+from asyncrl.contracts.text_listener import Heard
 from asyncrl.environments.running import Ended
-from asyncrl.rollout.player import Player
+from asyncrl.rollout.session_player import Player
 from asyncrl.runtime.loopback import call_loopback_directly, without_proxy_on_loopback
 from asyncrl.sessions.answers import Answer, ChatRequest
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from asyncrl.runtime.many_calls import Calls
+from asyncrl.runtime.ray.many_calls import Calls
 
 
 async def value(result, gate=None):

@@ -1,6 +1,6 @@
 """Merging keeps the number of files small."""
 
-from asyncrl.runtime.merging import MERGE_EVERY, MERGED_BYTES, Merging
+from asyncrl.runtime.files.merging import MERGE_EVERY, MERGED_BYTES, Merging
 
 
 def joined(files):

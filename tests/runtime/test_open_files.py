@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.contracts.errors import EscapesDirectoryError
-from asyncrl.runtime.files import (
+from asyncrl.runtime.files.opening import (
     DiskFullError,
     NotAFileError,
     append_to,

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import asyncrl
-from asyncrl.runtime.files import NotAFileError
-from asyncrl.runtime.parquet import ExtensionTypeError, read_schema, read_table, write_table
+from asyncrl.runtime.files.opening import NotAFileError
+from asyncrl.runtime.files.parquet import ExtensionTypeError, read_schema, read_table, write_table
 
 PACKAGE = Path(asyncrl.__file__).parent
 
@@ -70,7 +70,7 @@ def test_an_extension_type_is_refused_before_pyarrow_reads_it(tmp_path, marker):
 
 def test_a_stored_schema_is_found_at_any_alignment(tmp_path, marker):
     """A length field in front of the schema may look like base64 and shift the decoded text."""
-    from asyncrl.runtime.parquet import _has_extension_type
+    from asyncrl.runtime.files.parquet import _has_extension_type
 
     dangerous(tmp_path / "file.parquet", marker)
     stored = pq.read_metadata(tmp_path / "file.parquet").metadata[b"ARROW:schema"]

@@ -6,7 +6,7 @@ import pytest
 from small_config import offline_spec
 
 from asyncrl.config import ConfigError, load_any
-from asyncrl.data.offline import check_offline_rows
+from asyncrl.data.offline_rows import check_offline_rows
 from asyncrl.runtime.paths import meant, written_path
 
 CONFIG = """

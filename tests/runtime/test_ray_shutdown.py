@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from asyncrl.runtime import ray_shutdown
+from asyncrl.runtime.ray import shutdown as ray_shutdown
 
 SCRIPT = """
 import gc, sys, threading
 import ray
-from asyncrl.preflight.cluster import start_local_ray
-from asyncrl.runtime.ray_shutdown import shut_down_ray
+from asyncrl.run.cluster.cluster import start_local_ray
+from asyncrl.runtime.ray.shutdown import shut_down_ray
 
 class Node:
     def __init__(self):

@@ -11,7 +11,7 @@ import pyarrow as pa
 import ray.data
 
 from asyncrl.contracts.columns import json_field, row_values
-from asyncrl.runtime.ray_stream import stream_blocks
+from asyncrl.runtime.ray.stream import stream_blocks
 
 ROWS = 32
 

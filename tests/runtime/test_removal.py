@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.runtime.removal import remove_folder
-from asyncrl.runtime.temporary import TemporaryFolder, remove_left_behind
+from asyncrl.runtime.files.removal import remove_folder
+from asyncrl.runtime.files.temporary import TemporaryFolder, remove_left_behind
 
 DEPTH = 3000
 """Folders within one another: beyond Python's stack, the open files and the length of a path."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.contracts.errors import StaleReplicaError
-from asyncrl.runtime.serve_calls import ask_all
+from asyncrl.runtime.ray.serve_calls import ask_all
 
 
 def call_all(replicas: list[tuple[float, Any]], **times: Any) -> tuple[list[Any], float]:

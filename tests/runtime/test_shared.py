@@ -6,7 +6,7 @@ import zlib
 import pytest
 import torch
 
-from asyncrl.runtime.shared import (
+from asyncrl.runtime.files.shared import (
     NotSharedError,
     Probe,
     answer_probe,
@@ -70,6 +70,8 @@ def test_a_directory_and_everything_below_it_is_synced(tmp_path, monkeypatch):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").write_text("x")
     synced = []
-    monkeypatch.setattr("asyncrl.runtime.shared.sync_file", lambda path: synced.append(path.name))
+    monkeypatch.setattr(
+        "asyncrl.runtime.files.shared.sync_file", lambda path: synced.append(path.name)
+    )
     sync_directory(tmp_path / "a")
     assert sorted(synced) == ["a", "b", "file"]

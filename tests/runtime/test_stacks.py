@@ -13,8 +13,14 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from asyncrl.runtime.ray_stream import stream_blocks
-from asyncrl.runtime.stacks import innermost, register_stacks, stack_here, stack_of, stacks_as
+from asyncrl.runtime.processes.stacks import (
+    innermost,
+    register_stacks,
+    stack_here,
+    stack_of,
+    stacks_as,
+)
+from asyncrl.runtime.ray.stream import stream_blocks
 
 
 class Busy:

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 
-from asyncrl.runtime.supervisor import command
+from asyncrl.runtime.processes.supervisor import command
 
 
 def started():

@@ -12,10 +12,14 @@ import pytest
 
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.settings import GeneratorApp
-from asyncrl.runtime.temporary import ProcessTemporaryFolder, remove_left_behind, temporary_folder
+from asyncrl.runtime.files.temporary import (
+    ProcessTemporaryFolder,
+    remove_left_behind,
+    temporary_folder,
+)
 
 MAKES = (
-    "from asyncrl.runtime.temporary import temporary_folder as f; folder = f('test');"
+    "from asyncrl.runtime.files.temporary import temporary_folder as f; folder = f('test');"
     " print(folder.name, flush=True); input()"
 )
 
@@ -43,7 +47,7 @@ def test_the_folder_of_a_killed_process_is_removed(monkeypatch, tmp_path):
 
 LISTENS = """
 import multiprocessing, multiprocessing.reduction, tempfile, sys
-from asyncrl.runtime.temporary import ProcessTemporaryFolder
+from asyncrl.runtime.files.temporary import ProcessTemporaryFolder
 
 place = ProcessTemporaryFolder("engine")
 mine, other = multiprocessing.Pipe()

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ConfigError
 from asyncrl.config.distillation import TeacherServer
-from asyncrl.frozen.teacher import UrlTeacher
-from asyncrl.preflight.teacher import _check_server
+from asyncrl.learning.frozen.teacher import UrlTeacher
+from asyncrl.preflight.trials.teacher import _check_server
 from asyncrl.serving.http import routes
 from asyncrl.text.tokenizer import load_tokenizer, tokenizer_hash
 from asyncrl.weights.push import ServeWeightSync

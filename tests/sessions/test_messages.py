@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.sessions.messages import chat_digests
+from asyncrl.sessions.chat_digests import chat_digests
 
 CALL = {
     "id": "c1",

@@ -15,18 +15,18 @@ import pytest
 from chat_families import CHATML, STRIPS_THINKING
 from session_model import NUMBERED, Model, read, user
 
-from asyncrl.contracts.heard import Heard
 from asyncrl.contracts.nodes import NODE_STATUSES, ORPHAN, Node, branch_class
 from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.contracts.session_table import flat_completion, nodes_of_group, turns_of_group
+from asyncrl.contracts.text_listener import Heard
 from asyncrl.sessions.answers import (
     Answer,
     ChatRequest,
     ContextTooLongError,
     SessionClosedError,
 )
-from asyncrl.sessions.rows import session_rows
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
+from asyncrl.sessions.session_rows import session_rows
 from asyncrl.testing import VirtualTimeLoop
 from asyncrl.text.template import Message
 

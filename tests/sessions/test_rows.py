@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.contracts.nodes import CONSTRAINED, NODE_STATUSES, ORPHAN, Node
 from asyncrl.contracts.rows import VersionSpan
-from asyncrl.sessions.rows import NO_POSITION, NOT_SAMPLED, SessionRows, session_rows
+from asyncrl.sessions.session_rows import NO_POSITION, NOT_SAMPLED, SessionRows, session_rows
 
 TREES = 2000
 

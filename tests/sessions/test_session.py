@@ -17,8 +17,8 @@ from session_model import NUMBERED, Model, assistant, user
 from asyncrl.contracts.nodes import ORPHAN
 from asyncrl.contracts.rows import Completion
 from asyncrl.sessions.answers import Answer, ChatRequest, ContextTooLongError, SessionClosedError
-from asyncrl.sessions.rows import session_rows
 from asyncrl.sessions.session import Session, SessionTemplate
+from asyncrl.sessions.session_rows import session_rows
 from asyncrl.testing import FakeTurnGenerator
 from asyncrl.text.chat_messages import MessagesError
 from asyncrl.text.template import Message

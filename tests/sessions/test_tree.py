@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.contracts.nodes import ORPHAN, Node
 from asyncrl.contracts.rows import VersionSpan
-from asyncrl.sessions.messages import chat_digests
-from asyncrl.sessions.rows import session_rows
+from asyncrl.sessions.chat_digests import chat_digests
+from asyncrl.sessions.session_rows import session_rows
 from asyncrl.sessions.tree import Continued, SessionTree
 
 Message = dict[str, Any]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from asyncrl.contracts.messages import Manifest
+from asyncrl.weights.engine_fingerprints import held_shards
 from asyncrl.weights.fingerprint import (
     difference_text,
     fingerprint,
@@ -16,7 +17,6 @@ from asyncrl.weights.fingerprint import (
     row_products,
     signs,
 )
-from asyncrl.weights.held import held_shards
 from asyncrl.weights.layout import plan_buckets
 
 

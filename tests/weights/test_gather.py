@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from asyncrl.config import Config
-from asyncrl.learning.group import rank_environment
+from asyncrl.learning.driver import rank_environment
 from asyncrl.preflight.specs import learner_spec
 from asyncrl.weights.layout import ITEM_BYTES
 
@@ -22,7 +22,7 @@ class Gatherer:
     """A rank in its own process that measures its private memory during a gather."""
 
     def __init__(self, rank: int, config: Config) -> None:
-        from asyncrl.learning.group import RankProcess
+        from asyncrl.learning.driver import RankProcess
 
         self.process = RankProcess(rank, learner_spec(config), "run", 1)
 

@@ -26,7 +26,7 @@ class OwnAdvantage(GroupAdvantage):
         0. Raises FunctionError if the function fails or breaks its contract."""
         import numpy as np
 
-        from asyncrl.algorithms.own import own_advantages
+        from asyncrl.algorithms.user_functions import own_advantages
 
         if len(rewards) < 2:
             return np.zeros(len(rewards))

@@ -27,7 +27,7 @@ class OwnLoss(TokenLoss):
 
     def terms(self, tokens: PolicyTokens, log_ratio: Tensor) -> Terms:
         """What the function returns. Raises FunctionError if it fails or breaks its contract."""
-        from asyncrl.algorithms.own import own_loss  # it imports numpy
+        from asyncrl.algorithms.user_functions import own_loss  # it imports numpy
 
         if not tokens.logprobs.numel():  # it need not handle a stand-in micro-batch
             return unclipped(tokens.logprobs)

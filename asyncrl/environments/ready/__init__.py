@@ -12,5 +12,8 @@ if TYPE_CHECKING:
     from asyncrl.environments.ready.sandboxed import python as python
 
 __getattr__ = lazy_exports(
-    __name__, calculator="arithmetic", python="sandboxed", reasoning_gym="puzzles"
+    __name__,
+    calculator="arithmetic",
+    python="sandboxed",
+    reasoning_gym="puzzles",
 )

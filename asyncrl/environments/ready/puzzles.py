@@ -8,8 +8,8 @@ from typing import Any
 
 from asyncrl.environments.ready.graded import first_messages
 from asyncrl.environments.tools import was_cut
-from asyncrl.rewards.evaluated import why_not_scored
 from asyncrl.rewards.final_answer import answers_of, tagged_answer
+from asyncrl.rewards.unsafe_tasks import why_not_scored
 from asyncrl.sessions.answers import ContextTooLongError
 from asyncrl.text.chat_messages import plain_text
 
@@ -38,7 +38,7 @@ async def reasoning_gym(
         again: what it is told after a lower score.
         system: text of a system message.
         evaluate_answers: allow tasks whose scorers evaluate the model's text as code
-            (`asyncrl.rewards.evaluated`), with your rights.
+            (`asyncrl.rewards.unsafe_tasks`), with your rights.
 
     Raises:
         ValueError: `tries` is below 1, the row has no such columns, or its task is one of these.

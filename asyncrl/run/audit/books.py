@@ -20,14 +20,14 @@ import pyarrow as pa
 from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointError
 from asyncrl.contracts.outcomes import OUTCOMES
 from asyncrl.contracts.state import State
+from asyncrl.rundir.audited_rows import Row, read_rows
 from asyncrl.rundir.checkpoint import CheckpointStore
 from asyncrl.rundir.metrics import METRICS_FILE, read_metrics
 from asyncrl.rundir.outcomes import read_outcomes
 from asyncrl.rundir.reader import Run
 from asyncrl.rundir.record import AttemptRecord, read_record
-from asyncrl.rundir.rows import Row, read_rows
-from asyncrl.runtime import parquet
-from asyncrl.runtime.files import open_regular
+from asyncrl.runtime.files import parquet
+from asyncrl.runtime.files.opening import open_regular
 
 Key = tuple[int, int]
 """(attempt that made the group, ordinal)."""

@@ -15,9 +15,9 @@ from asyncrl.data.prompts import prompt_ids_of
 from asyncrl.preflight.specs import data_spec
 from asyncrl.run.audit.books import Books, Key, key_of, trained_at
 from asyncrl.run.audit.check import Check, listed
+from asyncrl.rundir.audited_rows import FAULTS, UNEVEN, Row
+from asyncrl.rundir.audited_turns import Generation, TurnCredit
 from asyncrl.rundir.resume import data_hash, model_hash
-from asyncrl.rundir.rows import FAULTS, UNEVEN, Row
-from asyncrl.rundir.turns import Generation, TurnCredit
 
 ROUNDING = 1e-4
 """Tolerance of an advantage: it is float32, and so are those that it is from."""

@@ -22,7 +22,6 @@ from asyncrl.run.audit.group_checks import (
     check_versions_exist,
     check_whole,
 )
-from asyncrl.run.audit.offline import audit_offline
 from asyncrl.run.audit.outcome_checks import (
     check_accounts,
     check_distinct,
@@ -36,6 +35,7 @@ from asyncrl.run.audit.step_checks import (
     check_steps,
     check_tokens,
 )
+from asyncrl.run.offline.audit import audit_offline
 from asyncrl.rundir.reader import Run
 
 COLUMNS = 120

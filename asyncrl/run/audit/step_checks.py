@@ -18,8 +18,8 @@ from asyncrl.run.audit.books import (
 from asyncrl.run.audit.check import Check, close, listed
 from asyncrl.run.audit.outcome_checks import holes
 from asyncrl.run.audit.trained_tokens import trained_tokens
-from asyncrl.rundir.rows import Row
-from asyncrl.runtime.files import read_text
+from asyncrl.rundir.audited_rows import Row
+from asyncrl.runtime.files.opening import read_text
 
 SAMPLED = "session/tokens_sampled"
 LOST = ("late", "failed")

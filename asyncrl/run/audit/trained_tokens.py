@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from asyncrl.algorithms.pairs import choose_pairs, shuffled_rewards
 from asyncrl.run.audit.books import Books, OutcomeRow, trained_at
-from asyncrl.rundir.rows import Row
+from asyncrl.rundir.audited_rows import Row
 
 
 def trained_tokens(books: Books, batch: Sequence[tuple[OutcomeRow, Row]]) -> int:

@@ -1,0 +1,1 @@
+"""Frozen models, which only score tokens: the reference policy."""

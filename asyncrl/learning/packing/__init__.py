@@ -1,0 +1,1 @@
+"""Packs rows of tokens into micro-batches and Arrow tables."""

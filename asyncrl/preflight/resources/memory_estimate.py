@@ -1,0 +1,228 @@
+"""Memory that one learner rank needs, and the memory of this machine. Reads only the headers of the
+checkpoint, no weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from asyncrl.config import RunSettings
+from asyncrl.generation.served import text_config
+from asyncrl.models.supported import squares_scores
+from asyncrl.preflight.resources.adapter import run_outline, trained_elements
+from asyncrl.sandbox.machine import usable_memory
+from asyncrl.weights.layout import ITEM_BYTES
+
+HEAD_GRADIENTS = 2
+"""Gradients of the head's weight that exist at the same time in the backward pass of the log-probs:
+a chunk's, and their float32 sum."""
+KEPT_SCORES, LIVE_SCORES = 2, 3
+"""Tensors of tokens × tokens per layer in the model's own eager attention: those kept for the
+backward pass, and temporary ones."""
+VOCABULARY = ("vocab_size",)
+HEADS, LAYERS, WIDTH = (
+    ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    ("hidden_size", "n_embd", "n_embed", "d_model"),
+)
+"""Names of these sizes in config.json, newest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes for one rank, on the device and on the host. With device: cpu, the device's memory is
+    host memory."""
+
+    parameters: int
+    """Parameters of the model. Tied ones count once."""
+    largest_layer: int
+    """Parameters of the module with the most, without its submodules."""
+    on_device: int
+    """Weights, gradients and optimizer states on the device, by DeepSpeed's formula."""
+    on_host: int
+    """Offloaded states and DeepSpeed's buffers on the host, by the same formula."""
+    buckets: int
+    """Two weight buckets while a version is published. Host, rank 0."""
+    logits: int
+    """A chunk of logits, the values computed from it, and the head's gradients. Device."""
+    scores: int = 0
+    """Attention scores (tokens × tokens) of the longest trajectory, if the model's own attention
+    stores them. Device."""
+
+
+def parameter_counts(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """(All parameters, parameters of the largest module without its submodules) of name → shape, as
+    DeepSpeed's estimators need them."""
+    layers: dict[str, int] = defaultdict(int)
+    for name, shape in shapes.items():
+        layers[name.rpartition(".")[0]] += prod(shape)
+    return sum(layers.values()), max(layers.values())
+
+
+def estimate(config: RunSettings) -> Needs:
+    """The needs of one rank, with all ranks on one machine. Imports DeepSpeed, which takes seconds.
+
+    DeepSpeed's formula (`estimate_zero3_model_states_mem_needs`) assumes mixed precision with 18
+    bytes per parameter. In float32 it is 16, plus 4 during a step.
+    """
+    # Only a formula is needed. This keeps DeepSpeed from searching for an accelerator and
+    # printing a message about a missing one.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+
+    from asyncrl.algorithms.logprobs import LIVE_CHUNKS, chunk_elements
+
+    learner = config.learner
+    version = run_outline(config)
+    total, largest = parameter_counts(version.parameters)
+    offload = {
+        "cpu_offload": learner.offload_optimizer == "cpu",
+        "cpu_offload_params": learner.offload_param == "cpu",
+    }
+    # With an adapter, the frozen weights have no gradients and no optimizer states.
+    trained = total if config.lora is None else trained_elements(version)
+    host, device, _ = estimate_zero3_model_states_mem_needs(
+        trained, largest, num_gpus_per_node=learner.world_size, num_nodes=1, **offload
+    )
+    if config.lora is not None:
+        frozen = total * (2 if learner.bf16 else 4) // learner.world_size
+        if learner.offload_param == "cpu":
+            host += frozen * learner.world_size
+        else:
+            device += frozen
+    if learner.zero_hpz_partition_size > 1:
+        device += total * (2 if learner.bf16 else 4) // learner.zero_hpz_partition_size
+    bucket = max(config.bucket_bytes, version.largest * ITEM_BYTES[config.model.dtype])
+    tree: dict[str, object] = json.loads((Path(config.model.path) / "config.json").read_text())
+    text = text_config(tree)
+    vocabulary = _size_of(text, VOCABULARY)
+    width = _size_of(text, WIDTH)
+    chunk = min(
+        max(chunk_elements(learner.logprob_bytes), vocabulary),
+        learner.max_tokens_per_gpu * vocabulary,
+    )
+    logits = 4 * (
+        LIVE_CHUNKS * chunk + (HEAD_GRADIENTS + learner.cast_lm_head_to_fp32) * vocabulary * width
+    )
+    return Needs(
+        total,
+        largest,
+        device,
+        host // learner.world_size,
+        2 * min(bucket, version.nbytes(config.model.dtype)),
+        logits,
+        _scores(config, tree, text),
+    )
+
+
+def _scores(config: RunSettings, tree: Mapping[str, object], text: Mapping[str, object]) -> int:
+    """Bytes of attention scores, which grow with the square of the longest trajectory.
+    gradient_checkpointing keeps the scores of one layer only."""
+    if not squares_scores(tree):
+        return 0
+    layers = 1 if config.learner.gradient_checkpointing else _size_of(text, LAYERS)
+    return (
+        4
+        * _size_of(text, HEADS)
+        * config.longest_trajectory**2
+        * (KEPT_SCORES * layers + LIVE_SCORES)
+    )
+
+
+def _size_of(text: Mapping[str, object], names: tuple[str, ...]) -> int:
+    """The first of these settings in the config; 0 if it has none."""
+    values = (text.get(name) for name in names)
+    return next((int(value) for value in values if isinstance(value, int | float) and value), 0)
+
+
+def memory_text(config: RunSettings) -> str:
+    """The estimate and the memory of this machine, for people."""
+    needs, learner = estimate(config), config.learner
+    on_cpu = learner.device == "cpu"
+    device = "host" if on_cpu else "GPU"
+    rows = [
+        ("weights, gradients, optimizer states", device, needs.on_device),
+        ("offloaded states and buffers", "host", needs.on_host),
+        ("two buckets while a version is published, rank 0", "host", needs.buckets),
+        ("a chunk of logits and the head's gradients", device, needs.logits),
+    ]
+    if needs.scores:
+        rows.append(("scores of the longest trajectory, tokens squared", device, needs.scores))
+    totals = {
+        memory: sum(size for _, where, size in rows if where == memory)
+        for memory in sorted({device, "host"})
+    }
+    for memory, total in totals.items():
+        rows.append(("total, without activations and libraries", memory, total))
+    note = (
+        "\n  offloading saves nothing with learner.device: cpu, where all memory is host memory"
+        if on_cpu and learner.offload_optimizer == "cpu"
+        else ""
+    )
+    return "\n".join(
+        [
+            "# learner memory, per rank",
+            (
+                f"  {needs.parameters / 1e6:.2f} M parameters, largest layer"
+                f" {needs.largest_layer / 1e6:.2f} M; {learner.world_size} ranks on one machine,"
+                f" offload_optimizer {learner.offload_optimizer}, offload_param"
+                f" {learner.offload_param}; the first two rows are DeepSpeed's own estimate"
+            ),
+            *(f"  {name:<50}{memory:<5}{_size(size)}" for name, memory, size in rows),
+            "  activations are not included: they grow with max_tokens_per_gpu"
+            f" {learner.max_tokens_per_gpu}, "
+            + (
+                "and gradient_checkpointing keeps one input per layer"
+                if learner.gradient_checkpointing
+                else "and gradient_checkpointing would make them small"
+            )
+            + note
+            + ("" if on_cpu else limit_text(config.rank_share, totals["GPU"], _gpus())),
+            f"  this machine: {_machine()}",
+        ]
+    )
+
+
+def limit_text(fraction: float, needed: int, gpus: Mapping[str, int]) -> str:
+    """What learner.gpu_memory_utilization leaves a rank; empty without a limit.
+
+    Args:
+        needed: estimated bytes of a rank.
+        gpus: name and bytes of this machine's GPUs.
+    """
+    if fraction == 1:
+        return ""
+    text = f"\n  a rank may allocate {fraction:g} of its GPU (learner.gpu_memory_utilization)"
+    if not gpus:
+        return text
+    most = fraction * min(gpus.values())
+    enough = "" if needed <= most else ", less than this total: raise it, or learner.world_size"
+    return f"{text}, {_size(most).strip()} here{enough}"
+
+
+def _gpus() -> dict[str, int]:
+    """Name and bytes of each GPU of this machine."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    found = [
+        torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())
+    ]
+    return {f"{number}: {gpu.name}": gpu.total_memory for number, gpu in enumerate(found)}
+
+
+def _machine() -> str:
+    total, available = usable_memory()
+    host = f"{_size(total).strip()} of memory, {_size(available).strip()} of it free"
+    gpus = [f"GPU {name} with {_size(size).strip()}" for name, size in _gpus().items()]
+    return f"{host}; " + (", ".join(gpus) or "no GPU")
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:9.2f} GiB" if size >= 2**30 else f"{size / 2**20:9.1f} MiB"
