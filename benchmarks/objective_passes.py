@@ -88,14 +88,14 @@ async def serve(passes: dict[str, Pass], answer: Callable[[str], object]) -> Non
 async def serve_learner(task: Task, answer: Callable[[str], object]) -> None:
     """Start Ray, the learner and with DPO the reference policy, and take passes."""
     from asyncrl.data import open_token_file
-    from asyncrl.learning import LearnerGroup, start_reference
+    from asyncrl.learning import RayLearner, start_reference
     from asyncrl.preflight import offline_learner_spec, offline_reference_spec
     from asyncrl.run import score_rows, shut_down_ray, start_local_ray
 
     start_local_ray(4, configure_logging=False)
     config, file = offline_config(task), open_token_file(task.rows)
     assert file is not None
-    learner = await LearnerGroup.create(offline_learner_spec(config, STEPS), "bench", 0)
+    learner = await RayLearner.create(offline_learner_spec(config, STEPS), "bench", 0)
     await learner.set_learning_rate(0.0)
     train_on = file
     scored = task.rows.with_name("scored.arrow")

@@ -281,7 +281,7 @@ SURFACE = {
         "TurnsExceededError run_tools"
     ),
     "learning": (
-        "DeviceTurns LearnerGroup LearnerRank Meeting examples_with pack pack_blocks pack_rows "
+        "DeviceShifts RayLearner LearnerRank Meeting examples_with pack pack_blocks pack_rows "
         "pairs_of start_rank start_reference"
     ),
     "models": (

@@ -7,7 +7,7 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from asyncrl.sessions.counted_session import Ask, Watched
+from asyncrl.sessions.counted_session import Ask, CountedSession
 from asyncrl.text.template import Message
 from asyncrl.web.errors import ApiError
 
@@ -30,7 +30,7 @@ def unknown_key() -> ApiError:
     )
 
 
-class ServedSession(Watched):
+class ServedSession(CountedSession):
     """One session as its agent sees it at the URL (`AgentSession`)."""
 
     def __init__(self, ask: Ask, most_turns: int) -> None:

@@ -76,12 +76,12 @@ def _check_gpus(config: Settings) -> None:
             f" {ranks}; lower it, or use placement: decoupled"
         )
     if config.placement == "colocate":
-        _check_turns_on_gpus(config)
+        _check_shifts_on_gpus(config)
     else:
         _check_shares(config)
 
 
-def _check_turns_on_gpus(config: Settings) -> None:
+def _check_shifts_on_gpus(config: Settings) -> None:
     if config.engines.in_flight == "keep":
         raise ValueError(
             "placement: colocate does not work with generator.in_flight = 'keep' on GPUs: a rest"

@@ -166,7 +166,7 @@ class Settings(RunSettings):
 
     @property
     def rank_gpus(self) -> float:
-        if self.takes_turns_on_gpus:
+        if self.takes_shifts_on_gpus:
             return RANK_IN_TURNS
         return self._gpus(self.learner.device, self.rank_share)
 
@@ -175,7 +175,7 @@ class Settings(RunSettings):
         """GPUs that one replica of the run's own generators declares to Ray, on each of its
         nodes."""
         generator = self.engines
-        if self.takes_turns_on_gpus:
+        if self.takes_shifts_on_gpus:
             return REPLICA_IN_TURNS
         return self._gpus(generator.device, self.engine_share, float(generator.workers_per_node))
 
@@ -192,14 +192,14 @@ class Settings(RunSettings):
         return self.placement == "share" and self.learner.device == "cuda"
 
     @property
-    def takes_turns_on_gpus(self) -> bool:
+    def takes_shifts_on_gpus(self) -> bool:
         """Whether generators and learner take turns on the same GPUs."""
         return self.placement == "colocate" and self.learner.device == "cuda"
 
     @property
     def replicas_share_gpus(self) -> bool:
         """Whether a GPU of a replica is also a rank's, at the same time or in turns."""
-        return self.shares_gpus or self.takes_turns_on_gpus
+        return self.shares_gpus or self.takes_shifts_on_gpus
 
     def _gpus(self, device: str, fraction: float, alone: float = 1.0) -> float:
         if device != "cuda":

@@ -192,7 +192,7 @@ class Coordinator:
         self.publishing_done = False
         self.evaluations_due = {0} if state.version == 0 else set(state.evaluations_due)
         self._condition = asyncio.Condition()
-        self._turn_times: dict[str, float] = {}
+        self._shift_times: dict[str, float] = {}
         """Seconds in which the turn changed hands since the last step."""
         self._given_up: list[int] = []
         """Groups dropped while they waited to be scored. Their rollout worker may forget them."""
@@ -385,9 +385,9 @@ class Coordinator:
                     "stale: it waited in the checkpoint, and max_staleness or the batch is smaller"
                     " now, or on_stale is another policy",
                 )
-        await self._take_turn()
+        await self._take_shift()
         await self._gather()
-        await self._end_turn()
+        await self._end_shift()
         async with self._when(lambda: self.progress.committed >= self.first_version):
             # The first check needs the learner at this version, but restored groups could start a
             # step at once.
@@ -397,11 +397,11 @@ class Coordinator:
             clock = asyncio.get_running_loop().time
             started = clock()
             batch, occupied = await self._next_batch()
-            await self._take_turn()
+            await self._take_shift()
             if batch is None:
                 await self._save_if_due()
                 raise RunStoppedError
-            occupied += self._turn_times.get("time/rest_s", 0.0)
+            occupied += self._shift_times.get("time/rest_s", 0.0)
             waited, began = clock() - started - occupied, clock()
             self.progress.learner_waited_s += waited
             result = await self.parts.learner.step(batch)
@@ -431,7 +431,7 @@ class Coordinator:
                 raise RunStoppedError
             if self._gather_due():
                 await self._gather()
-            await self._end_turn()
+            await self._end_shift()
         while self.gathered < self.progress.version:
             async with self._when(self._gather_due):
                 pass
@@ -498,8 +498,8 @@ class Coordinator:
         if result.applied:
             progress.version += 1
             self._drop_stale()
-        turn_times, self._turn_times = self._turn_times, {}
-        return {**metrics, **times, **turn_times, **self._slots(), **self.books.since_last_step()}
+        shift_times, self._shift_times = self._shift_times, {}
+        return {**metrics, **times, **shift_times, **self._slots(), **self.books.since_last_step()}
 
     def _slots(self) -> dict[str, object]:
         """Metrics of the groups in each state, and of the concurrency limit."""
@@ -719,7 +719,7 @@ class Coordinator:
     # turns of `colocate`: generators → learner → publishing → generators. Without it, the turn
     # stays with the generators, and nothing rests.
 
-    async def _take_turn(self) -> None:
+    async def _take_shift(self) -> None:
         """Begin the learner's turn, once the generators' last version has been checked and every
         evaluation that is due has ended. A run that stops does not wait for evaluations."""
         if not self.schedule.colocate:
@@ -734,7 +734,7 @@ class Coordinator:
             self.turn = "going to rest"
         await self._rest_generators()
 
-    async def _end_turn(self) -> None:
+    async def _end_shift(self) -> None:
         """End the learner's turn: with the publication of what it gathered, or, after a skipped
         step, with the generators' turn."""
         if not self.schedule.colocate:
@@ -754,7 +754,7 @@ class Coordinator:
             async with self._changing():
                 self.turn = "taking"
             await self.parts.device.take_device()
-        self._turn_times["time/rest_s"] = clock() - started
+        self._shift_times["time/rest_s"] = clock() - started
         async with self._changing():
             self.turn = "learner"
 
@@ -767,7 +767,7 @@ class Coordinator:
             async with self._changing():
                 self.turn = "leaving"
             await self.parts.device.leave_device()
-        self._turn_times["time/wake_s"] = clock() - started
+        self._shift_times["time/wake_s"] = clock() - started
 
     async def _wake_generators(self) -> None:
         if not self.schedule.colocate:
@@ -777,7 +777,7 @@ class Coordinator:
         clock = asyncio.get_running_loop().time
         started = clock()
         await self.parts.weights.wake()
-        self._turn_times["time/wake_s"] += clock() - started
+        self._shift_times["time/wake_s"] += clock() - started
         async with self._changing():
             self.turn = "generators"
 

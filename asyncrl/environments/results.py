@@ -19,7 +19,7 @@ MOST_OUTPUT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class EnvironmentResult:
     """What an environment returned."""
 
     reward: float | None = None
@@ -31,10 +31,10 @@ class Given:
     """Rewards of turns that were taken at the URL: one item for each turn."""
 
 
-NOTHING = Given()
+NOTHING = EnvironmentResult()
 
 
-def given_by(result: object, taken: Sequence[Sequence[int]] | None) -> Given:
+def result_of(result: object, taken: Sequence[Sequence[int]] | None) -> EnvironmentResult:
     """What an environment returned: the reward, its parts, a text, and rewards of the turns taken,
     each of which has the nodes in `taken`. None: the turns were taken elsewhere.
 
@@ -58,7 +58,7 @@ def given_by(result: object, taken: Sequence[Sequence[int]] | None) -> Given:
             raise TypeError(f"{shown} is no name of a reward: a short line without '/'")
     found = {name: _number(name, value) for name, value in values.items()}
     at_url = given if taken is None else None
-    return Given(found.pop(REWARD, None), found, output, turns, at_url)
+    return EnvironmentResult(found.pop(REWARD, None), found, output, turns, at_url)
 
 
 def _is_name(name: str) -> bool:

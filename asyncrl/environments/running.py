@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import asyncrl
 from asyncrl.environments.model import ChatSession, Model, SessionUrl
-from asyncrl.environments.results import NOTHING, Given, given_by
+from asyncrl.environments.results import NOTHING, EnvironmentResult, result_of
 from asyncrl.runtime.functions import one_line, text_of
 from asyncrl.sessions.answers import (
     ContextTooLongError as ContextTooLongError,
@@ -22,7 +22,7 @@ from asyncrl.sessions.answers import (
     TurnDeadlineError,
     TurnsExceededError as TurnsExceededError,
 )
-from asyncrl.sessions.counted_session import Watched
+from asyncrl.sessions.counted_session import CountedSession
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,9 @@ class _Course:
     def __init__(self, session: ChatSession, limits: Limits, url: SessionUrl | None) -> None:
         self._clock = asyncio.get_running_loop().time
         self._began = self._clock()
-        self._watched = Watched(lambda request, _: session.chat(request), limits.turns, self._clock)
+        self._watched = CountedSession(
+            lambda request, _: session.chat(request), limits.turns, self._clock
+        )
         self._at_url = url is not None
         self.model = Model(self._watched, url=url)
         self.reward: object = None
@@ -178,11 +180,11 @@ class _Course:
         # Turns that were taken at the URL are known to those who serve it.
         taken = None if self._at_url else self._watched.taken
         try:
-            return self.ended(end, note, given_by(result, taken))
+            return self.ended(end, note, result_of(result, taken))
         except Exception as nonsense:  # a value of any class
             return self.ended("reward_error", _located(nonsense))
 
-    def ended(self, end: End, note: str = "", given: Given = NOTHING) -> Ended:
+    def ended(self, end: End, note: str = "", given: EnvironmentResult = NOTHING) -> Ended:
         """The end, with what the session took."""
         whole_s = self._clock() - self._began
         model_s = min(self._watched.model_s, whole_s)

@@ -30,7 +30,7 @@ from asyncrl.generation.settings import GeneratorApp
 from asyncrl.generation.shared_calls import SharedCalls
 from asyncrl.generation.shared_serve import start_serve
 from asyncrl.generation.streamed import StreamedCompletion
-from asyncrl.runtime.all_or_nothing import together
+from asyncrl.runtime.all_or_nothing import all_or_nothing
 from asyncrl.runtime.ray.objects import DEATHS
 from asyncrl.runtime.ray.serve_calls import Handle, ask_all
 
@@ -260,7 +260,7 @@ class ServeGenerate:
             retried = (*UNABLE, ConnectionError) if request.replica is None else ()
             return await self._ask(request.deadline_s, once, retried)
 
-        answers = await together(choice(index) for index in range(request.n))
+        answers = await all_or_nothing(choice(index) for index in range(request.n))
         return replace(
             answers[-1],
             completions=tuple(answer.completions[0] for answer in answers),

@@ -86,7 +86,7 @@ def engine_config(
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        worker_extension_cls="asyncrl.weights.engine_fingerprints.HeldWeights",
+        worker_extension_cls="asyncrl.weights.engine_fingerprints.EngineFingerprints",
         trust_remote_code=False,
         tokenizer_mode=TOKENIZER_MODE,
         load_format="safetensors",

@@ -28,7 +28,7 @@ FATAL = "fatal.txt"
 _handing = threading.Lock()
 
 
-class AheadProcess:
+class EarlyProcess:
     """A spawned process that prepares itself and then waits for its target. It ends with the
     process that spawned it.
 
@@ -48,7 +48,7 @@ class AheadProcess:
         self._at_exit = multiprocessing.util.Finalize(None, self._process.kill, exitpriority=0)
         self._target: tuple[Callable[..., None], Mapping[str, object]] | None = None
 
-    def __enter__(self) -> AheadProcess:
+    def __enter__(self) -> EarlyProcess:
         return self
 
     def __exit__(
@@ -65,7 +65,7 @@ class AheadProcess:
 
     def Process(
         self, *, target: Callable[..., None], name: str, kwargs: Mapping[str, object]
-    ) -> AheadProcess:  # multiprocessing's name
+    ) -> EarlyProcess:  # multiprocessing's name
         """Set the target and return this process.
 
         Raises:
@@ -129,7 +129,7 @@ def import_engine(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def handed_to_vllm(process: AheadProcess) -> Iterator[None]:
+def handed_to_vllm(process: EarlyProcess) -> Iterator[None]:
     """Inside the block, an engine that vLLM makes uses this process instead of spawning one.
 
     Raises:

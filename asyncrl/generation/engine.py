@@ -39,7 +39,7 @@ from asyncrl.generation.arguments import (
     stream_params,
 )
 from asyncrl.generation.early_process import (
-    AheadProcess,
+    EarlyProcess,
     fatal_error,
     handed_to_vllm,
     import_engine,
@@ -188,7 +188,7 @@ class Engine:
         if self.app.generator.device == "cpu":
             os.environ["LD_PRELOAD"] = preload_openmp(os.environ.get("LD_PRELOAD", ""))
         self._before = {process.pid for process in psutil.Process().children(recursive=True)}
-        with AheadProcess(functools.partial(import_engine, str(folder))) as process:
+        with EarlyProcess(functools.partial(import_engine, str(folder))) as process:
             import vllm.v1.engine.async_llm  # noqa: F401  # here, to measure it
 
             imported = time.monotonic()
@@ -212,7 +212,7 @@ class Engine:
         return self.load
 
     def _make_llm(
-        self, process: AheadProcess, config: VllmConfig, executor: type[Executor]
+        self, process: EarlyProcess, config: VllmConfig, executor: type[Executor]
     ) -> AsyncLLM:
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -107,7 +107,7 @@ class Generator:
             logger.warning(
                 "replica %s starts with the checkpoint's weights: %s", self.replica, error
             )
-        await self.follow_turn()
+        await self.apply_shift()
 
     async def _start_engine(self) -> None:
         """Start the engine on all its nodes.
@@ -318,9 +318,9 @@ class Generator:
         """Drop an attempt's requests, whose caller has ended, and end its rest."""
         self._give_up(lambda weights: (weights.run_id, weights.attempt) == (run_id, attempt))
         if self.engine.rests:
-            await self.follow_turn()
+            await self.apply_shift()
 
-    async def follow_turn(self) -> bool:
+    async def apply_shift(self) -> bool:
         """Rest if the version registry says that it is the learner's turn, and wake if it says
         that it is not. Returns whether the engine rests."""
 
@@ -395,7 +395,7 @@ class Generator:
         """Called by Serve, which replaces the replica if this raises."""
         await self.engine.check()
         await self._refuse_to_stay_behind()
-        await self._follow_missed_turn()
+        await self._apply_missed_shift()
         if self.held and await asyncio.to_thread(find_registry, self._registry_name) is None:
             self.held = False  # the job that held it has ended without `release`
 
@@ -415,12 +415,12 @@ class Generator:
                 f" although {newest} is published; Serve will replace it"
             )
 
-    async def _follow_missed_turn(self) -> None:
+    async def _apply_missed_shift(self) -> None:
         """Follow a turn whose announcement this replica missed, because Serve did not list it yet.
         Does not wait for the engine."""
         turn = await self._ask_registry("learner_turn")
         if turn not in (None, self.engine.rests) and not self._lock.locked():
-            following = asyncio.ensure_future(self.follow_turn())
+            following = asyncio.ensure_future(self.apply_shift())
             self._changes.add(following)
             following.add_done_callback(self._followed)
 

@@ -50,7 +50,7 @@ def end_lease(registry: Actor, name: str) -> None:
     )
 
 
-class OwnGenerators:
+class RunGenerators:
     """One Serve application of a run, with its lease. `begin` deploys it, `release` prepares it for
     the next attempt, and `end` ends it."""
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from asyncrl.learning.driver import LearnerGroup as LearnerGroup
-    from asyncrl.learning.engine.shifts import DeviceTurns as DeviceTurns
+    from asyncrl.learning.driver import RayLearner as RayLearner
+    from asyncrl.learning.engine.shifts import DeviceShifts as DeviceShifts
     from asyncrl.learning.engine.state import Meeting as Meeting
     from asyncrl.learning.examples.offline_examples import (
         examples_with as examples_with,
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
-    DeviceTurns="engine.shifts",
+    DeviceShifts="engine.shifts",
     examples_with="examples.offline_examples",
-    LearnerGroup="driver",
+    RayLearner="driver",
     LearnerRank="rank",
     Meeting="engine.state",
     pack="packing.strategies",

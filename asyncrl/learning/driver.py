@@ -154,15 +154,15 @@ class OnRanks(Generic[P, T]):
     def __init__(self, method: Method[P, T]) -> None:
         self._method = method
 
-    def __get__(self, group: LearnerGroup, owner: type) -> Callable[P, Coroutine[Any, Any, T]]:
+    def __get__(self, group: RayLearner, owner: type) -> Callable[P, Coroutine[Any, Any, T]]:
         async def call(*arguments: P.args, **named: P.kwargs) -> T:
             return (await group._all(self._method, *arguments, **named))[0]
 
         return call
 
 
-class LearnerGroup:
-    """`Learner` on Ray actors. Create it with `LearnerGroup.create(spec, run_id, attempt)` and end
+class RayLearner:
+    """`Learner` on Ray actors. Create it with `RayLearner.create(spec, run_id, attempt)` and end
     it with `close()`."""
 
     take_device = OnRanks(LearnerRank.take_device)
@@ -197,7 +197,7 @@ class LearnerGroup:
         """Number of calls that all ranks have answered."""
 
     @classmethod
-    async def create(cls, spec: LearnerSpec, run_id: str, attempt: int) -> LearnerGroup:
+    async def create(cls, spec: LearnerSpec, run_id: str, attempt: int) -> RayLearner:
         """Place the ranks, load the model, build the engine.
 
         Raises:

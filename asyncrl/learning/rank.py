@@ -24,7 +24,7 @@ from asyncrl.learning.engine.adapter import (
     write_adapter,
 )
 from asyncrl.learning.engine.hf_directory import HfDirectory
-from asyncrl.learning.engine.shifts import device_turns
+from asyncrl.learning.engine.shifts import device_shifts
 from asyncrl.learning.engine.state import LearnerState, Meeting, join_ranks, load_state
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.learning.steps.held_out import heldout_loss, target_logprobs
@@ -66,16 +66,16 @@ class LearnerRank:
         self.attempt = attempt
         self.versions: dict[int, list[ray.ObjectRef[np.ndarray]]] = {}
         """Version → references of its published buckets. Empty on all ranks except rank 0."""
-        self._turns = device_turns(state)
+        self._turns = device_shifts(state)
         """Moves the states off the GPU and back. None: the states stay on their device."""
 
     def take_device(self) -> None:
-        """See `asyncrl.learning.engine.shifts.DeviceTurns.take`."""
+        """See `asyncrl.learning.engine.shifts.DeviceShifts.take`."""
         if self._turns is not None:
             self._turns.take()
 
     def leave_device(self) -> None:
-        """See `asyncrl.learning.engine.shifts.DeviceTurns.leave`."""
+        """See `asyncrl.learning.engine.shifts.DeviceShifts.leave`."""
         if self._turns is not None:
             self._turns.leave()
 

@@ -107,7 +107,7 @@ def learner_spec(config: Config) -> LearnerSpec:
         run_directory=config.run_directory,
         rank_share=config.rank_share,
         rank_gpus=config.rank_gpus,
-        engine_share=config.engine_share if config.takes_turns_on_gpus else None,
+        engine_share=config.engine_share if config.takes_shifts_on_gpus else None,
     )
 
 
@@ -211,7 +211,7 @@ def generator_app(config: Config) -> GeneratorApp:
         fetch_timeout_s=config.push_timeout_s,
         replace_after_s=config.push_timeout_s,
         num_gpus=config.replica_gpus if config.replicas_share_gpus else None,
-        sleeps=config.takes_turns_on_gpus,
+        sleeps=config.takes_shifts_on_gpus,
         **adapters,
     )
 

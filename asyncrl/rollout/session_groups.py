@@ -25,7 +25,7 @@ from asyncrl.environments.running import Ended
 from asyncrl.rollout.prefixes import PrefixCounter
 from asyncrl.rollout.session_player import Player
 from asyncrl.rollout.spec import SessionsSpec
-from asyncrl.runtime.all_or_nothing import together
+from asyncrl.runtime.all_or_nothing import all_or_nothing
 from asyncrl.sessions.answers import TurnDeadlineError
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.text.chat_messages import MessagesError, plain_text
@@ -139,7 +139,7 @@ class Sessions:
             Any error of `generate`.
             EnvironmentFailedError: no environment process starts.
         """
-        return await together(self.play(prompt, sample, generate) for sample in samples)
+        return await all_or_nothing(self.play(prompt, sample, generate) for sample in samples)
 
     async def play(self, prompt: Prompt, sample: int, generate: Generates) -> Played:
         """One session. It begins again if its process ends because of another one. Raises as

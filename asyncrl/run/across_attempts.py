@@ -13,7 +13,7 @@ from pathlib import Path
 from asyncrl.config import Config, RunSettings
 from asyncrl.contracts.errors import PartDiedError, PlacementLostError
 from asyncrl.contracts.state import State
-from asyncrl.generation.run_generators import OwnGenerators
+from asyncrl.generation.run_generators import RunGenerators
 from asyncrl.run.closing import close_part
 from asyncrl.run.cluster.cluster import ray_cluster
 from asyncrl.runtime.files.opening import replace_text
@@ -36,7 +36,7 @@ class AcrossAttempts:
         """
         self.asked = time.monotonic() if asked is None else asked
         """When the next attempt was asked for: by the command, or by the end of the last one."""
-        self.generators: OwnGenerators | None = None
+        self.generators: RunGenerators | None = None
         self.placed: Config | None = None
         """The config with which `generators` were placed."""
         self.failed: list[str] = []
@@ -78,7 +78,7 @@ class AcrossAttempts:
                 and not self.failed
                 and self.generators is not None
                 # Awake engines would hold the memory with which the next learner starts.
-                and not (self.placed is not None and self.placed.takes_turns_on_gpus)
+                and not (self.placed is not None and self.placed.takes_shifts_on_gpus)
                 and await self.generators.release(state.run_id, state.attempt)
             )
             try:

@@ -16,7 +16,7 @@ from asyncrl.control.staleness import Staleness
 from asyncrl.data.prompts import order_of
 from asyncrl.data.supervised import supervised_rows
 from asyncrl.generation.orphans import end_orphans
-from asyncrl.learning.driver import LearnerGroup
+from asyncrl.learning.driver import RayLearner
 from asyncrl.learning.warm_start import WarmStartCheck, warm_start
 from asyncrl.observe.alarms import FIRST_STEPS
 from asyncrl.observe.live import Live, RunRecorder
@@ -106,7 +106,7 @@ class Attempt:
         print_shown(table)
         await check_models(self.config)
 
-    async def _prepare_learner(self, learner: LearnerGroup) -> None:
+    async def _prepare_learner(self, learner: RayLearner) -> None:
         """Bring the learner to the first version: the checkpoint's, or the model's own weights,
         with a warm start if one is configured."""
         if self.directory.checkpoint is not None:
@@ -118,7 +118,7 @@ class Attempt:
             await self._warm_start(learner, self.config.warm_start)
         self.live.phase("waiting for the generators")
 
-    async def _warm_start(self, learner: LearnerGroup, settings: WarmStartConfig) -> None:
+    async def _warm_start(self, learner: RayLearner, settings: WarmStartConfig) -> None:
         config = self.config
 
         def report(check: WarmStartCheck) -> None:
@@ -169,7 +169,7 @@ class Attempt:
         self.live.phase("saving")
         path, learner = self.directory.path, stations.learner
         async with self.watched(learner):
-            if self.config.takes_turns_on_gpus:
+            if self.config.takes_shifts_on_gpus:
                 await stations.weights.rest()
                 await learner.take_device()
             await learner.export_hf(path / ".hf")
@@ -181,7 +181,7 @@ class Attempt:
             return self.directory.state.steps_attempted, self.directory.state.version
         return self.coordinator.progress.attempted, self.coordinator.progress.version
 
-    def watched(self, learner: LearnerGroup) -> AbstractAsyncContextManager[None]:
+    def watched(self, learner: RayLearner) -> AbstractAsyncContextManager[None]:
         """Watch calls of the learner made before the coordinator exists or after it ends."""
         return watching_learner(
             learner,
@@ -235,7 +235,7 @@ def make_coordinator(
         check=_probe_check(config, state, stations),
         concurrency=concurrency_of(stations.config, stations.kv_cache_tokens, state.concurrency),
         reference=stations.reference,
-        device=stations.learner if config.takes_turns_on_gpus else None,
+        device=stations.learner if config.takes_shifts_on_gpus else None,
     )
     schedule = Schedule(
         max_steps=config.max_steps,

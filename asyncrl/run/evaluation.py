@@ -24,7 +24,7 @@ from asyncrl.contracts.protocols import Generate
 from asyncrl.contracts.rows import ANSWER_COLUMNS, TRUNCATED, Completion, Prompt, VersionSpan
 from asyncrl.contracts.text_listener import Heard
 from asyncrl.rewards.contract import RewardError, Session
-from asyncrl.runtime.all_or_nothing import together
+from asyncrl.runtime.all_or_nothing import all_or_nothing
 from asyncrl.runtime.failure_reasons import reason_key
 from asyncrl.runtime.files import parquet
 from asyncrl.runtime.files.opening import make_directory
@@ -180,7 +180,7 @@ class Evaluator:
             [self.config.seed + index + sample * len(prompts) for sample in range(settings.n)]
             for index in range(len(prompts))
         ]
-        return await together(
+        return await all_or_nothing(
             self._siblings(settings, target, prompt, prompt_seeds, room)
             for prompt, prompt_seeds in zip(prompts, seeds, strict=True)
         )
@@ -195,7 +195,7 @@ class Evaluator:
     ) -> list[Answer]:
         """One answer per seed; the answers are scored together, as a group is."""
         requests = [self._request(settings, target, prompt, seed) for seed in seeds]
-        answers = await together(
+        answers = await all_or_nothing(
             self._answer(request, target.version, room)
             if self.sessions is None
             else self._play(self.sessions, prompt, sample, request, target.version, room)

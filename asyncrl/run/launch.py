@@ -41,8 +41,8 @@ from asyncrl.generation.app import (
     wait_for_generators,
 )
 from asyncrl.generation.orphans import application_name
-from asyncrl.generation.run_generators import OwnGenerators, end_lease, lease_generators
-from asyncrl.learning.driver import LearnerGroup
+from asyncrl.generation.run_generators import RunGenerators, end_lease, lease_generators
+from asyncrl.learning.driver import RayLearner
 from asyncrl.learning.frozen.reference import RayReference, start_reference
 from asyncrl.learning.frozen.teacher import start_teacher
 from asyncrl.observe.watchdog import Description
@@ -94,7 +94,7 @@ class Stations:
 
     config: Config
     context: int
-    learner: LearnerGroup
+    learner: RayLearner
     generate: ServeGenerate
     weights: ServeWeightSync
     prompts: RayPromptSource
@@ -221,7 +221,7 @@ async def launch_stations(
     directory: RunDirectory,
     report: PromptReport,
     context: int,
-    prepare: Callable[[LearnerGroup], Awaitable[None]],
+    prepare: Callable[[RayLearner], Awaitable[None]],
     across: AcrossAttempts,
 ) -> AsyncIterator[Stations]:
     """Start every station, and end all of them on exit. The run's own generators end with `across`.
@@ -331,7 +331,7 @@ def _start_streams(
 class _Started:
     """What is known once every station has started."""
 
-    learner: LearnerGroup
+    learner: RayLearner
     pool: RewardPool | RemoteRewardPool
     status: ReplicaStatus
     """The status of one replica."""
@@ -343,7 +343,7 @@ async def _wait_until_started(
     app_name: str,
     handle: Handle,
     watcher: Actor | None,
-    learner_start: asyncio.Task[tuple[LearnerGroup, float]],
+    learner_start: asyncio.Task[tuple[RayLearner, float]],
     streams: _Streams,
     stack: Closing,
 ) -> _Started:
@@ -402,7 +402,7 @@ async def _lease(
     registry = await lease_generators(name, f"{config.name!r} ({run_id})")
     if config.owns_generators:
         settings = generator_app(config).model_copy(update={"max_model_len": tokens})
-        across.generators, across.placed = OwnGenerators(name, registry, settings), config
+        across.generators, across.placed = RunGenerators(name, registry, settings), config
     else:
         stack.add("lease", functools.partial(asyncio.to_thread, end_lease, registry, name))
     return config, registry
@@ -441,7 +441,7 @@ def _start_reference(config: Config, folder: Path | None, stack: Closing) -> Act
 async def _started_alone(
     config: Config,
     app_name: str,
-    learner_start: asyncio.Task[tuple[LearnerGroup, float]],
+    learner_start: asyncio.Task[tuple[RayLearner, float]],
     reference: Actor | None,
 ) -> None:
     """Wait until the learner and the reference policy have started, before the generators do."""
@@ -484,7 +484,7 @@ async def _startup_facts(
     handle: Handle,
     status: ReplicaStatus,
     generators_s: float,
-    learner: LearnerGroup,
+    learner: RayLearner,
     learner_s: float,
 ) -> dict[str, float | str]:
     """The record `startup`: seconds that the stations took to start, seconds of an empty pause, and
@@ -505,17 +505,17 @@ async def _start_learner(
     config: Config,
     state: State,
     stack: Closing,
-    prepare: Callable[[LearnerGroup], Awaitable[None]],
-) -> tuple[LearnerGroup, float]:
+    prepare: Callable[[RayLearner], Awaitable[None]],
+) -> tuple[RayLearner, float]:
     started = time.monotonic()
-    learner = await LearnerGroup.create(learner_spec(config), state.run_id, state.attempt)
+    learner = await RayLearner.create(learner_spec(config), state.run_id, state.attempt)
     seconds = time.monotonic() - started
     stack.add("learner", learner.close)
     for directory in dict.fromkeys((config.run_directory, config.checkpoints_directory)):
         make_directory(directory)
         await learner.check_shared(directory)
     await prepare(learner)
-    if config.takes_turns_on_gpus:
+    if config.takes_shifts_on_gpus:
         await learner.leave_device()
     return learner, seconds
 

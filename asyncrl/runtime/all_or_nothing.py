@@ -9,7 +9,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-async def together(works: Iterable[Coroutine[object, None, Result]]) -> list[Result]:
+async def all_or_nothing(works: Iterable[Coroutine[object, None, Result]]) -> list[Result]:
     """All results, in order. The first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:

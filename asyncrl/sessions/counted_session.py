@@ -20,7 +20,7 @@ Ask = Callable[[ChatRequest, "Heard | None"], Awaitable[list[Answer]]]
 """Answers a request, as `Session.chat` does."""
 
 
-class Watched:
+class CountedSession:
     """The requests of one session, which may take at most `most` turns."""
 
     def __init__(self, ask: Ask, most: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
-class HeldWeights:
+class EngineFingerprints:
     """Extension of vLLM's worker (`worker_extension_cls`): adds methods for `collective_rpc`."""
 
     model_runner: GPUModelRunner

@@ -216,7 +216,7 @@ class ServeWeightSync:
                 await asyncio.wait_for(self._tell_turn(), remaining)
                 answers = await ask_all(
                     self._handle,
-                    "follow_turn",
+                    "apply_shift",
                     timeout_s=min(ROUND_S, remaining),
                     grace_s=None if learner else ANSWER_S,
                 )

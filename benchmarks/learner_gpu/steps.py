@@ -177,12 +177,12 @@ def gathered(rank: "LearnerRank") -> dict[str, float]:
 
 def turned(rank: "LearnerRank", options: argparse.Namespace) -> dict[str, float]:
     """Seconds and bytes of a turn, and what it changed."""
-    from asyncrl.learning import DeviceTurns
+    from asyncrl.learning import DeviceShifts
 
     states = allocated(options.device)
     row = random_row(np.random.default_rng(SEED), options.length, MODELS[options.model][6])
     before = rank.logprobs([row])[0]
-    turns = DeviceTurns(rank.state.engine, options.device, 1.0, 0.1)
+    turns = DeviceShifts(rank.state.engine, options.device, 1.0, 0.1)
     full = allocated(options.device)
     for _ in range(2):  # the first one allocates the memory of the host
         began = time.perf_counter()

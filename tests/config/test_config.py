@@ -568,7 +568,7 @@ def test_turns_have_no_staleness_unless_it_is_given(tmp_path):
 def test_sides_that_take_turns_on_gpus_may_each_use_most_of_the_memory(tmp_path):
     config = load(tmp_path, IN_TURNS)
     assert (config.rank_share, config.engine_share) == (1.0, 0.85)
-    assert config.takes_turns_on_gpus and config.replicas_share_gpus and not config.shares_gpus
+    assert config.takes_shifts_on_gpus and config.replicas_share_gpus and not config.shares_gpus
     rank, replica = config.rank_gpus, config.replica_gpus
     assert 2 * rank > 1 >= rank + replica > 1 - replica, "one rank and one replica fit on a GPU"
     given = {"learner.gpu_memory_utilization": 0.9, "generator.gpu_memory_utilization": 0.9}
@@ -576,7 +576,7 @@ def test_sides_that_take_turns_on_gpus_may_each_use_most_of_the_memory(tmp_path)
     assert (both.rank_share, both.engine_share) == (0.9, 0.9)
     assert (both.rank_gpus, both.replica_gpus) == (rank, replica)
     on_cpu = load(tmp_path, {"placement": "colocate", "generator.in_flight": "keep"})
-    assert not on_cpu.takes_turns_on_gpus and on_cpu.rank_gpus == on_cpu.replica_gpus == 0
+    assert not on_cpu.takes_shifts_on_gpus and on_cpu.rank_gpus == on_cpu.replica_gpus == 0
 
 
 def test_over_sampling_needs_drop(tmp_path):

@@ -180,7 +180,7 @@ def test_over_sampling_admits_more_groups_and_trains_the_fastest():
 
 
 def test_a_dropped_rollout_is_cancelled_and_everything_scored_is_acknowledged():
-    class Watched(FakeRollouts):
+    class CountedSession(FakeRollouts):
         cancelled = 0
 
         async def rollout(self, prompt, committed):
@@ -190,7 +190,7 @@ def test_a_dropped_rollout_is_cancelled_and_everything_scored_is_acknowledged():
                 self.cancelled += prompt.ordinal not in coordinator.buffer
                 raise
 
-    rollouts = Watched(latency=lambda ordinal: 1e6 if ordinal % 4 == 3 else 1.0)
+    rollouts = CountedSession(latency=lambda ordinal: 1e6 if ordinal % 4 == 3 else 1.0)
     coordinator = under_drop(Staleness(1, 4, "drop"), steps=10, rollouts=rollouts)
     progress = on_virtual_time(coordinator)
     assert rollouts.cancelled == progress.ended["dropped"] > 0

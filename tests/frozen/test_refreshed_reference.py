@@ -24,7 +24,7 @@ from asyncrl.contracts.rows import ReferenceLogprobs
 from asyncrl.learning.frozen.reference import RayReference, Reference, start_reference
 from asyncrl.learning.frozen.reference_files import (
     CURRENT,
-    KeptReference,
+    ReferenceFiles,
     begin_kept,
     copy_kept,
     keep_version,
@@ -107,7 +107,7 @@ def put(monkeypatch: pytest.MonkeyPatch) -> Publish:
 
 
 @pytest.fixture
-def kept(tmp_path: Path, tiny_model: Path, put: Publish) -> KeptReference:
+def kept(tmp_path: Path, tiny_model: Path, put: Publish) -> ReferenceFiles:
     """A folder with version 8 of a changed model."""
     folder = tmp_path / "folder"
     begin_kept(folder, None)
@@ -175,7 +175,7 @@ def test_a_restarted_process_scores_with_the_version_that_it_took(
 
 
 def test_a_version_on_the_disk_has_the_published_tensors(
-    kept: KeptReference, tiny_model: Path
+    kept: ReferenceFiles, tiny_model: Path
 ) -> None:
     assert read_kept(kept.folder) == kept and kept.version == 8
     kept.verify()
@@ -187,7 +187,7 @@ def test_a_version_on_the_disk_has_the_published_tensors(
 
 
 def test_a_new_version_replaces_the_one_before(
-    kept: KeptReference, tiny_model: Path, put: Publish
+    kept: ReferenceFiles, tiny_model: Path, put: Publish
 ) -> None:
     (kept.folder / ".version_000009").mkdir()  # of a process that was killed while it wrote
     (kept.folder / "version_000012").mkdir()  # and of one that was killed before CURRENT
@@ -200,7 +200,7 @@ def test_a_new_version_replaces_the_one_before(
 
 @pytest.mark.parametrize("failure", ["checksum", "lost", "shape", "killed", "full"])
 def test_a_failed_write_leaves_the_version_before(
-    kept: KeptReference,
+    kept: ReferenceFiles,
     tiny_model: Path,
     put: Publish,
     monkeypatch: pytest.MonkeyPatch,
@@ -234,7 +234,7 @@ def test_a_failed_write_leaves_the_version_before(
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "copies"])
 def test_a_copy_outlives_the_original(
-    kept: KeptReference,
+    kept: ReferenceFiles,
     tiny_model: Path,
     put: Publish,
     monkeypatch: pytest.MonkeyPatch,
@@ -262,7 +262,7 @@ def test_a_copy_outlives_the_original(
 def test_a_copy_of_the_version_at_the_start_has_no_files(tmp_path: Path) -> None:
     begin_kept(tmp_path / "a", None)
     assert copy_kept(tmp_path / "a", tmp_path / "b") == {}
-    assert read_kept(tmp_path / "b") == KeptReference(tmp_path / "b", 0, {})
+    assert read_kept(tmp_path / "b") == ReferenceFiles(tmp_path / "b", 0, {})
     assert read_kept(tmp_path / "b").directory is None
 
 
@@ -283,7 +283,7 @@ def test_a_place_without_a_version_is_refused(tmp_path: Path, text: str | None, 
     assert "\n" not in str(caught.value) and "resume from another checkpoint" in str(caught.value)
 
 
-def test_damage_is_found_before_the_weights_are_used(kept: KeptReference) -> None:
+def test_damage_is_found_before_the_weights_are_used(kept: ReferenceFiles) -> None:
     file = kept.folder / "version_000008" / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -299,7 +299,7 @@ def test_damage_is_found_before_the_weights_are_used(kept: KeptReference) -> Non
 
 @pytest.mark.parametrize("lost", ["damaged", "missing", "elsewhere"])
 def test_a_process_does_not_start_without_its_version(
-    kept: KeptReference, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+    kept: ReferenceFiles, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     """It would score with the weights of the start."""
     monkeypatch.setattr("asyncrl.learning.frozen.reference.claim_caches", lambda name: None)
@@ -315,7 +315,7 @@ def test_a_process_does_not_start_without_its_version(
         Reference(spec)
 
 
-def test_a_version_that_another_node_wrote_must_be_seen_here(kept: KeptReference) -> None:
+def test_a_version_that_another_node_wrote_must_be_seen_here(kept: ReferenceFiles) -> None:
     wait_for(kept.folder, 8, within_s=0)
     with pytest.raises(ReferenceLostError, match="every node shares"):
         wait_for(kept.folder, 12, within_s=0)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from asyncrl.generation.arguments import engine_environment
 from asyncrl.generation.early_process import (
-    AheadProcess,
+    EarlyProcess,
     fatal_error,
     handed_to_vllm,
     keep_fatal_error,
@@ -34,7 +34,7 @@ def shell(command):
 
 
 def test_it_runs_its_target_in_the_current_environment(tmp_path, monkeypatch):
-    with AheadProcess(PREPARE) as process:
+    with EarlyProcess(PREPARE) as process:
         monkeypatch.setenv("ASYNCRL_TEST_LATER", "set after it was started")
         made = process.Process(
             **shell(f'printf %s "$ASYNCRL_TEST_LATER, in $PWD" > {tmp_path}/said')
@@ -46,7 +46,7 @@ def test_it_runs_its_target_in_the_current_environment(tmp_path, monkeypatch):
 
 
 def test_an_error_of_its_target_is_its_exit_code():
-    with AheadProcess(PREPARE) as process:
+    with EarlyProcess(PREPARE) as process:
         process.Process(**shell("exit 3")).start()
         process.join(30)
     assert process.exitcode == 1
@@ -58,33 +58,33 @@ class Unreadable:
 
 
 def test_a_target_that_cannot_be_unpickled_is_an_error():
-    with AheadProcess(PREPARE) as process:
+    with EarlyProcess(PREPARE) as process:
         process.Process(target=print, name="Shell", kwargs={"file": Unreadable()}).start()
         process.join(30)
     assert process.exitcode == 1
 
 
 def test_it_ends_without_a_target():
-    with AheadProcess(PREPARE) as process:
+    with EarlyProcess(PREPARE) as process:
         pass
     assert process.exitcode == -signal.SIGKILL
 
 
 def test_it_ends_with_a_block_that_fails():
-    with pytest.raises(OSError, match="no such model"), AheadProcess(PREPARE) as process:
+    with pytest.raises(OSError, match="no such model"), EarlyProcess(PREPARE) as process:
         raise OSError("no such model")
     assert process.exitcode == -signal.SIGKILL
 
 
 def test_a_process_that_has_ended_keeps_its_exit_code():
-    with AheadProcess(partial(os._exit, 7)) as process:
+    with EarlyProcess(partial(os._exit, 7)) as process:
         process.join(30)
         process.Process(**shell("true")).start()
     assert process.exitcode == 7
 
 
 def test_it_takes_one_target():
-    with AheadProcess(PREPARE) as process:
+    with EarlyProcess(PREPARE) as process:
         process.Process(**shell("true"))
         with pytest.raises(RuntimeError, match="a second process"):
             process.Process(**shell("true"))
@@ -95,10 +95,10 @@ def test_it_takes_one_target():
 OWNER = """
 import os, sys, threading, time
 from functools import partial
-from asyncrl.generation.early_process import AheadProcess
+from asyncrl.generation.early_process import EarlyProcess
 
 def own():
-    with AheadProcess(partial(os.write, 1, b"ready\\n")) as process:
+    with EarlyProcess(partial(os.write, 1, b"ready\\n")) as process:
         print(process.pid, flush=True)
         time.sleep(600)
 
@@ -149,14 +149,14 @@ def utils(monkeypatch):
 
 def test_vllm_uses_it_inside_the_block_only(utils):
     spawned = utils.get_mp_context
-    with AheadProcess(PREPARE) as process:
+    with EarlyProcess(PREPARE) as process:
         with handed_to_vllm(process):
             utils.get_mp_context().Process(**shell("true")).start()
         process.join(30)
     assert process.exitcode == 0 and utils.get_mp_context is spawned
     with (
         pytest.raises(OSError, match="no memory"),
-        AheadProcess(PREPARE) as process,
+        EarlyProcess(PREPARE) as process,
         handed_to_vllm(process),
     ):
         raise OSError("no memory")
@@ -166,7 +166,7 @@ def test_vllm_uses_it_inside_the_block_only(utils):
 def test_a_vllm_that_spawns_its_own_process_is_refused(utils):
     with (
         pytest.raises(RuntimeError, match="is this the version of vLLM"),
-        AheadProcess(PREPARE) as process,
+        EarlyProcess(PREPARE) as process,
         handed_to_vllm(process),
     ):
         pass

@@ -28,7 +28,7 @@ import asyncio, sys, ray
 from stub_replicas import StubGenerator
 from asyncrl.config import Config
 from asyncrl.generation import app, orphans
-from asyncrl.generation.run_generators import OwnGenerators, lease_generators
+from asyncrl.generation.run_generators import RunGenerators, lease_generators
 from asyncrl.preflight.specs import generator_app
 from small_config import SMALL
 
@@ -41,7 +41,7 @@ ray.init(address=address, log_to_driver=False, configure_logging=False)
 
 async def main():
     config = Config.model_validate({**SMALL, "generator": {"num_cpus": 0.1}})
-    generators = OwnGenerators(name, await lease_generators(name, "'first'"),
+    generators = RunGenerators(name, await lease_generators(name, "'first'"),
         generator_app(config))
     await generators.begin(watched=True)
     await generators.watcher.ready.remote()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.generation import run_generators as owned
-from asyncrl.generation.run_generators import OwnGenerators
+from asyncrl.generation.run_generators import RunGenerators
 
 
 @pytest.mark.timeout(30)
@@ -31,7 +31,7 @@ def test_a_start_that_is_cancelled_leaves_no_application(monkeypatch: pytest.Mon
     monkeypatch.setattr(owned, "end_lease", lambda registry, name: calls.append("lease"))
 
     async def scenario() -> None:
-        generators = OwnGenerators("app", None, None)  # type: ignore[arg-type]
+        generators = RunGenerators("app", None, None)  # type: ignore[arg-type]
         starting = asyncio.create_task(generators.begin(watched=False))
         await asyncio.to_thread(deploying.wait, 20)
         starting.cancel()
@@ -59,7 +59,7 @@ def test_generators_can_end_in_another_event_loop_than_they_started_in(
     monkeypatch.setattr(owned, "begin_generators", lambda settings, name, shared: "handle")
     monkeypatch.setattr(owned, "end_generators", end)
     monkeypatch.setattr(owned, "end_lease", lambda registry, name: calls.append("lease"))
-    generators = OwnGenerators("app", None, None)  # type: ignore[arg-type]
+    generators = RunGenerators("app", None, None)  # type: ignore[arg-type]
     assert asyncio.run(generators.begin(watched=False)) == "handle"
     asyncio.run(generators.end())
     assert calls == ["end", "lease"]

@@ -18,7 +18,7 @@ from asyncrl.generation import replica as replica_module
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
-from asyncrl.weights.engine_fingerprints import HeldWeights
+from asyncrl.weights.engine_fingerprints import EngineFingerprints
 
 GIB = 2**30
 TOTAL, CONTEXT, WEIGHTS, CACHE = 80 * GIB, 2 * GIB, 16 * GIB, 40 * GIB
@@ -39,7 +39,7 @@ class StubLLM:
         self.fails: str | None = None
 
     async def collective_rpc(self, method: str) -> list[tuple[int, int]]:
-        assert method == "gpu_memory" and callable(getattr(HeldWeights, method))
+        assert method == "gpu_memory" and callable(getattr(EngineFingerprints, method))
         sizes = {"weights": WEIGHTS, "kv_cache": CACHE}
         own = CONTEXT + sum(sizes.get(part, 0) for part in self.on_device)
         return [(TOTAL - own - self.others, TOTAL)]

@@ -145,7 +145,7 @@ def test_all_replicas_must_rest_and_half_of_them_must_wake(
     sync, answers = ServeWeightSync(two.handle, two.registry, 0.5), list[Any]()
 
     async def answer(handle: Any, method: str, *arguments: Any, **settings: Any) -> list[Any]:
-        assert method == "follow_turn"
+        assert method == "apply_shift"
         return answers
 
     monkeypatch.setattr("asyncrl.weights.push.ask_all", answer)

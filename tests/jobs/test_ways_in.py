@@ -57,7 +57,7 @@ sys.stdin.read()
 RUN = """
 import asyncio, sys, ray
 from asyncrl.generation import app, shared_serve
-from asyncrl.generation.run_generators import OwnGenerators, lease_generators
+from asyncrl.generation.run_generators import RunGenerators, lease_generators
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.serving.standing import build_standing_app
 
@@ -72,7 +72,7 @@ settings = GeneratorApp.model_validate({"model": "m", "generator":
     {"num_cpus": 0, "stall_timeout_s": 60, "start_timeout_s": 300}})
 
 async def main():
-    own = OwnGenerators(name, await lease_generators(name, name), settings)
+    own = RunGenerators(name, await lease_generators(name, name), settings)
     await own.begin(watched=True)
     await app.wait_for_generators(name, 300)
     print("up", flush=True)

@@ -15,7 +15,7 @@ from small_config import small_config
 
 from asyncrl.contracts.errors import PartDiedError
 from asyncrl.learning import driver as group_module
-from asyncrl.learning.driver import LearnerDiedError, LearnerError, LearnerGroup
+from asyncrl.learning.driver import LearnerDiedError, LearnerError, RayLearner
 from asyncrl.preflight.specs import learner_spec
 
 
@@ -33,7 +33,7 @@ def test_a_call_that_waited_while_a_rank_died_raises_the_death_too(
     rank: Any = SimpleNamespace(call=SimpleNamespace(remote=lambda *call: dies()))
 
     async def both() -> list[Any]:
-        learner = LearnerGroup(learner_spec(small_config()), None, [rank])  # type: ignore[arg-type]
+        learner = RayLearner(learner_spec(small_config()), None, [rank])  # type: ignore[arg-type]
         return await asyncio.gather(learner.step([]), learner.logprobs([]), return_exceptions=True)
 
     errors = asyncio.run(both())
@@ -75,7 +75,7 @@ def test_a_peer_that_lost_its_connection_waits_for_the_death_of_a_node(
     ]
 
     async def stepped() -> None:
-        learner = LearnerGroup(learner_spec(small_config()), None, ranks)  # type: ignore[arg-type]
+        learner = RayLearner(learner_spec(small_config()), None, ranks)  # type: ignore[arg-type]
         await learner.step([])
 
     with pytest.raises(LearnerError, match=named) as raised:
@@ -103,8 +103,8 @@ def test_a_rank_that_dies_between_two_calls_is_noticed(monkeypatch: pytest.Monke
 
     ranks: list[Any] = [Rank(9), Rank(3)]
 
-    async def watched() -> LearnerGroup:
-        learner = LearnerGroup(learner_spec(small_config()), None, ranks)  # type: ignore[arg-type]
+    async def watched() -> RayLearner:
+        learner = RayLearner(learner_spec(small_config()), None, ranks)  # type: ignore[arg-type]
         with pytest.raises(LearnerDiedError, match="rank 1 failed in a look between two calls"):
             await learner.watch()
         with pytest.raises(LearnerDiedError, match="rank 1 failed"):
@@ -134,7 +134,7 @@ def test_a_rank_that_hangs_between_two_calls_ends_the_calls_that_wait(
     spec = replace(spec, learner=spec.learner.model_copy(update={"call_timeout_s": 0.3}))
 
     async def both() -> list[Any]:
-        learner = LearnerGroup(spec, None, [rank])  # type: ignore[arg-type]
+        learner = RayLearner(spec, None, [rank])  # type: ignore[arg-type]
         watching = asyncio.create_task(learner.watch())
         await asked.wait()
         return await asyncio.gather(watching, learner.step([]), return_exceptions=True)
@@ -162,7 +162,7 @@ def test_the_end_of_a_watch_leaves_the_ranks_running(monkeypatch: pytest.MonkeyP
     )
 
     async def canceled() -> dict[str, float]:
-        learner = LearnerGroup(learner_spec(small_config()), None, [rank])  # type: ignore[arg-type]
+        learner = RayLearner(learner_spec(small_config()), None, [rank])  # type: ignore[arg-type]
         watching = asyncio.create_task(learner.watch())
         await asked.wait()
         watching.cancel()

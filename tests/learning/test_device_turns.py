@@ -17,7 +17,7 @@ from asyncrl.config import LoraConfig
 from asyncrl.contracts.errors import GpuMemoryError
 from asyncrl.contracts.offline_rows import token_table
 from asyncrl.learning.engine import shifts as turns
-from asyncrl.learning.engine.shifts import DeviceTurns, device_turns
+from asyncrl.learning.engine.shifts import DeviceShifts, device_shifts
 from asyncrl.learning.engine.state import load_state
 from asyncrl.learning.rank import LearnerRank
 from asyncrl.preflight.specs import learner_spec
@@ -48,7 +48,7 @@ class Gpu:
         return self.free[min(self.asked, len(self.free)) - 1], 80 * GIB
 
 
-def on_gpu() -> DeviceTurns:
+def on_gpu() -> DeviceShifts:
     """A rank without tensors."""
     optimizer = SimpleNamespace(
         fp16_partitioned_groups_flat=[],
@@ -58,7 +58,7 @@ def on_gpu() -> DeviceTurns:
         optimizer=SimpleNamespace(state={}),
     )
     engine: Any = SimpleNamespace(module=torch.nn.Module(), optimizer=optimizer)
-    return DeviceTurns(engine, "cuda", 0.9, 0.85)
+    return DeviceShifts(engine, "cuda", 0.9, 0.85)
 
 
 def test_a_rank_that_leaves_too_little_for_the_first_engine_is_an_error(
@@ -96,7 +96,7 @@ def test_a_rank_waits_for_what_it_released_before_its_turn(monkeypatch: pytest.M
 def test_a_rank_answers_with_its_error_before_its_call_ends(model_path: Path) -> None:
     spec = learner_spec(learner_config(model_path, call_timeout_s=100))
     state: Any = SimpleNamespace(spec=dataclasses.replace(spec, engine_share=0.85), engine=None)
-    made = device_turns(state)
+    made = device_shifts(state)
     assert made is not None and made._room_s == 50
 
 
@@ -105,7 +105,7 @@ def test_a_rank_with_devices_of_its_own_stays(model_path: Path) -> None:
     rank = LearnerRank(state, "run", 1)
     rank.leave_device()
     rank.take_device()
-    assert device_turns(state) is None
+    assert device_shifts(state) is None
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def five_steps(
     """Three steps, a checkpoint, log-probs and two more steps. With `rests`, the states leave and
     return before each of them. Returns losses, log-probs and the final weights' squares."""
     engine, results = learner.state.engine, list[Any]()
-    moved = DeviceTurns(engine, "cpu", 1.0, 0.85)
+    moved = DeviceShifts(engine, "cpu", 1.0, 0.85)
 
     def rest() -> None:
         if rests is None:
@@ -197,7 +197,7 @@ def five_steps(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_deepspeeds_own_offload_does_not_serve(model_path: Path) -> None:
-    """Why `DeviceTurns` exists. A DeepSpeed that passes this can replace it."""
+    """Why `DeviceShifts` exists. A DeepSpeed that passes this can replace it."""
     (answers,) = on_ranks(1, deepspeeds_offload, model_path)
     assert answers == ["Offloading is supported only for DeepSpeed FusedAdam.", "changed"]
 

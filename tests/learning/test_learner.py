@@ -31,7 +31,7 @@ from asyncrl.contracts.offline_rows import (
     SFT_SCHEMA,
     token_table,
 )
-from asyncrl.learning.driver import LearnerDiedError, LearnerError, LearnerGroup, stacks_path
+from asyncrl.learning.driver import LearnerDiedError, LearnerError, RayLearner, stacks_path
 from asyncrl.learning.engine.checkpoint import load_rank
 from asyncrl.learning.engine.universal import _convert
 from asyncrl.preflight.specs import learner_spec
@@ -54,18 +54,18 @@ Run = Callable[[Any], Any]
 
 
 @pytest.fixture(scope="module")
-def one_rank(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
+def one_rank(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[RayLearner]:
     spec = learner_spec(learner_config(model_path, max_tokens=1024, algorithm=ALGORITHM))
     dpo = DpoConfig(loss=Sigmoid(beta=0.2))
-    group = run(LearnerGroup.create(replace(spec, dpo=dpo), "run", 1))
+    group = run(RayLearner.create(replace(spec, dpo=dpo), "run", 1))
     yield group
     run(group.close())
 
 
 @pytest.fixture(scope="module")
-def two_ranks(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
+def two_ranks(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[RayLearner]:
     group = run(
-        LearnerGroup.create(
+        RayLearner.create(
             learner_spec(
                 learner_config(
                     model_path,
@@ -83,7 +83,7 @@ def two_ranks(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerG
     run(group.close())
 
 
-def test_parameters_are_partitioned_over_two_ranks(two_ranks: LearnerGroup, run: Run) -> None:
+def test_parameters_are_partitioned_over_two_ranks(two_ranks: RayLearner, run: Run) -> None:
     shards = run(two_ranks._all("shards"))
     assert shards[0].keys() == shards[1].keys() and "lm_head.weight" not in shards[0]
     for name, (own, whole) in shards[0].items():
@@ -91,7 +91,7 @@ def test_parameters_are_partitioned_over_two_ranks(two_ranks: LearnerGroup, run:
 
 
 def test_one_and_two_ranks_agree_over_three_steps(
-    one_rank: LearnerGroup, two_ranks: LearnerGroup, run: Run
+    one_rank: RayLearner, two_ranks: RayLearner, run: Run
 ) -> None:
     for step in range(3):
         alone, together = (run(group.step(recorded_batch(step))) for group in (one_rank, two_ranks))
@@ -122,14 +122,14 @@ def test_one_and_two_ranks_agree_over_three_steps(
 
 
 def test_two_ranks_that_share_rows_agree_with_one_over_three_steps(
-    one_rank: LearnerGroup, run: Run, tmp_path: Path
+    one_rank: RayLearner, run: Run, tmp_path: Path
 ) -> None:
     """Each rank has at most 32 tokens of a row, and a row has up to 64."""
     rows = [*ROWS, (tuple(range(3, 20)), tuple(range(3, 33)))]
     run(one_rank.export_hf(tmp_path))
     run(one_rank.reset_optimizer(1e-2))
     shared = run(
-        LearnerGroup.create(
+        RayLearner.create(
             learner_spec(
                 learner_config(
                     tmp_path, 2, max_tokens=32, algorithm=ALGORITHM, sequence_parallel_size=2
@@ -177,7 +177,7 @@ def test_two_ranks_that_share_rows_agree_with_one_over_three_steps(
         run(shared.close())
 
 
-def test_a_batch_with_nan_is_skipped_by_both_ranks(two_ranks: LearnerGroup, run: Run) -> None:
+def test_a_batch_with_nan_is_skipped_by_both_ranks(two_ranks: RayLearner, run: Run) -> None:
     before = run(two_ranks.logprobs(ROWS))
     batch = recorded_batch(7)
     batch[5] = scored(recorded_group(61, poison=True))
@@ -194,7 +194,7 @@ def test_a_batch_with_nan_is_skipped_by_both_ranks(two_ranks: LearnerGroup, run:
         np.testing.assert_array_equal(left, right)
 
 
-def test_a_spike_of_the_gradient_norm_keeps_its_batch(one_rank: LearnerGroup, run: Run) -> None:
+def test_a_spike_of_the_gradient_norm_keeps_its_batch(one_rank: RayLearner, run: Run) -> None:
     run(one_rank.reset_optimizer(0.0))
     # With equal rewards, only the entropy bonus has a gradient.
     groups = [recorded_group(240 + number) for number in range(8)]
@@ -222,7 +222,7 @@ def test_a_spike_of_the_gradient_norm_keeps_its_batch(one_rank: LearnerGroup, ru
     )
 
 
-def test_a_skipped_step_leaves_no_state(two_ranks: LearnerGroup, run: Run) -> None:
+def test_a_skipped_step_leaves_no_state(two_ranks: RayLearner, run: Run) -> None:
     run(two_ranks.snapshot())
     run(two_ranks.step(recorded_batch(7, poison=True)))
     skipped = run(two_ranks.step(recorded_batch(8))).metrics["grad_norm"]
@@ -234,7 +234,7 @@ def test_a_skipped_step_leaves_no_state(two_ranks: LearnerGroup, run: Run) -> No
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_save_load_continue_equals_uninterrupted(
-    one_rank: LearnerGroup, two_ranks: LearnerGroup, run: Run, tmp_path: Path, world_size: int
+    one_rank: RayLearner, two_ranks: RayLearner, run: Run, tmp_path: Path, world_size: int
 ) -> None:
     group = one_rank if world_size == 1 else two_ranks
     run(group.save(tmp_path))
@@ -250,7 +250,7 @@ def test_save_load_continue_equals_uninterrupted(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_another_number_of_ranks_continues_as_the_one_that_saved(
-    one_rank: LearnerGroup, two_ranks: LearnerGroup, run: Run, tmp_path: Path, ranks: int
+    one_rank: RayLearner, two_ranks: RayLearner, run: Run, tmp_path: Path, ranks: int
 ) -> None:
     saved, other = (one_rank, two_ranks) if ranks == 1 else (two_ranks, one_rank)
     for group in (saved, other):
@@ -259,7 +259,7 @@ def test_another_number_of_ranks_continues_as_the_one_that_saved(
         run(saved.step(recorded_batch(40 + step)))
     run(saved.save(tmp_path))
 
-    def continued(group: LearnerGroup) -> list[float]:
+    def continued(group: RayLearner) -> list[float]:
         return [run(group.step(recorded_batch(50 + step))).metrics["loss"] for step in range(3)]
 
     losses = continued(saved)
@@ -292,7 +292,7 @@ def test_an_unusable_checkpoint_is_explained(tmp_path: Path) -> None:
 
 
 def test_export_loads_in_plain_transformers(
-    two_ranks: LearnerGroup, run: Run, tmp_path: Path
+    two_ranks: RayLearner, run: Run, tmp_path: Path
 ) -> None:
     run(two_ranks.export_hf(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -312,7 +312,7 @@ def test_export_loads_in_plain_transformers(
 
 
 def test_a_gathered_version_has_every_parameter_once(
-    two_ranks: LearnerGroup, run: Run, tmp_path: Path
+    two_ranks: RayLearner, run: Run, tmp_path: Path
 ) -> None:
     run(two_ranks.export_hf(tmp_path))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
@@ -333,7 +333,7 @@ def test_a_gathered_version_has_every_parameter_once(
         np.testing.assert_array_equal(values, exported[entry.name].numpy(), err_msg=entry.name)
 
 
-def test_supervised_steps_reach_exact_match(one_rank: LearnerGroup, run: Run) -> None:
+def test_supervised_steps_reach_exact_match(one_rank: RayLearner, run: Run) -> None:
     run(one_rank.reset_optimizer(1e-2))
     first = run(one_rank.supervised_step(token_table(ROWS)))["loss"]
     for _ in range(20):
@@ -342,7 +342,7 @@ def test_supervised_steps_reach_exact_match(one_rank: LearnerGroup, run: Run) ->
     assert run(one_rank.exact_match([*ROWS, ((5, 6, 7), (8, 10))])) == 0.75
 
 
-def test_preference_steps_separate_pairs_over_ray(one_rank: LearnerGroup, run: Run) -> None:
+def test_preference_steps_separate_pairs_over_ray(one_rank: RayLearner, run: Run) -> None:
     """The table is a slice: only its rows travel to the ranks."""
     chosen = token_table([((1, 2), (3,)), *ROWS])
     rejected = token_table([((1, 2), (3,)), *[(prompt, (30, 31)) for prompt, _ in ROWS]])
@@ -362,7 +362,7 @@ def test_preference_steps_separate_pairs_over_ray(one_rank: LearnerGroup, run: R
 
 
 def test_log_probs_and_loss_of_a_table_are_those_of_its_rows(
-    one_rank: LearnerGroup, run: Run
+    one_rank: RayLearner, run: Run
 ) -> None:
     table = token_table([*ROWS, ((5,), (6,))])
     nothing = pa.table({"input_ids": [[1, 2]], "loss_mask": [[False, False]]}, schema=SFT_SCHEMA)
@@ -376,7 +376,7 @@ def test_log_probs_and_loss_of_a_table_are_those_of_its_rows(
     assert heldout.exact == run(one_rank.exact_match([*ROWS, ((5,), (6,))]))
 
 
-def test_learning_rate_warms_up(one_rank: LearnerGroup, run: Run) -> None:
+def test_learning_rate_warms_up(one_rank: RayLearner, run: Run) -> None:
     run(one_rank.reset_optimizer(1e-3, 4))
     # A supervised step follows the schedule only if asked to: the warm start does not.
     assert run(one_rank.supervised_step(token_table(ROWS)))["learning_rate"] == 1e-3
@@ -390,11 +390,11 @@ def test_learning_rate_warms_up(one_rank: LearnerGroup, run: Run) -> None:
 def test_missing_resources_raise_with_a_table(ray_cluster: Any, run: Run, model_path: Path) -> None:
     config = learner_config(model_path, num_cpus=64).model_copy(update={"placement_timeout_s": 0.5})
     with pytest.raises(PlacementError, match=r"placement_timeout_s = 0.5(.|\n)*CPU +64 +2 "):
-        run(LearnerGroup.create(learner_spec(config), "run", 1))
+        run(RayLearner.create(learner_spec(config), "run", 1))
 
 
 def test_a_rank_that_dies_in_a_collective_is_named_and_ends_the_group(
-    two_ranks: LearnerGroup, run: Run
+    two_ranks: RayLearner, run: Run
 ) -> None:
     """Rank 0 waits for rank 1 in the forward pass, and also fails when its peer dies."""
     rank_0, rank_1 = (psutil.Process(process) for _, process in two_ranks._processes)
@@ -423,7 +423,7 @@ def test_a_rank_that_hangs_counts_as_died(model_path: Path, run: Run, ray_cluste
     """Its peer waits for it in a collective. The group ends with a death, not an error of the
     code."""
     config = learner_config(model_path, world_size=2, call_timeout_s=60)
-    group = run(LearnerGroup.create(learner_spec(config), "run", 7))
+    group = run(RayLearner.create(learner_spec(config), "run", 7))
     processes = [psutil.Process(process) for _, process in group._processes]
     group.spec = replace(
         group.spec, learner=config.learner.model_copy(update={"call_timeout_s": 5.0})
@@ -444,7 +444,7 @@ def test_a_rank_that_hangs_counts_as_died(model_path: Path, run: Run, ray_cluste
 
 
 def test_weights_that_a_finite_step_made_infinite_are_never_published(
-    one_rank: LearnerGroup, run: Run
+    one_rank: RayLearner, run: Run
 ) -> None:
     run(one_rank.reset_optimizer(1e30))
     with pytest.raises(
@@ -478,7 +478,7 @@ def test_a_value_head_learns_equally_on_one_and_two_ranks_and_is_not_published(
         ("two", fitting, 2, 128),
     ):
         group = run(
-            LearnerGroup.create(
+            RayLearner.create(
                 learner_spec(
                     learner_config(
                         model_path,

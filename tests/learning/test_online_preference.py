@@ -42,7 +42,7 @@ from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, Versio
 from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
-from asyncrl.learning.driver import LearnerGroup
+from asyncrl.learning.driver import RayLearner
 from asyncrl.learning.frozen.reference import Reference
 from asyncrl.learning.steps.online_preference import pairs_table
 from asyncrl.observe.metric_catalog import known_names
@@ -297,7 +297,7 @@ async def with_asyncrl(
     """Online DPO with asyncrl's coordinator, worker, scoring, reference and ZeRO-3 learner."""
     generator = SeededGenerator(load(config.model.path), EOS)
     in_process, recorder = InProcess(config, generator, "run", reference), FakeRecorder()
-    learner = await LearnerGroup.create(learner_spec(config), "run", 0)
+    learner = await RayLearner.create(learner_spec(config), "run", 0)
     try:
         parts = Parts(Prompts(), in_process, in_process, learner, generator, recorder)
         schedule = Schedule(config.max_steps, Staleness(0, GROUPS))

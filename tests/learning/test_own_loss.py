@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from recorded import learner_config, recorded_batch
 
-from asyncrl.learning.driver import LearnerError, LearnerGroup
+from asyncrl.learning.driver import LearnerError, RayLearner
 from asyncrl.preflight.specs import learner_spec
 
 Run = Callable[[Any], Any]
@@ -19,7 +19,7 @@ SAME = ("loss", "grad_norm", "clip_fraction", "ratio_mean", "kl_k3")
 
 def steps(run: Run, model_path: Path, loss: str, world_size: int) -> list[dict[str, float]]:
     config = learner_config(model_path, world_size, max_tokens=128, algorithm={"loss": loss})
-    group = run(LearnerGroup.create(learner_spec(config), "run", 1))
+    group = run(RayLearner.create(learner_spec(config), "run", 1))
     try:
         return [run(group.step(recorded_batch(step))).metrics for step in range(2)]
     finally:

@@ -19,12 +19,12 @@ DRIVE = """
 import asyncio, json, sys
 import ray
 from asyncrl.config import Config
-from asyncrl.learning.driver import LearnerGroup
+from asyncrl.learning.driver import RayLearner
 from asyncrl.preflight.specs import learner_spec
 from asyncrl.runtime.files.shared import NotSharedError
 
 async def main(config):
-    learner = await LearnerGroup.create(learner_spec(config), "run", 0)
+    learner = await RayLearner.create(learner_spec(config), "run", 0)
     try:
         nodes = {node for node, _ in learner._processes}
         config.run_directory.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,7 @@ from asyncrl.control.staleness import Staleness
 from asyncrl.generation.app import ServeGenerate
 from asyncrl.generation.arguments import engine_environment
 from asyncrl.generation.engine import Engine
-from asyncrl.learning.driver import LearnerGroup
+from asyncrl.learning.driver import RayLearner
 from asyncrl.learning.frozen.reference import Reference
 from asyncrl.preflight.specs import learner_spec, scoring_spec, worker_spec
 from asyncrl.rewards.pool import GroupRewards
@@ -247,7 +247,7 @@ async def with_asyncrl(
 ) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
     """The same with asyncrl's coordinator."""
     in_process = InProcess(config, generate, run_id)
-    learner = await LearnerGroup.create(learner_spec(config), run_id, 0)
+    learner = await RayLearner.create(learner_spec(config), run_id, 0)
     try:
         parts = Parts(Prompts(), in_process, in_process, learner, weights, FakeRecorder())
         await Coordinator(

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from asyncrl.algorithms.logprobs import CHUNK_ELEMENTS
 from asyncrl.config import Config
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning.driver import LearnerGroup
+from asyncrl.learning.driver import RayLearner
 from asyncrl.preflight.specs import learner_spec
 
 Run = Callable[[Any], Any]
@@ -26,7 +26,7 @@ Run = Callable[[Any], Any]
 STEPS = 20
 
 
-def gathered(group: LearnerGroup, run: Run, version: int) -> dict[str, np.ndarray]:
+def gathered(group: RayLearner, run: Run, version: int) -> dict[str, np.ndarray]:
     """Every published parameter, by its Hugging Face name."""
     manifest = run(group.gather(version))
     contents = ray.get(list(manifest.buckets))
@@ -43,7 +43,7 @@ def gathered(group: LearnerGroup, run: Run, version: int) -> dict[str, np.ndarra
 
 def trained(config: Config, run: Run) -> tuple[list[float], np.ndarray]:
     """Gradient norm of each step, and the change of all parameters."""
-    group = run(LearnerGroup.create(learner_spec(config), "run", 1))
+    group = run(RayLearner.create(learner_spec(config), "run", 1))
     try:
         before = gathered(group, run, 0)
         results = [run(group.step(recorded_batch(step))) for step in range(STEPS)]
@@ -157,7 +157,7 @@ def test_ranks_with_different_numbers_of_chunks_do_not_wait_for_each_other(
     config = learner_config(
         path, world_size=2, max_tokens=402, optimizer="sgd", learning_rate=1.0, max_grad_norm=1e6
     )
-    group = run(LearnerGroup.create(learner_spec(config), "run", 1))
+    group = run(RayLearner.create(learner_spec(config), "run", 1))
     try:
         before = gathered(group, run, 0)
         metrics = run(group.supervised_step(token_table(rows)))

@@ -10,7 +10,7 @@ import ray
 from recorded import recorded_batch
 
 from asyncrl.config import Config
-from asyncrl.learning.driver import LearnerGroup
+from asyncrl.learning.driver import RayLearner
 from asyncrl.preflight.specs import learner_spec
 
 STEPS = 10
@@ -22,7 +22,7 @@ def say(**what: object) -> None:
 
 async def losses(config: Config) -> None:
     """Say how many nodes the ranks have, and the loss and gradient norm of each step."""
-    learner = await LearnerGroup.create(learner_spec(config), "run", 0)
+    learner = await RayLearner.create(learner_spec(config), "run", 0)
     try:
         results = [await learner.step(recorded_batch(step)) for step in range(STEPS)]
         say(
@@ -38,7 +38,7 @@ async def losses(config: Config) -> None:
 
 async def until_it_fails(config: Config) -> None:
     """Step without end beside the learner's watch, as a run does, and say the first error."""
-    learner = await LearnerGroup.create(learner_spec(config), "run", 0)
+    learner = await RayLearner.create(learner_spec(config), "run", 0)
     say(ranks=[process for _, process in learner._processes])
 
     async def steps() -> None:

@@ -95,7 +95,7 @@ def test_a_learner_dies_and_the_next_attempt_attaches_to_the_generators(calls: l
 def test_engines_that_take_turns_on_a_gpu_end_with_the_attempt(calls: list[str]) -> None:
     """Awake, they would hold the memory with which the next attempt's learner starts."""
     across = AcrossAttempts()
-    placed: Any = SimpleNamespace(takes_turns_on_gpus=True)
+    placed: Any = SimpleNamespace(takes_shifts_on_gpus=True)
     across.placed = placed
     assert isinstance(attempt(across, StandIn(calls), LearnerDiedError("rank 0")), PartDiedError)
     assert calls == ["cluster", "end", "no cluster"]

@@ -29,7 +29,7 @@ from asyncrl.contracts.errors import RunStoppedError
 from asyncrl.contracts.messages import HeldOutLoss
 from asyncrl.contracts.offline_rows import PREFERENCE_SCHEMA, UNPAIRED_SCHEMA
 from asyncrl.data.token_file import open_token_file
-from asyncrl.learning.driver import LearnerGroup
+from asyncrl.learning.driver import RayLearner
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.observe.progress import ProgressView
@@ -85,7 +85,7 @@ def run(settings: dict[str, Any]) -> Run:
     return open_run(plan.config.run_directory)
 
 
-class InProcess(LearnerGroup):
+class InProcess(RayLearner):
     """A learner whose only rank is this process, which has joined a process group."""
 
     rank: Any
@@ -115,7 +115,7 @@ def take_attempts(rank: int, world_size: int, settings: Sequence[dict[str, Any]]
         """There is no other node whose models could differ."""
 
     with (
-        patch("asyncrl.run.offline.run.LearnerGroup", InProcess),
+        patch("asyncrl.run.offline.run.RayLearner", InProcess),
         patch("asyncrl.run.offline.run.check_models", one_node),
     ):
         for one in settings:

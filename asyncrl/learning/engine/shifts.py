@@ -32,7 +32,7 @@ ROOM_S = 300.0
 LOOK_EVERY_S = 0.2
 
 
-class DeviceTurns:
+class DeviceShifts:
     """Moves one rank's states off its device and back. Between `leave` and `take`, nothing may use
     a tensor of the engine: no step, gather, save, load, export or forward pass."""
 
@@ -142,13 +142,13 @@ class DeviceTurns:
         return list(found.values())
 
 
-def device_turns(state: LearnerState) -> DeviceTurns | None:
+def device_shifts(state: LearnerState) -> DeviceShifts | None:
     """The turns of a rank whose GPU an engine uses too; None without such an engine."""
     learner, engine_share = state.spec.learner, state.spec.engine_share
     if engine_share is None:
         return None
     # The rank must answer with its error before the driver takes it for dead.
-    return DeviceTurns(
+    return DeviceShifts(
         state.engine,
         learner.device,
         state.spec.rank_share,

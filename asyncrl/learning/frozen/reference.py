@@ -20,7 +20,12 @@ from ray.exceptions import RayTaskError
 
 from asyncrl.contracts.errors import PartDiedError, ReferenceLostError
 from asyncrl.contracts.rows import ReferenceLogprobs, TopLogprobs
-from asyncrl.learning.frozen.reference_files import KeptReference, keep_version, read_kept, wait_for
+from asyncrl.learning.frozen.reference_files import (
+    ReferenceFiles,
+    keep_version,
+    read_kept,
+    wait_for,
+)
 from asyncrl.learning.frozen.spec import ReferenceSpec, RefreshSpec
 from asyncrl.runtime.processes.environment import claim_caches, passed_on
 from asyncrl.runtime.processes.gpu_memory import limit_gpu_memory
@@ -67,7 +72,7 @@ class Reference:
             kept.verify()
             self._take(kept)
 
-    def _take(self, kept: KeptReference) -> None:
+    def _take(self, kept: ReferenceFiles) -> None:
         self._load(self.spec.reference_path if kept.directory is None else str(kept.directory))
         self.version = kept.version
 

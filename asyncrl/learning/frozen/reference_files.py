@@ -51,7 +51,7 @@ class Writes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptReference:
+class ReferenceFiles:
     """The version of the reference policy in a reference folder."""
 
     folder: Path
@@ -81,7 +81,7 @@ class KeptReference:
                 raise _lost(self.folder, f"{name} does not match its checksum")
 
 
-def read_kept(folder: Path) -> KeptReference:
+def read_kept(folder: Path) -> ReferenceFiles:
     """The version in a reference folder, as `CURRENT` says. The other files are not read.
 
     Raises:
@@ -92,7 +92,7 @@ def read_kept(folder: Path) -> KeptReference:
         version, files = int(tree["version"]), dict(tree["files"])
         if not all(LISTED.fullmatch(name) for name in files):
             raise ValueError("it lists other files than a version's")
-        return KeptReference(
+        return ReferenceFiles(
             folder, version, {name: (int(size), int(sum_)) for name, (size, sum_) in files.items()}
         )
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -109,7 +109,7 @@ def begin_kept(folder: Path, source: Path | None) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if source is None:
         make_directory(folder)
-        _point_at(KeptReference(folder, 0, {}))
+        _point_at(ReferenceFiles(folder, 0, {}))
     else:
         copy_kept(source, folder)
 
@@ -139,7 +139,7 @@ def copy_kept(source: Path, target: Path) -> dict[str, Written]:
     for folder in {(target / name).parent for name in kept.files}:
         sync_file(folder)
     make_directory(target)
-    _point_at(KeptReference(target, kept.version, kept.files))
+    _point_at(ReferenceFiles(target, kept.version, kept.files))
     return dict(kept.files)
 
 
@@ -149,7 +149,7 @@ def keep_version(
     model_path: str | Path,
     expected: Mapping[str, Expected],
     timeout_s: float,
-) -> KeptReference:
+) -> ReferenceFiles:
     """Write a published version to a folder, bucket by bucket, and delete the one before.
 
     Args:
@@ -181,7 +181,7 @@ def keep_version(
         raise
     shutil.rmtree(folder / name, ignore_errors=True)  # of a process that was killed here
     os.replace(fresh, folder / name)
-    kept = KeptReference(
+    kept = ReferenceFiles(
         folder, manifest.version, {f"{name}/{file}": written for file, written in files.items()}
     )
     _point_at(kept)
@@ -238,7 +238,7 @@ def _write_weights(manifest: Manifest, deadline: float, file: Writes) -> None:
                 file.write(bucket[entry.offset : entry.offset + entry.nbytes])
 
 
-def _point_at(kept: KeptReference) -> None:
+def _point_at(kept: ReferenceFiles) -> None:
     tree = {"version": kept.version, "files": kept.files}
     replace_text(kept.folder / CURRENT, json.dumps(tree, indent=1))
 

@@ -147,12 +147,12 @@ def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]
     learner, generator = config.learner, config.engines
     parameters = version_bytes / ITEM_BYTES[config.model.dtype]
     on_host = learner.device == "cpu" or learner.offload_optimizer == "cpu"
-    if part == "learner ranks" and (on_host or config.takes_turns_on_gpus):
+    if part == "learner ranks" and (on_host or config.takes_shifts_on_gpus):
         # Weights and gradients in float32, and AdamW's two moments. Frozen weights have only
         # themselves. With turns on GPUs, they are in host memory in the generators' turn, and the
         # weights in bfloat16 too.
         item = 8 + 4 * learner.optimizer.moments
-        item += 2 if learner.bf16 and config.takes_turns_on_gpus else 0
+        item += 2 if learner.bf16 and config.takes_shifts_on_gpus else 0
         trained = trained_bytes(config, version_bytes, item)
         frozen = 0.0 if config.lora is None else parameters * 4
         return {"memory": (trained + frozen) / learner.world_size}
@@ -166,7 +166,7 @@ def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]
             if generator.device == "cpu"
             # The weights of an engine that rests.
             else {"memory": float(version_bytes)}
-            if config.takes_turns_on_gpus
+            if config.takes_shifts_on_gpus
             else {}
         )
         return {**held, "shared memory": float(published_bytes(config, version_bytes))}

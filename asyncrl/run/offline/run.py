@@ -18,7 +18,7 @@ from asyncrl.config import OfflineConfig
 from asyncrl.contracts.errors import RunStoppedError
 from asyncrl.contracts.outcomes import NOT_FINITE
 from asyncrl.data.token_file import TokenFile
-from asyncrl.learning.driver import LearnerGroup
+from asyncrl.learning.driver import RayLearner
 from asyncrl.observe.progress import ProgressView
 from asyncrl.observe.watchdog import Stage, watching_learner
 from asyncrl.preflight.machine import refuse_machine
@@ -167,10 +167,10 @@ class OfflineAttempt:
             await learner.export_hf(path / ".hf")
         replace_directory(path / ".hf", path / "hf")
 
-    async def _start_learner(self, stack: Closing) -> LearnerGroup:
+    async def _start_learner(self, stack: Closing) -> RayLearner:
         config, state = self.config, self.state
         started = time.monotonic()
-        learner = await LearnerGroup.create(
+        learner = await RayLearner.create(
             offline_learner_spec(config, self.plan.steps, self.plan.batch_sizes),
             state.run_id,
             state.attempt,
@@ -190,7 +190,7 @@ class OfflineAttempt:
         return learner
 
     async def _train(
-        self, learner: LearnerGroup, train: TokenFile, held_out: TokenFile | None
+        self, learner: RayLearner, train: TokenFile, held_out: TokenFile | None
     ) -> None:
         first = self.state.version
         if held_out is not None and first == 0:
@@ -214,7 +214,7 @@ class OfflineAttempt:
             if self.stopping:
                 raise RunStoppedError
 
-    async def _step(self, learner: LearnerGroup, train: TokenFile) -> bool:
+    async def _step(self, learner: RayLearner, train: TokenFile) -> bool:
         """Take one step on the next `batch_size` rows. Returns whether it was applied."""
         state, config = self.state, self.config
         ordinals = range(state.frontier, state.frontier + config.batch_size)
@@ -240,7 +240,7 @@ class OfflineAttempt:
             )
         return applied
 
-    async def _take_step(self, learner: LearnerGroup, table: pa.Table) -> dict[str, float]:
+    async def _take_step(self, learner: RayLearner, table: pa.Table) -> dict[str, float]:
         match self.config.objective:
             case "sft":
                 return await learner.supervised_step(table, scheduled=True)
@@ -261,7 +261,7 @@ class OfflineAttempt:
                 f" median of the last steps; its rows are in {kept}"
             )
 
-    async def _evaluate(self, learner: LearnerGroup, held_out: TokenFile) -> None:
+    async def _evaluate(self, learner: RayLearner, held_out: TokenFile) -> None:
         phase = self.live.progress.phase
         self.live.phase("evaluating")
         started = time.monotonic()
@@ -282,7 +282,7 @@ class OfflineAttempt:
         self._record("evaluation", {**metrics, "eval/evaluation_s": time.monotonic() - started})
         self.live.phase(phase)
 
-    async def _checkpoint(self, learner: LearnerGroup) -> None:
+    async def _checkpoint(self, learner: RayLearner) -> None:
         if self.state.version == self.saved_version:
             return
         started = time.monotonic()
@@ -293,7 +293,7 @@ class OfflineAttempt:
     def _record(self, event: str, metrics: Mapping[str, object]) -> None:
         self.live.record(event, self.state.steps_attempted, self.state.version, metrics)
 
-    def _watched(self, learner: LearnerGroup) -> AbstractAsyncContextManager[None]:
+    def _watched(self, learner: RayLearner) -> AbstractAsyncContextManager[None]:
         """Report calls of the learner that make no progress."""
 
         def report(stage: Stage, seconds: float, workers: str) -> None:
