@@ -12,7 +12,7 @@ from asyncrl.contracts.outcomes import OUTCOMES
 ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "concepts" / "glossary.md"
 OTHERS_NAMES = (
-    ROOT / "asyncrl" / "config" / "aliases.py",
+    ROOT / "asyncrl" / "config" / "other_systems.yaml",
     ROOT / "asyncrl" / "rundir" / "outcomes.py",
     ROOT / "docs" / "how_to" / "coming_from.md",
     ROOT / "tests" / "rundir" / "test_reader.py",
@@ -34,7 +34,14 @@ RULED_OUT = {
 
 
 def texts() -> dict[Path, str]:
-    kinds = ("asyncrl/**/*.py", "jobs/**/*", "benchmarks/**/*", "docs/**/*", "*.md")
+    kinds = (
+        "asyncrl/**/*.py",
+        "asyncrl/**/*.yaml",
+        "jobs/**/*",
+        "benchmarks/**/*",
+        "docs/**/*",
+        "*.md",
+    )
     kinds += ("tests/**/*.py", "notebooks/*", "serve_configs/*", ".github/**/*")
     paths = {path for kind in kinds for path in ROOT.glob(kind) if path.is_file()}
     apart = {GLOSSARY, ROOT / "CHANGELOG.md", Path(__file__), *OTHERS_NAMES}

@@ -316,7 +316,7 @@ SURFACE = {
         "DeadlockError FakeAgentSession FakeAgentSessions FakeChatSession FakeCheckpoints "
         "FakeEngine FakeGenerate FakeLearner FakeLogprobCheck "
         "FakePrompts FakeRecorder FakeReferencePolicy FakeReplicas FakeRollouts FakeSandbox "
-        "FakeScores FakeServed FakeSink FakeTurnGenerator FakeWeightSync FakeWords"
+        "FakeScores FakeServed FakeSink FakeTurnGenerator FakeWeightSync FakeTokenizer"
         " SeededGenerator VirtualTimeLoop tool_call"
     ),
     "text": "ResponseReader decode load_stops load_tokenizer text_before",

@@ -539,7 +539,7 @@ def test_secrets_stay_out_of_config_dumps(tmp_path: Path, secret: str) -> None:
     assert "[redacted ASYNCRL_API_KEY]" in written and secret not in written
     assert secret not in json.dumps(hiding.dump())
     source = (Path(sinks.__file__)).read_text() + (
-        ROOT / "asyncrl" / "preflight" / "plan.py"
+        ROOT / "asyncrl" / "preflight" / "plan" / "plan.py"
     ).read_text()
     assert "model_dump(" not in source.replace("correction.model_dump(", ""), (
         "use `dump()` to show a config"

@@ -21,9 +21,10 @@ from asyncrl.text.template import Message, Schema
 NO_TOKENS = Tokens((), ())
 
 
-class Words(Protocol):
-    """A model's tokenizer and chat template (`asyncrl.serving.words.ModelWords`), or a fake
-    (`asyncrl.testing.FakeWords`)."""
+class ChatTokenizer(Protocol):
+    """A model's tokenizer and chat template
+    (`asyncrl.serving.chat_tokenizer.ModelTokenizer`), or a fake
+    (`asyncrl.testing.FakeTokenizer`)."""
 
     async def encode(self, text: str, rendered: bool = False) -> list[int]:
         """Encode a prompt. `rendered`: a chat template wrote its special tokens."""
@@ -142,7 +143,7 @@ class Choice:
 
     def __init__(
         self,
-        words: Words,
+        tokenizer: ChatTokenizer,
         asked: ChatRequest,
         request: GenerateRequest,
         content_filter: Callable[[str], str],
@@ -150,7 +151,7 @@ class Choice:
         of_first: Mapping[str, Any] | None = None,
         of_last: Mapping[str, Any] | None = None,
     ) -> None:
-        self._words, self._asked, self._prompt_ids = words, asked, request.prompt_ids
+        self._tokenizer, self._asked, self._prompt_ids = tokenizer, asked, request.prompt_ids
         self._filter, self._echoed, self._begin = content_filter, echoed, echoed
         self._of_body, self._of_last = of_first or {}, of_last or {}
         self._text = ""
@@ -161,7 +162,7 @@ class Choice:
         """The part of a piece."""
         piece, ids = told.piece, list(told.piece.tokens.ids)
         both = (piece.prompt or NO_TOKENS, piece.tokens)
-        texts = await self._words.spell(_ids_in(both)) if self._asked.logprobs else {}
+        texts = await self._tokenizer.spell(_ids_in(both)) if self._asked.logprobs else {}
         tokens = [token for some in both for token in _spelled(some, texts)]
         self._text += piece.text
         self._ids += ids
@@ -186,7 +187,7 @@ class Choice:
     async def _answer(self, finish_reason: str, more: Mapping[str, Any]) -> Answer:
         asked = self._asked
         message: Message = (
-            await self._words.read(
+            await self._tokenizer.read(
                 self._prompt_ids, self._ids, self._text, asked.tools if asked.calls else None
             )
             if asked.prompt is None
@@ -206,7 +207,7 @@ class Choice:
         """The string of the request's `stop` that ended the choice."""
         if not self._asked.stop or finish_reason != "stop":
             return None
-        return first_stop(await self._words.decode(self._ids), self._asked.stop)
+        return first_stop(await self._tokenizer.decode(self._ids), self._asked.stop)
 
 
 def _spelled(tokens: Tokens, texts: Mapping[int, str]) -> list[Token]:

@@ -35,7 +35,7 @@ from asyncrl.api.http import (
     safely,
 )
 from asyncrl.contracts.messages import Details, GenerateRequest, ServedWeights, StreamPiece
-from asyncrl.serving.answers import Choice, ChoicePiece, Words, ask
+from asyncrl.serving.answers import ChatTokenizer, Choice, ChoicePiece, ask
 from asyncrl.serving.identity import ServedModel, weights
 from asyncrl.serving.metrics import CONTENT_TYPE, HttpStatus, Traffic, TrafficCounter, exposition
 from asyncrl.serving.requests import APIS, Asked
@@ -69,7 +69,7 @@ class Served(Protocol):
     def model(self) -> ServedModel: ...
 
     @property
-    def words(self) -> Words: ...
+    def tokenizer(self) -> ChatTokenizer: ...
 
     @property
     def traffic(self) -> Traffic:
@@ -204,22 +204,22 @@ class _Endpoint:
 
     async def answer(self, request: Request, path: str) -> Response:
         """Answer one request with all its completions, or as a stream."""
-        served, words, model = self._served, self._served.words, self._served.model
+        served, tokenizer, model = self._served, self._served.tokenizer, self._served.model
         tree = await json_body(request, min(LARGEST_BODY, model.largest_body))
         asked = Asked(path, tree, model)
         dialect = asked.dialect
         async with self._encoding:
-            prompts = await asked.prompts(words)
+            prompts = await asked.prompts(tokenizer)
         requests = asked.requests([ids for _, ids in prompts])
         identity = weights(await served.served_weights())
         is_chat = dialect.request.prompt is None
         shown = {"prompt_token_ids": prompts[0][1]} if is_chat else {}
         choices = [
             Choice(
-                words,
+                tokenizer,
                 dialect.request,
                 one,
-                await asked.content_filter(words, one.prompt_ids),
+                await asked.content_filter(tokenizer, one.prompt_ids),
                 prompts[number // dialect.request.n][0] if asked.echoes else "",
                 {} if number else shown,
                 identity,

@@ -19,7 +19,7 @@ from asyncrl.api.messages import Messages
 from asyncrl.api.responses import Responses
 from asyncrl.config.derived import request_deadline_s
 from asyncrl.contracts.messages import Details, GenerateRequest
-from asyncrl.serving.answers import Words, siblings
+from asyncrl.serving.answers import ChatTokenizer, siblings
 from asyncrl.serving.identity import ServedModel
 from asyncrl.text.chat_messages import MessagesError
 from asyncrl.text.template import Message
@@ -156,25 +156,27 @@ class Asked:
         top = dialect.top if asked.logprobs else 0
         return Details(not dialect.streams, top, self.echoes and asked.logprobs)
 
-    async def content_filter(self, words: Words, prompt_ids: Sequence[int]) -> Callable[[str], str]:
+    async def content_filter(
+        self, tokenizer: ChatTokenizer, prompt_ids: Sequence[int]
+    ) -> Callable[[str], str]:
         """What releases the text of a choice. A continued text is content only."""
         asked = self.dialect.request
         if asked.prompt is not None or not self.dialect.streams:
             return str
-        return await words.content_filter(prompt_ids, bool(asked.tools))
+        return await tokenizer.content_filter(prompt_ids, bool(asked.tools))
 
-    async def prompts(self, words: Words) -> list[tuple[str, list[int]]]:
+    async def prompts(self, tokenizer: ChatTokenizer) -> list[tuple[str, list[int]]]:
         """The prompts, as texts and tokens. Without `echo`, token ids have no text. Raises
         ApiError."""
         if not isinstance(self.dialect, Completions):
-            return [await self._rendered(words)]
+            return [await self._rendered(tokenizer)]
         prompts: list[tuple[str, list[int]]] = []
         for prompt in self.dialect.prompts:
             if isinstance(prompt, str):
-                prompts.append((prompt, await words.encode(prompt)))
+                prompts.append((prompt, await tokenizer.encode(prompt)))
             else:
                 check_ids(prompt, self._model, self._field)
-                echoed = await words.decode(prompt) if self.echoes else ""
+                echoed = await tokenizer.decode(prompt) if self.echoes else ""
                 prompts.append((echoed, prompt))
         return prompts
 
@@ -194,11 +196,11 @@ class Asked:
             )
         ]
 
-    async def _rendered(self, words: Words) -> tuple[str, list[int]]:
+    async def _rendered(self, tokenizer: ChatTokenizer) -> tuple[str, list[int]]:
         """The chat's prompt."""
         asked, variables = self.dialect.request, self.sampling.chat_template_kwargs or {}
         try:
-            text = await words.render(asked.messages, variables, asked.tools)
+            text = await tokenizer.render(asked.messages, variables, asked.tools)
         except MessagesError as error:
             raise invalid(
                 f"the chat template of {self._model.name!r} refuses the messages ({error}); correct"
@@ -206,7 +208,7 @@ class Asked:
                 self._field,
             ) from None
         refuse_long_text(text, self._model, self._field)
-        return text, await words.encode(text, rendered=True)
+        return text, await tokenizer.encode(text, rendered=True)
 
     def _refuse_unread(self) -> None:
         """Raise ApiError for another model, and for what would have no effect."""

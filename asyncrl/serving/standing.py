@@ -15,11 +15,11 @@ from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.ray.serve_calls import ask_all
 from asyncrl.serving.building import checked_settings
+from asyncrl.serving.chat_tokenizer import ModelTokenizer
 from asyncrl.serving.http import api_key, refuse_open_host, routes
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import HttpStatus, Traffic
 from asyncrl.serving.proxies import bound_host, nodes
-from asyncrl.serving.words import ModelWords
 
 
 @serve.ingress()
@@ -38,7 +38,7 @@ class HttpGenerator(Generator):
         check_app(GeneratorApp.model_validate(app))
         self.traffic = Traffic()
         await super().__init__(app)
-        self.words = ModelWords(self.settings.model)
+        self.tokenizer = ModelTokenizer(self.settings.model)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the routes. Serve calls this after the engine has started."""

@@ -20,7 +20,7 @@ from asyncrl.testing.control import (
     FakeWeightSync,
 )
 from asyncrl.testing.engine import FakeEngine
-from asyncrl.testing.generators import FakeGenerate, FakeServed, FakeWords, SeededGenerator
+from asyncrl.testing.generators import FakeGenerate, FakeServed, FakeTokenizer, SeededGenerator
 from asyncrl.testing.sandbox import FakeSandbox
 from asyncrl.testing.turn_generator import FakeTurnGenerator
 
@@ -43,9 +43,9 @@ __all__ = [
     "FakeScores",
     "FakeServed",
     "FakeSink",
+    "FakeTokenizer",
     "FakeTurnGenerator",
     "FakeWeightSync",
-    "FakeWords",
     "SeededGenerator",
     "VirtualTimeLoop",
     "tool_call",

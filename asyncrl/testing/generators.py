@@ -97,9 +97,9 @@ def _say(generated: Generated, heard: Heard | None) -> None:
                 heard(index, part)
 
 
-class FakeWords:
-    """A fake `asyncrl.serving.answers.Words`. Each character is a token, by its code point. In a
-    chat, the roles user and assistant must alternate."""
+class FakeTokenizer:
+    """A fake `asyncrl.serving.answers.ChatTokenizer`. Each character is a token, by its code
+    point. In a chat, the roles user and assistant must alternate."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
@@ -149,7 +149,7 @@ class FakeServed(FakeGenerate):
     def __init__(self, model: ServedModel) -> None:
         super().__init__(model.vocabulary)
         self._model = model
-        self.words = FakeWords(model.vocabulary)
+        self.tokenizer = FakeTokenizer(model.vocabulary)
         self.traffic = Traffic()
         self.held = ServedWeights(None, None)
         self.requests: list[GenerateRequest] = []

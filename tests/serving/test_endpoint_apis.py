@@ -26,9 +26,9 @@ from asyncrl.contracts.messages import (
     WeightsId,
 )
 from asyncrl.contracts.rows import VersionSpan
+from asyncrl.serving.chat_tokenizer import ModelTokenizer
 from asyncrl.serving.http import routes
 from asyncrl.serving.identity import ServedModel
-from asyncrl.serving.words import ModelWords
 from asyncrl.testing import FakeServed
 from asyncrl.text.continuation import render_chat
 
@@ -49,9 +49,9 @@ class TextServed(FakeServed):
     """Answers with the next of some texts, two tokens at a time."""
 
     def __init__(self, folder: Path, texts: Sequence[str], template: str = QWEN) -> None:
-        self.tokenizer = tokenizer(folder, template)
-        super().__init__(ServedModel("tiny", 2000, len(self.tokenizer), 12))
-        self.words = ModelWords(str(folder))  # type: ignore[assignment]
+        self.library = tokenizer(folder, template)
+        super().__init__(ServedModel("tiny", 2000, len(self.library), 12))
+        self.tokenizer = ModelTokenizer(str(folder))  # type: ignore[assignment]
         self.texts = list(texts)
         self.held = ServedWeights(WeightsId("abc", 1, 7), None)
 
@@ -61,15 +61,15 @@ class TextServed(FakeServed):
         self.requests.append(request)
         text = self.texts[(len(self.requests) - 1) % len(self.texts)]
         written = text.partition(request.stop[0])[0] if request.stop else text
-        ids = self.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
+        ids = self.library.encode(text + "<|im_end|>", add_special_tokens=False)
         if written != text:
-            ids = self.tokenizer.encode(written + request.stop[0], add_special_tokens=False)
+            ids = self.library.encode(written + request.stop[0], add_special_tokens=False)
         reason = "stop" if len(ids) <= request.max_tokens else "length"
         ids = ids[: request.max_tokens]
         shown, size = "", len(ids) if details.whole else 2
         for start in range(0, len(ids), size):
             last = start + size >= len(ids)
-            so_far = self.tokenizer.decode(ids[: start + size], skip_special_tokens=True)
+            so_far = self.library.decode(ids[: start + size], skip_special_tokens=True)
             so_far = written if last and reason == "stop" else so_far[: len(written)]
             new, shown = so_far[len(shown) :], so_far
             yield StreamPiece(
@@ -86,7 +86,7 @@ class TextServed(FakeServed):
 
     def prompt(self, number: int) -> str:
         """The text of a request's prompt."""
-        return str(self.tokenizer.decode(self.requests[number].prompt_ids))
+        return str(self.library.decode(self.requests[number].prompt_ids))
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def endpoint(tmp_path: Path) -> Iterator[SimpleNamespace]:
 
 
 def rendered(replica: TextServed, messages: list[Any], tools: Any) -> str:
-    return render_chat(replica.tokenizer, messages, {}, tools)
+    return render_chat(replica.library, messages, {}, tools)
 
 
 def chat_completion(client: openai.OpenAI, stream: bool, **body: Any) -> Any:

@@ -538,7 +538,7 @@ def test_long_texts_do_not_fill_the_memory_or_block_health() -> None:
     class Slow(FakeServed):
         def __init__(self) -> None:
             super().__init__(model)
-            self.words = self  # type: ignore[assignment]
+            self.tokenizer = self  # type: ignore[assignment]
             self.go_on, self.encoding, self.most, self.encoded = asyncio.Event(), 0, 0, 0
 
         async def encode(self, text: str, rendered: bool = False) -> list[int]:
@@ -720,7 +720,7 @@ def test_a_replica_serves_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "lease_holder", nothing)
     replica_ = object.__new__(standing.HttpGenerator)
     asyncio.run(standing.HttpGenerator.__init__(replica_, {"model": "/models/tiny", "http": True}))
-    replica_.words = made.words  # the test has no checkpoint
+    replica_.tokenizer = made.tokenizer  # the test has no checkpoint
     replica_._set_asgi_app(replica_.__serve_build_asgi_app__())
     headers = {"authorization": f"Bearer {KEY}"}
     status, answer, _ = ask(

@@ -19,9 +19,9 @@ from served_http import listening
 from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError
 from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece
 from asyncrl.generation.app import ServeGenerate
+from asyncrl.serving.chat_tokenizer import ModelTokenizer
 from asyncrl.serving.http import routes
 from asyncrl.serving.identity import ServedModel
-from asyncrl.serving.words import ModelWords
 from asyncrl.testing import FakeServed
 from asyncrl.text.tokenizer import load_tokenizer
 
@@ -33,7 +33,7 @@ class EngineServed(FakeServed):
 
     def __init__(self, generators: Any) -> None:
         super().__init__(MODEL)
-        self.words = ModelWords(generators.app.model)
+        self.tokenizer = ModelTokenizer(generators.app.model)
         self._handle = generators.handle.options(stream=True)
 
     async def stream(
@@ -147,7 +147,7 @@ def chats(generators: Any, tmp_path: Path) -> EngineServed:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(tmp_path / "chats")
     served = EngineServed(generators)
-    served.words = ModelWords(str(tmp_path / "chats"))  # type: ignore[assignment]
+    served.tokenizer = ModelTokenizer(str(tmp_path / "chats"))  # type: ignore[assignment]
     return served
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece, Tokens
 from asyncrl.serving.answers import Choice, ask
+from asyncrl.serving.chat_tokenizer import ModelTokenizer
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.requests import Asked
-from asyncrl.serving.words import ModelWords
 from asyncrl.testing import FakeServed
 from asyncrl.text.chat_messages import MessagesError
 from asyncrl.text.template import Template
@@ -30,13 +30,13 @@ def served_model(path: Path) -> ServedModel:
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-async def requests_of(asked: Asked, words: Any) -> list[GenerateRequest]:
-    return asked.requests([ids for _, ids in await asked.prompts(words)])
+async def requests_of(asked: Asked, tokenizer: Any) -> list[GenerateRequest]:
+    return asked.requests([ids for _, ids in await asked.prompts(tokenizer)])
 
 
 def test_a_chat_has_the_same_tokens_as_in_a_run(llama_model: Path) -> None:
     chat = Asked(CHAT, {"model": "llama", "messages": MESSAGES}, served_model(llama_model))
-    (request,) = asyncio.run(requests_of(chat, ModelWords(str(llama_model))))
+    (request,) = asyncio.run(requests_of(chat, ModelTokenizer(str(llama_model))))
     (expected,) = Template(str(llama_model)).render([MESSAGES]).ids
     assert (
         request.prompt_ids == tuple(expected)
@@ -47,16 +47,16 @@ def test_a_chat_has_the_same_tokens_as_in_a_run(llama_model: Path) -> None:
 def test_a_plain_prompt_has_the_same_tokens_as_in_a_run(llama_model: Path) -> None:
     body = {"model": "llama", "prompt": ["What is 2", "and 3"]}
     completions = Asked(COMPLETIONS, body, served_model(llama_model))
-    requests = asyncio.run(requests_of(completions, ModelWords(str(llama_model))))
+    requests = asyncio.run(requests_of(completions, ModelTokenizer(str(llama_model))))
     assert [list(request.prompt_ids) for request in requests] == Template(str(llama_model)).render(
         ["What is 2", "and 3"]
     ).ids
 
 
 def test_every_token_has_a_text(llama_model: Path) -> None:
-    words, tokenizer = ModelWords(str(llama_model)), load_tokenizer(str(llama_model))
+    ours, tokenizer = ModelTokenizer(str(llama_model)), load_tokenizer(str(llama_model))
     ids = [*tokenizer.encode("What is 2 plus 日?"), tokenizer.eos_token_id]
-    texts = asyncio.run(words.spell(ids))
+    texts = asyncio.run(ours.spell(ids))
     assert (
         texts[ids[0]] == tokenizer.bos_token
         and texts[tokenizer.eos_token_id] == tokenizer.eos_token
@@ -74,7 +74,7 @@ def test_parts_of_characters_have_ids_and_no_bytes(llama_model: Path) -> None:
     parts = tokenizer.encode("日", add_special_tokens=False)
 
     class Parts(FakeServed):
-        words = ModelWords(str(llama_model))  # type: ignore[assignment]
+        tokenizer = ModelTokenizer(str(llama_model))  # type: ignore[assignment]
 
         def __init__(self) -> None: ...
 
@@ -85,9 +85,9 @@ def test_parts_of_characters_have_ids_and_no_bytes(llama_model: Path) -> None:
             )
 
     async def logprobs(path: str, **body: Any) -> Any:
-        asked, words = Asked(path, {"model": "llama", **body}, model), Parts.words
-        (request,) = await requests_of(asked, words)
-        choice = Choice(words, asked.dialect.request, request, str)
+        asked, tokenizer = Asked(path, {"model": "llama", **body}, model), Parts.tokenizer
+        (request,) = await requests_of(asked, tokenizer)
+        choice = Choice(tokenizer, asked.dialect.request, request, str)
         pieces = ask(Parts(), [request], asked.details)
         (answer,) = [(await choice.part(told)).answer async for told in pieces]
         assert answer is not None
@@ -113,21 +113,21 @@ def test_a_model_without_a_template_refuses_chats(llama_model: Path, tmp_path: P
         ),
     ):
         chat = Asked(CHAT, {"model": "llama", "messages": MESSAGES}, served_model(llama_model))
-        asyncio.run(chat.prompts(ModelWords(str(plain))))
+        asyncio.run(chat.prompts(ModelTokenizer(str(plain))))
 
 
 def test_a_client_cannot_replace_the_template_or_see_paths(llama_model: Path) -> None:
-    words = ModelWords(str(llama_model))
+    tokenizer = ModelTokenizer(str(llama_model))
     for name in ("chat_template", "tokenize", "tools", "add_generation_prompt"):
         with pytest.raises(MessagesError, match=f"^{name} is not a variable of a template$"):
-            asyncio.run(words.render(MESSAGES, {name: "{{ 1 }}"}, None))
+            asyncio.run(tokenizer.render(MESSAGES, {name: "{{ 1 }}"}, None))
     for name in ("self", "messages", "conversation", "raise_exception"):
         try:
-            text = asyncio.run(words.render(MESSAGES, {name: "{{ 1 }}"}, None))
+            text = asyncio.run(tokenizer.render(MESSAGES, {name: "{{ 1 }}"}, None))
         except MessagesError as error:
             assert str(llama_model) not in str(error) and "\n" not in str(error)
         else:
-            assert text == asyncio.run(words.render(MESSAGES, {}, None))
+            assert text == asyncio.run(tokenizer.render(MESSAGES, {}, None))
 
 
 def test_top_logprobs_above_the_vocabulary_are_refused() -> None:

@@ -22,8 +22,8 @@ BEFORE = "x"
 """Put before a token to decode, since some decoders drop a space at the start of a text."""
 
 
-class ModelWords:
-    """`asyncrl.serving.answers.Words` for a Hugging Face checkpoint."""
+class ModelTokenizer:
+    """`asyncrl.serving.answers.ChatTokenizer` for a Hugging Face checkpoint."""
 
     def __init__(self, model: str) -> None:
         """
