@@ -97,7 +97,7 @@ def save_model(directory: Path, layers: int) -> int:
 async def measure(kind: str, model: Path, rounds: int, rank: int) -> dict[str, list[float]]:
     """Seconds of each round, by name."""
     from asyncrl.config import GeneratorConfig
-    from asyncrl.generation import Engine, GeneratorApp
+    from asyncrl.generation import GeneratorApp, start_engine
     from asyncrl.testing.staged_versions import adapter_settings, staged_adapter, staged_weights
 
     adapter = kind == "adapter"
@@ -108,8 +108,7 @@ async def measure(kind: str, model: Path, rounds: int, rank: int) -> dict[str, l
         ),
         **({"max_lora_rank": rank} if adapter else {}),
     )
-    engine = Engine(app)
-    await engine.start()
+    engine = await start_engine(app)
     found: dict[str, list[float]] = {"gap_s": [], "quiet_s": [], "apply_s": [], "bytes": []}
     place = Path(tempfile.mkdtemp(prefix="staged_", dir=model)) / "version"
     staged = (
@@ -126,9 +125,9 @@ async def measure(kind: str, model: Path, rounds: int, rank: int) -> dict[str, l
         await asyncio.sleep(2 * QUIET_S)
         quiet = engine.stats.take_longest_gap()
         if adapter:
-            timings = await engine.apply_adapter(staged, adapter_settings(rank), version)
+            timings = await engine.updates.apply_adapter(staged, adapter_settings(rank), version)
         else:
-            timings = await engine.apply(staged.update_info(), version)
+            timings = await engine.updates.apply(staged.update_info(), version)
         await asyncio.sleep(max(0.0, 4 * QUIET_S - (time.monotonic() - began)))
         if version > 1:  # the first load of each kind warms up
             found["gap_s"].append(engine.stats.take_longest_gap())
@@ -146,7 +145,7 @@ async def _keep_busy(engine: "Engine", seed: int) -> None:
     from asyncrl.testing.staged_versions import any_request
 
     while True:
-        await engine.generate(any_request(seed, TOKENS - 11 * seed % 40))
+        await engine.requests.generate(any_request(seed, TOKENS - 11 * seed % 40))
 
 
 if __name__ == "__main__":

@@ -278,11 +278,10 @@ def _batch(generate: Callable[[Any], Awaitable[Any]], options: argparse.Namespac
 
 async def _engine(options: argparse.Namespace) -> tuple[Batch, Close]:
     """asyncrl's engine, whose front end is in this process."""
-    from asyncrl.generation import Engine
+    from asyncrl.generation import start_engine
 
-    engine = Engine(_app(options))
-    await engine.start()
-    return _batch(engine.generate, options), engine.stop
+    engine = await start_engine(_app(options))
+    return _batch(engine.requests.generate, options), engine.stop
 
 
 async def _served(options: argparse.Namespace) -> tuple[Batch, Close]:

@@ -5,7 +5,7 @@ from their start to the first token.
 
 - naive: `AsyncLLM.from_engine_args` with the same model, dtype, `enforce_eager` and KV size, and
   otherwise vLLM's defaults.
-- asyncrl: `asyncrl.generation.engine.Engine` in the environment of a replica.
+- asyncrl: `asyncrl.generation.engine.engine.start_engine` in the environment of a replica.
 """
 
 import argparse
@@ -91,12 +91,11 @@ async def ours(model: str, first: Path) -> None:
     """Start the engine of a replica, and write the time of the first token, which ends its
     start."""
     from asyncrl.config import GeneratorConfig
-    from asyncrl.generation import Engine, GeneratorApp
+    from asyncrl.generation import GeneratorApp, start_engine
 
-    engine = Engine(
+    engine = await start_engine(
         GeneratorApp(model=model, generator=GeneratorConfig(kv_cache_memory_bytes=KV_BYTES))
     )
-    await engine.start()
     first.write_text(str(time.monotonic()))
     await engine.stop()
 

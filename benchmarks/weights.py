@@ -147,19 +147,18 @@ def pause(model: str, rounds: int) -> dict[str, float]:
 
 async def _pause(model: Path, rounds: int) -> dict[str, float]:
     from asyncrl.config import GeneratorConfig
-    from asyncrl.generation import Engine, GeneratorApp
+    from asyncrl.generation import GeneratorApp, start_engine
     from asyncrl.testing.staged_versions import staged_weights
 
-    engine = Engine(
+    engine = await start_engine(
         GeneratorApp(model=str(model), generator=GeneratorConfig(kv_cache_memory_bytes=64 << 20))
     )
-    await engine.start()
     place = Path(tempfile.mkdtemp(prefix="staged_", dir=model)) / "version"
     staged = staged_weights(model, "float32", place)
     empty, whole = [], []
     for version in range(1, rounds + 2):
-        empty.append((await engine.pause_empty())["pause_s"])
-        whole.append((await engine.apply(staged.update_info(), version))["pause_s"])
+        empty.append((await engine.updates.pause_empty())["pause_s"])
+        whole.append((await engine.updates.apply(staged.update_info(), version))["pause_s"])
     await engine.stop()
     return {
         "empty_s": statistics.median(empty[1:]),

@@ -274,7 +274,7 @@ SURFACE = {
     "data": "TokenFile open_token_file ROWS_PER_BLOCK RowsByNumber read_prompts",
     "generation": (
         "Engine Generator GeneratorApp ServeGenerate begin_generators draw_in_blocks "
-        "engine_environment wait_for_generators"
+        "engine_environment start_engine wait_for_generators"
     ),
     "environments": (
         "AgentFailedError ContextTooLongError EnvironmentPool RewardFailedError ToolsRun "

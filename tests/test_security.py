@@ -179,7 +179,7 @@ def test_the_engine_gets_the_same_settings(
     """Checked in the source, because importing vLLM's config takes half a minute."""
     (call,) = [
         node
-        for node in ast.walk(parsed("generation/arguments.py"))
+        for node in ast.walk(parsed("generation/engine/arguments.py"))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "AsyncEngineArgs"
     ]
     given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in call.keywords}

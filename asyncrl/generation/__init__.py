@@ -12,8 +12,8 @@ if TYPE_CHECKING:
         begin_generators as begin_generators,
         wait_for_generators as wait_for_generators,
     )
-    from asyncrl.generation.arguments import engine_environment as engine_environment
-    from asyncrl.generation.engine import Engine as Engine
+    from asyncrl.generation.engine.arguments import engine_environment as engine_environment
+    from asyncrl.generation.engine.engine import Engine as Engine, start_engine as start_engine
     from asyncrl.generation.replica import Generator as Generator
     from asyncrl.generation.seeds import draw_in_blocks as draw_in_blocks
     from asyncrl.generation.settings import GeneratorApp as GeneratorApp
@@ -22,10 +22,11 @@ __getattr__ = lazy_exports(
     __name__,
     begin_generators="app",
     draw_in_blocks="seeds",
-    Engine="engine",
-    engine_environment="arguments",
+    Engine="engine.engine",
+    engine_environment="engine.arguments",
     Generator="replica",
     GeneratorApp="settings",
     ServeGenerate="app",
+    start_engine="engine.engine",
     wait_for_generators="app",
 )

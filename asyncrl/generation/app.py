@@ -22,7 +22,7 @@ from asyncrl.contracts.errors import EngineDiedError, GenerationTimeoutError, St
 from asyncrl.contracts.messages import Generated, GenerateRequest, ReplicaStatus, WeightsId
 from asyncrl.contracts.text_listener import Heard
 from asyncrl.generation.affinity import session_replica
-from asyncrl.generation.arguments import engine_environment
+from asyncrl.generation.engine.arguments import engine_environment
 from asyncrl.generation.follower_actors import bundle
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.router import VersionRouter

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from asyncrl.contracts.messages import Manifest
-from asyncrl.generation.arguments import engine_config
+from asyncrl.generation.engine.arguments import engine_config
 from asyncrl.generation.rendezvous import NodeRank, use_own_address
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.files.temporary import ProcessTemporaryFolder

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.messages import Manifest
-from asyncrl.generation.arguments import engine_environment
+from asyncrl.generation.engine.arguments import engine_environment
 from asyncrl.generation.follower import Follower
 from asyncrl.generation.rendezvous import Meeting
 from asyncrl.generation.settings import GeneratorApp

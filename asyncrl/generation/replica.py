@@ -33,7 +33,9 @@ from asyncrl.contracts.messages import (
 )
 from asyncrl.contracts.rows import Completion
 from asyncrl.generation.affinity import FULL, HELD, WEIGHTS
-from asyncrl.generation.engine import Engine, Update
+from asyncrl.generation.engine.engine import Engine, start_engine
+from asyncrl.generation.engine.processes import EngineProcesses
+from asyncrl.generation.engine.updates import Update
 from asyncrl.generation.follower_actors import Followers
 from asyncrl.generation.rendezvous import Meeting, use_own_address
 from asyncrl.generation.settings import GeneratorApp, registry_name
@@ -93,13 +95,12 @@ class Generator:
         self._pending: dict[asyncio.Task[object], WeightsId] = {}
         """Runs' requests in progress, and the weights that each needs."""
         sweep()
-        self.engine = Engine(self.settings)
         self._followers = Followers(self.settings)
         self._watching: asyncio.Future[str] | None = None
         """Ends when a follower is lost."""
         if self.settings.sleeps:
             await self._wait_for_device()
-        await self._start_engine()
+        self.engine = await self._start_engine()
         try:
             await self._catch_up()
         except StagingError as error:
@@ -109,32 +110,40 @@ class Generator:
             )
         await self.apply_shift()
 
-    async def _start_engine(self) -> None:
+    async def _start_engine(self) -> Engine:
         """Start the engine on all its nodes.
 
         Raises:
             RuntimeError: it did not start, or another node was lost first.
         """
         if self.settings.generator.nnodes == 1:
-            await self.engine.start()
-            return
+            return await start_engine(self.settings)
         meeting = Meeting(use_own_address())
         watching = asyncio.ensure_future(self._followers.run(meeting))
         await asyncio.sleep(0)  # the followers start now: this process imports vLLM next
-        watching.add_done_callback(self._lose_engine)
         self._watching = watching
+        processes = EngineProcesses()
+
+        def kill(watching: asyncio.Future[str]) -> None:
+            if not watching.cancelled():
+                processes.kill()
+
+        watching.add_done_callback(kill)
         try:
-            await self.engine.start(meeting.node(0))
+            engine = await start_engine(self.settings, processes, meeting.node(0))
         except Exception as error:
-            lost = self.engine.broken
+            lost = watching.result() if watching.done() else None
             await self._stop_followers()
             if lost is None:
                 raise
             raise RuntimeError(lost) from error
 
-    def _lose_engine(self, watching: asyncio.Future[str]) -> None:
-        if not watching.cancelled():
-            self.engine.lose(watching.result())
+        def lose(watching: asyncio.Future[str]) -> None:
+            if not watching.cancelled():
+                engine.lose(watching.result())
+
+        watching.add_done_callback(lose)
+        return engine
 
     async def _stop_followers(self) -> None:
         if self._watching is not None:
@@ -155,7 +164,7 @@ class Generator:
             await self._catch_up_for(request.min_weights)
         started_at = steady_time()
         completions, cached = await self._under_way(
-            self.engine.answer(request), request.min_weights
+            self.engine.requests.answer(request), request.min_weights
         )
         load = self.engine.stats.load(self.replica)
         return Generated(
@@ -210,9 +219,9 @@ class Generator:
     async def stream(
         self, request: GenerateRequest, details: Details
     ) -> AsyncIterator[StreamPiece]:
-        """One completion in pieces, with the weights that are loaded. Raises as `Engine.stream`
-        does."""
-        async with contextlib.aclosing(self.engine.stream(request, details)) as pieces:
+        """One completion in pieces, with the weights that are loaded. Raises as
+        `EngineRequests.stream` does."""
+        async with contextlib.aclosing(self.engine.requests.stream(request, details)) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -233,7 +242,7 @@ class Generator:
         accepted = Accepted(self.replica, self.engine.version, steady_time())
         yield accepted
         ids, logprobs, texts = list[int](), list[float](), list[str]()
-        pieces_of = self.engine.stream(request, Details())
+        pieces_of = self.engine.requests.stream(request, Details())
         async with contextlib.aclosing(pieces_of) as pieces, self._dropped_with(request):
             async for piece in pieces:
                 ids += piece.tokens.ids
@@ -267,7 +276,7 @@ class Generator:
         are at least as new as `min_weights`. Raises StaleReplicaError."""
         if not self._has(min_weights):
             await self._catch_up_for(min_weights)
-        return self.replica, await self._under_way(self.engine.logprobs(rows), min_weights)
+        return self.replica, await self._under_way(self.engine.requests.logprobs(rows), min_weights)
 
     async def apply_version(self, manifest: Manifest, held: str | None = None) -> ReplicaStatus:
         """Fetch and apply a version, and return `status`.
@@ -317,7 +326,7 @@ class Generator:
     async def abandon(self, run_id: str, attempt: int) -> None:
         """Drop an attempt's requests, whose caller has ended, and end its rest."""
         self._give_up(lambda weights: (weights.run_id, weights.attempt) == (run_id, attempt))
-        if self.engine.rests:
+        if self.engine.rest.rests:
             await self.apply_shift()
 
     async def apply_shift(self) -> bool:
@@ -327,12 +336,12 @@ class Generator:
         async def follow() -> bool:
             # A replica that still takes a version must not hold up the learner's turn.
             if self._taking and await self._ask_registry("learner_turn"):
-                return self.engine.rests
+                return self.engine.rest.rests
             async with self._lock:
                 turn = await self._ask_registry("learner_turn")
                 if turn is not None:
-                    await (self.engine.rest() if turn else self.engine.wake())
-                return self.engine.rests
+                    await (self.engine.rest.begin() if turn else self.engine.rest.end())
+                return self.engine.rest.rests
 
         return await self._to_the_end(follow())
 
@@ -354,20 +363,20 @@ class Generator:
             replica=self.replica,
             weights=self.weights,
             held=self.held,
-            rests=engine.rests,
+            rests=engine.rest.rests,
             pid=os.getpid(),
             package=os.path.dirname(asyncrl.__file__),
             broken=engine.broken,
-            start_times=asdict(engine.load) if engine.load is not None else {},
+            start_times=asdict(engine.load),
             applied=dict(self._applied),
             tokens_at_pause=engine.stats.tokens_at_pause,
             tokens_generated=engine.stats.tokens_generated,
             load=engine.stats.load(self.replica),
             kv_cache_tokens=engine.kv_cache_tokens,
-            stop_token_ids=tuple(sorted(engine.stops.tokens)),
-            stop_strings=tuple(sorted(engine.stops.strings)),
-            tokenizer=engine.tokenizer_hash,
-            max_model_len=engine.max_model_len,
+            stop_token_ids=tuple(sorted(engine.requests.stops.tokens)),
+            stop_strings=tuple(sorted(engine.requests.stops.strings)),
+            tokenizer=engine.requests.tokenizer_hash,
+            max_model_len=engine.requests.max_model_len,
             app=self.settings.model_dump(),
             parameters=layout_hash(self._expected),
             base_weights=self._base_weights,
@@ -376,11 +385,11 @@ class Generator:
     async def fingerprints(self) -> tuple[str, dict[str, Sequence[float]]]:
         """This replica's id, and the fingerprints of its weights by published name."""
         async with self._lock:
-            return self.replica, await self.engine.fingerprints()
+            return self.replica, await self.engine.updates.fingerprints()
 
     async def stacks(self) -> tuple[str, list[str]]:
         """This replica's id, and the stacks of its engine's processes."""
-        return self.replica, await self.engine.stacks()
+        return self.replica, await self.engine.processes.stacks()
 
     async def served_weights(self) -> ServedWeights:
         """Which weights answer now, and which job holds the lease on the application."""
@@ -389,7 +398,7 @@ class Generator:
     async def pause_empty(self) -> dict[str, float]:
         """Pause and resume without an update, to measure the least that an update costs."""
         async with self._lock:
-            return await self.engine.pause_empty()
+            return await self.engine.updates.pause_empty()
 
     async def check_health(self) -> None:
         """Called by Serve, which replaces the replica if this raises."""
@@ -419,7 +428,7 @@ class Generator:
         """Follow a turn whose announcement this replica missed, because Serve did not list it yet.
         Does not wait for the engine."""
         turn = await self._ask_registry("learner_turn")
-        if turn not in (None, self.engine.rests) and not self._lock.locked():
+        if turn not in (None, self.engine.rest.rests) and not self._lock.locked():
             following = asyncio.ensure_future(self.apply_shift())
             self._changes.add(following)
             following.add_done_callback(self._followed)
@@ -446,7 +455,9 @@ class Generator:
 
     async def __del__(self) -> None:
         # Serve awaits this once, before the replica's process ends.
-        await asyncio.gather(self.engine.stop(), self._stop_followers())
+        await self._stop_followers()
+        if hasattr(self, "engine"):  # it has started
+            await self.engine.stop()
 
     def _has(self, wanted: WeightsId | None) -> bool:
         if wanted is None:
@@ -528,7 +539,7 @@ class Generator:
                 )
             )
             if not self._has(WeightsId(manifest.run_id, manifest.attempt, manifest.version)):
-                self._taking = self.engine.rests
+                self._taking = self.engine.rest.rests
                 try:
                     await self._apply(manifest)
                 finally:
@@ -538,10 +549,11 @@ class Generator:
         tokens = self.engine.stats.tokens_generated
         async with self._staged(manifest) as (staged, update, fetch_s):
             during = self.engine.stats.tokens_generated - tokens
+            updates, version = self.engine.updates, manifest.version
             timings = (
-                await self.engine.apply(update, manifest.version)
+                await updates.apply(update, version)
                 if manifest.adapter is None
-                else await self.engine.apply_adapter(staged, manifest.adapter, manifest.version)
+                else await updates.apply_adapter(staged, manifest.adapter, version)
             )
         self.weights = WeightsId(manifest.run_id, manifest.attempt, manifest.version)
         self._applied = {
@@ -554,7 +566,7 @@ class Generator:
     @contextlib.asynccontextmanager
     async def _staged(self, manifest: Manifest) -> AsyncIterator[tuple[Staged, Update, float]]:
         """A version in the shared memory of every node of the engine, checked there: this node's
-        copy, what `Engine.apply` takes, and the seconds of the slowest node."""
+        copy, what `EngineUpdates.apply` takes, and the seconds of the slowest node."""
         expected = tensors_of(manifest, self._expected, self.settings.max_lora_rank)
         staged, there = await asyncio.gather(
             asyncio.to_thread(fetch_version, manifest, expected, self.settings.fetch_within_s),
@@ -591,7 +603,7 @@ class Generator:
                 f"replica {self.replica} is held at {self.weights} for an evaluation, and the"
                 f" request needs {wanted}"
             )
-        if self.engine.asleep:
+        if self.engine.rest.asleep:
             raise StaleReplicaError(
                 f"replica {self.replica} rests at {self.weights}, and the learner uses its GPU; the"
                 f" request needs {wanted}"

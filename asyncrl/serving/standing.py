@@ -49,10 +49,10 @@ class HttpGenerator(Generator):
         """The limits that requests are checked against."""
         return ServedModel(
             self.settings.model_name,
-            self.engine.max_model_len,
-            self.engine.vocabulary,
-            self.engine.longest_token,
-            self.engine.tokenizer_hash,
+            self.engine.requests.max_model_len,
+            self.engine.requests.vocabulary,
+            self.engine.requests.longest_token,
+            self.engine.requests.tokenizer_hash,
         )
 
     async def http_status(self) -> HttpStatus:

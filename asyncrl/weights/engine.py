@@ -38,7 +38,9 @@ def register() -> None:
     except ValueError:
         # vLLM may load plugins more than once in a process, and rejects a name that is registered.
         return
-    TokenizerRegistry.register(TOKENIZER_MODE, "asyncrl.generation.tokenizer", "EngineTokenizer")
+    TokenizerRegistry.register(
+        TOKENIZER_MODE, "asyncrl.generation.engine.tokenizer", "EngineTokenizer"
+    )
     RENDERER_REGISTRY.register(TOKENIZER_MODE, "vllm.renderers.hf", "HfRenderer")
     if os.environ.get(OWNED):
         _end_with_parent()

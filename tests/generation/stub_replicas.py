@@ -19,8 +19,9 @@ from asyncrl.contracts.messages import GenerateRequest, Manifest
 from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.generation import app as app_module, replica
 from asyncrl.generation.app import start_generators, stop_generators
-from asyncrl.generation.engine import Answered
-from asyncrl.generation.engine_stats import EngineStats
+from asyncrl.generation.engine.engine import LoadTimes
+from asyncrl.generation.engine.requests import Answered
+from asyncrl.generation.engine.stats import EngineStats
 from asyncrl.generation.settings import GeneratorApp, registry_name
 from asyncrl.text.stops import Stops
 from asyncrl.weights.version_registry import open_registry
@@ -32,25 +33,27 @@ then fetches no version until it is gone."""
 
 
 class StubEngine:
-    def __init__(self, app: Any) -> None:
+    """It is its own requests, updates and rest."""
+
+    def __init__(self) -> None:
+        self.requests = self.updates = self.rest = self
         self.version = 0
         self.stats = EngineStats()
-        self.broken = self.load = None
+        self.broken = None
+        self.load = LoadTimes(0.0, 0.0, 0.0, 0.0, 0.0)
         self.kv_cache_tokens = self.max_model_len = 0
         self.stops, self.tokenizer_hash = Stops({}), ""
         self.rests = False
         self.cache_block = 0
 
-    async def start(self) -> None: ...
-
     async def check(self) -> None: ...
 
     async def stop(self) -> None: ...
 
-    async def rest(self) -> None:
+    async def begin(self) -> None:
         self.rests = True
 
-    async def wake(self) -> None:
+    async def end(self) -> None:
         self.rests = False
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
@@ -101,9 +104,13 @@ class StubGenerator(replica.Generator):
     # Serve awaits a replica's constructor.
     async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]
         module: Any = replica
-        module.Engine, module.expected_tensors = StubEngine, lambda model, dtype: {}
+        module.start_engine, module.expected_tensors = _start_engine, lambda model, dtype: {}
         module.fetch_version = _fetch_version
         await super().__init__(app)
+
+
+async def _start_engine(app: GeneratorApp) -> StubEngine:
+    return StubEngine()
 
 
 def _fetch_version(manifest: Manifest, *arguments: Any) -> SimpleNamespace:

@@ -18,8 +18,8 @@ import torch
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.messages import Details, GenerateRequest, Manifest, WeightsId
-from asyncrl.generation.adapters import Adapters
 from asyncrl.generation.app import ServeGenerate, start_generators, stop_generators
+from asyncrl.generation.engine.adapters import Adapters
 from asyncrl.generation.settings import GeneratorApp, registry_name
 from asyncrl.weights.layout import plan_buckets
 from asyncrl.weights.manifest import ManifestError, check_manifest, expected_tensors, tensors_of

@@ -6,11 +6,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from engines import engine_around
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.errors import EngineDiedError, StaleReplicaError
 from asyncrl.contracts.messages import Details, GenerateRequest, Tokens
-from asyncrl.generation.engine import Engine
 from asyncrl.generation.settings import GeneratorApp
 
 
@@ -19,8 +19,7 @@ async def nothing(**arguments):
 
 
 def engine(update_weights):
-    made = Engine(GeneratorApp(model="unused"))
-    made._llm = SimpleNamespace(
+    llm = SimpleNamespace(
         pause_generation=nothing,
         resume_generation=nothing,
         start_weight_update=nothing,
@@ -28,7 +27,7 @@ def engine(update_weights):
         output_processor=SimpleNamespace(request_states={}),
         errored=False,
     )
-    return made
+    return engine_around(llm, GeneratorApp(model="unused"))
 
 
 def test_a_failed_update_breaks_the_engine():
@@ -37,7 +36,7 @@ def test_a_failed_update_breaks_the_engine():
 
     broken = engine(fails)
     with pytest.raises(RuntimeError, match="the update of version 3 failed: OSError: lost"):
-        asyncio.run(broken.apply({}, 3))
+        asyncio.run(broken.updates.apply({}, 3))
     assert broken.version == 0 and "OSError" in broken.broken
 
 
@@ -48,7 +47,7 @@ def test_a_cancelled_update_breaks_the_engine_too():
     broken = engine(hangs)
 
     async def cancelled():
-        await asyncio.wait_for(broken.apply({}, 3), 0.05)
+        await asyncio.wait_for(broken.updates.apply({}, 3), 0.05)
 
     with pytest.raises(TimeoutError):
         asyncio.run(cancelled())
@@ -56,7 +55,7 @@ def test_a_cancelled_update_breaks_the_engine_too():
         asyncio.run(broken.check())
 
 
-@pytest.mark.parametrize("moment", ["rest", "wake"])
+@pytest.mark.parametrize("moment", ["begin", "end"])
 def test_a_rest_that_fails_breaks_the_engine(moment):
     """A failed pause must not count as a rest: the engine may still generate."""
 
@@ -65,15 +64,15 @@ def test_a_rest_that_fails_breaks_the_engine(moment):
 
     async def scenario():
         broken = engine(nothing)
-        if moment == "wake":
-            await broken.rest()
-            assert broken.rests
-            broken._llm.resume_generation = fails
+        if moment == "end":
+            await broken.rest.begin()
+            assert broken.rest.rests
+            broken._state.llm.resume_generation = fails
         else:
-            broken._llm.pause_generation = fails
+            broken._state.llm.pause_generation = fails
         with pytest.raises(RuntimeError, match="rest failed: OSError: lost"):
-            await getattr(broken, moment)()
-        assert broken.rests == (moment == "wake") and broken._open.is_set()
+            await getattr(broken.rest, moment)()
+        assert broken.rest.rests == (moment == "end") and broken._state.opened.is_set()
         with pytest.raises(RuntimeError, match="rest failed: OSError: lost"):
             await broken.check()
 
@@ -82,16 +81,17 @@ def test_a_rest_that_fails_breaks_the_engine(moment):
 
 def test_a_stopped_engine_refuses_requests():
     async def asked():
-        stopped = Engine(GeneratorApp(model="unused"))
+        llm = SimpleNamespace(shutdown=lambda timeout: None)
+        stopped = engine_around(llm, GeneratorApp(model="unused"))
         await stopped.stop()
         for ask in (
-            stopped.generate(GenerateRequest((1,), 1, 1, 1.0)),
-            stopped.logprobs([((1,), (2,))]),
+            stopped.requests.generate(GenerateRequest((1,), 1, 1, 1.0)),
+            stopped.requests.logprobs([((1,), (2,))]),
         ):
             with pytest.raises(StaleReplicaError, match="the engine has been stopped"):
                 await ask
         with pytest.raises(StaleReplicaError, match="the engine has been stopped"):
-            await anext(stopped.stream(GenerateRequest((1,), 1, 1, 1.0), Details()))
+            await anext(stopped.requests.stream(GenerateRequest((1,), 1, 1, 1.0), Details()))
 
     asyncio.run(asked())
 
@@ -112,16 +112,15 @@ def test_a_stream_of_an_engine_that_ends_raises_after_its_last_piece(llama_model
             raise EngineDeadError
 
     async def asked():
-        ending = Engine(GeneratorApp(model=str(llama_model)))
         known = SimpleNamespace(request_states={}, external_req_ids={})
-        ending._llm = SimpleNamespace(
+        llm = SimpleNamespace(
             generate=generate,
             errored=False,
             output_processor=known,
             model_config=SimpleNamespace(max_model_len=64),
         )
-        ending._open.set()
-        stream = ending.stream(GenerateRequest((1,), 1, 9, 1.0), Details())
+        ending = engine_around(llm, GeneratorApp(model=str(llama_model)))
+        stream = ending.requests.stream(GenerateRequest((1,), 1, 9, 1.0), Details())
         assert (await anext(stream)).tokens == Tokens((5,), (-1.0,))
         with pytest.raises(
             EngineDiedError,
@@ -132,20 +131,10 @@ def test_a_stream_of_an_engine_that_ends_raises_after_its_last_piece(llama_model
     asyncio.run(asked())
 
 
-class Process:
-    killed = False
-
-    def kill(self):
-        self.killed = True
-
-
 def build(is_sleeping):
-    made = Engine(GeneratorApp(model="unused", generator=GeneratorConfig(stall_timeout_s=0.5)))
-    made._llm, made._processes = (
-        SimpleNamespace(errored=False, is_sleeping=is_sleeping),
-        [Process()],
-    )
-    return made
+    llm = SimpleNamespace(errored=False, is_sleeping=is_sleeping)
+    settings = GeneratorConfig(stall_timeout_s=0.5)
+    return engine_around(llm, GeneratorApp(model="unused", generator=settings))
 
 
 def test_an_engine_that_hangs_is_killed():
@@ -156,7 +145,7 @@ def test_an_engine_that_hangs_is_killed():
         stuck = build(hangs)
         await stuck.check()
         await stuck.check()
-        assert not stuck._processes[0].killed
+        assert not stuck.processes.killed
         await asyncio.sleep(0.6)
         for _ in range(2):
             with pytest.raises(
@@ -165,7 +154,7 @@ def test_an_engine_that_hangs_is_killed():
                 await stuck.check()
         return stuck
 
-    assert asyncio.run(main())._processes[0].killed
+    assert asyncio.run(main()).processes.killed
 
 
 def test_a_slow_engine_is_not_killed():
@@ -184,7 +173,7 @@ def test_a_slow_engine_is_not_killed():
         return engine
 
     engine = asyncio.run(main())
-    assert engine.broken is None and not engine._processes[0].killed
+    assert engine.broken is None and not engine.processes.killed
 
 
 def test_a_probe_that_fails_is_an_error():
@@ -213,13 +202,12 @@ def test_the_same_version_of_another_attempt_shares_no_prefix():
 
     async def scenario():
         made = engine(lambda request: nothing())
-        made._llm.finish_weight_update = lambda weight_version: nothing()
-        made._llm.generate = generate
-        made._open.set()
+        made._state.llm.finish_weight_update = lambda weight_version: nothing()
+        made._state.llm.generate = generate
         for _ in range(2):
-            await made.apply({}, 5)
-            await made.logprobs([((1,), (2,))])
-            await made.logprobs([((1,), (2,))])
+            await made.updates.apply({}, 5)
+            await made.requests.logprobs([((1,), (2,))])
+            await made.requests.logprobs([((1,), (2,))])
 
     asyncio.run(scenario())
     assert len(salts) == 4 and salts[0] == salts[1] != salts[2] == salts[3]

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from asyncrl.generation.arguments import engine_environment
-from asyncrl.generation.early_process import (
+from asyncrl.generation.engine.arguments import engine_environment
+from asyncrl.generation.engine.early_process import (
     EarlyProcess,
     fatal_error,
     handed_to_vllm,
@@ -95,7 +95,7 @@ def test_it_takes_one_target():
 OWNER = """
 import os, sys, threading, time
 from functools import partial
-from asyncrl.generation.early_process import EarlyProcess
+from asyncrl.generation.engine.early_process import EarlyProcess
 
 def own():
     with EarlyProcess(partial(os.write, 1, b"ready\\n")) as process:
@@ -175,12 +175,12 @@ def test_a_vllm_that_spawns_its_own_process_is_refused(utils):
 
 FAILING = """
 import asyncio, psutil
-from asyncrl.generation.engine import Engine
+from asyncrl.generation.engine.engine import start_engine
 from asyncrl.generation.settings import GeneratorApp
 
 if __name__ == "__main__":
     try:
-        asyncio.run(Engine(GeneratorApp(model="/no/model")).start())
+        asyncio.run(start_engine(GeneratorApp(model="/no/model")))
     except Exception as error:
         left = [p.cmdline() for p in psutil.Process().children(recursive=True)
             if "resource_tracker" not in str(p.cmdline())]
@@ -207,7 +207,7 @@ def test_the_last_error_of_an_engine_is_kept_as_one_line(tmp_path):
     log = logging.Logger("engine")
     log.addFilter(partial(keep_fatal_error, str(tmp_path)))
     log.error("nothing has died yet")
-    assert fatal_error(tmp_path) is None and fatal_error(None) is None
+    assert fatal_error(tmp_path) is None
     try:
         raise RuntimeError("Unsupported configuration:\n  head_dim=16")
     except RuntimeError:
@@ -234,13 +234,12 @@ def test_the_error_of_a_start_contains_the_cause(tmp_path, tiny_model):
         "of the installed version"
     )
     start = (
-        "import asyncio\nfrom asyncrl.generation.engine import Engine\nfrom"
+        "import asyncio\nfrom asyncrl.generation.engine.engine import start_engine\nfrom"
         " asyncrl.generation.settings import GeneratorApp\n"
     )
-    start += (
-        f"if __name__ == '__main__':\n    asyncio.run(Engine(GeneratorApp(model={str(tmp_path)!r},"
-        " max_model_len=32)).start())\n"
-    )
+    start += "if __name__ == '__main__':\n"
+    start += f"    app = GeneratorApp(model={str(tmp_path)!r}, max_model_len=32)\n"
+    start += "    asyncio.run(start_engine(app))\n"
     (tmp_path / "start.py").write_text(start)
     done = subprocess.run(
         [sys.executable, tmp_path / "start.py"],

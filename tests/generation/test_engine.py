@@ -16,12 +16,13 @@ import psutil
 import pytest
 import torch
 from disturbed import disturb
+from engines import EngineActor
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import Details, GenerateRequest
-from asyncrl.generation.arguments import engine_environment
-from asyncrl.generation.engine import Engine
+from asyncrl.generation.engine.arguments import engine_environment
+from asyncrl.generation.engine.engine import LoadTimes
 from asyncrl.generation.held_outputs import HOLD_S
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.weights.manifest import expected_tensors
@@ -37,25 +38,26 @@ KV_TOKENS = 8192
 
 @pytest.fixture(scope="module")
 def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> Iterator[Any]:
-    class EngineActor(Engine):
-        """An engine in an actor. Defined here so that it is pickled by value: workers cannot import
-        test modules."""
+    class SlowActor(EngineActor):
+        async def start(self) -> LoadTimes:
+            load = await super().start()
+            original = self.engine.rest.pause
 
-        async def processes(self) -> tuple[int, list[int]]:
-            return os.getpid(), [process.pid for process in self._processes if process.is_running()]
+            async def pause() -> int:
+                unfinished = await original()
+                await asyncio.sleep(PAUSE_S)
+                return unfinished
 
-        async def _pause(self) -> int:
-            unfinished = await Engine._pause(self)
-            await asyncio.sleep(PAUSE_S)
-            return unfinished
+            self.engine.rest.pause = pause  # type: ignore[method-assign]
+            return load
 
         async def most_probable(self, request: GenerateRequest, top: int) -> int:
             """Stream a completion with its most probable tokens: the number of its tokens."""
-            details = Details(prompt=False, top=top)
-            return sum([len(piece.tokens.ids) async for piece in self.stream(request, details)])
+            pieces = self.engine.requests.stream(request, Details(prompt=False, top=top))
+            return sum([len(piece.tokens.ids) async for piece in pieces])
 
         async def generated(self) -> int:
-            return self.stats.tokens_generated
+            return self.engine.stats.tokens_generated
 
         async def generated_amid_update(
             self, first: list[GenerateRequest], last: GenerateRequest, update: Any, version: int
@@ -64,7 +66,7 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
             have tokens. Returns the completions of the last request."""
 
             async def sampling(count: int) -> None:
-                states = self._running().output_processor.request_states
+                states = self.engine._state.llm.output_processor.request_states
                 while sum(not state.is_prefilling for state in states.values()) < count:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
 
@@ -76,15 +78,15 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
             return list((await asyncio.gather(*tasks))[-1])
 
         async def preempted(self) -> tuple[int, int]:
-            return self.stats.preemptions, self.kv_cache_tokens
+            return self.engine.stats.preemptions, self.engine.kv_cache_tokens
 
         async def gap(self) -> float:
-            return self.stats.take_longest_gap()
+            return self.engine.stats.take_longest_gap()
 
         async def messages(self) -> int:
             """Messages of the engine's process that came since the last call."""
             count, self.message_count = getattr(self, "message_count", 0), 0
-            original = self.stats.count_step
+            original = self.engine.stats.count_step
             if not hasattr(original, "counts"):
 
                 def count_step(*step: Any) -> None:
@@ -92,13 +94,13 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
                     original(*step)
 
                 count_step.counts = True  # type: ignore[attr-defined]
-                self.stats.count_step = count_step  # type: ignore[method-assign]
+                self.engine.stats.count_step = count_step  # type: ignore[method-assign]
             return count
 
         async def in_flight(self, mode: str) -> None:
-            self.app = self.app.model_copy(
-                update={"generator": self.app.generator.model_copy(update={"in_flight": mode})}
-            )
+            state = self.engine._state
+            generator = state.app.generator.model_copy(update={"in_flight": mode})
+            state.app = state.app.model_copy(update={"generator": generator})
 
     app = GeneratorApp(
         model=str(untied_model),
@@ -109,7 +111,7 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
     )
     engine_starts.append("untied engine")
     actor = (
-        ray_cluster.remote(EngineActor)
+        ray_cluster.remote(SlowActor)
         .options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
         .remote(app)
     )

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from engines import EngineActor
 from llama_checkpoint import claim_llama_class
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.messages import GenerateRequest
-from asyncrl.generation.arguments import engine_environment
-from asyncrl.generation.engine import Engine
+from asyncrl.generation.engine.arguments import engine_environment
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.text.stops import Stops
 from asyncrl.text.tokenizer import decode, load_tokenizer, tokenizer_hash
@@ -43,15 +43,14 @@ def tokenizer(model: Path) -> Any:
 def ask(ray_cluster: Any, model: Path, engine_starts: list[str]) -> Iterator[Any]:
     """`ask(method, *arguments)` calls a method of an engine and returns the answer."""
 
-    class EngineActor(Engine):
-        """An engine in an actor. Defined here so that it is pickled by value: workers cannot import
-        test modules."""
-
+    class TextActor(EngineActor):
         async def stop_at(self, strings: tuple[str, ...]) -> None:
-            self.stops = Stops(self.stops.tokens, strings)
+            requests = self.engine.requests
+            requests.stops = Stops(requests.stops.tokens, strings)
 
         async def facts(self) -> tuple[str, str]:
-            return self.tokenizer_hash, self._llm.get_tokenizer().decode(
+            requests = self.engine.requests
+            return requests.tokenizer_hash, requests._state.llm.get_tokenizer().decode(
                 load_tokenizer(self.app.model).encode("What is 2")
             )
 
@@ -62,7 +61,7 @@ def ask(ray_cluster: Any, model: Path, engine_starts: list[str]) -> Iterator[Any
     )
     engine_starts.append("engine of text")
     actor = (
-        ray_cluster.remote(EngineActor)
+        ray_cluster.remote(TextActor)
         .options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
         .remote(app)
     )

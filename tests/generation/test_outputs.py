@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from asyncrl.contracts.rows import VersionSpan
-from asyncrl.generation.outputs import version_spans
+from asyncrl.generation.engine.outputs import version_spans
 
 
 def label(version: str, start: int, end: int) -> SimpleNamespace:

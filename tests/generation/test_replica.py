@@ -13,8 +13,8 @@ from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import GenerateRequest, Manifest, WeightsId
 from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.generation import replica
-from asyncrl.generation.engine import Answered
-from asyncrl.generation.engine_stats import EngineStats
+from asyncrl.generation.engine.requests import Answered
+from asyncrl.generation.engine.stats import EngineStats
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.weights.staging import StagingError
@@ -45,16 +45,19 @@ async def started(
         return Answered((Completion((1,), (0.0,), (VersionSpan(0, 0, 1),), "stop"),), (0,))
 
     engine = SimpleNamespace(
-        start=nothing,
-        apply=apply,
-        answer=answer,
+        requests=SimpleNamespace(answer=answer),
+        updates=SimpleNamespace(apply=apply),
+        rest=SimpleNamespace(rests=False),
         cache_block=0,
         check=nothing,
-        rests=False,
         stats=EngineStats(),
     )
+
+    async def start_engine(app: GeneratorApp) -> Any:
+        return engine
+
     context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="a"))
-    monkeypatch.setattr(replica, "Engine", lambda settings: engine)
+    monkeypatch.setattr(replica, "start_engine", start_engine)
     monkeypatch.setattr(replica, "expected_tensors", lambda model, dtype: {})
     monkeypatch.setattr(replica, "find_registry", lambda name: None)
     monkeypatch.setattr(replica, "fetch_version", fetch_version)
@@ -231,7 +234,7 @@ def test_a_replica_gives_up_the_requests_of_an_ended_attempt(
 
     async def scenario() -> None:
         made = await started(monkeypatch, apply, [])
-        answer, arrived, ended = made.engine.answer, asyncio.Semaphore(0), []
+        answer, arrived, ended = made.engine.requests.answer, asyncio.Semaphore(0), []
         proceed = asyncio.Event()
 
         async def long(request: GenerateRequest) -> Any:
@@ -243,7 +246,7 @@ def test_a_replica_gives_up_the_requests_of_an_ended_attempt(
                 raise
             return await answer(request)
 
-        monkeypatch.setattr(made.engine, "answer", long)
+        monkeypatch.setattr(made.engine.requests, "answer", long)
         await made.apply_version(Manifest("run", 0, 3, (), (), (), ()))
         without_run = asyncio.create_task(made.generate(GenerateRequest((1,), 1, 4, 1.0)))
         abandoned = asyncio.create_task(made.generate(request(3)))
@@ -299,7 +302,7 @@ def test_a_baseline_is_apart_from_the_completions(monkeypatch: pytest.MonkeyPatc
             count = asked.n + asked.baseline
             return Answered(tuple(map(completion, range(count))), tuple(range(count)))
 
-        monkeypatch.setattr(made.engine, "answer", answer)
+        monkeypatch.setattr(made.engine.requests, "answer", answer)
         for baseline in (False, True):
             given = await made.generate(GenerateRequest((1,), 2, 4, 1.0, baseline=baseline))
             assert given.completions == (completion(0), completion(1))

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from disturbed import disturb
+from engines import EngineActor
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.messages import Details, GenerateRequest
 from asyncrl.contracts.rows import Completion
-from asyncrl.generation.arguments import engine_environment
-from asyncrl.generation.engine import Answered, Engine
+from asyncrl.generation.engine.arguments import engine_environment
+from asyncrl.generation.engine.requests import Answered
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.weights.manifest import expected_tensors
 from asyncrl.weights.staging import fetch_version
@@ -78,11 +79,9 @@ def cached(
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
-    class EngineActor(Engine):
-        """Defined here so that it is pickled by value: workers cannot import test modules."""
-
+    class CacheActor(EngineActor):
         async def streamed(self, request: GenerateRequest) -> tuple[int, ...]:
-            pieces = self.stream(request, Details())
+            pieces = self.engine.requests.stream(request, Details())
             return tuple([token async for piece in pieces for token in piece.tokens.ids])
 
         async def across(
@@ -90,25 +89,25 @@ def cached(
         ) -> tuple[list[Answered], list[Answered], int]:
             """Apply a version while `runs` long completions run and these requests are under way.
             Returns the answers to the long ones and to these, and how many were submitted again."""
-            before, counts = self.stats.tokens_generated, list[int]()
+            before, counts = self.engine.stats.tokens_generated, list[int]()
             long = [asyncio.create_task(self.answer(replace(LONG, seed=n))) for n in range(runs)]
-            await until(lambda: self.stats.tokens_generated >= before + 2 * runs)
+            await until(lambda: self.engine.stats.tokens_generated >= before + 2 * runs)
             mine = [asyncio.create_task(self.answer(request)) for request in requests]
-            original = self._turns.submit_again
+            original = self.engine._state.sessions.submit_again
 
             async def submit_again(llm: Any) -> int:
                 counts.append(await original(llm))
                 return counts[-1]
 
-            self._turns.submit_again = submit_again  # type: ignore[method-assign]
+            self.engine._state.sessions.submit_again = submit_again  # type: ignore[method-assign]
             if not runs:  # until each request has tokens
                 sampled = before + 2 * len(requests)
-                await until(lambda: self.stats.tokens_generated >= sampled)
+                await until(lambda: self.engine.stats.tokens_generated >= sampled)
             else:  # until vLLM has each request
-                known = self._running().output_processor.request_states
+                known = self.engine._state.llm.output_processor.request_states
                 await until(lambda: len(known) >= runs + len(requests))
             await self.apply(update, version)
-            self._turns.submit_again = original  # type: ignore[method-assign]
+            self.engine._state.sessions.submit_again = original  # type: ignore[method-assign]
             return await asyncio.gather(*long), await asyncio.gather(*mine), counts[0]
 
     app = GeneratorApp(
@@ -121,7 +120,7 @@ def cached(
     )
     engine_starts.append("engine with sessions")
     actor = (
-        ray_cluster.remote(EngineActor)
+        ray_cluster.remote(CacheActor)
         .options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
         .remote(app)
     )

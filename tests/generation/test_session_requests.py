@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.generation.session_requests import SessionRequests
+from asyncrl.generation.engine.session_requests import SessionRequests
 
 
 class FakeLLM:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import ray
+from engines import engine_around
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.errors import GpuMemoryError, StaleReplicaError
 from asyncrl.contracts.messages import WeightsId
 from asyncrl.generation import replica as replica_module
-from asyncrl.generation.engine import Engine
+from asyncrl.generation.engine.engine import Engine
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.weights.engine_fingerprints import EngineFingerprints
@@ -86,25 +87,23 @@ async def nothing(*arguments: Any, **named: Any) -> None:
 
 def sleeping() -> tuple[Engine, Any]:
     generator = GeneratorConfig(device="cuda", gpu_memory_utilization=0.85)
-    engine = Engine(GeneratorApp(model="unused", generator=generator, sleeps=True, num_gpus=0.4))
+    app = GeneratorApp(model="unused", generator=generator, sleeps=True, num_gpus=0.4)
     llm: Any = StubLLM()
-    engine._llm = llm
-    engine._open.set()
-    return engine, llm
+    return engine_around(llm, app), llm
 
 
 def test_weights_update_cache_and_requests_come_back_in_this_order() -> None:
     async def scenario() -> None:
         engine, llm = sleeping()
-        await engine.rest()
-        await engine.rest()
-        assert engine.rests and engine.asleep and not engine._open.is_set()
+        await engine.rest.begin()
+        await engine.rest.begin()
+        assert engine.rest.rests and engine.rest.asleep and not engine._state.opened.is_set()
         assert llm.names == ["sleep"] and not llm.on_device
-        await engine.apply({}, 3)
-        assert not engine.asleep and engine.version == 3 and llm.on_device == {"weights"}
-        assert llm.paused and engine.rests and not engine._open.is_set()
-        await engine.wake()
-        await engine.wake()
+        await engine.updates.apply({}, 3)
+        assert not engine.rest.asleep and engine.version == 3 and llm.on_device == {"weights"}
+        assert llm.paused and engine.rest.rests and not engine._state.opened.is_set()
+        await engine.rest.end()
+        await engine.rest.end()
         assert llm.names == [
             "sleep",
             "wake_up weights",
@@ -112,7 +111,7 @@ def test_weights_update_cache_and_requests_come_back_in_this_order() -> None:
             "wake_up kv_cache",
             "resume_generation",
         ]
-        assert engine._open.is_set() and not llm.paused and engine.broken is None
+        assert engine._state.opened.is_set() and not llm.paused and engine.broken is None
 
     asyncio.run(scenario())
 
@@ -123,8 +122,8 @@ def test_a_rest_without_an_update_ends_with_the_same_weights() -> None:
     async def scenario() -> None:
         engine, llm = sleeping()
         for _ in range(2):
-            await engine.rest()
-            await engine.wake()
+            await engine.rest.begin()
+            await engine.rest.end()
         turn = ["sleep", "wake_up weights", "wake_up kv_cache", "resume_generation"]
         assert llm.names == 2 * turn and engine.version == 0
 
@@ -134,7 +133,7 @@ def test_a_rest_without_an_update_ends_with_the_same_weights() -> None:
 def test_an_awake_engine_takes_a_version_as_ever() -> None:
     async def scenario() -> None:
         engine, llm = sleeping()
-        await engine.apply({}, 1)
+        await engine.updates.apply({}, 1)
         assert llm.names == ["pause_generation", *UPDATE, "resume_generation"]
 
     asyncio.run(scenario())
@@ -143,17 +142,17 @@ def test_an_awake_engine_takes_a_version_as_ever() -> None:
 def test_weights_that_came_late_leave_again_in_the_learners_turn() -> None:
     async def scenario() -> None:
         engine, llm = sleeping()
-        await engine.rest()
-        await engine.apply({}, 1)
+        await engine.rest.begin()
+        await engine.updates.apply({}, 1)
         llm.others = 9 * GIB  # now the learner has the GPU, and only the weights leave
-        await engine.rest()
-        assert llm.names[-1] == "sleep" and engine.asleep and not llm.on_device
+        await engine.rest.begin()
+        assert llm.names[-1] == "sleep" and engine.rest.asleep and not llm.on_device
         llm.others = TOTAL - CONTEXT - WEIGHTS - CACHE + 1
         with pytest.raises(GpuMemoryError, match=r"an engine needs back 56\.00 GiB"):
-            await engine.wake()
+            await engine.rest.end()
         llm.others -= 1
-        await engine.wake()
-        assert engine.broken is None and not engine.rests
+        await engine.rest.end()
+        assert engine.broken is None and not engine.rest.rests
 
     asyncio.run(scenario())
 
@@ -162,19 +161,19 @@ def test_weights_that_came_late_leave_again_in_the_learners_turn() -> None:
 def test_memory_that_the_learner_still_holds_is_named_and_nothing_changes(moment: str) -> None:
     async def scenario() -> None:
         engine, llm = sleeping()
-        await engine.rest()
+        await engine.rest.begin()
         llm.others = 30 * GIB
         with pytest.raises(GpuMemoryError) as refused:
-            await (engine.wake() if moment == "wake" else engine.apply({}, 1))
+            await (engine.rest.end() if moment == "wake" else engine.updates.apply({}, 1))
         assert str(refused.value) == (
             "the generators' turn cannot begin: an engine needs back 56.00 GiB of GPU memory, but"
             " 48.00 GiB of 80.00 GiB are free: the learner, and what stays of the engine, hold"
             " 32.00 GiB; lower generator.gpu_memory_utilization = 0.85"
         )
-        assert llm.names == ["sleep"] and engine.broken is None and engine.asleep
+        assert llm.names == ["sleep"] and engine.broken is None and engine.rest.asleep
         llm.others = 0
-        await engine.wake()
-        assert not engine.rests and engine.version == 0
+        await engine.rest.end()
+        assert not engine.rest.rests and engine.version == 0
 
     asyncio.run(scenario())
 
@@ -185,10 +184,10 @@ def test_a_failure_halfway_breaks_the_engine(fails: str) -> None:
         engine, llm = sleeping()
         llm.fails = fails
         with pytest.raises(RuntimeError, match="failed: OSError: lost"):
-            await engine.rest()
-            await engine.apply({}, 1)
-            await engine.wake()
-        assert engine.broken is not None and engine._open.is_set()
+            await engine.rest.begin()
+            await engine.updates.apply({}, 1)
+            await engine.rest.end()
+        assert engine.broken is not None and engine._state.opened.is_set()
 
     asyncio.run(scenario())
 
@@ -196,10 +195,10 @@ def test_a_failure_halfway_breaks_the_engine(fails: str) -> None:
 def test_an_engine_that_does_not_wake_whole_is_broken() -> None:
     async def scenario() -> None:
         engine, llm = sleeping()
-        await engine.rest()
+        await engine.rest.begin()
         llm.on_device = {"another part"}
         with pytest.raises(RuntimeError, match="vLLM still sleeps after its weights and its KV"):
-            await engine.wake()
+            await engine.rest.end()
         assert engine.broken is not None
 
     asyncio.run(scenario())
@@ -208,9 +207,9 @@ def test_an_engine_that_does_not_wake_whole_is_broken() -> None:
 def test_weights_on_the_host_are_not_read() -> None:
     async def scenario() -> None:
         engine, _ = sleeping()
-        await engine.rest()
+        await engine.rest.begin()
         with pytest.raises(RuntimeError, match="rests, so its weights are not on the GPU"):
-            await engine.fingerprints()
+            await engine.updates.fingerprints()
 
     asyncio.run(scenario())
 
@@ -218,7 +217,7 @@ def test_weights_on_the_host_are_not_read() -> None:
 def test_a_request_does_not_load_a_version_in_the_learners_turn() -> None:
     async def scenario() -> None:
         engine, llm = sleeping()
-        await engine.rest()
+        await engine.rest.begin()
         late: Any = SimpleNamespace(
             engine=engine, replica="a", held=False, weights=WeightsId("r", 0, 1)
         )
@@ -287,10 +286,10 @@ def test_the_calls_fit_the_installed_vllm() -> None:
 
     async def scenario() -> Any:
         engine, llm = sleeping()
-        await engine.rest()
-        await engine.apply({}, 1)
-        await engine.wake()
-        await engine.apply({}, 2)
+        await engine.rest.begin()
+        await engine.updates.apply({}, 1)
+        await engine.rest.end()
+        await engine.updates.apply({}, 2)
         return llm
 
     calls = asyncio.run(scenario()).calls

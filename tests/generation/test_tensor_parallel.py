@@ -14,11 +14,11 @@ import psutil
 import pytest
 import torch
 from disturbed import disturb
+from engines import EngineActor
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.messages import GenerateRequest
-from asyncrl.generation.arguments import engine_environment
-from asyncrl.generation.engine import Engine
+from asyncrl.generation.engine.arguments import engine_environment
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.weights.fingerprint import difference_text, fingerprint, row_products
 from asyncrl.weights.manifest import expected_tensors, tensors_of
@@ -47,12 +47,6 @@ def test_two_workers_take_an_update_of_every_parameter_and_die_together(
     model: str,
     split: str,
 ) -> None:
-    class EngineActor(Engine):
-        """An engine in an actor. Defined here so that it is pickled by value."""
-
-        async def processes(self) -> list[int]:
-            return [process.pid for process in self._processes if process.is_running()]
-
     path = request.getfixturevalue(model)
     sizes = {split: 2, "max_num_seqs": 16, "kv_cache_memory_bytes": 8 << 20}
     settings = GeneratorConfig.model_validate(sizes)
@@ -66,7 +60,7 @@ def test_two_workers_take_an_update_of_every_parameter_and_die_together(
     get = ray_cluster.get
     try:
         print("start:", get(actor.start.remote(), timeout=500))
-        processes = get(actor.processes.remote())
+        _, processes = get(actor.processes.remote())
         queues = [path for path in SHARED_MEMORY.glob("*.queue") if _maker(path) in processes]
         assert queues, "vLLM's queues are not named, so a kill would leave them"
         workers = [pid for pid in processes if "Worker" in " ".join(psutil.Process(pid).cmdline())]
@@ -129,9 +123,6 @@ def test_two_workers_take_adapters(
     tmp_path: Path,
 ) -> None:
     """Tensor parallelism splits the matrices of an adapter as it splits the layers."""
-
-    class EngineActor(Engine):
-        """An engine in an actor. Defined here so that it is pickled by value."""
 
     sizes = {"tensor_parallel_size": 2, "max_num_seqs": 16, "kv_cache_memory_bytes": 8 << 20}
     app = GeneratorApp(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import EngineActor
 from recorded import learner_config
 from transformers import AutoModelForCausalLM
 
@@ -36,8 +37,7 @@ from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
 from asyncrl.generation.app import ServeGenerate
-from asyncrl.generation.arguments import engine_environment
-from asyncrl.generation.engine import Engine
+from asyncrl.generation.engine.arguments import engine_environment
 from asyncrl.learning.driver import RayLearner
 from asyncrl.learning.frozen.reference import Reference
 from asyncrl.preflight.specs import learner_spec, scoring_spec, worker_spec
@@ -339,13 +339,9 @@ class OneAtATime(ServeGenerate):
 def engine_alone(ray_cluster: Any, generators: Any, engine_starts: list[str]) -> Iterator[Any]:
     """The same engine configuration without Serve: vLLM called directly, in its own process."""
 
-    class Alone(Engine):
-        """Defined in the fixture so that Ray pickles it by value: workers cannot import test
-        modules."""
-
     engine_starts.append("engine alone")
     actor = (
-        ray_cluster.remote(Alone)
+        ray_cluster.remote(EngineActor)
         .options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
         .remote(generators.app)
     )

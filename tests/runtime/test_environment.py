@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.generation.arguments import engine_environment
+from asyncrl.generation.engine.arguments import engine_environment
 from asyncrl.learning.driver import rank_environment
 from asyncrl.preflight.specs import learner_spec
 from asyncrl.runtime.processes import environment

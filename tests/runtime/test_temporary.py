@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.generation.engine import Engine
+from asyncrl.generation.engine import engine as engine_module
+from asyncrl.generation.engine.engine import start_engine
+from asyncrl.generation.engine.processes import EngineProcesses
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.files.temporary import (
     ProcessTemporaryFolder,
@@ -146,18 +148,18 @@ def test_files_of_an_engine_whose_start_was_cancelled_are_removed(short, monkeyp
     """If a replica is stopped while it loads, the thread that creates vLLM's engine and its sockets
     continues."""
 
-    async def hangs(engine, caches, folder, place):
+    async def hangs(app, caches, processes, node):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Engine, "_load", hangs)
-    engine = Engine(GeneratorApp(model="unused"))
+    monkeypatch.setattr(engine_module, "_load", hangs)
+    processes = EngineProcesses()
 
     async def cancelled():
-        await asyncio.wait_for(engine.start(), 0.05)
+        await asyncio.wait_for(start_engine(GeneratorApp(model="unused"), processes), 0.05)
 
     with pytest.raises(TimeoutError):
         asyncio.run(cancelled())
-    place = engine._temporary
+    place = processes._folder
     assert (
         Path(tempfile.gettempdir()) == place.path
         and place.path.parent == short

@@ -698,22 +698,26 @@ def test_a_replica_serves_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
         return None
 
     made = FakeServed(MODEL)
-    engine = SimpleNamespace(
-        start=nothing,
-        check=nothing,
-        rests=False,
+    requests = SimpleNamespace(
         stream=made.stream,
         max_model_len=64,
         vocabulary=200,
         longest_token=4,
         tokenizer_hash="hash",
     )
+    engine = SimpleNamespace(
+        requests=requests, rest=SimpleNamespace(rests=False), check=nothing, stop=nothing
+    )
+
+    async def start_engine(app: Any) -> Any:
+        return engine
+
     context = SimpleNamespace(app_name="standing", replica_id=SimpleNamespace(unique_id="a"))
     monkeypatch.setenv("ASYNCRL_API_KEY", KEY)
     monkeypatch.setattr(standing, "bound_host", lambda: "0.0.0.0")
     monkeypatch.setattr(standing, "nodes", lambda: 2)
     monkeypatch.setattr(standing, "check_app", lambda app: app)
-    monkeypatch.setattr(replica, "Engine", lambda settings: engine)
+    monkeypatch.setattr(replica, "start_engine", start_engine)
     monkeypatch.setattr(replica, "expected_tensors", lambda model, dtype: {})
     monkeypatch.setattr(replica, "find_registry", lambda name: None)
     monkeypatch.setattr(replica.serve, "get_replica_context", lambda: context)

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncrl.generation.outputs import tokens_so_far
+from asyncrl.generation.engine.outputs import tokens_so_far
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput

@@ -106,10 +106,10 @@ def keep_fatal_error(folder: str, record: logging.LogRecord) -> bool:
     return True
 
 
-def fatal_error(folder: Path | None) -> str | None:
+def fatal_error(folder: Path) -> str | None:
     """The error that ended an engine's process, as one line; None if the process wrote none."""
     try:
-        return (folder / FATAL).read_text() if folder else None
+        return (folder / FATAL).read_text()
     except OSError:
         return None
 

@@ -107,7 +107,7 @@ def scores(output: RequestOutput, prompt: int, completion: Sequence[int]) -> tup
     """Log-probs (nats) of the completion's tokens, from one pass over prompt and completion.
 
     Args:
-        output: vLLM's answer to `asyncrl.generation.arguments.scoring_params`.
+        output: vLLM's answer to `asyncrl.generation.engine.arguments.scoring_params`.
         prompt: length of the prompt, in tokens.
     """
     assert output.prompt_logprobs is not None
