@@ -175,6 +175,12 @@ def full_disk() -> Callable[[int], Any]:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The library of async tests."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def engine_starts() -> list[str]:
     """Append an item for each engine process that the test starts. The session prints the count;
     the default tests may start four."""

@@ -58,7 +58,7 @@ def test_the_head_and_comments_come_while_a_turn_is_silent(
     asyncio.run(asyncio.wait_for(listen(), 30))
 
 
-def test_clients_pass_over_comments(tmp_path: Path, soon: None) -> None:
+async def test_clients_pass_over_comments(tmp_path: Path, soon: None) -> None:
     server = Server(tmp_path, lambda number: call(1, 2), latency=lambda number: 0.1)
     chat: Any = [{"role": "user", "content": "q"}]
     anthropics: Any = {
@@ -66,55 +66,48 @@ def test_clients_pass_over_comments(tmp_path: Path, soon: None) -> None:
         "input_schema": ADD_TOOL["function"]["parameters"],  # type: ignore[index]
     }
 
-    async def ask() -> None:
-        async with server.openai() as client, server.anthropic() as other:
-            async with client.chat.completions.stream(
-                model="m", messages=chat, tools=[ADD_TOOL]
-            ) as stream:  # type: ignore[list-item]
-                done = await stream.get_final_completion()
-            (made,) = done.choices[0].message.tool_calls or ()
-            assert made.function.name == "add"  # type: ignore[union-attr]
-            body = BODIES["/v1/responses"]
-            async with client.responses.stream(model="m", **body) as answer:
-                kinds = [item.type for item in (await answer.get_final_response()).output]
-            assert kinds == ["function_call"]
-            async with other.messages.stream(
-                model="m", max_tokens=900, messages=chat, tools=[anthropics]
-            ) as blocks:
-                last = await blocks.get_final_message()
-            assert [block.type for block in last.content] == ["tool_use"]
-
-    asyncio.run(ask())
+    async with server.openai() as client, server.anthropic() as other:
+        async with client.chat.completions.stream(
+            model="m", messages=chat, tools=[ADD_TOOL]
+        ) as stream:  # type: ignore[list-item]
+            done = await stream.get_final_completion()
+        (made,) = done.choices[0].message.tool_calls or ()
+        assert made.function.name == "add"  # type: ignore[union-attr]
+        body = BODIES["/v1/responses"]
+        async with client.responses.stream(model="m", **body) as answer:
+            kinds = [item.type for item in (await answer.get_final_response()).output]
+        assert kinds == ["function_call"]
+        async with other.messages.stream(
+            model="m", max_tokens=900, messages=chat, tools=[anthropics]
+        ) as blocks:
+            last = await blocks.get_final_message()
+        assert [block.type for block in last.content] == ["tool_use"]
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_is_wrong_with_a_request_keeps_its_status(
+async def test_what_is_wrong_with_a_request_keeps_its_status(
     tmp_path: Path, path: str, soon: None
 ) -> None:
     server = Server(tmp_path, ["a"], max_length=1)
 
-    async def ask() -> tuple[int, str]:
-        async with server.http() as client:
-            answer = await client.post(path, json={**BODIES[path], "stream": True})
-        return answer.status_code, answer.json()["error"]["code"]
-
-    assert asyncio.run(ask()) == (400, "context_length_exceeded")
+    async with server.http() as client:
+        answer = await client.post(path, json={**BODIES[path], "stream": True})
+    found = answer.status_code, answer.json()["error"]["code"]
+    assert found == (400, "context_length_exceeded")
 
 
-def test_a_request_that_joins_another_begins_at_once(tmp_path: Path, soon: None) -> None:
+async def test_a_request_that_joins_another_begins_at_once(tmp_path: Path, soon: None) -> None:
     server = Server(tmp_path, lambda number: call(1, 2), latency=lambda number: 60.0)
     path = "/v1/chat/completions"
     body = {**BODIES[path], "stream": True}
 
-    async def listen() -> None:
+    async with asyncio.timeout(30):
         async with server.http() as client:
             for count in ("0", "1"):
                 headers = {"x-stainless-retry-count": count}
                 async with client.stream("POST", path, json=body, headers=headers) as answer:
                     assert answer.status_code == 200
         assert len(server.generator.requests) == 1
-
-    asyncio.run(asyncio.wait_for(listen(), 30))
 
 
 def apps() -> dict[str, Any]:

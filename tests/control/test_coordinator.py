@@ -378,7 +378,7 @@ def test_a_group_lost_with_its_worker_fails_and_frees_its_slot():
     }
 
 
-def test_groups_open_when_the_run_is_interrupted_are_waiting():
+async def test_groups_open_when_the_run_is_interrupted_are_waiting():
     coordinator = make(
         steps=1000,
         rollouts=FakeRollouts(
@@ -386,14 +386,11 @@ def test_groups_open_when_the_run_is_interrupted_are_waiting():
         ),
     )
 
-    async def interrupted():
-        running = asyncio.create_task(coordinator.run())
-        while coordinator.progress.version < 5 or not len(coordinator.buffer):  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(interrupted())
+    running = asyncio.create_task(coordinator.run())
+    while coordinator.progress.version < 5 or not len(coordinator.buffer):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
     outcomes = coordinator.parts.recorder.all_outcomes
     assert sorted(ended.ordinal for ended in outcomes) == sorted(
         coordinator.parts.rollouts.admitted

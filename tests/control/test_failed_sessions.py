@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 import pytest
@@ -110,19 +109,17 @@ def test_they_are_recorded_before_a_step_if_most_fail() -> None:
     assert records(recorder) == [{"sessions": 8, "failed": 7, "reason": BROKEN, "times": 6}]
 
 
-def test_they_are_recorded_with_a_step_and_at_the_end() -> None:
-    async def scenario() -> list[dict[str, object]]:
-        made, recorder = books()
-        for ordinal in range(3):
-            made.scored(scored(ordinal, 3, {KEY: 1}))
-        assert not records(recorder), "most did not fail"
-        made.since_last_step()
-        made.since_last_step()
-        made.scored(scored(3, 1, {BROKEN: 3}))
-        made.run_ended({})
-        return records(recorder)
-
-    assert asyncio.run(scenario()) == [
+async def test_they_are_recorded_with_a_step_and_at_the_end() -> None:
+    made, recorder = books()
+    for ordinal in range(3):
+        made.scored(scored(ordinal, 3, {KEY: 1}))
+    assert not records(recorder), "most did not fail"
+    made.since_last_step()
+    made.since_last_step()
+    made.scored(scored(3, 1, {BROKEN: 3}))
+    made.run_ended({})
+    found = records(recorder)
+    assert found == [
         {"sessions": 12, "failed": 3, "reason": KEY, "times": 3},
         {"sessions": 4, "failed": 3, "reason": BROKEN, "times": 3},
     ]

@@ -165,7 +165,7 @@ def test_secrets_and_rays_variables_are_not_passed() -> None:
     assert {name for name in found if name.lower() != "no_proxy"} == {"HOME", "MY_TOKEN"}
 
 
-def test_a_program_that_ignores_its_end_is_killed_also_if_its_session_is_canceled_again(
+async def test_a_program_that_ignores_its_end_is_killed_also_if_its_session_is_canceled_again(
     tmp_path: Path,
 ) -> None:
     note = tmp_path / "pid"
@@ -174,20 +174,15 @@ def test_a_program_that_ignores_its_end_is_killed_also_if_its_session_is_cancele
         f"open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     )
 
-    async def cancel() -> int:
-        agent = {"command": python(code)}
-        playing = asyncio.ensure_future(
-            run_session(play, TASK, Silent(), Limits(5, 60), agent, URL)
-        )
-        while not note.exists() or not note.read_text():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        for _ in range(2):
-            playing.cancel()
-            await asyncio.sleep(0.1)
-        await asyncio.gather(playing, return_exceptions=True)
-        return int(note.read_text())
-
-    pid = asyncio.run(cancel())
+    agent = {"command": python(code)}
+    playing = asyncio.ensure_future(run_session(play, TASK, Silent(), Limits(5, 60), agent, URL))
+    while not note.exists() or not note.read_text():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    for _ in range(2):
+        playing.cancel()
+        await asyncio.sleep(0.1)
+    await asyncio.gather(playing, return_exceptions=True)
+    pid = int(note.read_text())
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(10)
     assert not psutil.pid_exists(pid)

@@ -77,19 +77,16 @@ def test_options_of_a_client_have_no_effect() -> None:
         model.with_options(base_url="http://other")  # type: ignore[call-arg]
 
 
-def test_messages_go_back_as_they_came() -> None:
+async def test_messages_go_back_as_they_came() -> None:
     session = FakeSession(called)
 
-    async def agent() -> None:
-        model = Model(session)
-        answer = await model.chat.completions.create(messages=USER)
-        message = answer.choices[0].message
-        chat = [*USER, message, {"role": "tool", "tool_call_id": "c1", "content": "3"}]
-        await model.chat.completions.create(messages=chat)
-        dumped = message.model_dump(exclude_none=True)
-        await model.chat.completions.create(messages=[*USER, dumped])
-
-    asyncio.run(agent())
+    model = Model(session)
+    answer = await model.chat.completions.create(messages=USER)
+    message = answer.choices[0].message
+    chat = [*USER, message, {"role": "tool", "tool_call_id": "c1", "content": "3"}]
+    await model.chat.completions.create(messages=chat)
+    dumped = message.model_dump(exclude_none=True)
+    await model.chat.completions.create(messages=[*USER, dumped])
     again, dumped = session.requests[1][0][1], session.requests[2][0][1]
     assert type(again) is dict and again["tool_calls"] == [CALL] == dumped["tool_calls"]
     assert "content" not in dumped and again["content"] is None
@@ -116,16 +113,13 @@ def test_arguments_reach_the_session() -> None:
     assert [type(one) for one in session.requests[2][2:4]] == [int, int]
 
 
-def test_sampling_of_the_agents_own_is_counted_and_has_no_effect() -> None:
-    async def ask() -> Model:
-        model = Model(FakeSession(said))
-        for temperature in (0.0, 1.0):
-            await model.chat.completions.create(
-                messages=USER, temperature=temperature, top_p=0.9, seed=1, model="x", stop=None
-            )
-        return model
-
-    assert asyncio.run(ask()).overridden == {"temperature": 2, "top_p": 2, "seed": 2}
+async def test_sampling_of_the_agents_own_is_counted_and_has_no_effect() -> None:
+    model = Model(FakeSession(said))
+    for temperature in (0.0, 1.0):
+        await model.chat.completions.create(
+            messages=USER, temperature=temperature, top_p=0.9, seed=1, model="x", stop=None
+        )
+    assert model.overridden == {"temperature": 2, "top_p": 2, "seed": 2}
 
 
 @pytest.mark.parametrize(
@@ -158,13 +152,11 @@ def test_what_a_session_cannot_follow_is_refused(body: Body, error: str) -> None
 
 
 @pytest.mark.parametrize("answer", [said, called])
-def test_a_stream_has_the_whole_answer(answer: Any) -> None:
-    async def read() -> list[Reply]:
-        model = Model(FakeSession(answer, "length"))
-        stream = await model.chat.completions.create(messages=USER, stream=True, n=2)
-        return [chunk async for chunk in stream]
-
-    chunks = [ChatCompletionChunk.model_validate(one.model_dump()) for one in asyncio.run(read())]
+async def test_a_stream_has_the_whole_answer(answer: Any) -> None:
+    model = Model(FakeSession(answer, "length"))
+    stream = await model.chat.completions.create(messages=USER, stream=True, n=2)
+    found = [chunk async for chunk in stream]
+    chunks = [ChatCompletionChunk.model_validate(one.model_dump()) for one in found]
     calls = 0 if answer is said else 1
     each = 2 + calls
     assert [chunk.choices[0].index for chunk in chunks] == [0] * each + [1] * each
@@ -198,23 +190,19 @@ def test_a_missing_field_is_named() -> None:
         _ = Reply(a=1).text
 
 
-def test_streaming_code_of_users_reads_every_chunk() -> None:
-    async def read() -> tuple[str, int]:
-        text, tokens = "", 0
-        model = Model(FakeSession(said))
-        stream = await model.chat.completions.create(
-            messages=USER, stream=True, stream_options={"include_usage": True}
-        )
-        async with stream:
-            async for chunk in stream:
-                for choice in chunk.choices:
-                    text += choice.delta.content or ""
-                    assert choice.delta.tool_calls is None
-                tokens += chunk.usage.completion_tokens if chunk.usage else 0
-        await stream.close()
-        return text, tokens
-
-    text, tokens = asyncio.run(read())
+async def test_streaming_code_of_users_reads_every_chunk() -> None:
+    text, tokens = "", 0
+    model = Model(FakeSession(said))
+    stream = await model.chat.completions.create(
+        messages=USER, stream=True, stream_options={"include_usage": True}
+    )
+    async with stream:
+        async for chunk in stream:
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                assert choice.delta.tool_calls is None
+            tokens += chunk.usage.completion_tokens if chunk.usage else 0
+    await stream.close()
     assert text and tokens == 2
 
 
@@ -259,16 +247,13 @@ def test_a_forced_tool_call_is_overridden() -> None:
     assert model.overridden == {"tool_choice": 1}
 
 
-def test_an_idempotency_key_names_only_one_request() -> None:
+async def test_an_idempotency_key_names_only_one_request() -> None:
     session = FakeSession(said)
 
-    async def ask() -> None:
-        create = Model(session).chat.completions.create
-        for content in ("a", "a", "b"):
-            messages = [{"role": "user", "content": content}]
-            await create(messages=messages, extra_headers={"Idempotency-Key": "k"})
-
-    asyncio.run(ask())
+    create = Model(session).chat.completions.create
+    for content in ("a", "a", "b"):
+        messages = [{"role": "user", "content": content}]
+        await create(messages=messages, extra_headers={"Idempotency-Key": "k"})
     keys = [request[-1] for request in session.requests]
     assert keys[0] == keys[1] != keys[2] and None not in keys
 

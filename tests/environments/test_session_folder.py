@@ -115,11 +115,11 @@ def test_nothing_is_left_behind(place: Path, code: str, end: str) -> None:
     assert list(place.iterdir()) == []
 
 
-def test_a_home_that_is_canceled_again_is_removed(place: Path) -> None:
+async def test_a_home_that_is_canceled_again_is_removed(place: Path) -> None:
     """Even if its removal has to wait for a thread."""
     busy, over = threading.Event(), threading.Event()
 
-    async def scenario() -> None:
+    async with asyncio.timeout(60):
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(1))
         agent = {"command": WRITES}
@@ -139,8 +139,6 @@ def test_a_home_that_is_canceled_again_is_removed(place: Path) -> None:
         over.set()
         await occupied
         await loop.shutdown_default_executor()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
     assert list(place.iterdir()) == []
 
 

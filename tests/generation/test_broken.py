@@ -56,48 +56,42 @@ def test_a_cancelled_update_breaks_the_engine_too():
 
 
 @pytest.mark.parametrize("moment", ["begin", "end"])
-def test_a_rest_that_fails_breaks_the_engine(moment):
+async def test_a_rest_that_fails_breaks_the_engine(moment):
     """A failed pause must not count as a rest: the engine may still generate."""
 
     async def fails(**arguments):
         raise OSError("lost")
 
-    async def scenario():
-        broken = engine(nothing)
-        if moment == "end":
-            await broken.rest.begin()
-            assert broken.rest.rests
-            broken._state.llm.resume_generation = fails
-        else:
-            broken._state.llm.pause_generation = fails
-        with pytest.raises(RuntimeError, match="rest failed: OSError: lost"):
-            await getattr(broken.rest, moment)()
-        assert broken.rest.rests == (moment == "end") and broken._state.opened.is_set()
-        with pytest.raises(RuntimeError, match="rest failed: OSError: lost"):
-            await broken.check()
-
-    asyncio.run(scenario())
+    broken = engine(nothing)
+    if moment == "end":
+        await broken.rest.begin()
+        assert broken.rest.rests
+        broken._state.llm.resume_generation = fails
+    else:
+        broken._state.llm.pause_generation = fails
+    with pytest.raises(RuntimeError, match="rest failed: OSError: lost"):
+        await getattr(broken.rest, moment)()
+    assert broken.rest.rests == (moment == "end") and broken._state.opened.is_set()
+    with pytest.raises(RuntimeError, match="rest failed: OSError: lost"):
+        await broken.check()
 
 
-def test_a_stopped_engine_refuses_requests():
-    async def asked():
-        llm = SimpleNamespace(shutdown=lambda timeout: None)
-        stopped = engine_around(llm, GeneratorApp(model="unused"))
-        await stopped.stop()
-        for ask in (
-            stopped.requests.generate(GenerateRequest((1,), 1, 1, 1.0)),
-            stopped.requests.logprobs([((1,), (2,))]),
-        ):
-            with pytest.raises(StaleReplicaError, match="the engine has been stopped"):
-                await ask
+async def test_a_stopped_engine_refuses_requests():
+    llm = SimpleNamespace(shutdown=lambda timeout: None)
+    stopped = engine_around(llm, GeneratorApp(model="unused"))
+    await stopped.stop()
+    for ask in (
+        stopped.requests.generate(GenerateRequest((1,), 1, 1, 1.0)),
+        stopped.requests.logprobs([((1,), (2,))]),
+    ):
         with pytest.raises(StaleReplicaError, match="the engine has been stopped"):
-            await anext(stopped.requests.stream(GenerateRequest((1,), 1, 1, 1.0), Details()))
-
-    asyncio.run(asked())
+            await ask
+    with pytest.raises(StaleReplicaError, match="the engine has been stopped"):
+        await anext(stopped.requests.stream(GenerateRequest((1,), 1, 1, 1.0), Details()))
 
 
 @pytest.mark.parametrize("how", ["dies", "falls silent"])
-def test_a_stream_of_an_engine_that_ends_raises_after_its_last_piece(llama_model, how):
+async def test_a_stream_of_an_engine_that_ends_raises_after_its_last_piece(llama_model, how):
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -111,24 +105,21 @@ def test_a_stream_of_an_engine_that_ends_raises_after_its_last_piece(llama_model
         if how == "dies":
             raise EngineDeadError
 
-    async def asked():
-        known = SimpleNamespace(request_states={}, external_req_ids={})
-        llm = SimpleNamespace(
-            generate=generate,
-            errored=False,
-            output_processor=known,
-            model_config=SimpleNamespace(max_model_len=64),
-        )
-        ending = engine_around(llm, GeneratorApp(model=str(llama_model)))
-        stream = ending.requests.stream(GenerateRequest((1,), 1, 9, 1.0), Details())
-        assert (await anext(stream)).tokens == Tokens((5,), (-1.0,))
-        with pytest.raises(
-            EngineDiedError,
-            match="process has died" if how == "dies" else "ended a request without an answer",
-        ):
-            await anext(stream)
-
-    asyncio.run(asked())
+    known = SimpleNamespace(request_states={}, external_req_ids={})
+    llm = SimpleNamespace(
+        generate=generate,
+        errored=False,
+        output_processor=known,
+        model_config=SimpleNamespace(max_model_len=64),
+    )
+    ending = engine_around(llm, GeneratorApp(model=str(llama_model)))
+    stream = ending.requests.stream(GenerateRequest((1,), 1, 9, 1.0), Details())
+    assert (await anext(stream)).tokens == Tokens((5,), (-1.0,))
+    with pytest.raises(
+        EngineDiedError,
+        match="process has died" if how == "dies" else "ended a request without an answer",
+    ):
+        await anext(stream)
 
 
 def build(is_sleeping):
@@ -137,42 +128,35 @@ def build(is_sleeping):
     return engine_around(llm, GeneratorApp(model="unused", generator=settings))
 
 
-def test_an_engine_that_hangs_is_killed():
+async def test_an_engine_that_hangs_is_killed():
     async def hangs():
         await asyncio.Event().wait()
 
-    async def main():
-        stuck = build(hangs)
-        await stuck.check()
-        await stuck.check()
-        assert not stuck.processes.killed
-        await asyncio.sleep(0.6)
-        for _ in range(2):
-            with pytest.raises(
-                RuntimeError, match=r"has not answered for generator.stall_timeout_s = 0.5 s"
-            ):
-                await stuck.check()
-        return stuck
-
-    assert asyncio.run(main()).processes.killed
+    stuck = build(hangs)
+    await stuck.check()
+    await stuck.check()
+    assert not stuck.processes.killed
+    await asyncio.sleep(0.6)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"has not answered for generator.stall_timeout_s = 0.5 s"
+        ):
+            await stuck.check()
+    assert stuck.processes.killed
 
 
-def test_a_slow_engine_is_not_killed():
+async def test_a_slow_engine_is_not_killed():
     async def slow():
         await asyncio.sleep(0.2)
         return False
 
-    async def main():
-        engine = build(slow)
-        for _ in range(16):
-            await engine.check()
-            await asyncio.sleep(0.05)
-        # This process hangs while the answer arrives.
-        time.sleep(1.0)  # noqa: ASYNC251
+    engine = build(slow)
+    for _ in range(16):
         await engine.check()
-        return engine
-
-    engine = asyncio.run(main())
+        await asyncio.sleep(0.05)
+    # This process hangs while the answer arrives.
+    time.sleep(1.0)  # noqa: ASYNC251
+    await engine.check()
     assert engine.broken is None and not engine.processes.killed
 
 
@@ -190,7 +174,7 @@ def test_a_probe_that_fails_is_an_error():
         asyncio.run(main())
 
 
-def test_the_same_version_of_another_attempt_shares_no_prefix():
+async def test_the_same_version_of_another_attempt_shares_no_prefix():
     """An engine that outlives its learner takes the checkpoint's version again."""
     salts = []
 
@@ -200,14 +184,11 @@ def test_the_same_version_of_another_attempt_shares_no_prefix():
             prompt_logprobs=[None, {2: SimpleNamespace(logprob=0.0)}], finished=True
         )
 
-    async def scenario():
-        made = engine(lambda request: nothing())
-        made._state.llm.finish_weight_update = lambda weight_version: nothing()
-        made._state.llm.generate = generate
-        for _ in range(2):
-            await made.updates.apply({}, 5)
-            await made.requests.logprobs([((1,), (2,))])
-            await made.requests.logprobs([((1,), (2,))])
-
-    asyncio.run(scenario())
+    made = engine(lambda request: nothing())
+    made._state.llm.finish_weight_update = lambda weight_version: nothing()
+    made._state.llm.generate = generate
+    for _ in range(2):
+        await made.updates.apply({}, 5)
+        await made.requests.logprobs([((1,), (2,))])
+        await made.requests.logprobs([((1,), (2,))])
     assert len(salts) == 4 and salts[0] == salts[1] != salts[2] == salts[3]

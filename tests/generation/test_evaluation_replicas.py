@@ -57,7 +57,7 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.1)
 
 
-def test_only_requests_that_name_the_held_replica_go_to_it(
+async def test_only_requests_that_name_the_held_replica_go_to_it(
     two: SimpleNamespace,
 ) -> None:
     sync, generate = (
@@ -65,7 +65,7 @@ def test_only_requests_that_name_the_held_replica_go_to_it(
         ServeGenerate(two.handle),
     )
 
-    async def scenario() -> None:
+    async with asyncio.timeout(200):
         await sync.push(manifest("a", 1))
         held = await sync.hold(1)
         assert held is not None
@@ -93,8 +93,6 @@ def test_only_requests_that_name_the_held_replica_go_to_it(
 
         await until(both)
         assert set((await sync.push(manifest("a", 3))).replicas) == {held, other}
-
-    asyncio.run(asyncio.wait_for(scenario(), 200))
 
 
 def test_an_evaluation_in_flight_keeps_the_spans_of_changing_versions(

@@ -99,13 +99,13 @@ def request(version: int, name: str | None = None) -> GenerateRequest:
     return GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("run", 0, version), replica=name)
 
 
-def test_a_held_replica_keeps_its_weights_and_answers_only_with_them(
+async def test_a_held_replica_keeps_its_weights_and_answers_only_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def apply(update: Any, version: int) -> dict[str, float]:
         return {}
 
-    async def scenario() -> None:
+    async with asyncio.timeout(20):
         fetched: list[int] = []
         made = await started(monkeypatch, apply, fetched)
         manifests = {version: Manifest("run", 0, version, (), (), (), ()) for version in (3, 4, 5)}
@@ -150,16 +150,14 @@ def test_a_held_replica_keeps_its_weights_and_answers_only_with_them(
             "a push that names no held replica ends a hold whose release was lost"
         )
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
 
-
-def test_a_hold_ends_with_its_attempt_or_its_job(
+async def test_a_hold_ends_with_its_attempt_or_its_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def apply(update: Any, version: int) -> dict[str, float]:
         return {}
 
-    async def scenario() -> None:
+    async with asyncio.timeout(20):
         made = await started(monkeypatch, apply, [])
         await made.apply_version(Manifest("run", 0, 3, (), (), (), ()))
         assert await made.hold("a", WeightsId("run", 0, 3))
@@ -168,8 +166,6 @@ def test_a_hold_ends_with_its_attempt_or_its_job(
         assert await made.hold("a", WeightsId("run", 1, 2))
         await made.check_health()
         assert not made.held, "without a version registry, its job has ended"
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +219,7 @@ def test_a_replica_that_stays_behind_too_long_is_replaced(
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def test_a_replica_gives_up_the_requests_of_an_ended_attempt(
+async def test_a_replica_gives_up_the_requests_of_an_ended_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It does so when the driver calls `abandon`, or when the next attempt's first version comes.
@@ -232,7 +228,7 @@ def test_a_replica_gives_up_the_requests_of_an_ended_attempt(
     async def apply(update: Any, version: int) -> dict[str, float]:
         return {}
 
-    async def scenario() -> None:
+    async with asyncio.timeout(20):
         made = await started(monkeypatch, apply, [])
         answer, arrived, ended = made.engine.requests.answer, asyncio.Semaphore(0), []
         proceed = asyncio.Event()
@@ -285,17 +281,15 @@ def test_a_replica_gives_up_the_requests_of_an_ended_attempt(
         (error,) = await asyncio.gather(cancelled, return_exceptions=True)
         assert isinstance(error, asyncio.CancelledError) and not made._pending
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
 
-
-def test_a_baseline_is_apart_from_the_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_baseline_is_apart_from_the_completions(monkeypatch: pytest.MonkeyPatch) -> None:
     async def apply(update: Any, version: int) -> dict[str, float]:
         return {}
 
     def completion(token: int) -> Completion:
         return Completion((token,), (0.0,), (VersionSpan(0, 0, 1),), "stop")
 
-    async def scenario() -> None:
+    async with asyncio.timeout(20):
         made = await started(monkeypatch, apply, [])
 
         async def answer(asked: GenerateRequest) -> Answered:
@@ -308,8 +302,6 @@ def test_a_baseline_is_apart_from_the_completions(monkeypatch: pytest.MonkeyPatc
             assert given.completions == (completion(0), completion(1))
             assert given.baseline == (completion(2) if baseline else None)
             assert given.cached_tokens == (0, 1)
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 @pytest.mark.parametrize("failing", ["here", "there", "nowhere"])

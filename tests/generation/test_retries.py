@@ -72,20 +72,17 @@ def test_a_request_that_names_a_replica_fails_when_that_one_cancels_it() -> None
         )
 
 
-def test_a_cancelled_request_is_cancelled_in_the_engine_too() -> None:
+async def test_a_cancelled_request_is_cancelled_in_the_engine_too() -> None:
     response = Response(None)
 
-    async def scenario() -> None:
-        task = asyncio.create_task(
-            generate_with(response).generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20))
-        )
-        for _ in range(5):
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(scenario())
+    task = asyncio.create_task(
+        generate_with(response).generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20))
+    )
+    for _ in range(5):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert response.cancelled
 
 

@@ -13,7 +13,9 @@ from asyncrl.generation.run_generators import RunGenerators
 
 
 @pytest.mark.timeout(30)
-def test_a_start_that_is_cancelled_leaves_no_application(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_that_is_cancelled_leaves_no_application(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A thread deploys the application, and a cancellation does not stop it."""
     deploying, proceed = threading.Event(), threading.Event()
     calls: list[str] = []
@@ -30,20 +32,17 @@ def test_a_start_that_is_cancelled_leaves_no_application(monkeypatch: pytest.Mon
     monkeypatch.setattr(owned, "end_generators", end)
     monkeypatch.setattr(owned, "end_lease", lambda registry, name: calls.append("lease"))
 
-    async def scenario() -> None:
-        generators = RunGenerators("app", None, None)  # type: ignore[arg-type]
-        starting = asyncio.create_task(generators.begin(watched=False))
-        await asyncio.to_thread(deploying.wait, 20)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-        ending = asyncio.create_task(generators.end())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        proceed.set()
-        await ending
-
-    asyncio.run(scenario())
+    generators = RunGenerators("app", None, None)  # type: ignore[arg-type]
+    starting = asyncio.create_task(generators.begin(watched=False))
+    await asyncio.to_thread(deploying.wait, 20)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    ending = asyncio.create_task(generators.end())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    proceed.set()
+    await ending
     assert calls == ["begin", "end", "lease"]
 
 

@@ -40,11 +40,13 @@ async def everywhere(generate: ServeGenerate, tokens: int = 2) -> list[str]:
     return [answer.replica for answer in answers]
 
 
-def test_a_session_stays_with_its_replica_and_survives_its_death(two: SimpleNamespace) -> None:
+async def test_a_session_stays_with_its_replica_and_survives_its_death(
+    two: SimpleNamespace,
+) -> None:
     lost: list[GenerateRequest] = []
     generate = ServeGenerate(two.handle, lambda request, error: lost.append(request))
 
-    async def scenario() -> None:
+    async with asyncio.timeout(150):
         pids = {status.replica: status.pid for status in await generate.statuses()}
         assert len(pids) == 2
         await everywhere(generate)  # the router learns its replicas with the first call
@@ -66,5 +68,3 @@ def test_a_session_stays_with_its_replica_and_survives_its_death(two: SimpleName
         # One turn of each of its sessions, and no other.
         mine = {name for name, replica in zip(SESSIONS, of, strict=True) if replica == victim}
         assert sorted(request.session or "" for request in lost) == sorted(mine)
-
-    asyncio.run(asyncio.wait_for(scenario(), 150))

@@ -47,63 +47,56 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.1)
 
 
-def test_replicas_rest_take_a_version_and_wake(two: SimpleNamespace) -> None:
+async def test_replicas_rest_take_a_version_and_wake(two: SimpleNamespace) -> None:
     sync, generate = ServeWeightSync(two.handle, two.registry, 60), ServeGenerate(two.handle)
 
-    async def scenario() -> None:
-        await sync.push(manifest(1))
-        for version in (2, 3):
-            await sync.rest()
-            await sync.rest()
-            waiting = asyncio.create_task(generate.generate(request(version - 1)))
-            report = await sync.push(manifest(version))
-            assert len(report.replicas) == 2 and not waiting.done()
-            await sync.wake()
-            answer = await waiting
-            assert [span.version for span in answer.completions[0].versions] == [version]
-            await sync.wake()
-
-    asyncio.run(scenario())
-
-
-def test_a_replica_that_starts_in_the_learners_turn_rests(two: SimpleNamespace) -> None:
-    sync, generate = ServeWeightSync(two.handle, two.registry, 60), ServeGenerate(two.handle)
-
-    async def scenario() -> None:
-        before = await generate.statuses()
+    await sync.push(manifest(1))
+    for version in (2, 3):
         await sync.rest()
-        os.kill(before[0].pid, signal.SIGKILL)
-
-        async def replaced() -> bool:
-            with contextlib.suppress(DeploymentUnavailableError):  # before the successor is up
-                names = {status.replica for status in await generate.statuses()}
-                return len(names) == 2 and bool(names - {status.replica for status in before})
-            return False
-
-        await until(replaced)
-        assert await rests(generate) == [True, True]
+        await sync.rest()
+        waiting = asyncio.create_task(generate.generate(request(version - 1)))
+        report = await sync.push(manifest(version))
+        assert len(report.replicas) == 2 and not waiting.done()
         await sync.wake()
-        assert await rests(generate) == [False, False]
+        answer = await waiting
+        assert [span.version for span in answer.completions[0].versions] == [version]
+        await sync.wake()
 
-    asyncio.run(scenario())
 
-
-def test_a_replica_that_missed_the_end_of_the_turn_wakes_by_itself(two: SimpleNamespace) -> None:
+async def test_a_replica_that_starts_in_the_learners_turn_rests(two: SimpleNamespace) -> None:
     sync, generate = ServeWeightSync(two.handle, two.registry, 60), ServeGenerate(two.handle)
 
-    async def scenario() -> None:
-        await sync.rest()
-        await two.registry.set_learner_turn.remote(False)
+    before = await generate.statuses()
+    await sync.rest()
+    os.kill(before[0].pid, signal.SIGKILL)
 
-        async def awake() -> bool:
-            return await rests(generate) == [False, False]
+    async def replaced() -> bool:
+        with contextlib.suppress(DeploymentUnavailableError):  # before the successor is up
+            names = {status.replica for status in await generate.statuses()}
+            return len(names) == 2 and bool(names - {status.replica for status in before})
+        return False
 
-        await until(awake)
+    await until(replaced)
+    assert await rests(generate) == [True, True]
+    await sync.wake()
+    assert await rests(generate) == [False, False]
 
-    asyncio.run(scenario())
+
+async def test_a_replica_that_missed_the_end_of_the_turn_wakes_by_itself(
+    two: SimpleNamespace,
+) -> None:
+    sync, generate = ServeWeightSync(two.handle, two.registry, 60), ServeGenerate(two.handle)
+
+    await sync.rest()
+    await two.registry.set_learner_turn.remote(False)
+
+    async def awake() -> bool:
+        return await rests(generate) == [False, False]
+
+    await until(awake)
 
 
-def test_a_replica_that_fetches_a_version_does_not_hold_up_the_turns(
+async def test_a_replica_that_fetches_a_version_does_not_hold_up_the_turns(
     two: SimpleNamespace, tmp_path: Path
 ) -> None:
     """Half of the replicas commit a version and wake. The other one still rests, so the learner
@@ -111,32 +104,29 @@ def test_a_replica_that_fetches_a_version_does_not_hold_up_the_turns(
     sync = ServeWeightSync(two.handle, two.registry, 20, commit_grace_s=0.1)
     generate, run = ServeGenerate(two.handle), str(tmp_path)
 
-    async def scenario() -> None:
-        await sync.push(manifest(1, run))
-        await sync.rest()
-        (tmp_path / SLOW).write_text("")
-        report = await sync.push(manifest(2, run))
-        assert len(report.replicas) == len(report.unroutable) == 1
-        await sync.wake()
-        assert await rests(generate) == [False, True]
-        await sync.rest()
-        assert await rests(generate) == [True, True]
-        for file in tmp_path.iterdir():
-            file.unlink()
-        await sync.wake()
+    await sync.push(manifest(1, run))
+    await sync.rest()
+    (tmp_path / SLOW).write_text("")
+    report = await sync.push(manifest(2, run))
+    assert len(report.replicas) == len(report.unroutable) == 1
+    await sync.wake()
+    assert await rests(generate) == [False, True]
+    await sync.rest()
+    assert await rests(generate) == [True, True]
+    for file in tmp_path.iterdir():
+        file.unlink()
+    await sync.wake()
 
-        async def both() -> bool:
-            statuses = await generate.statuses()
-            return {status.weights for status in statuses} == {WeightsId(run, 0, 2)}
+    async def both() -> bool:
+        statuses = await generate.statuses()
+        return {status.weights for status in statuses} == {WeightsId(run, 0, 2)}
 
-        await until(both)
+    await until(both)
 
-        async def awake() -> bool:
-            return await rests(generate) == [False, False]
+    async def awake() -> bool:
+        return await rests(generate) == [False, False]
 
-        await until(awake)
-
-    asyncio.run(scenario())
+    await until(awake)
 
 
 def test_all_replicas_must_rest_and_half_of_them_must_wake(

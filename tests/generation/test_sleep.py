@@ -92,140 +92,115 @@ def sleeping() -> tuple[Engine, Any]:
     return engine_around(llm, app), llm
 
 
-def test_weights_update_cache_and_requests_come_back_in_this_order() -> None:
-    async def scenario() -> None:
-        engine, llm = sleeping()
-        await engine.rest.begin()
-        await engine.rest.begin()
-        assert engine.rest.rests and engine.rest.asleep and not engine._state.opened.is_set()
-        assert llm.names == ["sleep"] and not llm.on_device
-        await engine.updates.apply({}, 3)
-        assert not engine.rest.asleep and engine.version == 3 and llm.on_device == {"weights"}
-        assert llm.paused and engine.rest.rests and not engine._state.opened.is_set()
-        await engine.rest.end()
-        await engine.rest.end()
-        assert llm.names == [
-            "sleep",
-            "wake_up weights",
-            *UPDATE,
-            "wake_up kv_cache",
-            "resume_generation",
-        ]
-        assert engine._state.opened.is_set() and not llm.paused and engine.broken is None
-
-    asyncio.run(scenario())
+async def test_weights_update_cache_and_requests_come_back_in_this_order() -> None:
+    engine, llm = sleeping()
+    await engine.rest.begin()
+    await engine.rest.begin()
+    assert engine.rest.rests and engine.rest.asleep and not engine._state.opened.is_set()
+    assert llm.names == ["sleep"] and not llm.on_device
+    await engine.updates.apply({}, 3)
+    assert not engine.rest.asleep and engine.version == 3 and llm.on_device == {"weights"}
+    assert llm.paused and engine.rest.rests and not engine._state.opened.is_set()
+    await engine.rest.end()
+    await engine.rest.end()
+    assert llm.names == [
+        "sleep",
+        "wake_up weights",
+        *UPDATE,
+        "wake_up kv_cache",
+        "resume_generation",
+    ]
+    assert engine._state.opened.is_set() and not llm.paused and engine.broken is None
 
 
-def test_a_rest_without_an_update_ends_with_the_same_weights() -> None:
+async def test_a_rest_without_an_update_ends_with_the_same_weights() -> None:
     """After a skipped step, or a rest at the start: level 1 keeps the weights."""
 
-    async def scenario() -> None:
-        engine, llm = sleeping()
-        for _ in range(2):
-            await engine.rest.begin()
-            await engine.rest.end()
-        turn = ["sleep", "wake_up weights", "wake_up kv_cache", "resume_generation"]
-        assert llm.names == 2 * turn and engine.version == 0
-
-    asyncio.run(scenario())
-
-
-def test_an_awake_engine_takes_a_version_as_ever() -> None:
-    async def scenario() -> None:
-        engine, llm = sleeping()
-        await engine.updates.apply({}, 1)
-        assert llm.names == ["pause_generation", *UPDATE, "resume_generation"]
-
-    asyncio.run(scenario())
-
-
-def test_weights_that_came_late_leave_again_in_the_learners_turn() -> None:
-    async def scenario() -> None:
-        engine, llm = sleeping()
+    engine, llm = sleeping()
+    for _ in range(2):
         await engine.rest.begin()
-        await engine.updates.apply({}, 1)
-        llm.others = 9 * GIB  # now the learner has the GPU, and only the weights leave
-        await engine.rest.begin()
-        assert llm.names[-1] == "sleep" and engine.rest.asleep and not llm.on_device
-        llm.others = TOTAL - CONTEXT - WEIGHTS - CACHE + 1
-        with pytest.raises(GpuMemoryError, match=r"an engine needs back 56\.00 GiB"):
-            await engine.rest.end()
-        llm.others -= 1
         await engine.rest.end()
-        assert engine.broken is None and not engine.rest.rests
+    turn = ["sleep", "wake_up weights", "wake_up kv_cache", "resume_generation"]
+    assert llm.names == 2 * turn and engine.version == 0
 
-    asyncio.run(scenario())
+
+async def test_an_awake_engine_takes_a_version_as_ever() -> None:
+    engine, llm = sleeping()
+    await engine.updates.apply({}, 1)
+    assert llm.names == ["pause_generation", *UPDATE, "resume_generation"]
+
+
+async def test_weights_that_came_late_leave_again_in_the_learners_turn() -> None:
+    engine, llm = sleeping()
+    await engine.rest.begin()
+    await engine.updates.apply({}, 1)
+    llm.others = 9 * GIB  # now the learner has the GPU, and only the weights leave
+    await engine.rest.begin()
+    assert llm.names[-1] == "sleep" and engine.rest.asleep and not llm.on_device
+    llm.others = TOTAL - CONTEXT - WEIGHTS - CACHE + 1
+    with pytest.raises(GpuMemoryError, match=r"an engine needs back 56\.00 GiB"):
+        await engine.rest.end()
+    llm.others -= 1
+    await engine.rest.end()
+    assert engine.broken is None and not engine.rest.rests
 
 
 @pytest.mark.parametrize("moment", ["update", "wake"])
-def test_memory_that_the_learner_still_holds_is_named_and_nothing_changes(moment: str) -> None:
-    async def scenario() -> None:
-        engine, llm = sleeping()
-        await engine.rest.begin()
-        llm.others = 30 * GIB
-        with pytest.raises(GpuMemoryError) as refused:
-            await (engine.rest.end() if moment == "wake" else engine.updates.apply({}, 1))
-        assert str(refused.value) == (
-            "the generators' turn cannot begin: an engine needs back 56.00 GiB of GPU memory, but"
-            " 48.00 GiB of 80.00 GiB are free: the learner, and what stays of the engine, hold"
-            " 32.00 GiB; lower generator.gpu_memory_utilization = 0.85"
-        )
-        assert llm.names == ["sleep"] and engine.broken is None and engine.rest.asleep
-        llm.others = 0
-        await engine.rest.end()
-        assert not engine.rest.rests and engine.version == 0
-
-    asyncio.run(scenario())
+async def test_memory_that_the_learner_still_holds_is_named_and_nothing_changes(
+    moment: str,
+) -> None:
+    engine, llm = sleeping()
+    await engine.rest.begin()
+    llm.others = 30 * GIB
+    with pytest.raises(GpuMemoryError) as refused:
+        await (engine.rest.end() if moment == "wake" else engine.updates.apply({}, 1))
+    assert str(refused.value) == (
+        "the generators' turn cannot begin: an engine needs back 56.00 GiB of GPU memory, but"
+        " 48.00 GiB of 80.00 GiB are free: the learner, and what stays of the engine, hold"
+        " 32.00 GiB; lower generator.gpu_memory_utilization = 0.85"
+    )
+    assert llm.names == ["sleep"] and engine.broken is None and engine.rest.asleep
+    llm.others = 0
+    await engine.rest.end()
+    assert not engine.rest.rests and engine.version == 0
 
 
 @pytest.mark.parametrize("fails", ["sleep", "wake_up", "update_weights", "resume_generation"])
-def test_a_failure_halfway_breaks_the_engine(fails: str) -> None:
-    async def scenario() -> None:
-        engine, llm = sleeping()
-        llm.fails = fails
-        with pytest.raises(RuntimeError, match="failed: OSError: lost"):
-            await engine.rest.begin()
-            await engine.updates.apply({}, 1)
-            await engine.rest.end()
-        assert engine.broken is not None and engine._state.opened.is_set()
-
-    asyncio.run(scenario())
-
-
-def test_an_engine_that_does_not_wake_whole_is_broken() -> None:
-    async def scenario() -> None:
-        engine, llm = sleeping()
+async def test_a_failure_halfway_breaks_the_engine(fails: str) -> None:
+    engine, llm = sleeping()
+    llm.fails = fails
+    with pytest.raises(RuntimeError, match="failed: OSError: lost"):
         await engine.rest.begin()
-        llm.on_device = {"another part"}
-        with pytest.raises(RuntimeError, match="vLLM still sleeps after its weights and its KV"):
-            await engine.rest.end()
-        assert engine.broken is not None
-
-    asyncio.run(scenario())
+        await engine.updates.apply({}, 1)
+        await engine.rest.end()
+    assert engine.broken is not None and engine._state.opened.is_set()
 
 
-def test_weights_on_the_host_are_not_read() -> None:
-    async def scenario() -> None:
-        engine, _ = sleeping()
-        await engine.rest.begin()
-        with pytest.raises(RuntimeError, match="rests, so its weights are not on the GPU"):
-            await engine.updates.fingerprints()
+async def test_an_engine_that_does_not_wake_whole_is_broken() -> None:
+    engine, llm = sleeping()
+    await engine.rest.begin()
+    llm.on_device = {"another part"}
+    with pytest.raises(RuntimeError, match="vLLM still sleeps after its weights and its KV"):
+        await engine.rest.end()
+    assert engine.broken is not None
 
-    asyncio.run(scenario())
+
+async def test_weights_on_the_host_are_not_read() -> None:
+    engine, _ = sleeping()
+    await engine.rest.begin()
+    with pytest.raises(RuntimeError, match="rests, so its weights are not on the GPU"):
+        await engine.updates.fingerprints()
 
 
-def test_a_request_does_not_load_a_version_in_the_learners_turn() -> None:
-    async def scenario() -> None:
-        engine, llm = sleeping()
-        await engine.rest.begin()
-        late: Any = SimpleNamespace(
-            engine=engine, replica="a", held=False, weights=WeightsId("r", 0, 1)
-        )
-        with pytest.raises(StaleReplicaError, match=r"rests at .*, and the learner uses its GPU"):
-            await Generator._catch_up_for(late, WeightsId("r", 0, 2))
-        assert llm.names == ["sleep"]
-
-    asyncio.run(scenario())
+async def test_a_request_does_not_load_a_version_in_the_learners_turn() -> None:
+    engine, llm = sleeping()
+    await engine.rest.begin()
+    late: Any = SimpleNamespace(
+        engine=engine, replica="a", held=False, weights=WeightsId("r", 0, 1)
+    )
+    with pytest.raises(StaleReplicaError, match=r"rests at .*, and the learner uses its GPU"):
+        await Generator._catch_up_for(late, WeightsId("r", 0, 2))
+    assert llm.names == ["sleep"]
 
 
 def test_an_engine_starts_once_the_learner_has_left_the_gpu(
@@ -277,22 +252,19 @@ def test_a_silent_registry_is_not_an_absent_one(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_calls_fit_the_installed_vllm() -> None:
+async def test_the_calls_fit_the_installed_vllm() -> None:
     """What no CPU can run is at least what vLLM's classes take and return."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import SLEEP_TAGS
 
-    async def scenario() -> Any:
-        engine, llm = sleeping()
-        await engine.rest.begin()
-        await engine.updates.apply({}, 1)
-        await engine.rest.end()
-        await engine.updates.apply({}, 2)
-        return llm
-
-    calls = asyncio.run(scenario()).calls
+    engine, llm = sleeping()
+    await engine.rest.begin()
+    await engine.updates.apply({}, 1)
+    await engine.rest.end()
+    await engine.updates.apply({}, 2)
+    calls = llm.calls
     assert {name for name, _, _ in calls} >= {"sleep", "wake_up", *UPDATE}
     for name, arguments, named in calls:
         method = getattr(AsyncLLM, name)

@@ -66,40 +66,36 @@ def sync(generators: Any) -> ServeWeightSync:
     return ServeWeightSync(generators.handle, generators.registry, push_timeout_s=60)
 
 
-def test_the_tensor_that_differs_most_from_the_published_one_is_named(
+async def test_the_tensor_that_differs_most_from_the_published_one_is_named(
     generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any
 ) -> None:
-    async def run() -> None:
-        model = load_reference(tiny_model)
-        parameters = disturb(model, seed=5)
-        version = generators.next_version()
-        await sync.push(publish(parameters, version=version))
-        assert (
-            await sync.differing_tensor()
-            == f"all {len(parameters) + 1} tensors that could be compared by name are the same on"
-            f" both sides ({len(parameters)} were published)"
+    model = load_reference(tiny_model)
+    parameters = disturb(model, seed=5)
+    version = generators.next_version()
+    await sync.push(publish(parameters, version=version))
+    assert (
+        await sync.differing_tensor()
+        == f"all {len(parameters) + 1} tensors that could be compared by name are the same on"
+        f" both sides ({len(parameters)} were published)"
+    )
+    for name in (
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.1.input_layernorm.weight",
+    ):
+        # The replica keeps its version. The manifest that is compared with it differs in one
+        # tensor.
+        sync._last = publish(
+            {**parameters, name: parameters[name].detach().flip(0).contiguous()},
+            version=version,
         )
-        for name in (
-            "model.layers.1.self_attn.k_proj.weight",
-            "model.layers.0.mlp.down_proj.weight",
-            "model.layers.1.input_layernorm.weight",
-        ):
-            # The replica keeps its version. The manifest that is compared with it differs in one
-            # tensor.
-            sync._last = publish(
-                {**parameters, name: parameters[name].detach().flip(0).contiguous()},
-                version=version,
-            )
-            text = await sync.differing_tensor()
-            assert text.startswith(
-                f"of {len(parameters) + 1} tensors compared 1 differ, most of all {name!r} on"
-                " replica "
-            ), text
-
-    asyncio.run(run())
+        text = await sync.differing_tensor()
+        assert text.startswith(
+            f"of {len(parameters) + 1} tensors compared 1 differ, most of all {name!r} on replica "
+        ), text
 
 
-def test_parity_after_every_parameter_changed_and_a_bucket_ends_inside_qkv(
+async def test_parity_after_every_parameter_changed_and_a_bucket_ends_inside_qkv(
     generators: Any,
     sync: ServeWeightSync,
     publish: Any,
@@ -107,42 +103,34 @@ def test_parity_after_every_parameter_changed_and_a_bucket_ends_inside_qkv(
     load_reference: Any,
     tiny_model: Any,
 ) -> None:
-    async def run() -> None:
-        model = load_reference(tiny_model)
-        version = generators.next_version()
-        manifest = publish(disturb(model, seed=1), version=version, bucket_bytes=20 << 10)
-        bucket = {entry.name: entry.bucket for entry in manifest.tensors}
-        layer = "model.layers.0.self_attn."
-        assert (
-            len({bucket[layer + part + ".weight"] for part in ("q_proj", "k_proj", "v_proj")}) > 1
-        )
-        report = await sync.push(manifest)
-        assert report.version == version
-        assert len(report.replicas) == 1
-        asked = prompts(32)
-        generate = ServeGenerate(generators.handle)
-        wanted = WeightsId("test", 1, version)
-        answers = await asyncio.gather(
-            *[
-                generate.generate(request(prompt, max_tokens=64, min_weights=wanted))
-                for prompt in asked
-            ]
-        )
-        assert all(
-            len(c.token_ids) == 64 and c.versions[0].version == version
-            for a in answers
-            for c in a.completions
-        )
-        assert parity(model, reference, asked, answers) <= TOLERANCE
-        greedy = await generate.generate(request(asked[0], max_tokens=16, temperature=0.0))
-        again = await generate.generate(request(asked[0], max_tokens=16, temperature=0.0))
-        assert greedy.completions == again.completions
-        assert parity(model, reference, asked[:1], [greedy]) <= TOLERANCE
-
-    asyncio.run(run())
+    model = load_reference(tiny_model)
+    version = generators.next_version()
+    manifest = publish(disturb(model, seed=1), version=version, bucket_bytes=20 << 10)
+    bucket = {entry.name: entry.bucket for entry in manifest.tensors}
+    layer = "model.layers.0.self_attn."
+    assert len({bucket[layer + part + ".weight"] for part in ("q_proj", "k_proj", "v_proj")}) > 1
+    report = await sync.push(manifest)
+    assert report.version == version
+    assert len(report.replicas) == 1
+    asked = prompts(32)
+    generate = ServeGenerate(generators.handle)
+    wanted = WeightsId("test", 1, version)
+    answers = await asyncio.gather(
+        *[generate.generate(request(prompt, max_tokens=64, min_weights=wanted)) for prompt in asked]
+    )
+    assert all(
+        len(c.token_ids) == 64 and c.versions[0].version == version
+        for a in answers
+        for c in a.completions
+    )
+    assert parity(model, reference, asked, answers) <= TOLERANCE
+    greedy = await generate.generate(request(asked[0], max_tokens=16, temperature=0.0))
+    again = await generate.generate(request(asked[0], max_tokens=16, temperature=0.0))
+    assert greedy.completions == again.completions
+    assert parity(model, reference, asked[:1], [greedy]) <= TOLERANCE
 
 
-def test_every_parameter_is_updated(
+async def test_every_parameter_is_updated(
     generators: Any,
     sync: ServeWeightSync,
     publish: Any,
@@ -150,29 +138,24 @@ def test_every_parameter_is_updated(
     load_reference: Any,
     tiny_model: Any,
 ) -> None:
-    async def run() -> None:
-        model = load_reference(tiny_model)
-        disturb(model, seed=2)
-        generate = ServeGenerate(generators.handle)
-        for name, parameter in model.named_parameters():
-            before = parameter.detach().clone()
-            with torch.no_grad():
-                parameter.add_(
-                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
-                )
-            version = generators.next_version()
-            await sync.push(publish(dict(model.named_parameters()), version=version))
-            answer = await generate.generate(
-                request(max_tokens=12, min_weights=WeightsId("test", 1, version))
-            )
-            assert parity(model, reference, [(5, 6, 14, 7)], [answer]) <= TOLERANCE, name
-            with torch.no_grad():
-                parameter.copy_(before)
-            assert parity(model, reference, [(5, 6, 14, 7)], [answer]) > 10 * TOLERANCE, (
-                f"{name} has no effect on log-probs, so this tests nothing"
-            )
-
-    asyncio.run(run())
+    model = load_reference(tiny_model)
+    disturb(model, seed=2)
+    generate = ServeGenerate(generators.handle)
+    for name, parameter in model.named_parameters():
+        before = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+        version = generators.next_version()
+        await sync.push(publish(dict(model.named_parameters()), version=version))
+        answer = await generate.generate(
+            request(max_tokens=12, min_weights=WeightsId("test", 1, version))
+        )
+        assert parity(model, reference, [(5, 6, 14, 7)], [answer]) <= TOLERANCE, name
+        with torch.no_grad():
+            parameter.copy_(before)
+        assert parity(model, reference, [(5, 6, 14, 7)], [answer]) > 10 * TOLERANCE, (
+            f"{name} has no effect on log-probs, so this tests nothing"
+        )
 
 
 def held_back(cluster: Any, manifest: Manifest) -> tuple[Manifest, Any]:
@@ -258,118 +241,102 @@ def test_update_in_flight(
     asyncio.run(run())
 
 
-def test_a_rest_keeps_completions_and_takes_a_version(
+async def test_a_rest_keeps_completions_and_takes_a_version(
     generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any
 ) -> None:
     async def generated() -> int:
         return int((await generators.handle.status.remote()).tokens_generated)
 
-    async def run() -> None:
-        model = load_reference(tiny_model)
-        first, second = generators.next_version(), generators.next_version()
-        await sync.push(publish(disturb(model, seed=3), version=first))
-        generate, before = ServeGenerate(generators.handle), await generated()
-        long = asyncio.create_task(generate.generate(request(n=64, max_tokens=200)))
-        while await generated() < before + 128 and not long.done():
-            pass
-        await sync.rest()
-        at_rest = await generated()
-        new = asyncio.create_task(generate.generate(request(max_tokens=4)))
-        report = await sync.push(publish(disturb(model, seed=4), version=second))
-        (timings,) = report.replicas.values()
-        assert timings["in_flight"] == 64 and await generated() == at_rest
-        assert not long.done() and not new.done()
-        await sync.wake()
-        for completion in (await long).completions:
-            assert [span.version for span in completion.versions] == [first, second]
-            assert len(completion.token_ids) == 200
-        (completion,) = (await new).completions
-        assert [span.version for span in completion.versions] == [second]
-
-    asyncio.run(run())
+    model = load_reference(tiny_model)
+    first, second = generators.next_version(), generators.next_version()
+    await sync.push(publish(disturb(model, seed=3), version=first))
+    generate, before = ServeGenerate(generators.handle), await generated()
+    long = asyncio.create_task(generate.generate(request(n=64, max_tokens=200)))
+    while await generated() < before + 128 and not long.done():
+        pass
+    await sync.rest()
+    at_rest = await generated()
+    new = asyncio.create_task(generate.generate(request(max_tokens=4)))
+    report = await sync.push(publish(disturb(model, seed=4), version=second))
+    (timings,) = report.replicas.values()
+    assert timings["in_flight"] == 64 and await generated() == at_rest
+    assert not long.done() and not new.done()
+    await sync.wake()
+    for completion in (await long).completions:
+        assert [span.version for span in completion.versions] == [first, second]
+        assert len(completion.token_ids) == 200
+    (completion,) = (await new).completions
+    assert [span.version for span in completion.versions] == [second]
 
 
-def test_a_replica_that_missed_the_broadcast_takes_the_version_from_the_registry(
+async def test_a_replica_that_missed_the_broadcast_takes_the_version_from_the_registry(
     generators: Any, publish: Any, load_reference: Any, tiny_model: Any
 ) -> None:
-    async def run() -> None:
-        version = generators.next_version()
-        await generators.registry.announce.remote(
-            publish(disturb(load_reference(tiny_model), seed=6), version=version)
-        )
-        answer = await ServeGenerate(generators.handle).generate(
-            request(min_weights=WeightsId("test", 1, version))
-        )
-        assert answer.completions[0].versions[0].version == version
-
-    asyncio.run(run())
+    version = generators.next_version()
+    await generators.registry.announce.remote(
+        publish(disturb(load_reference(tiny_model), seed=6), version=version)
+    )
+    answer = await ServeGenerate(generators.handle).generate(
+        request(min_weights=WeightsId("test", 1, version))
+    )
+    assert answer.completions[0].versions[0].version == version
 
 
-def test_versions_never_decrease_and_repeats_change_nothing(
+async def test_versions_never_decrease_and_repeats_change_nothing(
     generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any
 ) -> None:
-    async def run() -> None:
-        older, newer = generators.next_version(), generators.next_version()
-        parameters = disturb(load_reference(tiny_model), seed=8)
-        old, new = publish(parameters, version=older), publish(parameters, version=newer)
-        report = await sync.push(new)
-        assert await sync.push(new) == report
-        assert (await generators.handle.apply_version.remote(old)).weights.version == newer
-        with pytest.raises(ValueError, match="announced after"):
-            await sync.push(old)
-
-    asyncio.run(run())
+    older, newer = generators.next_version(), generators.next_version()
+    parameters = disturb(load_reference(tiny_model), seed=8)
+    old, new = publish(parameters, version=older), publish(parameters, version=newer)
+    report = await sync.push(new)
+    assert await sync.push(new) == report
+    assert (await generators.handle.apply_version.remote(old)).weights.version == newer
+    with pytest.raises(ValueError, match="announced after"):
+        await sync.push(old)
 
 
-def test_a_stale_replica_refuses_and_the_caller_gives_up_at_its_deadline(generators: Any) -> None:
-    async def run() -> None:
-        unknown = WeightsId("test", 1, 10**9)
-        with pytest.raises(StaleReplicaError, match="nothing newer"):
-            await generators.handle.generate.remote(request(min_weights=unknown))
-        started = time.monotonic()
-        with pytest.raises(GenerationTimeoutError, match="StaleReplicaError"):
-            await ServeGenerate(generators.handle).generate(
-                request(min_weights=unknown, deadline_s=1.0)
-            )
-        assert time.monotonic() - started < 10
+async def test_a_stale_replica_refuses_and_the_caller_gives_up_at_its_deadline(
+    generators: Any,
+) -> None:
+    unknown = WeightsId("test", 1, 10**9)
+    with pytest.raises(StaleReplicaError, match="nothing newer"):
+        await generators.handle.generate.remote(request(min_weights=unknown))
+    started = time.monotonic()
+    with pytest.raises(GenerationTimeoutError, match="StaleReplicaError"):
+        await ServeGenerate(generators.handle).generate(
+            request(min_weights=unknown, deadline_s=1.0)
+        )
+    assert time.monotonic() - started < 10
 
-    asyncio.run(run())
 
-
-def test_bad_versions_are_refused_before_anything_changes(
+async def test_bad_versions_are_refused_before_anything_changes(
     generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any
 ) -> None:
-    async def run() -> None:
-        parameters = disturb(load_reference(tiny_model), seed=9)
-        name = "model.layers.1.mlp.up_proj.weight"
-        bad = {
-            "lacks": {n: p for n, p in parameters.items() if n != name},
-            "has shape": parameters | {name: parameters[name][:-1]},
-        }
-        before = await generators.handle.status.remote()
-        answer = await generators.handle.generate.remote(request(temperature=0.0))
-        for words, changed in bad.items():
-            with pytest.raises(RuntimeError, match=words):
-                await sync.push(publish(changed, version=generators.next_version()))
-        after = await generators.handle.status.remote()
-        assert after.weights == before.weights
-        assert (
-            await generators.handle.generate.remote(request(temperature=0.0))
-        ).completions == answer.completions
-        # The version registry now has a version that cannot be applied: replace it with a good one.
-        await sync.push(publish(parameters, version=generators.next_version()))
-
-    asyncio.run(run())
+    parameters = disturb(load_reference(tiny_model), seed=9)
+    name = "model.layers.1.mlp.up_proj.weight"
+    bad = {
+        "lacks": {n: p for n, p in parameters.items() if n != name},
+        "has shape": parameters | {name: parameters[name][:-1]},
+    }
+    before = await generators.handle.status.remote()
+    answer = await generators.handle.generate.remote(request(temperature=0.0))
+    for words, changed in bad.items():
+        with pytest.raises(RuntimeError, match=words):
+            await sync.push(publish(changed, version=generators.next_version()))
+    after = await generators.handle.status.remote()
+    assert after.weights == before.weights
+    assert (
+        await generators.handle.generate.remote(request(temperature=0.0))
+    ).completions == answer.completions
+    # The version registry now has a version that cannot be applied: replace it with a good one.
+    await sync.push(publish(parameters, version=generators.next_version()))
 
 
-def test_deadline_aborts(generators: Any) -> None:
-    async def run() -> None:
-        with pytest.raises(GenerationTimeoutError, match="not done in"):
-            await generators.handle.generate.remote(request(n=64, max_tokens=250, deadline_s=0.05))
-        with pytest.raises(ValueError, match="max_model_len"):
-            await generators.handle.generate.remote(request(max_tokens=300))
-
-    asyncio.run(run())
+async def test_deadline_aborts(generators: Any) -> None:
+    with pytest.raises(GenerationTimeoutError, match="not done in"):
+        await generators.handle.generate.remote(request(n=64, max_tokens=250, deadline_s=0.05))
+    with pytest.raises(ValueError, match="max_model_len"):
+        await generators.handle.generate.remote(request(max_tokens=300))
 
 
 def test_pause_of_an_empty_update(generators: Any) -> None:
@@ -378,7 +345,7 @@ def test_pause_of_an_empty_update(generators: Any) -> None:
     assert sorted(pauses)[2] <= 0.25
 
 
-def test_a_replica_that_starts_between_publish_and_commit_catches_up(
+async def test_a_replica_that_starts_between_publish_and_commit_catches_up(
     generators: Any,
     sync: ServeWeightSync,
     publish: Any,
@@ -389,26 +356,23 @@ def test_a_replica_that_starts_between_publish_and_commit_catches_up(
     """The only replica is killed while the version registry has a version that no replica has
     applied. Its successor starts with that version."""
 
-    async def run() -> None:
-        before = await generators.handle.status.remote()
-        manifest = publish(
-            disturb(load_reference(tiny_model), seed=10), version=generators.next_version()
-        )
-        await generators.registry.announce.remote(manifest)
-        engine_starts.append("restarted replica")
-        os.kill(before.pid, signal.SIGKILL)
-        wanted = WeightsId("test", 1, manifest.version)
-        answer = await ServeGenerate(generators.handle).generate(
-            request(min_weights=wanted, deadline_s=500)
-        )
-        after = await generators.handle.status.remote()
-        assert answer.replica == after.replica != before.replica
-        assert after.weights == wanted
-        report = await sync.push(manifest)
-        assert set(report.replicas) == {after.replica}
-        assert report.unroutable == ()
-
-    asyncio.run(run())
+    before = await generators.handle.status.remote()
+    manifest = publish(
+        disturb(load_reference(tiny_model), seed=10), version=generators.next_version()
+    )
+    await generators.registry.announce.remote(manifest)
+    engine_starts.append("restarted replica")
+    os.kill(before.pid, signal.SIGKILL)
+    wanted = WeightsId("test", 1, manifest.version)
+    answer = await ServeGenerate(generators.handle).generate(
+        request(min_weights=wanted, deadline_s=500)
+    )
+    after = await generators.handle.status.remote()
+    assert answer.replica == after.replica != before.replica
+    assert after.weights == wanted
+    report = await sync.push(manifest)
+    assert set(report.replicas) == {after.replica}
+    assert report.unroutable == ()
 
 
 def test_a_replica_returns_the_stacks_of_its_engine(generators: Any) -> None:
@@ -417,7 +381,7 @@ def test_a_replica_returns_the_stacks_of_its_engine(generators: Any) -> None:
     assert stacks and all(re.search(r"File .* in \w+ < File ", stack) for stack in stacks), stacks
 
 
-def test_a_restarted_registry_gets_the_version_again(
+async def test_a_restarted_registry_gets_the_version_again(
     ray_cluster: Any,
     generators: Any,
     sync: ServeWeightSync,
@@ -431,7 +395,7 @@ def test_a_restarted_registry_gets_the_version_again(
         disturb(load_reference(tiny_model), seed=12), version=generators.next_version()
     )
 
-    async def run() -> None:
+    async with asyncio.timeout(120):
         await sync.push(manifest)
         assert await generators.registry.learner_on_device.remote() is False
         ray_cluster.kill(generators.registry, no_restart=False)
@@ -444,8 +408,6 @@ def test_a_restarted_registry_gets_the_version_again(
             pass
         assert found.version == manifest.version
         keeping.cancel()
-
-    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 @pytest.fixture
@@ -464,74 +426,64 @@ def two_replicas(ray_cluster: Any, generators: Any, engine_starts: list[str]) ->
 
 
 @pytest.mark.faults
-def test_two_replicas_on_two_cores(
+async def test_two_replicas_on_two_cores(
     two_replicas: Any, publish: Any, load_reference: Any, tiny_model: Any
 ) -> None:
     manifest = publish(disturb(load_reference(tiny_model), seed=11))
 
-    async def run() -> None:
-        sync = ServeWeightSync(two_replicas.handle, two_replicas.registry, push_timeout_s=60)
-        report = await sync.push(manifest)
-        assert len(report.replicas) == 2
-        assert not report.unroutable
-        statuses = await two_replicas.handle.broadcast("status").results_async()
-        assert [status.weights.version for status in statuses] == [manifest.version] * 2
-        wanted = WeightsId("test", 1, manifest.version)
-        generate = ServeGenerate(two_replicas.handle)
-        answers = await asyncio.gather(
-            *[generate.generate(request(p, min_weights=wanted)) for p in prompts(32)]
-        )
-        assert len({answer.replica for answer in answers}) == 2
-        scored = await generate.logprobs([((5, 6), answers[0].completions[0].token_ids)], wanted)
-        assert set(scored) == {answer.replica for answer in answers}
-
-    asyncio.run(run())
+    sync = ServeWeightSync(two_replicas.handle, two_replicas.registry, push_timeout_s=60)
+    report = await sync.push(manifest)
+    assert len(report.replicas) == 2
+    assert not report.unroutable
+    statuses = await two_replicas.handle.broadcast("status").results_async()
+    assert [status.weights.version for status in statuses] == [manifest.version] * 2
+    wanted = WeightsId("test", 1, manifest.version)
+    generate = ServeGenerate(two_replicas.handle)
+    answers = await asyncio.gather(
+        *[generate.generate(request(p, min_weights=wanted)) for p in prompts(32)]
+    )
+    assert len({answer.replica for answer in answers}) == 2
+    scored = await generate.logprobs([((5, 6), answers[0].completions[0].token_ids)], wanted)
+    assert set(scored) == {answer.replica for answer in answers}
 
 
-def test_a_stream_continues_through_an_update(
+async def test_a_stream_continues_through_an_update(
     generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any
 ) -> None:
     """Its last piece has the version spans of all tokens, and no piece is lost."""
 
-    async def run() -> None:
-        model = load_reference(tiny_model)
-        first, second = generators.next_version(), generators.next_version()
-        await sync.push(publish(disturb(model, seed=11), version=first))
-        streaming = [asyncio.Event() for _ in range(4)]
+    model = load_reference(tiny_model)
+    first, second = generators.next_version(), generators.next_version()
+    await sync.push(publish(disturb(model, seed=11), version=first))
+    streaming = [asyncio.Event() for _ in range(4)]
 
-        async def keep_streaming(own: asyncio.Event) -> list[list[StreamPiece]]:
-            streams: list[list[StreamPiece]] = []
-            while not streams or not push.done():
-                streams.append([])
-                async for piece in generators.handle.options(stream=True).stream.remote(
-                    request(max_tokens=200), Details(top=1)
-                ):
-                    streams[-1].append(piece)
-                    own.set()
-            return streams
+    async def keep_streaming(own: asyncio.Event) -> list[list[StreamPiece]]:
+        streams: list[list[StreamPiece]] = []
+        while not streams or not push.done():
+            streams.append([])
+            async for piece in generators.handle.options(stream=True).stream.remote(
+                request(max_tokens=200), Details(top=1)
+            ):
+                streams[-1].append(piece)
+                own.set()
+        return streams
 
-        async def update() -> None:
-            await asyncio.gather(*(event.wait() for event in streaming))
-            await sync.push(publish(disturb(model, seed=12), version=second))
+    async def update() -> None:
+        await asyncio.gather(*(event.wait() for event in streaming))
+        await sync.push(publish(disturb(model, seed=12), version=second))
 
-        push = asyncio.create_task(update())
-        streams = [
-            pieces
-            for many in await asyncio.gather(*map(keep_streaming, streaming))
-            for pieces in many
-        ]
-        for pieces in streams:
-            assert (
-                sum(len(piece.tokens.ids) for piece in pieces)
-                == sum(len(piece.tokens.top) for piece in pieces)
-                == 200
-            )
-            assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [
-                "length"
-            ]
-            assert pieces[-1].versions[0].start == 0 and pieces[-1].versions[-1].end == 200
-        assert any(
-            [span.version for span in pieces[-1].versions] == [first, second] for pieces in streams
+    push = asyncio.create_task(update())
+    streams = [
+        pieces for many in await asyncio.gather(*map(keep_streaming, streaming)) for pieces in many
+    ]
+    for pieces in streams:
+        assert (
+            sum(len(piece.tokens.ids) for piece in pieces)
+            == sum(len(piece.tokens.top) for piece in pieces)
+            == 200
         )
-
-    asyncio.run(run())
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+        assert pieces[-1].versions[0].start == 0 and pieces[-1].versions[-1].end == 200
+    assert any(
+        [span.version for span in pieces[-1].versions] == [first, second] for pieces in streams
+    )

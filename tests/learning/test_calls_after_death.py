@@ -20,7 +20,7 @@ from asyncrl.preflight.specs import learner_spec
 
 
 @pytest.mark.timeout(20)
-def test_a_call_that_waited_while_a_rank_died_raises_the_death_too(
+async def test_a_call_that_waited_while_a_rank_died_raises_the_death_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Either of the two errors may end the run."""
@@ -32,11 +32,8 @@ def test_a_call_that_waited_while_a_rank_died_raises_the_death_too(
     monkeypatch.setattr(group_module, "remove_placement_group", lambda placement: None)
     rank: Any = SimpleNamespace(call=SimpleNamespace(remote=lambda *call: dies()))
 
-    async def both() -> list[Any]:
-        learner = RayLearner(learner_spec(small_config()), None, [rank])  # type: ignore[arg-type]
-        return await asyncio.gather(learner.step([]), learner.logprobs([]), return_exceptions=True)
-
-    errors = asyncio.run(both())
+    learner = RayLearner(learner_spec(small_config()), None, [rank])  # type: ignore[arg-type]
+    errors = await asyncio.gather(learner.step([]), learner.logprobs([]), return_exceptions=True)
     assert [type(error) for error in errors] == [LearnerDiedError, LearnerDiedError] and isinstance(
         errors[1], PartDiedError
     )
@@ -84,7 +81,9 @@ def test_a_peer_that_lost_its_connection_waits_for_the_death_of_a_node(
 
 
 @pytest.mark.timeout(20)
-def test_a_rank_that_dies_between_two_calls_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_that_dies_between_two_calls_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The driver may wait for generators that can never fetch the dead rank's weights."""
     ended: list[Any] = []
     monkeypatch.setattr(ray, "kill", lambda rank, no_restart: ended.append(rank))
@@ -103,21 +102,17 @@ def test_a_rank_that_dies_between_two_calls_is_noticed(monkeypatch: pytest.Monke
 
     ranks: list[Any] = [Rank(9), Rank(3)]
 
-    async def watched() -> RayLearner:
-        learner = RayLearner(learner_spec(small_config()), None, ranks)  # type: ignore[arg-type]
-        with pytest.raises(LearnerDiedError, match="rank 1 failed in a look between two calls"):
-            await learner.watch()
-        with pytest.raises(LearnerDiedError, match="rank 1 failed"):
-            await learner.step([])
-        return learner
-
-    learner = asyncio.run(watched())
+    learner = RayLearner(learner_spec(small_config()), None, ranks)  # type: ignore[arg-type]
+    with pytest.raises(LearnerDiedError, match="rank 1 failed in a look between two calls"):
+        await learner.watch()
+    with pytest.raises(LearnerDiedError, match="rank 1 failed"):
+        await learner.step([])
     assert ended == [*ranks] and learner.answered == 0, "a look is not progress"
     assert ranks[0].left == 5
 
 
 @pytest.mark.timeout(20)
-def test_a_rank_that_hangs_between_two_calls_ends_the_calls_that_wait(
+async def test_a_rank_that_hangs_between_two_calls_ends_the_calls_that_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ray, "kill", lambda rank, no_restart: None)
@@ -133,20 +128,17 @@ def test_a_rank_that_hangs_between_two_calls_ends_the_calls_that_wait(
     spec = learner_spec(small_config())
     spec = replace(spec, learner=spec.learner.model_copy(update={"call_timeout_s": 0.3}))
 
-    async def both() -> list[Any]:
-        learner = RayLearner(spec, None, [rank])  # type: ignore[arg-type]
-        watching = asyncio.create_task(learner.watch())
-        await asked.wait()
-        return await asyncio.gather(watching, learner.step([]), return_exceptions=True)
-
-    errors = asyncio.run(both())
+    learner = RayLearner(spec, None, [rank])  # type: ignore[arg-type]
+    watching = asyncio.create_task(learner.watch())
+    await asked.wait()
+    errors = await asyncio.gather(watching, learner.step([]), return_exceptions=True)
     assert [type(error) for error in errors] == [LearnerDiedError, LearnerDiedError]
     assert str(errors[0]) == str(errors[1])
     assert "rank 0 did not answer a look between two calls within" in str(errors[0])
 
 
 @pytest.mark.timeout(20)
-def test_the_end_of_a_watch_leaves_the_ranks_running(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_of_a_watch_leaves_the_ranks_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run ends its watch, then exports the last version."""
     asked = asyncio.Event()
     monkeypatch.setattr(group_module, "WATCH_EVERY_S", 0.01)
@@ -161,12 +153,10 @@ def test_the_end_of_a_watch_leaves_the_ranks_running(monkeypatch: pytest.MonkeyP
         call=SimpleNamespace(remote=lambda *call: asyncio.sleep(0, {"learning_rate": 1.0})),
     )
 
-    async def canceled() -> dict[str, float]:
-        learner = RayLearner(learner_spec(small_config()), None, [rank])  # type: ignore[arg-type]
-        watching = asyncio.create_task(learner.watch())
-        await asked.wait()
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-        return (await learner._all("state"))[0]
-
-    assert asyncio.run(canceled()) == {"learning_rate": 1.0}
+    learner = RayLearner(learner_spec(small_config()), None, [rank])  # type: ignore[arg-type]
+    watching = asyncio.create_task(learner.watch())
+    await asked.wait()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    found = (await learner._all("state"))[0]
+    assert found == {"learning_rate": 1.0}

@@ -100,19 +100,16 @@ def test_a_full_cluster_is_refused_after_the_timeout(ray_cluster, holder):
 
 
 @pytest.mark.timeout(120)
-def test_resources_freed_in_time_are_used(ray_cluster, holder):
+async def test_resources_freed_in_time_are_used(ray_cluster, holder):
     other, lines = holder(ray_cluster.available_resources()["CPU"] - 0.5), []
 
-    async def wait():
-        waiting = asyncio.create_task(
-            wait_for_resources(config(placement_timeout_s=100), 1 << 20, lines.append)
-        )
-        while not lines:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        ray_cluster.kill(other)
-        return await waiting
-
-    _, text = asyncio.run(wait())
+    waiting = asyncio.create_task(
+        wait_for_resources(config(placement_timeout_s=100), 1 << 20, lines.append)
+    )
+    while not lines:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    ray_cluster.kill(other)
+    _, text = await waiting
     assert "# cluster, 1 node\n" in text and re.search(r"\n  shared memory +3\.0 MiB ", text)
 
 

@@ -272,18 +272,15 @@ def test_several_tasks_share_the_groups_and_one_that_dies_loses_none(ray_cluster
     ]
 
 
-def test_a_second_copy_of_a_group_is_acknowledged_and_dropped(ray_cluster, tmp_path):
-    async def scenario():
-        # One process: with two, the copy may come after the group that the test waits for.
-        async with Station(make_config("by_length", processes=1), tmp_path) as station:
-            await station.rollouts.rollout(prompt(0), 0)
-            await station.take(1)
-            await station.rollouts.rollout(prompt(0), 0)
-            await station.rollouts.rollout(prompt(1), 0)
-            assert [group.ordinal for group in await station.take(1)] == [1]
-            await station.until_all_acknowledged()
-
-    asyncio.run(scenario())
+async def test_a_second_copy_of_a_group_is_acknowledged_and_dropped(ray_cluster, tmp_path):
+    # One process: with two, the copy may come after the group that the test waits for.
+    async with Station(make_config("by_length", processes=1), tmp_path) as station:
+        await station.rollouts.rollout(prompt(0), 0)
+        await station.take(1)
+        await station.rollouts.rollout(prompt(0), 0)
+        await station.rollouts.rollout(prompt(1), 0)
+        assert [group.ordinal for group in await station.take(1)] == [1]
+        await station.until_all_acknowledged()
     assert sorted(pyarrow.parquet.read_table(tmp_path)["ordinal"].to_pylist()) == [0, 1]
 
 

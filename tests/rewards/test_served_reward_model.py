@@ -3,7 +3,6 @@ session's Ray cluster."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -192,7 +191,7 @@ def served(
 
 
 @pytest.mark.timeout(300)
-def test_scores_over_the_handle_over_http_and_from_a_reward_process_are_those_of_transformers(
+async def test_scores_over_the_handle_over_http_and_from_a_reward_process_are_those_of_transformers(
     served: SimpleNamespace,
 ) -> None:
     from asyncrl.serving.score_routes import score_routes
@@ -200,12 +199,9 @@ def test_scores_over_the_handle_over_http_and_from_a_reward_process_are_those_of
     rows = [[5, 6, 2], [7], [2], [9] * 100, [4, 2], [5] * 30]
     wanted = score_of(served.path, rows)
 
-    async def scenario() -> list[list[float]]:
-        every = [served.handle.score.remote(token_ids=rows)]
-        every += [served.handle.score.remote(token_ids=[row]) for row in rows]
-        return [await answer for answer in every]
-
-    first, *others = asyncio.run(scenario())
+    every = [served.handle.score.remote(token_ids=rows)]
+    every += [served.handle.score.remote(token_ids=[row]) for row in rows]
+    first, *others = [await answer for answer in every]
     assert first == pytest.approx(wanted, abs=1e-5)
     assert [row[0] for row in others] == pytest.approx(wanted, abs=1e-5)
     # "0+=" and the completions in the tokens of the model, with EOS after one that has ended.

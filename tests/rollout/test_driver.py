@@ -76,66 +76,64 @@ async def until_held(rollouts, groups):
             await asyncio.sleep(0.05)
 
 
-def test_groups_are_spread_over_workers_and_forgotten_when_acknowledged(ray_cluster, tmp_path):
-    async def scenario():
-        rollouts = start_rollouts(make_spec(tmp_path / "gate", deadline_s=10.0))
-        try:
-            await rollouts.ready()
-            finished = await asyncio.gather(
-                rollouts.rollout(prompt(0), 0), rollouts.rollout(prompt(1), 0)
-            )
-            assert [group.ordinal for group in finished] == [0, 1]
-            assert await held(rollouts) == [1, 1]
-            await rollouts.ack([0, 1, 77])
-            await until_held(rollouts, 0)
-            with pytest.raises(
-                RolloutFailedError,
-                match=(
-                    r"^group 3 was not generated within rollout.deadline_s = 10 s"
-                    r" .*StaleReplicaError:"
-                    r" behind"
-                ),
-            ):
-                await rollouts.rollout(prompt(3), 0)
-            await until_held(rollouts, 0)
-        finally:
-            await rollouts.close()
+async def test_groups_are_spread_over_workers_and_forgotten_when_acknowledged(
+    ray_cluster, tmp_path
+):
+    rollouts = start_rollouts(make_spec(tmp_path / "gate", deadline_s=10.0))
+    try:
+        await rollouts.ready()
+        finished = await asyncio.gather(
+            rollouts.rollout(prompt(0), 0), rollouts.rollout(prompt(1), 0)
+        )
+        assert [group.ordinal for group in finished] == [0, 1]
+        assert await held(rollouts) == [1, 1]
+        await rollouts.ack([0, 1, 77])
+        await until_held(rollouts, 0)
+        with pytest.raises(
+            RolloutFailedError,
+            match=(
+                r"^group 3 was not generated within rollout.deadline_s = 10 s"
+                r" .*StaleReplicaError:"
+                r" behind"
+            ),
+        ):
+            await rollouts.rollout(prompt(3), 0)
+        await until_held(rollouts, 0)
+    finally:
+        await rollouts.close()
 
-    asyncio.run(scenario())
 
-
-def test_the_groups_of_a_dead_worker_are_made_again_under_their_ordinals(ray_cluster, tmp_path):
+async def test_the_groups_of_a_dead_worker_are_made_again_under_their_ordinals(
+    ray_cluster, tmp_path
+):
     gate = tmp_path / "gate"
     gate.touch()
 
-    async def scenario():
-        rollouts = start_rollouts(make_spec(gate))
-        try:
-            await rollouts.ready()
-            first = await rollouts.rollout(prompt(0), 0)
-            in_flight = asyncio.create_task(rollouts.rollout(prompt(2), 0))
-            await asyncio.sleep(0)
-            for worker in rollouts.workers:
-                ray.kill(worker, no_restart=False)
-            gate.unlink()
-            assert (await asyncio.wait_for(in_flight, 60)).ordinal == 2
+    rollouts = start_rollouts(make_spec(gate))
+    try:
+        await rollouts.ready()
+        first = await rollouts.rollout(prompt(0), 0)
+        in_flight = asyncio.create_task(rollouts.rollout(prompt(2), 0))
+        await asyncio.sleep(0)
+        for worker in rollouts.workers:
+            ray.kill(worker, no_restart=False)
+        gate.unlink()
+        assert (await asyncio.wait_for(in_flight, 60)).ordinal == 2
 
-            await until_held(rollouts, 2)
-            streams = [
-                stream
-                for worker in rollouts.workers
-                if (stream := await worker.take.remote("reader", 8, 0.1)) is not None
-            ]
-            rows = {
-                row["ordinal"]: row["completion_ids"]
-                for stream in streams
-                for row in table_from_ipc(stream).to_pylist()
-            }
-            assert set(rows) == {0, 2} and sum(map(len, rows[0])) == first.tokens
-        finally:
-            await rollouts.close()
-
-    asyncio.run(scenario())
+        await until_held(rollouts, 2)
+        streams = [
+            stream
+            for worker in rollouts.workers
+            if (stream := await worker.take.remote("reader", 8, 0.1)) is not None
+        ]
+        rows = {
+            row["ordinal"]: row["completion_ids"]
+            for stream in streams
+            for row in table_from_ipc(stream).to_pylist()
+        }
+        assert set(rows) == {0, 2} and sum(map(len, rows[0])) == first.tokens
+    finally:
+        await rollouts.close()
 
 
 def again_tasks(rollouts):
@@ -143,50 +141,47 @@ def again_tasks(rollouts):
     return [task for task in rollouts._tasks if task.get_coro().__name__ == "_make_again"]
 
 
-def test_only_a_group_that_is_still_needed_counts_as_lost(ray_cluster, tmp_path):
+async def test_only_a_group_that_is_still_needed_counts_as_lost(ray_cluster, tmp_path):
     """Two groups are lost with their workers and cannot be generated again in time, but the scored
     row of one arrives."""
     gate = tmp_path / "gate"
 
-    async def scenario():
-        rollouts, lost = start_rollouts(make_spec(gate, deadline_s=2.0)), []
-        reported = asyncio.Event()
+    rollouts, lost = start_rollouts(make_spec(gate, deadline_s=2.0)), []
+    reported = asyncio.Event()
 
-        def when_lost(ordinal, error):
-            lost.append((ordinal, type(error), str(error)))
-            reported.set()
+    def when_lost(ordinal, error):
+        lost.append((ordinal, type(error), str(error)))
+        reported.set()
 
-        rollouts.when_lost = when_lost
-        try:
-            await rollouts.ready()
-            await asyncio.gather(
-                *(rollouts.rollout(Prompt(ordinal, 0, "p", (2,)), 0) for ordinal in (5, 6))
-            )
-            gate.touch()
-            for worker in rollouts.workers:
-                ray.kill(worker, no_restart=False)
-            while len(again_tasks(rollouts)) < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            again = list(again_tasks(rollouts))
-            await rollouts.ack([5])
-            await asyncio.wait_for(asyncio.gather(*again), 60)
-            await asyncio.wait_for(reported.wait(), 60)
-        finally:
-            await rollouts.close()
-        return lost
-
-    ((ordinal, kind, message),) = asyncio.run(scenario())
+    rollouts.when_lost = when_lost
+    try:
+        await rollouts.ready()
+        await asyncio.gather(
+            *(rollouts.rollout(Prompt(ordinal, 0, "p", (2,)), 0) for ordinal in (5, 6))
+        )
+        gate.touch()
+        for worker in rollouts.workers:
+            ray.kill(worker, no_restart=False)
+        while len(again_tasks(rollouts)) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        again = list(again_tasks(rollouts))
+        await rollouts.ack([5])
+        await asyncio.wait_for(asyncio.gather(*again), 60)
+        await asyncio.wait_for(reported.wait(), 60)
+    finally:
+        await rollouts.close()
+    ((ordinal, kind, message),) = lost
     assert (ordinal, kind) == (
         6,
         RolloutFailedError,
     ) and "was not generated within rollout.deadline_s = 2 s" in message
 
 
-def test_a_worker_gives_up_a_cancelled_rollout(ray_cluster, tmp_path):
+async def test_a_worker_gives_up_a_cancelled_rollout(ray_cluster, tmp_path):
     gate = tmp_path / "gate"
     gate.touch()
 
-    async def scenario():
+    async with asyncio.timeout(100):
         rollouts = start_rollouts(make_spec(gate))
         try:
             await rollouts.ready()
@@ -202,8 +197,6 @@ def test_a_worker_gives_up_a_cancelled_rollout(ray_cluster, tmp_path):
             assert sum(await held(rollouts)) == 2, "only the groups that were not given up"
         finally:
             await rollouts.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 100))
 
 
 class FakeWorker:

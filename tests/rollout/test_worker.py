@@ -49,15 +49,12 @@ def make_worker(generate, **rollout):
     return RolloutWorker(worker_spec(make_config(**rollout), "run", 2, lambda: generate))
 
 
-def test_a_group_waits_in_the_outbox_as_one_row():
-    async def scenario():
-        worker = make_worker(FakeGenerate())
-        finished = await worker.rollout(PROMPT, 0)
-        table = table_from_ipc(await worker.take("reader", 8, 1.0))
-        assert table.num_rows == 1
-        return finished, groups_from_table(table)[0]
-
-    finished, group = asyncio.run(scenario())
+async def test_a_group_waits_in_the_outbox_as_one_row():
+    worker = make_worker(FakeGenerate())
+    finished = await worker.rollout(PROMPT, 0)
+    table = table_from_ipc(await worker.take("reader", 8, 1.0))
+    assert table.num_rows == 1
+    finished, group = finished, groups_from_table(table)[0]
     assert (finished.ordinal, finished.oldest_version) == (5, 0)
     assert group.attempt == 2 and group.prompt == PROMPT
     assert finished.tokens == sum(len(t.completion.token_ids) for t in group.trajectories)
@@ -89,19 +86,16 @@ def test_a_request_keeps_the_tokens_that_the_config_keeps():
     ]
 
 
-def test_a_retry_needs_the_version_that_is_committed_by_then():
-    async def scenario():
-        generate = Recording(StaleReplicaError("behind"))
-        generate.version = 3
-        worker = make_worker(generate)
-        rollout = asyncio.create_task(worker.rollout(PROMPT, 1))
-        while not generate.requests:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        await worker.committed(3)
-        await rollout
-        return generate.requests
-
-    first, second = asyncio.run(scenario())
+async def test_a_retry_needs_the_version_that_is_committed_by_then():
+    generate = Recording(StaleReplicaError("behind"))
+    generate.version = 3
+    worker = make_worker(generate)
+    rollout = asyncio.create_task(worker.rollout(PROMPT, 1))
+    while not generate.requests:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await worker.committed(3)
+    await rollout
+    first, second = generate.requests
     assert (first.min_weights.version, second.min_weights.version) == (1, 3)
     assert first.seed == second.seed == rollout_seed(0, 5)
 
@@ -132,18 +126,15 @@ def test_a_generator_timeout_fails_the_group():
         ZeroDivisionError(),
     ],
 )
-def test_an_unexpected_exception_fails_its_group_with_the_stack(error):
-    async def scenario():
-        worker = make_worker(Recording(error))
-        with pytest.raises(RolloutFailedError) as failed:
-            await worker.rollout(PROMPT, 0)
-        return (
-            str(failed.value),
-            (await worker.rollout(PROMPT, 0)).ordinal,
-            await worker.under_way(),
-        )
-
-    message, next_ordinal, under_way = asyncio.run(scenario())
+async def test_an_unexpected_exception_fails_its_group_with_the_stack(error):
+    worker = make_worker(Recording(error))
+    with pytest.raises(RolloutFailedError) as failed:
+        await worker.rollout(PROMPT, 0)
+    message, next_ordinal, under_way = (
+        str(failed.value),
+        (await worker.rollout(PROMPT, 0)).ordinal,
+        await worker.under_way(),
+    )
     first, _, stack = message.partition("\n")
     assert (
         first == f"not foreseen: group 5: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -229,17 +220,14 @@ def test_a_group_whose_baseline_did_not_come_fails():
         asyncio.run(make_worker(Without(), algorithm=REMAX).rollout(PROMPT, 0))
 
 
-def test_a_short_group_travels_in_few_bytes():
+async def test_a_short_group_travels_in_few_bytes():
     """Holds the cost of a group down: 8 completions of 6 tokens took 1,027 bytes."""
 
-    async def scenario():
-        worker = make_worker(
-            FakeGenerate(), n_samples_per_prompt=8, max_completion_length=6, ignore_eos=True
-        )
-        for ordinal in range(64):
-            await worker.rollout(replace(PROMPT, ordinal=ordinal), 0)
-        return await worker.take("reader", 64, 1.0)
-
-    stream = asyncio.run(scenario())
+    worker = make_worker(
+        FakeGenerate(), n_samples_per_prompt=8, max_completion_length=6, ignore_eos=True
+    )
+    for ordinal in range(64):
+        await worker.rollout(replace(PROMPT, ordinal=ordinal), 0)
+    stream = await worker.take("reader", 64, 1.0)
     assert table_from_ipc(stream).num_rows == 64
     assert len(stream) / 64 < 2000

@@ -151,7 +151,7 @@ def test_generators_kept_for_an_attempt_that_does_not_start_are_ended(
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_the_session_of_an_ended_cluster_leaves_its_logs_only(
+async def test_the_session_of_an_ended_cluster_leaves_its_logs_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ours: bool
 ) -> None:
     """Ray keeps the folder of each session, and a link to the latest one."""
@@ -169,11 +169,8 @@ def test_the_session_of_an_ended_cluster_leaves_its_logs_only(
     across = AcrossAttempts()
     state = State("run", 0, 0, 0, 0, (), 0)
 
-    async def run() -> None:
-        async with across.attempt(CONFIG, state, tmp_path / "kept", lambda: 0):
-            pass
-
-    asyncio.run(run())
+    async with across.attempt(CONFIG, state, tmp_path / "kept", lambda: 0):
+        pass
     kept = (tmp_path / "kept" / "ray" / "large.log").read_text()
     assert kept.endswith("last\n") and "first" not in kept
     assert not session.exists() and latest.is_symlink() != ours

@@ -202,7 +202,7 @@ def test_a_write_error_keeps_the_previous_checkpoint_and_no_partial_one(tmp_path
     assert checkpoints.find()[1].version == 2
 
 
-def test_the_event_loop_is_free_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+async def test_the_event_loop_is_free_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     checkpoints, started, proceed = (
         CheckpointStore(tmp_path, keep=2),
         threading.Event(),
@@ -218,17 +218,13 @@ def test_the_event_loop_is_free_while_a_checkpoint_is_written(tmp_path, monkeypa
 
     monkeypatch.setattr(checkpoints, "_commit", commit_after_signal)
 
-    async def both():
-        writing = asyncio.create_task(
-            checkpoints.write(
-                State("run", 0, 1, 1, 8, ()), [], Learner(1), FakeScores(FakeRollouts())
-            )
-        )
-        await asyncio.to_thread(started.wait, 10)
-        proceed.set()
-        return await writing
-
-    assert asyncio.run(both()).name == "step_000001" and signals == [True], (
+    writing = asyncio.create_task(
+        checkpoints.write(State("run", 0, 1, 1, 8, ()), [], Learner(1), FakeScores(FakeRollouts()))
+    )
+    await asyncio.to_thread(started.wait, 10)
+    proceed.set()
+    found = await writing
+    assert found.name == "step_000001" and signals == [True], (
         "the event loop signaled during the write"
     )
 

@@ -222,17 +222,14 @@ def test_run_takes_source_or_a_command() -> None:
     assert asyncio.run(run_async("print(input())", stdin="line", limits=LIMITS)).stdout == "line\n"
 
 
-def test_cancellation_kills_the_program(sandbox):
+async def test_cancellation_kills_the_program(sandbox):
     program, mark = sleeping()
 
-    async def cancelled():
-        task = asyncio.ensure_future(sandbox.run_async(program, LIMITS))
-        await asyncio.to_thread(wait_for, lambda: processes_with(mark))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancelled())
+    task = asyncio.ensure_future(sandbox.run_async(program, LIMITS))
+    await asyncio.to_thread(wait_for, lambda: processes_with(mark))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     wait_for(lambda: not processes_with(mark))
 
 
@@ -252,22 +249,19 @@ def test_the_program_dies_with_its_caller(sandbox):
     wait_for(lambda: not processes_with(mark))
 
 
-def test_the_program_dies_with_its_supervisor(sandbox):
+async def test_the_program_dies_with_its_supervisor(sandbox):
     program, mark = sleeping()
 
-    async def killed():
-        task = asyncio.ensure_future(sandbox.run_async(program, LIMITS))
-        await asyncio.to_thread(wait_for, lambda: processes_with(mark))
-        supervisor = [
-            int(child)
-            for child in children()
-            if b"asyncrl.sandbox.supervisor" in Path("/proc", child, "cmdline").read_bytes()
-        ]
-        os.kill(supervisor[-1], 9)
-        with pytest.raises(SandboxError, match="ended without a result"):
-            await task
-
-    asyncio.run(killed())
+    task = asyncio.ensure_future(sandbox.run_async(program, LIMITS))
+    await asyncio.to_thread(wait_for, lambda: processes_with(mark))
+    supervisor = [
+        int(child)
+        for child in children()
+        if b"asyncrl.sandbox.supervisor" in Path("/proc", child, "cmdline").read_bytes()
+    ]
+    os.kill(supervisor[-1], 9)
+    with pytest.raises(SandboxError, match="ended without a result"):
+        await task
     wait_for(lambda: not processes_with(mark))
 
 

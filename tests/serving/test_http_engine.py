@@ -55,27 +55,24 @@ async def post(app: Any, body: Any, left: asyncio.Event | None = None) -> tuple[
 
 
 @pytest.mark.timeout(300)
-def test_the_engine_accepts_what_the_schema_accepts(generators: Any) -> None:
-    async def scenario() -> None:
-        app = routes(EngineServed(generators), None)
-        values = {
-            "temperature": (0, 0.01, 2),
-            "n": (1, 2),
-            "seed": (None, 0, (1 << 53) - 1),
-            "stop": (None, ["\n", "+="]),
-            "max_tokens": (1, 4),
-        }
-        bodies = [
-            dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
-        ]
-        answers = await asyncio.gather(
-            *(post(app, {"model": "tiny", "prompt": [5, 6, 14], **body}) for body in bodies)
-        )
-        for body, (status, answer) in zip(bodies, answers, strict=True):
-            greedy_twice = body["temperature"] == 0 and body["n"] > 1
-            assert status == (400 if greedy_twice else 200), (body, answer)
-
-    asyncio.run(scenario())
+async def test_the_engine_accepts_what_the_schema_accepts(generators: Any) -> None:
+    app = routes(EngineServed(generators), None)
+    values = {
+        "temperature": (0, 0.01, 2),
+        "n": (1, 2),
+        "seed": (None, 0, (1 << 53) - 1),
+        "stop": (None, ["\n", "+="]),
+        "max_tokens": (1, 4),
+    }
+    bodies = [
+        dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
+    ]
+    answers = await asyncio.gather(
+        *(post(app, {"model": "tiny", "prompt": [5, 6, 14], **body}) for body in bodies)
+    )
+    for body, (status, answer) in zip(bodies, answers, strict=True):
+        greedy_twice = body["temperature"] == 0 and body["n"] > 1
+        assert status == (400 if greedy_twice else 200), (body, answer)
 
 
 @pytest.mark.timeout(300)
@@ -99,39 +96,36 @@ def test_a_refusal_of_the_engine_is_an_invalid_request(
 
 
 @pytest.mark.timeout(300)
-def test_a_disconnect_frees_the_kv_cache(generators: Any) -> None:
+async def test_a_disconnect_frees_the_kv_cache(generators: Any) -> None:
     async def status() -> dict[str, Any]:
         return await generators.handle.status.remote()
 
-    async def scenario() -> None:
-        before, left = await status(), asyncio.Event()
-        body = {
-            "model": "tiny",
-            "prompt": [5, 6, 14],
-            "n": 64,
-            "max_tokens": 250,
-            "temperature": 2,
-            "seed": 1,
-        }
-        request = asyncio.create_task(post(routes(EngineServed(generators), None), body, left))
-        async with asyncio.timeout(120):
-            while (await status()).tokens_generated == before.tokens_generated:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            left.set()
-            assert (await request)[0] == 499
-            while (await generators.handle.pause_empty.remote())["in_flight"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        after = await status()
-        assert (
-            sum(after.load.aborted) > sum(before.load.aborted)
-            and after.tokens_generated - before.tokens_generated < 64 * 250
-        )
-        load = (
-            await ServeGenerate(generators.handle).generate(GenerateRequest((7, 8), 1, 1, 1.0))
-        ).load
-        assert load is not None and load.kv_use < 0.1
-
-    asyncio.run(scenario())
+    before, left = await status(), asyncio.Event()
+    body = {
+        "model": "tiny",
+        "prompt": [5, 6, 14],
+        "n": 64,
+        "max_tokens": 250,
+        "temperature": 2,
+        "seed": 1,
+    }
+    request = asyncio.create_task(post(routes(EngineServed(generators), None), body, left))
+    async with asyncio.timeout(120):
+        while (await status()).tokens_generated == before.tokens_generated:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        left.set()
+        assert (await request)[0] == 499
+        while (await generators.handle.pause_empty.remote())["in_flight"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    after = await status()
+    assert (
+        sum(after.load.aborted) > sum(before.load.aborted)
+        and after.tokens_generated - before.tokens_generated < 64 * 250
+    )
+    load = (
+        await ServeGenerate(generators.handle).generate(GenerateRequest((7, 8), 1, 1, 1.0))
+    ).load
+    assert load is not None and load.kv_use < 0.1
 
 
 TEMPLATE = (
@@ -248,37 +242,32 @@ async def handle_logprobs(generators: Any, rows: Any) -> Any:
 
 
 @pytest.mark.timeout(300)
-def test_closing_a_stream_frees_the_kv_cache(generators: Any) -> None:
+async def test_closing_a_stream_frees_the_kv_cache(generators: Any) -> None:
     async def status() -> dict[str, Any]:
         return await generators.handle.status.remote()
 
-    async def scenario() -> None:
-        before = await status()
-        with listening(routes(EngineServed(generators), None)) as address:
-            async with AsyncOpenAI(
-                base_url=f"{address}/v1", api_key="none", max_retries=0
-            ) as client:
-                stream = await client.completions.create(
-                    model="tiny",
-                    prompt=[5, 6, 14],
-                    n=32,
-                    max_tokens=250,
-                    temperature=2,
-                    seed=1,
-                    stream=True,
-                )
-                assert (await anext(aiter(stream))).choices[0].token_ids
-                await stream.close()
-            async with asyncio.timeout(120):
-                while (await generators.handle.pause_empty.remote())["in_flight"]:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-        after = await status()
-        assert (
-            sum(after.load.aborted) > sum(before.load.aborted)
-            and after.tokens_generated - before.tokens_generated < 32 * 250
-        )
-
-    asyncio.run(scenario())
+    before = await status()
+    with listening(routes(EngineServed(generators), None)) as address:
+        async with AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.completions.create(
+                model="tiny",
+                prompt=[5, 6, 14],
+                n=32,
+                max_tokens=250,
+                temperature=2,
+                seed=1,
+                stream=True,
+            )
+            assert (await anext(aiter(stream))).choices[0].token_ids
+            await stream.close()
+        async with asyncio.timeout(120):
+            while (await generators.handle.pause_empty.remote())["in_flight"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    after = await status()
+    assert (
+        sum(after.load.aborted) > sum(before.load.aborted)
+        and after.tokens_generated - before.tokens_generated < 32 * 250
+    )
 
 
 @pytest.mark.timeout(300)

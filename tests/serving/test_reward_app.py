@@ -89,28 +89,25 @@ def test_batches_are_full_or_have_little_padding() -> None:
     assert batches_of(lengths, 8, 2000) == [[1, 4], [2, 0], [5], [3]]
 
 
-def test_rows_of_concurrent_requests_share_batches_and_return_in_order() -> None:
+async def test_rows_of_concurrent_requests_share_batches_and_return_in_order() -> None:
     batches: list[list[int]] = []
 
     def compute(rows: Sequence[Sequence[int]]) -> list[float]:
         batches.append([len(row) for row in rows])
         return [float(row[0]) for row in rows]
 
-    async def scenario() -> None:
-        waiting = RowBatches(compute, most=4, most_tokens=10_000, wait_s=0.0)
-        answers = await asyncio.gather(
-            waiting.scores([[1] * 9, [2] * 3]),
-            waiting.scores([[3] * 8, [4] * 2]),
-            waiting.scores([]),
-        )
-        assert answers == [[1.0, 2.0], [3.0, 4.0], []]
-        assert batches == [[2, 3, 8, 9]]
-        assert await waiting.scores([[7]]) == [7.0]
-
-    asyncio.run(scenario())
+    waiting = RowBatches(compute, most=4, most_tokens=10_000, wait_s=0.0)
+    answers = await asyncio.gather(
+        waiting.scores([[1] * 9, [2] * 3]),
+        waiting.scores([[3] * 8, [4] * 2]),
+        waiting.scores([]),
+    )
+    assert answers == [[1.0, 2.0], [3.0, 4.0], []]
+    assert batches == [[2, 3, 8, 9]]
+    assert await waiting.scores([[7]]) == [7.0]
 
 
-def test_a_failing_batch_fails_its_rows_alone_and_canceled_rows_are_dropped() -> None:
+async def test_a_failing_batch_fails_its_rows_alone_and_canceled_rows_are_dropped() -> None:
     entered, go_on = threading.Event(), threading.Event()
     computed: list[int] = []
 
@@ -122,22 +119,19 @@ def test_a_failing_batch_fails_its_rows_alone_and_canceled_rows_are_dropped() ->
         computed.extend(row[0] for row in rows)
         return [1.0] * len(rows)
 
-    async def scenario() -> None:
-        waiting = RowBatches(compute, most=1, most_tokens=10_000, wait_s=0.0)
-        first = asyncio.create_task(waiting.scores([[0]]))
-        await asyncio.to_thread(entered.wait, 30)
-        second, third = (asyncio.create_task(waiting.scores([[number]])) for number in (2, 3))
-        await asyncio.sleep(0)
-        second.cancel()
-        go_on.set()
-        with pytest.raises(RuntimeError, match="no"):
-            await first
-        assert await third == [1.0]
-        with pytest.raises(asyncio.CancelledError):
-            await second
-        assert computed == [3]
-
-    asyncio.run(scenario())
+    waiting = RowBatches(compute, most=1, most_tokens=10_000, wait_s=0.0)
+    first = asyncio.create_task(waiting.scores([[0]]))
+    await asyncio.to_thread(entered.wait, 30)
+    second, third = (asyncio.create_task(waiting.scores([[number]])) for number in (2, 3))
+    await asyncio.sleep(0)
+    second.cancel()
+    go_on.set()
+    with pytest.raises(RuntimeError, match="no"):
+        await first
+    assert await third == [1.0]
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert computed == [3]
 
 
 def test_texts_become_what_the_model_was_trained_on(checkpoint: Path) -> None:
@@ -207,22 +201,21 @@ def test_a_bad_request_is_refused_with_one_line(
 
 
 @pytest.mark.parametrize("padding", [0, EOS], ids=["pad", "pad is eos"])
-def test_scores_are_those_of_transformers(tmp_path: Path, tiny_model: Path, padding: int) -> None:
+async def test_scores_are_those_of_transformers(
+    tmp_path: Path, tiny_model: Path, padding: int
+) -> None:
     path = save_reward_model(tmp_path / "model", tiny_model, pad_token_id=padding)
     prompts = ["0+1=", "3", "what is 2+40? " * 9, "-"]
     completions = ["1", "", "42", "abc" * 30]
     complete = [True, False, True, True]
     replica = RewardModel({"model": str(path), "device": "cpu", "max_batch_size": 3})
 
-    async def scenario() -> tuple[Any, Any]:
-        routes = score_routes(replica, None)
-        body = {"prompts": prompts, "completions": completions, "complete": complete}
-        return await asyncio.gather(
-            call(routes, "POST", "/score", body),
-            call(routes, "POST", "/score", {"token_ids": [[5, 6], [5, 6, EOS], [EOS]]}),
-        )
-
-    texts, ids = asyncio.run(scenario())
+    routes = score_routes(replica, None)
+    body = {"prompts": prompts, "completions": completions, "complete": complete}
+    texts, ids = await asyncio.gather(
+        call(routes, "POST", "/score", body),
+        call(routes, "POST", "/score", {"token_ids": [[5, 6], [5, 6, EOS], [EOS]]}),
+    )
     rows = replica._rows.rows(prompts, completions, complete, None)
     wanted = score_of(path, rows)
     assert texts == (200, {"scores": pytest.approx(wanted, abs=1e-5), "model": "model"})

@@ -62,17 +62,14 @@ def test_a_growing_chat_is_one_row_of_the_templates_own_tokens(
         assert after.prompt_ids[: len(before.prompt_ids)] == before.prompt_ids
 
 
-def test_the_next_turn_asks_for_the_newest_version_before_it(chatml: Model) -> None:
+async def test_the_next_turn_asks_for_the_newest_version_before_it(chatml: Model) -> None:
     session, generator = chatml.session(counted)
 
-    async def versions() -> None:
-        chat: list[Message] = []
-        for version in (3, 5, 5, 6):
-            generator.version = version
-            chat.append(user("q"))
-            chat.append((await session.chat(ChatRequest(chat)))[0].message)
-
-    asyncio.run(versions())
+    chat: list[Message] = []
+    for version in (3, 5, 5, 6):
+        generator.version = version
+        chat.append(user("q"))
+        chat.append((await session.chat(ChatRequest(chat)))[0].message)
     assert [request.min_version for request in generator.requests] == [None, 3, 5, 5]
 
 
@@ -142,46 +139,43 @@ def branch_of(
     return kind, why, place
 
 
-def test_a_branch_names_its_class_and_the_first_token_that_differs(chatml: Model) -> None:
+async def test_a_branch_names_its_class_and_the_first_token_that_differs(chatml: Model) -> None:
     session, generator = chatml.session(counted)
 
-    async def agent() -> None:
-        rules = {"role": "system", "content": "rules"}
-        first = await session.chat(ChatRequest([rules, user("a")]))
-        chat = [rules, user("a"), first[0].message]
-        second = await session.chat(ChatRequest([*chat, user("b")]))
-        assert not any(node.branch_reason for node in session.nodes)
-        # The last message is another one.
-        (edited,) = await session.chat(ChatRequest([*chat, user("c")]))
-        kind, why, place = branch_of(chatml, session, edited, second[0].node)
-        assert (kind, why) == ("forked", "another turn follows the turn before it")
-        assert place > len(session.tree.path_ids(first[0].node))
-        (third,) = await session.chat(ChatRequest([*chat, user("cd")]))
-        assert branch_of(chatml, session, third, edited.node)[0] == "forked"
-        # The history is compacted: all but the rules and an answer.
-        summary = [rules, user("summary"), first[0].message, user("sum")]
-        (compacted,) = await session.chat(ChatRequest(summary))
-        kind, why, place = branch_of(chatml, session, compacted, third.node)
-        assert (kind, why) == ("rewritten", "no turn has the beginning of the chat")
-        assert 3 < place < len(generator.requests[0].prompt_ids)
-        # Another agent with another system prompt.
-        (other,) = await session.chat(ChatRequest([user("else"), user("d")]))
-        kind, _, place = branch_of(chatml, session, other, compacted.node)
-        assert kind == "separate" and place < 3
-        # Both agents go on.
-        for before in (compacted, other):
-            start = [user("else"), user("d")] if before is other else summary
-            (after,) = await session.chat(ChatRequest([*start, before.message, user("on")]))
-            assert session.nodes[after.node].branch_reason == ""
-        again = await session.chat(ChatRequest([rules, user("a")], n=2))
-        assert branch_of(chatml, session, again[0], None)[0] == "repeated"
-        assert session.nodes[again[1].node].branch_reason == "", "a request is one branch"
-        (text,) = await session.chat(ChatRequest(prompt="once"))
-        assert branch_of(chatml, session, text, again[1].node)[0] == "separate"
-        (more,) = await session.chat(ChatRequest(prompt=f"x{text.message['content']}"))
-        assert branch_of(chatml, session, more, text.node)[0] == "rewritten"
-
-    asyncio.run(agent())
+    rules = {"role": "system", "content": "rules"}
+    first = await session.chat(ChatRequest([rules, user("a")]))
+    chat = [rules, user("a"), first[0].message]
+    second = await session.chat(ChatRequest([*chat, user("b")]))
+    assert not any(node.branch_reason for node in session.nodes)
+    # The last message is another one.
+    (edited,) = await session.chat(ChatRequest([*chat, user("c")]))
+    kind, why, place = branch_of(chatml, session, edited, second[0].node)
+    assert (kind, why) == ("forked", "another turn follows the turn before it")
+    assert place > len(session.tree.path_ids(first[0].node))
+    (third,) = await session.chat(ChatRequest([*chat, user("cd")]))
+    assert branch_of(chatml, session, third, edited.node)[0] == "forked"
+    # The history is compacted: all but the rules and an answer.
+    summary = [rules, user("summary"), first[0].message, user("sum")]
+    (compacted,) = await session.chat(ChatRequest(summary))
+    kind, why, place = branch_of(chatml, session, compacted, third.node)
+    assert (kind, why) == ("rewritten", "no turn has the beginning of the chat")
+    assert 3 < place < len(generator.requests[0].prompt_ids)
+    # Another agent with another system prompt.
+    (other,) = await session.chat(ChatRequest([user("else"), user("d")]))
+    kind, _, place = branch_of(chatml, session, other, compacted.node)
+    assert kind == "separate" and place < 3
+    # Both agents go on.
+    for before in (compacted, other):
+        start = [user("else"), user("d")] if before is other else summary
+        (after,) = await session.chat(ChatRequest([*start, before.message, user("on")]))
+        assert session.nodes[after.node].branch_reason == ""
+    again = await session.chat(ChatRequest([rules, user("a")], n=2))
+    assert branch_of(chatml, session, again[0], None)[0] == "repeated"
+    assert session.nodes[again[1].node].branch_reason == "", "a request is one branch"
+    (text,) = await session.chat(ChatRequest(prompt="once"))
+    assert branch_of(chatml, session, text, again[1].node)[0] == "separate"
+    (more,) = await session.chat(ChatRequest(prompt=f"x{text.message['content']}"))
+    assert branch_of(chatml, session, more, text.node)[0] == "rewritten"
 
 
 TWO_TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in "ab"]
@@ -217,40 +211,36 @@ def system(text: str) -> Message:
         ([system("solver"), user("summary"), "answer"], TWO_TOOLS[:1], "rewritten"),
     ],
 )
-def test_a_second_agent_is_no_rewritten_chat(
+async def test_a_second_agent_is_no_rewritten_chat(
     chatml: Model, second: list[Any], tools: Any, kind: str
 ) -> None:
     session, _ = chatml.session(counted)
 
-    async def agents() -> None:
-        chat = [system("solver"), user("q")]
-        (answer,) = await session.chat(ChatRequest(chat, TWO_TOOLS[:1]))
-        asked = [answer.message if one == "answer" else one for one in second] + [user("?")]
-        (other,) = await session.chat(ChatRequest(asked, tools))
-        assert session.nodes[other.node].branch_reason.startswith(f"{kind}: ")
-        # Both go on, and are no branches.
-        for before, had, given in ((answer, chat, TWO_TOOLS[:1]), (other, asked, tools)):
-            (on,) = await session.chat(ChatRequest([*had, before.message, user("on")], given))
-            assert session.nodes[on.node].branch_reason == ""
-
-    asyncio.run(agents())
+    chat = [system("solver"), user("q")]
+    (answer,) = await session.chat(ChatRequest(chat, TWO_TOOLS[:1]))
+    asked = [answer.message if one == "answer" else one for one in second] + [user("?")]
+    (other,) = await session.chat(ChatRequest(asked, tools))
+    assert session.nodes[other.node].branch_reason.startswith(f"{kind}: ")
+    # Both go on, and are no branches.
+    for before, had, given in ((answer, chat, TWO_TOOLS[:1]), (other, asked, tools)):
+        (on,) = await session.chat(ChatRequest([*had, before.message, user("on")], given))
+        assert session.nodes[on.node].branch_reason == ""
 
 
-def test_where_the_template_does_not_go_on_the_turn_before_says_the_token(tmp_path: Path) -> None:
+async def test_where_the_template_does_not_go_on_the_turn_before_says_the_token(
+    tmp_path: Path,
+) -> None:
     model = Model(tmp_path, NUMBERED, "<|im_end|>")
     session, _ = model.session(counted)
 
-    async def agent() -> None:
-        (first,) = await session.chat(ChatRequest([user("a")]))
-        (second,) = await session.chat(ChatRequest([user("a"), first.message, user("b")]))
-        kind, why, place = branch_of(model, session, second, first.node)
-        assert kind == "drift" and "messages before the turn in another way" in why
-        assert place == 1  # the number of messages
-
-    asyncio.run(agent())
+    (first,) = await session.chat(ChatRequest([user("a")]))
+    (second,) = await session.chat(ChatRequest([user("a"), first.message, user("b")]))
+    kind, why, place = branch_of(model, session, second, first.node)
+    assert kind == "drift" and "messages before the turn in another way" in why
+    assert place == 1  # the number of messages
 
 
-def test_a_turn_that_was_cut_in_a_tool_call_has_a_branch_of_its_own(tmp_path: Path) -> None:
+async def test_a_turn_that_was_cut_in_a_tool_call_has_a_branch_of_its_own(tmp_path: Path) -> None:
     model = Model(tmp_path, TOOLS, "<|im_end|>")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -261,31 +251,25 @@ def test_a_turn_that_was_cut_in_a_tool_call_has_a_branch_of_its_own(tmp_path: Pa
     template = SessionTemplate(model.tokenizer, frozenset({model.end}), 500)
     session = Session(template, generator, reads)
 
-    async def agent() -> None:
-        (first,) = await session.chat(ChatRequest([user("a")], max_tokens=2))
-        done = {"role": "tool", "tool_call_id": "1", "content": "done"}
-        (second,) = await session.chat(ChatRequest([user("a"), first.message, done]))
-        kind, why, place = branch_of(model, session, second, first.node)
-        assert (kind, why) == ("cut", "the turn was cut after a tool call")
-        assert place > len(generator.requests[0].prompt_ids)
-
-    asyncio.run(agent())
+    (first,) = await session.chat(ChatRequest([user("a")], max_tokens=2))
+    done = {"role": "tool", "tool_call_id": "1", "content": "done"}
+    (second,) = await session.chat(ChatRequest([user("a"), first.message, done]))
+    kind, why, place = branch_of(model, session, second, first.node)
+    assert (kind, why) == ("cut", "the turn was cut after a tool call")
+    assert place > len(generator.requests[0].prompt_ids)
 
 
-def test_a_request_without_an_answer_makes_no_branch(chatml: Model) -> None:
+async def test_a_request_without_an_answer_makes_no_branch(chatml: Model) -> None:
     session, _ = chatml.session(counted, fails=lambda number: number in (0, 1, 3))
 
-    async def agent() -> None:
-        for _ in range(2):
-            with pytest.raises(RuntimeError):
-                await session.chat(ChatRequest([user("a")]))
-        (first,) = await session.chat(ChatRequest([user("other")]))
-        chat = [user("other"), first.message]
+    for _ in range(2):
         with pytest.raises(RuntimeError):
-            await session.chat(ChatRequest([*chat, user("b")]))
-        await session.chat(ChatRequest([*chat, user("c")]))
-
-    asyncio.run(agent())
+            await session.chat(ChatRequest([user("a")]))
+    (first,) = await session.chat(ChatRequest([user("other")]))
+    chat = [user("other"), first.message]
+    with pytest.raises(RuntimeError):
+        await session.chat(ChatRequest([*chat, user("b")]))
+    await session.chat(ChatRequest([*chat, user("c")]))
     assert not any(node.branch_reason for node in session.nodes)
 
 
@@ -300,60 +284,50 @@ def test_a_turn_that_was_cut_is_closed_by_context(chatml: Model) -> None:
     assert row.trained.sum() == 6
 
 
-def test_a_retry_joins_or_repeats_the_answer_and_an_equal_body_does_not(chatml: Model) -> None:
+async def test_a_retry_joins_or_repeats_the_answer_and_an_equal_body_does_not(
+    chatml: Model,
+) -> None:
     session, generator = chatml.session(counted, latency=lambda number: 0.01)
 
-    async def retries() -> None:
-        chat = [user("a")]
-        first, second = await asyncio.gather(
-            session.chat(ChatRequest(chat, key="k")), session.chat(ChatRequest(chat, key="k"))
-        )
-        third = await session.chat(ChatRequest(chat, key="k"))
-        assert first == second == third and len(generator.requests) == 1
-        fourth = await session.chat(ChatRequest(chat))
-        assert fourth[0].node != first[0].node
-
-    asyncio.run(retries())
+    chat = [user("a")]
+    first, second = await asyncio.gather(
+        session.chat(ChatRequest(chat, key="k")), session.chat(ChatRequest(chat, key="k"))
+    )
+    third = await session.chat(ChatRequest(chat, key="k"))
+    assert first == second == third and len(generator.requests) == 1
+    fourth = await session.chat(ChatRequest(chat))
+    assert fourth[0].node != first[0].node
     assert [request.answered for request in generator.requests] == [0, 1]
     assert [node.parent for node in session.nodes] == [None, 0, 0]
 
 
-def test_a_client_that_leaves_does_not_end_what_its_retry_gets(chatml: Model) -> None:
+async def test_a_client_that_leaves_does_not_end_what_its_retry_gets(chatml: Model) -> None:
     session, generator = chatml.session(counted, latency=lambda number: 0.05)
 
-    async def leaves() -> None:
-        chat = [user("a")]
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await session.chat(ChatRequest(chat, key="k"))
-        (answer,) = await session.chat(ChatRequest(chat, key="k"))
-        assert answer.message == assistant("answer 0")
-
-    asyncio.run(leaves())
+    chat = [user("a")]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await session.chat(ChatRequest(chat, key="k"))
+    (answer,) = await session.chat(ChatRequest(chat, key="k"))
+    assert answer.message == assistant("answer 0")
     assert len(generator.requests) == 1 and len(session.nodes) == 2
 
 
-def test_a_failed_answer_is_asked_for_again(chatml: Model) -> None:
+async def test_a_failed_answer_is_asked_for_again(chatml: Model) -> None:
     session, generator = chatml.session(counted, fails=lambda number: number == 0)
 
-    async def fails() -> None:
-        with pytest.raises(RuntimeError, match="answer 0 failed"):
-            await session.chat(ChatRequest([user("a")], key="k"))
-        (answer,) = await session.chat(ChatRequest([user("a")], key="k"))
-        assert answer.message == assistant("answer 1")
-
-    asyncio.run(fails())
+    with pytest.raises(RuntimeError, match="answer 0 failed"):
+        await session.chat(ChatRequest([user("a")], key="k"))
+    (answer,) = await session.chat(ChatRequest([user("a")], key="k"))
+    assert answer.message == assistant("answer 1")
     assert [request.answered for request in generator.requests] == [0, 1]
 
 
-def test_choices_that_are_not_taken_become_orphans(chatml: Model) -> None:
+async def test_choices_that_are_not_taken_become_orphans(chatml: Model) -> None:
     session, _ = chatml.session(counted)
 
-    async def chooses() -> None:
-        answers = await session.chat(ChatRequest([user("a")], n=3))
-        await session.chat(ChatRequest([user("a"), answers[1].message, user("b")]))
-
-    asyncio.run(chooses())
+    answers = await session.chat(ChatRequest([user("a")], n=3))
+    await session.chat(ChatRequest([user("a"), answers[1].message, user("b")]))
     counts = session_rows(session.nodes).counts
     assert [node.status for node in session.nodes[1:4]] == [ORPHAN, "ok", ORPHAN]
     assert set(counts.masked) == {ORPHAN} and len(session_rows(session.nodes).rows) == 1
@@ -370,32 +344,27 @@ def test_of_several_choices_the_first_counts_until_another_is_continued(chatml: 
     assert [node.status for node in session.nodes[1:4]] == ["ok", "ok", ORPHAN]
 
 
-def test_the_end_of_a_session_cancels_what_is_under_way(chatml: Model) -> None:
+async def test_the_end_of_a_session_cancels_what_is_under_way(chatml: Model) -> None:
     session, _ = chatml.session(counted, latency=lambda number: 60)
 
-    async def ends() -> None:
+    async with asyncio.timeout(10):
         asking = asyncio.ensure_future(session.chat(ChatRequest([user("a")], key="1")))
         await asyncio.sleep(0.01)
         session.close("it has ended")
         with pytest.raises(asyncio.CancelledError):
             await asking
-
-    asyncio.run(asyncio.wait_for(ends(), 10))
     assert session_rows(session.nodes).counts.sampled == 0
 
 
-def test_turns_that_no_client_got_become_orphans(chatml: Model) -> None:
+async def test_turns_that_no_client_got_become_orphans(chatml: Model) -> None:
     session, _ = chatml.session(counted, latency=lambda number: 0.05)
 
-    async def leaves() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(session.chat(ChatRequest([user("a")], key="1")), 0.01)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(session.chat(ChatRequest([user("b")], key="2")), 0.01)
-        await session.chat(ChatRequest([user("b")], key="2"))  # its retry gets the answer
-        session.close("it has ended")
-
-    asyncio.run(leaves())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(session.chat(ChatRequest([user("a")], key="1")), 0.01)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(session.chat(ChatRequest([user("b")], key="2")), 0.01)
+    await session.chat(ChatRequest([user("b")], key="2"))  # its retry gets the answer
+    session.close("it has ended")
     statuses = [node.status for node in session.nodes if node.sampled]
     assert sorted(statuses) == ["ok", ORPHAN]
     assert set(session_rows(session.nodes).counts.masked) == {ORPHAN}
@@ -444,15 +413,12 @@ def test_text_that_no_tokenizer_reads_is_refused(chatml: Model) -> None:
         asyncio.run(session.chat(ChatRequest([*chat, user("caf\udce9")])))
 
 
-def test_two_turns_at_once_branch(chatml: Model) -> None:
+async def test_two_turns_at_once_branch(chatml: Model) -> None:
     session, _ = chatml.session(counted, latency=lambda number: 0.01 * (2 - number))
 
-    async def both() -> None:
-        await asyncio.gather(
-            session.chat(ChatRequest([user("a")])), session.chat(ChatRequest([user("b")]))
-        )
-
-    asyncio.run(both())
+    await asyncio.gather(
+        session.chat(ChatRequest([user("a")])), session.chat(ChatRequest([user("b")]))
+    )
     assert len(session_rows(session.nodes).rows) == 2
     assert session_rows(session.nodes).counts.trained == sum(
         len(node.token_ids) for node in session.nodes if node.sampled
@@ -476,44 +442,35 @@ def test_bad_requests_leave_no_node_half_made(chatml: Model) -> None:
     assert session_rows(session.nodes).counts.sampled == 0
 
 
-def test_tokens_that_a_grammar_forced_are_never_trained(chatml: Model) -> None:
+async def test_tokens_that_a_grammar_forced_are_never_trained(chatml: Model) -> None:
     session, _ = chatml.session(counted, constrained=True)
 
-    async def agent() -> None:
-        answers = await session.chat(ChatRequest([user("a")], n=2, schema={"type": "object"}))
-        for answer in answers:
-            await session.chat(ChatRequest([user("a"), answer.message, user("b")], schema={}))
-
-    asyncio.run(agent())
+    answers = await session.chat(ChatRequest([user("a")], n=2, schema={"type": "object"}))
+    for answer in answers:
+        await session.chat(ChatRequest([user("a"), answer.message, user("b")], schema={}))
     counts = session_rows(session.nodes).counts
     assert counts.trained == 0 and set(counts.masked) == {"constrained"}
     assert counts.masked["constrained"] == counts.sampled > 0
 
 
-def test_an_answer_that_comes_after_the_end_leaves_no_turn(chatml: Model) -> None:
+async def test_an_answer_that_comes_after_the_end_leaves_no_turn(chatml: Model) -> None:
     session, _ = chatml.session(counted, latency=lambda number: 0.02)
 
-    async def agent() -> None:
-        asking = asyncio.ensure_future(session.chat(ChatRequest([user("a")])))
-        await asyncio.sleep(0)
-        session.close("the session has ended")
-        with pytest.raises(SessionClosedError):
-            await asking
-
-    asyncio.run(agent())
+    asking = asyncio.ensure_future(session.chat(ChatRequest([user("a")])))
+    await asyncio.sleep(0)
+    session.close("the session has ended")
+    with pytest.raises(SessionClosedError):
+        await asking
     assert not any(node.sampled for node in session.nodes)
 
 
-def test_a_retry_does_not_bring_back_an_answer_that_was_not_chosen(chatml: Model) -> None:
+async def test_a_retry_does_not_bring_back_an_answer_that_was_not_chosen(chatml: Model) -> None:
     session, _ = chatml.session(counted)
 
-    async def agent() -> None:
-        first = ChatRequest([user("a")], n=2, key="k")
-        answers = await session.chat(first)
-        await session.chat(ChatRequest([user("a"), answers[1].message, user("b")]))
-        await session.chat(first)
-
-    asyncio.run(agent())
+    first = ChatRequest([user("a")], n=2, key="k")
+    answers = await session.chat(first)
+    await session.chat(ChatRequest([user("a"), answers[1].message, user("b")]))
+    await session.chat(first)
     statuses = [node.status for node in session.nodes if node.sampled]
     assert statuses == [ORPHAN, "ok", "ok"]
 
@@ -542,17 +499,14 @@ def test_of_equal_answers_the_one_with_the_same_reasoning_is_continued(chatml: M
     assert [node.status for node in session.nodes if node.sampled] == [ORPHAN, "ok", "ok"]
 
 
-def test_the_chat_so_far_is_that_of_the_last_answer_that_was_received(chatml: Model) -> None:
+async def test_the_chat_so_far_is_that_of_the_last_answer_that_was_received(chatml: Model) -> None:
     session, _ = chatml.session(counted, latency=lambda number: 0.05 if number == 0 else 0.0)
 
-    async def agent() -> None:
-        slow = asyncio.ensure_future(session.chat(ChatRequest([user("slow")], key="1")))
-        await asyncio.sleep(0)
-        slow.cancel()  # the client leaves, and its answer comes later
-        await session.chat(ChatRequest([user("fast")], key="2"))
-        await asyncio.sleep(0.1)
-
-    asyncio.run(agent())
+    slow = asyncio.ensure_future(session.chat(ChatRequest([user("slow")], key="1")))
+    await asyncio.sleep(0)
+    slow.cancel()  # the client leaves, and its answer comes later
+    await session.chat(ChatRequest([user("fast")], key="2"))
+    await asyncio.sleep(0.1)
     assert [message["content"] for message in session.chat_so_far] == ["fast", "answer 1"]
 
 

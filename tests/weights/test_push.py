@@ -210,7 +210,7 @@ def test_a_silent_replica_does_not_hide_the_others(monkeypatch: pytest.MonkeyPat
     assert asyncio.run(push.push(MANIFEST)).unroutable == (SILENT,)  # no second wait
 
 
-def test_a_held_replica_keeps_its_version_and_is_not_counted() -> None:
+async def test_a_held_replica_keeps_its_version_and_is_not_counted() -> None:
     versions = {"a": 4, "b": 4, "c": 4}
     calls: list[tuple[Any, ...]] = []
     push, _ = sync(lambda: [at(name, version) for name, version in versions.items()])
@@ -236,7 +236,7 @@ def test_a_held_replica_keeps_its_version_and_is_not_counted() -> None:
 
     push._handle = SimpleNamespace(broadcast=recording_broadcast)
 
-    async def scenario() -> None:
+    async with asyncio.timeout(20):
         await push.push(MANIFEST)
         assert await push.hold(3) is None, "not the version that was pushed last"
         assert await push.hold(4) == "c"
@@ -248,8 +248,6 @@ def test_a_held_replica_keeps_its_version_and_is_not_counted() -> None:
         assert calls[-1] == ("release", "c")
         report = await push.push(replace(MANIFEST, version=6))
         assert set(report.replicas) == {"a", "b", "c"}
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 @pytest.mark.parametrize(
@@ -271,7 +269,7 @@ def test_hold_returns_none_if_the_replica_refuses() -> None:
     assert set(asyncio.run(push.push(MANIFEST)).replicas) == {"a", "b"}
 
 
-def test_a_successor_that_needs_the_gpu_may_start_in_a_rest_a_push_and_a_wake() -> None:
+async def test_a_successor_that_needs_the_gpu_may_start_in_a_rest_a_push_and_a_wake() -> None:
     """The only replica has died. Its successor starts unless the learner is on the device, and
     rests, pushes and wakes need it."""
     registry = VersionRegistry()
@@ -281,23 +279,20 @@ def test_a_successor_that_needs_the_gpu_may_start_in_a_rest_a_push_and_a_wake() 
             raise DeploymentUnavailableError(DeploymentID("Generator", "app"))
         return [registry.learner_turn()]
 
-    async def scenario() -> None:
-        push, _ = sync(lambda: [at("b", 4)] if answers() else [], answers, timeout_s=0.5)
-        push._registry = SimpleNamespace(
-            **{
-                name: SimpleNamespace(remote=asynchronous(getattr(registry, name)))
-                for name in ("announce", "set_learner_turn", "set_learner_on_device")
-            }
-        )
-        await push.rest()
-        assert registry.learner_on_device()
-        assert (await push.push(MANIFEST)).replicas.keys() == {"b"}
-        assert registry.learner_turn()
-        await push.rest()
-        await push.wake()
-        assert not registry.learner_on_device()
-
-    asyncio.run(scenario())
+    push, _ = sync(lambda: [at("b", 4)] if answers() else [], answers, timeout_s=0.5)
+    push._registry = SimpleNamespace(
+        **{
+            name: SimpleNamespace(remote=asynchronous(getattr(registry, name)))
+            for name in ("announce", "set_learner_turn", "set_learner_on_device")
+        }
+    )
+    await push.rest()
+    assert registry.learner_on_device()
+    assert (await push.push(MANIFEST)).replicas.keys() == {"b"}
+    assert registry.learner_turn()
+    await push.rest()
+    await push.wake()
+    assert not registry.learner_on_device()
 
 
 def asynchronous(method: Callable[..., Any]) -> Callable[..., Any]:
