@@ -13,7 +13,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from asyncrl.config import RewardConfig
@@ -129,12 +128,7 @@ class RewardPool(ProcessPool[_Call, _Process]):
     def __enter__(self) -> RewardPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     async def check(self) -> None:

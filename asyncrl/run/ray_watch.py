@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from types import TracebackType
 
 from asyncrl.contracts.errors import PartDiedError
 from asyncrl.run.cluster.cluster import RayEndedError, wait_until_ray_ends
@@ -45,12 +44,7 @@ class RayWatch:
         threading.Thread(target=self._watch, name="asyncrl-ray-watch", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
 
     @asynccontextmanager

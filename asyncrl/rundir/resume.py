@@ -352,9 +352,10 @@ def _refuse_falsifying(
         name = dotted.removesuffix(".name")
         fixed = _fixed(dotted, unchangeable)
         if not dotted.startswith(MAY_CHANGE) and fixed is not None:
+            made = "without it" if old is None else f"with {_short(old)}"
             raise ConfigError(
-                f"{name} = {_short(new)}, but {path} was made with {_short(old)}, and"
-                f" {unchangeable[fixed]}; {FIX}"
+                f"{name} = {_short(new)}, but {path} was made {made}, and {unchangeable[fixed]};"
+                f" {FIX}"
             )
         if name == "learner.world_size" and (why := _why_not_converted(path, config)):
             raise ConfigError(f"{name} = {new}, but {path} was made with {old}, and {why}; {FIX}")
@@ -513,5 +514,5 @@ def _hash_files(paths: Sequence[Path]) -> str:
 
 
 def _short(value: object) -> str:
-    text = str(value)
+    text = "unset" if value is None else str(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

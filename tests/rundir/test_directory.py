@@ -180,7 +180,7 @@ def test_a_requested_step_is_resumed_and_stays_the_newest(tmp_path):
         ({"algorithm": {"advantage": "gae"}}, "only one of them has a value head"),
         (
             {"algorithm": {"preference": {}}},
-            r"algorithm.preference = .*, but .* was made with None, and the steps so far trained",
+            r"algorithm.preference = .*, but .* was made without it, and the steps so far trained",
         ),
         (
             {"reward": {"functions": {"exact": {"function": "m:f"}}, "shuffle": True}},
@@ -246,7 +246,7 @@ def test_other_changes_are_shown(tmp_path):
         config(tmp_path, resume="must", max_steps=9, learner={"learning_rate": 0.5})
     ) as directory:
         assert [line for line in directory.notes if "changed" in line] == [
-            "changed since: learner.learning_rate None → 0.5",
+            "changed since: learner.learning_rate unset → 0.5",
             "changed since: max_steps 3 → 9",
         ]
 
@@ -312,7 +312,7 @@ def test_a_run_from_another_runs_checkpoint_may_train_preferences(tmp_path):
             algorithm={"preference": {}},
         )
     ) as directory:
-        assert "changed since: algorithm.preference None → " in "\n".join(directory.notes)
+        assert "changed since: algorithm.preference unset → " in "\n".join(directory.notes)
 
 
 def test_load_starts_a_new_run_from_another_runs_checkpoint(tmp_path):
