@@ -53,6 +53,7 @@ BESIDE = (
     "environments",
     "learning",
     "models",
+    "observe",
     "packing",
     "preflight",
     "rewards",
@@ -87,9 +88,11 @@ one, or measure which cores are free."""
 
 @cache
 def unit(file: str) -> str:
-    """What runs in one process: the tests of this file, or all tests with Ray. Two clusters would
-    take each other's cores."""
+    """What runs in one process: the tests of this file, those of whole runs, or all others with
+    Ray. More clusters at a time would take each other's cores."""
     path = Path(__file__).parents[1] / file
+    if path.parent.name == "jobs":
+        return "runs"
     apart = path.parent.name in BESIDE and path.name not in USES_RAY
     return file if apart and "ray_cluster" not in path.read_text() else "ray"
 

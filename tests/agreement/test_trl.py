@@ -83,7 +83,7 @@ class Run:
     long_pairs: int
     """Pairs, of all steps, that are longer than a micro-batch and take two passes."""
     cases: tuple[str, ...]
-    slow: bool = False
+    marks: tuple[pytest.MarkDecorator, ...] = ()
 
 
 PACKED = Run(
@@ -102,18 +102,29 @@ ONE_BY_ONE = Run(
     (BATCH, 2 * BATCH),
     STEPS * BATCH,
     ("sft", "dpo_with_sft", "kto"),
-    slow=True,
+    marks=(pytest.mark.faults,),
 )
 RUNS = (
     PACKED,
     TWO_RANKS,
-    replace(PACKED, cases=tuple(name for name in CASES if name not in PACKED.cases), slow=True),
+    replace(
+        PACKED,
+        cases=tuple(name for name in CASES if name not in PACKED.cases),
+        marks=(pytest.mark.slow,),
+    ),
     # One case of each trainer: the losses differ in the same way on one rank.
-    replace(TWO_RANKS, cases=("sft_turns", "dpo_with_sft", "simpo", "kto"), slow=True),
+    replace(
+        TWO_RANKS, cases=("sft_turns", "dpo_with_sft", "simpo", "kto"), marks=(pytest.mark.slow,)
+    ),
     ONE_BY_ONE,
 )
 PARAMETERS = [
-    pytest.param(run, case, id=f"{run.name}-{case}", marks=[pytest.mark.slow] if run.slow else [])
+    pytest.param(
+        run,
+        case,
+        id=f"{run.name}-{case}",
+        marks=run.marks,
+    )
     for run in RUNS
     for case in run.cases
 ]
@@ -136,7 +147,7 @@ def trained(model_path: Path) -> Callable[[Run], Trained]:
     found: dict[tuple[str, bool], Trained | AssertionError] = {}
 
     def train(run: Run) -> Trained:
-        key = run.name, run.slow
+        key = run.name, bool(run.marks)
         if key not in found:
             try:
                 found[key] = on_ranks(

@@ -90,7 +90,10 @@ def train(directory: Path, groups: int) -> OnDisk:
     return recorder
 
 
-@pytest.mark.parametrize("groups", [5_000, pytest.param(100_000, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    "groups",
+    [pytest.param(5_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.faults)],
+)
 def test_the_cost_of_a_group_does_not_grow(tmp_path, groups):
     train(tmp_path / "first", 1000)  # imports modules, before memory is measured
     tracemalloc.start()

@@ -524,6 +524,7 @@ def test_a_report_needs_all_rows(chat_model, tmp_path):
     assert [batch.schema for batch in rows] == [SFT_SCHEMA] and rows.report().rows == 1
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(chat_model, tmp_path):
     """Keeping anything of a row would keep some objects for each of them."""
     path = tmp_path / "big.jsonl"

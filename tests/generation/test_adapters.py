@@ -227,6 +227,7 @@ async def test_the_matrix_that_differs_from_the_published_one_is_named(
     assert {f"{name}.weight" for name in base} <= {*held, "lm_head.weight"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_generators_of_whole_weights_refuse_an_adapter(
     generators: Any, publish: Any, adapted: Any

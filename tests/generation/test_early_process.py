@@ -188,6 +188,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_leaves_no_process(tmp_path):
     script = tmp_path / "failing.py"
     script.write_text(FAILING)

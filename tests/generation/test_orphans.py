@@ -103,6 +103,7 @@ def unique(attempt: int) -> tuple[str, str, str]:
     return "orphaned", run_id, application_name("orphaned", run_id, attempt)
 
 
+@pytest.mark.slow
 def test_the_watcher_ends_the_generators_of_a_killed_driver_and_itself(
     start_driver: Any, ray_cluster: Any
 ) -> None:
@@ -117,6 +118,7 @@ def test_the_watcher_ends_the_generators_of_a_killed_driver_and_itself(
     until(lambda: ray_cluster.available_resources()["CPU"] > free - 1e-6)
 
 
+@pytest.mark.slow
 def test_a_driver_that_ends_normally_leaves_no_watcher(start_driver: Any, ray_cluster: Any) -> None:
     name = unique(1)[2]
     driver = start_driver(name, 600)

@@ -22,7 +22,7 @@ from asyncrl.generation.settings import GeneratorApp
 from asyncrl.weights.manifest import expected_tensors
 from asyncrl.weights.staging import fetch_version
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 BLOCK, SLOTS = 32, 4
 """Tokens of a cache block, and completions that the engine runs at once."""

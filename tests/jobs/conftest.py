@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from run_process import RunProcess
@@ -147,13 +148,22 @@ def start_config(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], RunProce
         run.kill()
 
 
+def _lives(pid: str) -> bool:
+    return psutil.pid_exists(int(pid))
+
+
 @pytest.fixture
 def shared_memory() -> Callable[[], set[str]]:
     """Files in shared memory that no living process has mapped, so that a process has left them
-    behind. Other programs on this machine may have such files too."""
+    behind. Other programs on this machine may have such files too. A file with the id of a living
+    process in its name is no such file: an engine of other tests is about to read it."""
 
     def left() -> set[str]:
-        files = {str(path) for path in Path("/dev/shm").rglob("*") if path.is_file()}
+        files = {
+            str(path)
+            for path in Path("/dev/shm").rglob("*")
+            if path.is_file() and not any(map(_lives, re.findall(r"-(\d+)\.", path.name)))
+        }
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):
                 files -= set(re.findall(r"/dev/shm/\S+", maps.read_text()))

@@ -14,6 +14,7 @@ STEPS, GROUPS, SAMPLES = 3, 3, 3
 PROGRAM = Path(__file__).parent / "agent_program.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_program_that_knows_nothing_of_asyncrl_is_trained(
     start_run: Callable[..., Any], session_task: dict[str, Any], tmp_path: Path

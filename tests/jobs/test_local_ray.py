@@ -4,9 +4,11 @@ leaves no process behind. A signal to the process group meets neither start, nor
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import os, psutil, ray, signal
-from asyncrl.preflight import cluster
+from asyncrl.run.cluster import cluster
 
 real, tries, received = ray.init, [], []
 signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
@@ -32,6 +34,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_a_node_that_starts_too_slowly_is_started_once_more():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

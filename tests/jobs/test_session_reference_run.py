@@ -17,13 +17,16 @@ STEPS, GROUPS, SAMPLES = 4, 4, 4
 COEF = 0.05
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"advantage": "rloo", "reference": {"kl_coef": COEF}},
-        {"reference": {"kl_loss_coef": COEF, "update_interval": 2}},
+        pytest.param(
+            {"advantage": "rloo", "reference": {"kl_coef": COEF}}, marks=pytest.mark.faults
+        ),
+        pytest.param(
+            {"reference": {"kl_loss_coef": COEF, "update_interval": 2}}, marks=pytest.mark.slow
+        ),
     ],
     ids=["reward", "loss"],
 )

@@ -108,9 +108,11 @@ def test_a_rank_with_devices_of_its_own_stays(model_path: Path) -> None:
     assert device_shifts(state) is None
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.faults), pytest.param(2, marks=pytest.mark.slow)],
+)
 def test_steps_after_a_return_are_those_of_a_rank_that_stayed(
     model_path: Path, tmp_path: Path, world_size: int
 ) -> None:

@@ -248,7 +248,7 @@ def test_save_load_continue_equals_uninterrupted(
         np.testing.assert_allclose(left, right, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_another_number_of_ranks_continues_as_the_one_that_saved(
     one_rank: RayLearner, two_ranks: RayLearner, run: Run, tmp_path: Path, ranks: int
 ) -> None:
@@ -419,6 +419,7 @@ def test_a_rank_that_dies_in_a_collective_is_named_and_ends_the_group(
     run(two_ranks.close())
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_counts_as_died(model_path: Path, run: Run, ray_cluster: Any) -> None:
     """Its peer waits for it in a collective. The group ends with a death, not an error of the
     code."""

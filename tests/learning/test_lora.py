@@ -128,7 +128,11 @@ def plain_loop(model_path: Path, lora: LoraConfig, seed: int) -> tuple[list[floa
 
 @pytest.mark.parametrize(
     ("world_size", "dora"),
-    [(1, False), (1, True), *(pytest.param(2, dora, marks=pytest.mark.slow) for dora in (0, 1))],
+    [
+        (1, False),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        *(pytest.param(2, dora, marks=pytest.mark.slow) for dora in (0, 1)),
+    ],
     ids=["lora", "dora", "lora-two", "dora-two"],
 )
 def test_steps_checkpoints_and_exports_are_those_of_a_plain_loop(

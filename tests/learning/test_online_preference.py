@@ -174,6 +174,7 @@ def two_ranks(model_path: Path) -> list[SimpleNamespace]:
     return on_ranks(2, observed, model_path)
 
 
+@pytest.mark.slow
 def test_margins_are_reported_by_the_staleness_of_the_older_side(
     two_ranks: list[SimpleNamespace], model_path: Path
 ) -> None:

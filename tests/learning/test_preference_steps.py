@@ -244,8 +244,8 @@ def one_rank(model_path: Path, tables: Tables) -> SimpleNamespace:
     scope="module",
     params=[
         (2, 1, ("sigmoid", "weighted", "kto", "sft")),
-        (2, 2, ("smoothed, with ce", "kto", "sft")),
-        pytest.param((4, 2, CASES), marks=pytest.mark.slow),
+        pytest.param((2, 2, ("smoothed, with ce", "kto", "sft")), marks=pytest.mark.slow),
+        pytest.param((4, 2, CASES), marks=pytest.mark.faults),
     ],
     ids=["two ranks", "two ranks that share rows", "two pairs of ranks"],
 )

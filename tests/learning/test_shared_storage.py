@@ -44,8 +44,13 @@ asyncio.run(main(Config.model_validate(json.loads(sys.argv[2]))))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    "shared",
+    [
+        pytest.param(False, marks=pytest.mark.slow),
+        pytest.param(True, marks=pytest.mark.faults),
+    ],
+)
 def test_a_rank_whose_disk_is_not_shared_is_found_before_training(
     make_nodes: Callable[..., Nodes], tmp_path: Path, model_path: Path, shared: bool
 ) -> None:

@@ -287,7 +287,7 @@ def seeded(config: Config) -> tuple[Any, Sample]:
 @pytest.mark.parametrize(
     ("optimizer", "bound", "steps", "advantage"),
     [
-        ("sgd", 1e-4, STEPS, "grpo"),
+        pytest.param("sgd", 1e-4, STEPS, "grpo", marks=pytest.mark.slow),
         ("adamw", 1e-3, STEPS, "grpo"),
         pytest.param("sgd", 1e-4, 6, "remax", marks=pytest.mark.slow),
     ],
@@ -353,7 +353,7 @@ def engine_alone(ray_cluster: Any, generators: Any, engine_starts: list[str]) ->
         ray_cluster.kill(actor)
 
 
-@pytest.mark.parametrize("through", ["serve", pytest.param("engine", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("through", ["serve", pytest.param("engine", marks=pytest.mark.faults)])
 @pytest.mark.timeout(900)
 def test_three_steps_on_vllm_equal_a_plain_loop_with_vllm(
     ray_cluster: Any,

@@ -190,6 +190,7 @@ TWO_RANKS = {"gpt_oss": {}, "nemotron_h": {"gradient_checkpointing": True}}
 STEPS = 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_with_uneven_work_learn_the_same_as_one(
     saved: Callable[[str], Path],

@@ -56,10 +56,13 @@ def trained(config: Config, run: Run) -> tuple[list[float], np.ndarray]:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("family", "optimizer", "learning_rate"), [("qwen3", "sgd", 0.1), ("llama", "adamw", 1e-3)]
+    ("family", "optimizer", "learning_rate"),
+    [
+        pytest.param("qwen3", "sgd", 0.1, marks=pytest.mark.slow),
+        pytest.param("llama", "adamw", 1e-3, marks=pytest.mark.faults),
+    ],
 )
 def test_one_rank_and_two_agree_over_twenty_steps(
     ray_cluster: Any,
@@ -138,7 +141,7 @@ def one_by_one(model: PreTrainedModel, rows: list[tuple[list[int], list[int]]]) 
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_ranks_with_different_numbers_of_chunks_do_not_wait_for_each_other(
     ray_cluster: Any, run: Run, tmp_path: Path, tied: bool
 ) -> None:

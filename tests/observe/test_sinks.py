@@ -69,6 +69,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_mlflow_in_a_file(tmp_path: Path) -> None:
     write(tmp_path, "mlflow")

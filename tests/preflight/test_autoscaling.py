@@ -19,7 +19,7 @@ BIN = Path(sys.executable).parent
 SCRIPT = """
 import asyncio, json, sys, time
 import ray
-from asyncrl.preflight import placement
+from asyncrl.run.cluster import placement
 from asyncrl.config import Config
 from asyncrl.contracts.errors import PlacementError
 

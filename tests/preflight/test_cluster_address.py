@@ -119,7 +119,7 @@ def test_ctrl_c_ends_the_wait(tmp_path: Path):
     with socket.create_server((LOOPBACK, 0)) as server:
         environment = {**os.environ, "RAY_ADDRESS": f"{LOOPBACK}:{server.getsockname()[1]}"}
         code = (
-            "import sys; from asyncrl.preflight import cluster_address as c; c.ANSWER_S = 600;"
+            "import sys; from asyncrl.run.cluster import cluster_address as c; c.ANSWER_S = 600;"
             " print('asking', flush=True); c.answering_cluster()"
         )
         process = subprocess.Popen(

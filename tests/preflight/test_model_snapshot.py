@@ -168,6 +168,7 @@ def output_of(process):
     return out.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_eight_concurrent_processes_download_a_model_once(hub, ask, tiny_model):
     places = {output_of(process) for process in [ask() for _ in range(8)]}
     (place,) = places

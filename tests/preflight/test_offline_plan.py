@@ -160,9 +160,12 @@ def test_tensors_without_a_place_are_refused_in_every_objective_and_the_referenc
     pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 4
     train, rows = (written(tmp_path / f"{len(kind)}.jsonl", kind) for kind in (pairs, ROWS))
     for objective, data in (("sft", rows), ("dpo", train), ("reward_model", train)):
-        with pytest.raises(ConfigError, match=rf"^model\.path = .* tensor '{name}' has no place"):
+        with pytest.raises(
+            ConfigError, match=rf"^model\.path = .* tensor '{name}' has no parameter"
+        ):
             plan(data, objective=objective, model={"path": other})
-    with pytest.raises(ConfigError, match=rf"^dpo\.ref_load = .* tensor '{name}' has no place"):
+    missing = rf"^dpo\.ref_load = .* tensor '{name}' has no parameter"
+    with pytest.raises(ConfigError, match=missing):
         plan(train, objective="dpo", dpo={"ref_load": other})
 
 

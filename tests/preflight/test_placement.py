@@ -313,7 +313,7 @@ def test_a_demand_that_is_partly_placed_frees_its_part_for_fewer_replicas(nodes_
     monkeypatch.setattr(placement, "cluster_nodes", two_nodes)
     monkeypatch.setattr(placement, "GIVEN_BACK_S", 0.2)
     engines = config(
-        generator={**RANGE, "tensor_parallel_size": 2, "nnodes": 2}, placement_timeout_s=0.05
+        generator={**RANGE, "tensor_parallel_size": 2, "nnodes": 2}, placement_timeout_s=0.5
     )
     chosen, _ = asyncio.run(wait_for_resources(engines))
     assert chosen.generator.num_replicas == 3 and calls == [("demand", 4), "removed"]
@@ -325,11 +325,11 @@ def test_after_the_timeout_fewer_than_min_replicas_are_refused(nodes_seen, gener
     with pytest.raises(
         PlacementError,
         match=(
-            r"too small for this run after placement_timeout_s = 0\.05 s \(CPU: 4\.7 needed, 2"
+            r"too small for this run after placement_timeout_s = 0\.5 s \(CPU: 4\.7 needed, 2"
             r" registered"
         ),
     ) as error:
-        asyncio.run(wait_for_resources(config(generator=generator, placement_timeout_s=0.05)))
+        asyncio.run(wait_for_resources(config(generator=generator, placement_timeout_s=0.5)))
     assert not isinstance(error.value, PartDiedError) and calls == [("demand", 4), "removed"]
 
 

@@ -70,7 +70,7 @@ import asyncio, contextlib, json, os, sys, time
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group
-from asyncrl.preflight import placement
+from asyncrl.run.cluster import placement
 from asyncrl.config import Config, ConfigError
 from asyncrl.contracts.errors import PlacementError
 from asyncrl.preflight.resources.needs import run_needs, shortages

@@ -171,6 +171,7 @@ def test_a_slow_reward_holds_back_no_other_group(ray_cluster, tmp_path):
     assert sorted(ordinals[:10]) == list(range(2, 12)) and ordinals[10] == 1
 
 
+@pytest.mark.slow
 def test_policies_drop_group_and_fail(ray_cluster, tmp_path):
     async def scenario(policy):
         async with Station(

@@ -43,7 +43,9 @@ print("ENDED")
 """
 
 
-@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["unprotected"], 1)])
+@pytest.mark.parametrize(
+    ("arguments", "code"), [([], 0), pytest.param(["unprotected"], 1, marks=pytest.mark.slow)]
+)
 def test_garbage_with_references_does_not_end_the_process(arguments: list[str], code: int) -> None:
     """Where garbage is collected during the shutdown, Ray ends the process."""
     done = subprocess.run(

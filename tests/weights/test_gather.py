@@ -138,7 +138,7 @@ CASES = {
 }
 
 
-SHORTER = ("two ranks", "two ranks, split experts")
+SHORTER = ("two ranks, split experts",)
 """Cases of `make test-all`; `make faults` runs the others."""
 
 
