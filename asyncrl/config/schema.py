@@ -201,7 +201,7 @@ class DataConfig(Section):
     count it."""
     shuffle: bool = True
     """Shuffle each epoch, seeded by (seed, epoch). False keeps the order of the files; weighted
-    sources then take turns."""
+    sources then take shifts."""
 
 
 class KeptTokens(TypedDict):
@@ -619,7 +619,7 @@ class GeneratorConfig(Section):
     """KV cache of one engine on CPU, in bytes, over all its worker processes."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Fraction of the GPU memory that one engine uses (device: cuda). Default: 0.9; with
-    `placement: share` 0.35; with `placement: colocate`, in the generators' turn, 0.85."""
+    `placement: share` 0.35; with `placement: colocate`, in the generators' shift, 0.85."""
     in_flight: Literal["keep", "recompute", "drain"] = "recompute"
     """How generations in flight at a weight update continue. `keep`: with the old KV cache.
     `recompute`: after recomputing the KV cache. `drain`: they finish before the update."""

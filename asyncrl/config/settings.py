@@ -35,14 +35,14 @@ LEARNING_RATE = 1e-6
 RANK_SHARES = {"share": 0.5}
 ENGINE_SHARES = {"share": 0.35, "colocate": 0.85}
 """Placement → gpu_memory_utilization of a rank or an engine on GPUs. The rest is for CUDA itself,
-and with `share` for a reference policy. With `colocate` each side has the GPU in its turn."""
+and with `share` for a reference policy. With `colocate` each side has the GPU in its shift."""
 REFERENCE_SHARE = 0.1
 """gpu_memory_utilization of a reference policy or teacher with `share`."""
 
-RANK_IN_TURNS, REPLICA_IN_TURNS = 0.6, 0.4
-"""GPUs that a rank and a replica declare to Ray when they take turns. The numbers say nothing about
-memory: one rank and one replica fit on a GPU, and two ranks, or a rank and two replicas, do not.
-Two replicas fit on a GPU without a rank, so Ray needs as many GPUs as ranks."""
+RANK_IN_SHIFTS, REPLICA_IN_SHIFTS = 0.6, 0.4
+"""GPUs that a rank and a replica declare to Ray when they take shifts. The numbers say nothing
+about memory: one rank and one replica fit on a GPU, and two ranks, or a rank and two replicas, do
+not. Two replicas fit on a GPU without a rank, so Ray needs as many GPUs as ranks."""
 
 
 class Settings(RunSettings):
@@ -54,7 +54,7 @@ class Settings(RunSettings):
     placement: Literal["decoupled", "colocate", "share"] = "decoupled"
     """`decoupled`: generators and learner have devices of their own and work at the same time.
     `share`: they work at the same time on the same devices, and each has a fraction of a GPU's
-    memory. `colocate`: they use the same devices and take turns, so the staleness is 0. Generators
+    memory. `colocate`: they use the same devices and take shifts, so the staleness is 0. Generators
     rest while the learner steps. On a GPU, the side that waits frees its memory."""
     data: DataConfig
     rollout: RolloutConfig
@@ -167,7 +167,7 @@ class Settings(RunSettings):
     @property
     def rank_gpus(self) -> float:
         if self.takes_shifts_on_gpus:
-            return RANK_IN_TURNS
+            return RANK_IN_SHIFTS
         return self._gpus(self.learner.device, self.rank_share)
 
     @property
@@ -176,7 +176,7 @@ class Settings(RunSettings):
         nodes."""
         generator = self.engines
         if self.takes_shifts_on_gpus:
-            return REPLICA_IN_TURNS
+            return REPLICA_IN_SHIFTS
         return self._gpus(generator.device, self.engine_share, float(generator.workers_per_node))
 
     @property
@@ -193,12 +193,12 @@ class Settings(RunSettings):
 
     @property
     def takes_shifts_on_gpus(self) -> bool:
-        """Whether generators and learner take turns on the same GPUs."""
+        """Whether generators and learner take shifts on the same GPUs."""
         return self.placement == "colocate" and self.learner.device == "cuda"
 
     @property
     def replicas_share_gpus(self) -> bool:
-        """Whether a GPU of a replica is also a rank's, at the same time or in turns."""
+        """Whether a GPU of a replica is also a rank's, at the same time or in shifts."""
         return self.shares_gpus or self.takes_shifts_on_gpus
 
     def _gpus(self, device: str, fraction: float, alone: float = 1.0) -> float:

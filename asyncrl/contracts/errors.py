@@ -39,7 +39,7 @@ class EngineDiedError(StaleReplicaError):
 
 
 class GpuMemoryError(RuntimeError):
-    """A side that takes its turn on a GPU finds too little free memory there. Nothing has changed.
+    """A side that takes its shift on a GPU finds too little free memory there. Nothing has changed.
     The message is one line with both sides' bytes and the setting to change."""
 
 

@@ -103,7 +103,7 @@ class Learner(Protocol):
 
 
 class SharedDevice(Protocol):
-    """The learner on GPUs that generators use in their turns. Between `leave_device` and
+    """The learner on GPUs that generators use in their shifts. Between `leave_device` and
     `take_device`, nothing else may call the learner."""
 
     async def take_device(self) -> None:

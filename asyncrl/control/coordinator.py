@@ -13,11 +13,11 @@ With several replicas, an evaluation reserves one. That replica keeps its versio
 continues to the others. With a single replica, publishing waits for the evaluation. With
 `evaluate_in_flight`, publishing never waits, and versions may change during an evaluation.
 
-With `colocate`, generators and learner use the same devices and take turns. In the learner's turn
+With `colocate`, generators and learner use the same devices and take shifts. In the learner's shift
 the generators rest: no group is admitted, no evaluation runs, and unfinished completions stay as
 they are. The learner steps, saves and gathers. Then publishing applies the version to the resting
-generators, wakes them, and so gives them the turn. The learner's next turn waits for a batch and
-for the evaluations that are due. On GPUs, the learner's states are on the device in its turn only:
+generators, wakes them, and so gives them the shift. The learner's next shift waits for a batch and
+for the evaluations that are due. On GPUs, the learner's states are on the device in its shift only:
 the generators leave it before, and take it after.
 
 `stop` ends the run early, after the step in progress and with a checkpoint.
@@ -56,14 +56,14 @@ from asyncrl.control.concurrency import Concurrency
 from asyncrl.control.staleness import Staleness
 from asyncrl.runtime.failures import unforeseen
 
-Turn: TypeAlias = Literal[
+Shift: TypeAlias = Literal[
     "generators", "going to rest", "taking", "learner", "leaving", "publishing", "waking"
 ]
-"""Whose turn it is with `colocate`. "going to rest": the learner's, once all replicas rest.
+"""Whose shift it is with `colocate`. "going to rest": the learner's, once all replicas rest.
 "taking" and "leaving": the learner loads its states onto the GPU, and frees the GPU's memory.
 "waking": the generators', once they are awake."""
 
-LearnerTurn: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
+LearnerShift: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
 """A context in which the learner may compute."""
 
 
@@ -96,7 +96,7 @@ class Schedule:
     """Evaluate while versions change: an evaluation reserves no replica and does not block
     publishing."""
     colocate: bool = False
-    """Generators and learner use the same devices and take turns. Needs a staleness bound of 0."""
+    """Generators and learner use the same devices and take shifts. Needs a staleness bound of 0."""
 
 
 class LogprobCheck(Protocol):
@@ -106,9 +106,9 @@ class LogprobCheck(Protocol):
         """Compute the learner's log-probs. Called between two steps."""
         ...
 
-    async def after_commit(self, version: int, learner_turn: LearnerTurn) -> Mapping[str, float]:
+    async def after_commit(self, version: int, learner_shift: LearnerShift) -> Mapping[str, float]:
         """Compute the generators' log-probs and return metrics of the difference. The learner
-        computes only within `learner_turn`.
+        computes only within `learner_shift`.
 
         Raises:
             RuntimeError: the difference exceeds the tolerance.
@@ -137,7 +137,7 @@ class Parts:
     """The stations, as the protocols that the coordinator needs. `checkpoints`, `evaluate`,
     `check`, `concurrency`, `reference` and `device` are optional. Without `concurrency`, only the
     pace limits running groups. `reference` is there if the reference policy is refreshed, and
-    `device` if learner and generators take turns on GPUs."""
+    `device` if learner and generators take shifts on GPUs."""
 
     prompts: PromptSource
     rollouts: Rollouts
@@ -181,7 +181,7 @@ class Coordinator:
         self.evaluation: UnderEvaluation | None = None
         self.evaluation_lost = False
         """Whether the last evaluation lost its replica."""
-        self.turn: Turn = "generators"
+        self.shift: Shift = "generators"
         self.saved_version = state.version
         """Version of the newest checkpoint, or with which the attempt began."""
         self.stopping = False
@@ -193,7 +193,7 @@ class Coordinator:
         self.evaluations_due = {0} if state.version == 0 else set(state.evaluations_due)
         self._condition = asyncio.Condition()
         self._shift_times: dict[str, float] = {}
-        """Seconds in which the turn changed hands since the last step."""
+        """Seconds in which the shift changed since the last step."""
         self._given_up: list[int] = []
         """Groups dropped while they waited to be scored. Their rollout worker may forget them."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -283,7 +283,7 @@ class Coordinator:
         ) * staleness.groups_per_step + staleness.over_sampling
         if progress.committed < self.first_version or len(self.buffer) >= needed:
             return False
-        if self.turn != "generators":
+        if self.shift != "generators":
             return False
         limit = self.parts.concurrency
         if limit is not None and not limit.may_run(self.buffer.running):
@@ -619,7 +619,7 @@ class Coordinator:
         if self.in_publication is None:
             return self.learning_done
         if self.schedule.colocate:
-            return self.turn == "publishing"
+            return self.shift == "publishing"
         return not self.publishing_blocked
 
     async def _push(self, manifest: Manifest) -> PushReport:
@@ -716,11 +716,11 @@ class Coordinator:
     def _evaluation_due(self) -> bool:
         return any(due <= self.progress.committed for due in self.evaluations_due)
 
-    # turns of `colocate`: generators → learner → publishing → generators. Without it, the turn
+    # Shifts of `colocate`: generators → learner → publishing → generators. Without it, the shift
     # stays with the generators, and nothing rests.
 
     async def _take_shift(self) -> None:
-        """Begin the learner's turn, once the generators' last version has been checked and every
+        """Begin the learner's shift, once the generators' last version has been checked and every
         evaluation that is due has ended. A run that stops does not wait for evaluations."""
         if not self.schedule.colocate:
             return
@@ -731,12 +731,12 @@ class Coordinator:
                 and (self.stopping or not self._evaluation_due())
             )
         ):
-            self.turn = "going to rest"
+            self.shift = "going to rest"
         await self._rest_generators()
 
     async def _end_shift(self) -> None:
-        """End the learner's turn: with the publication of what it gathered, or, after a skipped
-        step, with the generators' turn."""
+        """End the learner's shift: with the publication of what it gathered, or, after a skipped
+        step, with the generators' shift."""
         if not self.schedule.colocate:
             return
         await self._leave_device()
@@ -744,7 +744,7 @@ class Coordinator:
             await self._wake_generators()
         else:
             async with self._changing():
-                self.turn = "publishing"
+                self.shift = "publishing"
 
     async def _rest_generators(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -752,11 +752,11 @@ class Coordinator:
         await self.parts.weights.rest()
         if self.parts.device is not None:
             async with self._changing():
-                self.turn = "taking"
+                self.shift = "taking"
             await self.parts.device.take_device()
         self._shift_times["time/rest_s"] = clock() - started
         async with self._changing():
-            self.turn = "learner"
+            self.shift = "learner"
 
     async def _leave_device(self) -> None:
         if not self.schedule.colocate:
@@ -765,7 +765,7 @@ class Coordinator:
         started = clock()
         if self.parts.device is not None:
             async with self._changing():
-                self.turn = "leaving"
+                self.shift = "leaving"
             await self.parts.device.leave_device()
         self._shift_times["time/wake_s"] = clock() - started
 
@@ -773,17 +773,17 @@ class Coordinator:
         if not self.schedule.colocate:
             return
         async with self._changing():
-            self.turn = "waking"
+            self.shift = "waking"
         clock = asyncio.get_running_loop().time
         started = clock()
         await self.parts.weights.wake()
         self._shift_times["time/wake_s"] += clock() - started
         async with self._changing():
-            self.turn = "generators"
+            self.shift = "generators"
 
     @asynccontextmanager
     async def _generators_rest(self) -> AsyncIterator[None]:
-        """Let the learner compute in the middle of the generators' turn. Nothing else generates
+        """Let the learner compute in the middle of the generators' shift. Nothing else generates
         then, because a version is in publication."""
         if self.schedule.colocate:
             await self._rest_generators()

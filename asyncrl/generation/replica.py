@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-TURN_EVERY_S = 0.5
+SHIFT_EVERY_S = 0.5
 """Seconds between two questions whether the learner has left the GPU."""
 
 REGISTRY_S = 5.0
@@ -330,17 +330,17 @@ class Generator:
             await self.apply_shift()
 
     async def apply_shift(self) -> bool:
-        """Rest if the version registry says that it is the learner's turn, and wake if it says
+        """Rest if the version registry says that it is the learner's shift, and wake if it says
         that it is not. Returns whether the engine rests."""
 
         async def follow() -> bool:
-            # A replica that still takes a version must not hold up the learner's turn.
-            if self._taking and await self._ask_registry("learner_turn"):
+            # A replica that still takes a version must not hold up the learner's shift.
+            if self._taking and await self._ask_registry("learner_shift"):
                 return self.engine.rest.rests
             async with self._lock:
-                turn = await self._ask_registry("learner_turn")
-                if turn is not None:
-                    await (self.engine.rest.begin() if turn else self.engine.rest.end())
+                shift = await self._ask_registry("learner_shift")
+                if shift is not None:
+                    await (self.engine.rest.begin() if shift else self.engine.rest.end())
                 return self.engine.rest.rests
 
         return await self._to_the_end(follow())
@@ -354,7 +354,7 @@ class Generator:
                 return
             if on_device is None:
                 logger.warning("the version registry does not say who has the GPU; asking again")
-            await asyncio.sleep(TURN_EVERY_S)
+            await asyncio.sleep(SHIFT_EVERY_S)
 
     async def status(self) -> ReplicaStatus:
         """The state of this replica, its weights and its engine."""
@@ -425,10 +425,10 @@ class Generator:
             )
 
     async def _apply_missed_shift(self) -> None:
-        """Follow a turn whose announcement this replica missed, because Serve did not list it yet.
+        """Follow a shift whose announcement this replica missed, because Serve did not list it yet.
         Does not wait for the engine."""
-        turn = await self._ask_registry("learner_turn")
-        if turn not in (None, self.engine.rest.rests) and not self._lock.locked():
+        shift = await self._ask_registry("learner_shift")
+        if shift not in (None, self.engine.rest.rests) and not self._lock.locked():
             following = asyncio.ensure_future(self.apply_shift())
             self._changes.add(following)
             following.add_done_callback(self._followed)
@@ -436,7 +436,7 @@ class Generator:
     def _followed(self, following: asyncio.Future[bool]) -> None:
         self._changes.discard(following)
         if not following.cancelled() and (error := following.exception()) is not None:
-            logger.warning("replica %s did not follow the turn: %s", self.replica, error)
+            logger.warning("replica %s did not follow the shift: %s", self.replica, error)
 
     async def _newest_published(self) -> WeightsId | None:
         """The version registry's newest weights; None if it has none or does not answer."""

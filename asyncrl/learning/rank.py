@@ -66,18 +66,18 @@ class LearnerRank:
         self.attempt = attempt
         self.versions: dict[int, list[ray.ObjectRef[np.ndarray]]] = {}
         """Version → references of its published buckets. Empty on all ranks except rank 0."""
-        self._turns = device_shifts(state)
+        self._shifts = device_shifts(state)
         """Moves the states off the GPU and back. None: the states stay on their device."""
 
     def take_device(self) -> None:
         """See `asyncrl.learning.engine.shifts.DeviceShifts.take`."""
-        if self._turns is not None:
-            self._turns.take()
+        if self._shifts is not None:
+            self._shifts.take()
 
     def leave_device(self) -> None:
         """See `asyncrl.learning.engine.shifts.DeviceShifts.leave`."""
-        if self._turns is not None:
-            self._turns.leave()
+        if self._shifts is not None:
+            self._shifts.leave()
 
     def step(self, refs: Sequence[tuple[ray.ObjectRef[bytes], int] | pa.Table]) -> StepResult:
         """Take one step on a batch of scored groups: a policy step, or one of online DPO.

@@ -56,7 +56,8 @@ class LearnerSpec:
     rank_gpus: float
     """GPUs that one rank declares to Ray, a fraction where it shares one; 0 on the CPU."""
     engine_share: float | None = None
-    """Fraction of the GPU's memory of an engine that uses it in its turns. None: no engine does."""
+    """Fraction of the GPU's memory of an engine that uses it in its shifts. None: no engine
+    does."""
     dpo: DpoConfig | None = None
     """Preference steps on a dataset; None = the run takes none."""
     reward_model: RewardModelConfig | None = None

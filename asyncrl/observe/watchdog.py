@@ -56,16 +56,16 @@ def current_stage(coordinator: Coordinator) -> Stage:
     progress, buffer = coordinator.progress, coordinator.buffer
     training = buffer.training
     unscored = len(buffer) - buffer.running - buffer.ready - training
-    if coordinator.turn == "going to rest":
-        return Stage("generation", "the replicas to rest, so that the learner has its turn")
-    if coordinator.turn == "taking":
+    if coordinator.shift == "going to rest":
+        return Stage("generation", "the replicas to rest, so that the learner has its shift")
+    if coordinator.shift == "taking":
         return Stage("learning", "the ranks to load their states onto the GPU")
-    if coordinator.turn == "leaving":
+    if coordinator.shift == "leaving":
         return Stage("learning", "the ranks to leave the GPU")
-    if coordinator.turn == "waking":
+    if coordinator.shift == "waking":
         return Stage("generation", "the replicas to wake, so that groups are generated again")
-    waits_for_turn = coordinator.schedule.colocate and coordinator.turn == "generators"
-    if training and not waits_for_turn:
+    waits_for_shift = coordinator.schedule.colocate and coordinator.shift == "generators"
+    if training and not waits_for_shift:
         return Stage("learning", f"a step on {training} groups at version {progress.version}")
     evaluation = coordinator.evaluation
     if evaluation is not None and (evaluation.blocks_publishing or coordinator.publishing_done):

@@ -249,7 +249,7 @@ async def launch_stations(
         reference = _start_reference(config, directory.reference, stack)
         if config.replicas_share_gpus:
             # An engine measures the free memory of its GPU while it starts. The others must not
-            # allocate theirs meanwhile, and a learner that takes turns has left the GPU.
+            # allocate theirs meanwhile, and a learner that takes shifts has left the GPU.
             await _started_alone(config, app_name, learner_start, reference)
         handle, watcher = await _generator_handle(config, app_name, across)
         kept = directory.path / "kept"

@@ -23,7 +23,7 @@ from asyncrl.contracts.outcomes import NOT_FINITE, Outcome
 from asyncrl.contracts.protocols import Learner, Scores, TableRow
 from asyncrl.contracts.rows import Prompt
 from asyncrl.contracts.state import State
-from asyncrl.control.coordinator import LearnerTurn
+from asyncrl.control.coordinator import LearnerShift
 from asyncrl.runtime.files.shared import Written, size_and_checksum
 
 Latency = Callable[[int], float]
@@ -566,13 +566,13 @@ class FakeLogprobCheck:
     async def at_gather(self, version: int) -> None:
         self.learner_side.append(version)
 
-    async def after_commit(self, version: int, learner_turn: LearnerTurn) -> Mapping[str, float]:
+    async def after_commit(self, version: int, learner_shift: LearnerShift) -> Mapping[str, float]:
         if version != self.learner_side[-1]:
             raise AssertionError(
                 f"generators were checked at {version}, the learner at {self.learner_side[-1]}"
             )
         if not self.generator_side:
-            async with learner_turn():
+            async with learner_shift():
                 await asyncio.sleep(0)
         self.generator_side.append(version)
         if version == self.fails_at:

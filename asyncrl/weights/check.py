@@ -77,11 +77,11 @@ class ProbeCheck:
             self._learner_side = await self.learner.logprobs(self.probes)
 
     async def after_commit(
-        self, version: int, learner_turn: Callable[[], AbstractAsyncContextManager[None]]
+        self, version: int, learner_shift: Callable[[], AbstractAsyncContextManager[None]]
     ) -> Mapping[str, float]:
         """Score the probes with the generators and compare. Returns the metrics of `compare`.
 
-        At the first version the learner scores the probes here, within `learner_turn`.
+        At the first version the learner scores the probes here, within `learner_shift`.
 
         Raises:
             RuntimeError: a replica differs by more than the tolerance.
@@ -93,7 +93,7 @@ class ProbeCheck:
             )
         else:
             generators_side = [await self._sample(weights)]
-            async with learner_turn():
+            async with learner_shift():
                 self._learner_side = await self.learner.logprobs(self.probes, self.temperature)
         metrics = compare(self._learner_side, generators_side)
         difference = metrics[f"check/logprob_{self.statistic}_diff"]

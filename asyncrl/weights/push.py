@@ -93,7 +93,7 @@ class ServeWeightSync:
         self._registry = registry
         self._timeout_s, self._grace_s, self._drains = push_timeout_s, commit_grace_s, drains
         self._last: Manifest | None = None
-        self._learner_turn: bool | None = None
+        self._learner_shift: bool | None = None
         self._learner_on_device = False
         self._behind: Counter[str] = Counter()
         """Replicas that did not apply the last push in time, `SILENT` for each that did not answer.
@@ -193,7 +193,7 @@ class ServeWeightSync:
         Raises:
             RuntimeError: a replica did not rest within weights.push_timeout_s.
         """
-        await self._change_turn(True)
+        await self._change_shift(True)
         await self._tell_device(True)
 
     async def wake(self) -> None:
@@ -203,17 +203,17 @@ class ServeWeightSync:
             RuntimeError: a replica did not wake within weights.push_timeout_s.
         """
         await self._tell_device(False)
-        await self._change_turn(False)
+        await self._change_shift(False)
 
-    async def _change_turn(self, learner: bool) -> None:
-        """Make every live replica follow the version registry's turn. At a wake, half of them are
+    async def _change_shift(self, learner: bool) -> None:
+        """Make every live replica follow the version registry's shift. At a wake, half of them are
         enough: the others wake by themselves. A replica that has died counts no longer once Serve
         has noticed. Its successor asks the version registry."""
-        self._learner_turn = learner
+        self._learner_shift = learner
         deadline, reason = time.monotonic() + self._timeout_s, "no replica answered"
         while (remaining := deadline - time.monotonic()) > 0:
             try:
-                await asyncio.wait_for(self._tell_turn(), remaining)
+                await asyncio.wait_for(self._tell_shift(), remaining)
                 answers = await ask_all(
                     self._handle,
                     "apply_shift",
@@ -238,8 +238,8 @@ class ServeWeightSync:
             f" {self._timeout_s:g}: {reason}"
         )
 
-    async def _tell_turn(self) -> None:
-        await self._registry.set_learner_turn.remote(self._learner_turn)
+    async def _tell_shift(self) -> None:
+        await self._registry.set_learner_shift.remote(self._learner_shift)
 
     async def _tell_device(self, learner: bool) -> None:
         """Tell the version registry whether the learner takes the device. A registry that does not
@@ -265,8 +265,8 @@ class ServeWeightSync:
             # The version registry may be starting, or have a newer version by now.
             with contextlib.suppress(ray.exceptions.RayError):
                 await self._registry.set_learner_on_device.remote(self._learner_on_device)
-                if self._learner_turn is not None:
-                    await self._tell_turn()
+                if self._learner_shift is not None:
+                    await self._tell_shift()
                 if self._last is not None:
                     await self._registry.announce.remote(self._last)
 

@@ -43,7 +43,7 @@ class VersionRegistry:
         """`holder` describes this job to other jobs that want the application."""
         self._holder = holder
         self._manifest: Manifest | None = None
-        self._learner_turn: bool | None = None
+        self._learner_shift: bool | None = None
         self._learner_on_device = None if _restarted() else False
 
     def announce(self, manifest: Manifest) -> None:
@@ -65,18 +65,18 @@ class VersionRegistry:
         self._manifest = manifest
 
     def withdraw(self) -> None:
-        """Forget the current version until the next is announced, and end the learner's turn.
+        """Forget the current version until the next is announced, and end the learner's shift.
         Called when the learner that published it has ended: its buckets are lost."""
         self._manifest = None
-        self._learner_turn = self._learner_on_device = False
+        self._learner_shift = self._learner_on_device = False
 
-    def set_learner_turn(self, turn: bool) -> None:
+    def set_learner_shift(self, shift: bool) -> None:
         """Say whether the learner uses the devices now, so that the replicas must rest."""
-        self._learner_turn = turn
+        self._learner_shift = shift
 
-    def learner_turn(self) -> bool | None:
+    def learner_shift(self) -> bool | None:
         """Whether the replicas must rest. None if nobody has said so since this process started."""
-        return self._learner_turn
+        return self._learner_shift
 
     def set_learner_on_device(self, on_device: bool) -> None:
         """Say whether the learner's states are on the GPUs that replicas use too."""

@@ -97,28 +97,28 @@ MUTANTS = [
         "",
     ),
     Mutant(
-        "the learner's turn begins during an evaluation",
+        "the learner's shift begins during an evaluation",
         COORDINATOR,
         "and (self.stopping or self.evaluation is None)\n"
         "                and (self.stopping or not self._evaluation_due())\n",
         "",
     ),
     Mutant(
-        "the learner's turn begins before the generators rest",
+        "the learner's shift begins before the generators rest",
         COORDINATOR,
-        '            self.turn = "going to rest"\n        await self._rest_generators()\n',
-        '            self.turn = "going to rest"\n',
+        '            self.shift = "going to rest"\n        await self._rest_generators()\n',
+        '            self.shift = "going to rest"\n',
     ),
     Mutant(
-        "a group is admitted in the learner's turn",
+        "a group is admitted in the learner's shift",
         COORDINATOR,
-        'if self.turn != "generators":',
+        'if self.shift != "generators":',
         "if False:",
     ),
     Mutant(
-        "publishing does not wait for the end of the learner's turn",
+        "publishing does not wait for the end of the learner's shift",
         COORDINATOR,
-        'return self.turn == "publishing"',
+        'return self.shift == "publishing"',
         "return True",
     ),
     Mutant(
@@ -134,7 +134,7 @@ MUTANTS = [
         "yield",
     ),
     Mutant(
-        "the learner stays on the device in the generators' turn",
+        "the learner stays on the device in the generators' shift",
         COORDINATOR,
         "await self._leave_device()\n        if self.in_publication",
         "if self.in_publication",

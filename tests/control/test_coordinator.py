@@ -764,10 +764,10 @@ def test_restored_groups_are_trained_first_and_keep_their_attempt():
 
 def test_restored_groups_are_trained_after_the_first_log_prob_check():
     class RecordsBatches(FakeLogprobCheck):
-        async def after_commit(self, version, learner_turn):
+        async def after_commit(self, version, learner_shift):
             await asyncio.sleep(0.01)
             checked.append((version, len(coordinator.parts.learner.batches)))
-            return await super().after_commit(version, learner_turn)
+            return await super().after_commit(version, learner_shift)
 
     checked = []
     state = State("run", 1, 5, 5, 20, (), waiting=((0, 20), (0, 21)))
@@ -1029,7 +1029,7 @@ def test_the_metrics_of_the_turns_hold_the_seconds_of_the_device():
             await asyncio.sleep(5)
             await super().take_device()
 
-    class Turns(FakeWeightSync):
+    class Shifts(FakeWeightSync):
         async def rest(self):
             await asyncio.sleep(2)
             await super().rest()
@@ -1040,14 +1040,14 @@ def test_the_metrics_of_the_turns_hold_the_seconds_of_the_device():
 
     learner = OnDevice(4, latency=3.0)
     learner.on_device = False
-    parts = {"learner": learner, "device": learner, "weights": Turns(latency=lambda _: 20.0)}
+    parts = {"learner": learner, "device": learner, "weights": Shifts(latency=lambda _: 20.0)}
     coordinator = make(
         steps=3, max_staleness=0, colocate=True, check=FakeLogprobCheck(), check_every=2, **parts
     )
     on_virtual_time(coordinator)
     steps = [row for event, *_, row in coordinator.parts.recorder.records if event == "step"]
-    turns = [(row["time/rest_s"], row["time/wake_s"]) for row in steps]
-    assert turns == [(pytest.approx(2 + 5), pytest.approx(3 + 1))] * 3
+    shifts = [(row["time/rest_s"], row["time/wake_s"]) for row in steps]
+    assert shifts == [(pytest.approx(2 + 5), pytest.approx(3 + 1))] * 3
 
 
 def test_a_rollout_that_its_station_cancels_is_one_groups_failure():

@@ -167,7 +167,7 @@ class Rollouts(FakeRollouts):
 
     async def rollout(self, prompt, committed):
         staleness, progress = self.coordinator.schedule.staleness, self.coordinator.progress
-        assert self.weights.awake.is_set(), "a group was admitted in the learner's turn"
+        assert self.weights.awake.is_set(), "a group was admitted in the learner's shift"
         outstanding = len(self.admitted) + 1 - sum(progress.ended.values())
         lag = progress.version - committed
         if staleness.on_stale == "drop":

@@ -192,7 +192,7 @@ def test_a_replica_that_stays_behind_too_long_is_replaced(
 
         registry = SimpleNamespace(
             newest=SimpleNamespace(remote=lambda: in_registry()),
-            learner_turn=SimpleNamespace(remote=lambda: nothing()),
+            learner_shift=SimpleNamespace(remote=lambda: nothing()),
         )
         monkeypatch.setattr(replica, "find_registry", lambda name: registry)
         for later in range(0, 1000, 100):

@@ -1,5 +1,5 @@
-"""Real replicas around stub engines in the learner's turn: they rest, take versions, and wake. One
-that starts in that turn rests too."""
+"""Real replicas around stub engines in the learner's shift: they rest, take versions, and wake. One
+that starts in that shift rests too."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_replicas_rest_take_a_version_and_wake(two: SimpleNamespace) -> No
         await sync.wake()
 
 
-async def test_a_replica_that_starts_in_the_learners_turn_rests(two: SimpleNamespace) -> None:
+async def test_a_replica_that_starts_in_the_learners_shift_rests(two: SimpleNamespace) -> None:
     sync, generate = ServeWeightSync(two.handle, two.registry, 60), ServeGenerate(two.handle)
 
     before = await generate.statuses()
@@ -88,7 +88,7 @@ async def test_a_replica_that_missed_the_end_of_the_turn_wakes_by_itself(
     sync, generate = ServeWeightSync(two.handle, two.registry, 60), ServeGenerate(two.handle)
 
     await sync.rest()
-    await two.registry.set_learner_turn.remote(False)
+    await two.registry.set_learner_shift.remote(False)
 
     async def awake() -> bool:
         return await rests(generate) == [False, False]
@@ -96,7 +96,7 @@ async def test_a_replica_that_missed_the_end_of_the_turn_wakes_by_itself(
     await until(awake)
 
 
-async def test_a_replica_that_fetches_a_version_does_not_hold_up_the_turns(
+async def test_a_replica_that_fetches_a_version_does_not_hold_up_the_shifts(
     two: SimpleNamespace, tmp_path: Path
 ) -> None:
     """Half of the replicas commit a version and wake. The other one still rests, so the learner

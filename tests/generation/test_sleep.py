@@ -120,8 +120,8 @@ async def test_a_rest_without_an_update_ends_with_the_same_weights() -> None:
     for _ in range(2):
         await engine.rest.begin()
         await engine.rest.end()
-    turn = ["sleep", "wake_up weights", "wake_up kv_cache", "resume_generation"]
-    assert llm.names == 2 * turn and engine.version == 0
+    shift = ["sleep", "wake_up weights", "wake_up kv_cache", "resume_generation"]
+    assert llm.names == 2 * shift and engine.version == 0
 
 
 async def test_an_awake_engine_takes_a_version_as_ever() -> None:
@@ -130,7 +130,7 @@ async def test_an_awake_engine_takes_a_version_as_ever() -> None:
     assert llm.names == ["pause_generation", *UPDATE, "resume_generation"]
 
 
-async def test_weights_that_came_late_leave_again_in_the_learners_turn() -> None:
+async def test_weights_that_came_late_leave_again_in_the_learners_shift() -> None:
     engine, llm = sleeping()
     await engine.rest.begin()
     await engine.updates.apply({}, 1)
@@ -155,7 +155,7 @@ async def test_memory_that_the_learner_still_holds_is_named_and_nothing_changes(
     with pytest.raises(GpuMemoryError) as refused:
         await (engine.rest.end() if moment == "wake" else engine.updates.apply({}, 1))
     assert str(refused.value) == (
-        "the generators' turn cannot begin: an engine needs back 56.00 GiB of GPU memory, but"
+        "the generators' shift cannot begin: an engine needs back 56.00 GiB of GPU memory, but"
         " 48.00 GiB of 80.00 GiB are free: the learner, and what stays of the engine, hold"
         " 32.00 GiB; lower generator.gpu_memory_utilization = 0.85"
     )
@@ -192,7 +192,7 @@ async def test_weights_on_the_host_are_not_read() -> None:
         await engine.updates.fingerprints()
 
 
-async def test_a_request_does_not_load_a_version_in_the_learners_turn() -> None:
+async def test_a_request_does_not_load_a_version_in_the_learners_shift() -> None:
     engine, llm = sleeping()
     await engine.rest.begin()
     late: Any = SimpleNamespace(
@@ -206,7 +206,7 @@ async def test_a_request_does_not_load_a_version_in_the_learners_turn() -> None:
 def test_an_engine_starts_once_the_learner_has_left_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replica_module, "TURN_EVERY_S", 0.001)
+    monkeypatch.setattr(replica_module, "SHIFT_EVERY_S", 0.001)
     answers, asked = [True, None, True, False], list[str]()
 
     async def registry(method: str, absent: Any) -> Any:

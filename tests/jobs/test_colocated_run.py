@@ -1,4 +1,4 @@
-"""Runs whose generators and learner take turns on the same devices."""
+"""Runs whose generators and learner take shifts on the same devices."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_turns_train_what_separate_sides_train(
     for name, run in runs.items():
         steps = run.records("step")
         assert len(steps) == STEPS and all(step["staleness/mean"] == 0 for step in steps)
-        turns = [step for step in steps if {"time/rest_s", "time/wake_s"} <= step.keys()]
-        assert len(turns) == (STEPS if name == "colocate" else 0)
+        shifts = [step for step in steps if {"time/rest_s", "time/wake_s"} <= step.keys()]
+        assert len(shifts) == (STEPS if name == "colocate" else 0)
         differences = [record["check/logprob_max_diff"] for record in run.records("logprob_check")]
         assert len(differences) == 5 and max(differences) <= 1e-4
         assert [record["version"] for record in run.records("evaluation")] == [0, 10, 20]

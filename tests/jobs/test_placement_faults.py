@@ -1,4 +1,4 @@
-"""Faults in each turn of `colocate`, faults with `share`, and resumes with another placement.
+"""Faults in each shift of `colocate`, faults with `share`, and resumes with another placement.
 Prints the recovery time of each."""
 
 from __future__ import annotations
@@ -158,20 +158,20 @@ def faults(
 
 @pytest.mark.faults
 @pytest.mark.timeout(2400)
-def test_deaths_in_each_turn(faults: Faults) -> None:
-    """A process that is stopped in the intended turn cannot end it, so each fault hits its turn."""
+def test_deaths_in_each_shift(faults: Faults) -> None:
+    """A process that is stopped in the intended shift cannot end it, so each fault hits it."""
     faults.start("colocate")
 
     engine = faults.generating()
     began = time.monotonic()
     engine.kill()
-    faults.recover("engine killed in the generators' turn", began)
+    faults.recover("engine killed in the generators' shift", began)
 
     rank, engine = faults.stopped(RANK, STEPPING), faults.process(ENGINE)
     began = time.monotonic()
     engine.kill()
     rank.resume()
-    faults.recover("engine killed at rest, in the learner's turn", began)
+    faults.recover("engine killed at rest, in the learner's shift", began)
     successor = faults.process(ENGINE)
     assert successor != engine
 
@@ -179,28 +179,28 @@ def test_deaths_in_each_turn(faults: Faults) -> None:
     began = time.monotonic()
     rank.kill()
     scoring.resume()
-    faults.recover("rank killed in the generators' turn", began, new_attempt=True)
+    faults.recover("rank killed in the generators' shift", began, new_attempt=True)
 
     rank = faults.stopped(RANK, STEPPING)
     began = time.monotonic()
     rank.kill()
-    faults.recover("rank killed in the learner's turn", began, new_attempt=True)
+    faults.recover("rank killed in the learner's shift", began, new_attempt=True)
     assert faults.run.having(ENGINE) == [successor], "the engine that rested serves on"
 
     faults.stopped(RANK, STEPPING)
-    faults.interrupt("in the learner's turn")
+    faults.interrupt("in the learner's shift")
     faults.finish("decoupled", max_staleness=0)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(2400)
-def test_signals_in_each_turn_and_resumes_between_placements(faults: Faults) -> None:
+def test_signals_in_each_shift_and_resumes_between_placements(faults: Faults) -> None:
     faults.start("decoupled")
     faults.interrupt("with decoupled")
 
     faults.start("colocate")
     faults.generating()
-    faults.interrupt("in the generators' turn")
+    faults.interrupt("in the generators' shift")
 
     faults.start("colocate")
     scoring = faults.stopped(SCORING, SCORED)

@@ -30,10 +30,10 @@ class NoPrompts(FakePrompts):
 
 
 FREE = Schedule(10**6, Staleness(1, 4))
-TURNS = Schedule(10**6, Staleness(0, 4), colocate=True)
+SHIFTS = Schedule(10**6, Staleness(0, 4), colocate=True)
 
 
-class Turns(FakeWeightSync):
+class Shifts(FakeWeightSync):
     """Hangs at the rest or the wake of this number."""
 
     def __init__(self, rest=None, wake=None):
@@ -78,14 +78,14 @@ class OnDevice(FakeLearner):
         await super().leave_device()
 
 
-class CheckInTurn:
-    """A log-prob check that computes in a turn of the learner."""
+class CheckInShift:
+    """A log-prob check that computes in a shift of the learner."""
 
     async def at_gather(self, version):
         return None
 
-    async def after_commit(self, version, learner_turn):
-        async with learner_turn():
+    async def after_commit(self, version, learner_shift):
+        async with learner_shift():
             return {}
 
 
@@ -179,18 +179,22 @@ async def evaluate_forever(version, replica):
         (
             "generation",
             "the replicas to rest",
-            {"weights": Turns(rest=1), "schedule": TURNS},
+            {"weights": Shifts(rest=1), "schedule": SHIFTS},
         ),
         (
             "generation",
             "the replicas to wake",
-            {"weights": Turns(wake=1), "schedule": TURNS},
+            {"weights": Shifts(wake=1), "schedule": SHIFTS},
         ),
         *(
             (
                 "learning",
                 waits_for,
-                {"learner": OnDevice(**{call: number}), "schedule": TURNS, "check": CheckInTurn()},
+                {
+                    "learner": OnDevice(**{call: number}),
+                    "schedule": SHIFTS,
+                    "check": CheckInShift(),
+                },
             )
             for call, waits_for in (
                 ("take", "the ranks to load their states onto the GPU"),

@@ -94,7 +94,7 @@ def test_shared_gpus_are_declared_as_fractions():
 
 def test_turns_on_gpus_need_a_gpu_for_each_rank_and_for_models_that_only_score():
     cuda = {"device": "cuda"}
-    turns = config(
+    shifts = config(
         placement="colocate",
         learner={**cuda, "world_size": 2},
         generator={**cuda, "num_replicas": 2},
@@ -103,54 +103,54 @@ def test_turns_on_gpus_need_a_gpu_for_each_rank_and_for_models_that_only_score()
     )
     assert (
         "  colocate  needs total >= 2 + reference 1 = 3: ranks and replicas on the same GPUs, in"
-        " turns. No more rollout devices than ranks\n"
-    ) in placement_text(turns)
-    assert placement_text(turns).endswith("placement: colocate, which has not run on a GPU")
-    needs = {need.part: (need.count, need.amounts.get("GPU")) for need in run_needs(turns)}
+        " shifts. No more rollout devices than ranks\n"
+    ) in placement_text(shifts)
+    assert placement_text(shifts).endswith("placement: colocate, which has not run on a GPU")
+    needs = {need.part: (need.count, need.amounts.get("GPU")) for need in run_needs(shifts)}
     assert needs["learner ranks"] == (2, 0.6) and needs["generator replicas"] == (2, 0.4)
     assert needs["reference policy"] == (1, 1)
-    assert shortages(run_needs(turns), [node("a", 8, 3)], "registered") == []
-    assert shortages(run_needs(turns), [node("a", 8, 2)], "registered") == [
+    assert shortages(run_needs(shifts), [node("a", 8, 3)], "registered") == []
+    assert shortages(run_needs(shifts), [node("a", 8, 2)], "registered") == [
         "GPU: 3 needed, 2 registered"
     ]
-    held = {need.part: need.amounts.get("memory") for need in run_needs(turns, 30 << 20)}
+    held = {need.part: need.amounts.get("memory") for need in run_needs(shifts, 30 << 20)}
     assert held["learner ranks"] == (30 << 20) * 16 / 4 / 2, "states wait in host memory"
     assert held["generator replicas"] == 30 << 20, "weights wait in host memory"
-    bf16 = turns.model_copy(update={"learner": turns.learner.model_copy(update={"bf16": True})})
+    bf16 = shifts.model_copy(update={"learner": shifts.learner.model_copy(update={"bf16": True})})
     held = {need.part: need.amounts.get("memory") for need in run_needs(bf16, 30 << 20)}
     assert held["learner ranks"] == (30 << 20) * 18 / 4 / 2, "and their copy in bfloat16"
-    spec, app = learner_spec(turns), generator_app(turns)
+    spec, app = learner_spec(shifts), generator_app(shifts)
     assert (spec.rank_gpus, spec.engine_share) == (0.6, 0.85)
     assert (app.num_gpus, app.sleeps, app.generator.gpu_memory_utilization) == (0.4, True, 0.85)
 
 
-def test_a_rank_in_turns_leaves_no_whole_gpu_for_a_reference():
+def test_a_rank_in_shifts_leaves_no_whole_gpu_for_a_reference():
     """4 * 0.6 + 0.4 + 1 is below 4, but every GPU has a rank."""
     cuda = {"device": "cuda"}
-    turns = config(
+    shifts = config(
         placement="colocate",
         learner={**cuda, "world_size": 4},
         generator=cuda,
         algorithm={"reference": {"kl_loss_coef": 0.1}},
         staleness={"max_staleness": 0},
     )
-    assert shortages(run_needs(turns), [node("a", 16, 4)], "registered") == [
+    assert shortages(run_needs(shifts), [node("a", 16, 4)], "registered") == [
         "GPU: 5 needed, 4 registered"
     ]
-    assert shortages(run_needs(turns), [node("a", 16, 5)], "registered") == []
+    assert shortages(run_needs(shifts), [node("a", 16, 5)], "registered") == []
 
 
 def test_a_fraction_of_a_gpu_is_on_one_gpu():
     """Ten ranks of 0.6 would fit into the sum of six GPUs, which have room for six."""
     cuda = {"device": "cuda"}
-    turns = config(
+    shifts = config(
         placement="colocate",
         learner={**cuda, "world_size": 8},
         generator=cuda,
         staleness={"max_staleness": 0},
     )
-    assert shortages(run_needs(turns), [node("a", 16, 8)], "registered") == []
-    total, line = shortages(run_needs(turns), [node("a", 16, 6)], "registered")
+    assert shortages(run_needs(shifts), [node("a", 16, 8)], "registered") == []
+    total, line = shortages(run_needs(shifts), [node("a", 16, 6)], "registered")
     assert total == "GPU: 8 needed, 6 registered"
     assert line.startswith("learner ranks: 8 x (CPU 0.4, GPU 0.6), each on one node"), line
     assert line.endswith("resources fit 6 on a")
@@ -281,7 +281,7 @@ def test_slimes_arithmetic_for_both_placements():
     text = placement_text(config(**GPUS), [node("a", 8, 4, free={"GPU": 1}), node("b", 8, 4)])
     assert "decoupled needs total >= 3 + 1 = 4: 8 registered, 5 free" in text
     assert text.endswith(
-        "  colocate  needs total >= 3 = 3: ranks and replicas on the same GPUs, in turns. No more"
+        "  colocate  needs total >= 3 = 3: ranks and replicas on the same GPUs, in shifts. No more"
         " rollout devices than ranks\n  share     needs total >= 3: ranks and replicas on the"
         " same GPUs, each with a fraction of the memory\n  this run: placement: decoupled"
     )

@@ -277,19 +277,19 @@ async def test_a_successor_that_needs_the_gpu_may_start_in_a_rest_a_push_and_a_w
     def answers() -> list[Any]:
         if registry.learner_on_device():
             raise DeploymentUnavailableError(DeploymentID("Generator", "app"))
-        return [registry.learner_turn()]
+        return [registry.learner_shift()]
 
     push, _ = sync(lambda: [at("b", 4)] if answers() else [], answers, timeout_s=0.5)
     push._registry = SimpleNamespace(
         **{
             name: SimpleNamespace(remote=asynchronous(getattr(registry, name)))
-            for name in ("announce", "set_learner_turn", "set_learner_on_device")
+            for name in ("announce", "set_learner_shift", "set_learner_on_device")
         }
     )
     await push.rest()
     assert registry.learner_on_device()
     assert (await push.push(MANIFEST)).replicas.keys() == {"b"}
-    assert registry.learner_turn()
+    assert registry.learner_shift()
     await push.rest()
     await push.wake()
     assert not registry.learner_on_device()

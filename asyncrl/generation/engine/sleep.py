@@ -52,7 +52,7 @@ class Sleep:
         """Raise GpuMemoryError, before anything changes, if what the sleep freed is not free."""
         for memory in await llm.collective_rpc("gpu_memory") if self.asleep else ():
             check_room(
-                "the generators' turn cannot begin: an engine needs back",
+                "the generators' shift cannot begin: an engine needs back",
                 self._freed,
                 memory,
                 "the learner, and what stays of the engine, hold",

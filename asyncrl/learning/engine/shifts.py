@@ -1,5 +1,5 @@
-"""A rank's turn on a GPU that it shares with an engine (`placement: colocate`): between its turns,
-the storages of its tensors are on the host.
+"""A rank's shift on a GPU that it shares with an engine (`placement: colocate`): between its
+shifts, the storages of its tensors are on the host.
 
 DeepSpeed's `offload_states` does not serve here. In 0.19.8 it moves master weights and moments of
 its own FusedAdam only. It also maps the flat buffer of trained weights onto all parameters in the
@@ -54,7 +54,7 @@ class DeviceShifts:
         self._rank_memory, self._engine_memory = rank_memory, engine_memory
         self._room_s = room_s
         self._left: list[tuple[torch.UntypedStorage, torch.Tensor]] | None = None
-        """The emptied storages, and their bytes on the host. None in this rank's turn."""
+        """The emptied storages, and their bytes on the host. None in this rank's shift."""
         self._hosts: dict[int, torch.Tensor] = {}
         """Storage → its memory on the host, which is reused: pinned memory is slow to allocate."""
         self._released: int | None = None
@@ -93,7 +93,7 @@ class DeviceShifts:
             )
 
     def take(self) -> None:
-        """Move the states back. Does nothing in this rank's turn.
+        """Move the states back. Does nothing in this rank's shift.
 
         Raises:
             GpuMemoryError: the bytes that `leave` released are not free in time.
@@ -112,7 +112,7 @@ class DeviceShifts:
         while True:
             try:
                 check_room(
-                    "the learner's turn cannot begin: a rank needs back",
+                    "the learner's shift cannot begin: a rank needs back",
                     self._released or 0,
                     gpu_memory(),
                     "the engine, and what stays of the rank, hold",
@@ -143,7 +143,7 @@ class DeviceShifts:
 
 
 def device_shifts(state: LearnerState) -> DeviceShifts | None:
-    """The turns of a rank whose GPU an engine uses too; None without such an engine."""
+    """The shifts of a rank whose GPU an engine uses too; None without such an engine."""
     learner, engine_share = state.spec.learner, state.spec.engine_share
     if engine_share is None:
         return None

@@ -75,7 +75,7 @@ def _effect(config: Config) -> str:
     replicas = config.engines.num_replicas
     if config.placement == "colocate":
         return (
-            "placement: colocate: an evaluation is part of the generators' turn, on all replicas,"
+            "placement: colocate: an evaluation is part of the generators' shift, on all replicas,"
             " and the learner waits for it"
         )
     if config.eval.in_flight:

@@ -149,7 +149,7 @@ def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]
     on_host = learner.device == "cpu" or learner.offload_optimizer == "cpu"
     if part == "learner ranks" and (on_host or config.takes_shifts_on_gpus):
         # Weights and gradients in float32, and AdamW's two moments. Frozen weights have only
-        # themselves. With turns on GPUs, they are in host memory in the generators' turn, and the
+        # themselves. With shifts on GPUs, they are in host memory in the generators' shift, and the
         # weights in bfloat16 too.
         item = 8 + 4 * learner.optimizer.moments
         item += 2 if learner.bf16 and config.takes_shifts_on_gpus else 0
@@ -259,7 +259,7 @@ def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
         f" {generator.num_replicas}{engine} on {generator.device})\n  decoupled needs total"
         f" >= {actors} + {rollouts}{extra} = {total:g}{_gpus(nodes)}"
         f"\n  colocate  needs total >= {actors}{extra} = {total - rollouts:g}: ranks and replicas"
-        " on the same GPUs, in turns. No more rollout devices than ranks"
+        " on the same GPUs, in shifts. No more rollout devices than ranks"
         f"\n  share     needs total >= {actors}: {_shares(config)}"
         f"\n  this run: placement: {config.placement}{_untried(config)}{_range(config)}"
     )

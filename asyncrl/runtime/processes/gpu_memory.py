@@ -27,7 +27,7 @@ def gpu_memory() -> tuple[int, int]:
 
 
 def check_room(needs: str, needed: int, memory: tuple[int, int], others: str, fix: str) -> None:
-    """Check that a side of a GPU may begin its turn.
+    """Check that a side of a GPU may begin its shift.
 
     Args:
         needs: who needs the bytes, for the message.

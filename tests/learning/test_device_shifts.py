@@ -1,4 +1,4 @@
-"""The states of a rank leave their device between its turns. On the CPU they leave host memory for
+"""The states of a rank leave their device between its shifts. On the CPU they leave host memory for
 other host memory, by the same calls of torch and with the same DeepSpeed engine as on a GPU."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from recorded import learner_config
 from asyncrl.config import LoraConfig
 from asyncrl.contracts.errors import GpuMemoryError
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning.engine import shifts as turns
+from asyncrl.learning.engine import shifts
 from asyncrl.learning.engine.shifts import DeviceShifts, device_shifts
 from asyncrl.learning.engine.state import load_state
 from asyncrl.learning.rank import LearnerRank
@@ -40,8 +40,8 @@ class Gpu:
 
     def __init__(self, patch: pytest.MonkeyPatch, *free: int) -> None:
         self.free, self.asked = [part * GIB for part in free], 0
-        patch.setattr(turns, "gpu_memory", self.memory)
-        patch.setattr(turns, "_empty_cache", lambda device: None)
+        patch.setattr(shifts, "gpu_memory", self.memory)
+        patch.setattr(shifts, "_empty_cache", lambda device: None)
 
     def memory(self) -> tuple[int, int]:
         self.asked += 1
@@ -74,8 +74,10 @@ def test_a_rank_that_leaves_too_little_for_the_first_engine_is_an_error(
     )
 
 
-def test_a_rank_waits_for_what_it_released_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "LOOK_EVERY_S", 0.0)
+def test_a_rank_waits_for_what_it_released_before_a_shift(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shifts, "LOOK_EVERY_S", 0.0)
     before, after, first_check, starting, rested = 20, 76, 76, 10, 56
     gpu, rank = Gpu(monkeypatch, before, after, first_check, starting, starting, rested), on_gpu()
     rank.leave()
@@ -87,7 +89,7 @@ def test_a_rank_waits_for_what_it_released_before_its_turn(monkeypatch: pytest.M
     with pytest.raises(GpuMemoryError) as refused:
         rank.take()
     assert str(refused.value) == (
-        "the learner's turn cannot begin: a rank needs back 56.00 GiB of GPU memory, but 55.00 GiB"
+        "the learner's shift cannot begin: a rank needs back 56.00 GiB of GPU memory, but 55.00 GiB"
         " of 80.00 GiB are free: the engine, and what stays of the rank, hold 25.00 GiB; lower"
         " learner.gpu_memory_utilization = 0.9, which limits what a rank keeps"
     )
