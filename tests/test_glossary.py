@@ -130,3 +130,48 @@ def test_no_name_says_place() -> None:
         if (names := vague_names(path.read_text()))
     }
     assert not found
+
+
+OWNERS = {
+    "attempt": {"run", "rundir"},
+    "branch": {"contracts", "sessions"},
+    "node": {"contracts"},
+    "outcome": {"contracts", "run", "rundir"},
+    "shift": {"learning"},
+    "station": {"run"},
+    "step": {"algorithms", "contracts", "learning", "run"},
+    "turn": {"algorithms", "contracts", "rollout", "rundir", "sessions", "testing", "text"},
+}
+"""Word of the glossary → the folders that may have it in the names of classes and files. In another
+folder it would have a second meaning."""
+STANDARD = {"ClusterNode", "NodeRank", "ToolTurns", "TooManySkippedStepsError"}
+"""Names with a standard term of two words, or with the word in its meaning."""
+
+
+def named(path: Path) -> set[str]:
+    """The names of a file, of its folders below the package's, and of its classes."""
+    classes = re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+    return {path.stem, *path.relative_to(ROOT / "asyncrl").parts[1:-1], *classes} - STANDARD
+
+
+def has(name: str, word: str) -> bool:
+    parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+    return bool({word, f"{word}s", f"{word}es"} & {part.lower() for part in parts})
+
+
+@pytest.mark.parametrize("name", ["turn", "_Turns", "TurnFormat", "device_turns"])
+def test_a_word_in_a_name_is_found(name: str) -> None:
+    assert has(name, "turn") and not has("returned", "turn")
+
+
+@pytest.mark.parametrize(("word", "folders"), OWNERS.items())
+def test_a_word_has_one_meaning_in_names(word: str, folders: set[str]) -> None:
+    assert word in {row[0] for row in rows()}
+    package = ROOT / "asyncrl"
+    found = {
+        str(path.relative_to(package)): names
+        for path in package.glob("*/**/*.py")
+        if path.relative_to(package).parts[0] not in folders
+        and (names := {name for name in named(path) if has(name, word)})
+    }
+    assert not found

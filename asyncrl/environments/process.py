@@ -234,7 +234,7 @@ class _Process:
         number = _NUMBER.get() if context is None else context.get(_NUMBER, NOBODY)
         if number == NOBODY:
             return asyncio.Task(work, loop=loop, **options)
-        task = asyncio.Task(_noted(_Steps(work, self._running, number)), loop=loop, **options)
+        task = asyncio.Task(_noted(_Timed(work, self._running, number)), loop=loop, **options)
         tasks = self._tasks.setdefault(number, set())
         tasks.add(task)
         task.add_done_callback(tasks.discard)
@@ -342,11 +342,11 @@ class _RemoteSession:
         waiting.get_loop().call_soon_threadsafe(settle)
 
 
-async def _noted(steps: _Steps) -> Any:
+async def _noted(steps: _Timed) -> Any:
     return await steps
 
 
-class _Steps(Awaitable[Any]):
+class _Timed(Awaitable[Any]):
     """Runs a coroutine, and notes in shared memory while its code has control."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], running: mmap.mmap, number: int) -> None:

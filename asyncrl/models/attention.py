@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrl.models.supported import WAY_OUT
-from asyncrl.models.ulysses import SequenceGroup
+from asyncrl.models.ulysses import SequenceRanks
 
 ATTENTION = "asyncrl_segments"
 """The name of the attention function in transformers."""
@@ -66,7 +66,7 @@ def shared_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     segments: Segments | None = None,
-    sequence_group: SequenceGroup | None = None,
+    sequence_group: SequenceRanks | None = None,
     **settings: object,
 ) -> tuple[Tensor, None]:
     """Compute `segment_attention`, possibly in a sequence group.

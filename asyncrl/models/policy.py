@@ -32,7 +32,7 @@ from asyncrl.models.supported import (
     chosen_packing,
     logit_change,
 )
-from asyncrl.models.ulysses import SequenceGroup
+from asyncrl.models.ulysses import SequenceRanks
 
 
 class Policy(nn.Module):
@@ -54,7 +54,7 @@ class Policy(nn.Module):
         temperature: float,
         entropy_gradient: bool = False,
         values: bool = False,
-        sequence_group: SequenceGroup | None = None,
+        sequence_group: SequenceRanks | None = None,
         packing: Packing = "rows",
         head: HeadSettings = PLAIN_HEAD,
         value_bias: bool = True,
@@ -253,7 +253,7 @@ def load_policy(
     temperature: float,
     entropy_gradient: bool = False,
     values: bool = False,
-    sequence_group: SequenceGroup | None = None,
+    sequence_group: SequenceRanks | None = None,
     packing: Packing | None = None,
     head: HeadSettings = PLAIN_HEAD,
     value_bias: bool = True,

@@ -20,7 +20,7 @@ from torch.autograd.function import FunctionCtx
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceGroup:
+class SequenceRanks:
     """This rank's group of `size` neighboring ranks that share a row. All methods except `shares`
     and `bounds` are collectives of the group."""
 
@@ -30,7 +30,7 @@ class SequenceGroup:
     size: int
 
     @classmethod
-    def join(cls, size: int) -> SequenceGroup | None:
+    def join(cls, size: int) -> SequenceRanks | None:
         """Split all ranks into groups of `size` (a collective of all ranks). Returns None for size
         1, where each rank has its own rows."""
         if size == 1:

@@ -17,7 +17,7 @@ from recorded import VOCABULARY, learner_config, recorded_group
 
 from asyncrl.config import Config
 from asyncrl.contracts.group_table import groups_to_table
-from asyncrl.models.ulysses import SequenceGroup
+from asyncrl.models.ulysses import SequenceRanks
 from asyncrl.preflight.specs import learner_spec
 
 STEPS = 3
@@ -73,7 +73,7 @@ LENGTHS: dict[str, tuple[int, ...]] = {
 
 def test_shares_cover_the_row_and_are_even() -> None:
     for tokens, size in ((7, 3), (4, 4), (5, 2), (8, 4)):
-        groups = [SequenceGroup(None, rank, size) for rank in range(size)]
+        groups = [SequenceRanks(None, rank, size) for rank in range(size)]
         bounds = [group.bounds(tokens) for group in groups]
         assert (
             bounds[0][0] == 0
@@ -84,7 +84,7 @@ def test_shares_cover_the_row_and_are_even() -> None:
 
 
 def test_wrong_shapes_are_refused() -> None:
-    group = SequenceGroup(None, 0, 2)
+    group = SequenceRanks(None, 0, 2)
     with pytest.raises(
         ValueError, match="sequence_parallel_size = 2 does not divide the 3 attention heads"
     ):
@@ -108,7 +108,7 @@ def shared_against_whole(rank: int, world_size: int) -> dict[tuple[str, str], di
     from asyncrl.models.micro_batches import micro_batch
     from asyncrl.models.policy import Policy, checkpoint_activations
 
-    group = SequenceGroup.join(world_size)
+    group = SequenceRanks.join(world_size)
     found = {}
     for model, chosen in MODELS.items():
         settings = {

@@ -39,7 +39,7 @@ from asyncrl.models.supported import (
     support,
     uniform_rope_tokens,
 )
-from asyncrl.models.ulysses import SequenceGroup
+from asyncrl.models.ulysses import SequenceRanks
 
 SIZES = {
     "vocab_size": 50,
@@ -322,7 +322,7 @@ def test_loading_refuses_a_checkpoint(tmp_path: Path) -> None:
     ):
         load_policy(str(tmp_path), torch.float32, 1.0, packing="rows")
     with pytest.raises(ValueError, match=r"learner\.sequence_parallel_size = 2 splits packed rows"):
-        load_policy(str(tmp_path), torch.float32, 1.0, sequence_group=SequenceGroup(None, 0, 2))
+        load_policy(str(tmp_path), torch.float32, 1.0, sequence_group=SequenceRanks(None, 0, 2))
 
 
 def test_weights_that_are_no_numbers_are_named_as_such() -> None:

@@ -15,7 +15,7 @@ from small_config import small_config as config
 from asyncrl.contracts.errors import PartDiedError, PlacementError, PlacementLostError
 from asyncrl.data.prompt_stream import RayPromptSource
 from asyncrl.data.prompts import check_prompts
-from asyncrl.preflight.resources.needs import Node
+from asyncrl.preflight.resources.needs import ClusterNode
 from asyncrl.preflight.specs import data_spec
 from asyncrl.run import launch, supervise, train as run
 from asyncrl.run.cluster import placement
@@ -200,7 +200,7 @@ def nodes_seen(monkeypatch):
 
         def seen(with_memory):
             have = {"CPU": looks.pop(0) if len(looks) > 1 else looks[0], "GPU": 0.0}
-            return [Node("n", have, have)]
+            return [ClusterNode("n", have, have)]
 
         monkeypatch.setattr(placement, "own_cluster", lambda: False)
         monkeypatch.setattr(placement, "cluster_nodes", seen)
@@ -308,7 +308,7 @@ def test_a_demand_that_is_partly_placed_frees_its_part_for_fewer_replicas(nodes_
 
     def two_nodes(with_memory):
         free = {"CPU": 4.0 if "removed" in calls else 0.5}
-        return [Node(name, {"CPU": 4.0}, free) for name in "ab"]
+        return [ClusterNode(name, {"CPU": 4.0}, free) for name in "ab"]
 
     monkeypatch.setattr(placement, "cluster_nodes", two_nodes)
     monkeypatch.setattr(placement, "GIVEN_BACK_S", 0.2)

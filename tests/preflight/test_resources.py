@@ -5,7 +5,7 @@ import pytest
 from small_config import small_config as config
 
 from asyncrl.preflight.resources.needs import (
-    Node,
+    ClusterNode,
     ResourceUser,
     cluster_text,
     placement_text,
@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 def node(name, cpus, gpus=0.0, free=None, **more):
     have = {"CPU": cpus, "GPU": gpus, **more.pop("memory", {})}
-    return Node(name, have, {**have, **(free or {})}, **more)
+    return ClusterNode(name, have, {**have, **(free or {})}, **more)
 
 
 GPUS = {

@@ -23,7 +23,7 @@ from asyncrl.learning.spec import LearnerSpec
 from asyncrl.learning.steps.quarantine import NormWatch
 from asyncrl.models.adapters import base_name, published_name
 from asyncrl.models.supported import Packing as Packed
-from asyncrl.models.ulysses import SequenceGroup
+from asyncrl.models.ulysses import SequenceRanks
 from asyncrl.runtime.files.shared import Written
 from asyncrl.runtime.processes.gpu_memory import limit_gpu_memory
 from asyncrl.runtime.processes.interfaces import interface_of, interface_variables
@@ -199,7 +199,7 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         spec.rollout.temperature,
         algorithm.entropy_coef > 0,
         spec.has_value_head,
-        SequenceGroup.join(learner.sequence_parallel_size),
+        SequenceRanks.join(learner.sequence_parallel_size),
         spec.lora,
         spec.seed,
         value_bias=spec.reward_model is None,

@@ -19,7 +19,7 @@ from asyncrl.learning.engine.optimizer import make_optimizer
 from asyncrl.models.adapters import add_adapter, load_adapter, share_weights_with_dora
 from asyncrl.models.isolation import NOT_FINITE, check_isolation
 from asyncrl.models.policy import Policy, checkpoint_activations, head_settings, load_policy
-from asyncrl.models.ulysses import SequenceGroup
+from asyncrl.models.ulysses import SequenceRanks
 from asyncrl.weights.gather import ShardedParameter
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def start_engine(
     temperature: float,
     entropy_gradient: bool = False,
     values: bool = False,
-    sequence_group: SequenceGroup | None = None,
+    sequence_group: SequenceRanks | None = None,
     lora: LoraConfig | None = None,
     seed: int = 0,
     value_bias: bool = True,

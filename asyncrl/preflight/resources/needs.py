@@ -58,7 +58,7 @@ class ResourceUser:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ClusterNode:
     """A machine of the cluster."""
 
     name: str
@@ -173,7 +173,7 @@ def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]
     return {}
 
 
-def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> list[str]:
+def shortages(needs: Sequence[Need], nodes: Sequence[ClusterNode], which: Amounts) -> list[str]:
     """Why the run does not fit into the registered or free resources.
 
     Returns:
@@ -221,7 +221,7 @@ def _wanted(needs: Sequence[Need], resource: str) -> float:
 
 
 def with_fewer_replicas(
-    config: Config, version_bytes: int, nodes: Sequence[Node], which: Amounts
+    config: Config, version_bytes: int, nodes: Sequence[ClusterNode], which: Amounts
 ) -> Config | None:
     """The config with the most replicas that fit, fewer than requested and at least
     `generator.min_replicas`. None: `generator.min_replicas` do not fit."""
@@ -234,7 +234,7 @@ def with_fewer_replicas(
     return None
 
 
-def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
+def placement_text(config: Config, nodes: Sequence[ClusterNode] | None = None) -> str:
     """slime's arithmetic for all placements, in GPUs, with the cluster's numbers if they are
     known."""
     learner, generator = config.learner, config.engines
@@ -290,7 +290,9 @@ def _range(config: Config) -> str:
     )
 
 
-def cluster_text(needs: Sequence[Need], nodes: Sequence[Node], unknown_users: str = "") -> str:
+def cluster_text(
+    needs: Sequence[Need], nodes: Sequence[ClusterNode], unknown_users: str = ""
+) -> str:
     """Needed, registered and free resources of the cluster and of each node, and who uses them.
 
     Args:
@@ -340,7 +342,7 @@ def cluster_text(needs: Sequence[Need], nodes: Sequence[Node], unknown_users: st
     )
 
 
-def _gpus(nodes: Sequence[Node] | None) -> str:
+def _gpus(nodes: Sequence[ClusterNode] | None) -> str:
     if nodes is None:
         return ""
     return (
@@ -349,7 +351,7 @@ def _gpus(nodes: Sequence[Node] | None) -> str:
     )
 
 
-def _room(need: Need, node: Node, which: Amounts) -> float:
+def _room(need: Need, node: ClusterNode, which: Amounts) -> float:
     """How many of these processes fit on the node, if it gets nothing else."""
     quotients = [
         _has(node, name, which) / amount for name, amount in need.amounts.items() if amount
@@ -368,7 +370,7 @@ def _apart(need: Need) -> str:
     return f" and each {need.apart} of an engine on different ones" if need.apart > 1 else ""
 
 
-def _has(node: Node, resource: str, which: Amounts) -> float:
+def _has(node: ClusterNode, resource: str, which: Amounts) -> float:
     amounts = node.registered if which == "registered" else node.free
     return amounts.get(resource, 0.0 if resource in COUNTED else math.inf)
 

@@ -25,7 +25,7 @@ from asyncrl.learning.driver import resource_table
 from asyncrl.preflight.model_snapshot import Snapshot, difference, in_cache, look, read_snapshot
 from asyncrl.preflight.resources.needs import (
     Amounts,
-    Node,
+    ClusterNode,
     cluster_text,
     logical_cpus,
     placement_text,
@@ -283,7 +283,7 @@ def _connected() -> Iterator[None]:
         shut_down_ray()
 
 
-async def _tables(config: Config, version_bytes: int, nodes: list[Node]) -> str:
+async def _tables(config: Config, version_bytes: int, nodes: list[ClusterNode]) -> str:
     """slime's arithmetic and the table of the cluster, with the users of its resources."""
     users, unknown = await asyncio.to_thread(users_by_node)
     known = [replace(node, users=users.get(node.name, ())) for node in nodes]
@@ -299,7 +299,7 @@ def _largest_users() -> str:
     return f"; used by {', '.join(found[:3])}" if found else ""
 
 
-def cluster_nodes(with_memory: bool) -> list[Node]:
+def cluster_nodes(with_memory: bool) -> list[ClusterNode]:
     """The live nodes with their registered and free resources.
 
     Args:
@@ -327,7 +327,7 @@ def cluster_nodes(with_memory: bool) -> list[Node]:
                 "object_store_memory", registered["object store"]
             )
         nodes.append(
-            Node(
+            ClusterNode(
                 f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
                 registered | total,
                 available | left,

@@ -34,7 +34,7 @@ def users_by_node() -> tuple[dict[str, tuple[ResourceUser, ...]], str]:
     `asyncrl.run.cluster.placement.cluster_nodes`.
 
     Returns:
-        (Node → users, "" or why the users are unknown).
+        (ClusterNode → users, "" or why the users are unknown).
     """
     url = get_dashboard_url()
     if not url:
@@ -103,7 +103,7 @@ def _claims(
     living: Iterable[ActorState],
     running: Iterable[TaskState],
 ) -> Iterable[tuple[str, str, dict[str, float]]]:
-    """(Node, name, amounts) of each user. Actors and tasks in a placement group count as that
+    """(node, name, amounts) of each user. Actors and tasks in a placement group count as that
     group, which reserves its bundles even when they are idle."""
     inside: dict[str, list[str]] = defaultdict(list)
     for actor in living:
