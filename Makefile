@@ -2,6 +2,8 @@
 
 PYTHON := .venv/bin/python
 export PYTHONUNBUFFERED := 1
+# Tests start hundreds of processes, and each would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 
 setup:
 	@.ci/setup

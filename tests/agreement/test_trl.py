@@ -94,7 +94,9 @@ PACKED = Run(
     0,
     ("sft_turns", "dpo_ipo", "dpo_hinge", "dpo_with_sft", "simpo", "kto"),
 )
-TWO_RANKS = Run("two ranks", 2, {"max_tokens": 100}, (2, 12), 2, ("sft", "dpo_sigmoid"))
+TWO_RANKS = Run(
+    "two ranks", 2, {"max_tokens": 100}, (2, 12), 2, ("sft", "dpo_sigmoid"), (pytest.mark.slow,)
+)
 ONE_BY_ONE = Run(
     "one by one",
     1,
@@ -144,10 +146,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(model_path: Path) -> Callable[[Run], Trained]:
     """Run → what its first rank found. Its ranks train all cases one after the other, once."""
-    found: dict[tuple[str, bool], Trained | AssertionError] = {}
+    found: dict[tuple[str, tuple[str, ...]], Trained | AssertionError] = {}
 
     def train(run: Run) -> Trained:
-        key = run.name, bool(run.marks)
+        key = run.name, run.cases
         if key not in found:
             try:
                 found[key] = on_ranks(

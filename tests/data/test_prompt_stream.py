@@ -39,6 +39,7 @@ async def take(source, count):
         await source.close()
 
 
+@pytest.mark.slow
 def test_a_reader_that_dies_is_replaced(prompt_config, ray_cluster):
     """After the death come more prompts than were waiting, without duplicates and gaps."""
     config, first, then = prompt_config(ROWS), 50, 3000
@@ -98,6 +99,7 @@ def test_the_stream_yields_every_ordinal_in_order_from_a_frontier(
     assert "Dataset" not in out + err and "Progress" not in out + err
 
 
+@pytest.mark.slow
 def test_the_stream_carries_tool_calls_maps_and_large_rows_of_a_mixture(
     prompt_config, tmp_path, ray_cluster
 ):

@@ -138,6 +138,7 @@ def test_a_watcher_whose_process_dies_is_restarted(start_driver: Any, ray_cluste
     until(lambda: watcher(name, ray_cluster) is None)
 
 
+@pytest.mark.slow
 def test_the_next_attempt_ends_only_the_generators_of_its_run(
     start_driver: Any, ray_cluster: Any
 ) -> None:

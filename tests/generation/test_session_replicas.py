@@ -16,7 +16,7 @@ from stub_replicas import stub_application
 from asyncrl.contracts.messages import Generated, GenerateRequest
 from asyncrl.generation.app import ServeGenerate
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 SESSIONS = [f"s{number}" for number in range(24)]
 

@@ -345,6 +345,7 @@ def test_pause_of_an_empty_update(generators: Any) -> None:
     assert sorted(pauses)[2] <= 0.25
 
 
+@pytest.mark.slow
 async def test_a_replica_that_starts_between_publish_and_commit_catches_up(
     generators: Any,
     sync: ServeWeightSync,

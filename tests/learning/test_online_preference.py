@@ -202,6 +202,7 @@ def test_margins_are_reported_by_the_staleness_of_the_older_side(
     assert 0 < together.metrics["pref/weight_mean"] < 1.5
 
 
+@pytest.mark.slow
 def test_a_step_without_any_pair_is_skipped_and_named(two_ranks: list[SimpleNamespace]) -> None:
     for found in two_ranks:
         assert not found.skipped.applied and found.skipped.reason == NO_PAIR

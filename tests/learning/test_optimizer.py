@@ -127,6 +127,7 @@ def test_a_value_learning_rate_without_a_value_head_is_refused(model_path: Path)
     )
 
 
+@pytest.mark.slow
 def test_groups_work_under_zero3_and_survive_a_checkpoint(model_path: Path, tmp_path: Path) -> None:
     for observed in on_ranks(2, observe_steps, model_path, tmp_path):
         for name, moved in observed.by_decay.items():

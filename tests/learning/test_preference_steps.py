@@ -243,7 +243,7 @@ def one_rank(model_path: Path, tables: Tables) -> SimpleNamespace:
 @pytest.fixture(
     scope="module",
     params=[
-        (2, 1, ("sigmoid", "weighted", "kto", "sft")),
+        pytest.param((2, 1, ("sigmoid", "weighted", "kto", "sft")), marks=pytest.mark.slow),
         pytest.param((2, 2, ("smoothed, with ce", "kto", "sft")), marks=pytest.mark.slow),
         pytest.param((4, 2, CASES), marks=pytest.mark.faults),
     ],

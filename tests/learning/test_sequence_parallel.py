@@ -233,7 +233,10 @@ def one_rank(config_of: Callable[..., Config]) -> list[dict[str, Any]]:
     return on_ranks(1, learned, [config_of(OVER_WHOLE_TRAJECTORIES), config_of(WITH_VALUES)])[0]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.faults)],
+)
 @pytest.mark.timeout(900)
 def test_ranks_that_share_rows_learn_the_same_as_one_rank(
     config_of: Callable[..., Config], one_rank: list[dict[str, Any]], world_size: int

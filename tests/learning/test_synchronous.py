@@ -312,6 +312,7 @@ def test_twenty_steps_equal_a_plain_synchronous_loop(
     assert found <= bound
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_generator_one_version_off_is_detected(
     ray_cluster: Any, run: Any, model_path: Any

@@ -132,7 +132,10 @@ def learned(world_size: int, folder: Path) -> list[dict[tuple[str, bool], dict[s
     return on_ranks(world_size, steps_of_both, {family: folder / family for family in FAMILIES})
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.faults), pytest.param(2, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activations_computed_again_give_the_same_gradients_with_less_memory(
     models: dict[str, Path], family: str, world_size: int

@@ -64,7 +64,7 @@ def test_shared_memory_made_since_the_start_counts_once(tmp_path: Path) -> None:
 
 
 def test_the_thread_takes_samples(child: subprocess.Popen[str]) -> None:
-    with MemorySampler(interval_s=0.05) as sampler:
+    with MemorySampler(interval_s=0.05, root=child.pid) as sampler:
         _wait_until(lambda: sampler.peak.samples >= 5)
     assert sampler.now_bytes >= 64 * MIB
     sampler.close()  # a second time is harmless

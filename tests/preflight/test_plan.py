@@ -253,6 +253,7 @@ def test_the_command_exits_with_2_and_one_line(write):
     )
 
 
+@pytest.mark.slow
 def test_the_command_finds_rewards_in_the_current_directory(write, tmp_path):
     (tmp_path / "my_rewards.py").write_text(
         "def score(prompts, **columns):\n    return [1.0] * len(prompts)\n"

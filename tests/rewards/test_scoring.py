@@ -150,6 +150,7 @@ def test_closing_ends_rewards_that_still_run(ray_cluster, tmp_path):
     assert asyncio.run(scenario()) == []
 
 
+@pytest.mark.slow
 def test_a_slow_reward_holds_back_no_other_group(ray_cluster, tmp_path):
     async def scenario():
         async with Station(make_config("takes_its_time", processes=2), tmp_path) as station:
@@ -245,6 +246,7 @@ def test_when_the_read_task_dies_its_groups_are_scored_by_the_next_one(ray_clust
     ]
 
 
+@pytest.mark.slow
 def test_several_tasks_share_the_groups_and_one_that_dies_loses_none(ray_cluster, tmp_path):
     folder = tmp_path / "met"
     folder.mkdir()
@@ -382,6 +384,7 @@ def test_the_tokens_of_a_teacher_reach_the_learner_and_the_files(ray_cluster, tm
     assert set(written["status"].to_pylist()[1]) == {"no_teacher"}
 
 
+@pytest.mark.slow
 def test_a_reference_policy_gives_its_log_probs_to_every_trajectory(
     ray_cluster, tiny_model, tmp_path
 ):

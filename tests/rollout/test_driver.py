@@ -141,6 +141,7 @@ def again_tasks(rollouts):
     return [task for task in rollouts._tasks if task.get_coro().__name__ == "_make_again"]
 
 
+@pytest.mark.slow
 async def test_only_a_group_that_is_still_needed_counts_as_lost(ray_cluster, tmp_path):
     """Two groups are lost with their workers and cannot be generated again in time, but the scored
     row of one arrives."""

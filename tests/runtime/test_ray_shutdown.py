@@ -44,7 +44,11 @@ print("ENDED")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"), [([], 0), pytest.param(["unprotected"], 1, marks=pytest.mark.slow)]
+    ("arguments", "code"),
+    [
+        pytest.param([], 0, marks=pytest.mark.slow),
+        pytest.param(["unprotected"], 1, marks=pytest.mark.faults),
+    ],
 )
 def test_garbage_with_references_does_not_end_the_process(arguments: list[str], code: int) -> None:
     """Where garbage is collected during the shutdown, Ray ends the process."""
