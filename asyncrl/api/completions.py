@@ -167,7 +167,7 @@ class TextCompletions(Completions):
 
 
 def _top(token: Token) -> dict[str, float | None] | None:
-    """The most probable tokens at one place, and the sampled token. If two tokens have the same
+    """The most probable tokens at one position, and the sampled token. If two tokens have the same
     name, the more probable one is listed."""
     if token.logprob is None:
         return None

@@ -42,7 +42,7 @@ class Dialect(ABC):
         request: without `key`, which a server reads from the headers.
         overridden: fields of the body that the dialect does not follow, such as `temperature`.
         unread: unknown fields inside other fields.
-        top: how many of the most probable tokens the client wants at each place.
+        top: how many of the most probable tokens the client wants at each position.
     """
 
     def __init__(

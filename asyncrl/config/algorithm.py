@@ -197,10 +197,15 @@ def _check_parts(algorithm: PolicyGradient) -> None:
 def _check_correction(algorithm: PolicyGradient) -> None:
     loss, truncation = algorithm.loss, algorithm.correction.truncation
     if truncation is not None and loss.old_policy == "behavior":
+        has_it = "old_policy" in type(loss).model_fields
+        way = (
+            f"write loss: {{name: {loss.name}, old_policy: learner}}"
+            if has_it
+            else "use a loss with old_policy: learner, such as ppo or reinforce"
+        )
         raise ValueError(
             f"correction.truncation: {truncation.level} with old_policy: behavior of loss:"
-            f" {loss.name} would count the behavior policy twice; leave it out, or use a loss with"
-            " old_policy: learner, such as ppo or reinforce"
+            f" {loss.name} would count the behavior policy twice; leave it out, or {way}"
         )
     if algorithm.allow_uncorrected and algorithm.corrected:
         raise ValueError(
@@ -270,15 +275,20 @@ def _check_distillation(algorithm: PolicyGradient, distillation: DistillationCon
     if algorithm.reference is not None:
         raise ValueError(
             "reference has no effect with algorithm.distillation, whose teacher replaces the"
-            " reference policy; leave it out, or set algorithm.distillation.use: ref_kl"
+            " reference policy; leave it out, or write"
+            " algorithm: {distillation: {use: {name: ref_kl, kl: {kl_loss_coef: …}}}}"
         )
     if algorithm.uses_rewards:
         return
     default = type(algorithm)()
-    idle = ["advantage"]
-    if distillation.top_k:  # the divergence is no policy loss
-        idle += ["loss", "correction"]
-    for name in (*idle, "filter_zero_variance"):
+    for name in ("loss", "correction") if distillation.top_k else ():
+        if getattr(algorithm, name) != getattr(default, name):
+            raise ValueError(
+                f"{name} has no effect with algorithm.distillation.use: top_k and"
+                " reward_weight = 0: the divergence is no policy loss; leave it out, or set"
+                " reward_weight: 1"
+            )
+    for name in ("advantage", "filter_zero_variance"):
         if getattr(algorithm, name) != getattr(default, name):
             raise ValueError(
                 f"{name} has no effect with algorithm.distillation.reward_weight = 0, which only"

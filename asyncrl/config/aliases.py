@@ -68,9 +68,10 @@ def explain_unknown(name: str, known: Sequence[str]) -> str:
     does not exist, or the nearest name."""
     offline = "objective" in known
     names = other_names()
-    ways = [way for way in names.moved.get(name, ()) if way.partition(":")[0] in known]
-    if ways:
-        return f"{name} has moved; write {', or '.join(ways)}"
+    for old in _beginnings(name):
+        ways = [way for way in names.moved.get(old, ()) if way.partition(":")[0] in known]
+        if ways:
+            return f"{old} has moved; write {', or '.join(ways)}"
     for ending in _endings(name):
         if offline and (here := names.offline_renamed.get(ending)) is not None:
             return _renamed(name, here)
@@ -89,6 +90,18 @@ def explain_unknown(name: str, known: Sequence[str]) -> str:
     )
 
 
+def first_moved(tree: Mapping[str, Any]) -> str | None:
+    """The first setting in a tree that an earlier version had elsewhere."""
+    return next((name for name in other_names().moved if _has(tree, name.split("."))), None)
+
+
+def _has(tree: object, parts: Sequence[str]) -> bool:
+    if not parts:
+        return True
+    first, *rest = parts
+    return isinstance(tree, Mapping) and first in tree and _has(tree[first], rest)
+
+
 def _renamed(name: str, here: str) -> str:
     if here.startswith(NOT_NEEDED):
         return f"{name} is unknown and not needed: {here[len(NOT_NEEDED) :]}; remove it"
@@ -98,6 +111,12 @@ def _renamed(name: str, here: str) -> str:
 def _exists(here: str, known: Sequence[str]) -> bool:
     """Whether the first setting that an answer names exists in this kind of config."""
     return here.startswith(NOT_NEEDED) or here.split(" ")[0].rstrip(",:;") in known
+
+
+def _beginnings(name: str) -> list[str]:
+    """A dotted name, and each section above it that is no first part, longest first."""
+    parts = name.split(".")
+    return [name, *(".".join(parts[:end]) for end in range(len(parts) - 1, 1, -1))]
 
 
 def _endings(name: str) -> list[str]:

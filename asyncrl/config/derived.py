@@ -83,15 +83,15 @@ def deadline(settings: Settings, tokens: int | None = None) -> Derived:
             f" begin again{queued}, at least {SHORTEST_DEADLINE_S:g} s",
         )
     tokens = settings.rollout.max_completion_length if tokens is None else tokens
-    turns = math.ceil(
+    waves = math.ceil(
         _completions_at_once(settings) / (max_num_seqs(settings) * settings.engines.num_replicas)
     )
-    queued = f", in {turns} turns, as not all completions run at once" if turns > 1 else ""
+    queued = f", in {waves} waves, as not all completions run at once" if waves > 1 else ""
     reason = (
         f"{tokens} tokens at {SLOWEST_TOKENS_PER_S:g} tokens/s{queued}, at least"
         f" {SHORTEST_DEADLINE_S:g} s"
     )
-    seconds = _seconds(SHORTEST_DEADLINE_S, turns * tokens / SLOWEST_TOKENS_PER_S)
+    seconds = _seconds(SHORTEST_DEADLINE_S, waves * tokens / SLOWEST_TOKENS_PER_S)
     return Derived("rollout.deadline_s", seconds, reason)
 
 

@@ -31,6 +31,8 @@ PATTERNS = {
     ENTRY_NAME: "its name is empty or has a '/'; choose another",
 }
 """Pattern of a text setting → how to write a valid value."""
+MOST_MOVED = 5
+"""Settings that have moved which a message names."""
 OF_PATHS = ("is ", "has ", "begins ")
 """Beginnings of the messages of `runtime.paths`, which follow the setting and its value."""
 
@@ -136,17 +138,29 @@ def _validated(kind: type[Kind], tree: dict[str, Any], overrides: list[str] | No
 
 
 def explain(error: ValidationError, kind: type[BaseModel] = Config) -> str:
-    """One line that gives field, value and fix for each error of a config of this kind."""
-    return "; ".join(_explain_one(item, kind) for item in error.errors())
+    """One line that gives field, value and fix for each error of a config of this kind. Of many
+    settings that have moved, the first ones are named."""
+    lines = [line for item in error.errors() for line in _explain_one(item, kind)]
+    moved = [line for line in dict.fromkeys(lines) if " has moved; write " in line]
+    more = moved[MOST_MOVED:]
+    if more:
+        lines = [line for line in lines if line not in more]
+        lines.append(
+            f"{len(more)} more settings have moved, so an earlier asyncrl wrote them; write only"
+            " those that you need"
+        )
+    return "; ".join(dict.fromkeys(lines))
 
 
-def _explain_one(item: ErrorDetails, kind: type[BaseModel]) -> str:
+def _explain_one(item: ErrorDetails, kind: type[BaseModel]) -> list[str]:
     parts = [str(part) for part in item["loc"]]
     name = _setting(parts, kind)
     if item["type"] == "extra_forbidden":
-        return "; ".join(
-            _explain_unknown(leaf, parts, kind) for leaf in _leaves(name, item["input"])
-        )
+        return [_explain_unknown(leaf, parts, kind) for leaf in _leaves(name, item["input"])]
+    return [_explain_value(item, parts, name, kind)]
+
+
+def _explain_value(item: ErrorDetails, parts: list[str], name: str, kind: type[BaseModel]) -> str:
     if item["type"] == "missing":
         or_objective = f", or set objective: {' or '.join(OBJECTIVES)} for a run on a dataset"
         return f"{name} is missing; set it{or_objective if name == 'rollout' else ''}"

@@ -28,7 +28,7 @@ def check_placement(config: Settings) -> None:
             " decoupled"
         )
     if placement == "colocate":
-        _check_turns(config)
+        _check_shifts(config)
     if config.learner.device != generator.device:
         raise ValueError(
             f"placement: {placement} needs one device for both sides, but learner.device ="
@@ -39,7 +39,7 @@ def check_placement(config: Settings) -> None:
         _check_gpus(config)
 
 
-def _check_turns(config: Settings) -> None:
+def _check_shifts(config: Settings) -> None:
     if config.staleness.max_staleness:
         raise ValueError(
             f"placement: colocate needs staleness.max_staleness: 0, not"

@@ -201,7 +201,7 @@ class DataConfig(Section):
     count it."""
     shuffle: bool = True
     """Shuffle each epoch, seeded by (seed, epoch). False keeps the order of the files; weighted
-    sources then take shifts."""
+    sources then take turns."""
 
 
 class KeptTokens(TypedDict):
@@ -583,7 +583,7 @@ Environment: TypeAlias = Annotated[FunctionEnvironment | AgentFunction | AgentCo
 
 
 class GeneratorConfig(Section):
-    """Generators: those that the run starts, or the ones of a standing endpoint."""
+    """Generators that the run starts."""
 
     num_replicas: int = Field(default=1, gt=0)
     """Serve replicas, each with one vLLM engine."""

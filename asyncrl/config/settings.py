@@ -86,7 +86,7 @@ class Settings(RunSettings):
 
     @field_validator("staleness")
     @classmethod
-    def turns_have_no_staleness(
+    def shifts_have_no_staleness(
         cls, staleness: StalenessConfig, info: ValidationInfo
     ) -> StalenessConfig:
         """With `placement: colocate`, staleness.max_staleness is 0 unless it is given."""

@@ -75,7 +75,7 @@ class Scores(Protocol):
 
 
 class Learner(Protocol):
-    """The learner group. All ranks act together, one call at a time."""
+    """The learner. All its ranks act together, one call at a time."""
 
     async def step(self, batch: Sequence[Scored]) -> StepResult: ...
 

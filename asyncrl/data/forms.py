@@ -62,7 +62,7 @@ class Form:
 
     name: FormName
     columns: tuple[str, ...]
-    """In the order of the form: see `_FORMS`."""
+    """In the order in which the form names them."""
     unused: tuple[str, ...]
     """Columns of the data that are not used."""
     tools: str | None = None

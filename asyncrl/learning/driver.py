@@ -1,4 +1,4 @@
-"""The learner as the driver sees it: a group of ZeRO-3 ranks that run one call at a time together.
+"""The learner as the driver sees it: ZeRO-3 ranks that run one call at a time together.
 Does not import torch or DeepSpeed."""
 
 from __future__ import annotations
@@ -148,15 +148,15 @@ class RankProcess:
 
 
 class OnRanks(Generic[P, T]):
-    """A method of `LearnerRank` as a method of the group: all ranks run it together, and the group
+    """A method of `LearnerRank` as a method of the learner: all ranks run it together, and it
     returns what rank 0 returns. Raises LearnerError if a rank fails."""
 
     def __init__(self, method: Method[P, T]) -> None:
         self._method = method
 
-    def __get__(self, group: RayLearner, owner: type) -> Callable[P, Coroutine[Any, Any, T]]:
+    def __get__(self, learner: RayLearner, owner: type) -> Callable[P, Coroutine[Any, Any, T]]:
         async def call(*arguments: P.args, **named: P.kwargs) -> T:
-            return (await group._all(self._method, *arguments, **named))[0]
+            return (await learner._all(self._method, *arguments, **named))[0]
 
         return call
 
@@ -189,7 +189,7 @@ class RayLearner:
         self.attempt = attempt
         self._processes: list[tuple[str, int]] = []
         """Node and process id of each rank."""
-        self._turn = asyncio.Lock()
+        self._one_call = asyncio.Lock()
         self._snapshot: tempfile.TemporaryDirectory[str] | None = None
         self._failed: LearnerError | None = None
         """The failure that ended the ranks."""
@@ -209,20 +209,20 @@ class RayLearner:
             _start_actor(spec, placement, rank, run_id, attempt)
             for rank in range(spec.learner.world_size)
         ]
-        group = cls(spec, placement, ranks, attempt)
-        group._processes = await group._results(
+        learner = cls(spec, placement, ranks, attempt)
+        learner._processes = await learner._results(
             "register_stacks", [rank.register_stacks.remote() for rank in ranks]
         )
-        addresses = await group._addresses()
+        addresses = await learner._addresses()
         if len(set(addresses)) == 1:
             addresses = [LOOPBACK] * len(addresses)
-        [port] = await group._results("listen", [ranks[0].listen.remote(addresses[0])])
+        [port] = await learner._results("listen", [ranks[0].listen.remote(addresses[0])])
         starts = [rank.start.remote(addresses, port) for rank in ranks]
-        group.startup = (await group._results("start", starts))[0]
-        group.startup["caches_removed"] = float(
+        learner.startup = (await learner._results("start", starts))[0]
+        learner.startup["caches_removed"] = float(
             sum([await rank.caches_removed.remote() for rank in ranks])
         )
-        return group
+        return learner
 
     async def stacks(self) -> list[str]:
         """The current stack of each rank, also during a call."""
@@ -331,7 +331,7 @@ class RayLearner:
         """
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
-            async with self._turn:
+            async with self._one_call:
                 self._refuse_if_ended("watch")
                 await self._answers(
                     "a look between two calls", [rank.node_address.remote() for rank in self.ranks]
@@ -343,7 +343,7 @@ class RayLearner:
 
     async def _addresses(self) -> list[str]:
         """Address of each rank's node."""
-        async with self._turn:
+        async with self._one_call:
             calls = [rank.node_address.remote() for rank in self.ranks]
             return await self._results("node_address", calls)
 
@@ -353,7 +353,7 @@ class RayLearner:
         name = str(method)
         # Ray does not resolve references inside a list: each rank fetches the rows itself.
         stored = [_stored(value) if isinstance(value, pa.Table) else value for value in arguments]
-        async with self._turn:
+        async with self._one_call:
             self._refuse_if_ended(name)
             return await self._results(
                 name, [rank.call.remote(name, *stored, **named) for rank in self.ranks]

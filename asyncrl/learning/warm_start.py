@@ -23,7 +23,7 @@ class WarmStartFailedError(RuntimeError):
 
 
 class SupervisedLearner(Protocol):
-    """The methods of the learner group that the warm start uses."""
+    """The methods of the learner that the warm start uses."""
 
     async def supervised_step(self, table: pa.Table) -> dict[str, float]: ...
 

@@ -13,6 +13,7 @@ import yaml
 
 from asyncrl.algorithms.optimizers import AdamW
 from asyncrl.config import ConfigError, RunSettings
+from asyncrl.config.aliases import first_moved
 from asyncrl.contracts.errors import (
     NoCheckpointError,
     ReferenceLostError,
@@ -299,13 +300,22 @@ def _found(
 
 
 def _changes_since(checkpoint: Path, config: RunSettings) -> dict[str, tuple[object, object]]:
-    """`config_changes` since the checkpoint. Empty if the checkpoint has no config.yaml."""
+    """`config_changes` since the checkpoint. Empty if the checkpoint has no config.yaml.
+
+    Raises:
+        ConfigError: an earlier version wrote it, whose settings had other names.
+    """
     path = checkpoint / "config.yaml"
     before = read_yaml(path) if path.exists() else None
     if not before:
         return {}
     after = parse_yaml(config_text(config))
     assert isinstance(before, dict) and isinstance(after, dict)
+    if (old := first_moved(before)) is not None:
+        raise ConfigError(
+            f"{checkpoint} is of an earlier asyncrl: its config.yaml has {old}, which has moved;"
+            " resume it with that version, or start a new run with model.path: …/hf"
+        )
     return config_changes(before, after)
 
 

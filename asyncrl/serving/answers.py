@@ -94,7 +94,7 @@ async def ask(
     # pieces that wait.
     pieces: asyncio.Queue[ChoicePiece | Exception] = asyncio.Queue(len(requests))
     choices = [
-        asyncio.ensure_future(_follow(source, choice, request, details, pieces))
+        asyncio.ensure_future(_read_choice(source, choice, request, details, pieces))
         for choice, request in enumerate(requests)
     ]
     unfinished = len(choices)
@@ -111,7 +111,7 @@ async def ask(
         await asyncio.gather(*choices, return_exceptions=True)
 
 
-async def _follow(
+async def _read_choice(
     source: CompletionSource,
     choice: int,
     request: GenerateRequest,

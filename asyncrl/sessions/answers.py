@@ -66,7 +66,7 @@ class Token(NamedTuple):
     logprob: float | None
     """In nats. None for the first token of a prompt, which has no prediction."""
     top: tuple[Token, ...] = ()
-    """The most probable tokens at its place, best first, if a server gives them."""
+    """The most probable tokens at its position, best first, if a server gives them."""
 
     @property
     def name(self) -> str:

@@ -37,7 +37,7 @@ def chat_logprobs(tokens: Sequence[Token], top: int) -> dict[str, Any] | None:
     """The log-probs of tokens. None: there are no tokens.
 
     Args:
-        top: most probable tokens that are wanted at each place. Without them, the sampled token
+        top: most probable tokens that are wanted at each position. Without them, the sampled token
             stands for them.
     """
     if not tokens:

@@ -1,4 +1,4 @@
-"""Every surrogate on hand-computed numbers, and the whole policy loss compared with an independent
+"""Every loss on hand-computed numbers, and the whole policy loss compared with an independent
 numpy implementation."""
 
 import itertools

@@ -511,7 +511,7 @@ def test_the_command_line_reaches_into_a_choice(
     [
         (
             ["--algorithm.eps_clip", "0.1"],
-            "algorithm.eps_clip has moved; write algorithm: {loss: {name: ppo, eps_clip: …}}",
+            "algorithm.eps_clip has moved; write algorithm: {loss: {name: …, eps_clip: …}}",
         ),
         (
             ["--algorithm.loss", "gspo", "--algorithm.loss.dual_clip", "3"],
@@ -615,3 +615,36 @@ def test_reading_settings_imports_neither_torch_nor_ray() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "alternative"),
+    [("algorithm.eps_clip", "…"), ("learner.warmup_steps", "…"), ("algorithm.dual_clip", "ppo")],
+)
+def test_a_way_names_an_alternative_only_where_no_other_has_the_setting(
+    old: str, alternative: str
+) -> None:
+    (way,) = other_names().moved[old]
+    assert f"{{name: {alternative}, " in way
+
+
+def test_of_many_settings_that_have_moved_the_first_are_named(tmp_path: Path) -> None:
+    old = {"eps_clip": 0.2, "dual_clip": None, "gamma": 1.0, "turn_coef": 0.0, "pass_k": 4}
+    tree = {**SMALL, "algorithm": {**old, "kl_coef": 0.0, "ce_coef": 0.0}}
+    with pytest.raises(ConfigError) as refused:
+        load_any(written(tmp_path, tree))
+    text = str(refused.value)
+    assert text.count("has moved; write") == 5
+    assert "2 more settings have moved, so an earlier asyncrl wrote them" in text
+
+
+def test_an_old_mapping_with_keys_of_the_users_own_is_answered(tmp_path: Path) -> None:
+    tree = {**SMALL, "agent": {"command": ["x"], "variables": {"A": "1"}}}
+    with pytest.raises(ConfigError, match=r"agent\.variables has moved; write environment"):
+        load_any(written(tmp_path, tree))
+
+
+def test_a_correction_that_counts_twice_names_the_setting_of_the_loss(tmp_path: Path) -> None:
+    tree = {**SMALL, "algorithm": {"correction": {"truncation": "token"}}}
+    with pytest.raises(ConfigError, match=r"write loss: \{name: ppo, old_policy: learner\}"):
+        load_any(written(tmp_path, tree))

@@ -208,7 +208,7 @@ WARM = {"warm_start.data": "w", "eval.data": "e"}
         ),
         (
             {"warm_start.completion_policy": "drop", **WARM},
-            "warm_start.completion_policy has moved; write warm_start: {packing_strategy: {name: b",
+            "warm_start.completion_policy has moved; write warm_start: {packing_strategy: {name: …",
         ),
         *(
             ({f"warm_start.{name}": value}, r"^warm_start\.data is missing; set it$")

@@ -166,7 +166,7 @@ def test_the_plan_shows_derived_values_and_their_reasons(tmp_path):
         one.text() for one in derived_settings(config(**LONG, model=sized(tmp_path / "m", 1 << 30)))
     ]
     assert (
-        "rollout.deadline_s = 9831 s: 16384 tokens at 5 tokens/s, in 3 turns, as not all"
+        "rollout.deadline_s = 9831 s: 16384 tokens at 5 tokens/s, in 3 waves, as not all"
         " completions run at once, at least 300 s" in lines
     )
     assert (

@@ -66,7 +66,8 @@ def test_one_completion_per_prompt_suffices_without_rewards() -> None:
             {"reference": {"kl_loss_coef": 0.1, "ref_load": "/other"}},
             {},
             "algorithm.reference has no effect with algorithm.distillation, whose teacher replaces"
-            " the reference policy; leave it out, or set algorithm.distillation.use: ref_kl",
+            " the reference policy; leave it out, or write algorithm: {distillation: {use: {name:"
+            " ref_kl, kl: {kl_loss_coef: …}}}}",
         ),
         ({}, {"kl_loss_coef": 0.1}, {}, "kl_loss_coef has moved; write algorithm: {reference: {kl"),
         ({"use": "ref_kl"}, {}, {}, "algorithm.distillation.use.kl is missing; set it"),
@@ -123,7 +124,7 @@ def test_one_completion_per_prompt_suffices_without_rewards() -> None:
             {"use": "top_k"},
             {"loss": {"eps_clip": 0.1}},
             {},
-            "algorithm.loss has no effect with algorithm.distillation.reward_weight = 0",
+            "algorithm.loss has no effect with algorithm.distillation.use: top_k and",
         ),
         (
             {"use": "top_k"},

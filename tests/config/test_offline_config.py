@@ -174,7 +174,7 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
         ),
         (
             {**DPO, "dpo": {"beta": 0.1}},
-            "dpo.beta has moved; write dpo: {loss: {name: sigmoid, beta: …}}$",
+            "dpo.beta has moved; write dpo: {loss: {name: …, beta: …}}$",
         ),
         (
             {**DPO, "dpo": {"loss": "simpo", "reference_batch": 8}},

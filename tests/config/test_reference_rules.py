@@ -42,7 +42,8 @@ def test_every_run_with_its_own_reference_can_refresh_it(algorithm: dict[str, An
             {**DISTILLED, **KL},
             {},
             "algorithm.reference has no effect with algorithm.distillation, whose teacher replaces"
-            " the reference policy; leave it out, or set algorithm.distillation.use: ref_kl",
+            " the reference policy; leave it out, or write algorithm: {distillation: {use: {name:"
+            " ref_kl, kl: {kl_loss_coef: …}}}}",
         ),
         (
             ONLINE,

@@ -93,16 +93,6 @@ def heldout_scores(state: LearnerState, table: pa.Table, center_coef: float) -> 
     }
 
 
-def pair_scores(state: LearnerState, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """The scores [number of pairs] float64 of the chosen and of the rejected sides (a collective).
-
-    Raises:
-        ValueError: as in `reward_step`.
-    """
-    chosen, rejected = _sides(state, _pairs(table))
-    return chosen.numpy(), rejected.numpy()
-
-
 def _pairs(table: pa.Table) -> list[Pair]:
     """The pairs of a table, each side with one more token as its only loss token."""
     pairs = pairs_of(table, reference=False, behavior=False)
