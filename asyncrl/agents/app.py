@@ -112,7 +112,7 @@ class _Server:
         session = self._sessions.of(key)
         body = await body_of(request, self._largest_body)
         dialect = api.dialect(parsed(body), session.notes)
-        session.override(dialect.overridden)
+        session.override((*dialect.overridden, *dialect.unread))
         name = self._names.key(key, request.url.path, request.headers, body)
         asked = replace(dialect.request, key=name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
@@ -110,7 +111,7 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, Any]:
     """A JSON object. A repeated field is refused, because parsers disagree on which one wins."""
     tree = dict(pairs)
     if len(tree) < len(pairs):
-        name = next(name for index, (name, _) in enumerate(pairs) if name in dict(pairs[:index]))
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ApiError(
             400, f"{printable(name)} appears twice in one object; send it once", "invalid_body"
         )

@@ -130,8 +130,9 @@ def _endings(name: str) -> list[str]:
 
 def _nearest(name: str, known: Sequence[str]) -> str | None:
     """The setting whose last part is most similar to this name's. The whole name decides between
-    equals. Sections are never suggested."""
-    settings = [key for key in known if not any(other.startswith(f"{key}.") for other in known)]
+    equals. Sections and names of choices are never suggested."""
+    sections = {key.rpartition(".")[0] for key in known}
+    settings = [key for key in known if key not in sections and not key.endswith(".name")]
     leaf = name.rpartition(".")[2].removeprefix("rollout_")
     ranked = [
         (

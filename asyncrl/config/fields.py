@@ -127,20 +127,31 @@ def field_names(kind: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def find(kind: type[BaseModel], name: str) -> FieldInfo | None:
-    """The field of a dotted name; None if there is none. In mappings with keys of the user, such as
-    reward.functions, every key has one, and so has every number in a list."""
+    """The field of a dotted name; None if there is none. The first one where several alternatives
+    of a choice have it."""
+    return next(find_all(kind, name), None)
+
+
+def find_all(kind: type[BaseModel], name: str) -> Iterator[FieldInfo]:
+    """The fields of a dotted name: several where alternatives of a choice have it. In mappings with
+    keys of the user, such as reward.functions, every key has one, and so has every number in a
+    list."""
     first, _, rest = name.partition(".")
     field = kind.model_fields.get(first)
-    if field is None or not rest:
-        return field
+    if field is None:
+        return
+    if not rest:
+        yield field
+        return
     mapped = _entries_of(field.annotation)
     if mapped is not None:
-        _, _, inner = rest.partition(".")
-        kinds = kinds_of(mapped)
-        if not inner or not kinds:
-            return FieldInfo(annotation=mapped)
-        return next((found for one in kinds if (found := find(one, inner))), None)
-    return next((found for one in kinds_of(field.annotation) if (found := find(one, rest))), None)
+        rest = rest.partition(".")[2]
+    kinds = kinds_of(field.annotation if mapped is None else mapped)
+    if mapped is not None and not (rest and kinds):
+        yield FieldInfo(annotation=mapped)
+        return
+    for one in kinds:
+        yield from find_all(one, rest)
 
 
 def known_names(kind: type[BaseModel], name: str) -> list[str]:

@@ -149,7 +149,7 @@ def explain(error: ValidationError, kind: type[BaseModel] = Config) -> str:
             f"{len(more)} more settings have moved, so an earlier asyncrl wrote them; write only"
             " those that you need"
         )
-    return "; ".join(dict.fromkeys(lines))
+    return "; ".join(dict.fromkeys(lines)).replace("\n", "\\n")
 
 
 def _explain_one(item: ErrorDetails, kind: type[BaseModel]) -> list[str]:
@@ -175,7 +175,8 @@ def _explain_value(item: ErrorDetails, parts: list[str], name: str, kind: type[B
         return f"{name}: {message}" if message.startswith("give ") else f"{name}.{message}"
     if message.startswith(OF_PATHS):
         return f"{name} = {value!r} {message}"
-    return f"{name} = {value!r}: {message[0].lower()}{message[1:]}" if name else message
+    off = ", or leave it out" if value == "none" else ""
+    return f"{name} = {value!r}: {message[0].lower()}{message[1:]}{off}" if name else message
 
 
 def _setting(parts: list[str], kind: type[BaseModel]) -> str:
@@ -203,6 +204,8 @@ def _explain_unknown(name: str, parts: list[str], kind: type[BaseModel]) -> str:
             choice = prefix.rpartition(".")[2]
             here, there = (alternatives(choice, some, kinds) for some in ([chosen], others))
             return f"{name} has no effect {here}; leave it out, or use it {there}"
+        if "arguments" in chosen.model_fields and "." not in rest:
+            return f"{name} is unknown; an argument of your own goes below {prefix}.arguments"
     return explain_unknown(name, known_names(kind, name))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args, get_origin
 
@@ -10,17 +11,18 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from asyncrl.config.aliases import explain_unknown
-from asyncrl.config.fields import find, has_parts, known_names
+from asyncrl.config.fields import find, find_all, has_parts, known_names
 from asyncrl.contracts.errors import ConfigError
-from asyncrl.contracts.section import ByName, Short, key_of, kinds_of
+from asyncrl.contracts.section import ByName, Short, key_of, kinds_of, name_of
 from asyncrl.runtime.files.yaml_files import parse_yaml
 
 
 def with_overrides(
     tree: Mapping[str, Any], overrides: list[str], kind: type[BaseModel]
 ) -> dict[str, Any]:
-    """The settings with these on top. The last value of a name counts. A key that chooses another
-    alternative of a section leaves out the settings that this one does not have.
+    """The settings with these on top, sections before the settings in them. The last value of a
+    name counts. A key or a name that chooses another alternative of a section leaves out the
+    settings that this one does not have.
 
     Raises:
         ConfigError: an option is unknown, has no value, or its value is not YAML.
@@ -29,27 +31,48 @@ def with_overrides(
     for name, texts in _options(overrides):
         field = find(kind, name)
         if field is None:
-            raise ConfigError(_unknown(name, kind))
-        values.append((name, _read(name, texts, field)))
+            raise ConfigError(_unknown(name, kind).replace("\n", "\\n"))
+        value, choice = _read(name, texts, field), name.removesuffix(".name")
+        if choice != name and isinstance(_short(find(kind, choice)), ByName):
+            name = choice  # `--algorithm.loss.name gspo` is `--algorithm.loss gspo`
+        values.append((name, value))
     for name, value in values:
         if value is not None:
             found = _of_alternative(found, name, kind)
-    for name, value in values:
-        found = _with_value(found, name, value, kind, "")
+    for name, value in sorted(values, key=lambda one: one[0].count(".")):
+        whole = _with_the_others(value, _at(found, name), find(kind, name))
+        found = _with_value(found, name, whole, kind, "")
     return found
 
 
 def _of_alternative(tree: dict[str, Any], name: str, kind: type[BaseModel]) -> dict[str, Any]:
     """The tree without the settings of other alternatives than the one whose key this is."""
     above, _, key = name.rpartition(".")
-    field, section = find(kind, above), _at(tree, above)
-    kinds = () if field is None else kinds_of(field.annotation)
+    section = _at(tree, above)
+    kinds = [one for field in find_all(kind, above) for one in kinds_of(field.annotation)]
     chosen = next((one for one in kinds if key_of(one) == key), None)
     if chosen is None or not isinstance(section, dict):
         return tree
     others = {name for one in kinds for name in one.model_fields} - chosen.model_fields.keys()
     kept = {name: value for name, value in section.items() if name not in others}
     return _with_value(tree, above, kept, kind, "")
+
+
+def _with_the_others(value: object, now: object, field: FieldInfo | None) -> object:
+    """A single value of a choice or section, with the settings beside it that the chosen
+    alternative has, too. Those of a function of the user's own go."""
+    whole = value if field is None or isinstance(value, dict) else _whole(value, field)
+    if field is None or not isinstance(whole, dict) or not isinstance(now, dict):
+        return value
+    fitting = []
+    for one in kinds_of(field.annotation):
+        kept = {name: old for name, old in now.items() if name in one.model_fields}
+        if "name" in one.model_fields and not name_of(one):
+            kept = {}
+        with contextlib.suppress(ValidationError, ConfigError):
+            one.model_validate({**kept, **whole})
+            fitting.append({**kept, **whole})
+    return max(fitting, key=len, default=value)
 
 
 def _at(tree: object, name: str) -> object:
@@ -152,14 +175,17 @@ def _with_value(
 
 
 def _whole(value: object, field: FieldInfo | None) -> object:
-    """The mapping that a single value of a choice stands for."""
-    metadata = [] if field is None else [*field.metadata, *_metadata(field.annotation)]
-    for mark in metadata:
-        if isinstance(mark, ByName):
-            return {"name": value}
-        if isinstance(mark, Short):
-            return {mark.key: value}
-    return value
+    """The mapping that a single value of a choice or section stands for."""
+    mark = _short(field)
+    if isinstance(mark, Short):
+        return {mark.key: value}
+    return value if mark is None else {"name": value}
+
+
+def _short(field: FieldInfo | None) -> ByName | Short | None:
+    """How a single value stands for a section; None if it does not."""
+    marks = [] if field is None else [*field.metadata, *_metadata(field.annotation)]
+    return next((mark for mark in marks if isinstance(mark, ByName | Short)), None)
 
 
 def _metadata(annotation: Any) -> list[object]:

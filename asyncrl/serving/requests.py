@@ -60,12 +60,13 @@ WHOLE = (
     " policy; use temperature"
 )
 FORCED = "a forced tool call would not be the model's own; use 'auto' or 'none'"
+TOOLS = "the model decides how it calls tools, and is trained so; leave it out"
 THINKING = "the chat template decides about reasoning; use chat_template_kwargs"
 HINTS = {
     **dict.fromkeys(("top_p", "top_k", "min_p", "logit_bias"), WHOLE),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), WHOLE),
     **dict.fromkeys(("reasoning", "reasoning_effort", "thinking", "effort"), THINKING),
-    **dict.fromkeys(("parallel_tool_calls", "disable_parallel_tool_use", "strict"), FORCED),
+    **dict.fromkeys(("parallel_tool_calls", "disable_parallel_tool_use", "strict"), TOOLS),
     "tool_choice": FORCED,
     "best_of": "use n",
     "include": "use message.output_text.logprobs only",
@@ -241,7 +242,10 @@ class Asked:
             raise invalid(
                 "n: temperature 0 gives only one answer; use n = 1, or a higher temperature", "n"
             )
-        if (given.get("stream_options") or {}).get("include_usage") and not self.dialect.streams:
+        options = given.get("stream_options") or {}
+        if not isinstance(options, Mapping):
+            raise invalid("stream_options: send an object", "stream_options")
+        if options.get("include_usage") and not self.dialect.streams:
             raise invalid(
                 "stream_options: only valid with stream: true; remove it, or set stream",
                 "stream_options",
@@ -252,7 +256,8 @@ class Asked:
                 "top_logprobs",
             )
         if len(asked.stop) > MOST_STOPS:
-            raise invalid(f"stop: send a string, or a list of at most {MOST_STOPS} strings", "stop")
+            name = "stop_sequences" if "stop_sequences" in given else "stop"
+            raise invalid(f"{name}: send a list of at most {MOST_STOPS} strings", name)
 
     def _refuse_many(self) -> None:
         """Raise ApiError for what is certainly too long. To tokenize it would take much memory."""

@@ -277,7 +277,7 @@ def refusal(changes: dict[str, Any]) -> str:
         (
             {"algorithm": {"correction": {"truncation": "none"}}},
             "algorithm.correction.truncation.level = 'none': input should be 'token', 'sequence' or"
-            " 'geometric'",
+            " 'geometric', or leave it out",
         ),
     ],
 )
@@ -396,6 +396,46 @@ def written(tmp_path: Path, tree: dict[str, Any]) -> Path:
             {"algorithm": {"loss": {"dual_clip": 3.0}}},
             ["--algorithm.loss.dual_clip", "null"],
             {},
+        ),
+        (
+            {},
+            ["--algorithm.loss.k_positive", "3", "--algorithm.loss", "vespo"],
+            {"algorithm": {"loss": {"name": "vespo", "k_positive": 3.0}}},
+        ),
+        (
+            {"algorithm": {"loss": {"name": "vespo", "k_positive": 3.0}}},
+            ["--algorithm.loss.name", "gspo"],
+            {"algorithm": {"loss": "gspo"}},
+        ),
+        (
+            {"learner": {"schedule": {"name": "linear", "warmup_steps": 5}}},
+            ["--learner.schedule", "cosine"],
+            {"learner": {"schedule": {"name": "cosine", "warmup_steps": 5}}},
+        ),
+        (
+            {"algorithm": {"loss": {"name": "m:f", "arguments": {"x": 1}}}},
+            ["--algorithm.loss", "m:g"],
+            {"algorithm": {"loss": "m:g"}},
+        ),
+        (
+            {
+                "reward": {
+                    **SMALL["reward"],
+                    "sandbox": {"level": "container", "service": "http://127.0.0.1:1"},
+                }
+            },
+            ["--reward.sandbox", "namespaces"],
+            {
+                "reward": {
+                    **SMALL["reward"],
+                    "sandbox": {"level": "namespaces", "service": "http://127.0.0.1:1"},
+                }
+            },
+        ),
+        (
+            {"algorithm": {"advantage": "rloo", "reference": {"kl_loss_coef": 0.1}}},
+            ["--algorithm.reference.kl_coef", "0.2"],
+            {"algorithm": {"advantage": "rloo", "reference": {"kl_coef": 0.2}}},
         ),
         (
             {},
@@ -647,4 +687,21 @@ def test_an_old_mapping_with_keys_of_the_users_own_is_answered(tmp_path: Path) -
 def test_a_correction_that_counts_twice_names_the_setting_of_the_loss(tmp_path: Path) -> None:
     tree = {**SMALL, "algorithm": {"correction": {"truncation": "token"}}}
     with pytest.raises(ConfigError, match=r"write loss: \{name: ppo, old_policy: learner\}"):
+        load_any(written(tmp_path, tree))
+
+
+@pytest.mark.parametrize("name", ["lo\nss", "loss.k\n"])
+def test_a_key_with_a_new_line_is_one_line(tmp_path: Path, name: str) -> None:
+    for ask in (
+        lambda: load_any(written(tmp_path, {**SMALL, "algorithm": {name: 1}})),
+        lambda: load_any(written(tmp_path, SMALL), [f"--algorithm.{name}", "1"]),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            ask()
+        assert len(str(refused.value).splitlines()) == 1
+
+
+def test_an_argument_of_an_own_function_is_told_its_place(tmp_path: Path) -> None:
+    tree = {**SMALL, "algorithm": {"loss": {"name": "m:f", "x": 1}}}
+    with pytest.raises(ConfigError, match=r"goes below algorithm\.loss\.arguments"):
         load_any(written(tmp_path, tree))

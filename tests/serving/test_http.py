@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from asgi import call, scope_of
 
+from asyncrl.api.http import parsed
 from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError, StaleReplicaError
 from asyncrl.contracts.messages import ServedWeights, WeightsId
 from asyncrl.serving.http import (
@@ -24,6 +25,7 @@ from asyncrl.serving.http import (
 )
 from asyncrl.serving.identity import ServedModel
 from asyncrl.testing import FakeServed
+from asyncrl.web.errors import ApiError
 
 KEY = "correct-horse-battery"
 MODEL = ServedModel("tiny", max_model_len=64, vocabulary=200, longest_token=4)
@@ -782,7 +784,7 @@ def test_invalid_keys_are_refused() -> None:
             b'{"model": "tiny", "prompt": [1], "stop": ["a", "b", "c", "d", "e"]}',
             {},
             400,
-            "stop: send a string, or a list of at most 4 strings",
+            "stop: send a list of at most 4 strings",
         ),
         (
             b'{"model": "tiny", "prompt": [1], "stop": ""}',
@@ -805,3 +807,26 @@ def test_ambiguous_or_unreadable_bodies_are_refused(
         routes(served(), None), "POST", "/v1/completions", headers=headers, raw=raw
     )
     assert found == status and words in body["error"]["message"], body
+
+
+@pytest.mark.timeout(60)
+def test_a_repeated_field_of_a_large_body_is_found_at_once() -> None:
+    fields = ", ".join(f'"a{number}": 1' for number in range(50_000))
+    with pytest.raises(ApiError, match="a49999 appears twice"):
+        parsed(f'{{{fields}, "a49999": 1}}'.encode())
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("options", ["x", [1], 3])
+def test_options_of_a_stream_that_are_no_object_are_refused(path: str, options: Any) -> None:
+    body = {"model": "tiny", "input": "hi", "stream_options": options}
+    if path == "/v1/messages":
+        body = {
+            "model": "tiny",
+            "max_tokens": 4,
+            "messages": [{"role": "user", "content": "hi"}],
+            "stream_options": options,
+        }
+    replica_ = FakeServed(MODEL)
+    status, answer, _ = ask(routes(replica_, None), "POST", path, body)
+    assert status == 400 and "stream_options: send an object" in answer["error"]["message"]

@@ -353,7 +353,7 @@ def test_the_async_client_and_its_stream_helper(endpoint: SimpleNamespace) -> No
         (
             {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
             openai.BadRequestError,
-            "strict is not supported; a forced tool call would not be the model's own",
+            "strict is not supported; the model decides how it calls tools",
         ),
         (
             {"tool_choice": "required"},
