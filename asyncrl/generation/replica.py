@@ -455,9 +455,10 @@ class Generator:
 
     async def __del__(self) -> None:
         # Serve awaits this once, before the replica's process ends.
-        await self._stop_followers()
+        ends = [self._stop_followers()]
         if hasattr(self, "engine"):  # it has started
-            await self.engine.stop()
+            ends.append(self.engine.stop())
+        await asyncio.gather(*ends)
 
     def _has(self, wanted: WeightsId | None) -> bool:
         if wanted is None:
