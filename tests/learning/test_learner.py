@@ -35,7 +35,7 @@ from asyncrl.learning.driver import LearnerDiedError, LearnerError, RayLearner, 
 from asyncrl.learning.engine.checkpoint import load_rank
 from asyncrl.learning.engine.universal import _convert
 from asyncrl.preflight.specs import learner_spec
-from asyncrl.runtime.processes.stacks import stack_of
+from asyncrl.runtime.processes.stacks import GONE, stack_of
 from asyncrl.weights.layout import bucket_checksum
 from asyncrl.weights.manifest import expected_tensors
 
@@ -402,10 +402,9 @@ def test_a_rank_that_dies_in_a_collective_is_named_and_ends_the_group(
 
     async def kill_during_the_call() -> None:
         step = asyncio.ensure_future(two_ranks.exact_match(ROWS))
-        while "in wait" not in await stack_of(
-            *two_ranks._processes[0], stacks_path(two_ranks.spec, 1, 0)
-        ):
-            assert not step.done()
+        stacks = stacks_path(two_ranks.spec, 1, 0)
+        while "in wait" not in (stack := await stack_of(*two_ranks._processes[0], stacks)):
+            assert not step.done() and not stack.endswith(GONE), stack
         rank_1.kill()
         await step
 

@@ -39,14 +39,18 @@ class Busy:
 
 @pytest.fixture
 def busy(ray_cluster, tmp_path):
-    actor = ray_cluster.remote(Busy).options(num_cpus=0).remote(tmp_path / "stacks" / "rank_0.txt")
+    stacks = tmp_path / "stacks"
+    stacks.mkdir()
+    (stacks / "rank_0.txt").touch()
+    os.utime(stacks / "rank_0.txt", (1, 1))  # an earlier process of that name made the file
+    actor = ray_cluster.remote(Busy).options(num_cpus=0).remote(stacks / "rank_0.txt")
     node, process = ray_cluster.get(actor.register.remote())
     actor.work_for_long.remote(tmp_path / "works")
     deadline = time.monotonic() + 60
     while not (tmp_path / "works").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    yield node, process, tmp_path / "stacks" / "rank_0.txt"
+    yield node, process, stacks / "rank_0.txt"
     ray_cluster.kill(actor)
 
 

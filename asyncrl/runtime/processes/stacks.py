@@ -29,6 +29,7 @@ def register_stacks(path: Path) -> tuple[str, int]:
     import ray
 
     faulthandler.register(SIGNAL, append_to(path), all_threads=True)  # the handler keeps the file
+    path.touch()  # another process may have made it: its time shows that this one has registered
     return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
