@@ -286,9 +286,9 @@ def _run(command: str, path: str, overrides: list[str], options: Collection[str]
 
 
 def _train(command: str, config: Config | OfflineConfig, path: str, overrides: list[str]) -> int:
-    from asyncrl.run.early import look_early
+    from asyncrl.run.before_start import check_before_start
 
-    config, finished = look_early(config)
+    config, finished = check_before_start(config)
     if finished is not None:
         print_shown(finished)
         return 0

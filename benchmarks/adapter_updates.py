@@ -98,7 +98,7 @@ async def measure(kind: str, model: Path, rounds: int, rank: int) -> dict[str, l
     """Seconds of each round, by name."""
     from asyncrl.config import GeneratorConfig
     from asyncrl.generation import GeneratorApp, start_engine
-    from asyncrl.testing.staged_versions import adapter_settings, staged_adapter, staged_weights
+    from benchmarks.staged_versions import adapter_settings, staged_adapter, staged_weights
 
     adapter = kind == "adapter"
     app = GeneratorApp(
@@ -142,7 +142,7 @@ async def measure(kind: str, model: Path, rounds: int, rank: int) -> dict[str, l
 
 async def _keep_busy(engine: "Engine", seed: int) -> None:
     """One completion after the other."""
-    from asyncrl.testing.staged_versions import any_request
+    from benchmarks.staged_versions import any_request
 
     while True:
         await engine.requests.generate(any_request(seed, TOKENS - 11 * seed % 40))

@@ -148,7 +148,7 @@ def pause(model: str, rounds: int) -> dict[str, float]:
 async def _pause(model: Path, rounds: int) -> dict[str, float]:
     from asyncrl.config import GeneratorConfig
     from asyncrl.generation import GeneratorApp, start_engine
-    from asyncrl.testing.staged_versions import staged_weights
+    from benchmarks.staged_versions import staged_weights
 
     engine = await start_engine(
         GeneratorApp(model=str(model), generator=GeneratorConfig(kv_cache_memory_bytes=64 << 20))

@@ -323,7 +323,7 @@ SURFACE = {
     "weights": (
         "gather_buckets weight_layout "
         "BACKEND CannotPublishError TOKENIZER_MODE bucket_checksum expected_tensors fetch_version "
-        "version_table"
+        "plan_buckets Staged version_table"
     ),
 }
 """What each folder exports."""

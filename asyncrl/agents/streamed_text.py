@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from asyncrl.api.certain import CertainText
 from asyncrl.api.contract import Part
+from asyncrl.api.streamed_content import StreamedContent
 from asyncrl.contracts.text_listener import Heard
 from asyncrl.sessions.answers import Answer, ChatRequest
 
@@ -32,7 +32,7 @@ class HeardParts:
         self._began = asyncio.Event()
         self._parts: asyncio.Queue[Part | None] = asyncio.Queue()
         # A continued text is content only.
-        filters = [CertainText(bool(request.tools)).add for _ in range(request.n)]
+        filters = [StreamedContent(bool(request.tools)).add for _ in range(request.n)]
         self._certain = filters if request.prompt is None else [str] * request.n
 
     async def head(self) -> None:

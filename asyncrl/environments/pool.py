@@ -69,7 +69,7 @@ class SessionLostError(RuntimeError):
         self.alone = alone
 
 
-class AgentSession(ChatSession, Protocol):
+class PooledSession(ChatSession, Protocol):
     """A session, as the pool needs it."""
 
     def abandon(self, nodes: Sequence[int]) -> None:
@@ -93,7 +93,7 @@ class Clock(Protocol):
 class _Session(Call[Ended]):
     """A session that waits or runs."""
 
-    session: AgentSession
+    session: PooledSession
     clock: Clock | None
     requests: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     answered: dict[int, Sequence[int]] = field(default_factory=dict)
@@ -204,7 +204,7 @@ class EnvironmentPool(ProcessPool[_Session, _Process]):
     async def play(
         self,
         task: Mapping[str, Any],
-        session: AgentSession,
+        session: PooledSession,
         alone: bool = False,
         url: SessionUrl | None = None,
         clock: Clock | None = None,

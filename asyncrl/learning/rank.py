@@ -27,16 +27,16 @@ from asyncrl.learning.engine.hf_directory import HfDirectory
 from asyncrl.learning.engine.shifts import device_shifts
 from asyncrl.learning.engine.state import LearnerState, Meeting, join_ranks, load_state
 from asyncrl.learning.spec import LearnerSpec
-from asyncrl.learning.steps.held_out import heldout_loss, target_logprobs
+from asyncrl.learning.steps.held_out import held_out_loss, target_logprobs
 from asyncrl.learning.steps.online_preference import online_preference_step
 from asyncrl.learning.steps.passes import forward_rows
 from asyncrl.learning.steps.policy_step import policy_step
 from asyncrl.learning.steps.preference_step import (
     PreferenceObjective,
-    heldout_preferences,
+    held_out_preferences,
     preference_step,
 )
-from asyncrl.learning.steps.reward_step import heldout_scores, reward_step
+from asyncrl.learning.steps.reward_step import held_out_scores, reward_step
 from asyncrl.learning.steps.supervised_step import supervised_step
 from asyncrl.models.adapters import (
     adapter_settings,
@@ -98,21 +98,21 @@ class LearnerRank:
         """See `asyncrl.learning.steps.reward_step.reward_step`."""
         return reward_step(self.state, rows, self._center_coef())
 
-    def heldout_scores(self, rows: pa.Table) -> dict[str, float]:
-        """See `asyncrl.learning.steps.reward_step.heldout_scores`."""
-        return heldout_scores(self.state, rows, self._center_coef())
+    def held_out_scores(self, rows: pa.Table) -> dict[str, float]:
+        """See `asyncrl.learning.steps.reward_step.held_out_scores`."""
+        return held_out_scores(self.state, rows, self._center_coef())
 
     def preference_step(self, rows: pa.Table) -> dict[str, float]:
         """See `asyncrl.learning.steps.preference_step.preference_step`."""
         return preference_step(self.state, rows, self._preference())
 
-    def heldout_loss(self, rows: pa.Table) -> HeldOutLoss:
-        """See `asyncrl.learning.steps.held_out.heldout_loss`."""
-        return heldout_loss(self.state, rows)
+    def held_out_loss(self, rows: pa.Table) -> HeldOutLoss:
+        """See `asyncrl.learning.steps.held_out.held_out_loss`."""
+        return held_out_loss(self.state, rows)
 
-    def heldout_preferences(self, rows: pa.Table) -> dict[str, float]:
-        """See `asyncrl.learning.steps.preference_step.heldout_preferences`."""
-        return heldout_preferences(self.state, rows, self._preference())
+    def held_out_preferences(self, rows: pa.Table) -> dict[str, float]:
+        """See `asyncrl.learning.steps.preference_step.held_out_preferences`."""
+        return held_out_preferences(self.state, rows, self._preference())
 
     def target_logprobs(self, rows: pa.Table) -> dict[int, np.ndarray]:
         """See `asyncrl.learning.steps.held_out.target_logprobs`."""

@@ -97,7 +97,7 @@ class ContractError(RewardError):
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class ScoredSession:
     """What reward functions get of a session."""
 
     messages: Sequence[Mapping[str, object]] = ()
@@ -122,7 +122,7 @@ class GroupCall:
     """Why each completion ended; empty = unknown, for texts from another source."""
     truncated: Sequence[bool] = ()
     """Whether each completion was cut off; empty if `finish_reasons` is empty."""
-    sessions: Sequence[Session] | None = None
+    sessions: Sequence[ScoredSession] | None = None
     """With an environment, one for each trajectory."""
 
 

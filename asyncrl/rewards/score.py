@@ -51,7 +51,7 @@ from asyncrl.contracts.session_table import (
     nodes_of_group,
     received_turns,
 )
-from asyncrl.rewards.contract import GroupCall, Session
+from asyncrl.rewards.contract import GroupCall, ScoredSession
 from asyncrl.rewards.pool import GroupRewards, total_rewards
 from asyncrl.rewards.reference_rows import Logprobs
 from asyncrl.rewards.spec import ScoringSpec
@@ -126,13 +126,13 @@ def group_call(group: pa.Table) -> GroupCall:
     )
 
 
-def _sessions(group: pa.Table) -> list[Session] | None:
+def _sessions(group: pa.Table) -> list[ScoredSession] | None:
     """What reward functions get of the sessions of a one-row table."""
     if SESSIONS[0] not in group.column_names:
         return None
     columns = (group[name][0].as_py() for name in SESSIONS)
     return [
-        Session(json.loads(messages), end, given, json.loads(parts), output)
+        ScoredSession(json.loads(messages), end, given, json.loads(parts), output)
         for messages, end, given, parts, output in zip(*columns, strict=True)
     ]
 
@@ -492,7 +492,7 @@ async def score_completions(
     pool: ScoresGroups,
     prompt: Prompt,
     completions: Sequence[Completion],
-    sessions: Sequence[Session] | None = None,
+    sessions: Sequence[ScoredSession] | None = None,
 ) -> dict[str, list[float | None]]:
     """Raw rewards of one prompt's completions outside the training stream, for evaluation.
 

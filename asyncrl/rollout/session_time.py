@@ -7,11 +7,11 @@ from types import TracebackType
 from typing import Protocol
 
 from asyncrl.contracts.text_listener import Heard
-from asyncrl.environments.pool import AgentSession
+from asyncrl.environments.pool import PooledSession
 from asyncrl.sessions.answers import Answer, ChatRequest
 
 
-class PlayedSession(AgentSession, Protocol):
+class PlayedSession(PooledSession, Protocol):
     """A session that a player plays. It may also be served at a URL."""
 
     async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:

@@ -83,10 +83,10 @@ def _finished(
     config: Config | OfflineConfig, on_start: Callable[[Callable[[], None]], None] | None
 ) -> Run:
     from asyncrl.run import supervise, train as run
-    from asyncrl.run.early import look_early
+    from asyncrl.run.before_start import check_before_start
     from asyncrl.run.offline import run as offline
 
-    config, finished = look_early(config)
+    config, finished = check_before_start(config)
     directory = config.run_directory
     if finished is not None:
         return open_run(directory)

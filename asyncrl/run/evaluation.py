@@ -23,7 +23,7 @@ from asyncrl.contracts.messages import Generated, GenerateRequest, WeightsId
 from asyncrl.contracts.protocols import Generate
 from asyncrl.contracts.rows import ANSWER_COLUMNS, TRUNCATED, Completion, Prompt, VersionSpan
 from asyncrl.contracts.text_listener import Heard
-from asyncrl.rewards.contract import RewardError, Session
+from asyncrl.rewards.contract import RewardError, ScoredSession
 from asyncrl.runtime.all_or_nothing import all_or_nothing
 from asyncrl.runtime.failure_reasons import reason_key
 from asyncrl.runtime.files import parquet
@@ -65,7 +65,7 @@ class Answer:
     replica: str | None = None
     parts: Mapping[str, float | None] = field(default_factory=dict)
     """Reward function → its reward, or None if it returned None."""
-    session: Session | None = None
+    session: ScoredSession | None = None
     """None without an environment."""
 
     @property
@@ -218,7 +218,7 @@ class Evaluator:
         return answers
 
     async def _parts(
-        self, prompt: Prompt, completions: Sequence[Completion], sessions: Sequence[Session]
+        self, prompt: Prompt, completions: Sequence[Completion], sessions: Sequence[ScoredSession]
     ) -> Mapping[str, Sequence[float | None]]:
         """The rewards of one prompt's completions; all None after an unexpected error."""
         try:
@@ -323,7 +323,7 @@ class Evaluator:
             return self._lost(errors[-1] if errors else error, request)
         ended = played.ended
         answer = self._kept(played.trajectory().completion, (replicas or [""])[-1], version)
-        session = Session(
+        session = ScoredSession(
             played.session.chat_so_far, ended.end, ended.reward, ended.parts, ended.output
         )
         reason = "" if ended.end == "done" else f"{ended.end}: {ended.note}"

@@ -56,7 +56,7 @@ from asyncrl.preflight.specs import (
     worker_spec,
 )
 from asyncrl.rewards.code import share_settings
-from asyncrl.rewards.contract import Session
+from asyncrl.rewards.contract import ScoredSession
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.remote import RemoteRewardPool
 from asyncrl.rewards.score import score_completions
@@ -186,7 +186,7 @@ class Stations:
         self,
         prompt: Prompt,
         completions: Sequence[Completion],
-        sessions: Sequence[Session] | None = None,
+        sessions: Sequence[ScoredSession] | None = None,
     ) -> dict[str, list[float | None]]:
         """Raw rewards of the completions of one prompt, by reward function."""
         return await score_completions(self.pool, prompt, completions, sessions)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from asyncrl.api.certain import CertainText
+from asyncrl.api.streamed_content import StreamedContent
 from asyncrl.text.chat_messages import refuse_unencodable
 from asyncrl.text.continuation import render_chat
 from asyncrl.text.response import PREFIX_TOKENS, ResponseReader, in_reasoning
@@ -56,7 +56,7 @@ class ModelTokenizer:
         prompt = decode_prompt(self._tokenizer, prompt_ids[-PREFIX_TOKENS:])
         if in_reasoning(prompt) or not self._reader.begins_content(tools):
             return lambda text: ""
-        return CertainText(tools).add
+        return StreamedContent(tools).add
 
     async def read(
         self,

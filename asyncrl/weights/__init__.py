@@ -12,13 +12,16 @@ if TYPE_CHECKING:
         gather_buckets as gather_buckets,
         weight_layout as weight_layout,
     )
-    from asyncrl.weights.layout import bucket_checksum as bucket_checksum
+    from asyncrl.weights.layout import (
+        bucket_checksum as bucket_checksum,
+        plan_buckets as plan_buckets,
+    )
     from asyncrl.weights.manifest import expected_tensors as expected_tensors
     from asyncrl.weights.published import (
         CannotPublishError as CannotPublishError,
         version_table as version_table,
     )
-    from asyncrl.weights.staging import fetch_version as fetch_version
+    from asyncrl.weights.staging import Staged as Staged, fetch_version as fetch_version
 
 __getattr__ = lazy_exports(
     __name__,
@@ -28,6 +31,8 @@ __getattr__ = lazy_exports(
     expected_tensors="manifest",
     fetch_version="staging",
     gather_buckets="gather",
+    plan_buckets="layout",
+    Staged="staging",
     TOKENIZER_MODE="engine",
     version_table="published",
     weight_layout="gather",

@@ -25,17 +25,17 @@ class EngineFingerprints:
     model_runner: GPUModelRunner
     """An attribute of the worker that this class extends."""
 
-    def held_shards(self) -> dict[str, Shard]:
+    def loaded_shards(self) -> dict[str, Shard]:
         """Published name → products of this worker's shard."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-        return held_shards(self.model_runner.model, ParallelLMHead)
+        return loaded_shards(self.model_runner.model, ParallelLMHead)
 
     def gpu_memory(self) -> tuple[int, int]:
         """See `asyncrl.runtime.processes.gpu_memory.gpu_memory`."""
         return gpu_memory()
 
-    def held_adapter(self, number: int, scale: float) -> dict[str, Fingerprint]:
+    def fingerprints_of_adapter(self, number: int, scale: float) -> dict[str, Fingerprint]:
         """Published name → fingerprint of the matrices of vLLM's adapter `number`; empty if it is
         not in memory.
 
@@ -48,7 +48,7 @@ class EngineFingerprints:
 
 
 @torch.no_grad()
-def held_shards(model: torch.nn.Module, head: type) -> dict[str, Shard]:
+def loaded_shards(model: torch.nn.Module, head: type) -> dict[str, Shard]:
     """Name → this worker's shard of every parameter of a vLLM model, computed from the weights that
     its kernels use. The names are the checkpoint's; fused layers are split into their parts.
 

@@ -9,7 +9,7 @@ import pytest
 from agent_server import ADD_TOOL, call, tokenizer
 from hypothesis import given, settings, strategies as st
 
-from asyncrl.api.certain import CertainText
+from asyncrl.api.streamed_content import StreamedContent
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.turn_formats import TURN_FORMATS, TurnFormat
 from benchmarks.families import byte_tokenizer
@@ -51,7 +51,7 @@ def test_released_text_begins_the_content(
     reader: ResponseReader, parts: list[str], cuts: list[int], tools: bool, end: bool
 ) -> None:
     text = "".join(parts)
-    held, released, place, turn = CertainText(tools), "", 0, 0
+    held, released, place, turn = StreamedContent(tools), "", 0, 0
     while place < len(text):
         size = cuts[turn % len(cuts)]
         released += held.add(text[place : place + size])
@@ -76,7 +76,7 @@ def test_released_text_begins_the_content_of_each_format(
 ) -> None:
     reader, tools = format_reader(form.marks), data.draw(st.booleans())
     parts = data.draw(st.lists(st.sampled_from(format_pieces(form)), max_size=5))
-    text, held = "".join(parts), CertainText(tools)
+    text, held = "".join(parts), StreamedContent(tools)
     released = "".join(held.add(part) for part in parts)
     model: Any = reader._tokenizer
     ids = model.encode(text, add_special_tokens=False)
@@ -98,7 +98,7 @@ def test_a_word_that_begins_a_call_is_not_released() -> None:
     reader, turn = format_reader(form.marks), 'functools[{"name": "add", "arguments": {}}]'
     model: Any = reader._tokenizer
     message, _ = reader.read([], model.encode(turn, add_special_tokens=False), turn, [ADD_TOOL])
-    assert message["tool_calls"] and CertainText(True).add(turn)
+    assert message["tool_calls"] and StreamedContent(True).add(turn)
     assert not reader.text_begins_content
 
 
@@ -126,6 +126,6 @@ def test_a_word_that_begins_a_call_is_not_released() -> None:
 )
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_what_is_held_back(text: str, tools: bool, released: str, size: int) -> None:
-    held = CertainText(tools)
+    held = StreamedContent(tools)
     pieces = [text[place : place + size] for place in range(0, len(text), size)]
     assert "".join(held.add(piece) for piece in pieces) == released

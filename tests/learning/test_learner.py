@@ -351,13 +351,13 @@ def test_preference_steps_separate_pairs_over_ray(one_rank: RayLearner, run: Run
         targets = [sum(mask) for mask in side["loss_mask"].to_pylist()]
         pairs = pairs.append_column(name, pa.array([[-4.0] * one for one in targets], REFERENCE))
     run(one_rank.reset_optimizer(1e-2))
-    before = run(one_rank.heldout_preferences(pairs.slice(1)))
+    before = run(one_rank.held_out_preferences(pairs.slice(1)))
     first = run(one_rank.preference_step(pairs.slice(1)))
     assert first["applied"] and first["pairs"] == before["pairs"] == 3
     assert first["pref/loss"] == pytest.approx(before["pref/loss"])
     for _ in range(10):
         run(one_rank.preference_step(pairs.slice(1)))
-    after = run(one_rank.heldout_preferences(pairs.slice(1)))
+    after = run(one_rank.held_out_preferences(pairs.slice(1)))
     assert after["pref/accuracy"] == 1.0 and after["pref/margin"] > before["pref/margin"] + 1
 
 
@@ -370,7 +370,7 @@ def test_log_probs_and_loss_of_a_table_are_those_of_its_rows(
     expected = run(one_rank.logprobs([*ROWS, ((5,), (6,))]))
     for values, wanted in zip(found, [*expected, []], strict=True):
         np.testing.assert_allclose(values, wanted, atol=1e-6)
-    heldout = run(one_rank.heldout_loss(table))
+    heldout = run(one_rank.held_out_loss(table))
     assert heldout.tokens == sum(map(len, expected))
     assert heldout.nll == pytest.approx(-sum(map(float, map(np.sum, expected))), rel=1e-6)
     assert heldout.exact == run(one_rank.exact_match([*ROWS, ((5,), (6,))]))

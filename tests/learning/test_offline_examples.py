@@ -100,7 +100,7 @@ def test_a_step_refuses_what_it_cannot_train(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="column 'chosen_reference' is missing"):
         preference_step.preference_step(state, PAIRS, objective)
     with pytest.raises(ValueError, match="no held-out pairs"):
-        preference_step.heldout_preferences(state, scored_pairs().slice(0, 0), objective)
+        preference_step.held_out_preferences(state, scored_pairs().slice(0, 0), objective)
     with pytest.raises(ValueError, match="column 'mismatched_ids' is missing"):
         scored = with_column(UNPAIRED, UNPAIRED_REFERENCE_COLUMN, [[-1.0], [-2.0, -3.0]])
         preference_step.preference_step(state, scored, DpoConfig(loss=Kto()))

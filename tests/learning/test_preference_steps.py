@@ -317,8 +317,8 @@ def test_evaluation_has_the_metrics_of_a_step(
 ) -> None:
     step = one_rank.steps["ipo", "together"].metrics
     for found in (one_rank, *ranks):
-        assert found.heldout_preferences["pairs"] == ROWS
-        for name, value in found.heldout_preferences.items():
+        assert found.held_out_preferences["pairs"] == ROWS
+        for name, value in found.held_out_preferences.items():
             assert value == pytest.approx(step[name], rel=1e-5, abs=1e-6), name
 
 
@@ -327,9 +327,9 @@ def test_held_out_completions_have_the_metrics_of_a_kto_step(
 ) -> None:
     step = one_rank.steps["kto", "together"].metrics
     for found in (one_rank, *ranks):
-        assert found.heldout_unpaired["completions"] == ROWS
-        assert {"pref/kl", "pref/margin", "pref/accuracy"} <= set(found.heldout_unpaired)
-        for name, value in found.heldout_unpaired.items():
+        assert found.held_out_unpaired["completions"] == ROWS
+        assert {"pref/kl", "pref/margin", "pref/accuracy"} <= set(found.held_out_unpaired)
+        for name, value in found.held_out_unpaired.items():
             assert value == pytest.approx(step[name], rel=1e-5, abs=1e-6), name
 
 
@@ -455,14 +455,14 @@ def watched(learner: Any, step: Callable[[], dict[str, float]]) -> SimpleNamespa
 def evaluate(learner: Any, tables: Tables, found: SimpleNamespace, size: int) -> None:
     use(learner, 40 // size, "rows")
     learner.state.spec = training(learner.state.spec, "ipo")
-    found.heldout_preferences = learner.heldout_preferences(tables["ipo"])
+    found.held_out_preferences = learner.held_out_preferences(tables["ipo"])
     learner.state.spec = training(learner.state.spec, "kto")
-    found.heldout_unpaired = learner.heldout_preferences(tables["kto"])
-    found.heldout = learner.heldout_loss(tables["sft"])
+    found.held_out_unpaired = learner.held_out_preferences(tables["kto"])
+    found.heldout = learner.held_out_loss(tables["sft"])
     found.target_logprobs = learner.target_logprobs(tables["sft"])
-    found.greedy = learner.heldout_loss(tables["greedy"])
+    found.greedy = learner.held_out_loss(tables["greedy"])
     use(learner, 16 // size, "rows")
-    found.cut = learner.heldout_loss(tables["sft"])
+    found.cut = learner.held_out_loss(tables["sft"])
     # Nothing predicts the tokens at multiples of the cap.
     found.lost = sum(sum(mask[16::16]) for mask in tables["sft"]["loss_mask"].to_pylist())
 

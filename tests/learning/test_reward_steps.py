@@ -160,6 +160,6 @@ def observed(
             use(learner, cap // size, packing)
             found.steps[route] = watched(learner, partial(learner.reward_step, table))
     use(learner, 40 // size, "rows")
-    found.heldout = learner.heldout_scores(table)
+    found.heldout = learner.held_out_scores(table)
     learner.state.engine.destroy()
     return found

@@ -14,7 +14,7 @@ from asyncrl.config import RewardConfig
 from asyncrl.environments.ready.graded import graded
 from asyncrl.environments.ready.puzzles import final_answer
 from asyncrl.rewards.builtin import exact_match
-from asyncrl.rewards.contract import GroupCall, Session, call_reward
+from asyncrl.rewards.contract import GroupCall, ScoredSession, call_reward
 from asyncrl.rewards.final_answer import code_blocks, final_expression, tagged_answer
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.text.answer import AnswerReader, answer_format
@@ -111,7 +111,7 @@ def scored(function: str, turns: list[tuple[str, str, float]], sessions: bool) -
         {"answer": "7"},
         reasons,
         [reason != "stop" for reason in reasons],
-        [Session()] * len(texts) if sessions else None,
+        [ScoredSession()] * len(texts) if sessions else None,
     )
     return call_reward(function, call).rewards
 

@@ -10,7 +10,7 @@ from small_config import SMALL
 from asyncrl.config import Config
 from asyncrl.contracts.errors import EvaluationLostError, GenerationTimeoutError, StaleReplicaError
 from asyncrl.contracts.rows import Completion, Prompt, VersionSpan
-from asyncrl.rewards.contract import Session
+from asyncrl.rewards.contract import ScoredSession
 from asyncrl.run.evaluation import Answer, Evaluator, lost_text, measure
 from asyncrl.testing import FakeGenerate
 
@@ -174,7 +174,7 @@ def test_the_log_has_the_most_frequent_reason_of_lost_completions(tmp_path, capl
 def test_sessions_that_failed_are_lost_completions():
     def ended(end, reason):
         completion = Completion((1,), (-0.5,), (VersionSpan(0, 0, 1),), "stop", "x")
-        return Answer(completion, "ok", reason, session=Session((), end, None, {}, None))
+        return Answer(completion, "ok", reason, session=ScoredSession((), end, None, {}, None))
 
     answers = [
         [Answer(None, "late", "too late"), ended("done", ""), ended("turns", "turns: 8")],

@@ -65,14 +65,14 @@ class CountingLearner:
         self.applied, self.tokens = self.applied + 1, self.tokens + tokens
         return {"applied": 1.0, "loss": 2.0, "grad_norm": 1.0, "tokens": float(tokens), **parts}
 
-    async def heldout_loss(self, table: pa.Table) -> SimpleNamespace:
+    async def held_out_loss(self, table: pa.Table) -> SimpleNamespace:
         tokens = pc.sum(pc.list_flatten(table["loss_mask"])).as_py()
         return SimpleNamespace(loss=2.0, exact=0.5, tokens=tokens)
 
-    async def heldout_preferences(self, table: pa.Table) -> dict[str, float]:
+    async def held_out_preferences(self, table: pa.Table) -> dict[str, float]:
         return {"pref/loss": 0.7, "pairs": float(table.num_rows)}
 
-    async def heldout_scores(self, table: pa.Table) -> dict[str, float]:
+    async def held_out_scores(self, table: pa.Table) -> dict[str, float]:
         return {"pref/loss": 0.7, "pairs": float(table.num_rows)}
 
     async def save(self, directory: Path) -> dict[str, tuple[int, int]]:

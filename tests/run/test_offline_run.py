@@ -295,16 +295,16 @@ def test_dpo_scores_the_pairs_once_and_learns_them(
 def test_a_stop_finishes_the_step_and_writes_a_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
     """The stop comes in the second step, and later in the evaluation after the third one."""
     settings = tree(tmp_path, tiny_model, "sft", checkpoint={"every_steps": 0})
-    stops_in = {"supervised_step": 2, "heldout_loss": 1}
+    stops_in = {"supervised_step": 2, "held_out_loss": 1}
 
     class Stopping:
         async def supervised_step(self, table: pa.Table, scheduled: bool) -> dict[str, float]:
             self.stop_in("supervised_step")
             return {"applied": 1.0, "loss": 1.0, "grad_norm": 1.0}
 
-        async def heldout_loss(self, table: pa.Table) -> HeldOutLoss:
+        async def held_out_loss(self, table: pa.Table) -> HeldOutLoss:
             if attempt.state.version:
-                self.stop_in("heldout_loss")
+                self.stop_in("held_out_loss")
             return HeldOutLoss(1.0, 4, 0.0)
 
         def stop_in(self, method: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asyncrl.contracts.messages import Manifest
-from asyncrl.weights.engine_fingerprints import held_shards
+from asyncrl.weights.engine_fingerprints import loaded_shards
 from asyncrl.weights.fingerprint import (
     difference_text,
     fingerprint,
@@ -67,7 +67,7 @@ class Head(Linear):
 
 
 def held_fingerprints(*workers):
-    return joined_fingerprints([held_shards(model, Head) for model in workers], len(workers))
+    return joined_fingerprints([loaded_shards(model, Head) for model in workers], len(workers))
 
 
 @pytest.fixture
@@ -282,7 +282,7 @@ def test_a_tensor_that_workers_hold_differently_in_an_unknown_way_is_not_compare
 def test_parts_of_the_layers_are_put_together(published):
     """Two parts of a pipeline, with two workers each. Both have the tied embedding."""
     whole = held_fingerprints(engine_of(published))
-    first, last = ([held_shards(model, Head) for model in workers_of(published, 2)] for _ in "12")
+    first, last = ([loaded_shards(model, Head) for model in workers_of(published, 2)] for _ in "12")
     for shards in first:
         del shards["model.norm.weight"], shards["lm_head.weight"]
     for shards in last:
@@ -292,7 +292,7 @@ def test_parts_of_the_layers_are_put_together(published):
     assert set(joined) == set(whole)
     for name, expected in whole.items():
         assert joined[name] == pytest.approx(expected, rel=1e-5, abs=1e-5), name
-    stale = [held_shards(model, Head) for model in workers_of(changed(published), 2)]
+    stale = [loaded_shards(model, Head) for model in workers_of(changed(published), 2)]
     held = {"a": joined_fingerprints([*first, *stale], 2)}
     text = difference_text(publish(published), held, "float32")
     assert "'model.embed_tokens.weight' on replica a" in text and "nan" in text

@@ -98,11 +98,11 @@ class EngineUpdates:
             raise RuntimeError("the engine rests, so its weights are not on the GPU")
         llm, held = self._state.llm, dict[str, Sequence[float]]()
         with self._state.adapters.using(llm) as adapter:
-            shards = await llm.collective_rpc("held_shards")
+            shards = await llm.collective_rpc("loaded_shards")
             held |= joined_fingerprints(shards, self._state.app.generator.tensor_parallel_size)
             if adapter is not None:
                 of = (adapter.id, adapter.scale)
-                held |= (await llm.collective_rpc("held_adapter", args=of))[0]
+                held |= (await llm.collective_rpc("fingerprints_of_adapter", args=of))[0]
         return held
 
     async def _paused(self, work: Callable[[], Awaitable[None]], failure: str) -> dict[str, float]:

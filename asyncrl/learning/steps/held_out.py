@@ -17,7 +17,7 @@ from asyncrl.learning.steps.passes import forward_batches
 from asyncrl.models.micro_batches import Example, plain_example
 
 
-def heldout_loss(state: LearnerState, table: pa.Table) -> HeldOutLoss:
+def held_out_loss(state: LearnerState, table: pa.Table) -> HeldOutLoss:
     """The loss on rows with SFT_SCHEMA, and how many rows the model predicts exactly (a
     collective). It takes two forward passes.
 

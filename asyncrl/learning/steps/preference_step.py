@@ -136,7 +136,7 @@ def train_preferences(
     return metrics, keep_if_bad(state, metrics, moment, kept, find_culprit)
 
 
-def heldout_preferences(
+def held_out_preferences(
     state: LearnerState, table: pa.Table, objective: PreferenceObjective, temperature: float = 1.0
 ) -> dict[str, float]:
     """The metrics of a preference step on these rows, without a step and without off-policy
@@ -151,7 +151,7 @@ def heldout_preferences(
     """
     loss = objective.loss
     if isinstance(loss, Kto):
-        return _heldout_unpaired(state, table, loss, temperature)
+        return _held_out_unpaired(state, table, loss, temperature)
     pairs = pairs_of(table, loss.has_reference, behavior=False)
     if not pairs:
         raise ValueError("there are no held-out pairs to evaluate; give at least one")
@@ -353,7 +353,7 @@ def _unpaired(state: LearnerState, table: pa.Table, kto: Kto, temperature: float
     return _Prepared(rows.completions, component, added=added)
 
 
-def _heldout_unpaired(
+def _held_out_unpaired(
     state: LearnerState, table: pa.Table, kto: Kto, temperature: float
 ) -> dict[str, float]:
     """The metrics of KTO on held-out completions (a collective)."""

@@ -76,7 +76,7 @@ def reward_step(state: LearnerState, table: pa.Table, center_coef: float) -> dic
     return metrics
 
 
-def heldout_scores(state: LearnerState, table: pa.Table, center_coef: float) -> dict[str, float]:
+def held_out_scores(state: LearnerState, table: pa.Table, center_coef: float) -> dict[str, float]:
     """The metrics of a step on these pairs, without a step (a collective).
 
     Returns:

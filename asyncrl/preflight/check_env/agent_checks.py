@@ -35,7 +35,7 @@ from asyncrl.preflight.check_env.scripted_model import (
     TimedTemplate,
 )
 from asyncrl.rewards.code import share_settings
-from asyncrl.rewards.contract import GroupCall, RewardError, Session
+from asyncrl.rewards.contract import GroupCall, RewardError, ScoredSession
 from asyncrl.rewards.pool import RewardPool, total_rewards
 from asyncrl.rollout.session_player import Player
 from asyncrl.sessions.session import SessionTemplate
@@ -487,7 +487,7 @@ def _call(prompt: Prompt, tried: Sequence[Tried]) -> GroupCall:
         ["stop"] * len(tried),
         [False] * len(tried),
         [
-            Session(
+            ScoredSession(
                 one.session.session.chat_so_far,
                 one.ended.end,
                 one.ended.reward,

@@ -21,7 +21,7 @@ from asyncrl.rewards.contract import (
     UNSCORED_REASON,
     GroupCall,
     RewardError,
-    Session,
+    ScoredSession,
     with_notes,
 )
 from asyncrl.rewards.pool import GroupRewards, RewardPool
@@ -111,7 +111,9 @@ def _call(config: Config, prompt: Prompt, completions: Sequence[str]) -> GroupCa
     """The group of a prompt with these completions."""
     tokenizer, n = load_tokenizer(config.model.path), len(completions)
     sessions = [
-        Session([{"role": "assistant", "content": text}], "done", float(index), output=str(index))
+        ScoredSession(
+            [{"role": "assistant", "content": text}], "done", float(index), output=str(index)
+        )
         for index, text in enumerate(completions)
     ]
     return GroupCall(

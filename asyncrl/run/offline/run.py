@@ -269,11 +269,11 @@ class OfflineAttempt:
         if self.config.objective != "sft":
             scores = self.config.trains_reward_model
             found = await (
-                learner.heldout_scores(table) if scores else learner.heldout_preferences(table)
+                learner.held_out_scores(table) if scores else learner.held_out_preferences(table)
             )
             metrics = {f"eval/{PAIRS.get(name, name)}": value for name, value in found.items()}
         else:
-            loss = await learner.heldout_loss(table)
+            loss = await learner.held_out_loss(table)
             metrics = {
                 "eval/loss": loss.loss,
                 "eval/exact_match": loss.exact,

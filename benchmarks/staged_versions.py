@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.contracts.adapters import PREFIX
-from asyncrl.contracts.messages import GenerateRequest
-from asyncrl.weights.layout import plan_buckets
-from asyncrl.weights.manifest import expected_tensors
-from asyncrl.weights.staging import Staged
+from asyncrl.contracts import GenerateRequest
+from asyncrl.weights import Staged, expected_tensors, plan_buckets
 
+PREFIX = "base_model.model."
+"""How PEFT begins the name of each tensor of an adapter."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Layers of an attention."""
 

@@ -9,7 +9,7 @@ from asyncrl.preflight.model_snapshot import resolve_models
 from asyncrl.rundir.directory import refuse_early, refuse_taken
 
 
-def look_early(config: Config | OfflineConfig) -> tuple[Config | OfflineConfig, str | None]:
+def check_before_start(config: Config | OfflineConfig) -> tuple[Config | OfflineConfig, str | None]:
     """The config with local models and data, and a line that says that the run is finished already;
     None if there is something to train.
 

@@ -19,7 +19,7 @@ BARE_CALLS = ("{", "[", "`")
 """How tool calls without a marker begin."""
 
 
-class CertainText:
+class StreamedContent:
     """Releases the text of a turn, as far as it certainly begins the content of its message.
 
     Reasoning and calls of offered tools are no content, and the text around them loses its outer
