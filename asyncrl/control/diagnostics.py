@@ -1,5 +1,5 @@
-"""Metrics of a step's batch: staleness, rewards and lengths. Pure functions. docs/how_to/metrics.md
-explains each name."""
+"""Metrics of a step's batch: staleness, rewards and lengths. Pure functions.
+`asyncrl/observe/metrics.yaml` explains each name."""
 
 from __future__ import annotations
 

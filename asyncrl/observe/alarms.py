@@ -1,6 +1,6 @@
 """Healthy ranges of metrics, and an alarm line for each metric outside its range.
 
-docs/how_to/metrics.md explains each metric.
+`metrics.yaml` explains each metric.
 """
 
 from __future__ import annotations

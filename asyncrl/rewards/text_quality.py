@@ -1,5 +1,5 @@
 """Signs of gibberish in completions: a loop of one n-gram, and characters that do not belong in
-text. Pure. docs/how_to/metrics.md lists the healthy ranges."""
+text. Pure. `asyncrl.observe.alarms` has the healthy ranges."""
 
 from __future__ import annotations
 
