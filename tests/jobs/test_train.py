@@ -349,7 +349,7 @@ def test_a_bad_reward_ends_the_run_with_its_name(start_run, reward, code):
 def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one_of_each(
     start_run, tmp_path, engine_starts
 ):
-    run = start_run({"learner.world_size": 2, "generator.num_replicas": 2, "max_steps": 30})
+    run = start_run({"learner.world_size": 2, "generator.num_replicas": 2, "max_steps": 14})
     assert run.wait(800) == 0, run.output
     directory = tmp_path / "runs" / "run"
     assert len({record["replica"] for record in asyncrl.open_run(directory).records("push")}) == 2
@@ -376,7 +376,7 @@ def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one_of_each(
         {
             "learner.world_size": 1,
             "generator.num_replicas": 1,
-            "max_steps": 34,
+            "max_steps": 16,
             "checkpoint.keep": 3,
         },
         "--resume",
@@ -398,20 +398,20 @@ def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one_of_each(
     checks = audit(asyncrl.open_run(directory))
     assert all(check.passed for check in checks), audit_text(checks)
     exported = subprocess.run(
-        [*ASYNCRL, "export", directory, "--step", "30", "--out", tmp_path / "at_30"],
+        [*ASYNCRL, "export", directory, "--step", "14", "--out", tmp_path / "at_14"],
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert exported.returncode == 0 and "step_000030" in exported.stdout, (
+    assert exported.returncode == 0 and "step_000014" in exported.stdout, (
         exported.stdout + exported.stderr
     )
-    at_30, at_34 = (
+    at_14, at_16 = (
         AutoModelForCausalLM.from_pretrained(path).state_dict()
-        for path in (tmp_path / "at_30", directory / "hf")
+        for path in (tmp_path / "at_14", directory / "hf")
     )
-    assert at_30.keys() == at_34.keys() and not all(
-        torch.equal(at_30[name], at_34[name]) for name in at_30
+    assert at_14.keys() == at_16.keys() and not all(
+        torch.equal(at_14[name], at_16[name]) for name in at_14
     )
 
 
