@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.algorithms.advantages.gae import Gae
+from asyncrl.algorithms.advantages.gdpo import Gdpo
 from asyncrl.algorithms.advantages.pass_at_k import PassAtK
 from asyncrl.config.algorithm import PolicyGradient, PreferenceTraining
 from asyncrl.config.distillation import TeacherServer
@@ -50,7 +51,7 @@ def _check_rewards(config: Settings, algorithm: PolicyGradient) -> None:
             "reward.shuffle has no effect with algorithm.distillation.reward_weight = 0, which only"
             " measures rewards; leave it out, or set reward_weight: 1"
         )
-    if advantage.name == "gdpo":
+    if isinstance(advantage, Gdpo):
         raise ValueError(
             f"reward.shuffle: true permutes total rewards, and {setting} has one for each function;"
             " leave one of them out"

@@ -171,7 +171,7 @@ KILLED = (("ray::ServeReplica", 5), ("ray::RankProcess", 25))
 @pytest.mark.parametrize(
     ("kills", "steps"),
     [
-        pytest.param((), 20, marks=pytest.mark.slow, id="driver"),
+        pytest.param((), 8, marks=pytest.mark.slow, id="driver"),
         pytest.param(KILLED, 60, marks=pytest.mark.faults, id="driver then replica then rank"),
     ],
 )

@@ -23,6 +23,7 @@ from asyncrl.config import (
 )
 from asyncrl.config.algorithm import OnlinePreferenceConfig
 from asyncrl.config.derived import derived_settings, session_waves
+from asyncrl.config.schema import Wait
 from asyncrl.contracts.section import Section
 from asyncrl.environments.pool import GUARD_S
 from asyncrl.models.supported import chosen_packing, support
@@ -134,7 +135,7 @@ def environment_text(config: Config) -> list[str]:
         f"{workers} rollout worker(s) x {environment.processes} process(es) x"
         f" {environment.concurrency} sessions at once",
     ]
-    if config.staleness.on_stale.name == "wait":
+    if isinstance(config.staleness.on_stale, Wait):
         lines += _longest_wait(config, environment)
     return ["\n  ".join(lines)]
 
@@ -300,7 +301,7 @@ def _shown(algorithm: PolicyGradient) -> bool:
         and algorithm.reference is None
         and not (isinstance(loss, Ppo) and loss.dual_clip)
         # The run of jobs/guess: PPO, and each turn has only its own reward.
-        and (turns is None or (not turns.gamma and loss.name == "ppo"))
+        and (turns is None or (not turns.gamma and isinstance(loss, Ppo)))
         # The cispo run in docs/evidence.md had a lower clip.
         and not (isinstance(loss, Cispo) and loss.eps_clip == 1)
     )

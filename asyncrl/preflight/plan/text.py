@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from asyncrl.config import Config
-from asyncrl.config.schema import AttachedGenerators, SandboxService
+from asyncrl.config.schema import AttachedGenerators, Mask, SandboxService
 from asyncrl.generation.model_checks import kv_tokens
 from asyncrl.preflight.plan.evaluation import evaluation_text
 from asyncrl.preflight.plan.notes import counted, gpus_here, notes_text, plan_notes
@@ -83,6 +83,7 @@ class Plan:
     def brief(self) -> str:
         """Ten lines: the model, the data, and the most important settings. Notes follow."""
         config, rollout, learner = self.config, self.config.rollout, self.config.learner
+        masks = isinstance(config.staleness.on_stale, Mask)
         lines = {
             "run": (
                 f"{config.run_directory}, {config.max_steps} steps, a checkpoint every"
@@ -106,8 +107,7 @@ class Plan:
             ),
             "staleness": (
                 f"{config.staleness.max_staleness} versions at most; {config.max_outstanding}"
-                " groups outstanding"
-                + ("; older tokens are masked" if config.staleness.on_stale.name == "mask" else "")
+                " groups outstanding" + ("; older tokens are masked" if masks else "")
             ),
             "algorithm": algorithm_text(config).splitlines()[1].strip(),
             "learner": (
