@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from fake_actors import FakeActor, FakeMethod
 from ray.exceptions import RayActorError, RayTaskError
 from small_config import small_config
 
@@ -30,7 +30,7 @@ async def test_a_call_that_waited_while_a_rank_died_raises_the_death_too(
 
     monkeypatch.setattr(ray, "kill", lambda rank, no_restart: None)
     monkeypatch.setattr(group_module, "remove_placement_group", lambda placement: None)
-    rank: Any = SimpleNamespace(call=SimpleNamespace(remote=lambda *call: dies()))
+    rank: Any = FakeActor(call=lambda *call: dies())
 
     learner = RayLearner(learner_spec(small_config()), None, [rank])  # type: ignore[arg-type]
     errors = await asyncio.gather(learner.step([]), learner.logprobs([]), return_exceptions=True)
@@ -48,7 +48,7 @@ async def test_a_call_that_waited_while_a_rank_died_raises_the_death_too(
         ("a NaN", LearnerError, "rank 0 failed in step: RuntimeError: a NaN"),
     ],
 )
-def test_a_peer_that_lost_its_connection_waits_for_the_death_of_a_node(
+async def test_a_peer_that_lost_its_connection_waits_for_the_death_of_a_node(
     monkeypatch: pytest.MonkeyPatch, message: str, kind: type[Exception], named: str
 ) -> None:
     """Ray reports the death of a node later than that of a process."""
@@ -67,16 +67,13 @@ def test_a_peer_that_lost_its_connection_waits_for_the_death_of_a_node(
         raise RayActorError
 
     ranks: list[Any] = [
-        SimpleNamespace(call=SimpleNamespace(remote=lambda *call, fails=fails: fails()))
+        FakeActor(call=lambda *call, fails=fails: fails())
         for fails in (loses_its_peer, dies_with_its_node)
     ]
 
-    async def stepped() -> None:
-        learner = RayLearner(learner_spec(small_config()), None, ranks)  # type: ignore[arg-type]
-        await learner.step([])
-
+    learner = RayLearner(learner_spec(small_config()), None, ranks)  # type: ignore[arg-type]
     with pytest.raises(LearnerError, match=named) as raised:
-        asyncio.run(stepped())
+        await learner.step([])
     assert type(raised.value) is kind
 
 
@@ -92,7 +89,7 @@ async def test_a_rank_that_dies_between_two_calls_is_noticed(
 
     class Rank:
         def __init__(self, answers: int) -> None:
-            self.left, self.node_address = answers, SimpleNamespace(remote=self.answer)
+            self.left, self.node_address = answers, FakeMethod(self.answer)
 
         async def answer(self) -> str:
             if not self.left:
@@ -124,7 +121,7 @@ async def test_a_rank_that_hangs_between_two_calls_ends_the_calls_that_wait(
         asked.set()
         await asyncio.Event().wait()
 
-    rank: Any = SimpleNamespace(node_address=SimpleNamespace(remote=hangs))
+    rank: Any = FakeActor(node_address=hangs)
     spec = learner_spec(small_config())
     spec = replace(spec, learner=spec.learner.model_copy(update={"call_timeout_s": 0.3}))
 
@@ -148,9 +145,8 @@ async def test_the_end_of_a_watch_leaves_the_ranks_running(monkeypatch: pytest.M
         await asyncio.Event().wait()
         return ""
 
-    rank: Any = SimpleNamespace(
-        node_address=SimpleNamespace(remote=hangs),
-        call=SimpleNamespace(remote=lambda *call: asyncio.sleep(0, {"learning_rate": 1.0})),
+    rank: Any = FakeActor(
+        node_address=hangs, call=lambda *call: asyncio.sleep(0, {"learning_rate": 1.0})
     )
 
     learner = RayLearner(learner_spec(small_config()), None, [rank])  # type: ignore[arg-type]

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from plain_ranks import on_ranks
-from recorded import learner_config
+from recorded import learner_config, state_without_model
 
 from asyncrl.config import LoraConfig
 from asyncrl.contracts.errors import GpuMemoryError
@@ -48,16 +47,19 @@ class Gpu:
         return self.free[min(self.asked, len(self.free)) - 1], 80 * GIB
 
 
+class EmptyEngine:
+    """A DeepSpeed engine without tensors. It is its own optimizer, and the one inside that."""
+
+    fp16_partitioned_groups_flat = fp32_partitioned_groups_flat = ()
+
+    def __init__(self) -> None:
+        self.module, self.optimizer = torch.nn.Module(), self
+        self.ipg_buckets = self.averaged_gradients = self.state = dict[Any, Any]()
+
+
 def on_gpu() -> DeviceShifts:
     """A rank without tensors."""
-    optimizer = SimpleNamespace(
-        fp16_partitioned_groups_flat=[],
-        fp32_partitioned_groups_flat=[],
-        ipg_buckets={},
-        averaged_gradients={},
-        optimizer=SimpleNamespace(state={}),
-    )
-    engine: Any = SimpleNamespace(module=torch.nn.Module(), optimizer=optimizer)
+    engine: Any = EmptyEngine()
     return DeviceShifts(engine, "cuda", 0.9, 0.85)
 
 
@@ -96,14 +98,14 @@ def test_a_rank_waits_for_what_it_released_before_a_shift(
 
 
 def test_a_rank_answers_with_its_error_before_its_call_ends(model_path: Path) -> None:
-    spec = learner_spec(learner_config(model_path, call_timeout_s=100))
-    state: Any = SimpleNamespace(spec=dataclasses.replace(spec, engine_share=0.85), engine=None)
+    state = state_without_model(learner_config(model_path, call_timeout_s=100))
+    state.spec = dataclasses.replace(state.spec, engine_share=0.85)
     made = device_shifts(state)
     assert made is not None and made._room_s == 50
 
 
 def test_a_rank_with_devices_of_its_own_stays(model_path: Path) -> None:
-    state: Any = SimpleNamespace(spec=learner_spec(learner_config(model_path)), engine=None)
+    state = state_without_model(learner_config(model_path))
     rank = LearnerRank(state, "run", 1)
     rank.leave_device()
     rank.take_device()
@@ -131,13 +133,24 @@ def all_variants(rank: int, world_size: int, path: Path, folder: Path) -> dict[s
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """Results of a rank that stayed and of one that left and returned, and its rests: the fewest
+    tensors that left, and whether all shards were empty."""
+
+    stayed: list[Any]
+    returned: list[Any]
+    left: int
+    emptied: bool
+
+
 def one_variant(
     rank: int, world_size: int, path: Path, folder: Path, settings: dict[str, Any]
-) -> SimpleNamespace:
+) -> Compared:
     rests: list[tuple[int, bool]] = []
     stayed = trained(rank, world_size, path, folder / "stayed", settings, None)
     returned = trained(rank, world_size, path, folder / "returned", settings, rests)
-    return SimpleNamespace(
+    return Compared(
         stayed=stayed,
         returned=returned,
         left=min(count for count, _ in rests),

@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,10 @@ from recorded import learner_config, recorded_group
 
 from asyncrl.config import Config, LoraConfig, WarmStartConfig
 from asyncrl.contracts.group_table import groups_to_table
+from asyncrl.contracts.messages import StepResult
 from asyncrl.contracts.offline_rows import token_table
 from asyncrl.learning.steps.online_preference import pairs_table
+from asyncrl.learning.warm_start import WarmStartReport, warm_start
 from asyncrl.preflight import learner_spec
 
 LORA = {"r": 4, "alpha": 16}
@@ -38,6 +39,45 @@ FALLS = {"supervised": "loss", "preferences": "pref/loss", VALUES: "value_loss"}
 """Metric that a step on the same batch lowers."""
 ROWS = [((5, 6, 7), (8, 9)), ((9, 3), (4, 10)), ((12,), (13, 14)), ((20, 21), (22, 23))]
 Bits = dict[str, torch.Tensor]
+
+
+class Steps:
+    """What steps of one kind change."""
+
+    begin: Bits
+    metrics: list[dict[str, float]]
+    trained: list[Bits]
+    """After each of the first two steps."""
+    continued: tuple[list[float], Bits]
+    """Losses of two more steps, and what is trained after them."""
+    resumed: tuple[list[float], Bits]
+    """The same after a load."""
+    after_load: Bits
+    base: Bits
+    applied: int
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """A warm start, and a step after it."""
+
+    report: WarmStartReport
+    after: Bits
+    result: StepResult
+    trained: Bits
+    base: Bits
+
+
+class Observed:
+    """What learners with and without an adapter do."""
+
+    base: Bits
+    settings: LoraConfig
+    warm_start: Warmed | None = None
+
+    def __init__(self) -> None:
+        self.first_loss: dict[str, float] = {}
+        self.kinds: dict[str, Steps] = {}
 
 
 def config_of(path: Path, kind: str, lora: bool, bf16: bool) -> Config:
@@ -104,11 +144,11 @@ def started(rank: int, config: Config) -> Any:
 
 def observed(
     rank: int, world_size: int, path: Path, folder: Path, kinds: Sequence[str], bf16: bool
-) -> SimpleNamespace:
+) -> Observed:
     """What learners with and without an adapter do. The kinds share a learner, whose adapter begins
     anew with each."""
 
-    found = SimpleNamespace(first_loss={}, kinds={}, warm_start=None)
+    found = Observed()
     plain = started(rank, config_of(path, kinds[0], False, bf16))
     for kind in kinds:
         plain.state.spec = learner_spec(config_of(path, kind, False, bf16))
@@ -134,9 +174,11 @@ def observed(
     return found
 
 
-def steps(learner: Any, step: Callable[[int], dict[str, float]], folder: Path) -> SimpleNamespace:
+def steps(learner: Any, step: Callable[[int], dict[str, float]], folder: Path) -> Steps:
     """Two steps on one batch, a checkpoint, and two more steps, once on and once after a load."""
-    found = SimpleNamespace(begin=trained(learner), metrics=[step(0)], trained=[trained(learner)])
+    found = Steps()
+    found.begin = trained(learner)
+    found.metrics, found.trained = [step(0)], [trained(learner)]
     found.metrics.append(step(0))
     found.trained.append(trained(learner))
     learner.save(folder)
@@ -151,9 +193,8 @@ def steps(learner: Any, step: Callable[[int], dict[str, float]], folder: Path) -
     return found
 
 
-def warmed(learner: Any, path: Path, bf16: bool, snapshot: Path) -> SimpleNamespace:
+def warmed(learner: Any, path: Path, bf16: bool, snapshot: Path) -> Warmed:
     """A warm start until half of the rows are exact, and a policy step after it."""
-    from asyncrl.learning.warm_start import warm_start
 
     class InProcess:
         async def supervised_step(self, table: pa.Table) -> dict[str, float]:
@@ -189,12 +230,10 @@ def warmed(learner: Any, path: Path, bf16: bool, snapshot: Path) -> SimpleNamesp
     after = trained(learner)
     learner.state.spec = learner_spec(config_of(path, "teacher", True, bf16))
     result = learner.step(scored_tables(0))
-    return SimpleNamespace(
-        report=report, after=after, result=result, trained=trained(learner), base=frozen(learner)
-    )
+    return Warmed(report, after, result, trained(learner), frozen(learner))
 
 
-def assert_trains(found: SimpleNamespace, kind: str, first_loss: float) -> None:
+def assert_trains(found: Steps, kind: str, first_loss: float) -> None:
     assert found.metrics[0]["loss"] == first_loss, "the adapter's product begins at 0"
     assert all(metrics["applied"] for metrics in found.metrics)
     # B is 0, so A has no gradient in the first step.

@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ from asyncrl.algorithms.pairs import BestWorst, Margin
 from asyncrl.algorithms.preference_losses import Sigmoid
 from asyncrl.config import Config, RewardConfig, StalenessConfig
 from asyncrl.contracts.group_table import groups_to_table
-from asyncrl.contracts.messages import GenerateRequest
+from asyncrl.contracts.messages import GenerateRequest, StepResult
 from asyncrl.contracts.outcomes import NO_PAIR
 from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.contracts.state import State
@@ -142,7 +141,18 @@ def plain_margins(model: PreTrainedModel, beta: float) -> dict[int, float]:
     return found
 
 
-def observed(rank: int, world_size: int, path: Path) -> SimpleNamespace:
+@dataclass(frozen=True)
+class Observed:
+    """What a rank computes."""
+
+    results: list[StepResult]
+    skipped: StepResult
+    after_skip: tuple[int, int]
+    """Steps and tokens."""
+    refused: str
+
+
+def observed(rank: int, world_size: int, path: Path) -> Observed:
     """Steps of one learner, whose learning rate is 0, at VERSION. The second has a cap that no pair
     fits into."""
     from asyncrl.learning.engine.state import load_state
@@ -151,32 +161,32 @@ def observed(rank: int, world_size: int, path: Path) -> SimpleNamespace:
     spec = learner_spec(preference_config(path, world_size, loss=Sigmoid(beta=0.2), weight_cap=1.5))
     spec = replace(spec, learning_rate=0.0)
     state = load_state(rank, spec)
-    found = SimpleNamespace(results=[], refused="")
+    results, refused = [], ""
     for cap in (1024, 30):
         state.applied = VERSION
         learner = spec.learner.model_copy(update={"max_tokens_per_gpu": cap})
         state.spec = replace(spec, learner=learner)
-        found.results.append(online_preference_step(state, batch()))
+        results.append(online_preference_step(state, batch()))
     state.applied, state.trained_tokens = VERSION, 0
-    found.skipped = online_preference_step(state, [batch()[2], batch()[4]])
-    found.after_skip = state.applied, state.trained_tokens
+    skipped = online_preference_step(state, [batch()[2], batch()[4]])
+    after_skip = state.applied, state.trained_tokens
     state.spec = replace(spec, staleness=StalenessConfig(max_staleness=2))
     try:
         online_preference_step(state, batch())
     except RuntimeError as error:
-        found.refused = str(error)
+        refused = str(error)
     state.engine.destroy()
-    return found
+    return Observed(results, skipped, after_skip, refused)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model_path: Path) -> list[SimpleNamespace]:
+def two_ranks(model_path: Path) -> list[Observed]:
     return on_ranks(2, observed, model_path)
 
 
 @pytest.mark.slow
 def test_margins_are_reported_by_the_staleness_of_the_older_side(
-    two_ranks: list[SimpleNamespace], model_path: Path
+    two_ranks: list[Observed], model_path: Path
 ) -> None:
     with torch.no_grad():
         margins = plain_margins(load(model_path), beta=0.2)
@@ -203,7 +213,7 @@ def test_margins_are_reported_by_the_staleness_of_the_older_side(
 
 
 @pytest.mark.slow
-def test_a_step_without_any_pair_is_skipped_and_named(two_ranks: list[SimpleNamespace]) -> None:
+def test_a_step_without_any_pair_is_skipped_and_named(two_ranks: list[Observed]) -> None:
     for found in two_ranks:
         assert not found.skipped.applied and found.skipped.reason == NO_PAIR
         assert found.skipped.metrics["pref/groups_without_pair"] == 2
@@ -211,7 +221,7 @@ def test_a_step_without_any_pair_is_skipped_and_named(two_ranks: list[SimpleName
 
 
 def test_a_pair_beyond_the_staleness_bound_is_never_trained(
-    two_ranks: list[SimpleNamespace],
+    two_ranks: list[Observed],
 ) -> None:
     assert {found.refused for found in two_ranks} == {
         "a pair has a staleness of 0 to 3 at version 5, outside 0 to staleness.max_staleness = 2"

@@ -4,7 +4,6 @@ checkpoint on two real ZeRO-3 ranks."""
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,8 +145,24 @@ def test_groups_work_under_zero3_and_survive_a_checkpoint(model_path: Path, tmp_
         assert observed.groups_after_load == observed.groups
 
 
-def observe_steps(rank: int, world_size: int, path: Path, folder: Path) -> SimpleNamespace:
-    observed = SimpleNamespace()
+class Observed:
+    """What a rank sees of its optimizer; parameters by name."""
+
+    before: dict[str, torch.Tensor]
+    by_decay: dict[str, torch.Tensor]
+    """How much further weight decay moves a parameter."""
+    head_moved: torch.Tensor
+    rates: dict[bool, set[float]]
+    """Whether it is the value head's → learning rates."""
+    fused: bool
+    groups: list[dict[str, Any]]
+    groups_after_load: list[dict[str, Any]]
+    continued: list[float]
+    after_load: list[float]
+
+
+def observe_steps(rank: int, world_size: int, path: Path, folder: Path) -> Observed:
+    observed = Observed()
     after: dict[float, dict[str, torch.Tensor]] = {}
     for decay in (0.0, DECAY):
         learner = started(

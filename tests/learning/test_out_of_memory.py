@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -129,20 +128,19 @@ def test_forward_and_backward_pass_explain_the_error(
     state = state_without_model(learner_config(tmp_path, max_tokens=100))
     nothing = torch.zeros(0)
 
-    class Engine(SimpleNamespace):
+    class Engine:
+        def set_gradient_accumulation_boundary(self, last: bool) -> None: ...
+
         def __call__(self, *_: Any) -> Any:
             return gpu() if where == "forward" else (nothing, nothing, nothing)
 
-    state.engine = Engine(
-        train=lambda: None,
-        set_gradient_accumulation_boundary=lambda last: None,
-        backward=lambda *_, **__: gpu(),
-    )
+        def backward(self, loss: torch.Tensor, scale_wrt_gas: bool) -> None:
+            gpu()
+
+    state.engine = Engine()
     monkeypatch.setattr(passes, "_quadratic_cost", lambda state: 0.0)
     with pytest.raises(LearnerOutOfMemoryError, match="40 loss tokens"):
-        passes.backward(
-            state, EXAMPLES, [0.1, 0.1], lambda *_: (torch.zeros(()), SimpleNamespace())
-        )
+        passes.backward(state, EXAMPLES, [0.1, 0.1], lambda *_: (torch.zeros(()), {}))
 
 
 def test_the_driver_explains_a_killed_process() -> None:

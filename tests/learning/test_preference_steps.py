@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from asyncrl.algorithms.preference import Completions, kto_baseline, kto_loss, p
 from asyncrl.algorithms.preference_losses import Hinge, Ipo, Kto, Sigmoid, Simpo
 from asyncrl.config import DpoConfig, PolicyGradient
 from asyncrl.config.algorithm import OnlinePreferenceConfig, PreferenceTraining
+from asyncrl.contracts.messages import HeldOutLoss
 from asyncrl.contracts.offline_rows import (
     BEHAVIOR_COLUMNS,
     MISMATCHED_COLUMNS,
@@ -63,6 +63,35 @@ ROWS = 8
 Lists = list[list[int]]
 Expected = tuple[float, dict[str, torch.Tensor]]
 """Loss, and gradient by parameter."""
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Metrics of a step, and its gradients over all ranks."""
+
+    metrics: Metrics
+    gradients: dict[str, torch.Tensor]
+
+
+class Observed:
+    """What a rank computes."""
+
+    steps: dict[tuple[str, str], Watched]
+    """By case and route."""
+    heldout_preferences: Metrics
+    heldout_unpaired: Metrics
+    heldout: HeldOutLoss
+    greedy: HeldOutLoss
+    cut: HeldOutLoss
+    lost: int
+    """Targets that `cut` has not."""
+    target_logprobs: dict[int, np.ndarray]
+    skipped: list[tuple[str, Metrics, str]]
+    """What has NaN, the step's metrics, and its note."""
+    unchanged: bool
+    learned: list[Metrics]
+    """Of one rank alone."""
 
 
 def drawn(rows: int, seed: int) -> tuple[Lists, list[list[bool]]]:
@@ -224,7 +253,7 @@ def plain(plain_model: PreTrainedModel, tables: Tables) -> dict[str, Expected]:
     return found
 
 
-def assert_same(found: SimpleNamespace, expected: Expected, within: float) -> None:
+def assert_same(found: Watched, expected: Expected, within: float) -> None:
     loss, gradients = expected
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     assert largest > 0.01 and found.metrics["applied"] == 1.0
@@ -236,7 +265,7 @@ def assert_same(found: SimpleNamespace, expected: Expected, within: float) -> No
 
 
 @pytest.fixture(scope="module")
-def one_rank(model_path: Path, tables: Tables) -> SimpleNamespace:
+def one_rank(model_path: Path, tables: Tables) -> Observed:
     return on_ranks(1, observed, model_path, tables, 1, list(product(CASES, ROUTES)))[0]
 
 
@@ -249,9 +278,7 @@ def one_rank(model_path: Path, tables: Tables) -> SimpleNamespace:
     ],
     ids=["two ranks", "two ranks that share rows", "two pairs of ranks"],
 )
-def ranks(
-    request: pytest.FixtureRequest, model_path: Path, tables: Tables
-) -> list[SimpleNamespace]:
+def ranks(request: pytest.FixtureRequest, model_path: Path, tables: Tables) -> list[Observed]:
     world_size, size, cases = request.param
     wanted = [(case, MIXED) for case in cases]
     return on_ranks(world_size, observed, model_path, tables, size, wanted)
@@ -260,7 +287,7 @@ def ranks(
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("case", CASES)
 def test_packing_changes_neither_loss_nor_gradient(
-    one_rank: SimpleNamespace,
+    one_rank: Observed,
     plain: dict[str, Expected],
     case: str,
     route: str,
@@ -269,7 +296,7 @@ def test_packing_changes_neither_loss_nor_gradient(
 
 
 def test_several_ranks_compute_the_same_as_one(
-    ranks: list[SimpleNamespace], plain: dict[str, Expected]
+    ranks: list[Observed], plain: dict[str, Expected]
 ) -> None:
     for rank in ranks:
         assert len(rank.steps) >= 3
@@ -281,7 +308,7 @@ def test_several_ranks_compute_the_same_as_one(
 
 
 @pytest.mark.parametrize("case", [name for name in OBJECTIVES if name != "kto"])
-def test_pairs_stay_together_where_they_fit(one_rank: SimpleNamespace, case: str) -> None:
+def test_pairs_stay_together_where_they_fit(one_rank: Observed, case: str) -> None:
     longs = [one_rank.steps[case, route].metrics["long_pairs"] for route in ROUTES]
     assert longs[0] == 0 and 0 < longs[1] < ROWS and longs[2] == ROWS
     together, some = (one_rank.steps[case, route] for route in list(ROUTES)[:2])
@@ -294,7 +321,7 @@ def test_pairs_stay_together_where_they_fit(one_rank: SimpleNamespace, case: str
                 assert found == pytest.approx(together.metrics[name], rel=1e-5, abs=1e-6), name
 
 
-def test_metrics_are_means_over_pairs(one_rank: SimpleNamespace, tables: Tables) -> None:
+def test_metrics_are_means_over_pairs(one_rank: Observed, tables: Tables) -> None:
     metrics = one_rank.steps["smoothed, with ce", "together"].metrics
     assert metrics["pref/margin"] == pytest.approx(
         metrics["pref/chosen_reward"] - metrics["pref/rejected_reward"]
@@ -312,9 +339,7 @@ def test_metrics_are_means_over_pairs(one_rank: SimpleNamespace, tables: Tables)
     )
 
 
-def test_evaluation_has_the_metrics_of_a_step(
-    one_rank: SimpleNamespace, ranks: list[SimpleNamespace]
-) -> None:
+def test_evaluation_has_the_metrics_of_a_step(one_rank: Observed, ranks: list[Observed]) -> None:
     step = one_rank.steps["ipo", "together"].metrics
     for found in (one_rank, *ranks):
         assert found.held_out_preferences["pairs"] == ROWS
@@ -323,7 +348,7 @@ def test_evaluation_has_the_metrics_of_a_step(
 
 
 def test_held_out_completions_have_the_metrics_of_a_kto_step(
-    one_rank: SimpleNamespace, ranks: list[SimpleNamespace]
+    one_rank: Observed, ranks: list[Observed]
 ) -> None:
     step = one_rank.steps["kto", "together"].metrics
     for found in (one_rank, *ranks):
@@ -334,7 +359,7 @@ def test_held_out_completions_have_the_metrics_of_a_kto_step(
 
 
 def test_held_out_rows_have_the_loss_of_a_plain_loop(
-    one_rank: SimpleNamespace, ranks: list[SimpleNamespace], plain_model: PreTrainedModel
+    one_rank: Observed, ranks: list[Observed], plain_model: PreTrainedModel
 ) -> None:
     """The model's own likeliest tokens make one row exact."""
     table = sft_table()
@@ -355,7 +380,7 @@ def test_held_out_rows_have_the_loss_of_a_plain_loop(
 
 
 def test_a_pair_with_nan_is_skipped_by_all_ranks_and_named(
-    ranks: list[SimpleNamespace],
+    ranks: list[Observed],
 ) -> None:
     """The NaN is a reference log-prob of a pair that stays together, and of one that does not."""
     for rank in ranks:
@@ -365,7 +390,7 @@ def test_a_pair_with_nan_is_skipped_by_all_ranks_and_named(
         assert rank.unchanged
 
 
-def test_steps_separate_the_sides(one_rank: SimpleNamespace) -> None:
+def test_steps_separate_the_sides(one_rank: Observed) -> None:
     first, last = one_rank.learned[0], one_rank.learned[-1]
     assert last["pref/accuracy"] == 1.0 and last["pref/loss"] < first["pref/loss"] / 2
     assert [metrics["learning_rate"] for metrics in one_rank.learned[:3]] == pytest.approx(
@@ -380,7 +405,7 @@ def observed(
     tables: Tables,
     size: int,
     wanted: list[tuple[str, str]],
-) -> SimpleNamespace:
+) -> Observed:
     """What a learner computes in the wanted cases and routes. `size` ranks share rows. Its learning
     rate is 0 until the last steps, so all steps see the same weights."""
     from asyncrl.learning.engine.state import load_state
@@ -397,7 +422,7 @@ def observed(
         max_grad_norm=1e6,
     )
     learner = LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
-    found = SimpleNamespace(steps={})
+    found, found.steps = Observed(), {}
     for case, route in wanted:
         cap, packing = ROUTES[route]
         use(learner, cap // size, packing)
@@ -430,7 +455,7 @@ def use(learner: Any, cap: int, packing: Any) -> None:
     state.packing = packing
 
 
-def watched(learner: Any, step: Callable[[], dict[str, float]]) -> SimpleNamespace:
+def watched(learner: Any, step: Callable[[], dict[str, float]]) -> Watched:
     """Metrics of a step, and its gradients over all ranks."""
     from deepspeed.utils import safe_get_full_grad
 
@@ -449,10 +474,10 @@ def watched(learner: Any, step: Callable[[], dict[str, float]]) -> SimpleNamespa
         metrics = step()
     finally:
         zero3.gradients_finite = finite
-    return SimpleNamespace(metrics=metrics, gradients=gradients)
+    return Watched(metrics, gradients)
 
 
-def evaluate(learner: Any, tables: Tables, found: SimpleNamespace, size: int) -> None:
+def evaluate(learner: Any, tables: Tables, found: Observed, size: int) -> None:
     use(learner, 40 // size, "rows")
     learner.state.spec = training(learner.state.spec, "ipo")
     found.held_out_preferences = learner.held_out_preferences(tables["ipo"])
@@ -467,7 +492,7 @@ def evaluate(learner: Any, tables: Tables, found: SimpleNamespace, size: int) ->
     found.lost = sum(sum(mask[16::16]) for mask in tables["sft"]["loss_mask"].to_pylist())
 
 
-def skip(learner: Any, table: pa.Table, found: SimpleNamespace, size: int) -> None:
+def skip(learner: Any, table: pa.Table, found: Observed, size: int) -> None:
     """Steps with NaN in one pair."""
     import logging
 

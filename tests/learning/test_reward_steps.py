@@ -3,10 +3,9 @@ scores, loss and gradient are those of transformers' sequence classifier on the 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 import torch
 from plain_ranks import on_ranks
 from recorded import learner_config
-from test_preference_steps import MIXED, ROUTES, ROWS, assert_same, drawn, use, watched
+from test_preference_steps import MIXED, ROUTES, ROWS, Watched, assert_same, drawn, use, watched
 from transformers import AutoModelForSequenceClassification
 
 from asyncrl.algorithms.reward_model import bradley_terry
@@ -26,6 +25,16 @@ from asyncrl.preflight.specs import learner_spec
 
 CENTER_COEF = 0.05
 STEPS = 8
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a rank computes."""
+
+    learned: list[dict[str, float]]
+    steps: dict[str, Watched]
+    """By route."""
+    heldout: dict[str, float]
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +51,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_rank(model_path: Path, pairs: pa.Table, folder: Path) -> SimpleNamespace:
+def one_rank(model_path: Path, pairs: pa.Table, folder: Path) -> Observed:
     return on_ranks(1, observed, model_path, pairs, folder / "one", 1, None)[0]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model_path: Path, pairs: pa.Table, folder: Path) -> list[SimpleNamespace]:
+def two_ranks(model_path: Path, pairs: pa.Table, folder: Path) -> list[Observed]:
     return on_ranks(2, observed, model_path, pairs, folder / "two", 2, None)
 
 
 @pytest.fixture(scope="module")
-def classifier(one_rank: SimpleNamespace, folder: Path) -> Any:
+def classifier(one_rank: Observed, folder: Path) -> Any:
     """The exported model. Nothing of it may be missing or left over."""
     model, report = AutoModelForSequenceClassification.from_pretrained(
         folder / "one", dtype=torch.float32, output_loading_info=True
@@ -75,7 +84,7 @@ def plain_scores(model: Any, table: pa.Table) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_packing_changes_neither_loss_nor_gradient(
-    one_rank: SimpleNamespace, classifier: Any, pairs: pa.Table, route: str
+    one_rank: Observed, classifier: Any, pairs: pa.Table, route: str
 ) -> None:
     loss = bradley_terry(*plain_scores(classifier, pairs), CENTER_COEF).mean()
     names, parameters = zip(*classifier.named_parameters(), strict=True)
@@ -86,7 +95,7 @@ def test_packing_changes_neither_loss_nor_gradient(
     assert_same(found, expected, 2e-6)
 
 
-def test_a_step_separates_the_sides(one_rank: SimpleNamespace, classifier: Any, pairs: Any) -> None:
+def test_a_step_separates_the_sides(one_rank: Observed, classifier: Any, pairs: Any) -> None:
     first, last = one_rank.learned[0], one_rank.learned[-1]
     assert first["pref/accuracy"] == 0.0 and first["pref/loss"] == pytest.approx(np.log(2))
     assert last["pref/accuracy"] > 0.7 and last["pref/loss"] < first["pref/loss"]
@@ -100,7 +109,7 @@ def test_a_step_separates_the_sides(one_rank: SimpleNamespace, classifier: Any, 
 
 @pytest.mark.slow
 def test_two_ranks_that_share_rows_agree_with_one(
-    one_rank: SimpleNamespace, two_ranks: list[SimpleNamespace]
+    one_rank: Observed, two_ranks: list[Observed]
 ) -> None:
     for found in (one_rank, *two_ranks):
         metrics = found.steps[MIXED].metrics
@@ -133,7 +142,7 @@ def test_an_adapter_is_merged_into_the_classifier(
 
 def observed(
     rank: int, world_size: int, path: Path, table: pa.Table, target: Path, size: int, lora: Any
-) -> SimpleNamespace:
+) -> Observed:
     """What a learner computes on the pairs before and after some steps. `size` ranks share rows."""
     from asyncrl.learning.engine.state import load_state
     from asyncrl.learning.rank import LearnerRank
@@ -151,15 +160,15 @@ def observed(
     spec = replace(learner_spec(config), reward_model=reward_model, lora=lora)
     learner = LearnerRank(load_state(rank, spec), "run", 1)
     use(learner, 1024 // size, "rows")
-    found = SimpleNamespace(steps={})
-    found.learned = [learner.reward_step(table) for _ in range(STEPS)]
+    learned = [learner.reward_step(table) for _ in range(STEPS)]
     learner.export_hf(target, str(path))
     learner.reset_optimizer(0.0)
+    steps = {}
     for route, (cap, packing) in ROUTES.items():
         if lora is None and (size == 1 or packing == "rows"):
             use(learner, cap // size, packing)
-            found.steps[route] = watched(learner, partial(learner.reward_step, table))
+            steps[route] = watched(learner, partial(learner.reward_step, table))
     use(learner, 40 // size, "rows")
-    found.heldout = learner.held_out_scores(table)
+    heldout = learner.held_out_scores(table)
     learner.state.engine.destroy()
-    return found
+    return Observed(learned, steps, heldout)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from ended_sessions import rewarded_table
 from recorded import learner_config, state_without_model
 from test_session_examples import CHAIN, TREE, context, gradient, turn
 from transformers import AutoModelForCausalLM
@@ -40,12 +40,9 @@ from asyncrl.learning.frozen.reference import Reference
 from asyncrl.learning.steps.distillation import with_teacher_advantages
 from asyncrl.models.micro_batches import WHOLE, Example
 from asyncrl.preflight.specs import reference_spec, scoring_spec
-from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.reference_rows import ReferenceRows, reference_rows
-from asyncrl.rewards.score import attach_rewards, score_table
+from asyncrl.rewards.score import score_table
 from asyncrl.rewards.source import _with_reference, _with_teacher
-from asyncrl.rollout.prefixes import PrefixCounter
-from asyncrl.rollout.session_groups import Played, session_table
 from asyncrl.rundir.audited_rows import read_rows
 
 TOP_K = 3
@@ -83,20 +80,8 @@ def config(model: Path | str, **algorithm: Any) -> Config:
 
 def rewarded(sessions: Sequence[Sequence[Node]] = SESSIONS) -> pa.Table:
     """One group with raw rewards, as the rollout workers and the reward functions leave it."""
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    played = [
-        SimpleNamespace(
-            session=SimpleNamespace(nodes=nodes, chat_so_far=chat, unseen_tools=0),
-            prefixes=PrefixCounter(),
-            ended=Ended("done", 0.0),
-            unparsed=0,
-        )
-        for nodes in sessions
-    ]
-    trajectories = tuple(Trajectory(*flat_completion(nodes, "a")) for nodes in sessions)
-    group = Group(0, Prompt(3, 0, "p", (5, 6)), trajectories, "r", 1.0, 2.0)
-    rewards = GroupRewards({"environment": REWARDS[: len(sessions)]})
-    return attach_rewards(session_table(group, cast("list[Played]", played)), rewards)
+    played = [(nodes, Ended("done", 0.0)) for nodes in sessions]
+    return rewarded_table(played, REWARDS[: len(sessions)], prompt_ids=(5, 6))
 
 
 def answered(answer: object) -> Future[Any]:

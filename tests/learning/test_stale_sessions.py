@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pytest
+from ended_sessions import rewarded_table
 from recorded import learner_config, state_without_model
 
 from asyncrl.algorithms.objective import token_weights
 from asyncrl.config import Config
 from asyncrl.contracts.messages import Scored
 from asyncrl.contracts.nodes import CONSTRAINED, Node
-from asyncrl.contracts.rows import Group, Prompt, Trajectory, VersionSpan
-from asyncrl.contracts.session_table import flat_completion
+from asyncrl.contracts.rows import VersionSpan
 from asyncrl.control.diagnostics import batch_metrics
 from asyncrl.environments.running import Ended
 from asyncrl.learning.steps import policy_step
 from asyncrl.models.micro_batches import Example
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.preflight.specs import scoring_spec
-from asyncrl.rewards.pool import GroupRewards
-from asyncrl.rewards.score import attach_rewards, score_table
+from asyncrl.rewards.score import score_table
 from asyncrl.rewards.summary import scored_from_text, scored_to_text, summaries
-from asyncrl.rollout.prefixes import PrefixCounter
-from asyncrl.rollout.session_groups import Played, session_table
 
 AT, BOUND = 5, 2
 AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "fixed")
@@ -94,21 +90,8 @@ def config(aggregation: str) -> Config:
 
 def scored_table(chosen: Config) -> pa.Table:
     """A scored group with SESSIONS, as the run writes it."""
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    played = [
-        SimpleNamespace(
-            session=SimpleNamespace(nodes=nodes, chat_so_far=chat, unseen_tools=0),
-            ended=Ended("done" if reward is not None else "env_error", reward),
-            unparsed=0,
-            prefixes=PrefixCounter(),
-        )
-        for nodes, reward in zip(SESSIONS, REWARDS, strict=True)
-    ]
-    trajectories = tuple(Trajectory(*flat_completion(nodes, "a")) for nodes in SESSIONS)
-    group = Group(0, Prompt(3, 0, "p", (1,)), trajectories, "r", 1.0, 2.0)
-    table = attach_rewards(
-        session_table(group, cast("list[Played]", played)), GroupRewards({"environment": REWARDS})
-    )
+    ends = [Ended("env_error" if reward is None else "done", reward) for reward in REWARDS]
+    table = rewarded_table(list(zip(SESSIONS, ends, strict=True)), REWARDS)
     return score_table(table, scoring_spec(chosen))
 
 

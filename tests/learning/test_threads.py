@@ -2,13 +2,16 @@
 
 import os
 import time
-from contextlib import nullcontext
-from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 import torch
+from recorded import learner_config, state_without_model
 
 from asyncrl.learning.engine.threads import AGAIN, CpuTimes, Threads, cpu_times
+from asyncrl.learning.packing.strategies import Packing
+from asyncrl.learning.steps import passes
+from asyncrl.models.micro_batches import token_example
 
 
 @pytest.fixture(autouse=True)
@@ -148,58 +151,43 @@ def test_the_times_of_this_machine():
     assert 0 <= now.idle - before.idle <= (now.clock - before.clock) * (os.cpu_count() or 1) + 0.1
 
 
-def test_a_forward_pass_is_not_measured(monkeypatch):
-    from asyncrl.learning.steps import passes
+EXAMPLES = [token_example(((5,), (6,) * following)) for following in (2, 3, 4)]
+NOTHING = torch.zeros(0)
 
-    state = SimpleNamespace(
-        threads=SimpleNamespace(),  # any use of it raises
-        engine=lambda *arguments: (torch.zeros(1), torch.zeros(1), torch.zeros(0)),
-        data_rank=0,
-        device=torch.device("cpu"),
-        applied=0,
-        spec=None,
-    )
-    plan = SimpleNamespace(micro_batches=[[[0], [1], [2]]])
+
+def test_a_forward_pass_is_not_measured(monkeypatch, tmp_path):
+    state = state_without_model(learner_config(tmp_path))
+    state.threads, state.engine = create_autospec(Threads, instance=True), lambda *_: (NOTHING,) * 3
+    plan = Packing((((0,), (1,), (2,)),), 1.0, 0.0)
     monkeypatch.setattr(passes, "plan_micro_batches", lambda *arguments: plan)
-    monkeypatch.setattr(passes, "micro_batch", lambda *arguments, **settings: None)
-    monkeypatch.setattr(passes, "explained", lambda *arguments: nullcontext())
-    monkeypatch.setattr(passes, "replace", lambda example, **changes: example)
-    rows = [SimpleNamespace(tokens=[0] * length) for length in (3, 4, 5)]
-    assert len(list(passes.forward_batches(state, rows))) == 3
+    assert len(list(passes.forward_batches(state, EXAMPLES))) == 3
+    assert not state.threads.mock_calls
 
 
-def test_a_training_pass_begins_once_and_adapts_after_each_micro_batch(monkeypatch):
-    from asyncrl.learning.steps import passes
-
+def test_a_training_pass_begins_once_and_adapts_after_each_micro_batch(monkeypatch, tmp_path):
     calls = []
-    batch = SimpleNamespace(evaluated=lambda logprobs: (batch, logprobs))
 
     class Engine:
         def set_gradient_accumulation_boundary(self, last): ...
 
         def __call__(self, *arguments):
-            return torch.zeros(1), torch.zeros(1), torch.zeros(0)
+            return (NOTHING,) * 3
 
         def backward(self, loss, scale_wrt_gas):
             calls.append("backward")
 
-    state = SimpleNamespace(
-        threads=SimpleNamespace(begin=lambda: calls.append("begin"), adapt=calls.append),
-        engine=Engine(),
-        data_rank=0,
-        sequence_rank=1,
-        device=torch.device("cpu"),
-        applied=0,
-        own_metrics=(),
-        spec=SimpleNamespace(learner=SimpleNamespace(world_size=1)),
-    )
-    plan = SimpleNamespace(micro_batches=[[[0], [1, 2]]])
-    sums = SimpleNamespace(nonfinite_gradient=lambda found: None, over_ranks=dict)
-    monkeypatch.setattr(passes, "StepSums", lambda *arguments: sums)
+    class Noted(Threads):
+        def begin(self):
+            calls.append("begin")
+
+        def adapt(self, tokens):
+            calls.append(tokens)
+
+    state = state_without_model(learner_config(tmp_path))
+    state.threads, state.engine = Noted(1), Engine()
+    plan = Packing((((0,), (1, 2)),), 1.0, 0.0)
+    monkeypatch.setattr(passes, "StepSums", create_autospec(passes.StepSums))
     monkeypatch.setattr(passes, "plan_micro_batches", lambda *arguments: plan)
-    monkeypatch.setattr(passes, "micro_batch", lambda *arguments: batch)
-    monkeypatch.setattr(passes, "explained", lambda *arguments: nullcontext())
     monkeypatch.setattr(passes.zero3, "gradients_finite", lambda engine: True)
-    rows = [SimpleNamespace(tokens=[0] * length) for length in (3, 4, 5)]
-    passes.backward(state, rows, [1.0] * 3, lambda *arguments: (torch.zeros(()), {}))
+    passes.backward(state, EXAMPLES, [1.0] * 3, lambda *arguments: (torch.zeros(()), {}))
     assert calls == ["begin", "backward", 3, "backward", 9]

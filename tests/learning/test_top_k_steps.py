@@ -3,8 +3,9 @@ ZeRO-3 ranks against a plain loop over all logits."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from plain_ranks import on_ranks
 from recorded import VOCABULARY, learner_config, recorded_group
+from test_preference_steps import Watched, watched
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import Config
@@ -78,7 +80,9 @@ def logprobs_of(model: Any, example: Example) -> torch.Tensor:
     return model(input_ids=tokens).logits[0, at].log_softmax(-1)
 
 
-def plain_step(path: Path, teacher_path: Path, tables: list[pa.Table], top_k: int) -> Any:
+def plain_step(
+    path: Path, teacher_path: Path, tables: list[pa.Table], top_k: int
+) -> tuple[float, dict[str, Any]]:
     """The step's loss and gradient with all logits, one trajectory at a time."""
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(
@@ -104,10 +108,7 @@ def plain_step(path: Path, teacher_path: Path, tables: list[pa.Table], top_k: in
             terms.append(term)
     loss = COEF * torch.stack(terms).mean()
     loss.backward()
-    return SimpleNamespace(
-        loss=loss.item(),
-        gradients={name: value.grad for name, value in student.named_parameters()},
-    )
+    return loss.item(), {name: value.grad for name, value in student.named_parameters()}
 
 
 def test_the_teacher_returns_its_most_probable_other_tokens(
@@ -162,13 +163,13 @@ def test_steps_have_the_loss_and_gradient_of_a_plain_loop(
 ) -> None:
     found = on_ranks(world_size, stepped, model_path, teacher_path, tables, size)[0]
     for case, top_k in CASES.items():
-        expected = plain_step(model_path, teacher_path, tables[case], top_k)
+        loss, gradients = plain_step(model_path, teacher_path, tables[case], top_k)
         for cap in ("packed", "one trajectory"):
             step = found.steps[case, cap]
-            assert step.metrics["loss"] == pytest.approx(expected.loss, rel=1e-4), (case, cap)
-            assert step.metrics["distill/top_k_kl"] * COEF == pytest.approx(expected.loss, rel=1e-4)
+            assert step.metrics["loss"] == pytest.approx(loss, rel=1e-4), (case, cap)
+            assert step.metrics["distill/top_k_kl"] * COEF == pytest.approx(loss, rel=1e-4)
             for name, gradient in step.gradients.items():
-                wanted = expected.gradients[name]
+                wanted = gradients[name]
                 assert wanted.abs().max() > 0
                 torch.testing.assert_close(
                     gradient,
@@ -188,39 +189,38 @@ def test_steps_have_the_loss_and_gradient_of_a_plain_loop(
 CAPS = {"packed": (128, "rows"), "one trajectory": (128, "none")}
 
 
+@dataclass(frozen=True)
+class Observed:
+    """What a rank computes."""
+
+    steps: dict[tuple[str, str], Watched]
+    """By case and cap."""
+    learned: list[dict[str, float]]
+
+
 def stepped(
     rank: int, world_size: int, path: Path, teacher: Path, tables: Any, size: int
-) -> SimpleNamespace:
+) -> Observed:
     """Policy steps with learning rate 0, then five that learn."""
-    from deepspeed.utils import safe_get_full_grad
-
-    from asyncrl.learning.engine import zero3
     from asyncrl.learning.engine.state import load_state
     from asyncrl.learning.rank import LearnerRank
     from asyncrl.learning.steps.policy_step import policy_step
 
     chosen = config(path, teacher, world_size, learning_rate=0.0, sequence_parallel_size=size)
     learner = LearnerRank(load_state(rank, learner_spec(chosen)), "run", 1)
-    state, gradients = learner.state, dict[str, torch.Tensor]()
-    finite = zero3.gradients_finite
+    state, steps = learner.state, {}
 
-    def recording(engine: Any) -> bool:
-        for name, parameter in state.parameters.items():
-            gradients[name] = safe_get_full_grad(parameter).detach().clone()
-        return finite(engine)
+    def step(case: str) -> dict[str, float]:
+        result = policy_step(state, tables[case])
+        assert result.applied
+        return result.metrics
 
-    zero3.gradients_finite = recording
-    found = SimpleNamespace(steps={}, learned=[])
     for case in CASES:
         for cap, (_, packing) in CAPS.items():
             state.packing = packing if size == 1 else "rows"
-            result = policy_step(state, tables[case])
-            assert result.applied
-            step = SimpleNamespace(metrics=result.metrics, gradients=dict(gradients))
-            found.steps[case, cap] = step
-    zero3.gradients_finite = finite
+            steps[case, cap] = watched(learner, partial(step, case))
     state.packing = "rows"
     learner.reset_optimizer(0.5, warmup_steps=0)
-    found.learned = [policy_step(state, tables["top_k"]).metrics for _ in range(5)]
+    learned = [policy_step(state, tables["top_k"]).metrics for _ in range(5)]
     state.engine.destroy()
-    return found
+    return Observed(steps, learned)

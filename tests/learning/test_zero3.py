@@ -7,8 +7,7 @@ import math
 import threading
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -93,6 +92,26 @@ def test_settings_offload_as_configured_and_sum_gradients_in_fp32() -> None:
     )
 
 
+class Observed:
+    """What a rank sees of a variant."""
+
+    summed_in: torch.dtype
+    gradients: torch.Tensor
+    recomputed: bool
+    skipped: dict[str, tuple[float, int]]
+    """What is not finite → (applied, calls of the engine's step)."""
+    unchanged: bool
+    after_skip: list[float]
+    after_restore: list[float]
+    master_types: set[torch.dtype]
+    published: int
+    published_equal_masters: bool
+    optimizer_steps: tuple[int, int]
+    moved_by_one_step: float
+    moved_by_all_steps: float
+    masters_moved: float
+
+
 @pytest.fixture(
     scope="module",
     params=[pytest.param(1, marks=pytest.mark.faults), pytest.param(2, marks=pytest.mark.slow)],
@@ -100,14 +119,14 @@ def test_settings_offload_as_configured_and_sum_gradients_in_fp32() -> None:
 )
 def found(
     request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, SimpleNamespace]]:
+) -> list[dict[str, Observed]]:
     """For each rank: variant → observations."""
     return on_ranks(request.param, all_variants, model_path, tmp_path_factory.mktemp("snapshots"))
 
 
 @pytest.mark.parametrize("variant", ["checkpointed", "chunked", "offload"])
 def test_gradients_are_the_same_to_one_in_a_million(
-    found: list[dict[str, SimpleNamespace]], variant: str
+    found: list[dict[str, Observed]], variant: str
 ) -> None:
     for rank in found:
         expected, observed = rank["fp32"].gradients, rank[variant].gradients
@@ -118,7 +137,7 @@ def test_gradients_are_the_same_to_one_in_a_million(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_bad_step_is_skipped_before_the_engines_step_and_leaves_no_state(
-    found: list[dict[str, SimpleNamespace]], variant: str
+    found: list[dict[str, Observed]], variant: str
 ) -> None:
     for rank in found:
         observed = rank[variant]
@@ -136,22 +155,20 @@ def test_a_bad_step_is_skipped_before_the_engines_step_and_leaves_no_state(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_published_weights_are_the_masters_rounded(
-    found: list[dict[str, SimpleNamespace]], variant: str
+    found: list[dict[str, Observed]], variant: str
 ) -> None:
     assert all(rank[variant].master_types == {torch.float32} for rank in found)
     assert found[0][variant].published_equal_masters and found[0][variant].published == 2 * 24
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_fresh_optimizer_has_no_state(
-    found: list[dict[str, SimpleNamespace]], variant: str
-) -> None:
+def test_a_fresh_optimizer_has_no_state(found: list[dict[str, Observed]], variant: str) -> None:
     assert all(rank[variant].optimizer_steps == (0, 1) for rank in found)
 
 
 @pytest.mark.parametrize("variant", ["bf16", "bf16 offload"])
 def test_updates_below_bfloat16s_resolution_add_up(
-    found: list[dict[str, SimpleNamespace]], variant: str
+    found: list[dict[str, Observed]], variant: str
 ) -> None:
     """In bfloat16, the values next to 0.2 are 0.0005 away. A step of 1.6e-5 changes hardly any
     bfloat16 weight, but 25 such steps add up in the fp32 masters."""
@@ -160,23 +177,22 @@ def test_updates_below_bfloat16s_resolution_add_up(
     assert observed.masters_moved > 0.5 * TINY_STEPS * TINY_RATE
 
 
-def all_variants(
-    rank: int, world_size: int, path: Path, folder: Path
-) -> dict[str, SimpleNamespace]:
+def all_variants(rank: int, world_size: int, path: Path, folder: Path) -> dict[str, Observed]:
     return {
         name: one_variant(rank, world_size, path, folder / name.replace(" ", "_"), name)
         for name in VARIANTS
     }
 
 
-def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str) -> SimpleNamespace:
+def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str) -> Observed:
     from asyncrl.learning.engine.state import load_state
     from asyncrl.learning.rank import LearnerRank
     from asyncrl.learning.steps import supervised_step
 
     config = learner_config(path, world_size=world_size, max_tokens=64, **VARIANTS[name])
     learner = LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
-    observed = SimpleNamespace(summed_in=learner.state.engine.optimizer.communication_data_type)
+    observed = Observed()
+    observed.summed_in = learner.state.engine.optimizer.communication_data_type
 
     taken: list[torch.Tensor] = []
     finite, step, calls = zero3.gradients_finite, learner.state.engine.step, []
@@ -430,15 +446,16 @@ def private() -> tuple[int, int]:
     return sizes["Anonymous:"], sizes["Private_Clean:"] + sizes["Private_Dirty:"]
 
 
+class Shard(NamedTuple):
+    """A parameter of which each rank has a part."""
+
+    ds_tensor: torch.Tensor
+    ds_numel: int
+
+
 def test_the_padding_of_a_shard_is_ignored():
     """Five elements over two ranks: the last element of the second shard is uninitialized."""
     shards = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, math.nan])]
-    own = [
-        zero3._own_part(SimpleNamespace(ds_tensor=shard, ds_numel=5), rank).tolist()
-        for rank, shard in enumerate(shards)
-    ]
+    own = [zero3._own_part(Shard(shard, 5), rank).tolist() for rank, shard in enumerate(shards)]
     assert own == [[1.0, 2.0, 3.0], [4.0, 5.0]]
-    assert (
-        zero3._own_part(SimpleNamespace(ds_tensor=torch.tensor([math.nan]), ds_numel=1), 1).numel()
-        == 0
-    )
+    assert zero3._own_part(Shard(torch.tensor([math.nan]), 1), 1).numel() == 0

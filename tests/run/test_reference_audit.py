@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
+from small_config import small_config
+from unread_books import unread_books
 
 from asyncrl.algorithms.pairs import Candidates
 from asyncrl.run.audit.books import Books
@@ -45,14 +44,13 @@ def books(
         for place, (_, _, at) in enumerate(groups)
         if at is not None
     ]
-    algorithm = SimpleNamespace(update_interval=every)
-    found: Any = SimpleNamespace(
-        run=SimpleNamespace(config=SimpleNamespace(algorithm=algorithm)),
-        first={"checkpoint": "/other/run" if loaded else None},
+    reference = {"kl_loss_coef": 0.1, "update_interval": every}
+    return unread_books(
+        small_config(algorithm={"reference": reference}),
+        attempts=[{"checkpoint": "/other/run" if loaded else None, "from_attempt": None}],
         rows=rows,
         trained=lambda: trained,
     )
-    return cast(Books, found)
 
 
 @pytest.mark.parametrize(

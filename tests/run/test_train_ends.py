@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ended_sessions import rewarded_table
 from independent_audit import wrong_ends
+from unread_books import unread_books
 
 from asyncrl.config import Config
 from asyncrl.contracts.nodes import Node
-from asyncrl.contracts.rows import SESSION_ENDS, Group, Prompt, Trajectory, VersionSpan
-from asyncrl.contracts.session_table import flat_completion
+from asyncrl.contracts.rows import SESSION_ENDS, VersionSpan
 from asyncrl.environments.running import Ended
 from asyncrl.preflight.specs import scoring_spec
-from asyncrl.rewards.pool import GroupRewards
-from asyncrl.rewards.score import attach_rewards, score_table
-from asyncrl.rollout.prefixes import PrefixCounter
-from asyncrl.rollout.session_groups import Played, session_table
-from asyncrl.run.audit.books import Books
+from asyncrl.rewards.score import score_table
 from asyncrl.run.audit.check import Check
 from asyncrl.run.audit.group_checks import check_ends
 from asyncrl.rundir.audited_rows import Row, read_rows
@@ -61,22 +57,11 @@ def config(trains: Sequence[str]) -> Config:
 
 def scored(trains: Sequence[str]) -> pa.Table:
     """A scored group with a session for each end. All have a reward, but one."""
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     rewards = [None if end == "turns" else float(at) for at, end in enumerate(SESSION_ENDS)]
-    played = [
-        SimpleNamespace(
-            session=SimpleNamespace(nodes=NODES, chat_so_far=chat, unseen_tools=0),
-            ended=Ended(cast(Any, end), reward),
-            unparsed=0,
-            prefixes=PrefixCounter(),
-        )
-        for end, reward in zip(SESSION_ENDS, rewards, strict=True)
+    ends = [
+        Ended(cast(Any, end), reward) for end, reward in zip(SESSION_ENDS, rewards, strict=True)
     ]
-    trajectories = tuple(Trajectory(*flat_completion(NODES, "a")) for _ in SESSION_ENDS)
-    group = Group(0, Prompt(3, 0, "p", (1,)), trajectories, "r", 1.0, 2.0)
-    table = attach_rewards(
-        session_table(group, cast("list[Played]", played)), GroupRewards({"environment": rewards})
-    )
+    table = rewarded_table([(NODES, ended) for ended in ends], rewards)
     return score_table(table, scoring_spec(config(trains)))
 
 
@@ -88,7 +73,7 @@ def read(table: pa.Table, folder: Path) -> Row:
 
 def checked(row: Row, trains: Sequence[str] | None) -> Check:
     record = {} if trains is None else {"train_ends": list(trains)}
-    return check_ends(cast(Books, SimpleNamespace(rows={(0, 3): row}, attempts=[record])))
+    return check_ends(unread_books(rows={(0, 3): row}, attempts=[record]))
 
 
 @pytest.mark.parametrize("trains", TRAINED)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pyarrow as pa
 import pytest
 from small_config import small_config
 from test_online_preference import scored_group
+from unread_books import unread_books
 
 from asyncrl.learning.steps.online_preference import pairs_table
 from asyncrl.preflight.specs import learner_spec
-from asyncrl.run.audit.books import Books, OutcomeRow
+from asyncrl.run.audit.books import OutcomeRow
 from asyncrl.run.audit.trained_tokens import trained_tokens
 from asyncrl.rundir.audited_rows import read_rows
 from asyncrl.runtime.files.parquet import write_table
@@ -62,11 +62,9 @@ def test_the_audit_makes_the_learners_choice(
     rows = read_rows(tmp_path / "groups.parquet")
     random.Random(1).shuffle(rows)  # books have no order
     outcome = cast("OutcomeRow", {"trained_at_version": AT})
-    books = cast(
-        "Books", SimpleNamespace(run=SimpleNamespace(config=config), oldest_allowed=lambda _: None)
-    )
+    books = unread_books(config, oldest_allowed=lambda _: None)
     assert trained_tokens(books, [(outcome, row) for row in rows]) == trained > 0
     every = sum(sum(row.losses) for row in rows)
     assert trained != every
-    books.run.config = small_config()
+    books = unread_books(small_config(), oldest_allowed=lambda _: None)
     assert trained_tokens(books, [(outcome, row) for row in rows]) == every

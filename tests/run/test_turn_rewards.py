@@ -6,28 +6,25 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ended_sessions import rewarded_table
+from unread_books import unread_books
 
 from asyncrl.config import Config
 from asyncrl.contracts.nodes import ORPHAN, Node
-from asyncrl.contracts.rows import Group, Prompt, Trajectory, VersionSpan
-from asyncrl.contracts.session_table import flat_completion
+from asyncrl.contracts.rows import VersionSpan
 from asyncrl.control.diagnostics import _sessions
 from asyncrl.environments.running import Ended
 from asyncrl.learning.examples.batches import examples_of
 from asyncrl.observe.samples import samples_text
 from asyncrl.preflight.specs import scoring_spec
-from asyncrl.rewards.pool import GroupRewards
-from asyncrl.rewards.score import attach_rewards, score_table
+from asyncrl.rewards.score import score_table
 from asyncrl.rewards.summary import scored_from_text, scored_to_text, summaries
-from asyncrl.rollout.prefixes import PrefixCounter
-from asyncrl.rollout.session_groups import Played, session_table
 from asyncrl.run.audit.books import Books
 from asyncrl.run.audit.group_checks import check_turn_advantages
 from asyncrl.rundir.audited_rows import read_rows
@@ -79,23 +76,7 @@ def config(loss: str = "ppo", advantage: str = "dr_grpo", **turns: Any) -> Confi
 
 def scored(chosen: Config) -> pa.Table:
     """One scored group, as the run writes it."""
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    played = [
-        cast(
-            Played,
-            SimpleNamespace(
-                session=SimpleNamespace(nodes=nodes, chat_so_far=chat, unseen_tools=0),
-                ended=ended,
-                unparsed=0,
-                prefixes=PrefixCounter(),
-            ),
-        )
-        for nodes, ended in GIVEN
-    ]
-    trajectories = tuple(Trajectory(*flat_completion(nodes, "a")) for nodes, _ in GIVEN)
-    group = Group(0, Prompt(3, 0, "p", (1,)), trajectories, "r", 1.0, 2.0)
-    rewards = GroupRewards({"environment": [ended.reward for _, ended in GIVEN]})
-    table = attach_rewards(session_table(group, played), rewards)
+    table = rewarded_table(GIVEN, [ended.reward for _, ended in GIVEN])
     return score_table(table, scoring_spec(chosen))
 
 
@@ -152,8 +133,7 @@ def test_a_reader_gets_the_turns_of_each_session() -> None:
 def books(tmp_path: Path, table: pa.Table, chosen: Config, last: int = 0) -> Books:
     pq.write_table(table, tmp_path / "groups.parquet")
     (row,) = read_rows(tmp_path / "groups.parquet")
-    run = SimpleNamespace(config=chosen)
-    return cast(Books, SimpleNamespace(run=run, rows={(0, 3): row}, last=last))
+    return unread_books(chosen, rows={(0, 3): row}, attempts=[{}] * (last + 1))
 
 
 def with_advantages(table: pa.Table, values: list[float | None]) -> pa.Table:
