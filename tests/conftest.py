@@ -7,9 +7,9 @@ import contextlib
 import os
 import resource
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -315,12 +315,23 @@ def publish(ray_cluster: Any) -> Callable[..., Manifest]:
     return put
 
 
+@dataclass(frozen=True)
+class Generators:
+    """Replicas under Serve, their version registry, settings and application's name. Versions only
+    rise, so use `next_version()`."""
+
+    handle: Any
+    registry: Any
+    app: Any
+    name: str
+    next_version: Callable[[], int]
+
+
 @pytest.fixture(scope="session")
 def generators(
     ray_cluster: Any, tiny_model: Path, engine_starts: list[str]
-) -> Iterator[SimpleNamespace]:
-    """One real vLLM replica under Serve for the session: `handle`, `registry`, `app` (its
-    settings), `name`. Versions only rise, so use `next_version()`."""
+) -> Iterator[Generators]:
+    """One real vLLM replica under Serve for the session."""
     from asyncrl.config import GeneratorConfig
     from asyncrl.generation.app import start_generators, stop_generators
     from asyncrl.generation.settings import GeneratorApp, registry_name
@@ -336,9 +347,7 @@ def generators(
     )
     engine_starts.append("generators")
     handle = start_generators(app, name)
-    yield SimpleNamespace(
-        handle=handle, registry=registry, app=app, name=name, next_version=lambda: next(versions)
-    )
+    yield Generators(handle, registry, app, name, lambda: next(versions))
     replicas = handle.broadcast("status").results(timeout_s=60)
     processes = [
         child

@@ -56,6 +56,14 @@ class EngineActor:
         await self.engine.stop()
 
 
+class StubOutputs:
+    """The requests of which vLLM's front end knows."""
+
+    def __init__(self) -> None:
+        self.request_states: dict[str, Any] = {}
+        self.external_req_ids: dict[str, list[str]] = {}
+
+
 class StubProcesses:
     """Processes of an engine that have never started."""
 

@@ -8,8 +8,8 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from asyncrl.generation.engine.requests import Answered
 from asyncrl.generation.engine.stats import EngineStats
 from asyncrl.generation.settings import GeneratorApp, registry_name
 from asyncrl.text.stops import Stops
+from asyncrl.weights.staging import Staged
 from asyncrl.weights.version_registry import open_registry
 
 TOKEN_S = 0.001
@@ -85,15 +86,23 @@ class StubEngine:
         return {"pause_s": 0.0}
 
 
+@dataclass(frozen=True)
+class Application:
+    """Replicas under Serve, and their version registry."""
+
+    handle: Any
+    registry: Any
+
+
 @contextlib.contextmanager
-def stub_application(ray: Any, name: str, replicas: int) -> Iterator[SimpleNamespace]:
+def stub_application(ray: Any, name: str, replicas: int) -> Iterator[Application]:
     """An application of stub replicas: its `handle` and its version `registry`."""
     registry = open_registry(registry_name(name))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app_module, "Generator", StubGenerator)
         generator = GeneratorConfig(num_replicas=replicas, num_cpus=0.1)
         handle = start_generators(GeneratorApp(model="m", generator=generator), name)
-    yield SimpleNamespace(handle=handle, registry=registry)
+    yield Application(handle, registry)
     stop_generators(name)
     ray.kill(registry)
 
@@ -113,10 +122,10 @@ async def _start_engine(app: GeneratorApp) -> StubEngine:
     return StubEngine()
 
 
-def _fetch_version(manifest: Manifest, *arguments: Any) -> SimpleNamespace:
+def _fetch_version(manifest: Manifest, *arguments: Any) -> Staged:
     mine = Path(manifest.run_id) / f"slow-{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
         mine.with_name(SLOW).rename(mine)
     while mine.exists():
         time.sleep(TOKEN_S)
-    return SimpleNamespace(update_info=dict, remove=lambda: None, fetch_s=0.0)
+    return Staged(mine.with_name("staged"), 0, (), 0.0)

@@ -8,10 +8,9 @@ import dataclasses
 import glob
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,6 +29,22 @@ from asyncrl.weights.version_registry import open_registry
 TOLERANCE = 2e-5
 RANK, SLOTS = 4, 2
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+
+
+class Served(NamedTuple):
+    """An application of one replica."""
+
+    handle: Any
+    registry: Any
+    directories: Callable[[], list[str]]
+    """Names of its adapters' folders."""
+    next_version: Callable[[], int]
+    sync: ServeWeightSync
+
+
+class Versions(NamedTuple):
+    push: Callable[..., Awaitable[tuple[int, dict[str, float]]]]
+    models: dict[int, Any]
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +71,8 @@ def served(ray_cluster: Any, tiny_model: Path, engine_starts: list[str]) -> Iter
             for found in glob.glob(f"{place}/asyncrl_engine_{pid}_*/adapter-*")
         )
 
-    yield SimpleNamespace(
-        handle=handle,
-        registry=registry,
-        directories=directories,
-        next_version=lambda: next(versions),
-        sync=ServeWeightSync(handle, registry, push_timeout_s=60),
-    )
+    sync = ServeWeightSync(handle, registry, push_timeout_s=60)
+    yield Served(handle, registry, directories, lambda: next(versions), sync)
     stop_generators(name)
     ray_cluster.kill(registry)
     assert directories() == []
@@ -86,7 +96,7 @@ def versions(served: Any, publish: Any, adapted: Any) -> Any:
         (timings,) = report.replicas.values()
         return version, timings
 
-    return SimpleNamespace(push=push, models=made)
+    return Versions(push, made)
 
 
 def apart(model: Any, reference: Any, prompt: tuple[int, ...], ids: Any, logprobs: Any) -> float:
@@ -229,14 +239,14 @@ async def test_the_matrix_that_differs_from_the_published_one_is_named(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_generators_of_whole_weights_refuse_an_adapter(
+async def test_generators_of_whole_weights_refuse_an_adapter(
     generators: Any, publish: Any, adapted: Any
 ) -> None:
     _, matrices, settings = adapted(1)
     manifest = publish(matrices, version=generators.next_version())
     sync = ServeWeightSync(generators.handle, generators.registry, push_timeout_s=60)
     with pytest.raises(RuntimeError, match="is an adapter of rank 4, and these generators take no"):
-        asyncio.run(sync.push(dataclasses.replace(manifest, adapter=settings)))
+        await sync.push(dataclasses.replace(manifest, adapter=settings))
 
 
 def manifest_of(shapes: dict[str, tuple[int, ...]], **adapter: object) -> Manifest:

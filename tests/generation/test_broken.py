@@ -3,10 +3,9 @@ stub."""
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import pytest
-from engines import engine_around
+from engines import StubOutputs, engine_around
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.errors import EngineDiedError, StaleReplicaError
@@ -18,41 +17,41 @@ async def nothing(**arguments):
     return None
 
 
+class StubLLM:
+    """vLLM with these methods and attributes. It is its own model config."""
+
+    errored = False
+    max_model_len = 64
+
+    def __init__(self, **given):
+        self.model_config, self.output_processor = self, StubOutputs()
+        self.pause_generation = self.resume_generation = self.start_weight_update = nothing
+        vars(self).update(given)
+
+
 def engine(update_weights):
-    llm = SimpleNamespace(
-        pause_generation=nothing,
-        resume_generation=nothing,
-        start_weight_update=nothing,
-        update_weights=update_weights,
-        output_processor=SimpleNamespace(request_states={}),
-        errored=False,
-    )
-    return engine_around(llm, GeneratorApp(model="unused"))
+    return engine_around(StubLLM(update_weights=update_weights), GeneratorApp(model="unused"))
 
 
-def test_a_failed_update_breaks_the_engine():
+async def test_a_failed_update_breaks_the_engine():
     async def fails(request):
         raise OSError("lost")
 
     broken = engine(fails)
     with pytest.raises(RuntimeError, match="the update of version 3 failed: OSError: lost"):
-        asyncio.run(broken.updates.apply({}, 3))
+        await broken.updates.apply({}, 3)
     assert broken.version == 0 and "OSError" in broken.broken
 
 
-def test_a_cancelled_update_breaks_the_engine_too():
+async def test_a_cancelled_update_breaks_the_engine_too():
     async def hangs(request):
         await asyncio.Event().wait()
 
     broken = engine(hangs)
-
-    async def cancelled():
-        await asyncio.wait_for(broken.updates.apply({}, 3), 0.05)
-
     with pytest.raises(TimeoutError):
-        asyncio.run(cancelled())
+        await asyncio.wait_for(broken.updates.apply({}, 3), 0.05)
     with pytest.raises(RuntimeError, match="the update of version 3 failed: CancelledError"):
-        asyncio.run(broken.check())
+        await broken.check()
 
 
 @pytest.mark.parametrize("moment", ["begin", "end"])
@@ -77,7 +76,7 @@ async def test_a_rest_that_fails_breaks_the_engine(moment):
 
 
 async def test_a_stopped_engine_refuses_requests():
-    llm = SimpleNamespace(shutdown=lambda timeout: None)
+    llm = StubLLM(shutdown=lambda timeout: None)
     stopped = engine_around(llm, GeneratorApp(model="unused"))
     await stopped.stop()
     for ask in (
@@ -93,26 +92,17 @@ async def test_a_stopped_engine_refuses_requests():
 @pytest.mark.parametrize("how", ["dies", "falls silent"])
 async def test_a_stream_of_an_engine_that_ends_raises_after_its_last_piece(llama_model, how):
     from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.exceptions import EngineDeadError
 
     async def generate(prompt, sampling, name, lora_request):
-        made = SimpleNamespace(
-            token_ids=[5],
-            logprobs=FlatLogprobs([0], [1], [5], [-1.0], [None], [None]),
-            finish_reason=None,
-        )
-        yield SimpleNamespace(outputs=[made], finished=False, prompt_logprobs=None)
+        logprobs = FlatLogprobs([0], [1], [5], [-1.0], [None], [None])
+        made = CompletionOutput(0, "", [5], None, logprobs)
+        yield RequestOutput(name, None, None, None, [made], finished=False)
         if how == "dies":
             raise EngineDeadError
 
-    known = SimpleNamespace(request_states={}, external_req_ids={})
-    llm = SimpleNamespace(
-        generate=generate,
-        errored=False,
-        output_processor=known,
-        model_config=SimpleNamespace(max_model_len=64),
-    )
-    ending = engine_around(llm, GeneratorApp(model=str(llama_model)))
+    ending = engine_around(StubLLM(generate=generate), GeneratorApp(model=str(llama_model)))
     stream = ending.requests.stream(GenerateRequest((1,), 1, 9, 1.0), Details())
     assert (await anext(stream)).tokens == Tokens((5,), (-1.0,))
     with pytest.raises(
@@ -123,9 +113,9 @@ async def test_a_stream_of_an_engine_that_ends_raises_after_its_last_piece(llama
 
 
 def build(is_sleeping):
-    llm = SimpleNamespace(errored=False, is_sleeping=is_sleeping)
     settings = GeneratorConfig(stall_timeout_s=0.5)
-    return engine_around(llm, GeneratorApp(model="unused", generator=settings))
+    app = GeneratorApp(model="unused", generator=settings)
+    return engine_around(StubLLM(is_sleeping=is_sleeping), app)
 
 
 async def test_an_engine_that_hangs_is_killed():
@@ -160,29 +150,27 @@ async def test_a_slow_engine_is_not_killed():
     assert engine.broken is None and not engine.processes.killed
 
 
-def test_a_probe_that_fails_is_an_error():
+async def test_a_probe_that_fails_is_an_error():
     async def fails():
         raise TypeError("no such method")
 
-    async def main():
-        engine = build(fails)
-        await engine.check()
-        await asyncio.sleep(0)
-        await engine.check()
-
+    engine = build(fails)
+    await engine.check()
+    await asyncio.sleep(0)
     with pytest.raises(TypeError, match="no such method"):
-        asyncio.run(main())
+        await engine.check()
 
 
 async def test_the_same_version_of_another_attempt_shares_no_prefix():
     """An engine that outlives its learner takes the checkpoint's version again."""
+    from vllm.logprobs import Logprob
+    from vllm.outputs import RequestOutput
+
     salts = []
 
     async def generate(prompt, sampling, name, lora_request):
         salts.append(prompt["cache_salt"])
-        yield SimpleNamespace(
-            prompt_logprobs=[None, {2: SimpleNamespace(logprob=0.0)}], finished=True
-        )
+        yield RequestOutput(name, None, None, [None, {2: Logprob(0.0)}], [], finished=True)
 
     made = engine(lambda request: nothing())
     made._state.llm.finish_weight_update = lambda weight_version: nothing()

@@ -6,12 +6,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from small_config import SMALL
-from stub_replicas import stub_application
+from stub_replicas import Application, stub_application
 
 from asyncrl.config import Config
 from asyncrl.contracts.errors import StaleReplicaError
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def two(ray_cluster: Any) -> Iterator[SimpleNamespace]:
+def two(ray_cluster: Any) -> Iterator[Application]:
     """Two replicas: their `handle` and their version `registry`."""
     with stub_application(ray_cluster, "two-stubs", replicas=2) as application:
         yield application
@@ -58,7 +57,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 async def test_only_requests_that_name_the_held_replica_go_to_it(
-    two: SimpleNamespace,
+    two: Application,
 ) -> None:
     sync, generate = (
         ServeWeightSync(two.handle, two.registry, push_timeout_s=60),
@@ -95,8 +94,8 @@ async def test_only_requests_that_name_the_held_replica_go_to_it(
         assert set((await sync.push(manifest("a", 3))).replicas) == {held, other}
 
 
-def test_an_evaluation_in_flight_keeps_the_spans_of_changing_versions(
-    two: SimpleNamespace, tmp_path: Any
+async def test_an_evaluation_in_flight_keeps_the_spans_of_changing_versions(
+    two: Application, tmp_path: Any
 ) -> None:
     sync, generate = (
         ServeWeightSync(two.handle, two.registry, push_timeout_s=60),
@@ -122,7 +121,7 @@ def test_an_evaluation_in_flight_keeps_the_spans_of_changing_versions(
         tmp_path / "evaluations",
     )
 
-    async def scenario() -> dict[str, float]:
+    async with asyncio.timeout(100):
         await sync.push(manifest("c", 1))
         evaluation = asyncio.create_task(evaluator(1))
 
@@ -131,9 +130,7 @@ def test_an_evaluation_in_flight_keeps_the_spans_of_changing_versions(
 
         await until(under_way)
         await sync.push(manifest("c", 2))
-        return await evaluation
-
-    metrics = asyncio.run(asyncio.wait_for(scenario(), 100))
+    metrics = await evaluation
     assert (metrics["eval/failed_ratio"], metrics["eval/newest_version"]) == (0.0, 2.0)
     (tmp_path / "config.yaml").write_text("")
     spans = [

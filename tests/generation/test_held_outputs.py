@@ -3,16 +3,24 @@
 import random
 import sys
 from importlib.metadata import entry_points
-from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from fake_clock import FakeClock
 
 from asyncrl.generation import engine_environment
 from asyncrl.weights.engine import OWNED
 
 VERSIONS = ("default", "1", "2")
 STEP_S = 0.03
+
+
+class Request(NamedTuple):
+    """What the plugin and vLLM's front end read of a request."""
+
+    request_id: str
+    sampling_params: Any
 
 
 def request(name, kind, stop=()):
@@ -22,7 +30,7 @@ def request(name, kind, stop=()):
         max_tokens=100, logprobs=0, flat_logprobs=True, detokenize=bool(stop), stop=list(stop)
     )
     params.output_kind = kind
-    return SimpleNamespace(request_id=name, sampling_params=params)
+    return Request(name, params)
 
 
 def output(name, tokens, rng, finish=None, columns=1, **fields):
@@ -45,8 +53,8 @@ class Engine:
     def __init__(self):
         from vllm.v1.core.sched.interface import PauseState
 
-        self.scheduler = SimpleNamespace(pause_state=PauseState.UNPAUSED, requests={})
-        self.output_queue = self
+        self.scheduler = self.output_queue = self
+        self.pause_state, self.requests = PauseState.UNPAUSED, {}
         self.messages = []
 
     def put_nowait(self, message):
@@ -72,8 +80,8 @@ def step():
 def clock(monkeypatch):
     from asyncrl.generation import held_outputs
 
-    now = SimpleNamespace(s=0.0)
-    monkeypatch.setattr(held_outputs, "time", SimpleNamespace(monotonic=lambda: now.s))
+    now = FakeClock()
+    monkeypatch.setattr(held_outputs, "time", now)
     return now
 
 

@@ -139,7 +139,7 @@ def test_a_watcher_whose_process_dies_is_restarted(start_driver: Any, ray_cluste
 
 
 @pytest.mark.slow
-def test_the_next_attempt_ends_only_the_generators_of_its_run(
+async def test_the_next_attempt_ends_only_the_generators_of_its_run(
     start_driver: Any, ray_cluster: Any
 ) -> None:
     run, run_id, name = unique(3)
@@ -156,16 +156,16 @@ def test_the_next_attempt_ends_only_the_generators_of_its_run(
         pytest.raises(LeaseHeldError, match="leased by run 'first'"),
     ):
         patch.setattr(orphans, "NODE_LOST_S", 0.0)
-        asyncio.run(end_orphans(run, run_id, lines.append))
+        await end_orphans(run, run_id, lines.append)
     assert (
         len(lines) == 1
         and lines[0].startswith("waiting up to 0 s for the end of run 'first'")
         and name in serve.status().applications
     )
     driver.send_signal(signal.SIGKILL)
-    asyncio.run(end_orphans(run, "another run's", lines.append))
+    await end_orphans(run, "another run's", lines.append)
     assert name in serve.status().applications
-    asyncio.run(end_orphans(run, run_id, lines.append))
+    await end_orphans(run, run_id, lines.append)
     assert lines[-1] == f"ending {name}, left by an earlier attempt"
     assert set(serve.status().applications) >= {other} and name not in serve.status().applications
     until(lambda: find_registry(registry_name(name)) is None)
@@ -185,7 +185,7 @@ class Lease:
         return answer
 
 
-def test_the_watcher_survives_errors_and_a_new_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_watcher_survives_errors_and_a_new_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's control service is unreachable, the lease is renewed in the grace period, and finally
     it ends."""
     ended: list[str] = []
@@ -198,16 +198,6 @@ def test_the_watcher_survives_errors_and_a_new_lease(monkeypatch: pytest.MonkeyP
 
     async def applications() -> set[str]:
         return {"one", "two"}
-
-    async def scenario() -> None:
-        done = asyncio.Event()
-        monkeypatch.setattr(
-            orphans.ray, "get_runtime_context", lambda: type("Context", (), {"current_actor": None})
-        )
-        monkeypatch.setattr(orphans.ray, "kill", lambda actor: done.set())
-        watching = orphans.ApplicationWatcher.__new__(orphans.ApplicationWatcher)
-        await watching.__init__("one", 0.0)  # type: ignore[misc]
-        await done.wait()
 
     monkeypatch.setattr(orphans, "LOOK_EVERY_S", 0)
     monkeypatch.setattr(orphans, "_end", end)
@@ -227,11 +217,18 @@ def test_the_watcher_survives_errors_and_a_new_lease(monkeypatch: pytest.MonkeyP
             None,
         ),
     )
-    asyncio.run(scenario())
+    done = asyncio.Event()
+    monkeypatch.setattr(
+        orphans.ray, "get_runtime_context", lambda: type("Context", (), {"current_actor": None})
+    )
+    monkeypatch.setattr(orphans.ray, "kill", lambda actor: done.set())
+    watching = orphans.ApplicationWatcher.__new__(orphans.ApplicationWatcher)
+    await watching.__init__("one", 0.0)  # type: ignore[misc]
+    await done.wait()
     assert ended == ["one", "Serve of one"]
 
 
-def test_the_next_attempt_waits_until_ray_notices_the_loss_of_a_node(
+async def test_the_next_attempt_waits_until_ray_notices_the_loss_of_a_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ray shows the lease of a driver on a lost node for up to 65 s, and an attempt that did not
@@ -257,7 +254,7 @@ def test_the_next_attempt_waits_until_ray_notices_the_loss_of_a_node(
     monkeypatch.setattr(orphans, "_applications", applications)
     monkeypatch.setattr(orphans, "_end", end)
     monkeypatch.setattr(orphans.ray, "kill", lambda actor: lines.append(f"ended the {actor}"))
-    asyncio.run(end_orphans("r", "0123456789", lines.append))
+    await end_orphans("r", "0123456789", lines.append)
     assert (
         waits_s[0] > 65
         and lines[0]

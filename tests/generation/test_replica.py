@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from fake_actors import FakeActor, replica_context
+from stub_replicas import StubEngine
 
 from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import GenerateRequest, Manifest, WeightsId
 from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.generation import replica
 from asyncrl.generation.engine.requests import Answered
-from asyncrl.generation.engine.stats import EngineStats
+from asyncrl.generation.follower_actors import Followers
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.weights.staging import StagingError
@@ -22,6 +23,20 @@ from asyncrl.weights.staging import StagingError
 
 async def nothing(*arguments: Any) -> None:
     return None
+
+
+class FakeStaged(NamedTuple):
+    """A staged version without a file, which is noted when it is removed."""
+
+    version: int
+    removed: list[int]
+    fetch_s: float = 0.0
+
+    def update_info(self) -> dict[str, object]:
+        return {}
+
+    def remove(self) -> None:
+        self.removed.append(self.version)
 
 
 async def started(
@@ -35,28 +50,15 @@ async def started(
 
     def fetch_version(manifest: Manifest, *arguments: Any) -> Any:
         fetched.append(manifest.version)
-        return SimpleNamespace(
-            update_info=dict,
-            remove=lambda: None if removed is None else removed.append(manifest.version),
-            fetch_s=0.0,
-        )
+        return FakeStaged(manifest.version, [] if removed is None else removed)
 
-    async def answer(request: GenerateRequest) -> Answered:
-        return Answered((Completion((1,), (0.0,), (VersionSpan(0, 0, 1),), "stop"),), (0,))
-
-    engine = SimpleNamespace(
-        requests=SimpleNamespace(answer=answer),
-        updates=SimpleNamespace(apply=apply),
-        rest=SimpleNamespace(rests=False),
-        cache_block=0,
-        check=nothing,
-        stats=EngineStats(),
-    )
+    engine = StubEngine()
+    monkeypatch.setattr(engine, "apply", apply)
 
     async def start_engine(app: GeneratorApp) -> Any:
         return engine
 
-    context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="a"))
+    context = replica_context("app")
     monkeypatch.setattr(replica, "start_engine", start_engine)
     monkeypatch.setattr(replica, "expected_tensors", lambda model, dtype: {})
     monkeypatch.setattr(replica, "find_registry", lambda name: None)
@@ -68,10 +70,10 @@ async def started(
     return made
 
 
-def test_an_update_continues_when_its_caller_is_cancelled(
+async def test_an_update_continues_when_its_caller_is_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def scenario() -> tuple[WeightsId | None, list[int], list[int]]:
+    async with asyncio.timeout(20):
         started_apply, proceed = asyncio.Event(), asyncio.Event()
         fetched: list[int] = []
         removed: list[int] = []
@@ -90,9 +92,7 @@ def test_an_update_continues_when_its_caller_is_cancelled(
         second = asyncio.create_task(made.apply_version(manifest))
         proceed.set()
         await second
-        return made.weights, fetched, removed
-
-    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == (WeightsId("run", 0, 3), [3], [3])
+    assert (made.weights, fetched, removed) == (WeightsId("run", 0, 3), [3], [3])
 
 
 def request(version: int, name: str | None = None) -> GenerateRequest:
@@ -131,11 +131,7 @@ async def test_a_held_replica_keeps_its_weights_and_answers_only_with_them(
         async def current() -> Manifest:
             return manifests[4]
 
-        monkeypatch.setattr(
-            replica,
-            "find_registry",
-            lambda name: SimpleNamespace(current=SimpleNamespace(remote=current)),
-        )
+        monkeypatch.setattr(replica, "find_registry", lambda name: FakeActor(current=current))
         await made.release("b")
         assert made.held
         await made.release("a")
@@ -172,14 +168,13 @@ async def test_a_hold_ends_with_its_attempt_or_its_job(
     ("in_flight", "makes_tokens", "replaced"),
     [("recompute", False, True), ("recompute", True, True), ("drain", True, False)],
 )
-def test_a_replica_that_stays_behind_too_long_is_replaced(
+async def test_a_replica_that_stays_behind_too_long_is_replaced(
     monkeypatch: pytest.MonkeyPatch, in_flight: str, makes_tokens: bool, replaced: bool
 ) -> None:
     now = 0.0
     monkeypatch.setattr(replica, "steady_time", lambda: now)
 
-    async def scenario() -> None:
-        nonlocal now
+    async with asyncio.timeout(20):
         made = await started(monkeypatch, nothing, [])
         generator = made.settings.generator.model_copy(update={"in_flight": in_flight})
         made.settings = made.settings.model_copy(
@@ -190,10 +185,7 @@ def test_a_replica_that_stays_behind_too_long_is_replaced(
         async def in_registry() -> tuple[str, int, int]:
             return newest
 
-        registry = SimpleNamespace(
-            newest=SimpleNamespace(remote=lambda: in_registry()),
-            learner_shift=SimpleNamespace(remote=lambda: nothing()),
-        )
+        registry = FakeActor(newest=in_registry, learner_shift=nothing)
         monkeypatch.setattr(replica, "find_registry", lambda name: registry)
         for later in range(0, 1000, 100):
             now = float(later)
@@ -215,8 +207,6 @@ def test_a_replica_that_stays_behind_too_long_is_replaced(
                 await made.check_health()
         made.weights = WeightsId("run", 0, 4)
         await made.check_health()
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 async def test_a_replica_gives_up_the_requests_of_an_ended_attempt(
@@ -305,7 +295,7 @@ async def test_a_baseline_is_apart_from_the_completions(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("failing", ["here", "there", "nowhere"])
-def test_a_version_is_applied_only_if_every_node_has_it(
+async def test_a_version_is_applied_only_if_every_node_has_it(
     monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     applied: list[Any] = []
@@ -320,15 +310,16 @@ def test_a_version_is_applied_only_if_every_node_has_it(
         engine = {"tensor_parallel_size": 4, "nnodes": 2}
         made.settings = GeneratorApp.model_validate({"model": "m", "generator": engine})
 
-        async def stage(manifest: Manifest) -> list[tuple[dict[str, object], float]]:
-            if failing == "there":
-                raise StagingError("no room")
-            return [({"path": "there"}, 2.0)]
+        class There(Followers):
+            async def stage(self, manifest: Manifest) -> list[tuple[dict[str, object], float]]:
+                if failing == "there":
+                    raise StagingError("no room")
+                return [({"path": "there"}, 2.0)]
 
-        async def unstage() -> None:
-            removed.append("there")
+            async def unstage(self) -> None:
+                removed.append("there")
 
-        made._followers = SimpleNamespace(stage=stage, unstage=unstage)  # type: ignore[assignment]
+        made._followers = object.__new__(There)
         if failing == "here":
             monkeypatch.setattr(replica, "fetch_version", refuse)
         try:
@@ -341,10 +332,10 @@ def test_a_version_is_applied_only_if_every_node_has_it(
         raise StagingError("no room")
 
     if failing == "nowhere":
-        asyncio.run(scenario())
+        await scenario()
         assert applied == [[{}, {}, {"path": "there"}, {"path": "there"}]]
     else:
         with pytest.raises(StagingError):
-            asyncio.run(scenario())
+            await scenario()
         assert not applied
     assert removed == ["there"] if failing == "here" else removed == [3, "there"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_actors import FakeActor
 
 from asyncrl.contracts.errors import GenerationTimeoutError, StaleReplicaError
 from asyncrl.contracts.messages import Generated, GenerateRequest
@@ -44,31 +44,26 @@ class Response:
 
 def generate_with(*responses: Response) -> ServeGenerate:
     remaining = iter(responses)
-    handle = SimpleNamespace(
-        generate_many=SimpleNamespace(remote=lambda requests: next(remaining).to(requests))
-    )
+    handle: Any = FakeActor(generate_many=lambda requests: next(remaining).to(requests))
     handle.options = lambda stream: handle
     return ServeGenerate(handle)
 
 
-def test_a_request_that_a_replica_cancels_goes_to_another() -> None:
+async def test_a_request_that_a_replica_cancels_goes_to_another() -> None:
     generate = generate_with(Response(asyncio.CancelledError()), Response(GENERATED))
-    assert (
-        asyncio.run(generate.generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20))) is GENERATED
-    )
+    request = GenerateRequest((1,), 1, 1, 1.0, deadline_s=20)
+    assert await generate.generate(request) is GENERATED
 
 
-def test_a_request_that_names_a_replica_fails_when_that_one_cancels_it() -> None:
+async def test_a_request_that_names_a_replica_fails_when_that_one_cancels_it() -> None:
     with pytest.raises(
         StaleReplicaError,
         match=(
             "replica a cannot answer any more: StaleReplicaError: a replica canceled the request"
         ),
     ):
-        asyncio.run(
-            generate_with(Response(asyncio.CancelledError())).generate(
-                GenerateRequest((1,), 1, 1, 1.0, deadline_s=20, replica="a")
-            )
+        await generate_with(Response(asyncio.CancelledError())).generate(
+            GenerateRequest((1,), 1, 1, 1.0, deadline_s=20, replica="a")
         )
 
 
@@ -86,14 +81,13 @@ async def test_a_cancelled_request_is_cancelled_in_the_engine_too() -> None:
     assert response.cancelled
 
 
-def test_only_the_requests_own_timeout_ends_it() -> None:
+async def test_only_the_requests_own_timeout_ends_it() -> None:
     generate = generate_with(
         Response(TimeoutError("Serve's controller restarts")), Response(GENERATED)
     )
-    assert (
-        asyncio.run(generate.generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20))) is GENERATED
-    )
+    request = GenerateRequest((1,), 1, 1, 1.0, deadline_s=20)
+    assert await generate.generate(request) is GENERATED
     with pytest.raises(GenerationTimeoutError, match=r"no replica answered within 0\.2 s$"):
-        asyncio.run(
-            generate_with(Response(None)).generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=0.2))
+        await generate_with(Response(None)).generate(
+            GenerateRequest((1,), 1, 1, 1.0, deadline_s=0.2)
         )

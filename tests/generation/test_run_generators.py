@@ -46,7 +46,7 @@ async def test_a_start_that_is_cancelled_leaves_no_application(
     assert calls == ["begin", "end", "lease"]
 
 
-def test_generators_can_end_in_another_event_loop_than_they_started_in(
+async def test_generators_can_end_in_another_event_loop_than_they_started_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each attempt has its own event loop."""
@@ -59,6 +59,6 @@ def test_generators_can_end_in_another_event_loop_than_they_started_in(
     monkeypatch.setattr(owned, "end_generators", end)
     monkeypatch.setattr(owned, "end_lease", lambda registry, name: calls.append("lease"))
     generators = RunGenerators("app", None, None)  # type: ignore[arg-type]
-    assert asyncio.run(generators.begin(watched=False)) == "handle"
-    asyncio.run(generators.end())
+    assert await generators.begin(watched=False) == "handle"
+    await generators.end()
     assert calls == ["end", "lease"]

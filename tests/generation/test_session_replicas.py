@@ -7,11 +7,10 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stub_replicas import stub_application
+from stub_replicas import Application, stub_application
 
 from asyncrl.contracts.messages import Generated, GenerateRequest
 from asyncrl.generation.app import ServeGenerate
@@ -22,7 +21,7 @@ SESSIONS = [f"s{number}" for number in range(24)]
 
 
 @pytest.fixture(scope="module")
-def two(ray_cluster: Any) -> Iterator[SimpleNamespace]:
+def two(ray_cluster: Any) -> Iterator[Application]:
     """Two replicas: their `handle` and their version `registry`."""
     with stub_application(ray_cluster, "stubs-with-sessions", replicas=2) as application:
         yield application
@@ -41,7 +40,7 @@ async def everywhere(generate: ServeGenerate, tokens: int = 2) -> list[str]:
 
 
 async def test_a_session_stays_with_its_replica_and_survives_its_death(
-    two: SimpleNamespace,
+    two: Application,
 ) -> None:
     lost: list[GenerateRequest] = []
     generate = ServeGenerate(two.handle, lambda request, error: lost.append(request))

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_actors import FakeActor
 from ray.serve.config import ProxyLocation
 
 from asyncrl.generation import shared_serve
@@ -37,13 +36,10 @@ class FakeCluster:
         for name, value in replaced.items():
             monkeypatch.setattr(shared_serve, name, value)
         monkeypatch.setattr(shared_serve.serve, "start", self.start)
-        monkeypatch.setattr(
-            shared_serve.serve, "status", lambda: SimpleNamespace(applications=self.applications)
-        )
-        end = SimpleNamespace(graceful_shutdown=SimpleNamespace(remote=self.end))
-        monkeypatch.setattr(
-            shared_serve.context, "_get_global_client", lambda: SimpleNamespace(_controller=end)
-        )
+        # It is its own status, and its own client.
+        self._controller = FakeActor(graceful_shutdown=self.end)
+        monkeypatch.setattr(shared_serve.serve, "status", lambda: self)
+        monkeypatch.setattr(shared_serve.context, "_get_global_client", lambda: self)
 
     def running(self) -> str | None:
         self.asked += 1
@@ -83,24 +79,24 @@ def test_who_comes_during_a_run_finds_the_shipped_files_port(
     assert (options["http_options"].host, options["http_options"].port) == ("127.0.0.1", 8000)
 
 
-def test_the_last_run_ends_a_serve_that_a_run_started(cluster: FakeCluster) -> None:
+async def test_the_last_run_ends_a_serve_that_a_run_started(cluster: FakeCluster) -> None:
     start_serve(shared=True)
     start_serve(shared=True)
     assert len(cluster.started) == 1
     for cluster.leases, cluster.applications in ((["second-versions"], []), ([], ["standing"])):
-        asyncio.run(end_shared_serve("first"))
+        await end_shared_serve("first")
         assert cluster.controller and cluster.stored[MARK] == b"started controller 1"
     cluster.applications = []
-    asyncio.run(end_shared_serve("second"))
+    await end_shared_serve("second")
     assert cluster.controller is None
 
 
 @pytest.mark.parametrize("mark", [None, b"started controller 0"])
-def test_a_serve_that_no_run_started_stays(cluster: FakeCluster, mark: bytes | None) -> None:
+async def test_a_serve_that_no_run_started_stays(cluster: FakeCluster, mark: bytes | None) -> None:
     cluster.start()
     cluster.stored |= {} if mark is None else {MARK: mark}
     start_serve(shared=True)
-    asyncio.run(end_shared_serve("run"))
+    await end_shared_serve("run")
     assert cluster.controller == "controller 1" and len(cluster.started) == 1
 
 

@@ -9,12 +9,11 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.serve.exceptions import DeploymentUnavailableError
-from stub_replicas import SLOW, stub_application
+from stub_replicas import SLOW, Application, stub_application
 
 from asyncrl.contracts.messages import GenerateRequest, Manifest, WeightsId
 from asyncrl.generation.app import ServeGenerate
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-def two(ray_cluster: Any) -> Iterator[SimpleNamespace]:
+def two(ray_cluster: Any) -> Iterator[Application]:
     """Two replicas: their `handle` and their version `registry`."""
     with stub_application(ray_cluster, "stubs-that-rest", replicas=2) as application:
         yield application
@@ -47,7 +46,7 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.1)
 
 
-async def test_replicas_rest_take_a_version_and_wake(two: SimpleNamespace) -> None:
+async def test_replicas_rest_take_a_version_and_wake(two: Application) -> None:
     sync, generate = ServeWeightSync(two.handle, two.registry, 60), ServeGenerate(two.handle)
 
     await sync.push(manifest(1))
@@ -63,7 +62,7 @@ async def test_replicas_rest_take_a_version_and_wake(two: SimpleNamespace) -> No
         await sync.wake()
 
 
-async def test_a_replica_that_starts_in_the_learners_shift_rests(two: SimpleNamespace) -> None:
+async def test_a_replica_that_starts_in_the_learners_shift_rests(two: Application) -> None:
     sync, generate = ServeWeightSync(two.handle, two.registry, 60), ServeGenerate(two.handle)
 
     before = await generate.statuses()
@@ -83,7 +82,7 @@ async def test_a_replica_that_starts_in_the_learners_shift_rests(two: SimpleName
 
 
 async def test_a_replica_that_missed_the_end_of_the_turn_wakes_by_itself(
-    two: SimpleNamespace,
+    two: Application,
 ) -> None:
     sync, generate = ServeWeightSync(two.handle, two.registry, 60), ServeGenerate(two.handle)
 
@@ -97,7 +96,7 @@ async def test_a_replica_that_missed_the_end_of_the_turn_wakes_by_itself(
 
 
 async def test_a_replica_that_fetches_a_version_does_not_hold_up_the_shifts(
-    two: SimpleNamespace, tmp_path: Path
+    two: Application, tmp_path: Path
 ) -> None:
     """Half of the replicas commit a version and wake. The other one still rests, so the learner
     need not wait for it."""
@@ -129,8 +128,8 @@ async def test_a_replica_that_fetches_a_version_does_not_hold_up_the_shifts(
     await until(awake)
 
 
-def test_all_replicas_must_rest_and_half_of_them_must_wake(
-    two: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+async def test_all_replicas_must_rest_and_half_of_them_must_wake(
+    two: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync, answers = ServeWeightSync(two.handle, two.registry, 0.5), list[Any]()
 
@@ -141,18 +140,18 @@ def test_all_replicas_must_rest_and_half_of_them_must_wake(
     monkeypatch.setattr("asyncrl.weights.push.ask_all", answer)
     for answers in ([True, False], [True, TimeoutError()], [True, None]):  # noqa: B007
         with pytest.raises(RuntimeError, match="did not all rest"):
-            asyncio.run(sync.rest())
+            await sync.rest()
     for answers in ([True, True, False], [TimeoutError(), TimeoutError(), False], []):  # noqa: B007
         with pytest.raises(RuntimeError, match="did not all wake"):
-            asyncio.run(sync.wake())
+            await sync.wake()
     answers = [True, True]
-    asyncio.run(sync.rest())
+    await sync.rest()
     answers = [False, TimeoutError()]
-    asyncio.run(sync.wake())
+    await sync.wake()
 
 
-def test_generators_that_do_not_rest_end_the_run(
-    two: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+async def test_generators_that_do_not_rest_end_the_run(
+    two: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = ServeWeightSync(two.handle, two.registry, 0.5)
 
@@ -164,4 +163,4 @@ def test_generators_that_do_not_rest_end_the_run(
         RuntimeError,
         match=r"did not all rest within weights\.push_timeout_s = 0\.5: RuntimeError: the engine",
     ):
-        asyncio.run(sync.rest())
+        await sync.rest()

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from engines import engine_around
+from engines import StubOutputs, engine_around
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.errors import GpuMemoryError, StaleReplicaError
@@ -31,7 +30,7 @@ class StubLLM:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self.output_processor = SimpleNamespace(request_states={})
+        self.output_processor = StubOutputs()
         self.on_device = {"weights", "kv_cache"}
         self.others = 0
         """Bytes of the learner."""
@@ -192,18 +191,25 @@ async def test_weights_on_the_host_are_not_read() -> None:
         await engine.updates.fingerprints()
 
 
+class Bare(Generator):
+    """A replica that has only these attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def __del__(self) -> None: ...  # type: ignore[override]
+
+
 async def test_a_request_does_not_load_a_version_in_the_learners_shift() -> None:
     engine, llm = sleeping()
     await engine.rest.begin()
-    late: Any = SimpleNamespace(
-        engine=engine, replica="a", held=False, weights=WeightsId("r", 0, 1)
-    )
+    late = Bare(engine=engine, replica="a", held=False, weights=WeightsId("r", 0, 1))
     with pytest.raises(StaleReplicaError, match=r"rests at .*, and the learner uses its GPU"):
-        await Generator._catch_up_for(late, WeightsId("r", 0, 2))
+        await late._catch_up_for(WeightsId("r", 0, 2))
     assert llm.names == ["sleep"]
 
 
-def test_an_engine_starts_once_the_learner_has_left_the_gpu(
+async def test_an_engine_starts_once_the_learner_has_left_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(replica_module, "SHIFT_EVERY_S", 0.001)
@@ -214,8 +220,7 @@ def test_an_engine_starts_once_the_learner_has_left_the_gpu(
         asked.append(method)
         return answers[len(asked) - 1]
 
-    starting: Any = SimpleNamespace(_ask_registry=registry)
-    asyncio.run(Generator._wait_for_device(starting))
+    await Bare(_ask_registry=registry)._wait_for_device()
     assert asked == ["learner_on_device"] * 4, "silence does not say that the GPU is free"
 
 
@@ -240,14 +245,13 @@ class SilentRegistry:
     ],
     ids=["absent", "dead", "hangs"],
 )
-def test_a_silent_registry_is_not_an_absent_one(
+async def test_a_silent_registry_is_not_an_absent_one(
     monkeypatch: pytest.MonkeyPatch, registry: Any, answer: Any
 ) -> None:
     monkeypatch.setattr(replica_module, "REGISTRY_S", 0.01)
     monkeypatch.setattr(replica_module, "find_registry", lambda name: registry)
-    replica: Any = SimpleNamespace(_registry_name="registry")
-    asked = Generator._ask_registry(replica, "learner_on_device", absent=False)
-    assert asyncio.run(asked) is answer
+    replica = Bare(_registry_name="registry")
+    assert await replica._ask_registry("learner_on_device", absent=False) is answer
 
 
 @pytest.mark.slow

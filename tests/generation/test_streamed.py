@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
-from types import SimpleNamespace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -27,6 +26,17 @@ def piece(*ids: int) -> StreamPiece:
     return StreamPiece(Tokens(ids, tuple(-token / 8 for token in ids)), "".join(map(chr, ids)))
 
 
+@dataclass(frozen=True)
+class Response:
+    """What Serve returns: it can be iterated and canceled."""
+
+    answer: AsyncIterator[Any]
+    cancel: Callable[[], None]
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self.answer
+
+
 class Replicas:
     """Each call gets the next script: an acceptance, pieces, and an end, which may be an error."""
 
@@ -39,10 +49,9 @@ class Replicas:
         assert stream
         return self
 
-    def remote(self, request: GenerateRequest) -> Any:
+    def remote(self, request: GenerateRequest) -> Response:
         self.requests.append(request)
-        answer = self.answer(request, self.scripts.pop(0))
-        return SimpleNamespace(cancel=self.cancel, __aiter__=answer.__aiter__, answer=answer)
+        return Response(self.answer(request, self.scripts.pop(0)), self.cancel)
 
     def cancel(self) -> None:
         self.cancelled += 1
@@ -76,19 +85,7 @@ class Replicas:
             yield item
 
 
-class Response:
-    """What Serve returns: it can be iterated and canceled."""
-
-    def __init__(self, made: Any) -> None:
-        self._made, self.cancel = made, made.cancel
-
-    def __aiter__(self) -> Any:
-        return self._made.answer
-
-
 def generate_with(replicas: Replicas, lost: list[Any] | None = None) -> ServeGenerate:
-    original = replicas.remote
-    replicas.remote = lambda request: Response(original(request))  # type: ignore[method-assign]
     return ServeGenerate(
         replicas, lambda request, error: None if lost is None else lost.append(error)
     )
@@ -98,15 +95,15 @@ def spans(completion: Completion) -> list[tuple[int, int, int]]:
     return [(span.version, span.start, span.end) for span in completion.versions]
 
 
-def test_a_completion_continues_elsewhere_from_the_tokens_that_came() -> None:
+async def test_a_completion_continues_elsewhere_from_the_tokens_that_came() -> None:
     replicas = Replicas(
         [Accepted("a", 3, 1.0), piece(97), piece(98, 99), ActorDiedError()],
         [StaleReplicaError("not yet")],
         [Accepted("b", 4, 4.0), piece(100), piece(101, 102), VersionSpan(4, 0, 0)],
     )
     heard, lost = list[tuple[int, str]](), list[Any]()
-    generated = asyncio.run(
-        generate_with(replicas, lost).generate(REQUEST, lambda *text: heard.append(text))
+    generated = await generate_with(replicas, lost).generate(
+        REQUEST, lambda *text: heard.append(text)
     )
     assert heard == [(0, "a"), (0, "bc"), (0, "d"), (0, "ef")]
     (completion,) = generated.completions
@@ -123,20 +120,19 @@ def test_a_completion_continues_elsewhere_from_the_tokens_that_came() -> None:
     assert [type(error) for error in lost] == [ActorDiedError]
 
 
-def test_tokens_of_one_version_are_one_span() -> None:
+async def test_tokens_of_one_version_are_one_span() -> None:
     replicas = Replicas(
         [Accepted("a", 3, 1.0), piece(97), ActorDiedError()],
         [Accepted("b", 3, 4.0), piece(98), VersionSpan(3, 0, 0)],
     )
-    (completion,) = asyncio.run(
-        generate_with(replicas).generate(REQUEST, lambda *text: None)
-    ).completions
+    generated = await generate_with(replicas).generate(REQUEST, lambda *text: None)
+    (completion,) = generated.completions
     assert spans(completion) == [(3, 0, 2)]
 
 
 @pytest.mark.parametrize("how", ["canceled", "late"])
-def test_a_caller_that_leaves_drops_the_request(how: str) -> None:
-    async def scenario() -> int:
+async def test_a_caller_that_leaves_drops_the_request(how: str) -> None:
+    async with asyncio.timeout(20):
         here = asyncio.Event()
         replicas = Replicas([Accepted("a", 3, 1.0), piece(97), here])
         request = replace(REQUEST, deadline_s=0.2) if how == "late" else REQUEST
@@ -146,41 +142,37 @@ def test_a_caller_that_leaves_drops_the_request(how: str) -> None:
             task.cancel()
         with pytest.raises(asyncio.CancelledError if how == "canceled" else GenerationTimeoutError):
             await task
-        return replicas.cancelled
-
-    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == 1
+    assert replicas.cancelled == 1
 
 
-def test_a_stream_that_a_replica_cancels_continues() -> None:
+async def test_a_stream_that_a_replica_cancels_continues() -> None:
     replicas = Replicas(
         [Accepted("a", 3, 1.0), piece(97), asyncio.CancelledError()],
         [Accepted("b", 3, 4.0), piece(98), VersionSpan(3, 0, 0)],
     )
     heard: list[str] = []
-    asyncio.run(generate_with(replicas).generate(REQUEST, lambda _, text: heard.append(text)))
+    await generate_with(replicas).generate(REQUEST, lambda _, text: heard.append(text))
     assert heard == ["a", "b"]
 
 
-def test_a_heard_completion_is_the_same_as_a_whole_one(generators: Any) -> None:
+async def test_a_heard_completion_is_the_same_as_a_whole_one(generators: Any) -> None:
     """With a real engine."""
     request = GenerateRequest((5, 6, 14, 7), 2, 60, 1.0, seed=5, ignore_eos=True, session="s")
     heard: list[list[str]] = [[], []]
 
-    async def scenario() -> tuple[Generated, Generated, Generated]:
+    async with asyncio.timeout(120):
         generate = ServeGenerate(generators.handle)
         whole = await generate.generate(request)
         streamed = await generate.generate(request, lambda index, text: heard[index].append(text))
         ids = whole.completions[0].token_ids
-        rest = replace(
+        continues = replace(
             request,
             n=1,
             prompt_ids=(*request.prompt_ids, *ids[:25]),
             max_tokens=35,
             continued=25,
         )
-        return whole, streamed, await generate.generate(rest, lambda *text: None)
-
-    whole, streamed, rest = asyncio.run(asyncio.wait_for(scenario(), 120))
+        rest = await generate.generate(continues, lambda *text: None)
     for index, (one, other) in enumerate(zip(whole.completions, streamed.completions, strict=True)):
         assert replace(other, logprobs=one.logprobs) == one
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)

@@ -10,12 +10,12 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from disturbed import disturb
+from stub_replicas import Application
 
 from asyncrl.contracts.errors import GenerationTimeoutError, StaleReplicaError
 from asyncrl.contracts.messages import Details, GenerateRequest, Manifest, StreamPiece, WeightsId
@@ -420,7 +420,7 @@ def two_replicas(ray_cluster: Any, generators: Any, engine_starts: list[str]) ->
     engine_starts.extend(["two replicas"] * 2)
     try:
         handle = start_generators(generators.app.model_copy(update={"generator": settings}), name)
-        yield SimpleNamespace(handle=handle, registry=registry)
+        yield Application(handle, registry)
     finally:
         stop_generators(name)
         ray_cluster.kill(registry)
