@@ -188,7 +188,7 @@ async def test_a_conversation_of_messages_is_one_row(tmp_path: Path, stream: boo
     assert not server.agent.overridden
 
 
-def test_a_text_that_goes_on_is_one_row(tmp_path: Path) -> None:
+async def test_a_text_that_goes_on_is_one_row(tmp_path: Path) -> None:
     server = Server(tmp_path, [" one", " two", " three"])
 
     async def talk() -> str:
@@ -201,7 +201,7 @@ def test_a_text_that_goes_on_is_one_row(tmp_path: Path) -> None:
             stream = await client.completions.create(model="m", prompt=text, stream=True)
             return text + "".join([event.choices[0].text async for event in stream])
 
-    assert asyncio.run(talk()) == "Count: one two three"
+    assert await talk() == "Count: one two three"
     assert server.row() == "Count: one two three<|im_end|>"
 
 

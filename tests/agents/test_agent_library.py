@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -36,32 +35,29 @@ def add(a: int, b: int) -> str:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("model", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
-def test_an_agent_of_the_library_is_one_row(tmp_path: Path, model: Any, stream: bool) -> None:
+async def test_an_agent_of_the_library_is_one_row(tmp_path: Path, model: Any, stream: bool) -> None:
     server = Server(tmp_path, TEXTS)
 
-    async def play() -> str:
-        async with server.openai() as client:
-            agent = Agent(
-                name="adder",
-                instructions="Add with the tool.",
-                model=model("gpt-x", client),
-                tools=[add],
-            )
-            settings = RunConfig(tracing_disabled=True)
-            said: Any = "What are 1 + 2, 3 + 4 and 5 + 6?"
-            for thanks in ("Thanks!", None):
-                if stream:
-                    done: Any = Runner.run_streamed(agent, said, run_config=settings)
-                    async for _ in done.stream_events():
-                        pass
-                else:
-                    done = await Runner.run(agent, said, run_config=settings)
-                if thanks is not None:
-                    assert done.final_output == TEXTS[2]
-                    said = [*done.to_input_list(), {"role": "user", "content": thanks}]
-            return str(done.final_output)
-
-    assert asyncio.run(play()) == TEXTS[3]
+    async with server.openai() as client:
+        agent = Agent(
+            name="adder",
+            instructions="Add with the tool.",
+            model=model("gpt-x", client),
+            tools=[add],
+        )
+        settings = RunConfig(tracing_disabled=True)
+        said: Any = "What are 1 + 2, 3 + 4 and 5 + 6?"
+        for thanks in ("Thanks!", None):
+            if stream:
+                done: Any = Runner.run_streamed(agent, said, run_config=settings)
+                async for _ in done.stream_events():
+                    pass
+            else:
+                done = await Runner.run(agent, said, run_config=settings)
+            if thanks is not None:
+                assert done.final_output == TEXTS[2]
+                said = [*done.to_input_list(), {"role": "user", "content": thanks}]
+        assert done.final_output == TEXTS[3]
     row = server.row()
     assert [text.removesuffix("<|im_end|>") for text in server.sampled] == TEXTS
     place = 0
@@ -72,23 +68,20 @@ def test_an_agent_of_the_library_is_one_row(tmp_path: Path, model: Any, stream: 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("model", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
-def test_an_agent_of_the_library_goes_on_with_a_cut_turn(
+async def test_an_agent_of_the_library_goes_on_with_a_cut_turn(
     tmp_path: Path, model: Any, stream: bool
 ) -> None:
     server = Server(tmp_path, lambda number: LONG, max_length=60)
 
-    async def play() -> str:
-        async with server.openai() as client:
-            agent = Agent(name="talker", model=model("gpt-x", client))
-            settings = RunConfig(tracing_disabled=True)
-            if stream:
-                done: Any = Runner.run_streamed(agent, "hello", run_config=settings)
-                async for _ in done.stream_events():
-                    pass
-            else:
-                done = await Runner.run(agent, "hello", run_config=settings)
-            return str(done.final_output)
-
-    said = asyncio.run(play())
+    async with server.openai() as client:
+        agent = Agent(name="talker", model=model("gpt-x", client))
+        settings = RunConfig(tracing_disabled=True)
+        if stream:
+            done: Any = Runner.run_streamed(agent, "hello", run_config=settings)
+            async for _ in done.stream_events():
+                pass
+        else:
+            done = await Runner.run(agent, "hello", run_config=settings)
+    said = str(done.final_output)
     (node,) = (node for node in server.session.nodes if node.sampled)
     assert node.finish_reason == "length" and said and LONG.startswith(said)

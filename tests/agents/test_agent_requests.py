@@ -146,10 +146,12 @@ def test_a_bad_body_is_named(tmp_path: Path, path: str, body: Any, says: str) ->
     ("body", "says"),
     [(body, says) for path, body, says in BAD if path == CHAT and "messages" in body],
 )
-def test_a_bad_request_is_named_alike_in_process(tmp_path: Path, body: Any, says: str) -> None:
+async def test_a_bad_request_is_named_alike_in_process(
+    tmp_path: Path, body: Any, says: str
+) -> None:
     server = Server(tmp_path, answers)
     with pytest.raises(UnsupportedError) as found:
-        asyncio.run(Model(server.session).chat.completions.create(**body))
+        await Model(server.session).chat.completions.create(**body)
     assert str(found.value).startswith(says)
     assert not server.session.nodes and not server.generator.requests
 
@@ -202,38 +204,32 @@ def test_unknown_paths_and_methods(tmp_path: Path) -> None:
     assert set(PATHS) < set(schema.json()["paths"])
 
 
-def test_a_context_that_is_too_long_has_its_code(tmp_path: Path) -> None:
+async def test_a_context_that_is_too_long_has_its_code(tmp_path: Path) -> None:
     server = Server(tmp_path, answers, max_length=10)
 
-    async def ask() -> None:
-        async with server.openai() as client, server.anthropic() as other:
-            with pytest.raises(openai.BadRequestError) as found:
-                await client.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
-            assert found.value.code == "context_length_exceeded"
-            # The words by which litellm and LangChain find it.
-            assert "this model's maximum context length is" in found.value.message
-            assert "prompt is too long" in found.value.message
-            with pytest.raises(openai.BadRequestError) as found:
-                await client.responses.create(model="m", input="q" * 20, stream=True)
-            assert found.value.code == "context_length_exceeded"
-            with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
-                await other.messages.create(model="m", max_tokens=5, messages=[USER])  # type: ignore[list-item]
-
-    asyncio.run(ask())
+    async with server.openai() as client, server.anthropic() as other:
+        with pytest.raises(openai.BadRequestError) as found:
+            await client.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
+        assert found.value.code == "context_length_exceeded"
+        # The words by which litellm and LangChain find it.
+        assert "this model's maximum context length is" in found.value.message
+        assert "prompt is too long" in found.value.message
+        with pytest.raises(openai.BadRequestError) as found:
+            await client.responses.create(model="m", input="q" * 20, stream=True)
+        assert found.value.code == "context_length_exceeded"
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+            await other.messages.create(model="m", max_tokens=5, messages=[USER])  # type: ignore[list-item]
 
 
-def test_models_have_any_name(tmp_path: Path) -> None:
+async def test_models_have_any_name(tmp_path: Path) -> None:
     server = Server(tmp_path, answers)
 
-    async def ask() -> None:
-        async with server.openai() as client, server.anthropic() as other:
-            assert [model.id async for model in client.models.list()] == ["policy"]
-            assert (await client.models.retrieve("org/any")).id == "org/any"
-            assert [model.id async for model in other.models.list()] == ["policy"]
-            done = await client.chat.completions.create(model="gpt-9", messages=[USER])  # type: ignore[list-item]
-            assert done.model == "gpt-9"
-
-    asyncio.run(ask())
+    async with server.openai() as client, server.anthropic() as other:
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        assert (await client.models.retrieve("org/any")).id == "org/any"
+        assert [model.id async for model in other.models.list()] == ["policy"]
+        done = await client.chat.completions.create(model="gpt-9", messages=[USER])  # type: ignore[list-item]
+        assert done.model == "gpt-9"
 
 
 def test_what_has_no_effect_is_counted(tmp_path: Path) -> None:
@@ -465,30 +461,24 @@ def test_an_answer_whose_client_left_for_good_is_an_orphan(tmp_path: Path) -> No
     assert counts.masked == {ORPHAN: server.tokens[0]}
 
 
-def test_an_idempotency_key_names_a_request(tmp_path: Path) -> None:
+async def test_an_idempotency_key_names_a_request(tmp_path: Path) -> None:
     server = Server(tmp_path, answers)
 
-    async def ask() -> None:
-        async with server.http() as client:
-            texts = []
-            for key, content in (("a", "q"), ("a", "q"), ("b", "q"), ("a", "other")):
-                body = {"messages": [{"role": "user", "content": content}]}
-                answer = await client.post(CHAT, json=body, headers={"Idempotency-Key": key})
-                texts.append(answer.json()["choices"][0]["message"]["content"])
-            assert texts == ["answer 0", "answer 0", "answer 1", "answer 2"]
-
-    asyncio.run(ask())
+    async with server.http() as client:
+        texts = []
+        for key, content in (("a", "q"), ("a", "q"), ("b", "q"), ("a", "other")):
+            body = {"messages": [{"role": "user", "content": content}]}
+            answer = await client.post(CHAT, json=body, headers={"Idempotency-Key": key})
+            texts.append(answer.json()["choices"][0]["message"]["content"])
+        assert texts == ["answer 0", "answer 0", "answer 1", "answer 2"]
 
 
-def test_the_clients_own_retries_repeat_what_failed(tmp_path: Path) -> None:
+async def test_the_clients_own_retries_repeat_what_failed(tmp_path: Path) -> None:
     server = Server(tmp_path, answers, fails=lambda number: number == 0)
 
-    async def ask() -> None:
-        async with server.openai(max_retries=1) as client:
-            done = await client.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
-            assert done.choices[0].message.content == "answer 1"
-
-    asyncio.run(ask())
+    async with server.openai(max_retries=1) as client:
+        done = await client.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
+        assert done.choices[0].message.content == "answer 1"
     first, second = (request.key for request in server.agent.requests)
     assert first == second and first is not None
 

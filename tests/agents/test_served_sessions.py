@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from dataclasses import replace
 
@@ -94,16 +93,13 @@ def test_the_oldest_ended_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch
     assert statuses == [401, 409, 409]
 
 
-def test_an_agent_takes_only_the_turns_that_it_may() -> None:
+async def test_an_agent_takes_only_the_turns_that_it_may() -> None:
     session = ServedSession(answers, 2)
 
-    async def talk() -> None:
-        await session.chat(CHAT)
-        await session.chat(CHAT)
-        await session.chat(CHAT)
-
     with pytest.raises(TurnsExceededError, match="has taken its 2 turns") as refused:
-        asyncio.run(talk())
+        await session.chat(CHAT)
+        await session.chat(CHAT)
+        await session.chat(CHAT)
     shown = as_api_error(refused.value)
     assert (shown.status, shown.code) == (409, "turns_exceeded")
     assert session.turns == 2 and session.ended is not None
@@ -118,7 +114,7 @@ def test_an_agent_takes_only_the_turns_that_it_may() -> None:
         (SessionClosedError("over"), 409, "session_closed", True),
     ],
 )
-def test_an_agent_learns_why_it_is_refused(
+async def test_an_agent_learns_why_it_is_refused(
     error: Exception, status: int, code: str, final: bool
 ) -> None:
     async def refuses(request: ChatRequest, heard: Heard | None) -> list[Answer]:
@@ -126,13 +122,13 @@ def test_an_agent_learns_why_it_is_refused(
 
     session = ServedSession(refuses, 5)
     with pytest.raises(type(error)) as refused:
-        asyncio.run(session.chat(CHAT))
+        await session.chat(CHAT)
     shown = as_api_error(refused.value)
     assert (shown.status, shown.code, str(shown)) == (status, code, str(error))
     assert (session.ended is error) == final and session.failed is None
 
 
-def test_an_error_of_the_model_is_kept_until_a_later_request_succeeds() -> None:
+async def test_an_error_of_the_model_is_kept_until_a_later_request_succeeds() -> None:
     failing = True
 
     async def sometimes(request: ChatRequest, heard: Heard | None) -> list[Answer]:
@@ -142,35 +138,29 @@ def test_an_error_of_the_model_is_kept_until_a_later_request_succeeds() -> None:
 
     session = ServedSession(sometimes, 5)
     with pytest.raises(RuntimeError, match="the engine died"):
-        asyncio.run(session.chat(CHAT))
+        await session.chat(CHAT)
     assert isinstance(session.failed, RuntimeError) and session.ended is None
     failing = False
-    asyncio.run(session.chat(CHAT))
+    await session.chat(CHAT)
     assert session.failed is None
 
 
-def test_a_retry_is_no_further_turn() -> None:
+async def test_a_retry_is_no_further_turn() -> None:
     session = ServedSession(answers, 1)
     named = replace(CHAT, key="k")
 
-    async def talk() -> None:
+    with pytest.raises(TurnsExceededError):
         await session.chat(named)
         await session.chat(named)  # its client lost the first answer
         await session.chat(replace(CHAT, key="other"))
-
-    with pytest.raises(TurnsExceededError):
-        asyncio.run(talk())
     assert session.turns == 1
 
 
-def test_answers_do_not_wait_for_acknowledgments() -> None:
-    async def option() -> int:
-        server = AgentServer()
-        await server.start()
-        try:
-            assert server._socket is not None  # accepted connections inherit its options
-            return server._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        finally:
-            await server.close()
-
-    assert asyncio.run(option()) != 0
+async def test_answers_do_not_wait_for_acknowledgments() -> None:
+    server = AgentServer()
+    await server.start()
+    try:
+        assert server._socket is not None  # accepted connections inherit its options
+        assert server._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+    finally:
+        await server.close()

@@ -37,7 +37,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_the_head_and_comments_come_while_a_turn_is_silent(
+async def test_the_head_and_comments_come_while_a_turn_is_silent(
     tmp_path: Path, path: str, soon: None
 ) -> None:
     server = Server(tmp_path, lambda number: call(1, 2), latency=lambda number: 60.0)
@@ -55,7 +55,7 @@ def test_the_head_and_comments_come_while_a_turn_is_silent(
                         return got
         raise AssertionError(got)
 
-    asyncio.run(asyncio.wait_for(listen(), 30))
+    await asyncio.wait_for(listen(), 30)
 
 
 async def test_clients_pass_over_comments(tmp_path: Path, soon: None) -> None:
@@ -124,7 +124,7 @@ class _NoSession:
 
 
 @pytest.mark.parametrize("path", apps())
-def test_a_client_that_leaves_while_it_sends_is_no_failure(
+async def test_a_client_that_leaves_while_it_sends_is_no_failure(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = iter(
@@ -153,6 +153,6 @@ def test_a_client_that_leaves_while_it_sends_is_no_failure(
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
     }
     with caplog.at_level(logging.INFO):
-        asyncio.run(apps()[path](scope, receive, send))
+        await apps()[path](scope, receive, send)
     assert [message["status"] for message in sent if "status" in message] in ([], [499])
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -129,6 +129,6 @@ def test_a_blocking_function_that_hangs_counts_too() -> None:
     with_pool(work, function="asyncrl.environments.agent:play", arguments=agent, deadline_s=1.0)
 
 
-def test_a_call_may_raise_what_a_future_does_not_take() -> None:
+async def test_a_call_may_raise_what_a_future_does_not_take() -> None:
     with pytest.raises(RuntimeError, match="StopIteration"):
-        asyncio.run(in_thread(lambda: stops(None, Model(Gate()))))
+        await in_thread(lambda: stops(None, Model(Gate())))

@@ -67,11 +67,11 @@ def test_an_answer_is_a_chat_completion(answer: Any, n: int) -> None:
         assert (call.function.name, call.function.arguments, call.id) == ("add", '{"a": 1}', "c1")
 
 
-def test_options_of_a_client_have_no_effect() -> None:
+async def test_options_of_a_client_have_no_effect() -> None:
     session = FakeSession(said)
     model = Model(session)
     client = model.with_options(timeout=5, max_retries=0).copy(default_headers={"a": "b"})
-    asyncio.run(client.chat.completions.create(messages=USER, temperature=1))
+    await client.chat.completions.create(messages=USER, temperature=1)
     assert len(session.requests) == 1 and model.overridden == {"temperature": 1}
     with pytest.raises(TypeError, match="base_url"):
         model.with_options(base_url="http://other")  # type: ignore[call-arg]
@@ -169,18 +169,15 @@ async def test_a_stream_has_the_whole_answer(answer: Any) -> None:
     assert second.tool_calls[0].id == "c1" if calls else first.content == "answer 0"
 
 
-def test_a_stream_has_each_tool_call_in_a_chunk_of_its_own() -> None:
+async def test_a_stream_has_each_tool_call_in_a_chunk_of_its_own() -> None:
     """Some libraries read only the first call of a chunk."""
 
     def twice(index: int) -> Mapping[str, object]:
         return {**called(index), "tool_calls": [CALL, {**CALL, "id": "c2"}]}
 
-    async def read() -> list[Reply]:
-        model = Model(FakeSession(twice))
-        stream = await model.chat.completions.create(messages=USER, stream=True)
-        return [chunk async for chunk in stream]
-
-    deltas = [chunk.choices[0].delta for chunk in asyncio.run(read())]
+    model = Model(FakeSession(twice))
+    stream = await model.chat.completions.create(messages=USER, stream=True)
+    deltas = [chunk.choices[0].delta async for chunk in stream]
     found = [[(call.index, call.id) for call in delta.tool_calls or ()] for delta in deltas]
     assert found == [[], [(0, "c1")], [(1, "c2")], []]
 
@@ -206,8 +203,8 @@ async def test_streaming_code_of_users_reads_every_chunk() -> None:
     assert text and tokens == 2
 
 
-def test_answers_can_be_changed_as_openais_can() -> None:
-    completion = asyncio.run(Model(FakeSession(said)).chat.completions.create(messages=USER))
+async def test_answers_can_be_changed_as_openais_can() -> None:
+    completion = await Model(FakeSession(said)).chat.completions.create(messages=USER)
     message = completion.choices[0].message
     message.content = "changed"
     assert message.model_dump(exclude={"refusal"}, exclude_none=True) == {
@@ -239,11 +236,11 @@ def test_a_request_says_how_its_answer_must_be() -> None:
     assert (session.asked.stop, session.asked.schema) == (("a", "b"), {"type": "object"})
 
 
-def test_a_forced_tool_call_is_overridden() -> None:
+async def test_a_forced_tool_call_is_overridden() -> None:
     session = FakeSession(called)
     model = Model(session)
     tools = [{"type": "function", "function": {"name": "add"}}]
-    asyncio.run(model.chat.completions.create(messages=USER, tools=tools, tool_choice="required"))
+    await model.chat.completions.create(messages=USER, tools=tools, tool_choice="required")
     assert model.overridden == {"tool_choice": 1}
 
 
@@ -273,10 +270,10 @@ def test_tools_have_no_references() -> None:
         asyncio.run(create(messages=USER, tools=[nested("#/none")]))
 
 
-def test_strict_tools_are_as_they_are_at_a_url() -> None:
+async def test_strict_tools_are_as_they_are_at_a_url() -> None:
     session = FakeSession(said)
     model = Model(session)
     tool = {"type": "function", "function": {"name": "add", "strict": True}}
-    asyncio.run(model.chat.completions.create(messages=USER, tools=[tool]))
+    await model.chat.completions.create(messages=USER, tools=[tool])
     assert session.requests[0][1] == [{"type": "function", "function": {"name": "add"}}]
     assert model.overridden == {"strict": 1}

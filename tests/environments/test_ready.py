@@ -254,9 +254,9 @@ def test_a_wrong_answer_may_be_tried_again() -> None:
     assert session.requests[1][0][-1]["content"] == "No."
 
 
-def test_the_last_answer_counts_if_there_is_no_room_for_another() -> None:
+async def test_the_last_answer_counts_if_there_is_no_room_for_another() -> None:
     session = FakeChatSession(["x"], most_messages=1)
-    ended = asyncio.run(run_session(reasoning_gym, puzzle(), session, Limits(), {"tries": 3}))
+    ended = await run_session(reasoning_gym, puzzle(), session, Limits(), {"tries": 3})
     assert ended.end == "length" and ended.reward is not None and ended.parts["tries"] == 1
 
 

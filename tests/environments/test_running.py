@@ -75,7 +75,7 @@ class Count:
         (FakeSession(fails_at=2, error=ContextTooLongError("full")), 9, "length", 1 / 3),
     ],
 )
-def test_the_docs_show_how_to_give_a_reward_at_a_limit(
+async def test_the_docs_show_how_to_give_a_reward_at_a_limit(
     session: FakeSession, turns: int, end: str, reward: float
 ) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -83,7 +83,7 @@ def test_the_docs_show_how_to_give_a_reward_at_a_limit(
     module: dict[str, Any] = {}
     exec(code, module)
     task = {"prompt": "q", "words": ["1", "2", "none"]}
-    ended = asyncio.run(run_session(module["solve"], task, session, Limits(turns=turns)))
+    ended = await run_session(module["solve"], task, session, Limits(turns=turns))
     assert (ended.end, ended.reward) == (end, reward)
 
 

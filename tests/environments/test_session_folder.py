@@ -72,16 +72,13 @@ def plays(task: dict[str, Any], deadline_s: float = 60.0, **agent: Any) -> Await
     return run_session(play, task, Silent(), Limits(5, deadline_s), agent, URL)
 
 
-def test_two_sessions_at_once_do_not_share_a_home(tmp_path: Path, place: Path) -> None:
+async def test_two_sessions_at_once_do_not_share_a_home(tmp_path: Path, place: Path) -> None:
     command = python(MEETS, "{me}", "{other}", tmp_path)
-
-    async def both() -> list[Ended]:
-        tasks = [{"me": "a", "other": "b"}, {"me": "b", "other": "a"}]
-        return await asyncio.gather(
-            *(plays({"prompt": "p", **task}, command=command) for task in tasks)
-        )
-
-    found = [json.loads(ended.output) for ended in asyncio.run(both())]
+    tasks = [{"me": "a", "other": "b"}, {"me": "b", "other": "a"}]
+    ended = await asyncio.gather(
+        *(plays({"prompt": "p", **task}, command=command) for task in tasks)
+    )
+    found = [json.loads(one.output) for one in ended]
     assert [state for _, state, _, _ in found] == ["a", "b"]
     homes = [Path(home) for home, *_ in found]
     assert homes[0] != homes[1] and {home.parent for home in homes} == {place}
@@ -106,11 +103,11 @@ def test_two_sessions_at_once_do_not_share_a_home(tmp_path: Path, place: Path) -
         ),
     ],
 )
-def test_nothing_is_left_behind(place: Path, code: str, end: str) -> None:
+async def test_nothing_is_left_behind(place: Path, code: str, end: str) -> None:
     home = "import os, pathlib; os.chdir(os.environ['HOME']); os.mkdir('d');"
     writes = f"{home} open('d/file', 'w').write('x'); os.chmod('d', 0o500); {code}"
     deadline_s = 4.0 if end == "deadline" else 60.0
-    ended = asyncio.run(plays({"prompt": "p"}, deadline_s=deadline_s, command=python(writes)))
+    ended = await plays({"prompt": "p"}, deadline_s=deadline_s, command=python(writes))
     assert ended.end == end
     assert list(place.iterdir()) == []
 
@@ -142,10 +139,10 @@ async def test_a_home_that_is_canceled_again_is_removed(place: Path) -> None:
     assert list(place.iterdir()) == []
 
 
-def test_variables_of_the_config_come_first(place: Path) -> None:
+async def test_variables_of_the_config_come_first(place: Path) -> None:
     code = "import os; print(os.environ['HOME'], os.environ['XDG_CONFIG_HOME'])"
     given = {"HOME": "/home/me", "XDG_CONFIG_HOME": "/home/me/.other"}
-    ended = asyncio.run(plays({"prompt": "p"}, command=python(code), variables=given))
+    ended = await plays({"prompt": "p"}, command=python(code), variables=given)
     assert ended.output == "/home/me /home/me/.other\n"
 
 

@@ -130,11 +130,11 @@ def test_a_full_context_ends_the_loop_after_the_first_turn() -> None:
         play([call], most_messages=0)
 
 
-def test_a_limit_of_the_run_still_ends_the_session() -> None:
+async def test_a_limit_of_the_run_still_ends_the_session() -> None:
     async def solve(task: Mapping[str, Any], model: Any) -> float:
         await run_tools(model, [{"role": "user", "content": "q"}], TOOLS)
         return 1.0
 
     session = FakeChatSession([tool_call("fails", {})] * 5)
-    ended = asyncio.run(run_session(solve, {}, session, Limits(turns=2)))
+    ended = await run_session(solve, {}, session, Limits(turns=2))
     assert (ended.end, ended.reward) == ("turns", None)

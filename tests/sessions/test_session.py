@@ -44,12 +44,12 @@ async def talk(session: Session, questions: Sequence[str], **options: Any) -> li
 
 
 @pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>"), (HEADERS, "<|eot|>")])
-def test_a_growing_chat_is_one_row_of_the_templates_own_tokens(
+async def test_a_growing_chat_is_one_row_of_the_templates_own_tokens(
     tmp_path: Path, template: str, end: str
 ) -> None:
     model = Model(tmp_path, template, end)
     session, generator = model.session(counted)
-    chat = asyncio.run(talk(session, ["a", "b", "c", "d"]))
+    chat = await talk(session, ["a", "b", "c", "d"])
     (row,) = session_rows(session.nodes).rows
     whole = model.tokenizer.apply_chat_template(chat, tokenize=False)
     assert model.text(row.token_ids.tolist()) == whole.rstrip("\n")
@@ -73,18 +73,18 @@ async def test_the_next_turn_asks_for_the_newest_version_before_it(chatml: Model
     assert [request.min_version for request in generator.requests] == [None, 3, 5, 5]
 
 
-def test_reasoning_that_a_template_strips_stays_in_verbatim_history(tmp_path: Path) -> None:
+async def test_reasoning_that_a_template_strips_stays_in_verbatim_history(tmp_path: Path) -> None:
     model = Model(tmp_path, STRIPS_THINKING, "<|im_end|>")
 
     def think(number: int) -> str:
         return f"<think>why {number}</think>so {number}"
 
     session, _ = model.session(think)
-    asyncio.run(talk(session, ["a", "b", "c"]))
+    await talk(session, ["a", "b", "c"])
     (row,) = session_rows(session.nodes).rows
     assert model.text(row.token_ids.tolist()).count("<think>why") == 3
     session, _ = model.session(think, history="template")
-    asyncio.run(talk(session, ["a", "b", "c"]))
+    await talk(session, ["a", "b", "c"])
     rows = session_rows(session.nodes).rows
     assert len(rows) == 3 and all(row.trained.sum() for row in rows)
     reasons = [node.branch_reason for node in session.nodes if node.branch_reason]
@@ -104,15 +104,15 @@ NEEDS_TOOLS = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" +
 @pytest.mark.parametrize(
     ("template", "unseen"), [(CHATML, 2), (TOOLS, 0), (NEEDS_TOOLS, 0)], ids=["no", "yes", "always"]
 )
-def test_requests_whose_tools_the_template_leaves_out_are_counted(
+async def test_requests_whose_tools_the_template_leaves_out_are_counted(
     tmp_path: Path, template: str, unseen: int
 ) -> None:
     session, _ = Model(tmp_path, template, "<|im_end|>").session(counted)
     add = {"type": "function", "function": {"name": "add"}}
-    asyncio.run(talk(session, ["a", "b"], tools=[add]))
+    await talk(session, ["a", "b"], tools=[add])
     assert session.unseen_tools == unseen
     if template != NEEDS_TOOLS:
-        asyncio.run(talk(session, ["c"]))
+        await talk(session, ["c"])
         assert session.unseen_tools == unseen
 
 
@@ -273,9 +273,9 @@ async def test_a_request_without_an_answer_makes_no_branch(chatml: Model) -> Non
     assert not any(node.branch_reason for node in session.nodes)
 
 
-def test_a_turn_that_was_cut_is_closed_by_context(chatml: Model) -> None:
+async def test_a_turn_that_was_cut_is_closed_by_context(chatml: Model) -> None:
     session, _ = chatml.session(counted)
-    chat = asyncio.run(talk(session, ["a", "b"], max_tokens=3))
+    chat = await talk(session, ["a", "b"], max_tokens=3)
     (row,) = session_rows(session.nodes).rows
     text = chatml.text(row.token_ids.tolist())
     assert f"{chat[1]['content']}<|im_end|>\n<|im_start|>user\nb" in text
@@ -333,14 +333,16 @@ async def test_choices_that_are_not_taken_become_orphans(chatml: Model) -> None:
     assert set(counts.masked) == {ORPHAN} and len(session_rows(session.nodes).rows) == 1
 
 
-def test_of_several_choices_the_first_counts_until_another_is_continued(chatml: Model) -> None:
+async def test_of_several_choices_the_first_counts_until_another_is_continued(
+    chatml: Model,
+) -> None:
     session, _ = chatml.session(counted)
-    answers = asyncio.run(session.chat(ChatRequest([user("a")], n=3)))
+    answers = await session.chat(ChatRequest([user("a")], n=3))
     assert [node.status for node in session.nodes[1:4]] == ["ok", ORPHAN, ORPHAN]
     assert session.chat_so_far[-1] == answers[0].message
     both = [session.chat(ChatRequest([user("a"), one.message, user("b")])) for one in answers[:2]]
     for chat in both:
-        asyncio.run(chat)
+        await chat
     assert [node.status for node in session.nodes[1:4]] == ["ok", "ok", ORPHAN]
 
 
@@ -370,47 +372,49 @@ async def test_turns_that_no_client_got_become_orphans(chatml: Model) -> None:
     assert set(session_rows(session.nodes).counts.masked) == {ORPHAN}
 
 
-def test_an_abandoned_turn_counts_again_once_a_request_continues_it(chatml: Model) -> None:
+async def test_an_abandoned_turn_counts_again_once_a_request_continues_it(chatml: Model) -> None:
     session, _ = chatml.session(counted)
-    (answer,) = asyncio.run(session.chat(ChatRequest([user("a")])))
+    (answer,) = await session.chat(ChatRequest([user("a")]))
     session.abandon([answer.node])
     assert session.nodes[answer.node].status == ORPHAN
-    asyncio.run(session.chat(ChatRequest([user("a"), answer.message, user("b")])))
+    await session.chat(ChatRequest([user("a"), answer.message, user("b")]))
     assert session.nodes[answer.node].status == "ok"
     session.abandon([answer.node])
     assert session.nodes[answer.node].status == "ok"
 
 
-def test_requests_that_differ_only_in_reasoning_have_prompts_of_their_own(chatml: Model) -> None:
+async def test_requests_that_differ_only_in_reasoning_have_prompts_of_their_own(
+    chatml: Model,
+) -> None:
     session, generator = chatml.session(counted)
     for thought in ("add the two", "count on fingers"):
         shown = assistant(f"<think>{thought}</think>4")
-        asyncio.run(session.chat(ChatRequest([user("2+2"), shown, user("3+3")])))
+        await session.chat(ChatRequest([user("2+2"), shown, user("3+3")]))
     first, second = (chatml.text(request.prompt_ids) for request in generator.requests)
     assert "add the two" in first and "count on fingers" in second
     # Equal tokens of other messages count as asked again, and so get another seed.
-    asyncio.run(session.chat(ChatRequest([{**user("2+2"), "name": "x"}])))
-    asyncio.run(session.chat(ChatRequest([user("2+2")])))
+    await session.chat(ChatRequest([{**user("2+2"), "name": "x"}]))
+    await session.chat(ChatRequest([user("2+2")]))
     assert [request.answered for request in generator.requests[-2:]] == [0, 1]
 
 
-def test_text_far_beyond_the_context_is_refused_before_it_is_encoded(chatml: Model) -> None:
+async def test_text_far_beyond_the_context_is_refused_before_it_is_encoded(chatml: Model) -> None:
     session, _ = chatml.session(counted)
     session._template = replace(session._template, most_characters=200)
     with pytest.raises(ContextTooLongError, match="characters, which are more than 500 tokens"):
-        asyncio.run(session.chat(ChatRequest([user("x" * 300)])))
-    chat = asyncio.run(talk(session, ["a"]))
+        await session.chat(ChatRequest([user("x" * 300)]))
+    chat = await talk(session, ["a"])
     with pytest.raises(ContextTooLongError, match="the new messages have 300 characters"):
-        asyncio.run(session.chat(ChatRequest([*chat, user("x" * 300)])))
+        await session.chat(ChatRequest([*chat, user("x" * 300)]))
 
 
-def test_text_that_no_tokenizer_reads_is_refused(chatml: Model) -> None:
+async def test_text_that_no_tokenizer_reads_is_refused(chatml: Model) -> None:
     session, _ = chatml.session(counted)
     with pytest.raises(MessagesError, match="the messages are no text"):
-        asyncio.run(session.chat(ChatRequest([user("caf\udce9")])))
-    chat = asyncio.run(talk(session, ["a"]))
+        await session.chat(ChatRequest([user("caf\udce9")]))
+    chat = await talk(session, ["a"])
     with pytest.raises(MessagesError, match="the messages are no text"):
-        asyncio.run(session.chat(ChatRequest([*chat, user("caf\udce9")])))
+        await session.chat(ChatRequest([*chat, user("caf\udce9")]))
 
 
 async def test_two_turns_at_once_branch(chatml: Model) -> None:
@@ -425,20 +429,20 @@ async def test_two_turns_at_once_branch(chatml: Model) -> None:
     )
 
 
-def test_a_closed_session_says_why(chatml: Model) -> None:
+async def test_a_closed_session_says_why(chatml: Model) -> None:
     session, _ = chatml.session(counted)
     session.close("its deadline passed")
     session.close("another reason")
     with pytest.raises(SessionClosedError, match="its deadline passed"):
-        asyncio.run(session.chat(ChatRequest([user("a")])))
+        await session.chat(ChatRequest([user("a")]))
 
 
-def test_bad_requests_leave_no_node_half_made(chatml: Model) -> None:
+async def test_bad_requests_leave_no_node_half_made(chatml: Model) -> None:
     session, _ = chatml.session(counted, max_length=40)
     with pytest.raises(ContextTooLongError, match=r"has \d+ tokens, and 40 are allowed"):
-        asyncio.run(session.chat(ChatRequest([user("long " * 40)])))
+        await session.chat(ChatRequest([user("long " * 40)]))
     with pytest.raises(MessagesError):
-        asyncio.run(session.chat(ChatRequest([{"role": "user", "content": {"a": 1}}])))
+        await session.chat(ChatRequest([{"role": "user", "content": {"a": 1}}]))
     assert session_rows(session.nodes).counts.sampled == 0
 
 
@@ -475,7 +479,7 @@ async def test_a_retry_does_not_bring_back_an_answer_that_was_not_chosen(chatml:
     assert statuses == [ORPHAN, "ok", "ok"]
 
 
-def test_of_equal_answers_the_one_with_the_same_reasoning_is_continued(chatml: Model) -> None:
+async def test_of_equal_answers_the_one_with_the_same_reasoning_is_continued(chatml: Model) -> None:
     texts = ["<think>way 0</think>42", "<think>way 1</think>42", "x", "y"]
     generator = FakeTurnGenerator(chatml.tokenizer, lambda number: texts[number], chatml.end)
     template = SessionTemplate(chatml.tokenizer, frozenset({chatml.end}), 500)
@@ -495,7 +499,7 @@ def test_of_equal_answers_the_one_with_the_same_reasoning_is_continued(chatml: M
         assert [answer.node for answer in answers] == [1, 2]
         return session.nodes[context].parent
 
-    assert asyncio.run(agent(1)) == 2
+    assert await agent(1) == 2
     assert [node.status for node in session.nodes if node.sampled] == [ORPHAN, "ok", "ok"]
 
 
@@ -554,9 +558,9 @@ def test_true_is_not_one(chatml: Model) -> None:
     assert len(contexts) == 2 and len(generator.requests) == 2
 
 
-def test_half_of_a_surrogate_pair_in_arguments_is_refused(chatml: Model) -> None:
+async def test_half_of_a_surrogate_pair_in_arguments_is_refused(chatml: Model) -> None:
     session, _ = chatml.session(counted)
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     with pytest.raises(MessagesError, match="no text"):
-        asyncio.run(session.chat(ChatRequest([user("q"), said, user("b")])))
+        await session.chat(ChatRequest([user("q"), said, user("b")]))
