@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece, Tokens
-from asyncrl.serving.answers import ChoicePiece, ask, siblings
+from asyncrl.serving.answers import ask, siblings
 from asyncrl.serving.requests import Sampling
 
 REQUEST = GenerateRequest((5,), 1, 100, 1.0, seed=7)
@@ -60,49 +60,40 @@ def test_long_completions_have_a_later_deadline(tokens: int, seconds: float) -> 
     assert Sampling().request([5], tokens).deadline_s == seconds
 
 
-def test_the_first_failure_ends_all_choices() -> None:
-    async def scenario() -> list[ChoicePiece]:
-        return [told async for told in started(endless, 4)]
-
+async def test_the_first_failure_ends_all_choices() -> None:
     endless = Endless(fails=9)
     with pytest.raises(StaleReplicaError, match="gone"):
-        asyncio.run(scenario())
+        [told async for told in started(endless, 4)]
     assert endless.ended == {7, 8, 9, 10}
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
-def test_closing_or_cancelling_the_reader_ends_all_choices(how: str) -> None:
+async def test_closing_or_cancelling_the_reader_ends_all_choices(how: str) -> None:
     async def read() -> None:
         async with contextlib.aclosing(started(endless, 3)) as pieces:
             async for _ in pieces:
                 if how == "closed" and len(endless.given) == 3:
                     return
 
-    async def scenario() -> None:
-        reading = asyncio.ensure_future(read())
-        while how == "cancelled" and len(endless.given) < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        if how == "cancelled":
-            reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        assert endless.ended == {7, 8, 9} and not asyncio.all_tasks() - {asyncio.current_task()}
-
-    endless = Endless()
-    asyncio.run(scenario())
+    endless, others = Endless(), asyncio.all_tasks()
+    reading = asyncio.ensure_future(read())
+    while how == "cancelled" and len(endless.given) < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    if how == "cancelled":
+        reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    assert endless.ended == {7, 8, 9} and asyncio.all_tasks() == others
 
 
-def test_a_slow_reader_does_not_fill_the_memory() -> None:
+async def test_a_slow_reader_does_not_fill_the_memory() -> None:
     """Pieces wait in the engine, which merges them. A queue here would grow without limit."""
 
-    async def scenario() -> None:
-        pieces = started(endless, 3)
-        await anext(pieces)
-        for _ in range(1000):
-            await asyncio.sleep(0)
-        assert sum(endless.given.values()) <= 1 + 3 + 3, (
-            "one piece read; and for each choice, one in the queue and one waiting for it"
-        )
-        await pieces.aclose()
-
     endless = Endless()
-    asyncio.run(scenario())
+    pieces = started(endless, 3)
+    await anext(pieces)
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert sum(endless.given.values()) <= 1 + 3 + 3, (
+        "one piece read; and for each choice, one in the queue and one waiting for it"
+    )
+    await pieces.aclose()

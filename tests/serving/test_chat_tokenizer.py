@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,9 @@ async def requests_of(asked: Asked, tokenizer: Any) -> list[GenerateRequest]:
     return asked.requests([ids for _, ids in await asked.prompts(tokenizer)])
 
 
-def test_a_chat_has_the_same_tokens_as_in_a_run(llama_model: Path) -> None:
+async def test_a_chat_has_the_same_tokens_as_in_a_run(llama_model: Path) -> None:
     chat = Asked(CHAT, {"model": "llama", "messages": MESSAGES}, served_model(llama_model))
-    (request,) = asyncio.run(requests_of(chat, ModelTokenizer(str(llama_model))))
+    (request,) = await requests_of(chat, ModelTokenizer(str(llama_model)))
     (expected,) = Template(str(llama_model)).render([MESSAGES]).ids
     assert (
         request.prompt_ids == tuple(expected)
@@ -44,19 +43,19 @@ def test_a_chat_has_the_same_tokens_as_in_a_run(llama_model: Path) -> None:
     )
 
 
-def test_a_plain_prompt_has_the_same_tokens_as_in_a_run(llama_model: Path) -> None:
+async def test_a_plain_prompt_has_the_same_tokens_as_in_a_run(llama_model: Path) -> None:
     body = {"model": "llama", "prompt": ["What is 2", "and 3"]}
     completions = Asked(COMPLETIONS, body, served_model(llama_model))
-    requests = asyncio.run(requests_of(completions, ModelTokenizer(str(llama_model))))
+    requests = await requests_of(completions, ModelTokenizer(str(llama_model)))
     assert [list(request.prompt_ids) for request in requests] == Template(str(llama_model)).render(
         ["What is 2", "and 3"]
     ).ids
 
 
-def test_every_token_has_a_text(llama_model: Path) -> None:
+async def test_every_token_has_a_text(llama_model: Path) -> None:
     ours, tokenizer = ModelTokenizer(str(llama_model)), load_tokenizer(str(llama_model))
     ids = [*tokenizer.encode("What is 2 plus 日?"), tokenizer.eos_token_id]
-    texts = asyncio.run(ours.spell(ids))
+    texts = await ours.spell(ids)
     assert (
         texts[ids[0]] == tokenizer.bos_token
         and texts[tokenizer.eos_token_id] == tokenizer.eos_token
@@ -68,7 +67,7 @@ def test_every_token_has_a_text(llama_model: Path) -> None:
     assert sum("\ufffd" in texts[token] for token in ids) == 3, "the bytes of one character"
 
 
-def test_parts_of_characters_have_ids_and_no_bytes(llama_model: Path) -> None:
+async def test_parts_of_characters_have_ids_and_no_bytes(llama_model: Path) -> None:
     """Their texts are all U+FFFD, which would be a single key."""
     model, tokenizer = served_model(llama_model), load_tokenizer(str(llama_model))
     parts = tokenizer.encode("日", add_special_tokens=False)
@@ -93,15 +92,15 @@ def test_parts_of_characters_have_ids_and_no_bytes(llama_model: Path) -> None:
         assert answer is not None
         return asked.dialect.answer([answer])["choices"][0]["logprobs"]
 
-    written = asyncio.run(logprobs(COMPLETIONS, prompt="a", logprobs=3))
+    written = await logprobs(COMPLETIONS, prompt="a", logprobs=3)
     names = [f"token_id:{token}" for token in parts]
     assert written["tokens"] == names and written["token_logprobs"] == [-1.0, -9999.0, -2.0]
     assert list(written["top_logprobs"][0]) == names
-    content = asyncio.run(logprobs(CHAT, messages=MESSAGES, logprobs=True))["content"]
+    content = (await logprobs(CHAT, messages=MESSAGES, logprobs=True))["content"]
     assert [(token["token"], token["bytes"]) for token in content] == [("\ufffd", None)] * 3
 
 
-def test_a_model_without_a_template_refuses_chats(llama_model: Path, tmp_path: Path) -> None:
+async def test_a_model_without_a_template_refuses_chats(llama_model: Path, tmp_path: Path) -> None:
     plain = shutil.copytree(llama_model, tmp_path / "plain")
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         (plain / name).unlink(missing_ok=True)
@@ -113,21 +112,21 @@ def test_a_model_without_a_template_refuses_chats(llama_model: Path, tmp_path: P
         ),
     ):
         chat = Asked(CHAT, {"model": "llama", "messages": MESSAGES}, served_model(llama_model))
-        asyncio.run(chat.prompts(ModelTokenizer(str(plain))))
+        await chat.prompts(ModelTokenizer(str(plain)))
 
 
-def test_a_client_cannot_replace_the_template_or_see_paths(llama_model: Path) -> None:
+async def test_a_client_cannot_replace_the_template_or_see_paths(llama_model: Path) -> None:
     tokenizer = ModelTokenizer(str(llama_model))
     for name in ("chat_template", "tokenize", "tools", "add_generation_prompt"):
         with pytest.raises(MessagesError, match=f"^{name} is not a variable of a template$"):
-            asyncio.run(tokenizer.render(MESSAGES, {name: "{{ 1 }}"}, None))
+            await tokenizer.render(MESSAGES, {name: "{{ 1 }}"}, None)
     for name in ("self", "messages", "conversation", "raise_exception"):
         try:
-            text = asyncio.run(tokenizer.render(MESSAGES, {name: "{{ 1 }}"}, None))
+            text = await tokenizer.render(MESSAGES, {name: "{{ 1 }}"}, None)
         except MessagesError as error:
             assert str(llama_model) not in str(error) and "\n" not in str(error)
         else:
-            assert text == asyncio.run(tokenizer.render(MESSAGES, {}, None))
+            assert text == await tokenizer.render(MESSAGES, {}, None)
 
 
 def test_top_logprobs_above_the_vocabulary_are_refused() -> None:

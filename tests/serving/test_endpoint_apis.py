@@ -8,8 +8,7 @@ import json
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import anthropic
 import openai
@@ -89,16 +88,22 @@ class TextServed(FakeServed):
         return str(self.library.decode(self.requests[number].prompt_ids))
 
 
+class Endpoint(NamedTuple):
+    replica: TextServed
+    openai: openai.OpenAI
+    anthropic: anthropic.Anthropic
+    address: str
+
+
 @pytest.fixture
-def endpoint(tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """`replica`, and both clients."""
+def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
     replica = TextServed(tmp_path / "model", TEXTS)
     with (
         listening(routes(replica, KEY)) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client,
         anthropic.Anthropic(base_url=address, api_key=KEY, max_retries=0) as other,
     ):
-        yield SimpleNamespace(replica=replica, openai=client, anthropic=other, address=address)
+        yield Endpoint(replica, client, other, address)
 
 
 def rendered(replica: TextServed, messages: list[Any], tools: Any) -> str:
@@ -113,7 +118,7 @@ def chat_completion(client: openai.OpenAI, stream: bool, **body: Any) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_calls_a_tool_and_reads_its_result(endpoint: SimpleNamespace, stream: bool) -> None:
+def test_a_chat_calls_a_tool_and_reads_its_result(endpoint: Endpoint, stream: bool) -> None:
     body: dict[str, Any] = {"model": "tiny", "tools": [ADD_TOOL], "seed": 1}
     first = chat_completion(endpoint.openai, stream, messages=[QUESTION], **body).choices[0]
     assert first.finish_reason == "tool_calls" and first.message.content == "Let me add."
@@ -132,7 +137,7 @@ def test_a_chat_calls_a_tool_and_reads_its_result(endpoint: SimpleNamespace, str
     assert replica.prompt(1) == rendered(replica, [QUESTION, said, result], [ADD_TOOL])
 
 
-def test_a_streamed_call_has_all_tokens_and_the_versions(endpoint: SimpleNamespace) -> None:
+def test_a_streamed_call_has_all_tokens_and_the_versions(endpoint: Endpoint) -> None:
     body: dict[str, Any] = {"model": "tiny", "messages": [QUESTION], "tools": [ADD_TOOL], "n": 2}
     endpoint.replica.texts = [TEXTS[0]]
     whole = endpoint.openai.chat.completions.create(**body, logprobs=True)
@@ -149,7 +154,7 @@ def test_a_streamed_call_has_all_tokens_and_the_versions(endpoint: SimpleNamespa
         assert "".join(part.delta.content or "" for part in parts) == "Let me add."
 
 
-def test_calls_stay_text_without_tools_or_with_none_chosen(endpoint: SimpleNamespace) -> None:
+def test_calls_stay_text_without_tools_or_with_none_chosen(endpoint: Endpoint) -> None:
     endpoint.replica.texts = [call(1, 2)]
     for more in ({}, {"tools": [ADD_TOOL], "tool_choice": "none"}):
         done: Any = endpoint.openai.chat.completions.create(
@@ -160,7 +165,7 @@ def test_calls_stay_text_without_tools_or_with_none_chosen(endpoint: SimpleNames
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses(endpoint: SimpleNamespace, stream: bool) -> None:
+def test_responses(endpoint: Endpoint, stream: bool) -> None:
     items: list[Any] = [QUESTION]
 
     def ask() -> Any:
@@ -200,7 +205,7 @@ def test_responses(endpoint: SimpleNamespace, stream: bool) -> None:
     assert "system\nAdd.<|im_end|>" in endpoint.replica.prompt(1)
 
 
-def test_responses_are_not_kept(endpoint: SimpleNamespace) -> None:
+def test_responses_are_not_kept(endpoint: Endpoint) -> None:
     first: Any = endpoint.openai.responses.create(model="tiny", input="q", store=True)
     assert first.store is False
     with pytest.raises(openai.NotFoundError, match="send all items"):
@@ -208,7 +213,7 @@ def test_responses_are_not_kept(endpoint: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_messages(endpoint: SimpleNamespace, stream: bool) -> None:
+def test_messages(endpoint: Endpoint, stream: bool) -> None:
     chat: list[Any] = [QUESTION]
 
     def ask(**more: Any) -> Any:
@@ -248,7 +253,7 @@ def test_messages(endpoint: SimpleNamespace, stream: bool) -> None:
     assert stopped.content[0].text == "one "
 
 
-def test_a_stream_of_messages_names_the_weights(endpoint: SimpleNamespace) -> None:
+def test_a_stream_of_messages_names_the_weights(endpoint: Endpoint) -> None:
     body = {"model": "tiny", "max_tokens": 99, "messages": [QUESTION], "stream": True}
     headers = {"x-api-key": KEY, "Content-Type": "application/json"}
     request = urllib.request.Request(
@@ -261,7 +266,7 @@ def test_a_stream_of_messages_names_the_weights(endpoint: SimpleNamespace) -> No
     assert len(delta["token_ids"]) == delta["usage"]["output_tokens"]
 
 
-def test_a_cut_answer_says_so(endpoint: SimpleNamespace) -> None:
+def test_a_cut_answer_says_so(endpoint: Endpoint) -> None:
     endpoint.replica.texts = ["a long answer"]
     cut: Any = endpoint.anthropic.messages.create(model="tiny", max_tokens=2, messages=[QUESTION])
     assert cut.stop_reason == "max_tokens" and cut.usage.output_tokens == 2
@@ -316,7 +321,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "more", "words"), REFUSED)
 def test_what_would_have_no_effect_is_refused(
-    endpoint: SimpleNamespace, path: str, more: dict[str, Any], words: str
+    endpoint: Endpoint, path: str, more: dict[str, Any], words: str
 ) -> None:
     text = {"input": "q"} if path == "/v1/responses" else {"messages": [QUESTION]}
     status, error = post(endpoint.address, path, {"model": "tiny", **text, **more})
@@ -338,7 +343,7 @@ def post(address: str, path: str, body: Any, key: str = KEY) -> tuple[int, Any]:
 HALF = '{"a": "\\ud800"}'
 
 
-def test_text_that_no_tokenizer_reads_is_refused(endpoint: SimpleNamespace) -> None:
+def test_text_that_no_tokenizer_reads_is_refused(endpoint: Endpoint) -> None:
     """JSON in the arguments of a call can hide half of a surrogate pair."""
     called = {"id": "c", "type": "function", "function": {"name": "add", "arguments": HALF}}
     chat = [QUESTION, {"role": "assistant", "tool_calls": [called]}, QUESTION]
@@ -348,7 +353,7 @@ def test_text_that_no_tokenizer_reads_is_refused(endpoint: SimpleNamespace) -> N
     assert status == 400 and "the messages are no text" in error["error"]["message"]
 
 
-def test_a_nested_schema_does_not_end_the_server(endpoint: SimpleNamespace) -> None:
+def test_a_nested_schema_does_not_end_the_server(endpoint: Endpoint) -> None:
     schema: Any = {}
     for _ in range(400):
         schema = {"type": "object", "properties": {"a": schema}}
@@ -359,7 +364,7 @@ def test_a_nested_schema_does_not_end_the_server(endpoint: SimpleNamespace) -> N
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
-def test_the_key_is_checked_in_the_form_of_the_api(endpoint: SimpleNamespace, path: str) -> None:
+def test_the_key_is_checked_in_the_form_of_the_api(endpoint: Endpoint, path: str) -> None:
     status, error = post(endpoint.address, path, {}, key="wrong")
     assert status == 401 and error["error"]["code"] == "invalid_api_key"
     assert ("type" in error) == (path == "/v1/messages")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import tracemalloc
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from asgi import call, scope_of
+from fake_actors import replica_context
 
 from asyncrl.api.http import parsed
 from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError, StaleReplicaError
@@ -464,16 +464,14 @@ def test_serves_own_routes_can_be_closed() -> None:
     ]
 
 
-def test_a_websocket_is_closed() -> None:
+async def test_a_websocket_is_closed() -> None:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(
-        routes(served(), KEY)(
-            {"type": "websocket", "path": "/v1/completions", "headers": []}, None, send
-        )
+    await routes(served(), KEY)(
+        {"type": "websocket", "path": "/v1/completions", "headers": []}, None, send
     )
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
@@ -513,7 +511,7 @@ async def status_of(*arguments: Any) -> int:
     return (await call(*arguments))[0]
 
 
-def test_a_large_body_is_refused_by_its_content_length() -> None:
+async def test_a_large_body_is_refused_by_its_content_length() -> None:
     """It is refused before the body is read, since a client may send that slowly, or never."""
     sent: list[dict[str, Any]] = []
 
@@ -523,15 +521,13 @@ def test_a_large_body_is_refused_by_its_content_length() -> None:
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    asyncio.run(
-        routes(served(), None)(
-            scope_of("POST", "/v1/completions", content_length=str(64 << 30)), receive, send
-        )
+    await routes(served(), None)(
+        scope_of("POST", "/v1/completions", content_length=str(64 << 30)), receive, send
     )
     assert sent[0]["status"] == 413
 
 
-def test_long_texts_do_not_fill_the_memory_or_block_health() -> None:
+async def test_long_texts_do_not_fill_the_memory_or_block_health() -> None:
     """Texts too long for the model are refused before tokenization. At most two others are
     tokenized at once."""
     model = ServedModel("tiny", max_model_len=4096, vocabulary=200, longest_token=8)
@@ -551,7 +547,8 @@ def test_long_texts_do_not_fill_the_memory_or_block_health() -> None:
             self.encoded += 1
             return [5]
 
-    async def scenario() -> None:
+    tracemalloc.start()
+    try:
         replica = Slow()
         app = routes(replica, None)
         too_long = [
@@ -573,17 +570,13 @@ def test_long_texts_do_not_fill_the_memory_or_block_health() -> None:
             2,
             12,
         )
-
-    tracemalloc.start()
-    try:
-        asyncio.run(scenario())
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < 64 << 20, f"{peak:,} bytes, of which the requests are 27 MB"
 
 
-def test_a_disconnect_ends_the_generation() -> None:
+async def test_a_disconnect_ends_the_generation() -> None:
     class Endless(FakeServed):
         ended = False
 
@@ -594,22 +587,19 @@ def test_a_disconnect_ends_the_generation() -> None:
             finally:
                 self.ended = True
 
-    async def scenario() -> None:
-        replica = Endless(MODEL)
-        assert (
-            await asyncio.wait_for(
-                status_of(routes(replica, None), "POST", "/v1/completions", BODY, left), 10
-            )
-            == 499
-        )
-        assert replica.ended
-
     left = asyncio.Event()
-    asyncio.run(scenario())
+    replica = Endless(MODEL)
+    assert (
+        await asyncio.wait_for(
+            status_of(routes(replica, None), "POST", "/v1/completions", BODY, left), 10
+        )
+        == 499
+    )
+    assert replica.ended
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_stream_that_waits_for_its_first_token_sends_its_headers(
+async def test_a_stream_that_waits_for_its_first_token_sends_its_headers(
     monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     class Slow(FakeServed):
@@ -624,25 +614,22 @@ def test_a_stream_that_waits_for_its_first_token_sends_its_headers(
         sent.append(message)
         headers.set()
 
-    async def scenario() -> None:
-        app, body = routes(Slow(MODEL), None), json.dumps({**BODY, "stream": True}).encode()
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/completions",
-            "query_string": b"",
-            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-        }
-        requests = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Any:
-            return requests.pop() if requests else await asyncio.Event().wait()
-
-        await asyncio.wait_for(app(scope, receive, send), 10)
-
     monkeypatch.setattr("asyncrl.serving.http.HEADERS_S", 0.01)
     headers, sent = asyncio.Event(), []
-    asyncio.run(scenario())
+    app, body = routes(Slow(MODEL), None), json.dumps({**BODY, "stream": True}).encode()
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+    }
+    requests = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        return requests.pop() if requests else await asyncio.Event().wait()
+
+    await asyncio.wait_for(app(scope, receive, send), 10)
     text = b"".join(message.get("body", b"") for message in sent).decode()
     assert sent[0]["status"] == 200
     assert ("too late for a status code" in text) == fails == (not text.endswith("[DONE]\n\n"))
@@ -675,7 +662,7 @@ def test_a_host_other_than_loopback_needs_a_key() -> None:
         refuse_open_host("127.0.0.1", None, nodes=2)
 
 
-def test_a_replica_refuses_an_open_host_before_it_starts_an_engine(
+async def test_a_replica_refuses_an_open_host_before_it_starts_an_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from asyncrl.serving import standing
@@ -685,8 +672,8 @@ def test_a_replica_refuses_an_open_host_before_it_starts_an_engine(
     monkeypatch.setattr(standing.Generator, "__init__", None)
     monkeypatch.delenv("ASYNCRL_API_KEY", raising=False)
     with pytest.raises(RuntimeError, match="is not loopback"):
-        asyncio.run(
-            standing.HttpGenerator.__init__(object.__new__(standing.HttpGenerator), {"model": "m"})
+        await standing.HttpGenerator.__init__(
+            object.__new__(standing.HttpGenerator), {"model": "m"}
         )
 
 
@@ -700,21 +687,21 @@ def test_a_replica_serves_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
         return None
 
     made = FakeServed(MODEL)
-    requests = SimpleNamespace(
-        stream=made.stream,
-        max_model_len=64,
-        vocabulary=200,
-        longest_token=4,
-        tokenizer_hash="hash",
-    )
-    engine = SimpleNamespace(
-        requests=requests, rest=SimpleNamespace(rests=False), check=nothing, stop=nothing
-    )
 
-    async def start_engine(app: Any) -> Any:
-        return engine
+    class StubEngine:
+        """It is its own requests and rest."""
 
-    context = SimpleNamespace(app_name="standing", replica_id=SimpleNamespace(unique_id="a"))
+        max_model_len, vocabulary, longest_token, tokenizer_hash = 64, 200, 4, "hash"
+        rests = False
+        stream, check, stop = made.stream, nothing, nothing
+
+        def __init__(self) -> None:
+            self.requests = self.rest = self
+
+    async def start_engine(app: Any) -> StubEngine:
+        return StubEngine()
+
+    context = replica_context("standing")
     monkeypatch.setenv("ASYNCRL_API_KEY", KEY)
     monkeypatch.setattr(standing, "bound_host", lambda: "0.0.0.0")
     monkeypatch.setattr(standing, "nodes", lambda: 2)

@@ -86,13 +86,13 @@ async def test_the_engine_accepts_what_the_schema_accepts(generators: Any) -> No
     ],
     ids=["greedy twice", "negative", "long", "none"],
 )
-def test_a_refusal_of_the_engine_is_an_invalid_request(
+async def test_a_refusal_of_the_engine_is_an_invalid_request(
     generators: Any, request_: GenerateRequest, words: str
 ) -> None:
     """The schema catches these requests. Any that it misses become a 400 with the engine's
     message."""
     with pytest.raises(InvalidRequestError, match=f"(?i){words}"):
-        asyncio.run(ServeGenerate(generators.handle).generate(request_))
+        await ServeGenerate(generators.handle).generate(request_)
 
 
 @pytest.mark.timeout(300)
@@ -146,12 +146,14 @@ def chats(generators: Any, tmp_path: Path) -> EngineServed:
 
 
 @pytest.mark.timeout(300)
-def test_the_official_client_against_a_real_engine(chats: EngineServed, generators: Any) -> None:
+async def test_the_official_client_against_a_real_engine(
+    chats: EngineServed, generators: Any
+) -> None:
     """A stream has the same tokens, text, log-probs and versions as the engine's whole answer."""
     tokenizer = load_tokenizer(generators.app.model)
     prompt = tokenizer.encode("user: 3+4\nassistant: ", add_special_tokens=False)
-    first, second = asyncio.run(
-        ServeGenerate(generators.handle).generate(
+    first, second = (
+        await ServeGenerate(generators.handle).generate(
             GenerateRequest(tuple(prompt), 2, 40, 1.5, seed=7)
         )
     ).completions
@@ -213,7 +215,7 @@ def test_the_official_client_against_a_real_engine(chats: EngineServed, generato
         assert "".join(chunk.choices[0].text for chunk in cut) == first.text.partition(stop)[0]
 
         rows = [(prompt[:1], prompt[1:])]
-        scored = asyncio.run(handle_logprobs(generators, rows))
+        scored = await handle_logprobs(generators, rows)
         for extra in ({"max_tokens": 0}, {"max_tokens": 1, "stream": True}):
             answer = client.completions.create(
                 model="tiny",
@@ -271,13 +273,13 @@ async def test_closing_a_stream_frees_the_kv_cache(generators: Any) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_late_and_refused_streams_raise(generators: Any) -> None:
+async def test_late_and_refused_streams_raise(generators: Any) -> None:
     async def pieces(request: GenerateRequest) -> list[StreamPiece]:
         return [piece async for piece in EngineServed(generators).stream(request, Details())]
 
     with pytest.raises(GenerationTimeoutError, match=r"were not done in 0\.02 s"):
-        asyncio.run(pieces(GenerateRequest((5, 6), 1, 250, 1.0, ignore_eos=True, deadline_s=0.02)))
+        await pieces(GenerateRequest((5, 6), 1, 250, 1.0, ignore_eos=True, deadline_s=0.02))
     with pytest.raises(InvalidRequestError, match="above max_model_len = 256"):
-        asyncio.run(pieces(GenerateRequest((5, 6), 1, 255, 1.0)))
+        await pieces(GenerateRequest((5, 6), 1, 255, 1.0))
     with pytest.raises(InvalidRequestError, match="temperature"):
-        asyncio.run(pieces(GenerateRequest((5, 6), 1, 4, -1.0)))
+        await pieces(GenerateRequest((5, 6), 1, 4, -1.0))

@@ -8,8 +8,7 @@ import json
 import threading
 import urllib.request
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 import pytest
@@ -46,18 +45,23 @@ MODEL = ServedModel("tiny", max_model_len=256, vocabulary=128, longest_token=4)
 WHO = {"role": "user", "content": "Say this is a test"}
 
 
+class Endpoint(NamedTuple):
+    replica: FakeServed
+    client: OpenAI
+    address: str
+
+
 @pytest.fixture
-def endpoint() -> Iterator[SimpleNamespace]:
-    """`replica` (a fake), `client`, `address`."""
+def endpoint() -> Iterator[Endpoint]:
     replica = FakeServed(MODEL)
     with (
         listening(routes(replica, KEY)) as address,
         OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client,
     ):
-        yield SimpleNamespace(replica=replica, client=client, address=address)
+        yield Endpoint(replica, client, address)
 
 
-def test_chat_as_in_the_clients_readme(endpoint: SimpleNamespace) -> None:
+def test_chat_as_in_the_clients_readme(endpoint: Endpoint) -> None:
     endpoint.replica.held = ServedWeights(WeightsId("abc", 1, 7), None)
     messages: Any = [
         {"role": "developer", "content": "Talk like a pirate."},
@@ -96,7 +100,7 @@ def test_chat_as_in_the_clients_readme(endpoint: SimpleNamespace) -> None:
     )
 
 
-def test_an_answer_can_be_sent_back_as_a_message(endpoint: SimpleNamespace) -> None:
+def test_an_answer_can_be_sent_back_as_a_message(endpoint: Endpoint) -> None:
     """Multi-turn examples send the client's own message object, which has fields that are null."""
     create = endpoint.client.chat.completions.create
     answer = create(model="tiny", messages=[WHO], max_tokens=4, seed=1).choices[0].message
@@ -117,13 +121,13 @@ def test_an_answer_can_be_sent_back_as_a_message(endpoint: SimpleNamespace) -> N
     )
 
 
-def test_a_chat_without_a_limit_may_fill_the_context(endpoint: SimpleNamespace) -> None:
+def test_a_chat_without_a_limit_may_fill_the_context(endpoint: Endpoint) -> None:
     endpoint.client.chat.completions.create(model="tiny", messages=[WHO], temperature=0)
     (request,) = endpoint.replica.requests
     assert len(request.prompt_ids) + request.max_tokens == MODEL.max_model_len
 
 
-def test_a_streamed_chat_equals_the_whole_answer(endpoint: SimpleNamespace) -> None:
+def test_a_streamed_chat_equals_the_whole_answer(endpoint: Endpoint) -> None:
     body: dict[str, Any] = {
         "model": "tiny",
         "messages": [WHO],
@@ -164,7 +168,7 @@ def test_a_streamed_chat_equals_the_whole_answer(endpoint: SimpleNamespace) -> N
     assert len(chunks) > 4, "the answer did not arrive in pieces"
 
 
-def test_logprobs_of_chats(endpoint: SimpleNamespace) -> None:
+def test_logprobs_of_chats(endpoint: Endpoint) -> None:
     body: dict[str, Any] = {"model": "tiny", "messages": [WHO], "seed": 2, "max_tokens": 6}
     choice = endpoint.client.chat.completions.create(**body, logprobs=True, top_logprobs=2).choices[
         0
@@ -183,7 +187,7 @@ def test_logprobs_of_chats(endpoint: SimpleNamespace) -> None:
     assert [token.top_logprobs for token in alone.logprobs.content] == [[]] * len(alone.token_ids)
 
 
-def test_completions_as_in_the_documentation(endpoint: SimpleNamespace) -> None:
+def test_completions_as_in_the_documentation(endpoint: Endpoint) -> None:
     completion = endpoint.client.completions.create(
         model="tiny", prompt="Say this is a test", max_tokens=7, temperature=0
     )
@@ -198,7 +202,7 @@ def test_completions_as_in_the_documentation(endpoint: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     "prompts", [["ab", "cde"], [[97, 98], [99, 100, 101]]], ids=["texts", "tokens"]
 )
-def test_a_list_of_prompts(endpoint: SimpleNamespace, prompts: Any) -> None:
+def test_a_list_of_prompts(endpoint: Endpoint, prompts: Any) -> None:
     completion = endpoint.client.completions.create(
         model="tiny", prompt=prompts, n=2, seed=3, max_tokens=5
     )
@@ -217,7 +221,7 @@ def test_a_list_of_prompts(endpoint: SimpleNamespace, prompts: Any) -> None:
         assert tuple(choice.token_ids) == endpoint.replica._completion(request, 0).token_ids
 
 
-def test_echo_and_logprobs(endpoint: SimpleNamespace) -> None:
+def test_echo_and_logprobs(endpoint: Endpoint) -> None:
     """Evaluation harnesses score texts this way, by the tokens of prompt and completion."""
     choice = endpoint.client.completions.create(
         model="tiny", prompt=[[97, 98]], max_tokens=2, echo=True, logprobs=1, temperature=0, seed=1
@@ -246,7 +250,7 @@ def test_echo_and_logprobs(endpoint: SimpleNamespace) -> None:
     assert [one.text[0] for one in plain.choices] == ["a", "a"]
 
 
-def test_streamed_completions_equal_the_whole_answer(endpoint: SimpleNamespace) -> None:
+def test_streamed_completions_equal_the_whole_answer(endpoint: Endpoint) -> None:
     body: dict[str, Any] = {
         "model": "tiny",
         "prompt": ["ab", "cd"],
@@ -271,21 +275,18 @@ def test_streamed_completions_equal_the_whole_answer(endpoint: SimpleNamespace) 
         )
 
 
-def test_the_async_client_and_its_stream_helper(endpoint: SimpleNamespace) -> None:
-    async def scenario() -> str:
-        async with AsyncOpenAI(base_url=f"{endpoint.address}/v1", api_key=KEY) as client:
-            async with client.chat.completions.stream(
-                model="tiny", messages=[WHO], max_tokens=6, seed=1
-            ) as stream:  # type: ignore[list-item]
-                deltas = [event.delta async for event in stream if event.type == "content.delta"]
-            final = (await stream.get_final_completion()).choices[0].message.content
-            assert "".join(deltas) == final
-            return str(final)
-
+async def test_the_async_client_and_its_stream_helper(endpoint: Endpoint) -> None:
     whole = endpoint.client.chat.completions.create(
         model="tiny", messages=[WHO], max_tokens=6, seed=1
     )
-    assert asyncio.run(scenario()) == whole.choices[0].message.content
+    async with AsyncOpenAI(base_url=f"{endpoint.address}/v1", api_key=KEY) as client:
+        async with client.chat.completions.stream(
+            model="tiny", messages=[WHO], max_tokens=6, seed=1
+        ) as stream:  # type: ignore[list-item]
+            deltas = [event.delta async for event in stream if event.type == "content.delta"]
+        final = (await stream.get_final_completion()).choices[0].message.content
+        assert "".join(deltas) == final
+    assert final == whole.choices[0].message.content
 
 
 @pytest.mark.parametrize(
@@ -394,7 +395,7 @@ def test_the_async_client_and_its_stream_helper(endpoint: SimpleNamespace) -> No
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_invalid_chats_are_refused(
-    endpoint: SimpleNamespace,
+    endpoint: Endpoint,
     change: dict[str, Any],
     kind: type[Exception],
     words: str,
@@ -407,7 +408,7 @@ def test_invalid_chats_are_refused(
     assert words in str(refused.value) and endpoint.replica.requests == []
 
 
-def test_chats_accept_fields_without_effect(endpoint: SimpleNamespace) -> None:
+def test_chats_accept_fields_without_effect(endpoint: Endpoint) -> None:
     neutral: dict[str, Any] = {
         "frequency_penalty": 0,
         "logit_bias": None,
@@ -444,7 +445,7 @@ def test_chats_accept_fields_without_effect(endpoint: SimpleNamespace) -> None:
     assert others == [first, first]
 
 
-def test_chats_take_messages_as_clients_keep_them(endpoint: SimpleNamespace) -> None:
+def test_chats_take_messages_as_clients_keep_them(endpoint: Endpoint) -> None:
     create = endpoint.client.chat.completions.create
     plain = [WHO, {"role": "assistant", "content": ""}, WHO]
     for answer in (
@@ -464,7 +465,7 @@ def test_a_template_gets_the_name_of_a_message() -> None:
     assert chat.request.messages == [{**WHO, "name": "me", "reasoning_content": "hm"}]
 
 
-def test_a_failure_before_the_first_piece_has_a_status_code(endpoint: SimpleNamespace) -> None:
+def test_a_failure_before_the_first_piece_has_a_status_code(endpoint: Endpoint) -> None:
     endpoint.replica.failure = StaleReplicaError("at 3")
     for stream in (False, True):
         with pytest.raises(openai.InternalServerError, match="no replica can answer now") as failed:
@@ -475,9 +476,7 @@ def test_a_failure_before_the_first_piece_has_a_status_code(endpoint: SimpleName
 @pytest.mark.parametrize(
     "failure", [StaleReplicaError("at 3"), ValueError("secret inside")], ids=str
 )
-def test_a_failure_in_a_stream_is_the_last_event(
-    endpoint: SimpleNamespace, failure: Exception
-) -> None:
+def test_a_failure_in_a_stream_is_the_last_event(endpoint: Endpoint, failure: Exception) -> None:
     endpoint.replica.failure, endpoint.replica.fails_after = failure, 2
     for create in (
         lambda: endpoint.client.chat.completions.create(
@@ -504,7 +503,7 @@ def test_a_failure_in_a_stream_is_the_last_event(
     )
 
 
-def raw(endpoint: SimpleNamespace, body: dict[str, Any]) -> str:
+def raw(endpoint: Endpoint, body: dict[str, Any]) -> str:
     """The raw text of a stream."""
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     request = urllib.request.Request(
@@ -518,7 +517,7 @@ def raw(endpoint: SimpleNamespace, body: dict[str, Any]) -> str:
         return str(answer.read().decode())
 
 
-def test_model_text_cannot_forge_an_event(endpoint: SimpleNamespace) -> None:
+def test_model_text_cannot_forge_an_event(endpoint: Endpoint) -> None:
     """Line ends in a text are escaped in the JSON of their event."""
     sent = raw(
         endpoint,
@@ -534,7 +533,7 @@ def test_model_text_cannot_forge_an_event(endpoint: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "completions"])
-def test_closing_a_stream_ends_all_its_generations(endpoint: SimpleNamespace, chat: bool) -> None:
+def test_closing_a_stream_ends_all_its_generations(endpoint: Endpoint, chat: bool) -> None:
     ended, running = threading.Semaphore(0), endpoint.replica.stream
 
     async def endless(request: GenerateRequest, details: Details) -> Any:
@@ -554,7 +553,7 @@ def test_closing_a_stream_ends_all_its_generations(endpoint: SimpleNamespace, ch
     assert all(ended.acquire(timeout=30) for _ in range(3))
 
 
-def test_metrics_have_prometheus_text_format(endpoint: SimpleNamespace) -> None:
+def test_metrics_have_prometheus_text_format(endpoint: Endpoint) -> None:
     endpoint.client.completions.create(model="tiny", prompt="a")
     with pytest.raises(openai.NotFoundError):
         endpoint.client.completions.create(model="other", prompt="a")
@@ -616,7 +615,7 @@ def test_metrics_have_prometheus_text_format(endpoint: SimpleNamespace) -> None:
     )
 
 
-def test_paths_are_counted_without_the_prefix_and_unknown_ones_together() -> None:
+async def test_paths_are_counted_without_the_prefix_and_unknown_ones_together() -> None:
     """Serve puts an application's route_prefix before its paths. With a label for each unknown
     path, clients could fill Prometheus."""
     traffic = Traffic()
@@ -628,9 +627,9 @@ def test_paths_are_counted_without_the_prefix_and_unknown_ones_together() -> Non
 
     counted = TrafficCounter(app, traffic, ["/health"])
     for path in ("/gen/health", "/gen/x", "/gen/y"):
-        asyncio.run(counted({"type": "http", "path": path, "root_path": "/gen"}, None, send))
+        await counted({"type": "http", "path": path, "root_path": "/gen"}, None, send)
     assert traffic.requests == {("/health", 200): 1, ("other", 200): 2}
 
 
-def test_models_through_the_client(endpoint: SimpleNamespace) -> None:
+def test_models_through_the_client(endpoint: Endpoint) -> None:
     assert [model.id for model in endpoint.client.models.list()] == ["tiny"]

@@ -192,10 +192,10 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("body", "words"), REFUSED)
-def test_a_bad_request_is_refused_with_one_line(
+async def test_a_bad_request_is_refused_with_one_line(
     replica: RewardModel, body: Any, words: str
 ) -> None:
-    status, answer = asyncio.run(call(score_routes(replica, None), "POST", "/score", body))
+    status, answer = await call(score_routes(replica, None), "POST", "/score", body)
     assert status == 400 and words in answer["error"]["message"]
     assert "\n" not in answer["error"]["message"]
 
@@ -224,21 +224,21 @@ async def test_scores_are_those_of_transformers(
     assert abs(wanted[0] - wanted[1]) > 1e-3
 
 
-def test_the_other_routes_and_the_key(replica: RewardModel) -> None:
+async def test_the_other_routes_and_the_key(replica: RewardModel) -> None:
     async def get(path: str, key: str | None = None) -> tuple[int, Any]:
         return await call(score_routes(replica, key), "GET", path)
 
-    assert asyncio.run(get("/health")) == (200, {"status": "ok", "model": "tiny"})
-    status, answer = asyncio.run(get("/v1/models"))
+    assert await get("/health") == (200, {"status": "ok", "model": "tiny"})
+    status, answer = await get("/v1/models")
     assert (
         status == 200 and answer["data"][0].items() >= {"id": "tiny", "max_model_len": 512}.items()
     )
-    assert asyncio.run(get("/health", "secret"))[0] == 401
-    status, answer = asyncio.run(get("/v1/completions"))
+    assert (await get("/health", "secret"))[0] == 401
+    status, answer = await get("/v1/completions")
     assert status == 404 and "/score, /v1/models, /health" in answer["error"]["message"]
 
 
-def test_a_failed_forward_pass_is_reported_without_its_text(
+async def test_a_failed_forward_pass_is_reported_without_its_text(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: Classifier, rows: Any) -> list[float]:
@@ -247,14 +247,14 @@ def test_a_failed_forward_pass_is_reported_without_its_text(
     replica = RewardModel({"model": str(checkpoint), "device": "cpu"})
     routes = score_routes(replica, None)
     monkeypatch.setattr(Classifier, "scores", lambda self, rows: [float("nan")] * len(rows))
-    assert asyncio.run(call(routes, "POST", "/score", {"token_ids": [[1]]}))[1]["scores"] == [None]
+    assert (await call(routes, "POST", "/score", {"token_ids": [[1]]}))[1]["scores"] == [None]
     monkeypatch.setattr(Classifier, "scores", fail)
-    status, answer = asyncio.run(call(routes, "POST", "/score", {"token_ids": [[1]]}))
+    status, answer = await call(routes, "POST", "/score", {"token_ids": [[1]]})
     assert status == 500 and "secret" not in str(answer)
     assert answer["error"]["message"] == "the server failed; see its log"
     with pytest.raises(RuntimeError, match="a forward pass failed"):
         replica.check_health()
-    assert asyncio.run(call(routes, "GET", "/health"))[0] == 503
+    assert (await call(routes, "GET", "/health"))[0] == 503
 
 
 Change = Callable[[dict[str, Any]], None]
@@ -304,6 +304,6 @@ def test_a_sequence_above_the_context_is_refused_at_the_start(checkpoint: Path) 
         RewardModel({"model": str(checkpoint), "device": "cpu", "max_tokens": 513})
 
 
-def test_a_direct_caller_gets_the_same_error(replica: RewardModel) -> None:
+async def test_a_direct_caller_gets_the_same_error(replica: RewardModel) -> None:
     with pytest.raises(InvalidRequestError, match="has no token"):
-        asyncio.run(replica.score(token_ids=[[]]))
+        await replica.score(token_ids=[[]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,14 @@ ROWS = [([5, 6, 14], [7, 8, 9, 2]), ([10], [11]), ([4, 5], [])]
 
 
 @pytest.mark.timeout(300)
-def test_its_log_probs_are_those_of_transformers(
+async def test_its_log_probs_are_those_of_transformers(
     generators: Any, publish: Any, tiny_model: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     # The generators are shared: the tests before this one left other weights in them.
     weights = ServeWeightSync(generators.handle, generators.registry, push_timeout_s=60)
     manifest = publish(dict(model.named_parameters()), version=generators.next_version())
-    asyncio.run(weights.push(manifest))
+    await weights.push(manifest)
     tokenizer = load_tokenizer(str(tiny_model))
     served = EngineServed(generators)
     served._model = replace(MODEL, tokenizer=tokenizer_hash(tokenizer))
@@ -43,7 +42,7 @@ def test_its_log_probs_are_those_of_transformers(
         async def scenario() -> list[np.ndarray]:
             return await UrlTeacher(teacher).logprobs(ROWS)
 
-        found = asyncio.run(scenario())
+        found = await scenario()
         longest = MODEL.max_model_len - 1  # the engine generates one more token
         text = _check_server(teacher, tokenizer, longest, "settings")
         assert f"context of {longest + 1} tokens; same tokenizer (" in text
