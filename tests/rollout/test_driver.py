@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import sys
-from types import SimpleNamespace
 
 import pytest
 import ray
+from fake_actors import FakeMethod
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RpcError
 
 from asyncrl.config import Config
@@ -209,7 +209,7 @@ class FakeWorker:
         self.changed = asyncio.Event()
 
     def __getattr__(self, method):
-        return SimpleNamespace(remote=getattr(self, f"_{method}", self._nothing))
+        return FakeMethod(getattr(self, f"_{method}", self._nothing))
 
     async def _ended(self, life, received):
         while not self.made:

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx2
+from fake_actors import FakeMethod
 
 from asyncrl.config import Config
 from asyncrl.contracts.group_table import table_from_ipc
@@ -95,7 +95,7 @@ class Actor:
         def remote(*arguments: object) -> asyncio.Future[Any]:
             return asyncio.ensure_future(getattr(self._worker, method)(*arguments))
 
-        return SimpleNamespace(remote=remote)
+        return FakeMethod(remote)
 
 
 class Rollouts(RayRollouts):
@@ -201,5 +201,5 @@ async def dropped(folder: Path) -> None:
         await worker.close()
 
 
-def test_a_group_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
-    asyncio.run(asyncio.wait_for(dropped(tmp_path), 60))
+async def test_a_group_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
+    await asyncio.wait_for(dropped(tmp_path), 60)

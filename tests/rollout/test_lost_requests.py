@@ -1,6 +1,5 @@
 """Requests that are lost with their engine are retried and recorded."""
 
-import asyncio
 import json
 import os
 from dataclasses import replace
@@ -44,14 +43,14 @@ def rows(directory):
     ]
 
 
-def test_a_request_that_is_lost_with_its_engine_is_retried_and_recorded_once(tmp_path):
+async def test_a_request_that_is_lost_with_its_engine_is_retried_and_recorded_once(tmp_path):
     traceback = "Traceback of a replica\n  EngineDiedError: the vLLM engine's process has died"
     from_a_replica = ray.exceptions.RayTaskError(
         "generate", traceback, EngineDiedError("dead")
     ).as_instanceof_cause()
     handle = Handle(from_a_replica, StaleReplicaError("behind"), ray.exceptions.ActorDiedError())
     generate = ServeGenerate(handle, LostRequests(tmp_path / "kept", 1))
-    generated = asyncio.run(generate.generate(replace(REQUEST, deadline_s=30.0)))
+    generated = await generate.generate(replace(REQUEST, deadline_s=30.0))
     assert len(generated.completions) == 2 and handle.seeds == [7] * 4
     (row,) = rows(tmp_path / "kept")
     assert row["error"].endswith("EngineDiedError: the vLLM engine's process has died")
@@ -73,12 +72,10 @@ def test_a_request_that_is_lost_with_its_engine_is_retried_and_recorded_once(tmp
         ray.exceptions.ObjectLostError("ab", None, ""),
     ],
 )
-def test_a_request_whose_replica_ray_kills_or_loses_is_retried(tmp_path, death):
+async def test_a_request_whose_replica_ray_kills_or_loses_is_retried(tmp_path, death):
     handle = Handle(death)
-    generated = asyncio.run(
-        ServeGenerate(handle, LostRequests(tmp_path / "kept", 1)).generate(
-            replace(REQUEST, deadline_s=30.0)
-        )
+    generated = await ServeGenerate(handle, LostRequests(tmp_path / "kept", 1)).generate(
+        replace(REQUEST, deadline_s=30.0)
     )
     assert len(generated.completions) == 2 and len(rows(tmp_path / "kept")) == 1
 

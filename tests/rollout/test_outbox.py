@@ -7,85 +7,65 @@ import pytest
 from asyncrl.contracts.errors import OutboxClosedError
 from asyncrl.rollout.outbox import Outbox
 
-
-def run(scenario):
-    return asyncio.run(asyncio.wait_for(scenario, 5))
+pytestmark = pytest.mark.timeout(20)
 
 
-def test_groups_are_taken_once_and_kept_until_acknowledged():
-    async def scenario():
-        outbox = Outbox()
-        for ordinal in (3, 1, 2):
-            await outbox.put(ordinal, f"group {ordinal}")
-        assert await outbox.take("a", 2, 1.0) == ["group 3", "group 1"]
-        assert await outbox.take("a", 2, 1.0) == ["group 2"]
-        assert await outbox.take("a", 2, 0.001) == []
-        assert len(outbox) == 3
-        await outbox.ack([1, 3])
-        await outbox.ack([1, 99])
-        assert len(outbox) == 1
-
-    run(scenario())
+async def test_groups_are_taken_once_and_kept_until_acknowledged():
+    outbox = Outbox()
+    for ordinal in (3, 1, 2):
+        await outbox.put(ordinal, f"group {ordinal}")
+    assert await outbox.take("a", 2, 1.0) == ["group 3", "group 1"]
+    assert await outbox.take("a", 2, 1.0) == ["group 2"]
+    assert await outbox.take("a", 2, 0.001) == []
+    assert len(outbox) == 3
+    await outbox.ack([1, 3])
+    await outbox.ack([1, 99])
+    assert len(outbox) == 1
 
 
-def test_a_take_waits_for_a_group():
-    async def scenario():
-        outbox = Outbox()
-        take = asyncio.create_task(outbox.take("a", 8, 5.0))
-        await asyncio.sleep(0)
-        await outbox.put(7, "group")
-        assert await take == ["group"]
-
-    run(scenario())
+async def test_a_take_waits_for_a_group():
+    outbox = Outbox()
+    take = asyncio.create_task(outbox.take("a", 8, 5.0))
+    await asyncio.sleep(0)
+    await outbox.put(7, "group")
+    assert await take == ["group"]
 
 
-def test_a_new_reader_first_gets_the_groups_that_the_old_one_took():
-    async def scenario():
-        outbox = Outbox()
-        await outbox.put(0, "zero")
-        await outbox.put(1, "one")
-        assert await outbox.take("old", 1, 1.0) == ["zero"]
-        assert await outbox.take("new", 8, 1.0) == ["zero", "one"]
-        with pytest.raises(OutboxClosedError, match="replaced by new"):
-            await outbox.take("old", 8, 1.0)
-
-    run(scenario())
+async def test_a_new_reader_first_gets_the_groups_that_the_old_one_took():
+    outbox = Outbox()
+    await outbox.put(0, "zero")
+    await outbox.put(1, "one")
+    assert await outbox.take("old", 1, 1.0) == ["zero"]
+    assert await outbox.take("new", 8, 1.0) == ["zero", "one"]
+    with pytest.raises(OutboxClosedError, match="replaced by new"):
+        await outbox.take("old", 8, 1.0)
 
 
-def test_a_waiting_take_of_a_dead_reader_takes_nothing_from_its_successor():
-    async def scenario():
-        outbox = Outbox()
-        dead = asyncio.create_task(outbox.take("dead", 8, 5.0))
-        await asyncio.sleep(0)
-        alive = asyncio.create_task(outbox.take("alive", 8, 5.0))
-        await asyncio.sleep(0)
-        await outbox.put(0, "zero")
-        assert await alive == ["zero"]
-        with pytest.raises(OutboxClosedError):
-            await dead
-
-    run(scenario())
+async def test_a_waiting_take_of_a_dead_reader_takes_nothing_from_its_successor():
+    outbox = Outbox()
+    dead = asyncio.create_task(outbox.take("dead", 8, 5.0))
+    await asyncio.sleep(0)
+    alive = asyncio.create_task(outbox.take("alive", 8, 5.0))
+    await asyncio.sleep(0)
+    await outbox.put(0, "zero")
+    assert await alive == ["zero"]
+    with pytest.raises(OutboxClosedError):
+        await dead
 
 
-def test_a_group_made_again_replaces_its_taken_copy():
-    async def scenario():
-        outbox = Outbox()
-        await outbox.put(0, "first")
-        await outbox.take("a", 1, 1.0)
-        await outbox.put(0, "second")
-        assert len(outbox) == 1
-        assert await outbox.take("a", 1, 1.0) == ["second"]
-
-    run(scenario())
+async def test_a_group_made_again_replaces_its_taken_copy():
+    outbox = Outbox()
+    await outbox.put(0, "first")
+    await outbox.take("a", 1, 1.0)
+    await outbox.put(0, "second")
+    assert len(outbox) == 1
+    assert await outbox.take("a", 1, 1.0) == ["second"]
 
 
-def test_closing_ends_waiting_takes():
-    async def scenario():
-        outbox = Outbox()
-        take = asyncio.create_task(outbox.take("a", 1, 5.0))
-        await asyncio.sleep(0)
-        await outbox.close()
-        with pytest.raises(OutboxClosedError, match="closed"):
-            await take
-
-    run(scenario())
+async def test_closing_ends_waiting_takes():
+    outbox = Outbox()
+    take = asyncio.create_task(outbox.take("a", 1, 5.0))
+    await asyncio.sleep(0)
+    await outbox.close()
+    with pytest.raises(OutboxClosedError, match="closed"):
+        await take

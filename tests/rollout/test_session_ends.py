@@ -108,8 +108,8 @@ async def refusals(folder: Path) -> dict[str, Any]:
         await player.close()
 
 
-def test_a_late_request_learns_how_its_session_ended(tmp_path: Path) -> None:
-    found = asyncio.run(asyncio.wait_for(refusals(tmp_path), 120))
+async def test_a_late_request_learns_how_its_session_ended(tmp_path: Path) -> None:
+    found = await asyncio.wait_for(refusals(tmp_path), 120)
     ends = {**ENDS, "canceled": "closed", "broken": "closed"}
     assert {name: error["session_end"] for name, error in found.items()} == ends
     assert {error["code"] for error in found.values()} == {"session_closed"}
@@ -147,10 +147,10 @@ async def reached(most_turns: int) -> Ended:
     ("most_turns", "end", "code"),
     [(1, "turns", "turns_exceeded"), (9, "length", "context_length_exceeded")],
 )
-def test_a_program_prints_a_reward_for_what_it_reached(
+async def test_a_program_prints_a_reward_for_what_it_reached(
     most_turns: int, end: str, code: str
 ) -> None:
-    ended = asyncio.run(asyncio.wait_for(reached(most_turns), 120))
+    ended = await asyncio.wait_for(reached(most_turns), 120)
     reward = min(most_turns, 2) / 4
     assert (ended.end, ended.reward, ended.output) == (end, None, f"{code}\n{reward}\n")
     found = printed_reward(session_output=[ended.output], session_end=[ended.end])
@@ -186,27 +186,25 @@ class Cut(Answers):
         (Answers(""), {}, "agent_error"),
     ],
 )
-def test_an_agent_that_fails_after_a_turn_that_the_run_cut_is_not_to_blame(
+async def test_an_agent_that_fails_after_a_turn_that_the_run_cut_is_not_to_blame(
     session: Answers, more: dict[str, int], end: str
 ) -> None:
-    async def play() -> Ended:
-        config = {
-            "function": "asyncrl.environments.agent:play",
-            "arguments": {
-                "command": [sys.executable, "-c", ASKS_AND_FAILS],
-                "stdin": "none",
-                "variables": {"MORE": json.dumps(more)},
-            },
-            "processes": 1,
-            "url": True,
-        }
+    config = {
+        "function": "asyncrl.environments.agent:play",
+        "arguments": {
+            "command": [sys.executable, "-c", ASKS_AND_FAILS],
+            "stdin": "none",
+            "variables": {"MORE": json.dumps(more)},
+        },
+        "processes": 1,
+        "url": True,
+    }
+    async with asyncio.timeout(120):
         player = Player(FunctionEnvironment.model_validate(config))
         try:
-            return await player.play({"prompt": ""}, session)
+            ended = await player.play({"prompt": ""}, session)
         finally:
             await player.close()
-
-    ended = asyncio.run(asyncio.wait_for(play(), 120))
     assert (ended.end, ended.reward) == (end, None)
     assert ended.note.endswith("ended with exit code 1: no visible output")
     assert ended.note.startswith("the run cut the last turn") == (end == "length")

@@ -65,13 +65,13 @@ async def test_a_group_waits_in_the_outbox_as_one_row():
 
 
 @pytest.mark.parametrize(("max_length", "most"), [(None, 8), (9, 6), (4, 1)])
-def test_a_completion_ends_at_max_length_with_its_prompt(max_length, most):
+async def test_a_completion_ends_at_max_length_with_its_prompt(max_length, most):
     generate = Recording()
-    asyncio.run(make_worker(generate, data={"max_length": max_length}).rollout(PROMPT, 0))
+    await make_worker(generate, data={"max_length": max_length}).rollout(PROMPT, 0)
     assert [request.max_tokens for request in generate.requests] == [most]
 
 
-def test_a_request_keeps_the_tokens_that_the_config_keeps():
+async def test_a_request_keeps_the_tokens_that_the_config_keeps():
     generate = Recording()
     config = make_config(
         top_p=0.9,
@@ -80,7 +80,7 @@ def test_a_request_keeps_the_tokens_that_the_config_keeps():
         algorithm={"loss": "reinforce"},
         staleness={"max_staleness": 0},
     )
-    asyncio.run(RolloutWorker(worker_spec(config, "run", 2, lambda: generate)).rollout(PROMPT, 0))
+    await RolloutWorker(worker_spec(config, "run", 2, lambda: generate)).rollout(PROMPT, 0)
     assert [(request.top_p, request.top_k, request.min_p) for request in generate.requests] == [
         (0.9, 50, 0.05)
     ]
@@ -100,22 +100,19 @@ async def test_a_retry_needs_the_version_that_is_committed_by_then():
     assert first.seed == second.seed == rollout_seed(0, 5)
 
 
-def test_a_group_fails_at_its_deadline_with_the_last_error():
-    async def scenario():
-        await make_worker(Recording(*[StaleReplicaError("behind")] * 100), deadline_s=0.3).rollout(
-            PROMPT, 0
-        )
-
+async def test_a_group_fails_at_its_deadline_with_the_last_error():
     with pytest.raises(
         RolloutFailedError,
         match=r"group 5 .* rollout.deadline_s = 0.3 s .*StaleReplicaError: behind",
     ):
-        asyncio.run(scenario())
+        await make_worker(Recording(*[StaleReplicaError("behind")] * 100), deadline_s=0.3).rollout(
+            PROMPT, 0
+        )
 
 
-def test_a_generator_timeout_fails_the_group():
+async def test_a_generator_timeout_fails_the_group():
     with pytest.raises(RolloutFailedError, match="group 5"):
-        asyncio.run(make_worker(Recording(GenerationTimeoutError("late"))).rollout(PROMPT, 0))
+        await make_worker(Recording(GenerationTimeoutError("late"))).rollout(PROMPT, 0)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +140,7 @@ async def test_an_unexpected_exception_fails_its_group_with_the_stack(error):
     assert (next_ordinal, under_way) == (5, 0), "the worker continues"
 
 
-def test_a_replica_that_returns_too_few_completions_fails_one_group():
+async def test_a_replica_that_returns_too_few_completions_fails_one_group():
     class Few(FakeGenerate):
         async def generate(self, request):
             generated = await super().generate(request)
@@ -155,7 +152,7 @@ def test_a_replica_that_returns_too_few_completions_fails_one_group():
             r"not foreseen: group 5: RuntimeError: replica .* returned 1 completions for group 5"
         ),
     ):
-        asyncio.run(make_worker(Few()).rollout(PROMPT, 0))
+        await make_worker(Few()).rollout(PROMPT, 0)
 
 
 def test_seeds_differ_by_ordinal_and_run_seed():
@@ -163,21 +160,21 @@ def test_seeds_differ_by_ordinal_and_run_seed():
     assert 0 <= rollout_seed(0, 0) < 2**48
 
 
-def test_requests_contain_the_limits_of_repetition():
+async def test_requests_contain_the_limits_of_repetition():
     for settings, wanted in (
         ({}, None),
         ({"repetition_stop": 20}, (16, 20)),
         ({"repetition_stop": {"times": 20, "ngram": 4}}, (4, 20)),
     ):
         generate = Recording()
-        asyncio.run(make_worker(generate, **settings).rollout(PROMPT, 0))
+        await make_worker(generate, **settings).rollout(PROMPT, 0)
         assert generate.requests[0].repetition == wanted
 
 
 REMAX = {"advantage": "remax"}
 
 
-def test_a_group_has_a_baseline_only_where_the_advantage_needs_it():
+async def test_a_group_has_a_baseline_only_where_the_advantage_needs_it():
     """It is made in the group's own request, counts as generated, and is none of its
     trajectories."""
 
@@ -200,24 +197,24 @@ def test_a_group_has_a_baseline_only_where_the_advantage_needs_it():
         [group] = groups_from_table(table_from_ipc(await worker.take("reader", 8, 1.0)))
         return generate.requests, finished, group
 
-    requests, finished, group = asyncio.run(scenario(REMAX))
+    requests, finished, group = await scenario(REMAX)
     assert [(request.n, request.baseline) for request in requests] == [(4, True)] * 2
     assert len(group.trajectories) == 4 and group.baseline.reward is None
     assert finished.baseline_tokens == len(group.baseline.completion.token_ids) > 0
     assert finished.tokens == sum(len(t.completion.token_ids) for t in group.trajectories)
     assert finished.oldest_version == group.oldest_version == 1, "its version is one of the group"
-    requests, finished, group = asyncio.run(scenario({}))
+    requests, finished, group = await scenario({})
     assert not any(request.baseline for request in requests) and group.baseline is None
     assert (finished.baseline_tokens, finished.oldest_version) == (0, 2)
 
 
-def test_a_group_whose_baseline_did_not_come_fails():
+async def test_a_group_whose_baseline_did_not_come_fails():
     class Without(FakeGenerate):
         async def generate(self, request):
             return replace(await super().generate(request), baseline=None)
 
     with pytest.raises(RolloutFailedError, match="returned no greedy completion for group 5"):
-        asyncio.run(make_worker(Without(), algorithm=REMAX).rollout(PROMPT, 0))
+        await make_worker(Without(), algorithm=REMAX).rollout(PROMPT, 0)
 
 
 async def test_a_short_group_travels_in_few_bytes():
