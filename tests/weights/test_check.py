@@ -1,6 +1,5 @@
 """The log-prob check, with a learner and a generator that agree, differ slightly, or return NaN."""
 
-import asyncio
 import contextlib
 from dataclasses import replace
 
@@ -54,8 +53,8 @@ async def versions(probe_check, *versions):
     return results
 
 
-def test_equal_logprobs_pass_and_are_counted():
-    first, later = asyncio.run(versions(check(0.0), 0, 20))
+async def test_equal_logprobs_pass_and_are_counted():
+    first, later = await versions(check(0.0), 0, 20)
     assert (
         first
         == later
@@ -67,12 +66,12 @@ def test_equal_logprobs_pass_and_are_counted():
     )
 
 
-def test_a_difference_above_the_tolerance_raises():
+async def test_a_difference_above_the_tolerance_raises():
     with pytest.raises(RuntimeError, match=r"differ by up to 1\.00e-03 at version 0"):
-        asyncio.run(versions(check(1e-3), 0))
+        await versions(check(1e-3), 0)
 
 
-def test_probes_are_sampled_from_the_whole_distribution():
+async def test_probes_are_sampled_from_the_whole_distribution():
     """The learner's log-probs are over all tokens, so the rollouts' top_p and similar are
     ignored."""
 
@@ -83,7 +82,7 @@ def test_probes_are_sampled_from_the_whole_distribution():
             requests.append(request)
             return await super().generate(request)
 
-    asyncio.run(versions(check(generate=Recording()), 0))
+    await versions(check(generate=Recording()), 0)
     assert [(r.top_p, r.top_k, r.min_p, r.stop, r.ignore_eos) for r in requests] == [
         (1.0, 0, 0.0, (), True)
     ] * 2
@@ -97,20 +96,18 @@ class OneReplicaOff(Consistent):
         return {"fake": right, "off": [tuple(value - 1e-3 for value in row) for row in right]}
 
 
-def test_every_replica_is_compared():
+async def test_every_replica_is_compared():
     with pytest.raises(RuntimeError, match=r"by up to 1\.00e-03 at version 20, .*32 tokens"):
-        asyncio.run(versions(check(generate=OneReplicaOff()), 0, 20))
+        await versions(check(generate=OneReplicaOff()), 0, 20)
 
 
-def test_the_mean_statistic_bounds_the_mean_of_each_replica():
+async def test_the_mean_statistic_bounds_the_mean_of_each_replica():
     """The mean over all replicas would hide a single wrong replica among many."""
     with pytest.raises(
         RuntimeError,
         match=r"on average by 1\.00e-03 at version 20, above weights.logprob_tolerance = 0.0009",
     ):
-        asyncio.run(
-            versions(check(tolerance=9e-4, statistic="mean", generate=OneReplicaOff()), 0, 20)
-        )
+        await versions(check(tolerance=9e-4, statistic="mean", generate=OneReplicaOff()), 0, 20)
     assert compare([[0.0, 0.0]], [[[0.2, 0.0]]])["check/logprob_mean_diff"] == pytest.approx(0.1)
 
 
@@ -118,7 +115,7 @@ def test_nan_is_never_within_the_tolerance():
     assert compare([[float("nan")]], [[[0.0]]])["check/logprob_max_diff"] == float("inf")
 
 
-def test_the_error_names_the_tensor_that_differs_most():
+async def test_the_error_names_the_tensor_that_differs_most():
     async def names_a_tensor():
         return "of 2 tensors compared 1 differ, most of all 'w' on replica r"
 
@@ -132,4 +129,4 @@ def test_the_error_names_the_tensor_that_differs_most():
         failing = check(1e-3)
         failing.explain = explain
         with pytest.raises(RuntimeError, match=f"do not compute the same model{end}$"):
-            asyncio.run(versions(failing, 0))
+            await versions(failing, 0)

@@ -4,7 +4,6 @@ classifier, whose score is that of the backbone's last output."""
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,22 +68,22 @@ def test_the_outline_of_a_reward_model_has_its_elements(tiny_model: Path) -> Non
     assert scoring.trained == plain.trained + hidden, "the tiny model's head is its embedding"
 
 
+class FakeTokenizer:
+    """A tokenizer with these ids of its special tokens."""
+
+    def __init__(self, further: dict[str, int] | None = None, **ids: int) -> None:
+        for name in ("eos", "pad", "unk", "bos"):
+            setattr(self, f"{name}_token", f"<{name}>")
+            setattr(self, f"{name}_token_id", ids.get(name))
+        special = {"<eos>": 2, **(further or {})}
+        self.added_tokens_decoder: dict[int, Any] = {}
+        self.all_special_tokens, self.all_special_ids = [*special], [*special.values()]
+
+
 def test_padding_is_never_eos() -> None:
     """A classifier scores the last token that is not padding."""
     assert padding_of(byte_tokenizer()) == Padding("<pad>", 0)
-    names = ("eos", "pad", "unk", "bos")
-
-    def tokenizer(special: dict[str, int] | None = None, **ids: int | None) -> Any:
-        found = {f"{name}_token_id": ids.get(name) for name in names}
-        all_special = {"<eos>": 2, **(special or {})}
-        return SimpleNamespace(
-            **found,
-            **{f"{name}_token": f"<{name}>" for name in names},
-            added_tokens_decoder={},
-            all_special_tokens=list(all_special),
-            all_special_ids=list(all_special.values()),
-        )
-
+    tokenizer: Any = FakeTokenizer
     assert padding_of(tokenizer(eos=2, pad=2, unk=3, bos=1)) == Padding("<unk>", 3)
     assert padding_of(tokenizer(eos=2, bos=0)) == Padding("<bos>", 0)
     assert padding_of(tokenizer({"<turn>": 9, "<tool>": 7}, eos=2, pad=2)) == Padding("<tool>", 7)

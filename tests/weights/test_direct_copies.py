@@ -1,12 +1,11 @@
 """Direct copies into a vLLM model's parameters, without their weight loaders, take effect in every
 form."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from test_reload import backend_around
 
-from asyncrl.weights.apply import StagedWeights
+from asyncrl.weights.apply import StagedUpdate
 
 
 class Layer(torch.nn.Module):
@@ -63,11 +62,10 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def update(model: Model, new: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = StagedWeights.__new__(StagedWeights)
-    made.model, made.device, made.model_config = model, "cpu", SimpleNamespace(dtype=torch.float32)
+    made = backend_around(model)
     monkeypatch.setattr("asyncrl.weights.apply.map_tensors", lambda _: list(new.items()))
     made.start_weight_update()
-    made.receive_weights(SimpleNamespace())
+    made.receive_weights(StagedUpdate("unused", 0))
     made.finish_weight_update()
 
 

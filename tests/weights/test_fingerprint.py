@@ -1,8 +1,6 @@
 """Fingerprints of published tensors and of an engine's tensors, without an engine: fused, padded,
 packed in a kernel, in bfloat16."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -183,10 +181,12 @@ def test_bfloat16_rounding_is_tolerated_and_nan_is_not(published):
 )
 def test_a_model_with_vision_is_compared_under_the_checkpoints_names(published, wrong):
     """vLLM renames the prefixes of a vision model's parts."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
     model = torch.nn.Module()
     model.language_model = engine_of(published)
     model.packed_modules_mapping = model.language_model.packed_modules_mapping
-    model.hf_to_vllm_mapper = SimpleNamespace(
+    model.hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
             "model.language_model.": "language_model.model.",
             "lm_head.": "language_model.lm_head.",

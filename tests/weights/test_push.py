@@ -6,10 +6,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
+from fake_actors import FakeActor, FakeHandle, FakeReply
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -42,10 +43,7 @@ def sync(
             self.answers = answers
 
         async def _fetch_replica_results_async(self) -> list[Any]:
-            return [
-                SimpleNamespace(get_async=lambda answer=answer: reply(answer))
-                for answer in self.answers()
-            ]
+            return [FakeReply(partial(reply, answer)) for answer in self.answers()]
 
     async def reply(answer: Any) -> Any:
         if answer is SILENT:
@@ -57,31 +55,28 @@ def sync(
     async def announce(manifest: Manifest) -> None:
         announced.append(manifest)
 
-    handle = SimpleNamespace(
-        broadcast=lambda method, *args: Call(status if method == "status" else applied)
-    )
-    registry = SimpleNamespace(announce=SimpleNamespace(remote=announce))
-    return ServeWeightSync(handle, registry, timeout_s), announced
+    handle: Any = FakeHandle(lambda method, *args: Call(status if method == "status" else applied))
+    return ServeWeightSync(handle, FakeActor(announce=announce), timeout_s), announced
 
 
-def test_all_replicas_have_the_version() -> None:
+async def test_all_replicas_have_the_version() -> None:
     push, announced = sync(lambda: [at("a", 4), at("b", 5)])
-    report = asyncio.run(push.push(MANIFEST))
+    report = await push.push(MANIFEST)
     assert report.version == 4
     assert set(report.replicas) == {"a", "b"}
     assert report.unroutable == ()
     assert announced == [MANIFEST]
 
 
-def test_a_late_replica_gets_the_broadcast_again() -> None:
+async def test_a_late_replica_gets_the_broadcast_again() -> None:
     rounds = iter([[at("a", 4), at("b", 3)], [at("a", 4), at("b", 3)], [at("a", 4), at("b", 4)]])
     push, _ = sync(lambda: next(rounds), timeout_s=30)
-    assert set(asyncio.run(push.push(MANIFEST)).replicas) == {"a", "b"}
+    assert set((await push.push(MANIFEST)).replicas) == {"a", "b"}
 
 
-def test_a_replica_that_stays_behind_is_unroutable() -> None:
+async def test_a_replica_that_stays_behind_is_unroutable() -> None:
     push, _ = sync(lambda: [at("a", 4), at("b", 3), at("d", 4), at("c", 9, attempt=0)])
-    report = asyncio.run(push.push(MANIFEST))
+    report = await push.push(MANIFEST)
     assert set(report.replicas) == {"a", "d"}
     assert report.unroutable == ("b", "c")
 
@@ -91,7 +86,9 @@ def test_a_replica_that_stays_behind_is_unroutable() -> None:
     [[at("b", 3), at("c", 3)], [SILENT, SILENT], [at("b", 3), SILENT]],
     ids=["behind", "silent", "both"],
 )
-def test_fewer_than_half_are_not_enough(monkeypatch: pytest.MonkeyPatch, others: list[Any]) -> None:
+async def test_fewer_than_half_are_not_enough(
+    monkeypatch: pytest.MonkeyPatch, others: list[Any]
+) -> None:
     monkeypatch.setattr(push_module, "STATUS_S", 0.05)
     push, _ = sync(lambda: [at("a", 4), *others], lambda: [OSError("no room")])
     with pytest.raises(
@@ -101,61 +98,61 @@ def test_fewer_than_half_are_not_enough(monkeypatch: pytest.MonkeyPatch, others:
             r" room"
         ),
     ):
-        asyncio.run(push.push(MANIFEST))
+        await push.push(MANIFEST)
 
 
-def test_half_the_replicas_are_enough_after_the_grace_period() -> None:
+async def test_half_the_replicas_are_enough_after_the_grace_period() -> None:
     push, _ = sync(lambda: [at("a", 4), at("b", 3)], timeout_s=3600)
     push._grace_s = 0.5
-    assert asyncio.run(asyncio.wait_for(push.push(MANIFEST), 20)).unroutable == ("b",)
+    assert (await asyncio.wait_for(push.push(MANIFEST), 20)).unroutable == ("b",)
 
 
-def test_the_push_waits_for_all_live_replicas_during_the_grace_period() -> None:
+async def test_the_push_waits_for_all_live_replicas_during_the_grace_period() -> None:
     rounds = iter([[at("a", 4), at("b", 3)]] * 3 + [[at("a", 4), at("b", 4)]])
     push, _ = sync(lambda: next(rounds), timeout_s=30)
-    assert asyncio.run(push.push(MANIFEST)).unroutable == ()
+    assert (await push.push(MANIFEST)).unroutable == ()
 
 
-def test_one_silent_replica_does_not_excuse_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_silent_replica_does_not_excuse_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push_module, "STATUS_S", 0.05)
     answers: list[Any] = [at("a", 4), at("b", 4), SILENT]
     push, _ = sync(lambda: answers, timeout_s=3600)
     push._grace_s = 0.3
-    assert asyncio.run(asyncio.wait_for(push.push(MANIFEST), 20)).unroutable == (SILENT,)
+    assert (await asyncio.wait_for(push.push(MANIFEST), 20)).unroutable == (SILENT,)
     answers[1], push._grace_s = SILENT, 3600
     with pytest.raises(TimeoutError):
-        asyncio.run(asyncio.wait_for(push.push(MANIFEST), 1.5))
+        await asyncio.wait_for(push.push(MANIFEST), 1.5)
 
 
-def test_a_known_silent_replica_does_not_delay_broadcast_or_survey() -> None:
+async def test_a_known_silent_replica_does_not_delay_broadcast_or_survey() -> None:
     """Without this, the broadcast would wait for 15 s and the survey for 10 s."""
     push, _ = sync(lambda: [at("a", 4), SILENT], lambda: [at("a", 4), SILENT], timeout_s=3600)
     push._behind = Counter([SILENT])
-    assert asyncio.run(asyncio.wait_for(push.push(MANIFEST), 5)).unroutable == (SILENT,)
+    assert (await asyncio.wait_for(push.push(MANIFEST), 5)).unroutable == (SILENT,)
 
 
 @pytest.mark.parametrize("other", [at("b", 3), SILENT], ids=["slow", "silent"])
-def test_the_end_of_the_grace_period_ends_a_running_round(other: Any) -> None:
+async def test_the_end_of_the_grace_period_ends_a_running_round(other: Any) -> None:
     """A full round would take 15 s, and a survey 10 s."""
     push, _ = sync(lambda: [at("a", 4), other], lambda: [at("a", 4), SILENT], timeout_s=3600)
     push._grace_s = 0.3
-    assert asyncio.run(asyncio.wait_for(push.push(MANIFEST), 5)).unroutable in (("b",), (SILENT,))
+    assert (await asyncio.wait_for(push.push(MANIFEST), 5)).unroutable in (("b",), (SILENT,))
 
 
 @pytest.mark.parametrize("late", [at("b", 3), SILENT], ids=["behind", "silent"])
-def test_the_push_waits_again_for_a_replica_that_caught_up(late: Any) -> None:
+async def test_the_push_waits_again_for_a_replica_that_caught_up(late: Any) -> None:
     """Also if another replica always answers first."""
     rounds: list[list[Any]] = [[at("a", 4), late]]
     push, _ = sync(lambda: rounds[0] if len(rounds) == 1 else rounds.pop(0), timeout_s=3600)
     push._grace_s = 0.0
-    assert len(asyncio.run(asyncio.wait_for(push.push(MANIFEST), 5)).unroutable) == 1
+    assert len((await asyncio.wait_for(push.push(MANIFEST), 5)).unroutable) == 1
     push._grace_s = 3600.0
     rounds[:] = [[at("a", 4), at("b", 4)], [at("a", 5), at("b", 4)], [at("a", 5), at("b", 5)]]
-    report = asyncio.run(asyncio.wait_for(push.push(replace(MANIFEST, version=5)), 20))
+    report = await asyncio.wait_for(push.push(replace(MANIFEST, version=5)), 20)
     assert set(report.replicas) == {"a", "b"} and report.unroutable == ()
 
 
-def test_a_drain_with_progress_extends_the_timeout() -> None:
+async def test_a_drain_with_progress_extends_the_timeout() -> None:
     """The push waits for generations longer than the timeout, as long as they produce tokens."""
     tokens = iter(range(100))
     answers = [[replace(at("a", 3), tokens_generated=next(tokens))] for _ in range(12)] + [
@@ -164,14 +161,14 @@ def test_a_drain_with_progress_extends_the_timeout() -> None:
     rounds = iter(answers)
     push, _ = sync(lambda: next(rounds), timeout_s=0.7)
     push._drains = True
-    assert set(asyncio.run(push.push(MANIFEST)).replicas) == {"a"}
+    assert set((await push.push(MANIFEST)).replicas) == {"a"}
     push, _ = sync(lambda: [replace(at("a", 3), tokens_generated=7)], timeout_s=0.7)
     push._drains = True
     with pytest.raises(RuntimeError, match="no replica of 1 applied version 4"):
-        asyncio.run(push.push(MANIFEST))
+        await push.push(MANIFEST)
 
 
-def test_the_push_waits_for_a_replica_that_comes_back() -> None:
+async def test_the_push_waits_for_a_replica_that_comes_back() -> None:
     answers = iter([None, TimeoutError(), [at("a", 4)]])
 
     def status() -> list[Any]:
@@ -183,31 +180,31 @@ def test_the_push_waits_for_a_replica_that_comes_back() -> None:
         return answer
 
     push, _ = sync(status, timeout_s=30)
-    assert set(asyncio.run(push.push(MANIFEST)).replicas) == {"a"}
+    assert set((await push.push(MANIFEST)).replicas) == {"a"}
 
 
-def test_no_replica_has_the_version() -> None:
+async def test_no_replica_has_the_version() -> None:
     push, _ = sync(lambda: [at("a", 3), ValueError("gone")], lambda: [OSError("no room")])
     with pytest.raises(
         RuntimeError, match=r"no replica of 1 applied version 4 within .* OSError: no room"
     ):
-        asyncio.run(push.push(MANIFEST))
+        await push.push(MANIFEST)
 
 
-def test_a_manifest_that_does_not_fit_ends_at_once() -> None:
+async def test_a_manifest_that_does_not_fit_ends_at_once() -> None:
     push, _ = sync(lambda: [at("a", 3)], lambda: [ManifestError("lacks 'x'")], timeout_s=600)
     with pytest.raises(RuntimeError, match="was refused: lacks 'x'"):
-        asyncio.run(push.push(MANIFEST))
+        await push.push(MANIFEST)
 
 
-def test_a_silent_replica_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_replica_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push_module, "STATUS_S", 0.05)
     push, _ = sync(lambda: [at("a", 4), SILENT], timeout_s=0.3)
-    report = asyncio.run(push.push(MANIFEST))
+    report = await push.push(MANIFEST)
     assert set(report.replicas) == {"a"}
     assert report.unroutable == (SILENT,)
     push._timeout_s = 3600
-    assert asyncio.run(push.push(MANIFEST)).unroutable == (SILENT,)  # no second wait
+    assert (await push.push(MANIFEST)).unroutable == (SILENT,)  # no second wait
 
 
 async def test_a_held_replica_keeps_its_version_and_is_not_counted() -> None:
@@ -234,7 +231,7 @@ async def test_a_held_replica_keeps_its_version_and_is_not_counted() -> None:
         call.answers = lambda: answer(method, *arguments)
         return call
 
-    push._handle = SimpleNamespace(broadcast=recording_broadcast)
+    push._handle = FakeHandle(recording_broadcast)
 
     async with asyncio.timeout(20):
         await push.push(MANIFEST)
@@ -255,18 +252,18 @@ async def test_a_held_replica_keeps_its_version_and_is_not_counted() -> None:
     [[at("a", 4), at("b", 3)], [at("a", 4), TimeoutError()], [at("a", 4), at("b", 4, attempt=0)]],
     ids=["behind", "silent", "another attempt's"],
 )
-def test_the_only_replica_with_the_version_is_not_held(answers: list[Any]) -> None:
+async def test_the_only_replica_with_the_version_is_not_held(answers: list[Any]) -> None:
     push, _ = sync(lambda: answers)
-    asyncio.run(push.push(MANIFEST))
-    assert asyncio.run(push.hold(4)) is None
+    await push.push(MANIFEST)
+    assert await push.hold(4) is None
 
 
-def test_hold_returns_none_if_the_replica_refuses() -> None:
+async def test_hold_returns_none_if_the_replica_refuses() -> None:
     """The replica has started to take another version, or died."""
     push, _ = sync(lambda: [at("a", 4), at("b", 4)], lambda: [False, False])
-    asyncio.run(push.push(MANIFEST))
-    assert asyncio.run(push.hold(4)) is None
-    assert set(asyncio.run(push.push(MANIFEST)).replicas) == {"a", "b"}
+    await push.push(MANIFEST)
+    assert await push.hold(4) is None
+    assert set((await push.push(MANIFEST)).replicas) == {"a", "b"}
 
 
 async def test_a_successor_that_needs_the_gpu_may_start_in_a_rest_a_push_and_a_wake() -> None:
@@ -280,9 +277,9 @@ async def test_a_successor_that_needs_the_gpu_may_start_in_a_rest_a_push_and_a_w
         return [registry.learner_shift()]
 
     push, _ = sync(lambda: [at("b", 4)] if answers() else [], answers, timeout_s=0.5)
-    push._registry = SimpleNamespace(
+    push._registry = FakeActor(
         **{
-            name: SimpleNamespace(remote=asynchronous(getattr(registry, name)))
+            name: asynchronous(getattr(registry, name))
             for name in ("announce", "set_learner_shift", "set_learner_on_device")
         }
     )

@@ -6,13 +6,18 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 EXPERTS, HIDDEN, WIDTH = 4, 64, 48
+
+
+class ModelConfig(NamedTuple):
+    """What vLLM reads of its `ModelConfig` in an update."""
+
+    dtype: torch.dtype
 
 
 @contextlib.contextmanager
@@ -90,7 +95,7 @@ def backend_around(model: Any) -> Any:
     from asyncrl.weights.apply import StagedWeights
 
     made = StagedWeights.__new__(StagedWeights)
-    made.model, made.device, made.model_config = model, "cpu", SimpleNamespace(dtype=torch.float32)
+    made.model, made.device, made.model_config = model, "cpu", ModelConfig(torch.float32)
     return made
 
 

@@ -49,7 +49,7 @@ def name_taken(*args: Any) -> Any:
     raise ValueError("the name is name_taken")
 
 
-def test_a_second_job_is_refused_with_the_name_of_the_holder(
+async def test_a_second_job_is_refused_with_the_name_of_the_holder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registry, "open_registry", name_taken)
@@ -63,10 +63,10 @@ def test_a_second_job_is_refused_with_the_name_of_the_holder(
             r" for its end"
         ),
     ):
-        asyncio.run(take_lease("standing-versions", "run 'second'", "standing", release_s=0))
+        await take_lease("standing-versions", "run 'second'", "standing", release_s=0)
 
 
-def test_a_holder_that_does_not_answer_does_not_hang_the_second_job(
+async def test_a_holder_that_does_not_answer_does_not_hang_the_second_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registry, "open_registry", name_taken)
@@ -75,16 +75,16 @@ def test_a_holder_that_does_not_answer_does_not_hang_the_second_job(
     with pytest.raises(
         LeaseHeldError, match="leased by a job whose version registry does not answer yet"
     ):
-        asyncio.run(take_lease("standing-versions", "run 'second'", "standing", release_s=0))
+        await take_lease("standing-versions", "run 'second'", "standing", release_s=0)
 
 
-def test_a_lease_that_ends_while_waiting_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lease_that_ends_while_waiting_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([name_taken, name_taken, lambda *args: "the lease"])
     monkeypatch.setattr(registry, "open_registry", lambda *args: next(answers)(*args))
     monkeypatch.setattr(registry, "find_registry", lambda name: None)
     monkeypatch.setattr(registry, "LOOK_EVERY_S", 0)
     assert (
-        asyncio.run(take_lease("standing-versions", "run 'second'", "standing", release_s=60))
+        await take_lease("standing-versions", "run 'second'", "standing", release_s=60)
         == "the lease"
     )
 
