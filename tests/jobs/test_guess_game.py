@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from pathlib import Path
@@ -45,13 +44,15 @@ class Plays:
         ([10, 11, 12, 13, 14, 15], [0.0] * 6, 0.0),
     ],
 )
-def test_each_guess_has_a_reward(guesses: list[int | None], turns: list[float], won: float) -> None:
-    found = asyncio.run(play({"low": 10, "hidden": 41}, Plays(guesses)))
+async def test_each_guess_has_a_reward(
+    guesses: list[int | None], turns: list[float], won: float
+) -> None:
+    found = await play({"low": 10, "hidden": 41}, Plays(guesses))
     assert found["turns"] == pytest.approx(turns)
     assert found["reward"] == pytest.approx(sum(turns) / len(turns)) and found["won"] == won
 
 
-def test_a_perfect_player_wins_with_the_highest_reward() -> None:
+async def test_a_perfect_player_wins_with_the_highest_reward() -> None:
     for hidden in range(20, 20 + WIDTH):
         first, last, guesses = 20, 19 + WIDTH, list[int]()
         while not guesses or guesses[-1] != hidden:
@@ -59,7 +60,7 @@ def test_a_perfect_player_wins_with_the_highest_reward() -> None:
             said = answer(guesses[-1], hidden)
             first = guesses[-1] + 1 if said == "higher" else first
             last = guesses[-1] - 1 if said == "lower" else last
-        found = asyncio.run(play({"low": 20, "hidden": hidden}, Plays([*guesses])))
+        found = await play({"low": 20, "hidden": hidden}, Plays([*guesses]))
         assert found == {"reward": 1.0, "turns": [1.0] * len(guesses), "won": 1.0}
     assert [even(number, 3, 3) for number in (2, 3, 4)] == [-1.0, 1.0, -1.0]
 

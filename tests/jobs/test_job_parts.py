@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +12,16 @@ import jobs.start
 from jobs.start import start_model
 
 SFT = Path(__file__).parents[2] / "jobs" / "sft" / "sft.yaml"
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    """A run that has reached this accuracy."""
+
+    accuracy: float
+
+    def records(self, kind: str) -> list[dict[str, float]]:
+        return [{"eval/exact_match": accuracy} for accuracy in (0.0, self.accuracy)]
 
 
 @pytest.fixture
@@ -23,9 +33,8 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, Sequence[str]]:
         assert (command, config) == ("sft", SFT)
         runs[run.name] = arguments
 
-    def open_run(run: Path) -> SimpleNamespace:
-        last = {"eval/exact_match": int(run.name.rsplit("-", 1)[1]) / 1000}
-        return SimpleNamespace(records=lambda kind: [{"eval/exact_match": 0.0}, last])
+    def open_run(run: Path) -> FakeRun:
+        return FakeRun(int(run.name.rsplit("-", 1)[1]) / 1000)
 
     monkeypatch.setattr(jobs.start, "finish", finish)
     monkeypatch.setattr(jobs.start, "open_run", open_run)

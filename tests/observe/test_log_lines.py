@@ -3,11 +3,13 @@ set."""
 
 import logging
 import math
-from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 from small_config import small_config
 
 from asyncrl.contracts.messages import TrajectoryText
+from asyncrl.control.bookkeeping import RunProgress
+from asyncrl.control.coordinator import Coordinator
 from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.log_lines import record_line
 from asyncrl.observe.summary import before_and_after
@@ -161,8 +163,8 @@ def test_the_sinks_get_completions_and_rewards_every_few_steps(tmp_path, monkeyp
     config = small_config(max_steps=20, observe={"completions_every": 3})
     name = next(iter(config.reward.functions))
     example = TrajectoryText("say correct-horse-battery", "x\x1b" * 10_000, 0.5, {name: 0.25}, 2)
-    seen = SimpleNamespace(examples=((example, 1),) * 40, rewards=(0.5, 1.0))
-    coordinator = SimpleNamespace(progress=seen, first_version=3)
+    seen = RunProgress(examples=((example, 1),) * 40, rewards=(0.5, 1.0))
+    coordinator = create_autospec(Coordinator, instance=True, progress=seen, first_version=3)
     sink = FakeSink()
     with MetricsWriter(tmp_path, sinks=[sink]) as writer:
         live = Live(observe_spec(config), 0.0)

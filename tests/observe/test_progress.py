@@ -8,13 +8,14 @@ import errno
 import io
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 from small_config import small_config
 
 from asyncrl.control.bookkeeping import RunProgress
+from asyncrl.control.coordinator import Coordinator
 from asyncrl.observe.live import Live, RunRecorder, _rate
 from asyncrl.observe.progress import (
     Alarm,
@@ -30,6 +31,7 @@ from asyncrl.observe.summary import before_and_after
 from asyncrl.preflight.specs import observe_spec
 from asyncrl.rundir.metrics import MetricsWriter
 from asyncrl.rundir.outcomes import OutcomesWriter
+from asyncrl.testing.generators import fake_status
 
 TRAINING = Progress(
     phase="training",
@@ -161,7 +163,7 @@ def test_the_values_of_a_line_are_of_one_step() -> None:
     """The coordinator is a step further than its last record."""
     live = Live(observe_spec(small_config(max_steps=9)), 0.0)
     progress = RunProgress(version=448, committed=447)
-    live.follow(SimpleNamespace(progress=progress, first_version=440))
+    live.follow(create_autospec(Coordinator, instance=True, progress=progress, first_version=440))
     metrics = {"reward/mean": 0.5, "reward/f": 0.25, "staleness/mean": 1.5, "staleness/max": 2}
     live.recorded("step", 447, metrics)
     live._update()
@@ -195,7 +197,7 @@ def test_only_a_reward_that_the_user_calls_accuracy_is_a_percentage(
     assert first.startswith(f"held-out greedy {name}  ") and shown.split()[-1].rstrip("%") in first
 
 
-def test_the_rate_counts_tokens_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_rate_counts_tokens_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that generates long completions has a rate before one of them ends. A replaced
     replica counts from 0 again, and one that does not answer changes nothing."""
     monkeypatch.setattr("asyncrl.observe.live.ASK_EVERY_S", 0.0)
@@ -208,12 +210,10 @@ def test_the_rate_counts_tokens_in_flight(monkeypatch: pytest.MonkeyPatch) -> No
             raise asyncio.CancelledError
         if isinstance(found, RuntimeError):
             raise found
-        return [
-            SimpleNamespace(replica=name, tokens_generated=count) for name, count in found.items()
-        ]
+        return [replace(fake_status(name), tokens_generated=count) for name, count in found.items()]
 
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(live.count_tokens(statuses))
+        await live.count_tokens(statuses)
     assert counts == [[], [100], [100, 250], [100, 250], [100, 250], [100, 250, 450]]
     assert (live.progress.generated_tokens_per_s or 0) > 0
     assert _rate([(10.0, 100), (12.0, 400)]) == 150.0

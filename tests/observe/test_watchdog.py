@@ -2,14 +2,16 @@
 
 import asyncio
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
+from small_config import small_config
 
 from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
+from asyncrl.observe.live import Live
 from asyncrl.observe.watchdog import Watchdog, current_stage, marks
+from asyncrl.preflight.specs import observe_spec
 from asyncrl.run.attempt import Attempt
 from asyncrl.testing import (
     FakeLearner,
@@ -243,16 +245,16 @@ def test_completions_that_grow_are_progress():
     )
 
 
-def test_a_learner_that_works_alone_is_watched_too(tmp_path):
+async def test_a_learner_that_works_alone_is_watched_too(tmp_path):
     """The learner works alone before and after training: loading, warm start, saving."""
     reported = asyncio.Event()
-    recorder, live = (
-        FakeRecorder(),
-        SimpleNamespace(
-            progress=SimpleNamespace(phase="warm start"), note=lambda text: reported.set()
-        ),
-    )
-    config = SimpleNamespace(observe=SimpleNamespace(stall_s=0.2))
+    config = small_config(observe={"stall_s": 0.2})
+    recorder, live = FakeRecorder(), Live(observe_spec(config), 0.0)
+    live.phase("warm start")
+    live.note = lambda text: reported.set()
+
+    class Directory:
+        state = State("r", 0, version=2, steps_attempted=3, frontier=0, finished_above=())
 
     class Learner:
         answered = 0
@@ -261,25 +263,15 @@ def test_a_learner_that_works_alone_is_watched_too(tmp_path):
             return None, "rank 0: all_reduce"
 
     attempt = object.__new__(Attempt)
-    attempt.config, attempt.live, attempt.recorder, attempt.coordinator = (
-        config,
-        live,
-        recorder,
-        None,
-    )
-    attempt.directory = SimpleNamespace(state=SimpleNamespace(steps_attempted=3, version=2))
-
-    async def both():
-        learner = Learner()
-        async with attempt.watched(learner):
-            for _ in range(20):
-                learner.answered += 1
-                await asyncio.sleep(0.05)
-            quiet = list(recorder.records)
-            await reported.wait()
-        return quiet
-
-    assert asyncio.run(asyncio.wait_for(both(), 20)) == []
+    attempt.config, attempt.live, attempt.recorder = config, live, recorder
+    attempt.coordinator, attempt.directory = None, Directory()
+    learner = Learner()
+    async with asyncio.timeout(20), attempt.watched(learner):
+        for _ in range(20):
+            learner.answered += 1
+            await asyncio.sleep(0.05)
+        assert recorder.records == []
+        await reported.wait()
     event, step, version, record = recorder.records[0]
     assert (event, step, version, record["stage"], record["workers"]) == (
         "stall",
