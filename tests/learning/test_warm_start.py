@@ -1,6 +1,5 @@
 """The warm start, with a model whose accuracy grows linearly."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 import pyarrow as pa
@@ -69,10 +68,10 @@ def config(**changes: float) -> WarmStartConfig:
     return WarmStartConfig.model_validate(known | changes)
 
 
-def test_the_warm_start_ends_in_the_window() -> None:
+async def test_the_warm_start_ends_in_the_window() -> None:
     progress: list[WarmStartCheck] = []
-    report = asyncio.run(
-        warm_start(Model(), ROWS, ROWS, config(learning_rate=0.01), progress=progress.append)
+    report = await warm_start(
+        Model(), ROWS, ROWS, config(learning_rate=0.01), progress=progress.append
     )
     assert report.accuracy == pytest.approx(0.4, abs=1e-6) or report.accuracy == pytest.approx(
         0.5, abs=1e-6
@@ -94,41 +93,41 @@ def test_the_warm_start_ends_in_the_window() -> None:
     assert set(first) <= known_names()
 
 
-def test_a_jump_restores_the_last_check_and_halves_the_learning_rate() -> None:
+async def test_a_jump_restores_the_last_check_and_halves_the_learning_rate() -> None:
     model = Model()
     # The first check jumps from 0 to 0.9. With half the rate, it reaches 0.45.
-    report = asyncio.run(warm_start(model, ROWS, ROWS, config(learning_rate=0.09)))
+    report = await warm_start(model, ROWS, ROWS, config(learning_rate=0.09))
     assert report.accuracy == pytest.approx(0.45) and report.jumps == 1 and report.steps == 20
     assert model.calls == ["reset", "snapshot", "restore", "rate 0.045"]
 
 
-def test_two_jumps_from_the_same_check() -> None:
-    report = asyncio.run(warm_start(Model(), ROWS, ROWS, config(learning_rate=0.2)))
+async def test_two_jumps_from_the_same_check() -> None:
+    report = await warm_start(Model(), ROWS, ROWS, config(learning_rate=0.2))
     assert report.jumps == 2 and report.accuracy == pytest.approx(0.5)
 
 
-def test_a_model_already_in_the_window_takes_no_step() -> None:
-    assert asyncio.run(warm_start(Model(0.5), ROWS, ROWS, config())).steps == 0
+async def test_a_model_already_in_the_window_takes_no_step() -> None:
+    assert (await warm_start(Model(0.5), ROWS, ROWS, config())).steps == 0
 
 
-def test_the_error_names_the_fix() -> None:
+async def test_the_error_names_the_fix() -> None:
     with pytest.raises(WarmStartFailedError, match="raise max_steps"):
-        asyncio.run(warm_start(Model(), ROWS, ROWS, config(learning_rate=0.0001, max_steps=20)))
+        await warm_start(Model(), ROWS, ROWS, config(learning_rate=0.0001, max_steps=20))
     with pytest.raises(WarmStartFailedError, match="before any supervised step"):
-        asyncio.run(warm_start(Model(0.9), ROWS, ROWS, config()))
+        await warm_start(Model(0.9), ROWS, ROWS, config())
     with pytest.raises(WarmStartFailedError, match="0 training"):
-        asyncio.run(warm_start(Model(), [], ROWS, config()))
+        await warm_start(Model(), [], ROWS, config())
 
 
-def test_a_skipped_step_does_not_count() -> None:
+async def test_a_skipped_step_does_not_count() -> None:
     model = Model(skips=lambda number: number % 3 > 0)
-    report = asyncio.run(warm_start(model, ROWS, ROWS, config(learning_rate=0.01)))
+    report = await warm_start(model, ROWS, ROWS, config(learning_rate=0.01))
     assert report.steps == model.applied < model.attempted / 2 and all(
         check.loss == check.loss for check in report.checks[1:]
     )
 
 
-def test_skipped_steps_in_a_row_end_the_warm_start() -> None:
+async def test_skipped_steps_in_a_row_end_the_warm_start() -> None:
     model = Model(skips=lambda number: number >= 15)
     with pytest.raises(
         WarmStartFailedError,
@@ -137,9 +136,9 @@ def test_skipped_steps_in_a_row_end_the_warm_start() -> None:
             r" warm_start.learning_rate \(.*kept/"
         ),
     ):
-        asyncio.run(warm_start(model, ROWS, ROWS, config(learning_rate=0.001)))
+        await warm_start(model, ROWS, ROWS, config(learning_rate=0.001))
     assert model.attempted == 18
     with pytest.raises(WarmStartFailedError, match=r"^5 supervised steps"):
-        asyncio.run(
-            warm_start(Model(skips=lambda number: True), ROWS, ROWS, config(), max_skipped_steps=5)
+        await warm_start(
+            Model(skips=lambda number: True), ROWS, ROWS, config(), max_skipped_steps=5
         )

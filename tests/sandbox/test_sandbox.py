@@ -212,14 +212,14 @@ def test_a_missing_level_is_explained_and_nothing_runs(level):
     )
 
 
-def test_run_takes_source_or_a_command() -> None:
+async def test_run_takes_source_or_a_command() -> None:
     if Level.NAMESPACES not in probe().reached:
         with pytest.raises(SandboxUnavailableError, match=r"namespaces: .+"):
             run("print(1)")
         return
     assert run("print(6 * 7)", limits=LIMITS).stdout == "42\n"
     assert run(["cat", "f"], files={"f": "text"}, limits=LIMITS).stdout == "text"
-    assert asyncio.run(run_async("print(input())", stdin="line", limits=LIMITS)).stdout == "line\n"
+    assert (await run_async("print(input())", stdin="line", limits=LIMITS)).stdout == "line\n"
 
 
 async def test_cancellation_kills_the_program(sandbox):
@@ -304,10 +304,10 @@ def test_prints_the_supported_levels(capsys: pytest.CaptureFixture[str]) -> None
     )
 
 
-def test_the_fake_keeps_its_programs_and_limits() -> None:
+async def test_the_fake_keeps_its_programs_and_limits() -> None:
     fake = FakeSandbox(lambda program: ended(program.stdin.decode()))
     assert fake.run(Program.python("", "a")).stdout == "a"
-    assert asyncio.run(fake.run_async(Program.python("", "b"), LIMITS)).ok and fake.limits == [
+    assert (await fake.run_async(Program.python("", "b"), LIMITS)).ok and fake.limits == [
         Limits(),
         LIMITS,
     ]
