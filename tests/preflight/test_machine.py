@@ -5,7 +5,6 @@ import fcntl
 import os
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from small_config import small_config
@@ -84,7 +83,7 @@ def test_a_full_temporary_folder_is_named(run, tmp_path, monkeypatch, variable, 
         if not Path(place).is_relative_to(folder):
             return real(place)
         free = 1 << 8 if lacks == "bytes" else 1 << 20  # blocks of 4 KiB
-        return SimpleNamespace(f_bavail=free, f_frsize=4096, f_files=9, f_favail=lacks == "bytes")
+        return os.statvfs_result((4096, 4096, 0, 0, free, 9, 0, lacks == "bytes", 0, 255))
 
     monkeypatch.setattr(os, "statvfs", statvfs)
     words = ("1,024 KiB left", "16 MiB") if lacks == "bytes" else ("no room for another file",)

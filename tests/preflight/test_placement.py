@@ -6,21 +6,25 @@ import contextlib
 import json
 import re
 import time
-from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
+from fake_actors import FakeActor
 from ray.exceptions import RpcError
 from small_config import small_config as config
 
 from asyncrl.contracts.errors import PartDiedError, PlacementError, PlacementLostError
 from asyncrl.data.prompt_stream import RayPromptSource
 from asyncrl.data.prompts import check_prompts
+from asyncrl.preflight.plan.text import Plan
 from asyncrl.preflight.resources.needs import ClusterNode
 from asyncrl.preflight.specs import data_spec
 from asyncrl.run import launch, supervise, train as run
 from asyncrl.run.cluster import placement
 from asyncrl.run.cluster.placement import needed, wait_for_placement, wait_for_resources
 from asyncrl.run.launch import Stations
+from asyncrl.rundir.checkpoint import CheckpointStore
+from asyncrl.rundir.directory import RunDirectory
 
 
 @pytest.fixture
@@ -61,7 +65,7 @@ def test_needed_includes_every_part():
 
 
 @pytest.mark.timeout(120)
-def test_a_local_cluster_that_is_too_small_is_refused_at_once(ray_cluster):
+async def test_a_local_cluster_that_is_too_small_is_refused_at_once(ray_cluster):
     with pytest.raises(
         PlacementError,
         match=(
@@ -69,9 +73,7 @@ def test_a_local_cluster_that_is_too_small_is_refused_at_once(ray_cluster):
             r" generator.num_replicas"
         ),
     ) as error:
-        asyncio.run(
-            wait_for_resources(config(generator={"num_replicas": 100}, placement_timeout_s=600))
-        )
+        await wait_for_resources(config(generator={"num_replicas": 100}, placement_timeout_s=600))
     text = str(error.value)
     assert (
         re.search(r"\n +needed +registered +free\n +CPU +40\.7 +2 ", text)
@@ -80,7 +82,7 @@ def test_a_local_cluster_that_is_too_small_is_refused_at_once(ray_cluster):
 
 
 @pytest.mark.timeout(120)
-def test_a_full_cluster_is_refused_after_the_timeout(ray_cluster, holder):
+async def test_a_full_cluster_is_refused_after_the_timeout(ray_cluster, holder):
     free = ray_cluster.available_resources()["CPU"]
     lines = []
     holder(free - 0.5)
@@ -91,7 +93,7 @@ def test_a_full_cluster_is_refused_after_the_timeout(ray_cluster, holder):
             r" raise placement_timeout_s\n"
         ),
     ) as error:
-        asyncio.run(wait_for_resources(config(placement_timeout_s=1), tell=lines.append))
+        await wait_for_resources(config(placement_timeout_s=1), tell=lines.append)
     assert "the users of the rest are not known: this cluster has no dashboard" in str(error.value)
     # Processes of earlier tests may free their resources during this one.
     assert re.match(
@@ -114,15 +116,15 @@ async def test_resources_freed_in_time_are_used(ray_cluster, holder):
 
 
 @pytest.mark.timeout(120)
-def test_memory_that_no_node_has_is_refused_at_once(ray_cluster):
+async def test_memory_that_no_node_has_is_refused_at_once(ray_cluster):
     with pytest.raises(
         PlacementError, match=r"too small for this run \(memory: .* GiB needed, .* registered"
     ):
-        asyncio.run(wait_for_resources(config(placement_timeout_s=600), 1 << 44))
+        await wait_for_resources(config(placement_timeout_s=600), 1 << 44)
 
 
 @pytest.mark.timeout(120)
-def test_an_actor_without_room_is_named(ray_cluster, holder):
+async def test_an_actor_without_room_is_named(ray_cluster, holder):
     free = ray_cluster.available_resources()["CPU"]
     holder(free - 0.1)
     holder(config().generator.num_cpus, wait=False)
@@ -130,7 +132,7 @@ def test_an_actor_without_room_is_named(ray_cluster, holder):
         PlacementLostError,
         match=r"Holder not placed within placement_timeout_s = 3 s.*\nresource.*\nCPU",
     ):
-        asyncio.run(wait_for_placement(config(placement_timeout_s=3), "no-such-application", {}))
+        await wait_for_placement(config(placement_timeout_s=3), "no-such-application", {})
 
 
 async def started():
@@ -142,12 +144,14 @@ async def not_started():
 
 
 @pytest.mark.timeout(120)
-def test_placement_ends_when_replicas_have_processes_and_streams_have_started(generators):
-    asyncio.run(wait_for_placement(config(), generators.name, {"prompt stream": started}))
+async def test_placement_ends_when_replicas_have_processes_and_streams_have_started(generators):
+    await wait_for_placement(config(), generators.name, {"prompt stream": started})
 
 
 @pytest.mark.timeout(180)
-def test_a_stream_without_room_is_named(generators, tiny_model, ray_cluster, holder, tmp_path):
+async def test_a_stream_without_room_is_named(
+    generators, tiny_model, ray_cluster, holder, tmp_path
+):
     """The real prompt stream, in a cluster that another job has filled."""
     write_prompts(tmp_path / "p.jsonl")
     free = ray_cluster.available_resources()["CPU"]
@@ -158,7 +162,9 @@ def test_a_stream_without_room_is_named(generators, tiny_model, ray_cluster, hol
         data={"train": str(tmp_path / "p.jsonl"), "max_prompt_length": 8},
     )
 
-    async def wait():
+    with pytest.raises(
+        PlacementLostError, match=r"^prompt stream not placed within placement_timeout_s = 3 s"
+    ):
         prompts = RayPromptSource(data_spec(wanted), check_prompts(data_spec(wanted)))
         try:
             await wait_for_placement(
@@ -169,11 +175,6 @@ def test_a_stream_without_room_is_named(generators, tiny_model, ray_cluster, hol
         finally:
             ray_cluster.kill(other)  # otherwise the test would wait for the stream
             await prompts.close()
-
-    with pytest.raises(
-        PlacementLostError, match=r"^prompt stream not placed within placement_timeout_s = 3 s"
-    ):
-        asyncio.run(wait())
 
 
 def write_prompts(path):
@@ -215,11 +216,9 @@ def nodes_seen(monkeypatch):
 RANGE = {"num_replicas": 4, "min_replicas": 2, "num_cpus": 1.0}
 
 
-def test_missing_nodes_are_requested_and_waited_for(nodes_seen):
+async def test_missing_nodes_are_requested_and_waited_for(nodes_seen):
     calls = nodes_seen(0, 0, 1, 8)
-    chosen, table = asyncio.run(
-        wait_for_resources(config(generator=RANGE, placement_timeout_s=600))
-    )
+    chosen, table = await wait_for_resources(config(generator=RANGE, placement_timeout_s=600))
     assert (
         chosen.generator.num_replicas == 4 and "starts with the replicas that fit, 2 to 4." in table
     )
@@ -261,39 +260,39 @@ def test_an_engine_of_several_nodes_asks_for_different_nodes(monkeypatch):
         (1, "lower generator.num_replicas, generator.tensor_parallel_size,"),
     ],
 )
-def test_too_few_nodes_for_an_engine_are_a_reason_to_lower_nnodes(
+async def test_too_few_nodes_for_an_engine_are_a_reason_to_lower_nnodes(
     nodes_seen, monkeypatch, nnodes, fix
 ):
     monkeypatch.setattr(placement, "GIVEN_BACK_S", 0.01)
     nodes_seen(8 if nnodes > 1 else 1)
     engines = {"tensor_parallel_size": 2, "nnodes": nnodes, "num_cpus": 1}
     with pytest.raises(PlacementError, match=re.escape(f"; {fix}")) as error:
-        asyncio.run(wait_for_resources(config(generator=engines, placement_timeout_s=0.01)))
+        await wait_for_resources(config(generator=engines, placement_timeout_s=0.01))
     assert ("generator nodes 1 of 2" in str(error.value)) == (nnodes > 1)
 
 
-def test_resources_of_a_removed_demand_are_waited_for_until_free(nodes_seen):
+async def test_resources_of_a_removed_demand_are_waited_for_until_free(nodes_seen):
     calls = nodes_seen(0, 0, 0, 0, 0, 8, placed=True)
-    asyncio.run(wait_for_resources(config(generator=RANGE, placement_timeout_s=600)))
+    await wait_for_resources(config(generator=RANGE, placement_timeout_s=600))
     assert calls == [("demand", 4), "removed"]
 
 
-def test_resources_that_others_always_take_are_refused_after_the_timeout(nodes_seen, monkeypatch):
+async def test_resources_that_others_always_take_are_refused_after_the_timeout(
+    nodes_seen, monkeypatch
+):
     monkeypatch.setattr(placement, "GIVEN_BACK_S", 0.01)
     nodes_seen(0, placed=True)
     with pytest.raises(PlacementError, match="too small for this run after placement_timeout_s"):
-        asyncio.run(
-            asyncio.wait_for(
-                wait_for_resources(config(generator=RANGE, placement_timeout_s=0.1)), 60
-            )
+        await asyncio.wait_for(
+            wait_for_resources(config(generator=RANGE, placement_timeout_s=0.1)), 60
         )
 
 
-def test_after_the_timeout_a_run_starts_with_the_replicas_that_fit(nodes_seen):
+async def test_after_the_timeout_a_run_starts_with_the_replicas_that_fit(nodes_seen):
     nodes_seen(3.8)
     lines = []
-    chosen, table = asyncio.run(
-        wait_for_resources(config(generator=RANGE, placement_timeout_s=0.05), tell=lines.append)
+    chosen, table = await wait_for_resources(
+        config(generator=RANGE, placement_timeout_s=0.05), tell=lines.append
     )
     assert chosen.generator.num_replicas == 3 and chosen.generator.min_replicas == 2
     assert (
@@ -303,7 +302,9 @@ def test_after_the_timeout_a_run_starts_with_the_replicas_that_fit(nodes_seen):
     assert "generator replicas 3 of 3" in table
 
 
-def test_a_demand_that_is_partly_placed_frees_its_part_for_fewer_replicas(nodes_seen, monkeypatch):
+async def test_a_demand_that_is_partly_placed_frees_its_part_for_fewer_replicas(
+    nodes_seen, monkeypatch
+):
     calls = nodes_seen(0)
 
     def two_nodes(with_memory):
@@ -315,12 +316,12 @@ def test_a_demand_that_is_partly_placed_frees_its_part_for_fewer_replicas(nodes_
     engines = config(
         generator={**RANGE, "tensor_parallel_size": 2, "nnodes": 2}, placement_timeout_s=0.5
     )
-    chosen, _ = asyncio.run(wait_for_resources(engines))
+    chosen, _ = await wait_for_resources(engines)
     assert chosen.generator.num_replicas == 3 and calls == [("demand", 4), "removed"]
 
 
 @pytest.mark.parametrize("generator", [RANGE, {**RANGE, "min_replicas": None}])
-def test_after_the_timeout_fewer_than_min_replicas_are_refused(nodes_seen, generator):
+async def test_after_the_timeout_fewer_than_min_replicas_are_refused(nodes_seen, generator):
     calls = nodes_seen(2.0)
     with pytest.raises(
         PlacementError,
@@ -329,7 +330,7 @@ def test_after_the_timeout_fewer_than_min_replicas_are_refused(nodes_seen, gener
             r" registered"
         ),
     ) as error:
-        asyncio.run(wait_for_resources(config(generator=generator, placement_timeout_s=0.5)))
+        await wait_for_resources(config(generator=generator, placement_timeout_s=0.5))
     assert not isinstance(error.value, PartDiedError) and calls == [("demand", 4), "removed"]
 
 
@@ -347,22 +348,21 @@ def test_a_new_attempt_starts_automatically_after_a_lost_placement(monkeypatch, 
     wanted = config(runs_root=str(tmp_path), generator=RANGE)
     monkeypatch.setattr(supervise, "_train", train)
     monkeypatch.setattr(run, "resolve_models", lambda config: config)
-    monkeypatch.setattr(run, "make_plan", lambda config: SimpleNamespace(prompts=None))
+    monkeypatch.setattr(run, "make_plan", lambda config: create_autospec(Plan, prompts=None))
     monkeypatch.setattr(
         run, "reward_trial", lambda config: contextlib.nullcontext(lambda report: None)
     )
     monkeypatch.setattr(supervise, "_announce", lambda *args: None)
     monkeypatch.setattr(supervise, "_print_summary", lambda *args: None)
-    ends = []
-    directory = SimpleNamespace(
-        checkpoints=SimpleNamespace(newest_first=list),
-        checkpoint=None,
-        logs=tmp_path,
-        end=lambda outcome, *cause: ends.append(outcome),
+    checkpoints = create_autospec(CheckpointStore, instance=True)
+    checkpoints.newest_first.return_value = []
+    directory = create_autospec(
+        RunDirectory, instance=True, checkpoints=checkpoints, checkpoint=None, logs=tmp_path
     )
     monkeypatch.setattr(supervise, "RunDirectory", lambda *_: contextlib.nullcontext(directory))
     assert run.run_training(wanted, ["asyncrl", "train"]) == 0
     assert attempts == [("never", 4), ("auto", 4), ("auto", 4)]
+    ends = [call.args[0] for call in directory.end.call_args_list]
     assert ends == ["failed", "failed", "finished"]
     attempts.clear()
     assert (
@@ -410,30 +410,27 @@ def replicas_seen(monkeypatch):
     ],
     ids=["no room", "its process starts", "only a generator waits", "its model loads"],
 )
-def test_a_reference_policy_that_gets_no_gpu_has_lost_its_placement(
+async def test_a_reference_policy_that_gets_no_gpu_has_lost_its_placement(
     replicas_seen, monkeypatch, waiting, unmet, lost
 ):
     """The generators' start waits for it where they share GPUs."""
     monkeypatch.setattr(placement, "LOOK_EVERY_S", 0.001)
     placed = replicas_seen((0, waiting, unmet)).placed
 
-    async def start():
-        ready = asyncio.get_running_loop().create_future()
-        if not lost:  # after four times the placement timeout
-            asyncio.get_running_loop().call_later(0.2, ready.set_result, None)
-        reference = SimpleNamespace(ready=SimpleNamespace(remote=lambda: ready))
-        learner = asyncio.create_task(asyncio.sleep(0.001))
-        await asyncio.wait_for(launch._started_alone(placed, "app", learner, reference), 20)
-
     refused = pytest.raises(
         PlacementLostError,
         match=r"^Reference not placed within placement_timeout_s = 0\.05 s; free",
     )
     with refused if lost else contextlib.nullcontext():
-        asyncio.run(start())
+        ready = asyncio.get_running_loop().create_future()
+        if not lost:  # after four times the placement timeout
+            asyncio.get_running_loop().call_later(0.2, ready.set_result, None)
+        reference = FakeActor(ready=lambda: ready)
+        learner = asyncio.create_task(asyncio.sleep(0.001))
+        await asyncio.wait_for(launch._started_alone(placed, "app", learner, reference), 20)
 
 
-def test_a_run_without_room_for_any_generator_has_lost_its_placement(replicas_seen):
+async def test_a_run_without_room_for_any_generator_has_lost_its_placement(replicas_seen):
     ended = []
 
     async def work():
@@ -450,11 +447,11 @@ def test_a_run_without_room_for_any_generator_has_lost_its_placement(replicas_se
             r" left; add nodes.*\nthe table"
         ),
     ):
-        asyncio.run(stations.while_placed(work()))
+        await stations.while_placed(work())
     assert ended == ["work"]
 
 
-def test_another_actor_without_room_has_lost_its_placement(replicas_seen):
+async def test_another_actor_without_room_has_lost_its_placement(replicas_seen):
     """The node of the reference policy is gone, so scoring would wait forever."""
 
     async def work():
@@ -468,7 +465,7 @@ def test_another_actor_without_room_has_lost_its_placement(replicas_seen):
             r" nodes\nthe table"
         ),
     ):
-        asyncio.run(asyncio.wait_for(stations.while_placed(work()), 20))
+        await asyncio.wait_for(stations.while_placed(work()), 20)
 
 
 @pytest.mark.parametrize(
@@ -476,14 +473,14 @@ def test_another_actor_without_room_has_lost_its_placement(replicas_seen):
     [(1, 1, True), (0, 1, False), (0, 0, True)],
     ids=["one is left", "one is being started", "Serve asks for none yet"],
 )
-def test_slow_generators_do_not_end_the_attempt(replicas_seen, look):
+async def test_slow_generators_do_not_end_the_attempt(replicas_seen, look):
     async def work():
         await asyncio.sleep(0.2)  # four times the placement timeout
 
-    asyncio.run(replicas_seen(look).while_placed(work()))
+    await replicas_seen(look).while_placed(work())
 
 
-def test_an_unavailable_control_service_does_not_end_the_attempt(replicas_seen, monkeypatch):
+async def test_an_unavailable_control_service_does_not_end_the_attempt(replicas_seen, monkeypatch):
     stations, looks = replicas_seen((0, 1, True)), []
 
     def away(config):
@@ -496,31 +493,28 @@ def test_an_unavailable_control_service_does_not_end_the_attempt(replicas_seen, 
         while len(looks) < 20:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    asyncio.run(asyncio.wait_for(stations.while_placed(work()), 20))
+    await asyncio.wait_for(stations.while_placed(work()), 20)
 
 
-def test_an_error_and_a_cancellation_of_the_work_pass_through(replicas_seen):
+async def test_an_error_and_a_cancellation_of_the_work_pass_through(replicas_seen):
     async def fails():
         raise RuntimeError("the work's own")
 
     with pytest.raises(RuntimeError, match="the work's own"):
-        asyncio.run(replicas_seen((1, 0, False)).while_placed(fails()))
+        await replicas_seen((1, 0, False)).while_placed(fails())
 
-    async def scenario():
-        started_work, ended = asyncio.Event(), []
+    started_work, ended = asyncio.Event(), []
 
-        async def work():
-            started_work.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.append(True)
+    async def work():
+        started_work.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
 
-        task = asyncio.create_task(replicas_seen((1, 0, False)).while_placed(work()))
-        await started_work.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return ended
-
-    assert asyncio.run(scenario()) == [True]
+    task = asyncio.create_task(replicas_seen((1, 0, False)).while_placed(work()))
+    await started_work.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True]

@@ -4,9 +4,9 @@ two-node cluster."""
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
+from ray.util.state.common import ActorState, PlacementGroupState, TaskState
 from small_config import SMALL
 
 from asyncrl.preflight.resources.needs import ResourceUser
@@ -14,11 +14,15 @@ from asyncrl.run.cluster.resource_usage import _claims, group_users
 
 
 def actor(node, class_name, job="01000000", name=None, group=None, **resources):
-    return SimpleNamespace(
-        node_id=node,
-        class_name=class_name,
-        job_id=job,
-        name=name,
+    return ActorState(
+        "id",
+        class_name,
+        "ALIVE",
+        job,
+        name,
+        node,
+        1,
+        "",
         placement_group_id=group,
         required_resources=resources,
     )
@@ -39,21 +43,26 @@ def test_users_with_one_name_are_merged_and_the_largest_is_first():
 
 
 def test_actors_in_a_placement_group_are_counted_once():
-    group = SimpleNamespace(
-        placement_group_id="g",
-        creator_job_id="02000000",
-        bundles=[{"node_id": "n", "unit_resources": {"CPU": 4.0, "GPU": 1.0}}],
-    )
+    bundles = [{"node_id": "n", "unit_resources": {"CPU": 4.0, "GPU": 1.0}}]
+    group = PlacementGroupState("g", "", "02000000", "CREATED", bundles)
     living = [
         actor("n", "RankProcess", "02000000", group="g", CPU=4.0, GPU=1.0),
         actor("n", "Serve", name="SERVE_REPLICA::app#Generator#x1", CPU=0.4),
     ]
-    task = SimpleNamespace(
-        type="NORMAL_TASK",
-        placement_group_id=None,
-        node_id="n",
-        func_or_class_name="read",
+    task = TaskState(
+        task_id="t",
+        attempt_number=0,
+        name="read",
+        state="RUNNING",
         job_id="03000000",
+        actor_id=None,
+        type="NORMAL_TASK",
+        func_or_class_name="read",
+        parent_task_id="",
+        node_id="n",
+        worker_id=None,
+        worker_pid=None,
+        error_type=None,
         required_resources={"CPU": 1.0},
     )
     assert group_users(_claims([group], living, [task])) == {

@@ -5,7 +5,8 @@ import contextlib
 import re
 import textwrap
 import time
-from types import SimpleNamespace
+from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pyarrow as pa
@@ -13,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl import cli
-from asyncrl.config import ConfigError, load_config
-from asyncrl.data.prompts import check_prompts
+from asyncrl.config import Config, ConfigError, load_config
+from asyncrl.data.prompts import PromptReport, check_prompts
 from asyncrl.preflight.specs import data_spec
 from asyncrl.preflight.trials.rewards import Tried, reward_trial, rewards_text
 
@@ -120,10 +121,15 @@ def unscored(completions, **_):
 """
 
 
+class Trial(NamedTuple):
+    config: Config
+    report: PromptReport
+    path: Path
+
+
 @pytest.fixture
 def trial(tmp_path, tiny_model, monkeypatch):
-    """`trial("fine", **reward_settings)`: the config of a run with that reward, and the report of
-    its prompts."""
+    """`trial("fine", **reward_settings)`: a run with that reward, and the report of its prompts."""
     (tmp_path / "trial_rewards.py").write_text(textwrap.dedent(REWARD))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -149,7 +155,7 @@ def trial(tmp_path, tiny_model, monkeypatch):
         }
         path.write_text(str(tree))  # a Python dict of strings and numbers is valid YAML
         config = load_config(path)
-        return SimpleNamespace(config=config, report=check_prompts(data_spec(config)), path=path)
+        return Trial(config, check_prompts(data_spec(config)), path)
 
     return made
 
