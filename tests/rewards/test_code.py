@@ -7,7 +7,6 @@ import json
 import os
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from small_config import small_config
@@ -281,7 +280,7 @@ def test_results_are_equal_up_to_the_digits_of_a_fraction(output, expected, same
     assert _returned(output, (expected,)) is same
 
 
-def test_another_service_runs_each_case_as_a_program_of_its_own() -> None:
+async def test_another_service_runs_each_case_as_a_program_of_its_own() -> None:
     cases = Cases(("1", "2"), ("1", "2"))
     for level, programs in ((Level.CONTAINER, 2), (Level.NAMESPACES, 1)):
 
@@ -290,7 +289,7 @@ def test_another_service_runs_each_case_as_a_program_of_its_own() -> None:
             return ended(json.dumps([[0, text] for text in given]), level=level)
 
         sandbox = FakeSandbox(echo, level)
-        assert asyncio.run(grade(sandbox, Limits(), "code", cases)).passed
+        assert (await grade(sandbox, Limits(), "code", cases)).passed
         assert len(sandbox.programs) == programs
 
 
@@ -656,7 +655,7 @@ def test_no_code_runs_without_the_sandbox_that_the_config_asks_for(monkeypatch, 
     monkeypatch.delenv(SETTINGS, raising=False)
     with pytest.raises(RewardError, match=r"set reward\.sandbox "):
         rewards([code], "assert True")
-    monkeypatch.setattr(local, "probe", lambda *_: SimpleNamespace(best=None, reasons={}))
+    monkeypatch.setattr(local, "probe", lambda *_: local.Levels((), {}))
     monkeypatch.setenv(SETTINGS, '{"level": "namespaces", "wall_s": 3.0}')
     with pytest.raises(
         RewardError,
@@ -672,12 +671,12 @@ def test_no_code_runs_without_the_sandbox_that_the_config_asks_for(monkeypatch, 
     assert not (tmp_path / "ran").exists()
 
 
-def test_settings_reach_a_reward_process(monkeypatch, sandboxed):
+async def test_settings_reach_a_reward_process(monkeypatch, sandboxed):
     sandbox, limits = configured_sandbox()
     assert sandbox.level == probe().best and limits == Limits(wall_s=20.0)
     assert Level(sandbox.level).reaches(Level.LANDLOCK)
-    assert asyncio.run(
-        code_tests(completions=["```\nx = 1\n```"], tests=["assert x == 1"], ordinal=[0])
+    assert await code_tests(
+        completions=["```\nx = 1\n```"], tests=["assert x == 1"], ordinal=[0]
     ) == [1.0]
 
 
@@ -686,7 +685,7 @@ class StartedPoolError(Exception):
 
 
 @pytest.mark.parametrize("starts", ["the scoring stream", "evaluation"])
-def test_every_start_of_reward_processes_passes_the_settings(monkeypatch, starts):
+async def test_every_start_of_reward_processes_passes_the_settings(monkeypatch, starts):
     config = small_config(
         reward={
             "functions": {"f": {"function": "m:f"}},
@@ -704,7 +703,7 @@ def test_every_start_of_reward_processes_passes_the_settings(monkeypatch, starts
         if module is source:
             next(source.rewarded_groups(config.reward, "reader", []))
         else:
-            asyncio.run(launch._start_rewards(config, AsyncExitStack()))
+            await launch._start_rewards(config, AsyncExitStack())
 
 
 def test_reward_processes_run_it(sandboxed):

@@ -1,6 +1,5 @@
 """The judge against a small server on loopback."""
 
-import asyncio
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -306,14 +305,14 @@ def test_refused_completions_never_end_the_run(judge, after):
     assert given(judge, *bad, *after).rewards == [*[None] * 70, *[1.0] * len(after)]
 
 
-def test_a_request_that_waited_before_the_ordinary_one_rescues_the_run() -> None:
+async def test_a_request_that_waited_before_the_ordinary_one_rescues_the_run() -> None:
     accepted = Accepted("the judge", "judge.url")
 
     async def ask():
         accepted.any = True  # by a request that waited
         raise RefusedError("status 400")
 
-    asyncio.run(accepted.check(ask))
+    await accepted.check(ask)
 
 
 @pytest.mark.parametrize(

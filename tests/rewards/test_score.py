@@ -1,4 +1,3 @@
-import asyncio
 import math
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,7 +13,7 @@ from asyncrl.algorithms.advantages.reinforce_plus_plus import ReinforcePlusPlus
 from asyncrl.algorithms.advantages.remax import ReMax
 from asyncrl.config import Config
 from asyncrl.contracts.group_table import groups_from_table, groups_to_table
-from asyncrl.contracts.messages import ScoredBaseline
+from asyncrl.contracts.messages import Scored, ScoredBaseline
 from asyncrl.contracts.outcomes import NO_BASELINE
 from asyncrl.contracts.rows import Baseline, Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.learning.examples.batches import examples_of
@@ -215,17 +214,15 @@ def test_two_groups_in_one_block_score_like_one_each(config):
     assert scored["advantage"].to_pylist() == [[-0.5, 0.5], [0.0, 0.0]]
 
 
-def test_completions_are_scored_outside_the_stream(reward_config):
+async def test_completions_are_scored_outside_the_stream(reward_config):
     with RewardPool(reward_config("by_length", "all_columns")) as pool:
         spans = (VersionSpan(0, 0, 2),)
         completions = [
             Completion((1, 2), (-1.0, -1.0), spans, "stop", text) for text in ("a", "bc")
         ]
         scores = [
-            asyncio.run(
-                score_completions(
-                    pool, Prompt(0, 0, "p", (1,), {"answer": answer, "extra": 7}), completions
-                )
+            await score_completions(
+                pool, Prompt(0, 0, "p", (1,), {"answer": answer, "extra": 7}), completions
             )
             for answer in "xy"
         ]
@@ -444,10 +441,8 @@ def test_rewards_of_tokens_are_a_column_that_the_learner_reads(config):
     )
 
 
-def test_saving_groups_reads_the_object_store_off_the_event_loop(monkeypatch, tmp_path):
-    import asyncio
+async def test_saving_groups_reads_the_object_store_off_the_event_loop(monkeypatch, tmp_path):
     import threading
-    from types import SimpleNamespace
 
     from asyncrl.rewards import scoring
 
@@ -458,12 +453,8 @@ def test_saving_groups_reads_the_object_store_off_the_event_loop(monkeypatch, tm
         lambda references: asked.append((references, threading.current_thread())) or references,
     )
     monkeypatch.setattr(scoring, "write_groups", lambda path, groups: asked.append((path, groups)))
-    saving = scoring.RayScores.save(
-        scoring.RayScores.__new__(scoring.RayScores),
-        [SimpleNamespace(ref="a"), SimpleNamespace(ref="b")],
-        tmp_path / "x",
-    )
-    asyncio.run(saving)
+    scores = scoring.RayScores.__new__(scoring.RayScores)
+    await scores.save([Scored(0, 0, ref, 0, (), {}, 0, 0) for ref in "ab"], tmp_path / "x")
     assert (
         asked[0][0] == ["a", "b"]
         and asked[0][1] is not threading.main_thread()

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import ray
 import torch
+from fake_clock import FakeClock
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
 from transformers import AutoModelForCausalLM
 
@@ -437,7 +437,7 @@ def test_a_reference_policy_gives_its_log_probs_to_every_trajectory(
 
 def test_a_quiet_stream_is_written_at_once_and_a_busy_one_in_few_files(monkeypatch):
     tables = [pa.table({"ordinal": [number]}) for number in range(4)]
-    arrived, waits, clock = queue.Queue(), [], SimpleNamespace(s=0.0)
+    arrived, waits, clock = queue.Queue(), [], FakeClock()
 
     def sleep(seconds):
         waits.append(seconds)
@@ -445,8 +445,9 @@ def test_a_quiet_stream_is_written_at_once_and_a_busy_one_in_few_files(monkeypat
             arrived.put(tables[2])
             arrived.put(tables[3])
 
-    monkeypatch.setattr(scoring, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: clock.s))
+    clock.sleep = sleep
+    monkeypatch.setattr(scoring, "time", clock)
+    monkeypatch.setattr(pace, "time", clock)
     paced = pace.Pace(0.5)
     arrived.put(tables[0])
     assert scoring._waiting_tables(arrived, paced) == ([tables[0]], None)

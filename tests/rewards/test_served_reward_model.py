@@ -8,8 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from reward_checkpoint import save_reward_model, score_of
@@ -169,11 +168,16 @@ class OverTheHandle:
         """The replica answers, so it is healthy."""
 
 
+class Served(NamedTuple):
+    path: Path
+    handle: Any
+
+
 @pytest.fixture(scope="module")
 def served(
     ray_cluster: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SimpleNamespace]:
-    """A reward model whose padding token is EOS, under Serve: `path`, `handle`."""
+) -> Iterator[Served]:
+    """A reward model whose padding token is EOS, under Serve."""
     from ray import serve
     from ray.serve.config import ProxyLocation
 
@@ -186,13 +190,13 @@ def served(
     args = RewardModelApp(model=str(path), device="cpu", num_cpus=0.1, max_batch_size=4, http=False)
     serve.start(proxy_location=ProxyLocation.Disabled)
     handle = serve.run(build_reward_app(args), name="scores", route_prefix=None)
-    yield SimpleNamespace(path=path, handle=handle)
+    yield Served(path, handle)
     serve.delete("scores")
 
 
 @pytest.mark.timeout(300)
 async def test_scores_over_the_handle_over_http_and_from_a_reward_process_are_those_of_transformers(
-    served: SimpleNamespace,
+    served: Served,
 ) -> None:
     from asyncrl.serving.score_routes import score_routes
 
@@ -220,7 +224,7 @@ async def test_scores_over_the_handle_over_http_and_from_a_reward_process_are_th
 
 
 @pytest.mark.timeout(120)
-def test_an_application_that_does_not_exist_or_refuses_is_an_error(served: SimpleNamespace) -> None:
+def test_an_application_that_does_not_exist_or_refuses_is_an_error(served: Served) -> None:
     def scored(app: str, completion: str) -> None:
         call_reward(FUNCTION, group(completion), {"reward_model": {"app": app}})
 

@@ -3,10 +3,10 @@
 import pickle
 import queue
 import threading
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
+from fake_clock import FakeClock
 
 from asyncrl.contracts.group_table import table_to_ipc
 from asyncrl.rewards import source
@@ -82,20 +82,20 @@ def test_an_exception_ends_the_stream():
 
 
 def test_slow_rewards_hold_few_groups_and_fast_ones_many(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(source, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = FakeClock(100.0)
+    monkeypatch.setattr(source, "time", clock)
     slots = Slots(2)
     assert slots.wait(0) == 2
     slots.take(2)
     assert slots.wait(0) == 0
     for _ in range(200):  # 200 groups a second
-        now[0] += 0.005
+        clock.s += 0.005
         slots.release()
         slots.take(1)
     held = 2
     ahead = int(source.AHEAD_S * 200)
     assert ahead - held - 1 <= slots.wait(0) <= ahead - held
-    now[0] += 2.0  # the next reward takes long
+    clock.s += 2.0  # the next reward takes long
     assert slots.wait(0) == 0
     slots.release()
     assert slots.wait(0) == 1, "two slots again"
