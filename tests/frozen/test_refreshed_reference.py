@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from collections.abc import Callable
@@ -149,7 +148,7 @@ def test_a_reference_that_starts_again_scores_with_the_version_that_it_took(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_restarted_process_scores_with_the_version_that_it_took(
+async def test_a_restarted_process_scores_with_the_version_that_it_took(
     ray_cluster: Any, tiny_model: Path, publish: Publish, expected: Any, tmp_path: Path
 ) -> None:
     before, after = expected
@@ -165,7 +164,7 @@ def test_a_restarted_process_scores_with_the_version_that_it_took(
     try:
         assert_scores(scores(), 0, before)
         manifest = publish(weights(tiny_model, 1), version=4)
-        metrics = asyncio.run(RayReference(actor, spec.refresh).refresh(manifest))
+        metrics = await RayReference(actor, spec.refresh).refresh(manifest)
         assert metrics["reference/refresh_s"] > 0
         assert_scores(scores(), 4, after)
         ray.kill(actor, no_restart=False)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from served_http import listening
+from starlette.datastructures import Headers
 
 from asyncrl.config.distillation import TeacherServer
 from asyncrl.contracts.errors import TeacherError
@@ -21,10 +21,20 @@ from asyncrl.learning.frozen.teacher import UrlTeacher
 ROWS = [([7, 8], [3, 4, 5]), ([7], []), ([9], [6])]
 
 
+class Server:
+    address: str
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        """The requests so far."""
+        self.headers: list[Headers] = []
+        self.answers: list[Callable[[Any], Awaitable[Response]]] = [good]
+        """Called in turn, the last one again."""
+
+
 @pytest.fixture
-def server() -> Iterator[SimpleNamespace]:
-    """`address`, `bodies` (requests so far), and `answers`: called in turn, the last one again."""
-    state = SimpleNamespace(bodies=[], headers=[], answers=[good])
+def server() -> Iterator[Server]:
+    state = Server()
     app = FastAPI()
 
     @app.get("/v1/models")
@@ -85,19 +95,13 @@ async def slow(body: Any) -> Response:
     return await good(body)
 
 
-def ask(
-    server: SimpleNamespace, rows: Any = ROWS, scored: Any = None, **settings: Any
-) -> list[np.ndarray]:
+def ask(server: Server, rows: Any = ROWS, scored: Any = None, **settings: Any) -> list[np.ndarray]:
     teacher = TeacherServer(url=server.address, retries=1, **settings)
-
-    async def scenario() -> list[np.ndarray]:
-        return await UrlTeacher(teacher).logprobs(rows, scored)
-
-    return asyncio.run(scenario())
+    return asyncio.run(UrlTeacher(teacher).logprobs(rows, scored))
 
 
 def test_the_exact_ids_are_sent_and_the_completions_log_probs_come_back(
-    server: SimpleNamespace,
+    server: Server,
 ) -> None:
     found = ask(server)
     assert [values.tolist() for values in found] == [[-3.0, -4.0, -5.0], [], [-6.0]]
@@ -109,7 +113,7 @@ def test_the_exact_ids_are_sent_and_the_completions_log_probs_come_back(
     } == {("listed", 0, True, 0)}
 
 
-def test_of_a_session_only_the_scored_tokens_come_back(server: SimpleNamespace) -> None:
+def test_of_a_session_only_the_scored_tokens_come_back(server: Server) -> None:
     scored = [[True, False, True], [], [True]]
     assert [values.tolist() for values in ask(server, scored=scored)] == [[-3.0, -5.0], [], [-6.0]]
     assert sorted(body["prompt"] for body in server.bodies) == [[7, 8, 3, 4, 5], [9, 6]]
@@ -120,7 +124,7 @@ def test_of_a_session_only_the_scored_tokens_come_back(server: SimpleNamespace) 
 
 
 def test_the_key_comes_from_the_environment(
-    server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(TeacherError, match="this process has no such variable"):
         ask(server, key_env="A_TEACHERS_KEY")
@@ -129,7 +133,7 @@ def test_the_key_comes_from_the_environment(
     assert server.headers[0]["authorization"] == "Bearer secret"
 
 
-def test_a_busy_server_is_asked_again(server: SimpleNamespace) -> None:
+def test_a_busy_server_is_asked_again(server: Server) -> None:
     server.answers = [busy, good]
     [found] = ask(server, [([7], [3])])
     assert found.tolist() == [-3.0]
@@ -148,7 +152,7 @@ def test_a_busy_server_is_asked_again(server: SimpleNamespace) -> None:
     ],
 )
 def test_an_unusable_answer_is_a_failure_with_a_reason(
-    server: SimpleNamespace, answer: Callable[[Any], Any], message: str
+    server: Server, answer: Callable[[Any], Any], message: str
 ) -> None:
     server.answers = [answer]
     timeout = 0.5 if answer is slow else 20.0
@@ -156,7 +160,7 @@ def test_an_unusable_answer_is_a_failure_with_a_reason(
         ask(server, [([7], [3])], model="named", timeout_s=timeout)
 
 
-def test_one_failed_row_costs_only_that_row(server: SimpleNamespace) -> None:
+def test_one_failed_row_costs_only_that_row(server: Server) -> None:
     async def not_the_longest(body: Any) -> Response:
         return await (refused if len(body["prompt"]) == 5 else good)(body)
 

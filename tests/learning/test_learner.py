@@ -370,10 +370,10 @@ def test_log_probs_and_loss_of_a_table_are_those_of_its_rows(
     expected = run(one_rank.logprobs([*ROWS, ((5,), (6,))]))
     for values, wanted in zip(found, [*expected, []], strict=True):
         np.testing.assert_allclose(values, wanted, atol=1e-6)
-    heldout = run(one_rank.held_out_loss(table))
-    assert heldout.tokens == sum(map(len, expected))
-    assert heldout.nll == pytest.approx(-sum(map(float, map(np.sum, expected))), rel=1e-6)
-    assert heldout.exact == run(one_rank.exact_match([*ROWS, ((5,), (6,))]))
+    held_out = run(one_rank.held_out_loss(table))
+    assert held_out.tokens == sum(map(len, expected))
+    assert held_out.nll == pytest.approx(-sum(map(float, map(np.sum, expected))), rel=1e-6)
+    assert held_out.exact == run(one_rank.exact_match([*ROWS, ((5,), (6,))]))
 
 
 def test_learning_rate_warms_up(one_rank: RayLearner, run: Run) -> None:

@@ -79,9 +79,9 @@ class Observed:
 
     steps: dict[tuple[str, str], Watched]
     """By case and route."""
-    heldout_preferences: Metrics
-    heldout_unpaired: Metrics
-    heldout: HeldOutLoss
+    held_out_preferences: Metrics
+    held_out_unpaired: Metrics
+    held_out: HeldOutLoss
     greedy: HeldOutLoss
     cut: HeldOutLoss
     lost: int
@@ -368,8 +368,8 @@ def test_held_out_rows_have_the_loss_of_a_plain_loop(
         expected = [target_logprobs(plain_model, *row).numpy() for row in rows]
     tokens = sum(map(len, expected))
     for found in (one_rank, *ranks):
-        assert found.heldout.tokens == tokens and found.heldout.exact == 0.0
-        assert found.heldout.loss == pytest.approx(-np.concatenate(expected).mean(), rel=1e-6)
+        assert found.held_out.tokens == tokens and found.held_out.exact == 0.0
+        assert found.held_out.loss == pytest.approx(-np.concatenate(expected).mean(), rel=1e-6)
         assert found.greedy.exact == 0.5 and found.greedy.tokens == 9
         assert found.cut.tokens == tokens - found.lost < tokens
     merged = {index: values for found in ranks for index, values in found.target_logprobs.items()}
@@ -483,7 +483,7 @@ def evaluate(learner: Any, tables: Tables, found: Observed, size: int) -> None:
     found.held_out_preferences = learner.held_out_preferences(tables["ipo"])
     learner.state.spec = training(learner.state.spec, "kto")
     found.held_out_unpaired = learner.held_out_preferences(tables["kto"])
-    found.heldout = learner.held_out_loss(tables["sft"])
+    found.held_out = learner.held_out_loss(tables["sft"])
     found.target_logprobs = learner.target_logprobs(tables["sft"])
     found.greedy = learner.held_out_loss(tables["greedy"])
     use(learner, 16 // size, "rows")

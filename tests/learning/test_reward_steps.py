@@ -34,7 +34,7 @@ class Observed:
     learned: list[dict[str, float]]
     steps: dict[str, Watched]
     """By route."""
-    heldout: dict[str, float]
+    held_out: dict[str, float]
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +114,8 @@ def test_two_ranks_that_share_rows_agree_with_one(
     for found in (one_rank, *two_ranks):
         metrics = found.steps[MIXED].metrics
         assert 0 < metrics["long_pairs"] < ROWS
-        for name, value in one_rank.heldout.items():
-            assert found.heldout[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+        for name, value in one_rank.held_out.items():
+            assert found.held_out[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
             assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     for name, gradient in one_rank.steps[MIXED].gradients.items():
         for found in two_ranks:
@@ -133,8 +133,8 @@ def test_an_adapter_is_merged_into_the_classifier(
     ).eval()
     with torch.no_grad():
         chosen, rejected = plain_scores(model, pairs)
-    assert abs(found.heldout["pref/margin"]) > 1e-3
-    assert found.heldout["pref/margin"] == pytest.approx(
+    assert abs(found.held_out["pref/margin"]) > 1e-3
+    assert found.held_out["pref/margin"] == pytest.approx(
         float((chosen - rejected).mean()), abs=1e-5
     )
     assert not (folder / "adapter" / "adapter").exists()
@@ -169,6 +169,6 @@ def observed(
             use(learner, cap // size, packing)
             steps[route] = watched(learner, partial(learner.reward_step, table))
     use(learner, 40 // size, "rows")
-    heldout = learner.held_out_scores(table)
+    held_out = learner.held_out_scores(table)
     learner.state.engine.destroy()
-    return Observed(learned, steps, heldout)
+    return Observed(learned, steps, held_out)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,7 +62,7 @@ def attempt(
     hung: str = "",
 ) -> BaseException | None:
     """Run an attempt that starts these generators and ends with `error`; return what it raises."""
-    state: State = SimpleNamespace(run_id="run", attempt=number)  # type: ignore[assignment]
+    state = State("run", number, 0, 0, 0, ())
 
     async def work() -> None:
         async with across.attempt(CONFIG, state, Path(), lambda: left):
@@ -95,8 +94,9 @@ def test_a_learner_dies_and_the_next_attempt_attaches_to_the_generators(calls: l
 def test_engines_that_take_turns_on_a_gpu_end_with_the_attempt(calls: list[str]) -> None:
     """Awake, they would hold the memory with which the next attempt's learner starts."""
     across = AcrossAttempts()
-    placed: Any = SimpleNamespace(takes_shifts_on_gpus=True)
-    across.placed = placed
+    gpu = CONFIG.learner.model_copy(update={"device": "cuda"})
+    across.placed = CONFIG.model_copy(update={"placement": "colocate", "learner": gpu})
+    assert across.placed.takes_shifts_on_gpus
     assert isinstance(attempt(across, StandIn(calls), LearnerDiedError("rank 0")), PartDiedError)
     assert calls == ["cluster", "end", "no cluster"]
 

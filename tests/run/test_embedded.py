@@ -107,7 +107,7 @@ def test_a_run_that_fails_or_is_interrupted_raises(settings, monkeypatch):
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["while it works", "before it began"])
-def test_cancelling_stops_the_run_and_waits_for_its_end(settings, monkeypatch, early):
+async def test_cancelling_stops_the_run_and_waits_for_its_end(settings, monkeypatch, early):
     started, stopped, cancelled = threading.Event(), threading.Event(), threading.Event()
 
     def works(on_start):
@@ -119,20 +119,17 @@ def test_cancelling_stops_the_run_and_waits_for_its_end(settings, monkeypatch, e
 
     fake(monkeypatch, 130, works=works)
 
-    async def in_a_loop():
-        task = asyncio.ensure_future(asyncrl.train(settings))
-        await asyncio.to_thread(started.wait, 10)
-        task.cancel()
-        await asyncio.sleep(0)
-        cancelled.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert stopped.is_set()
-
-    asyncio.run(in_a_loop())
+    task = asyncio.ensure_future(asyncrl.train(settings))
+    await asyncio.to_thread(started.wait, 10)
+    task.cancel()
+    await asyncio.sleep(0)
+    cancelled.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert stopped.is_set()
 
 
-def test_a_second_interrupt_does_not_wait_for_the_checkpoint(settings, monkeypatch):
+async def test_a_second_interrupt_does_not_wait_for_the_checkpoint(settings, monkeypatch):
     started, asked, ended = threading.Event(), threading.Semaphore(0), threading.Event()
 
     def works(on_start):
@@ -144,17 +141,14 @@ def test_a_second_interrupt_does_not_wait_for_the_checkpoint(settings, monkeypat
 
     fake(monkeypatch, 130, works=works)
 
-    async def in_a_loop():
-        task = asyncio.ensure_future(asyncrl.train(settings))
-        await asyncio.to_thread(started.wait, 10)
-        for _ in range(2):
-            task.cancel()
-            await asyncio.sleep(0.05)
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert ended.is_set()
-
-    asyncio.run(in_a_loop())
+    task = asyncio.ensure_future(asyncrl.train(settings))
+    await asyncio.to_thread(started.wait, 10)
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0.05)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.config import OfflineConfig
+from asyncrl.contracts.messages import HeldOutLoss
 from asyncrl.preflight.plan.offline import make_offline_plan
+from asyncrl.run.across_attempts import AcrossAttempts
 from asyncrl.run.audit import audit
 from asyncrl.run.offline.run import OfflineJob
 from asyncrl.run.supervise import open_writer
@@ -65,9 +66,9 @@ class CountingLearner:
         self.applied, self.tokens = self.applied + 1, self.tokens + tokens
         return {"applied": 1.0, "loss": 2.0, "grad_norm": 1.0, "tokens": float(tokens), **parts}
 
-    async def held_out_loss(self, table: pa.Table) -> SimpleNamespace:
+    async def held_out_loss(self, table: pa.Table) -> HeldOutLoss:
         tokens = pc.sum(pc.list_flatten(table["loss_mask"])).as_py()
-        return SimpleNamespace(loss=2.0, exact=0.5, tokens=tokens)
+        return HeldOutLoss(2.0 * tokens, tokens, 0.5)
 
     async def held_out_preferences(self, table: pa.Table) -> dict[str, float]:
         return {"pref/loss": 0.7, "pairs": float(table.num_rows)}
@@ -88,9 +89,8 @@ def attempt(
     """One attempt of a run on 36 rows; its directory."""
     settings = settings_of(folder, model, objective, **changes)
     plan = make_offline_plan(OfflineConfig.model_validate(settings))
-    across: Any = SimpleNamespace(failed=[])
     with RunDirectory(plan.config) as directory, open_writer(plan.config, directory) as writer:
-        made = OfflineJob(plan.config, plan).attempt(directory, across, writer)
+        made = OfflineJob(plan.config, plan).attempt(directory, AcrossAttempts(), writer)
         rows = directory.path / "rows"
         train, held_out = plan.write_rows(rows)
         if objective == "dpo":

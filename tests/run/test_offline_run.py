@@ -13,7 +13,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -34,6 +33,7 @@ from asyncrl.learning.spec import LearnerSpec
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.observe.progress import ProgressView
 from asyncrl.preflight.plan.offline import make_offline_plan
+from asyncrl.run.across_attempts import AcrossAttempts
 from asyncrl.run.audit import audit, audit_text
 from asyncrl.run.export import export_checkpoint, find_checkpoint
 from asyncrl.run.offline.reference_pass import reference_key, scored_before
@@ -78,9 +78,8 @@ def tree(folder: Path, model: Path, objective: str, **changes: Any) -> dict[str,
 def run(settings: dict[str, Any]) -> Run:
     """One attempt on the session's cluster."""
     plan = make_offline_plan(OfflineConfig.model_validate(settings))
-    across: Any = SimpleNamespace(failed=[])
     with RunDirectory(plan.config) as directory, open_writer(plan.config, directory) as writer:
-        attempt = OfflineJob(plan.config, plan).attempt(directory, across, writer)
+        attempt = OfflineJob(plan.config, plan).attempt(directory, AcrossAttempts(), writer)
         asyncio.run(attempt.run(ProgressView(stream=io.StringIO(), live=False)))
     return open_run(plan.config.run_directory)
 
@@ -292,7 +291,9 @@ def test_dpo_scores_the_pairs_once_and_learns_them(
         run({**settings, "model": {"path": str(trained)}, "max_steps": 8, "resume": "must"})
 
 
-def test_a_stop_finishes_the_step_and_writes_a_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_stop_finishes_the_step_and_writes_a_checkpoint(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     """The stop comes in the second step, and later in the evaluation after the third one."""
     settings = tree(tmp_path, tiny_model, "sft", checkpoint={"every_steps": 0})
     stops_in = {"supervised_step": 2, "held_out_loss": 1}
@@ -316,15 +317,14 @@ def test_a_stop_finishes_the_step_and_writes_a_checkpoint(tiny_model: Path, tmp_
             return {}
 
     fake: Any = Stopping()
-    across: Any = SimpleNamespace(failed=[])
     for version in (2, 3):
         plan = make_offline_plan(OfflineConfig.model_validate(settings))
         with RunDirectory(plan.config) as directory, open_writer(plan.config, directory) as writer:
-            attempt = OfflineJob(plan.config, plan).attempt(directory, across, writer)
+            attempt = OfflineJob(plan.config, plan).attempt(directory, AcrossAttempts(), writer)
             assert not attempt.stop(), "there is nothing to save yet"
             train, held_out = plan.write_rows(directory.path / "rows")
             with pytest.raises(RunStoppedError):
-                asyncio.run(attempt._train(fake, train, held_out))
+                await attempt._train(fake, train, held_out)
             path, state, _ = directory.checkpoints.find()
         assert (path.name, state.version, state.frontier) == (
             f"step_00000{version}",
@@ -371,7 +371,7 @@ def test_scored_completions_depend_on_the_length_of_mismatched_rows(
     assert len(set(keys(PREFERENCE_SCHEMA))) == 1, "pairs have no mismatched rows"
 
 
-def test_a_run_whose_steps_are_skipped_again_and_again_ends(
+async def test_a_run_whose_steps_are_skipped_again_and_again_ends(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """A learner that skips every step: two are allowed, and each takes the next rows."""
@@ -386,12 +386,11 @@ def test_a_run_whose_steps_are_skipped_again_and_again_ends(
             return {"applied": 0.0, "loss": float("nan")}
 
     fake: Any = Skipping()
-    across: Any = SimpleNamespace(failed=[])
     with RunDirectory(plan.config) as directory, open_writer(plan.config, directory) as writer:
-        attempt = OfflineJob(plan.config, plan).attempt(directory, across, writer)
+        attempt = OfflineJob(plan.config, plan).attempt(directory, AcrossAttempts(), writer)
         train, _ = plan.write_rows(directory.path / "rows")
         with pytest.raises(TooManySkippedStepsError, match="2 steps in a row were skipped"):
-            asyncio.run(attempt._train(fake, train, None))
+            await attempt._train(fake, train, None)
     assert len(taken) == 2 and not taken[0].equals(taken[1])
     assert (attempt.state.version, attempt.state.frontier) == (0, 20)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from fake_actors import FakeActor
 
 from asyncrl.contracts.offline_rows import UNPAIRED_SCHEMA
 from asyncrl.data.token_file import open_token_file
@@ -21,11 +20,11 @@ async def logprobs(rows: list[tuple[list[int], list[int]]]) -> list[np.ndarray]:
     return [-np.array(following, np.float32) for _, following in rows]
 
 
-REFERENCE: Any = SimpleNamespace(logprobs=SimpleNamespace(remote=logprobs))
+REFERENCE: Any = FakeActor(logprobs=logprobs)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 100])
-def test_ktos_baseline_gets_completions_of_other_prompts(tmp_path: Path, batch: int) -> None:
+async def test_ktos_baseline_gets_completions_of_other_prompts(tmp_path: Path, batch: int) -> None:
     """Rows 2k and 2k + 1 have the prompt k. The calls of the reference change nothing."""
     rows = [
         {
@@ -40,7 +39,7 @@ def test_ktos_baseline_gets_completions_of_other_prompts(tmp_path: Path, batch: 
     write_batches(tmp_path / "train.arrow", UNPAIRED_SCHEMA, table.to_batches())
     file = open_token_file(tmp_path / "train.arrow")
     assert file is not None
-    scored = asyncio.run(score_rows(REFERENCE, file, tmp_path / "scored.arrow", batch, 3))
+    scored = await score_rows(REFERENCE, file, tmp_path / "scored.arrow", batch, 3)
     found = scored.take(range(40)).to_pylist()
     for row in found:
         assert row["mismatched_ids"] == [*row["input_ids"][:2], 51], "of the pair before"

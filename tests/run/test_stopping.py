@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,13 +29,17 @@ Work = Callable[["StandIn"], Awaitable[None]]
 
 
 class StandIn:
-    """A job whose attempts do `work`."""
+    """A job whose attempts do `work`. It is its own attempts, and their live state."""
+
+    progress = None
 
     def __init__(self, tmp_path: Path, work: Work, saves: bool = True, **settings: Any) -> None:
         self.config = small_config(runs_root=str(tmp_path / "runs"), **settings)
         self.work, self.saves, self.stops = work, saves, 0
         self.stopped = asyncio.Event()
-        self.live = SimpleNamespace(progress=None, phases={}, phase=lambda name: None)
+        self.live, self.phases = self, dict[str, float]()
+
+    def phase(self, name: str) -> None: ...
 
     def resumed(self, update: Any) -> StandIn:
         self.config = self.config.model_copy(update=update)
