@@ -119,7 +119,7 @@ class Answers:
 
 
 @pytest.mark.parametrize("named_by", ["the run", "environment.variables"])
-def test_an_agents_prompts_and_key_reach_no_proxy(
+async def test_an_agents_prompts_and_key_reach_no_proxy(
     monkeypatch: pytest.MonkeyPatch, proxy: tuple[str, list[str]], named_by: str
 ) -> None:
     url, seen = proxy
@@ -144,6 +144,6 @@ def test_an_agents_prompts_and_key_reach_no_proxy(
             await player.close()
 
     session = Answers()
-    ended = asyncio.run(asyncio.wait_for(play(session), 120))
+    ended = await asyncio.wait_for(play(session), 120)
     assert seen == [] and ended.end == "done", (ended.note, json.dumps(seen))
     assert session.asked == ["a secret"] * 8

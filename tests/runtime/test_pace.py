@@ -1,14 +1,14 @@
 """A message after a quiet time goes at once, and messages under load keep their distance."""
 
-from types import SimpleNamespace
+from fake_clock import FakeClock
 
 from asyncrl.runtime import pace
 from asyncrl.runtime.pace import Pace
 
 
 def test_only_a_message_soon_after_another_waits(monkeypatch):
-    clock = SimpleNamespace(s=0.0)
-    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: clock.s))
+    clock = FakeClock()
+    monkeypatch.setattr(pace, "time", clock)
     paced = Pace(0.5)
     assert paced.left_s() == 0, "the first message"
     paced.sent()

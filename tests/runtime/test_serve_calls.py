@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
+from fake_actors import FakeHandle, FakeReply
 
 from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.runtime.ray.serve_calls import ask_all
@@ -24,17 +25,13 @@ def call_all(replicas: list[tuple[float, Any]], **times: Any) -> tuple[list[Any]
 
     class Call:
         async def _fetch_replica_results_async(self) -> list[Any]:
-            return [
-                SimpleNamespace(get_async=lambda replica=replica: answer(*replica))
-                for replica in replicas
-            ]
+            return [FakeReply(partial(answer, *replica)) for replica in replicas]
 
     async def ask() -> tuple[list[Any], float]:
         clock = asyncio.get_running_loop().time
         began = clock()
-        answers = await ask_all(
-            SimpleNamespace(broadcast=lambda method: Call()), "status", timeout_s=2.0, **times
-        )
+        handle: Any = FakeHandle(lambda method: Call())
+        answers = await ask_all(handle, "status", timeout_s=2.0, **times)
         return answers, clock() - began
 
     return asyncio.run(ask())

@@ -54,18 +54,18 @@ def busy(ray_cluster, tmp_path):
     ray_cluster.kill(actor)
 
 
-def test_stacks_of_busy_stopped_and_dead_processes(busy):
+async def test_stacks_of_busy_stopped_and_dead_processes(busy):
     for _ in range(2):
-        assert "in work_for_long" in asyncio.run(stack_of(*busy))
+        assert "in work_for_long" in await stack_of(*busy)
     process = psutil.Process(busy[1])
     process.suspend()
     try:
-        assert "does not answer: it is stopped" in asyncio.run(stack_of(*busy))
+        assert "does not answer: it is stopped" in await stack_of(*busy)
     finally:
         process.resume()
     os.kill(process.pid, signal.SIGKILL)
     psutil.wait_procs([process], 30)
-    assert asyncio.run(stack_of(*busy)) == f"process {process.pid} is gone"
+    assert await stack_of(*busy) == f"process {process.pid} is gone"
 
 
 def test_a_process_that_has_not_registered_is_left_alone(tmp_path):
@@ -83,7 +83,7 @@ def test_a_process_that_has_not_registered_is_left_alone(tmp_path):
         innocent.kill()
 
 
-def test_the_stack_of_a_streams_task(ray_cluster, tmp_path):
+async def test_the_stack_of_a_streams_task(ray_cluster, tmp_path):
     def tables():
         yield pa.table({"number": [1]})
         time.sleep(600)
@@ -91,7 +91,7 @@ def test_the_stack_of_a_streams_task(ray_cluster, tmp_path):
     stream = stream_blocks(tables, lambda table: table, 1 << 20, "sleepy", tmp_path)
     try:
         assert next(stream)["number"].to_pylist() == [1]
-        [line] = asyncio.run(stacks_as(tmp_path, "sleepy"))
+        [line] = await stacks_as(tmp_path, "sleepy")
         assert re.match(r"sleepy \(process \d+\): .*in tables", line)
     finally:
         stream.close()

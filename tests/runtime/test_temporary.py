@@ -144,7 +144,7 @@ def test_a_killed_driver_leaves_no_folders_of_a_sink(short, tmp_path):
     assert list(short.iterdir()) == []
 
 
-def test_files_of_an_engine_whose_start_was_cancelled_are_removed(short, monkeypatch):
+async def test_files_of_an_engine_whose_start_was_cancelled_are_removed(short, monkeypatch):
     """If a replica is stopped while it loads, the thread that creates vLLM's engine and its sockets
     continues."""
 
@@ -154,11 +154,8 @@ def test_files_of_an_engine_whose_start_was_cancelled_are_removed(short, monkeyp
     monkeypatch.setattr(engine_module, "_load", hangs)
     processes = EngineProcesses()
 
-    async def cancelled():
-        await asyncio.wait_for(start_engine(GeneratorApp(model="unused"), processes), 0.05)
-
     with pytest.raises(TimeoutError):
-        asyncio.run(cancelled())
+        await asyncio.wait_for(start_engine(GeneratorApp(model="unused"), processes), 0.05)
     place = processes._folder
     assert (
         Path(tempfile.gettempdir()) == place.path
