@@ -3,6 +3,7 @@ ZeRO-3 ranks against a plain loop over all logits."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -195,7 +196,7 @@ class Observed:
 
     steps: dict[tuple[str, str], Watched]
     """By case and cap."""
-    learned: list[dict[str, float]]
+    learned: list[Mapping[str, float]]
 
 
 def stepped(
@@ -213,7 +214,7 @@ def stepped(
     def step(case: str) -> dict[str, float]:
         result = policy_step(state, tables[case])
         assert result.applied
-        return result.metrics
+        return dict(result.metrics)
 
     for case in CASES:
         for cap, (_, packing) in CAPS.items():
