@@ -254,15 +254,18 @@ class Responses(Dialect):
         yield events.next("response.created", response=self._response(None, []))
         yield events.next("response.in_progress", response=self._response(None, []))
         sent, item_id, more = "", new_id("msg_"), dict[str, Any]()
+        tokens: list[Token] = []  # that no event has told of
         async for part in parts:
             more |= part.of_body
+            tokens += part.tokens
             if (answer := part.answer) is None:
                 if part.text and not sent:
                     for event in events.begin_message(item_id, 0):
                         yield event
                 sent += part.text
                 if part.text:
-                    yield events.delta(item_id, 0, part.text)
+                    yield events.delta(item_id, 0, part.text, self._logprobs(tokens))
+                    tokens.clear()
                 continue
             rest = rest_of(answer, sent)
             items = list(self._items(answer))
@@ -271,7 +274,8 @@ class Responses(Dialect):
                 items.insert(0, items.pop(first))
                 items[0][0]["id"] = item_id
             for index, (item, text) in enumerate(items):
-                for event in events.of_item(item, index, text, rest, bool(sent) and index == 0):
+                started, left = bool(sent) and index == 0, self._logprobs(tokens)
+                for event in events.of_item(item, index, text, rest, left, started):
                     yield event
             self._note(answer)
             whole = {**self._response(answer, [item for item, _ in items]), **answer.more, **more}
@@ -300,19 +304,26 @@ class _Events:
             self.next("response.content_part.added", **address, part=_text_part("", [])),
         ]
 
-    def delta(self, item_id: str, index: int, text: str) -> Event:
-        """New text of a message."""
+    def delta(self, item_id: str, index: int, text: str, logprobs: list[dict[str, Any]]) -> Event:
+        """New text of a message, and its tokens if they are wanted."""
         address = {"item_id": item_id, "output_index": index, "content_index": 0}
-        return self.next("response.output_text.delta", **address, delta=text, logprobs=[])
+        return self.next("response.output_text.delta", **address, delta=text, logprobs=logprobs)
 
     def of_item(
-        self, item: dict[str, Any], index: int, text: str, rest: str, started: bool
+        self,
+        item: dict[str, Any],
+        index: int,
+        text: str,
+        rest: str,
+        logprobs: list[dict[str, Any]],
+        started: bool,
     ) -> Iterator[Event]:
         """The events of one item, up to its end.
 
         Args:
             text: of the whole item.
             rest: what a message has after the text that was sent.
+            logprobs: those of its tokens that were not sent.
             started: whether the message has been started.
         """
         address = {"item_id": item["id"], "output_index": index}
@@ -332,8 +343,8 @@ class _Events:
         else:
             if not started:
                 yield from self.begin_message(item["id"], index)
-            if rest:
-                yield self.delta(item["id"], index, rest)
+            if rest or logprobs:
+                yield self.delta(item["id"], index, rest, logprobs)
             (part,) = item["content"]
             address["content_index"] = 0
             yield self.next(

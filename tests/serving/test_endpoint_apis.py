@@ -167,6 +167,7 @@ def test_calls_stay_text_without_tools_or_with_none_chosen(endpoint: Endpoint) -
 @pytest.mark.parametrize("stream", [False, True])
 def test_responses(endpoint: Endpoint, stream: bool) -> None:
     items: list[Any] = [QUESTION]
+    deltas: list[list[Any]] = []
 
     def ask() -> Any:
         body: dict[str, Any] = {
@@ -180,12 +181,19 @@ def test_responses(endpoint: Endpoint, stream: bool) -> None:
         if not stream:
             return endpoint.openai.responses.create(**body)
         with endpoint.openai.responses.stream(**body) as events:
-            for _ in events:
-                pass
+            deltas[:] = [
+                [one.to_dict() for one in event.logprobs]
+                for event in events
+                if event.type == "response.output_text.delta"
+            ]
             return events.get_final_response()
 
     first = ask()
     message, asked = first.output
+    assert [one for delta in deltas for one in delta] == (
+        [one.to_dict() for one in message.content[0].logprobs] if stream else []
+    )
+    assert not stream or deltas[0]
     assert first.status == "completed" and message.content[0].text == "Let me add."
     assert asked.name == "add" and json.loads(asked.arguments) == {"a": 1, "b": 2}
     items += [*first.output, {"type": "function_call_output", "call_id": asked.call_id}]
