@@ -16,7 +16,7 @@ from asyncrl.api.completions import Completions
 from asyncrl.api.contract import Dialect
 from asyncrl.api.fields import Open, Whole, check, invalid, not_an_object
 from asyncrl.api.messages import Messages
-from asyncrl.api.responses import Responses
+from asyncrl.api.responses import LOGPROBS, Responses
 from asyncrl.config.derived import request_deadline_s
 from asyncrl.contracts.messages import Details, GenerateRequest
 from asyncrl.serving.answers import ChatTokenizer, siblings
@@ -42,6 +42,12 @@ APIS = {
     "/v1/responses": Api(Responses, "input", "text"),
     "/v1/messages": Api(Messages, "messages", "output_config"),
 }
+
+TOP_NEEDS: dict[type[Dialect], str] = {
+    Chat: "logprobs: true",
+    Responses: f"include: ['{LOGPROBS}']",
+}
+"""Dialect → what gives log-probs in the answer, where `top_logprobs` is another field."""
 
 MOST_STOPS = 4
 DEFAULT_TOKENS = 16
@@ -69,7 +75,7 @@ HINTS = {
     **dict.fromkeys(("parallel_tool_calls", "disable_parallel_tool_use", "strict"), TOOLS),
     "tool_choice": FORCED,
     "best_of": "use n",
-    "include": "use message.output_text.logprobs only",
+    "include": f"use {LOGPROBS} only",
     "truncation": "shorten the input, and use 'disabled'",
     **dict.fromkeys(("prediction", "verbosity"), "leave it out"),
 }
@@ -250,9 +256,10 @@ class Asked:
                 "stream_options: only valid with stream: true; remove it, or set stream",
                 "stream_options",
             )
-        if isinstance(self.dialect, Chat) and self.dialect.top and not asked.logprobs:
+        wanted = TOP_NEEDS.get(type(self.dialect))
+        if wanted is not None and self.dialect.top and not asked.logprobs:
             raise invalid(
-                "top_logprobs: only valid with logprobs: true; remove it, or set logprobs",
+                f"top_logprobs: only valid with {wanted}; remove it, or set {wanted.split(':')[0]}",
                 "top_logprobs",
             )
         if len(asked.stop) > MOST_STOPS:

@@ -321,6 +321,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "text: only text output is supported",
     ),
     ("/v1/responses", {"input": "x" * 25_000}, "input has 25,000 characters, above the 24,000"),
+    (
+        "/v1/responses",
+        {"top_logprobs": 2},
+        "top_logprobs: only valid with include: ['message.output_text.logprobs']; remove it, or set"
+        " include",
+    ),
     ("/v1/chat/completions", {"tools": [ADD_TOOL], "parallel_tool_calls": False}, "parallel_tool"),
     ("/v1/chat/completions", {"chat_template": "{{ 1 }}"}, "chat_template is unknown"),
 ]
