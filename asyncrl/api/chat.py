@@ -10,10 +10,11 @@ from pydantic import Field
 from asyncrl.api.choices import ChoicesAnswer, ChoicesBody, ChoicesDialect
 from asyncrl.api.contract import Part
 from asyncrl.api.fields import (
+    ContentPart,
+    Harmless,
     Open,
     TopLogprobs,
     check,
-    extras_of,
     invalid,
     overridden_of,
 )
@@ -34,13 +35,6 @@ MESSAGE_FIELDS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 """Fields of a message that are kept as they are, beside its role, text and tool calls."""
 
 
-class ContentPart(Open):
-    """A part of a message. Only text can be read."""
-
-    type: str
-    text: str | None = None
-
-
 class FunctionCall(Open):
     """What a tool call asks for. `arguments` is JSON text."""
 
@@ -54,11 +48,13 @@ class ToolCall(Open):
     id: str
     type: str | None = None
     function: FunctionCall
+    index: Harmless = None
 
 
 class ChatMessage(Open):
     """A message of a chat. `developer` is a `system` for the chat template."""
 
+    texts_read = MESSAGE_FIELDS
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     tool_calls: list[ToolCall] | None = None
@@ -71,6 +67,7 @@ class Function(Open):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: Any = None
 
 
 class Tool(Open):
@@ -83,6 +80,9 @@ class Tool(Open):
 class NamedSchema(Open):
     """A JSON schema with a name."""
 
+    name: Harmless = None
+    description: Harmless = None
+    strict: Harmless = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
@@ -150,11 +150,6 @@ class Chat(ChoicesDialect):
             "parallel_tool_calls": body.parallel_tool_calls is False and bool(tools),
             "top_logprobs": bool(body.top_logprobs),
         }
-        unread = [
-            name
-            for index, message in enumerate(body.messages)
-            for name in extras_of(message, f"messages.{index}", MESSAGE_FIELDS)
-        ]
         request = ChatRequest(
             [_message(message, index) for index, message in enumerate(given["messages"])],
             tools or None,
@@ -166,7 +161,7 @@ class Chat(ChoicesDialect):
             calls=calls,
         )
         top = body.top_logprobs or 0
-        super().__init__(body, request, overridden_of(body, named), unread, top)
+        super().__init__(body, request, overridden_of(body, named), top)
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """A choice of the answer."""

@@ -13,7 +13,6 @@ from asyncrl.api.fields import (
     Choices,
     Open,
     StreamOptions,
-    extras_of,
     new_id,
     rest_of,
 )
@@ -68,16 +67,9 @@ class ChoicesDialect(Dialect):
         body: ChoicesBody,
         request: ChatRequest,
         overridden: Sequence[str],
-        unread: Sequence[str],
         top: int,
     ) -> None:
-        super().__init__(
-            body,
-            request,
-            overridden,
-            [*extras_of(body.stream_options, "stream_options"), *unread],
-            top,
-        )
+        super().__init__(body, request, overridden, top)
         options = body.stream_options
         self.wants_usage = options is not None and bool(options.include_usage)
         self._head = {

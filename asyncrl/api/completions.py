@@ -110,7 +110,7 @@ class Completions(ChoicesDialect):
             logprobs=body.logprobs is not None,
             prompt=first if isinstance(first, str) else "",
         )
-        super().__init__(body, request, overridden_of(body, {"logprobs": top > 1}), (), top)
+        super().__init__(body, request, overridden_of(body, {"logprobs": top > 1}), top)
         self._written: dict[int, int] = {}
         """Choice → characters of its tokens that were sent."""
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.api.fields import Body
+from asyncrl.api.fields import Body, extras_in
 from asyncrl.sessions.answers import Answer, ChatRequest, Token
 from asyncrl.web.events import Event
 
@@ -41,7 +41,6 @@ class Dialect(ABC):
         body: what all APIs have.
         request: without `key`, which a server reads from the headers.
         overridden: fields of the body that the dialect does not follow, such as `temperature`.
-        unread: unknown fields inside other fields.
         top: how many of the most probable tokens the client wants at each position.
     """
 
@@ -50,11 +49,11 @@ class Dialect(ABC):
         body: Body,
         request: ChatRequest,
         overridden: Sequence[str],
-        unread: Sequence[str] = (),
         top: int = 0,
     ) -> None:
         self.model, self.streams, self.request = body.model, bool(body.stream), request
-        self.overridden, self.unread, self.top = overridden, unread, top
+        self.overridden, self.unread, self.top = overridden, tuple(extras_in(body)), top
+        """`unread`: unknown fields inside other fields."""
 
     @abstractmethod
     def answer(self, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, TypeVar
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+)
 
 from asyncrl.sessions.answers import Answer
 from asyncrl.sessions.requests import LABELS
+from asyncrl.text.chat_messages import CACHE_MARKS
 from asyncrl.web.answers import MOST_CHOICES
 from asyncrl.web.errors import ApiError, printable
 
@@ -31,6 +42,8 @@ KINDS = {
     "chat_template_kwargs": "send an object of strings, numbers and booleans",
 }
 """Fields of several types → the valid ones. pydantic would name the first type only."""
+NOTHING: Sequence[object] = (None, False, [], ["direct"], {"type": "direct"})
+"""Values with which a field asks for nothing. `direct`: the model itself calls a tool."""
 
 
 class Open(BaseModel):
@@ -39,6 +52,8 @@ class Open(BaseModel):
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+    texts_read: ClassVar[Sequence[str]] = ()
+    """Fields that are not listed, and are read if they are texts."""
 
 
 class Body(Open):
@@ -49,6 +64,51 @@ class Body(Open):
     """Any name. The answers come from the policy."""
     stream: bool | None = None
     """Whether the answer comes as server-sent events."""
+    stream_options: Open | None = None
+
+
+Harmless: TypeAlias = Any
+"""The type of a field that clients send and that asks for nothing, such as the id of an answer that
+is sent back."""
+
+
+class ContentPart(Open):
+    """A part of a message. Only text can be read."""
+
+    type: str
+    text: str | None = None
+    refusal: Any = None
+    annotations: Harmless = None
+    logprobs: Harmless = None
+
+
+class AnyPart(ContentPart):
+    """A part whose type is checked when it is read."""
+
+    type: Any = None
+    text: Any = None
+
+
+def by_type(kinds: Mapping[str, type[Open]], default: str) -> Any:
+    """A part of one of several types.
+
+    Args:
+        kinds: its `type` → what it has.
+        default: the type of a part without one that is listed. An unknown one is refused later.
+    """
+
+    def tag(part: object) -> str:
+        kind = part.get("type") if isinstance(part, dict) else None
+        return f"({kind if isinstance(kind, str) and kind in kinds else default})"
+
+    tagged: list[Any] = [Annotated[one, Tag(f"({kind})")] for kind, one in kinds.items()]
+    return Annotated[reduce(or_, tagged), Discriminator(tag)]
+
+
+FIRST = Field(union_mode="left_to_right")
+"""Marks a union whose first fitting type is taken."""
+Content: TypeAlias = Annotated[list[Annotated[AnyPart | Any, FIRST]] | Any, FIRST]
+"""A text or parts, which are checked when they are read."""
 
 
 class StreamOptions(Open):
@@ -139,17 +199,23 @@ def overridden_of(body: Open, known: Mapping[str, bool]) -> tuple[str, ...]:
     return (*unknown, *(name for name, given in known.items() if given))
 
 
-def extras_of(body: BaseModel | None, path: str, read: Sequence[str] = ()) -> Iterator[str]:
-    """The names of unknown fields in a part of a body that ask for something.
+def extras_in(body: Open) -> Iterator[str]:
+    """The paths of unknown fields that ask for something, inside the fields of a body."""
+    for name in type(body).model_fields:
+        yield from _extras(getattr(body, name), name)
 
-    Args:
-        path: the part's path in the body.
-        read: fields that are read if they are texts.
-    """
-    for name, value in ((body and body.model_extra) or {}).items():
-        is_read = name == "cache_control" or (name in read and isinstance(value, str))
-        if not is_read and value not in (None, False, []):
-            yield f"{path}.{printable(name)}"
+
+def _extras(value: object, path: str) -> Iterator[str]:
+    if isinstance(value, list):
+        for index, one in enumerate(value):
+            yield from _extras(one, f"{path}.{index}")
+    elif isinstance(value, Open):
+        for name, asked in (value.model_extra or {}).items():
+            is_read = name in CACHE_MARKS or (name in value.texts_read and isinstance(asked, str))
+            if not is_read and asked not in NOTHING:
+                yield f"{path}.{printable(name)}"
+        for name in type(value).model_fields:
+            yield from _extras(getattr(value, name), f"{path}.{name}")
 
 
 def new_id(prefix: str) -> str:

@@ -12,7 +12,11 @@ from asyncrl.api.contract import Dialect, Part
 from asyncrl.api.fields import (
     AtLeastOne,
     Body,
+    Content,
+    ContentPart,
+    Harmless,
     Open,
+    by_type,
     check,
     invalid,
     new_id,
@@ -34,10 +38,37 @@ SIGNATURE = "YXN5bmNybA=="
 """Of thinking blocks. It proves nothing, but some clients rewrite a block that has none."""
 
 
-class Block(Open):
-    """A block of a message."""
+class ToolUse(Open):
+    """A tool call of an assistant's message."""
 
     type: str
+    id: Any = None
+    name: Any = None
+    input: Any = None
+
+
+class ToolResult(Open):
+    """What a tool returned. `is_error` has no effect: templates cannot say it, but the text can."""
+
+    type: str
+    tool_use_id: Any = None
+    content: Content = None
+    is_error: Harmless = None
+
+
+class Thinking(Open):
+    """Reasoning of an assistant's message."""
+
+    type: str
+    thinking: Any = None
+    signature: Harmless = None
+
+
+Block = by_type(
+    {"text": ContentPart, "tool_use": ToolUse, "tool_result": ToolResult, "thinking": Thinking},
+    "text",
+)
+"""A block of a message."""
 
 
 class TextBlock(Open):
@@ -51,7 +82,7 @@ class MessageParam(Open):
     """A message of a chat."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[Block]  # type: ignore[valid-type]
 
 
 class ToolParam(Open):
@@ -61,6 +92,15 @@ class ToolParam(Open):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: Any = None
+
+
+class ToolChoice(Open):
+    """Of type `auto`, or `none`: tool calls stay text. Others count as `auto`."""
+
+    type: Any = None
+    name: Any = None
+    disable_parallel_tool_use: Any = None
 
 
 class OutputFormat(Open):
@@ -73,6 +113,7 @@ class OutputFormat(Open):
 class OutputConfig(Open):
     """Settings of the text."""
 
+    effort: Any = None
     format: OutputFormat | None = None
 
 
@@ -84,8 +125,7 @@ class MessagesBody(Body):
     """Most tokens of the answer. Default: as many as fit."""
     system: str | list[TextBlock] | None = None
     tools: list[ToolParam] | None = None
-    tool_choice: dict[str, Any] | None = None
-    """Of type `auto`, or `none`: tool calls stay text. Others count as `auto`."""
+    tool_choice: ToolChoice | None = None
     stop_sequences: list[str] | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
@@ -144,9 +184,8 @@ class Messages(Dialect):
         body = check(MessagesBody, tree)
         given: Mapping[str, Any] = tree  # type: ignore[assignment]  # it was checked
         tools, unused = function_tools(_tools(given.get("tools") or ()), "input_schema")
-        choice = body.tool_choice or {}
-        kind = choice.get("type")
-        calls, forced = chosen("any" if kind == "tool" else kind)
+        choice = body.tool_choice or ToolChoice()
+        calls, forced = chosen("any" if choice.type == "tool" else choice.type)
         chat = [
             message
             for index, one in enumerate(given["messages"])
@@ -163,8 +202,8 @@ class Messages(Dialect):
         named = {
             **dict.fromkeys(unused, True),
             "tool_choice": forced,
-            "disable_parallel_tool_use": bool(choice.get("disable_parallel_tool_use")),
-            "effort": bool((given.get("output_config") or {}).get("effort")),
+            "disable_parallel_tool_use": bool(choice.disable_parallel_tool_use),
+            "effort": bool(body.output_config and body.output_config.effort),
         }
         form = body.output_format or (body.output_config and body.output_config.format)
         request = ChatRequest(

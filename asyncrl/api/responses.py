@@ -18,8 +18,11 @@ from asyncrl.api.contract import Dialect, Part
 from asyncrl.api.fields import (
     AtLeastOne,
     Body,
+    Content,
+    Harmless,
     Open,
     TopLogprobs,
+    by_type,
     check,
     invalid,
     new_id,
@@ -47,11 +50,52 @@ MOST_NOTES = 256
 
 
 class InputItem(Open):
-    """An item of the input: a message, a function's call or output, or reasoning."""
+    """An item of the input."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    id: Harmless = None
+    status: Harmless = None
+
+
+class MessageItem(InputItem):
+    """A message."""
+
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: Any = None
+    content: Content = None
+    phase: Harmless = None
+
+
+class CallItem(InputItem):
+    """A function's call. `arguments` is JSON text."""
+
+    call_id: Any = None
+    name: Any = None
+    arguments: Any = None
+
+
+class CallOutputItem(InputItem):
+    """What a function returned."""
+
+    call_id: Any = None
+    output: Content = None
+
+
+class ReasoningItem(InputItem):
+    """Reasoning. The summary counts if there is no content."""
+
+    summary: Content = None
+    content: Content = None
+
+
+Item = by_type(
+    {
+        "message": MessageItem,
+        "function_call": CallItem,
+        "function_call_output": CallOutputItem,
+        "reasoning": ReasoningItem,
+    },
+    "message",
+)
 
 
 class FunctionTool(Open):
@@ -61,12 +105,16 @@ class FunctionTool(Open):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: Any = None
 
 
 class TextFormat(Open):
     """What the text must be. A grammar forces tokens, so such a turn is not trained."""
 
     type: Literal["text", "json_object", "json_schema"]
+    name: Harmless = None
+    description: Harmless = None
+    strict: Harmless = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
@@ -79,7 +127,7 @@ class TextSettings(Open):
 class ResponsesBody(Body):
     """The body of POST /v1/responses."""
 
-    input: str | list[InputItem] | None = None
+    input: str | list[Item] | None = None  # type: ignore[valid-type]
     instructions: str | None = None
     """The system message. It is not kept for requests that continue this one."""
     previous_response_id: str | None = None

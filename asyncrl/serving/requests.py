@@ -6,6 +6,7 @@ client decides about sampling, so each of those fields is either read here or re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ APIS = {
     "/v1/messages": Api(Messages, "messages", "output_config"),
 }
 
+OF_MESSAGE = re.compile(rf"messages\.\d+\.({'|'.join(MESSAGE_FIELDS)})")
 TOP_NEEDS: dict[type[Dialect], str] = {
     Chat: "logprobs: true",
     Responses: f"include: ['{LOGPROBS}']",
@@ -232,9 +234,10 @@ class Asked:
         for name in (*dialect.overridden, *dialect.unread):
             if name in ("logprobs", "top_logprobs"):
                 continue
-            problem = "is not supported" if name in HINTS else "is unknown"
-            fix = HINTS.get(name, "leave it out")
-            if name in dialect.unread and name.endswith(MESSAGE_FIELDS):
+            leaf = name.rpartition(".")[2]
+            problem = "is not supported" if leaf in HINTS else "is unknown"
+            fix = HINTS.get(leaf, "leave it out")
+            if isinstance(dialect, Chat) and OF_MESSAGE.fullmatch(name):
                 problem, fix = "is no string", "send one"
             raise invalid(f"{name} {problem}; {fix}", name.partition(".")[0], "unknown_parameter")
 
@@ -249,8 +252,6 @@ class Asked:
                 "n: temperature 0 gives only one answer; use n = 1, or a higher temperature", "n"
             )
         options = given.get("stream_options") or {}
-        if not isinstance(options, Mapping):
-            raise invalid("stream_options: send an object", "stream_options")
         if options.get("include_usage") and not self.dialect.streams:
             raise invalid(
                 "stream_options: only valid with stream: true; remove it, or set stream",

@@ -9,6 +9,8 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's reasoning."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a content that are text."""
+CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")
+"""Fields that mark where a prompt could be cached. They change no answer."""
 
 
 class MessagesError(ValueError):
@@ -33,7 +35,7 @@ def plain_text(content: object) -> object:
     if len(texts) == len(content):
         return "\n".join(texts)
     return [
-        {name: value for name, value in part.items() if name != "cache_control"}
+        {name: value for name, value in part.items() if name not in CACHE_MARKS}
         if isinstance(part, Mapping)
         else part
         for part in content

@@ -28,6 +28,7 @@ from asyncrl.contracts.rows import VersionSpan
 from asyncrl.serving.chat_tokenizer import ModelTokenizer
 from asyncrl.serving.http import routes
 from asyncrl.serving.identity import ServedModel
+from asyncrl.serving.requests import HINTS, NEUTRAL, SAMPLED
 from asyncrl.testing import FakeServed
 from asyncrl.text.continuation import render_chat
 
@@ -327,6 +328,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "top_logprobs: only valid with include: ['message.output_text.logprobs']; remove it, or set"
         " include",
     ),
+    ("/v1/responses", {"text": {"verbosity": "low"}}, "text.verbosity is not supported; leave it"),
     ("/v1/chat/completions", {"tools": [ADD_TOOL], "parallel_tool_calls": False}, "parallel_tool"),
     ("/v1/chat/completions", {"chat_template": "{{ 1 }}"}, "chat_template is unknown"),
 ]
@@ -342,6 +344,137 @@ def test_what_would_have_no_effect_is_refused(
     assert status == 400 and words in error["error"]["message"]
     assert "\n" not in error["error"]["message"] and endpoint.replica.requests == []
     assert ("type" in error) == (path == "/v1/messages")
+
+
+TEXT = {"type": "text", "text": "q"}
+CALL: Any = {"name": "add", "id": "c"}
+USE = {"type": "tool_use", "input": {}, **CALL}
+RESULT = {"type": "tool_result", "tool_use_id": "c"}
+CALLED = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+NESTED: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/responses", {"input": [{**QUESTION, "a": 1}]}, "input.0.a"),
+    (
+        "/v1/responses",
+        {"input": [QUESTION, {"role": "user", "content": [{**TEXT, "role": "a"}]}]},
+        "input.1.content.0.role",
+    ),
+    ("/v1/responses", {"input": [{**CALLED, "namespace": "a"}]}, "input.0.namespace"),
+    (
+        "/v1/responses",
+        {"input": [{"type": "reasoning", "encrypted_content": "a", "summary": []}]},
+        "input.0.encrypted_content",
+    ),
+    (
+        "/v1/responses",
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": [{**TEXT, "a": 1}]}]},
+        "input.0.output.0.a",
+    ),
+    ("/v1/responses", {"tools": [{**RESPONSES_TOOL, "a": 1}]}, "tools.0.a"),
+    ("/v1/responses", {"text": {"format": {"type": "text", "a": 1}}}, "text.format.a"),
+    ("/v1/responses", {"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
+    ("/v1/messages", {"messages": [{**QUESTION, "name": "a"}]}, "messages.0.name"),
+    ("/v1/messages", {"system": [{**TEXT, "a": 1}]}, "system.0.a"),
+    ("/v1/messages", {"tools": [{**MESSAGES_TOOL, "input_examples": [{}]}]}, "tools.0.input_"),
+    ("/v1/messages", {"tool_choice": {"type": "auto", "a": 1}}, "tool_choice.a"),
+    ("/v1/messages", {"output_config": {"task_budget": {}}}, "output_config.task_budget"),
+    *(
+        ("/v1/messages", {"messages": [{"role": role, "content": [block]}, QUESTION]}, name)
+        for role, block, name in (
+            ("user", {**TEXT, "citations": [{}]}, "messages.0.content.0.citations"),
+            ("assistant", {**USE, "toolset_name": "a"}, "messages.0.content.0.toolset_name"),
+            ("assistant", {"type": "thinking", "text": "a"}, "messages.0.content.0.text"),
+            ("user", {**RESULT, "content": [{**TEXT, "a": 1}]}, "messages.0.content.0.content.0.a"),
+        )
+    ),
+    ("/v1/chat/completions", {"tools": [{**ADD_TOOL, "a": 1}]}, "tools.0.a"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{**TEXT, "a": 1}]}]},
+        "messages.0.content.0.a",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "more", "name"), NESTED, ids=[one[2] for one in NESTED])
+def test_unknown_fields_inside_others_are_refused_by_their_path(
+    endpoint: SimpleNamespace, path: str, more: dict[str, Any], name: str
+) -> None:
+    text = {"input": "q"} if path == "/v1/responses" else {"messages": [QUESTION]}
+    status, error = post(endpoint.address, path, {"model": "tiny", **text, **more})
+    assert status == 400 and error["error"]["message"].startswith(name)
+    assert error["error"]["message"].endswith(" is unknown; leave it out")
+
+
+MESSAGE_ITEM = {"type": "message", "role": "assistant", "id": "m", "phase": "commentary"}
+CACHED = {"cache_control": {"type": "ephemeral"}}
+HARMLESS: list[tuple[str, dict[str, Any]]] = [
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"type": "message", "status": "completed", **QUESTION},
+                {"type": "reasoning", "id": "r", "status": "completed", "summary": []},
+                {
+                    **MESSAGE_ITEM,
+                    "content": [
+                        {"type": "output_text", "text": "a", "annotations": [{}], "logprobs": [{}]}
+                    ],
+                },
+                {**CALLED, "id": "f", "status": "completed", "caller": {"type": "direct"}},
+                {"type": "function_call_output", "call_id": "c", "output": "3", "id": None},
+                {
+                    "role": "user",
+                    "content": [{**TEXT, "prompt_cache_breakpoint": {"mode": "explicit"}}],
+                },
+            ],
+            "tools": [{**RESPONSES_TOOL, "strict": None, "defer_loading": False}],
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "system": [{**TEXT, **CACHED}],
+            "messages": [
+                QUESTION,
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "a", "signature": "b"},
+                        {**TEXT, "citations": None},
+                        {**USE, **CACHED, "caller": {"type": "direct"}},
+                    ],
+                },
+                {"role": "user", "content": [{**RESULT, "content": "3", "is_error": True}]},
+            ],
+            "tools": [{**MESSAGES_TOOL, **CACHED, "allowed_callers": ["direct"]}],
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), HARMLESS)
+def test_nested_fields_that_ask_for_nothing_are_accepted(
+    endpoint: SimpleNamespace, path: str, body: dict[str, Any]
+) -> None:
+    assert post(endpoint.address, path, {"model": "tiny", **body})[0] == 200
+
+
+TEXTS_OF = {
+    "/v1/completions": {"prompt": "q"},
+    "/v1/chat/completions": {"messages": [QUESTION]},
+    "/v1/responses": {"input": "q"},
+    "/v1/messages": {"messages": [QUESTION]},
+}
+
+
+@pytest.mark.parametrize("path", TEXTS_OF)
+def test_null_is_the_same_as_an_absent_field(endpoint: SimpleNamespace, path: str) -> None:
+    body = {"model": "tiny", **TEXTS_OF[path]}
+    names = {*SAMPLED, *NEUTRAL, *HINTS, "n", "stop", "max_tokens", "stream", "stream_options"}
+    assert post(endpoint.address, path, {**body, **dict.fromkeys(names)})[0] == 200
+    assert post(endpoint.address, path, body)[0] == 200
+    first, second = endpoint.replica.requests
+    assert first == second and (first.temperature, first.seed) == (1.0, None)
 
 
 def post(address: str, path: str, body: Any, key: str = KEY) -> tuple[int, Any]:
