@@ -140,9 +140,7 @@ class Engine:
         llm = self._state.take_llm()
         if self._probe is not None:
             self._probe.cancel()
-        if llm is not None:
-            await asyncio.to_thread(llm.shutdown, END_S)
-        await self.processes.end()
+        await _end(llm, self.processes)
 
 
 async def start_engine(
@@ -162,8 +160,8 @@ async def start_engine(
     except Exception:
         await processes.end()
         raise
-    # A cancellation leaves the folder, since the thread that starts the engine continues and still
-    # writes there. The folder is removed once this process has ended.
+    # A cancellation while vLLM loads leaves the folder, since the thread that starts the engine
+    # continues and still writes there. The folder is removed once this process has ended.
 
 
 async def _load(
@@ -182,16 +180,17 @@ async def _load(
         # The constructor blocks until the engine's process has loaded the model. In a thread it
         # starts no output loop, so the first request starts that on this event loop.
         llm = await asyncio.to_thread(_make_llm, process, config, executor, stats, opened)
-    processes.started()
     try:
+        processes.started()
         stops = await _prepare(app, llm)
         loaded = time.monotonic()
         state = EngineState(app, llm, processes.folder, stats, opened)
         requests = EngineRequests(state, stops)
         opened.set()
         await _generate_first(requests)
-    except Exception:
-        await asyncio.to_thread(llm.shutdown, END_S)
+    except BaseException:
+        # Also a cancellation, and a second one does not stop this: nothing else would end vLLM.
+        await asyncio.shield(_end(llm, processes))
         raise
     load = LoadTimes(
         import_s=imported - started,
@@ -201,6 +200,13 @@ async def _load(
         caches_removed=float(caches.damaged is not None),
     )
     return Engine(state, processes, requests, load)
+
+
+async def _end(llm: AsyncLLM | None, processes: EngineProcesses) -> None:
+    """End vLLM, and then what is left of its processes."""
+    if llm is not None:
+        await asyncio.to_thread(llm.shutdown, END_S)
+    await processes.end()
 
 
 def _make_llm(
