@@ -95,6 +95,21 @@ async def test_an_update_continues_when_its_caller_is_cancelled(
     assert (made.weights, fetched, removed) == (WeightsId("run", 0, 3), [3], [3])
 
 
+async def test_the_end_stops_the_followers_and_the_engine_side_by_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = asyncio.Barrier(2)
+
+    async def stop() -> None:
+        await both.wait()
+
+    async with asyncio.timeout(20):
+        made = await started(monkeypatch, nothing, [])
+        monkeypatch.setattr(made._followers, "stop", stop)
+        monkeypatch.setattr(made.engine, "stop", stop, raising=False)
+        await made.__del__()
+
+
 def request(version: int, name: str | None = None) -> GenerateRequest:
     return GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("run", 0, version), replica=name)
 
