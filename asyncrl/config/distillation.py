@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from asyncrl.algorithms.references import KlTerm
-from asyncrl.contracts.section import ByKey, ByName, Section
+from asyncrl.contracts.section import ByKey, ByName, Section, Short
 from asyncrl.runtime.setting_paths import ModelPath
 from asyncrl.runtime.urls import sends_in_the_clear
 
@@ -55,10 +55,8 @@ class TeacherModel(Section):
     0.1 by default. In other placements it has a GPU of its own."""
 
 
-def _teacher(value: object) -> object:
-    if isinstance(value, str):
-        return {"url" if value.startswith(("http://", "https://")) else "path": value}
-    return value
+def _teacher(value: object) -> str:
+    return "url" if str(value).startswith(("http://", "https://")) else "path"
 
 
 class TeacherAdvantage(Section):
@@ -93,7 +91,7 @@ class TeacherKl(Section):
 class DistillationConfig(Section):
     """On-policy distillation: a frozen teacher scores the tokens that the policy sampled."""
 
-    teacher: Annotated[TeacherServer | TeacherModel, ByKey(), BeforeValidator(_teacher)]
+    teacher: Annotated[TeacherServer | TeacherModel, ByKey(), Short(_teacher)]
     """The teacher: a Hugging Face checkpoint directory, a name on the hub, or the base URL of an
     OpenAI-compatible server. Or a mapping with `path` or `url`, and more settings."""
     use: Annotated[TeacherAdvantage | TeacherTopK | TeacherKl, ByName("advantage")] = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -22,7 +23,7 @@ def with_overrides(
 ) -> dict[str, Any]:
     """The settings with these on top, sections before the settings in them. The last value of a
     name counts. A key or a name that chooses another alternative of a section leaves out the
-    settings that this one does not have.
+    settings that this one does not have, or has with another default.
 
     Raises:
         ConfigError: an option is unknown, has no value, or its value is not YAML.
@@ -37,8 +38,9 @@ def with_overrides(
             name = choice  # `--algorithm.loss.name gspo` is `--algorithm.loss gspo`
         values.append((name, value))
     for name, value in values:
-        if value is not None:
-            found = _of_alternative(found, name, kind)
+        parts = name.split(".") if value is not None else []
+        for end in range(1, len(parts) + 1):
+            found = _of_alternative(found, ".".join(parts[:end]), kind)
     for name, value in sorted(values, key=lambda one: one[0].count(".")):
         whole = _with_the_others(value, _at(found, name), find(kind, name))
         found = _with_value(found, name, whole, kind, "")
@@ -46,33 +48,56 @@ def with_overrides(
 
 
 def _of_alternative(tree: dict[str, Any], name: str, kind: type[BaseModel]) -> dict[str, Any]:
-    """The tree without the settings of other alternatives than the one whose key this is."""
+    """The tree without the settings of other alternatives than the one whose key this is, and
+    without those that had another default."""
     above, _, key = name.rpartition(".")
     section = _at(tree, above)
+    if isinstance(section, str):
+        section = _whole(section, find(kind, above))
     kinds = [one for field in find_all(kind, above) for one in kinds_of(field.annotation)]
     chosen = next((one for one in kinds if key_of(one) == key), None)
     if chosen is None or not isinstance(section, dict):
         return tree
-    others = {name for one in kinds for name in one.model_fields} - chosen.model_fields.keys()
-    kept = {name: value for name, value in section.items() if name not in others}
+    field = find(kind, above)
+    before = (field and _alternative(section, field)) or chosen
+    known = {name for one in kinds for name in one.model_fields} - {key}
+    kept = {
+        name: value
+        for name, value in section.items()
+        if name not in known or _stays(name, before, chosen)
+    }
     return _with_value(tree, above, kept, kind, "")
 
 
 def _with_the_others(value: object, now: object, field: FieldInfo | None) -> object:
     """A single value of a choice or section, with the settings beside it that the chosen
-    alternative has, too. Those of a function of the user's own go."""
+    alternative has, too, with the same default. Those of a function of the user's own go."""
     whole = value if field is None or isinstance(value, dict) else _whole(value, field)
     if field is None or not isinstance(whole, dict) or not isinstance(now, dict):
         return value
     fitting = []
+    before = _alternative(now, field)
     for one in kinds_of(field.annotation):
-        kept = {name: old for name, old in now.items() if name in one.model_fields}
+        kept = {name: old for name, old in now.items() if _stays(name, before or one, one)}
         if "name" in one.model_fields and not name_of(one):
             kept = {}
         with contextlib.suppress(ValidationError, ConfigError):
             one.model_validate({**kept, **whole})
             fitting.append({**kept, **whole})
     return max(fitting, key=len, default=value)
+
+
+def _alternative(value: object, field: FieldInfo) -> type[BaseModel] | None:
+    """The alternative of a choice that a value is; None of an invalid value."""
+    with contextlib.suppress(ValidationError, ConfigError):
+        return type(_taken(value, field))
+    return None
+
+
+def _stays(name: str, before: type[BaseModel], after: type[BaseModel]) -> bool:
+    """Whether a setting of one alternative stays with another, which has it with that default."""
+    old, new = before.model_fields.get(name), after.model_fields.get(name)
+    return new is not None and (old is None or old.get_default() == new.get_default())
 
 
 def _at(tree: object, name: str) -> object:
@@ -114,8 +139,9 @@ def _options(words: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _read(name: str, texts: list[str], field: FieldInfo) -> object:
-    """The value of an option: what the setting takes, as YAML or as text. Several words, or words
-    with commas between them, are a list where the setting takes one.
+    """The value of an option: what the setting takes, as YAML or as text. A setting that takes text
+    only has it as it is. Several words, or words with commas between them, are a list where the
+    setting takes one.
 
     Raises:
         ConfigError: it is not YAML.
@@ -125,6 +151,8 @@ def _read(name: str, texts: list[str], field: FieldInfo) -> object:
     text = texts[0]
     if text == "null":  # also where a setting takes text: it resets the setting
         return None
+    if _is_text(field.annotation):
+        return text
     candidates: list[object] = [text]
     is_yaml = text.strip()[:1] in ("[", "{") and not text.strip().startswith("{runs_root}")
     try:
@@ -136,16 +164,27 @@ def _read(name: str, texts: list[str], field: FieldInfo) -> object:
             ) from None
     if "," in text and not is_yaml and _takes_list(field.annotation):
         candidates.insert(0, text.split(","))
+    for candidate in candidates:
+        with contextlib.suppress(ValidationError, ConfigError):
+            _taken(candidate, field)
+            return candidate
+    return candidates[0]
+
+
+def _taken(value: object, field: FieldInfo) -> Any:
+    """What a setting makes of a value. Raises ValidationError, and ConfigError."""
     marks = field.metadata
     whole: Any = Annotated[(field.annotation, *marks)] if marks else field.annotation
-    takes: TypeAdapter[Any] = TypeAdapter(whole)
-    for candidate in candidates:
-        try:
-            takes.validate_python(candidate)
-        except (ValidationError, ConfigError):
-            continue
-        return candidate
-    return candidates[0]
+    return TypeAdapter(whole).validate_python(value)
+
+
+def _is_text(annotation: Any) -> bool:
+    """Whether a setting takes text only."""
+    if get_origin(annotation) is Annotated:
+        return _is_text(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return all(kind is NoneType or _is_text(kind) for kind in get_args(annotation))
+    return annotation is str
 
 
 def _takes_list(annotation: Any) -> bool:
@@ -178,7 +217,7 @@ def _whole(value: object, field: FieldInfo | None) -> object:
     """The mapping that a single value of a choice or section stands for."""
     mark = _short(field)
     if isinstance(mark, Short):
-        return {mark.key: value}
+        return mark.whole(value)
     return value if mark is None else {"name": value}
 
 

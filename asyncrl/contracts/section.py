@@ -64,14 +64,18 @@ class ByName:
 class Short:
     """Marks a section that a single value stands for: `Annotated[Truncation, Short("level")]`."""
 
-    key: str
-    """The field that has this value. The others have their defaults."""
+    key: str | Callable[[object], str]
+    """The field that has this value, or what says it of a value. The others have their defaults."""
+
+    def whole(self, value: object) -> dict[str, object]:
+        """The mapping that a single value stands for."""
+        return {self.key if isinstance(self.key, str) else self.key(value): value}
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         def whole(value: object) -> object:
-            return value if isinstance(value, dict | Section | None) else {self.key: value}
+            return value if isinstance(value, dict | Section | None) else self.whole(value)
 
         return core_schema.no_info_before_validator_function(whole, handler(source))
 

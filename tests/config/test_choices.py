@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from small_config import SMALL
 
 from asyncrl.algorithms.losses import Loss
-from asyncrl.config import Config, ConfigError, OfflineConfig, explain, load_any
+from asyncrl.config import Config, ConfigError, OfflineConfig, explain, load_any, load_config
 from asyncrl.config.aliases import explain_unknown, other_names
 from asyncrl.config.fields import by_name, field_names, find
 from asyncrl.contracts.section import Section, key_of, kinds_of, name_of
@@ -30,6 +30,7 @@ OFFLINE = {
 }
 LOSSES = ", ".join(filter(None, map(name_of, kinds_of(Loss))))
 SESSIONS = {"data": {**SMALL["data"], "max_length": 16}}
+URL = "http://127.0.0.1:8000/v1"
 KINDS: tuple[type[BaseModel], ...] = (Config, OfflineConfig)
 
 
@@ -448,6 +449,23 @@ def written(tmp_path: Path, tree: dict[str, Any]) -> Path:
             {"algorithm": {"loss": {"name": "cispo", "eps_clip": 0.5}}},
         ),
         (
+            {"algorithm": {"loss": {"name": "ppo", "eps_clip": 0.3, "eps_clip_high": 0.5}}},
+            ["--algorithm.loss", "cispo"],  # its eps_clip has another default
+            {"algorithm": {"loss": {"name": "cispo", "eps_clip_high": 0.5}}},
+        ),
+        *(
+            (
+                {"algorithm": {"distillation": {"teacher": before}}},
+                [f"--algorithm.distillation.teacher.{name}", value],
+                {"algorithm": {"distillation": {"teacher": after}}},
+            )
+            for before, name, value, after in (
+                ("/t", "num_cpus", "1", {"path": "/t", "num_cpus": 1}),
+                (URL, "retries", "3", {"url": URL, "retries": 3}),
+                ("/t", "url", URL, URL),
+            )
+        ),
+        (
             {},
             ["--reward.policy", "retry"],
             {"reward": {**SMALL["reward"], "policy": {"name": "retry", "retries": 2}}},
@@ -579,6 +597,29 @@ def test_overrides_of_a_choice_that_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         load_any(written(tmp_path, SMALL), overrides)
+
+
+CORRECTED = [name for name in map(name_of, kinds_of(Loss)) if name not in ("", "reinforce")]
+
+
+@pytest.mark.parametrize("before", CORRECTED)
+@pytest.mark.parametrize("option", ["--algorithm.loss", "--algorithm.loss.name"])
+def test_another_loss_over_a_whole_config_has_its_defaults(
+    tmp_path: Path, before: str, option: str
+) -> None:
+    path = written(tmp_path, config({"algorithm": {"loss": before}}).dump())
+    for after in CORRECTED:
+        expected = config({"algorithm": {"loss": after}}).algorithm
+        assert load_config(path, [option, after]).algorithm == expected
+
+
+@pytest.mark.parametrize("option", ["--algorithm.preference={}", "--algorithm.preference.loss=ipo"])
+def test_another_section_over_a_whole_config_has_its_defaults(tmp_path: Path, option: str) -> None:
+    name, _, value = option.removeprefix("--algorithm.preference").rpartition("=")
+    section = {"loss": value} if name else {}
+    expected = config({"algorithm": {"preference": section}}).algorithm
+    path = written(tmp_path, config({}).dump())
+    assert load_config(path, [option]).algorithm == expected
 
 
 WHOLE = [

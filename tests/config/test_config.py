@@ -1241,6 +1241,15 @@ def test_the_runs_root_is_replaced_in_overrides(tmp_path, monkeypatch, option):
     assert (config.data.train, config.model.path) == ("/r/a.parquet", "/r/m")
 
 
+TEXTS = ["007", "1e3", "true", "{question}", "[a", "{a: 1}", "a: b", "a # b", " x ", "'x'", "~"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_of_the_command_line_is_kept_as_it_is(tmp_path, text):
+    overrides = [f"--data.system_prompt={text}", "--data.apply_chat_template", "true"]
+    assert load(tmp_path, overrides=overrides).data.system_prompt == text
+
+
 def test_data_may_be_a_path_a_source_or_several(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
