@@ -4,6 +4,7 @@ name."""
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +32,8 @@ class OtherNames:
     moved: Mapping[str, tuple[str, ...]]
     """Dotted name of an earlier version → the YAML to write now. Several ways are for different
     kinds of runs."""
+    off_at_zero: frozenset[str]
+    """Those of them that 0 turned off, which was their default."""
 
 
 @cache
@@ -47,6 +50,7 @@ def other_names() -> OtherNames:
             name: (ways,) if isinstance(ways, str) else tuple(ways)
             for name, ways in tables["moved"].items()
         },
+        off_at_zero=frozenset(tables["off_at_zero"]),
     )
 
 
@@ -63,13 +67,19 @@ LIKENESS = 0.8
 """Similarity (`difflib`, 0 to 1) that a known name needs before it is suggested."""
 
 
-def explain_unknown(name: str, known: Sequence[str]) -> str:
+def explain_unknown(name: str, known: Sequence[str], value: object = ...) -> str:
     """One line about a setting that is not among the `known` dotted names: its name here, why it
-    does not exist, or the nearest name."""
+    does not exist, or the nearest name.
+
+    Args:
+        value: what it was set to.
+    """
     offline = "objective" in known
     names = other_names()
     for old in _beginnings(name):
         ways = [way for way in names.moved.get(old, ()) if way.partition(":")[0] in known]
+        if ways and old == name and _was_default(name, value):
+            return f"{old} has moved; leave it out, which is the same as {json.dumps(value)}"
         if ways:
             return f"{old} has moved; write {', or '.join(ways)}"
     for ending in _endings(name):
@@ -88,6 +98,12 @@ def explain_unknown(name: str, known: Sequence[str]) -> str:
     return f"{name} is unknown; " + (
         f"did you mean {near}?" if near else f"see asyncrl {'sft' if offline else 'train'} --help"
     )
+
+
+def _was_default(old: str, value: object) -> bool:
+    """Whether a setting of an earlier version was off, or not set."""
+    is_zero = value == 0 and old in other_names().off_at_zero
+    return value is None or value is False or is_zero
 
 
 def first_moved(tree: Mapping[str, Any]) -> str | None:

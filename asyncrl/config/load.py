@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from asyncrl.config.aliases import explain_unknown
 from asyncrl.config.config import Config
-from asyncrl.config.fields import alternatives, by_name, find, has_parts, known_names
+from asyncrl.config.fields import alternatives, by_name, find, find_all, has_parts, known_names
 from asyncrl.config.offline import OBJECTIVES, OfflineConfig
 from asyncrl.config.overrides import with_overrides
 from asyncrl.config.schema import ENTRY_NAME
@@ -141,7 +141,7 @@ def explain(error: ValidationError, kind: type[BaseModel] = Config) -> str:
     """One line that gives field, value and fix for each error of a config of this kind. Of many
     settings that have moved, the first ones are named."""
     lines = [line for item in error.errors() for line in _explain_one(item, kind)]
-    moved = [line for line in dict.fromkeys(lines) if " has moved; write " in line]
+    moved = [line for line in dict.fromkeys(lines) if " has moved; " in line]
     more = moved[MOST_MOVED:]
     if more:
         lines = [line for line in lines if line not in more]
@@ -156,7 +156,8 @@ def _explain_one(item: ErrorDetails, kind: type[BaseModel]) -> list[str]:
     parts = [str(part) for part in item["loc"]]
     name = _setting(parts, kind)
     if item["type"] == "extra_forbidden":
-        return [_explain_unknown(leaf, parts, kind) for leaf in _leaves(name, item["input"])]
+        leaves = _leaves(name, item["input"])
+        return [_explain_unknown(leaf, value, parts, kind) for leaf, value in leaves]
     return [_explain_value(item, parts, name, kind)]
 
 
@@ -175,8 +176,17 @@ def _explain_value(item: ErrorDetails, parts: list[str], name: str, kind: type[B
         return f"{name}: {message}" if message.startswith("give ") else f"{name}.{message}"
     if message.startswith(OF_PATHS):
         return f"{name} = {value!r} {message}"
-    off = ", or leave it out" if value == "none" else ""
+    off = ", or leave it out" if value == "none" else _way_off(item, name, kind)
     return f"{name} = {value!r}: {message[0].lower()}{message[1:]}{off}" if name else message
+
+
+def _way_off(item: ErrorDetails, name: str, kind: type[BaseModel]) -> str:
+    """How to turn off what a 0 does not: without the section that needs a value."""
+    above = name.rpartition(".")[0]
+    is_off = item["type"] in ("greater_than", "greater_than_equal") and item["input"] == 0
+    needed = any(field.is_required() for field in find_all(kind, name))
+    optional = any(section.default is None for section in find_all(kind, above))
+    return f", or leave {above} out" if is_off and needed and optional else ""
 
 
 def _setting(parts: list[str], kind: type[BaseModel]) -> str:
@@ -192,7 +202,7 @@ def _setting(parts: list[str], kind: type[BaseModel]) -> str:
     return ".".join(names)
 
 
-def _explain_unknown(name: str, parts: list[str], kind: type[BaseModel]) -> str:
+def _explain_unknown(name: str, value: object, parts: list[str], kind: type[BaseModel]) -> str:
     """One line about a setting that does not exist, or not in this alternative of a choice."""
     for prefix, chosen, kinds in reversed(list(_choices(parts, kind))):
         rest = name.removeprefix(f"{prefix}.")
@@ -206,7 +216,7 @@ def _explain_unknown(name: str, parts: list[str], kind: type[BaseModel]) -> str:
             return f"{name} has no effect {here}; leave it out, or use it {there}"
         if "arguments" in chosen.model_fields and "." not in rest:
             return f"{name} is unknown; an argument of your own goes below {prefix}.arguments"
-    return explain_unknown(name, known_names(kind, name))
+    return explain_unknown(name, known_names(kind, name), value)
 
 
 def _choices(
@@ -244,8 +254,8 @@ def _way_to_write(item: ErrorDetails) -> str | None:
     return PATTERNS.get(item.get("ctx", {}).get("pattern", ""))
 
 
-def _leaves(name: str, value: object) -> list[str]:
+def _leaves(name: str, value: object) -> list[tuple[str, object]]:
     """The settings inside an unknown section, such as verl's `actor_rollout_ref`."""
     if not isinstance(value, dict) or not value:
-        return [name]
+        return [(name, value)]
     return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]

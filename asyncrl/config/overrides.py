@@ -32,7 +32,7 @@ def with_overrides(
     for name, texts in _options(overrides):
         field = find(kind, name)
         if field is None:
-            raise ConfigError(_unknown(name, kind).replace("\n", "\\n"))
+            raise ConfigError(_unknown(name, texts, kind).replace("\n", "\\n"))
         value, choice = _read(name, texts, field), name.removesuffix(".name")
         if choice != name and isinstance(_short(find(kind, choice)), ByName):
             name = choice  # `--algorithm.loss.name gspo` is `--algorithm.loss gspo`
@@ -106,12 +106,15 @@ def _at(tree: object, name: str) -> object:
     return tree
 
 
-def _unknown(name: str, kind: type[BaseModel]) -> str:
+def _unknown(name: str, texts: list[str], kind: type[BaseModel]) -> str:
     above = name.rpartition(".")[0]
     parent = find(kind, above)
     if parent is not None and not has_parts(parent):
         return f"{name} is unknown: {above} is a single value; write --{above} VALUE"
-    return explain_unknown(name, known_names(kind, name))
+    value: object = texts
+    with contextlib.suppress(yaml.YAMLError):
+        value = parse_yaml(" ".join(texts))
+    return explain_unknown(name, known_names(kind, name), value)
 
 
 def _options(words: list[str]) -> Iterator[tuple[str, list[str]]]:

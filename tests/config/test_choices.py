@@ -31,6 +31,7 @@ OFFLINE = {
 LOSSES = ", ".join(filter(None, map(name_of, kinds_of(Loss))))
 SESSIONS = {"data": {**SMALL["data"], "max_length": 16}}
 URL = "http://127.0.0.1:8000/v1"
+LEAVE_OUT = "has moved; leave it out, which is the same as"
 KINDS: tuple[type[BaseModel], ...] = (Config, OfflineConfig)
 
 
@@ -590,6 +591,17 @@ def test_the_command_line_reaches_into_a_choice(
             "algorithm.loss.eps_clip.low is unknown: algorithm.loss.eps_clip is a single value;"
             " write --algorithm.loss.eps_clip VALUE",
         ),
+        (["--algorithm.kl_coef", "0"], f"algorithm.kl_coef {LEAVE_OUT} 0"),
+        (["--algorithm.dual_clip", "null"], f"algorithm.dual_clip {LEAVE_OUT} null"),
+        (
+            ["--algorithm.reference.kl_coef", "0"],
+            "algorithm.reference.kl_coef = 0: input should be greater than 0, or leave"
+            " algorithm.reference out",
+        ),
+        (
+            ["--algorithm.ce", "0"],
+            "algorithm.ce.coef = 0: input should be greater than 0, or leave algorithm.ce out",
+        ),
     ],
 )
 def test_overrides_of_a_choice_that_are_refused(
@@ -597,6 +609,15 @@ def test_overrides_of_a_choice_that_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         load_any(written(tmp_path, SMALL), overrides)
+
+
+@pytest.mark.parametrize("old", sorted(other_names().off_at_zero))
+def test_an_old_zero_that_meant_off_is_left_out(old: str) -> None:
+    kind = OfflineConfig if old.startswith("dpo") else Config
+    known = field_names(kind)
+    assert explain_unknown(old, known, 0.0) == f"{old} {LEAVE_OUT} 0.0"
+    assert f"{old} has moved; write " in explain_unknown(old, known, 1)
+    assert "has moved; write " in explain_unknown("algorithm.eps_clip", known, 0) or kind != Config
 
 
 CORRECTED = [name for name in map(name_of, kinds_of(Loss)) if name not in ("", "reinforce")]
@@ -715,7 +736,7 @@ def test_of_many_settings_that_have_moved_the_first_are_named(tmp_path: Path) ->
     with pytest.raises(ConfigError) as refused:
         load_any(written(tmp_path, tree))
     text = str(refused.value)
-    assert text.count("has moved; write") == 5
+    assert text.count(" has moved; ") == 5
     assert "2 more settings have moved, so an earlier asyncrl wrote them" in text
 
 
