@@ -371,7 +371,7 @@ def _check_env(config: Config | OfflineConfig) -> int:
     refuse_environment()
     if isinstance(config, OfflineConfig):
         raise ConfigError(
-            f"objective: {config.objective} has no environment to check; run `asyncrl plan`"
+            f"objective: {config.objective.name} has no environment to check; run `asyncrl plan`"
         )
     config = resolve_models(config)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -105,7 +105,7 @@ async def serve_learner(task: Task, answer: Callable[[str], object]) -> None:
     async def forward() -> dict[str, float]:
         began = time.perf_counter()
         await score_rows(
-            reference, file, scored, config.dpo.reference_batch, config.data.max_length
+            reference, file, scored, config.objective.reference_batch, config.data.max_length
         )
         return {"seconds": time.perf_counter() - began}
 

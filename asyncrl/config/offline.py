@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -23,17 +22,14 @@ from asyncrl.config.schema import (
 from asyncrl.contracts.section import ByName, Section
 from asyncrl.runtime.setting_paths import ModelPath
 
-Objective = Literal["sft", "dpo", "reward_model"]
-OBJECTIVES: tuple[Objective, ...] = ("sft", "dpo", "reward_model")
-LEARNING_RATES: Mapping[Objective, float] = {"sft": 2e-5, "dpo": 1e-6, "reward_model": 1e-5}
-"""Default learning rate of an objective."""
+OBJECTIVES = ("sft", "dpo", "reward_model")
+"""The names of the objectives. They are commands, too."""
 SHORTEST_PLACEMENT_S = 60.0
 """Shortest placement timeout, in seconds."""
 
-
 ACTS_WITH: ActsWith = (
     *(
-        (f"dpo.{name}", "dpo.has_reference", (True,), "a dpo.loss with a reference")
+        (f"objective.{name}", "objective.has_reference", (True,), "a loss with a reference")
         for name in ("reference_batch", "ref_num_cpus", "ref_load")
     ),
     *(
@@ -45,7 +41,7 @@ ACTS_WITH: ActsWith = (
 
 
 class SplitLong(Section):
-    """Keep the whole row, and let sft.packing_strategy cut it (SFT only)."""
+    """Keep the whole row, and let objective.packing_strategy cut it (SFT only)."""
 
     name: Literal["split"] = "split"
 
@@ -110,13 +106,25 @@ class HeldOutConfig(Section):
 
 
 class SftConfig(Section):
+    """Next-token prediction."""
+
+    name: Literal["sft"] = "sft"
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
     """How a step's rows are packed into micro-batches of learner.max_tokens_per_gpu tokens. `bfd`:
     rows stay whole. `bfd_split`: longer rows are cut. `wrapped`: rows follow one another and are
     cut wherever a micro-batch is full. Pieces do not attend to one another."""
 
+    learning_rate: ClassVar[float] = 2e-5
+    """Default of learner.learning_rate."""
+    has_reference: ClassVar[bool] = False
+    has_value_head: ClassVar[bool] = False
+    value_learning_rate: ClassVar[None] = None
+
 
 class DpoConfig(Section):
+    """Preferences between two completions of a prompt."""
+
+    name: Literal["dpo"] = "dpo"
     loss: PreferenceLoss = Sigmoid()
     """Loss of a pair, or of a single completion with a label (`kto`)."""
     ce_coef: float = Field(default=0.0, ge=0)
@@ -130,6 +138,10 @@ class DpoConfig(Section):
     reference_batch: int = Field(default=256, gt=0)
     """Pairs (kto: rows) that the reference policy scores in one call."""
 
+    learning_rate: ClassVar[float] = 1e-6
+    packing_strategy: ClassVar[Literal["bfd"]] = "bfd"
+    has_value_head: ClassVar[bool] = False
+    value_learning_rate: ClassVar[None] = None
     weight_cap: ClassVar[None] = None
     """Rows of a dataset have no off-policy weight."""
 
@@ -140,6 +152,9 @@ class DpoConfig(Section):
 
 
 class RewardModelConfig(Section):
+    """A score of each sequence, from the same preferences."""
+
+    name: Literal["reward_model"] = "reward_model"
     center_coef: float = Field(default=0.0, ge=0)
     """Weight of the squared sum of both scores of a pair (arXiv:2312.09244), which keeps scores
     around 0. The loss of a pair only sees their difference. TRL's example is 0.01."""
@@ -147,13 +162,20 @@ class RewardModelConfig(Section):
     """Peak learning rate of the score head, with the schedule of learner.learning_rate. A new head
     usually needs 10 to 100 times the model's rate. Default: learner.learning_rate."""
 
+    learning_rate: ClassVar[float] = 1e-5
+    packing_strategy: ClassVar[Literal["bfd"]] = "bfd"
+    has_reference: ClassVar[bool] = False
+    has_value_head: ClassVar[bool] = True
+
+
+Objective: TypeAlias = Annotated[SftConfig | DpoConfig | RewardModelConfig, ByName("")]
+
 
 class OfflineConfig(RunSettings):
     """Every setting of a run on a dataset."""
 
     objective: Objective
-    """`sft`: next-token prediction. `dpo`: preferences between two completions of a prompt.
-    `reward_model`: a score of each sequence, from the same preferences."""
+    """What the run trains."""
     max_steps: Annotated[int | None, Field(gt=0)] = None
     """Optimizer steps after which the run ends. Default: num_epochs over the data."""
     num_epochs: float = Field(default=1.0, gt=0, le=1e6)
@@ -163,29 +185,15 @@ class OfflineConfig(RunSettings):
     those of an epoch."""
     data: OfflineDataConfig
     eval: HeldOutConfig = HeldOutConfig()
-    sft: SftConfig = SftConfig()
-    dpo: DpoConfig = DpoConfig()
-    reward_model: RewardModelConfig = RewardModelConfig()
 
     @model_validator(mode="after")
     def settings_fit_together(self) -> OfflineConfig:
         check_sources({"data.train": self.data.train, "eval.data": self.eval.data})
-        self._check_other_objective()
         self._check_learner()
         self._check_lengths()
         check_effects(self, ACTS_WITH)
         self._check_dpo()
         return self
-
-    def _check_other_objective(self) -> None:
-        """Refuse settings of other objectives, which would have no effect."""
-        for other in OBJECTIVES:
-            section = getattr(self, other)
-            if other != self.objective and section != type(section)():
-                raise ValueError(
-                    f"the section {other} has no effect with objective: {self.objective}; leave it"
-                    " out"
-                )
 
     def _check_learner(self) -> None:
         """Refuse settings of the learner that only a run with generators uses."""
@@ -197,11 +205,11 @@ class OfflineConfig(RunSettings):
 
     def _check_lengths(self) -> None:
         cap = self.learner.max_tokens_per_row
-        cuts = self.objective == "sft" and self.sft.packing_strategy != "bfd"
+        cuts = self.objective.packing_strategy != "bfd"
         if isinstance(self.data.length_policy, SplitLong) and not cuts:
             raise ValueError(
-                "data.length_policy: split needs objective: sft and sft.packing_strategy: bfd_split"
-                " or wrapped, which cut long rows; use truncate or drop"
+                "data.length_policy: split needs objective: sft with packing_strategy: bfd_split or"
+                " wrapped, which cut long rows; use truncate or drop"
             )
         if self.data.max_length > cap and not cuts:
             raise ValueError(
@@ -217,14 +225,15 @@ class OfflineConfig(RunSettings):
             )
 
     def _check_dpo(self) -> None:
-        dpo = self.dpo
+        compared = self.compared
         loads = self.lora is not None and self.lora.load is not None
-        if self.objective == "dpo" and dpo.has_reference and dpo.ref_load is None and loads:
+        if compared is not None and compared.ref_load is None and loads:
             raise ValueError(
                 "dpo with lora.load would compare the policy with model.path, as it was without"
-                " that adapter; name the reference policy in dpo.ref_load, such as the merged model"
+                " that adapter; name the reference policy in objective.ref_load, such as the merged"
+                " model"
             )
-        if isinstance(dpo.loss, Kto) and self.batch_size < 2:
+        if self.is_kto and self.batch_size < 2:
             raise ValueError(
                 "batch_size = 1 gives KTO's baseline a single completion; raise it, to 8 or more if"
                 " you can"
@@ -232,17 +241,23 @@ class OfflineConfig(RunSettings):
 
     @property
     def trains_reward_model(self) -> bool:
-        return self.objective == "reward_model"
+        return isinstance(self.objective, RewardModelConfig)
+
+    @property
+    def compared(self) -> DpoConfig | None:
+        """The objective, if it compares the policy with a reference policy."""
+        chosen = self.objective
+        return chosen if isinstance(chosen, DpoConfig) and chosen.has_reference else None
 
     @property
     def has_pairs(self) -> bool:
         """Whether the rows are pairs."""
-        return self.objective != "sft" and not self.is_kto
+        return not isinstance(self.objective, SftConfig) and not self.is_kto
 
     @property
     def is_kto(self) -> bool:
         """Whether the rows are single completions with a label."""
-        return self.objective == "dpo" and isinstance(self.dpo.loss, Kto)
+        return isinstance(self.objective, DpoConfig) and isinstance(self.objective.loss, Kto)
 
     @property
     def training_sources(self) -> tuple[Source, ...]:
@@ -273,7 +288,7 @@ class OfflineConfig(RunSettings):
     @property
     def learning_rate(self) -> float:
         given = self.learner.learning_rate
-        return LEARNING_RATES[self.objective] if given is None else given
+        return self.objective.learning_rate if given is None else given
 
     @property
     def last_step(self) -> int:
@@ -284,20 +299,18 @@ class OfflineConfig(RunSettings):
     @property
     def num_cpus(self) -> float:
         """Logical CPUs of the learner and the reference policy."""
-        reference = self.dpo.ref_num_cpus if len(self.models) > 1 else 0.0
+        reference = 0.0 if self.compared is None else self.compared.ref_num_cpus
         return self.learner.world_size * self.learner.num_cpus + reference
 
     @property
     def models(self) -> dict[str, str]:
-        reads = self.objective == "dpo" and self.dpo.has_reference
-        return {"model.path": self.model.path} | (
-            {"dpo.ref_load": self.reference_path} if reads else {}
-        )
+        reference = {} if self.compared is None else {"objective.ref_load": self.reference_path}
+        return {"model.path": self.model.path} | reference
 
     @property
     def reference_path(self) -> str:
         """Checkpoint of the reference policy."""
-        return self.dpo.ref_load or self.model.path
+        return (self.compared and self.compared.ref_load) or self.model.path
 
     def steps(self, epoch: int, applied: int = 0, rows: float = 0) -> int:
         """Optimizer steps of the whole run, for this many rows per epoch. The last step of an epoch

@@ -355,11 +355,11 @@ def check_effects(config: RunSettings, rows: ActsWith) -> None:
     for setting, other, values, how in (*ACTS_IN_EVERY_RUN, *rows):
         section, _, name = setting.rpartition(".")
         owner = attrgetter(section)(config)
+        field = type(owner).model_fields.get(name)
+        if field is None:  # it is of another alternative
+            continue
         value = getattr(owner, name)
-        if (
-            value != type(owner).model_fields[name].default
-            and attrgetter(other)(config) not in values
-        ):
+        if value != field.default and attrgetter(other)(config) not in values:
             raise ValueError(
                 f"{setting.replace('engines.', 'generator.')} = {_shown(value)!r} only has an"
                 f" effect with {how}; leave it out, or set that"

@@ -33,7 +33,7 @@ class ByName:
     """
 
     default: str
-    """The name of a mapping without one."""
+    """The name of a mapping without one; "" if it must have one."""
     own: str = "your own function as package.module:function"
     """What else a name may be, for messages, if an alternative has no name of its own."""
 

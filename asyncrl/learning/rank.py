@@ -13,6 +13,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+from asyncrl.config import RewardModelConfig
 from asyncrl.contracts.messages import HeldOutLoss, Manifest, StepResult
 from asyncrl.contracts.offline_rows import TokenRow
 from asyncrl.learning.engine import zero3
@@ -26,7 +27,7 @@ from asyncrl.learning.engine.adapter import (
 from asyncrl.learning.engine.hf_directory import HfDirectory
 from asyncrl.learning.engine.shifts import device_shifts
 from asyncrl.learning.engine.state import LearnerState, Meeting, join_ranks, load_state
-from asyncrl.learning.spec import LearnerSpec
+from asyncrl.learning.spec import LearnerSpec, OnlineObjective
 from asyncrl.learning.steps.held_out import held_out_loss, target_logprobs
 from asyncrl.learning.steps.online_preference import online_preference_step
 from asyncrl.learning.steps.passes import forward_rows
@@ -85,9 +86,8 @@ class LearnerRank:
         Args:
             refs: one-row tables, or (reference to an IPC stream of a table of groups, row).
         """
-        step = (
-            policy_step if self.state.spec.algorithm.preference is None else online_preference_step
-        )
+        preference = self.state.spec.online.algorithm.preference
+        step = policy_step if preference is None else online_preference_step
         return step(self.state, groups_at(refs))
 
     def supervised_step(self, rows: pa.Table, scheduled: bool = False) -> dict[str, float]:
@@ -182,11 +182,10 @@ class LearnerRank:
         stops = load_stops(
             spec.model.path,
             load_tokenizer(tokenizer_source),
-            spec.rollout.rollout_stop,
-            spec.rollout.rollout_stop_token_ids,
-            spec.data.chat_template_kwargs,
+            *spec.stops,
+            spec.chat_template_kwargs,
         )
-        if spec.lora is not None and spec.reward_model is None:
+        if spec.lora is not None and not isinstance(spec.objective, RewardModelConfig):
             write_adapter(target.directory / DIRECTORY, spec.lora, matrices, spec.model.path, stops)
         target.finish(spec.model.path, tokenizer_source, stops)
         sync_directory(target.directory)
@@ -238,16 +237,17 @@ class LearnerRank:
         )
 
     def _preference(self) -> PreferenceObjective:
-        objective = self.state.spec.preference
-        if objective is None:
+        whole = self.state.spec.objective
+        objective = whole.algorithm.preference if isinstance(whole, OnlineObjective) else whole
+        if not isinstance(objective, PreferenceObjective):
             raise ValueError("this run has no preference objective; use objective: dpo")
         return objective
 
     def _center_coef(self) -> float:
-        reward_model = self.state.spec.reward_model
-        if reward_model is None:
+        objective = self.state.spec.objective
+        if not isinstance(objective, RewardModelConfig):
             raise ValueError("this run trains no reward model; use objective: reward_model")
-        return reward_model.center_coef
+        return objective.center_coef
 
     def shards(self) -> dict[str, tuple[int, int]]:
         """Parameter → (elements that this rank owns, elements in total)."""

@@ -4,25 +4,52 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from asyncrl.algorithms.advantages.gae import Gae
 from asyncrl.algorithms.schedules import SAME, BatchSizes
 from asyncrl.config import (
     AlgorithmConfig,
-    DataConfig,
     DpoConfig,
     LearnerConfig,
     LoraConfig,
     ModelConfig,
-    OfflineDataConfig,
     PolicyGradient,
     RewardConfig,
     RewardModelConfig,
     RolloutConfig,
+    SftConfig,
     StalenessConfig,
 )
-from asyncrl.config.algorithm import OnlinePreferenceConfig
 from asyncrl.learning.packing.strategies import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineObjective:
+    """What a run with generators trains, and on which groups."""
+
+    algorithm: AlgorithmConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    staleness: StalenessConfig
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference policy or teacher scores the groups."""
+        return self.algorithm.has_reference
+
+    @property
+    def has_value_head(self) -> bool:
+        """Whether the policy has a head for values."""
+        algorithm = self.algorithm
+        return isinstance(algorithm, PolicyGradient) and algorithm.advantage.of_each_token
+
+    @property
+    def value_learning_rate(self) -> float | None:
+        """Peak learning rate of that head; None = that of the model."""
+        algorithm = self.algorithm
+        gae = isinstance(algorithm, PolicyGradient) and algorithm.advantage
+        return gae.value_learning_rate if isinstance(gae, Gae) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +59,8 @@ class LearnerSpec:
     learner: LearnerConfig
     model: ModelConfig
     lora: LoraConfig | None
-    data: DataConfig | OfflineDataConfig
-    rollout: RolloutConfig
-    """How trajectories are sampled. Rows of a dataset count as sampled at temperature 1."""
-    algorithm: AlgorithmConfig
-    reward: RewardConfig
-    staleness: StalenessConfig
+    objective: OnlineObjective | SftConfig | DpoConfig | RewardModelConfig
+    chat_template_kwargs: dict[str, Any]
     bucket_bytes: int
     """Size of a bucket of published weights."""
     longest_trajectory: int
@@ -58,10 +81,6 @@ class LearnerSpec:
     engine_share: float | None = None
     """Fraction of the GPU's memory of an engine that uses it in its shifts. None: no engine
     does."""
-    dpo: DpoConfig | None = None
-    """Preference steps on a dataset; None = the run takes none."""
-    reward_model: RewardModelConfig | None = None
-    """A reward model, whose policy gets a score head; None = the run trains none."""
     batch_sizes: BatchSizes = SAME
     """Rows of each applied step, over which the learning rate falls. By default, all steps have as
     many."""
@@ -69,40 +88,42 @@ class LearnerSpec:
     @property
     def length_setting(self) -> str:
         """The setting that makes trajectories shorter, for messages."""
-        offline = isinstance(self.data, OfflineDataConfig)
-        return "data.max_length" if offline else "rollout.max_completion_length"
+        online = isinstance(self.objective, OnlineObjective)
+        return "rollout.max_completion_length" if online else "data.max_length"
 
     @property
-    def preference(self) -> OnlinePreferenceConfig | DpoConfig | None:
-        """What preference steps train; None = the run takes none."""
-        return self.dpo or self.algorithm.preference
+    def temperature(self) -> float:
+        """Temperature of log-probs. Rows of a dataset count as sampled at 1."""
+        objective = self.objective
+        return objective.rollout.temperature if isinstance(objective, OnlineObjective) else 1.0
+
+    @property
+    def stops(self) -> tuple[list[str], list[int]]:
+        """Additional strings and token ids that end a completion."""
+        if not isinstance(self.objective, OnlineObjective):
+            return [], []
+        rollout = self.objective.rollout
+        return rollout.rollout_stop, rollout.rollout_stop_token_ids
+
+    @property
+    def online(self) -> OnlineObjective:
+        """What a run with generators trains.
+
+        Raises:
+            ValueError: the run trains on a dataset.
+        """
+        if not isinstance(self.objective, OnlineObjective):
+            raise ValueError(f"this run trains on a dataset (objective: {self.objective.name})")
+        return self.objective
 
     @property
     def policy(self) -> PolicyGradient:
         """What policy steps train.
 
         Raises:
-            ValueError: the run trains pairs.
+            ValueError: the run trains pairs, or on a dataset.
         """
-        if not isinstance(self.algorithm, PolicyGradient):
+        algorithm = self.online.algorithm
+        if not isinstance(algorithm, PolicyGradient):
             raise ValueError("this run trains pairs; leave algorithm.preference out")
-        return self.algorithm
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether a reference policy scores the run's rows, in a process of its own."""
-        return self.algorithm.has_reference or (self.dpo is not None and self.dpo.has_reference)
-
-    @property
-    def has_value_head(self) -> bool:
-        """Whether the policy has a head for values or scores."""
-        values = isinstance(self.algorithm, PolicyGradient) and self.policy.advantage.of_each_token
-        return values or self.reward_model is not None
-
-    @property
-    def value_learning_rate(self) -> float | None:
-        """Peak learning rate of a value head or score head; None = that of the model."""
-        own = None if self.reward_model is None else self.reward_model.value_learning_rate
-        if isinstance(self.algorithm, PolicyGradient) and isinstance(self.algorithm.advantage, Gae):
-            own = self.algorithm.advantage.value_learning_rate
-        return own
+        return algorithm

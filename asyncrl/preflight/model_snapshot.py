@@ -28,6 +28,7 @@ from asyncrl.config import (
     AlgorithmConfig,
     Config,
     ConfigError,
+    DpoConfig,
     OfflineConfig,
     RunSettings,
     Section,
@@ -77,8 +78,9 @@ def resolve_models(config: Kind) -> Kind:
         revision = config.model.revision or _commit_before(config)
         local = {"path": str(download(config.model.path, revision)), "revision": None}
         updates["model"] = config.model.model_copy(update=local)
-    if isinstance(config, OfflineConfig):
-        updates["dpo"] = _downloaded(config, config.dpo, "ref_load", "dpo.ref_load")
+    if isinstance(config, OfflineConfig) and isinstance(config.objective, DpoConfig):
+        setting = "objective.ref_load"
+        updates["objective"] = _downloaded(config, config.objective, "ref_load", setting)
     elif isinstance(config, Config):
         updates["algorithm"] = _with_downloaded_policy(config)
     return resolve_data(with_loaded_adapter(config.model_copy(update=updates)))

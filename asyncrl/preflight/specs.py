@@ -9,16 +9,12 @@ from asyncrl.algorithms.schedules import SAME, BatchSizes
 from asyncrl.config import (
     Config,
     OfflineConfig,
-    PolicyGradient,
-    RewardConfig,
-    RolloutConfig,
-    StalenessConfig,
 )
 from asyncrl.contracts.protocols import Generate
 from asyncrl.data.spec import DataSpec, OfflineDataSpec
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.learning.frozen.spec import ReferenceSpec, RefreshSpec
-from asyncrl.learning.spec import LearnerSpec
+from asyncrl.learning.spec import LearnerSpec, OnlineObjective
 from asyncrl.observe.spec import ObserveSpec
 from asyncrl.preflight.resources.model_limits import model_vocabulary
 from asyncrl.rewards.spec import ScoringSpec
@@ -92,11 +88,10 @@ def learner_spec(config: Config) -> LearnerSpec:
         learner=config.learner,
         model=config.model,
         lora=config.lora,
-        data=config.data,
-        rollout=config.rollout,
-        algorithm=config.algorithm,
-        reward=config.reward,
-        staleness=config.staleness,
+        objective=OnlineObjective(
+            config.algorithm, config.rollout, config.reward, config.staleness
+        ),
+        chat_template_kwargs=config.data.chat_template_kwargs,
         bucket_bytes=config.bucket_bytes,
         longest_trajectory=config.longest_trajectory,
         learning_rate=config.learning_rate,
@@ -129,20 +124,15 @@ def offline_learner_spec(
         learner=config.learner,
         model=config.model,
         lora=config.lora,
-        data=config.data,
-        rollout=RolloutConfig(max_completion_length=config.data.max_length),
-        algorithm=PolicyGradient(),
-        reward=RewardConfig(),
-        staleness=StalenessConfig(max_staleness=0),
-        dpo=config.dpo if config.objective == "dpo" else None,
-        reward_model=config.reward_model if config.trains_reward_model else None,
+        objective=config.objective,
+        chat_template_kwargs=config.data.chat_template_kwargs,
         bucket_bytes=config.bucket_bytes,
         longest_trajectory=config.longest_trajectory,
         learning_rate=config.learning_rate,
         max_steps=steps,
         batch_sizes=batch_sizes,
         seed=config.seed,
-        packing_strategy=config.sft.packing_strategy,
+        packing_strategy=config.objective.packing_strategy,
         placement_wait_s=config.placement_wait_s,
         run_directory=config.run_directory,
         rank_share=config.rank_share,
@@ -152,11 +142,12 @@ def offline_learner_spec(
 
 def offline_reference_spec(config: OfflineConfig) -> ReferenceSpec:
     """The spec of the reference policy in a run on a dataset."""
+    assert config.compared is not None
     return ReferenceSpec(
         learner=config.learner,
         reference_path=config.reference_path,
         temperature=1.0,
-        num_cpus=config.dpo.ref_num_cpus,
+        num_cpus=config.compared.ref_num_cpus,
         reference_gpus=config.rank_gpus,
     )
 

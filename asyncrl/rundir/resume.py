@@ -39,7 +39,7 @@ MODEL_FILES = (
 )
 """Files that identify a model, without its weights."""
 FIXED = {
-    "objective": "the checkpoint's steps had that objective",
+    "objective.name": "the checkpoint's steps had that objective",
     "seed": "data order and sampling depend on it",
     "data.prompt_column": "ordinals identify the prompts that were read",
     "data.apply_chat_template": "ordinals identify the prompts that were read",
@@ -58,7 +58,7 @@ FIXED = {
     "data.length_policy": "it decides which prompts are used, and ordinals count only those",
     "data.length_policy.side": "the steps so far trained rows that were cut at that side",
     "data.least_reward": "it decides which rows are used, and ordinals count only those",
-    "dpo.ref_load": "the pairs so far were compared with that reference policy",
+    "objective.ref_load": "the pairs so far were compared with that reference policy",
     "rollout.temperature": "the waiting groups in the checkpoint were sampled at that temperature",
     "lora": "the checkpoint contains that adapter, or all weights",
     "learner.bf16": "the optimizer's state has that precision",
@@ -374,7 +374,7 @@ def _refuse_falsifying(
                 f"{name} = {new}, but {path} was made with {old}, and only one of them has a value"
                 f" head; {FIX}"
             )
-        if name == "dpo.loss" and "kto" in (old, new):
+        if name == "objective.loss" and "kto" in (old, new):
             raise ConfigError(
                 f"{name} = {new}, but {path} was made with {old}, and only one of them counts"
                 f" single completions as rows; {FIX}"

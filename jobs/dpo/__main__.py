@@ -30,7 +30,7 @@ START_STEPS = 190
 """SFT steps of the first try of a start model."""
 CONTROLS = ("shuffled", "length_only")
 KINDS = ("rewards", *CONTROLS, "kto", *(f"kto-{control}" for control in CONTROLS))
-KTO = ["--dpo.loss", "kto", "--batch_size", "128"]  # two rows are one pair of the others
+KTO = ["--objective.loss", "kto", "--batch_size", "128"]  # two rows are one pair of the others
 Rewards = Callable[[list[float], list[int], random.Random], list[float]]
 
 

@@ -250,8 +250,10 @@ def learner_spec_of(case: Case, world_size: int, path: Path, settings: dict[str,
         weight_decay=case.weight_decay,
         schedule=case.schedule,
     )
-    dpo = DpoConfig.model_validate(case.preference) if case.preference else None
-    return replace(learner_spec(config), dpo=dpo, max_steps=STEPS)
+    spec = replace(learner_spec(config), max_steps=STEPS)
+    if not case.preference:
+        return spec
+    return replace(spec, objective=DpoConfig.model_validate(case.preference))
 
 
 def train_case(rank: int, spec: Any, name: str) -> list[dict[str, float]]:

@@ -104,9 +104,10 @@ def test_the_choices_are_found() -> None:
     }
     assert {choice.name for kind, choice in ALL if kind is OfflineConfig} == {
         "data.length_policy",
-        "dpo.loss",
         "learner.optimizer",
         "learner.schedule",
+        "objective",
+        "objective.loss",
     }
 
 
@@ -124,6 +125,10 @@ def test_a_name_and_a_mapping_have_the_same_defaults(kind: type[BaseModel], choi
         assert type(short) is one and short == choice.adapter.validate_python({"name": name})
         assert short == choice.adapter.validate_python(short.model_dump(mode="json"))
         assert short == choice.adapter.validate_python(short)
+    if choice.field.is_required():
+        with pytest.raises(ValidationError, match="use one of"):
+            choice.adapter.validate_python({})
+        return
     default = choice.field.get_default()
     assert choice.adapter.validate_python({}) == default
     assert isinstance(default, choice.kinds[0])
@@ -341,7 +346,7 @@ def test_an_old_key_is_refused_with_a_line_of_settings_that_exist(old: str) -> N
     for line in other_names().moved[old]:
         tree = yaml.safe_load(line)
         assert any(all(find(kind, name) for name in leaves(tree)) for kind in KINDS), line
-    kind = OfflineConfig if first == "dpo" else Config
+    kind = OfflineConfig if first in ("sft", "dpo", "reward_model") else Config
     known = field_names(kind)
     shown = [line for line in other_names().moved[old] if line.partition(":")[0] in known]
     message = f"{old} has moved; write {', or '.join(shown)}"
@@ -364,7 +369,7 @@ def merged(under: object, over: object) -> object:
 
 def test_an_old_key_of_the_other_kind_of_run_is_answered_for_this_one() -> None:
     old = "learner.value_learning_rate"
-    for kind, section in ((Config, "algorithm: {advantage"), (OfflineConfig, "reward_model: {")):
+    for kind, section in ((Config, "algorithm: {advantage"), (OfflineConfig, "objective: {")):
         answer = explain_unknown(old, field_names(kind))
         assert answer.startswith(f"{old} has moved; write {section}") and ", or " not in answer
     assert "moved" not in explain_unknown("reward.retries", field_names(OfflineConfig))
@@ -703,7 +708,9 @@ def test_a_dumped_config_is_read_as_the_same_config(
 def test_a_dumped_config_on_a_dataset_is_read_as_the_same_config(tmp_path: Path, loss: str) -> None:
     policy = {"name": "truncate", "side": "keep_end"}
     data = {"train": [{"path": "t"}], "length_policy": policy}
-    whole = OfflineConfig.model_validate({**OFFLINE, "data": data, "dpo": {"loss": loss}})
+    whole = OfflineConfig.model_validate(
+        {**OFFLINE, "data": data, "objective": {"name": "dpo", "loss": loss}}
+    )
     assert load_any(written(tmp_path, whole.dump())) == whole
 
 

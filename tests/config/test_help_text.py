@@ -79,7 +79,7 @@ def test_settings_of_an_alternative_say_which(capsys):
     ("command", "asked", "first"),
     [
         ("train", "algorithm.correction", "  --algorithm.correction."),
-        ("plan", "dpo", "  --dpo.loss {sigmoid,ipo,hinge,simpo,kto}   (default: sigmoid)"),
+        ("plan", "objective.center_coef", "  --objective.center_coef NUMBER"),
         ("sft", "data", "  --data.train "),
         ("train", "--learner.bf16", "  --learner.bf16 {true,false}"),
         ("train", "max_steps", "  --max_steps INTEGER   (required)"),

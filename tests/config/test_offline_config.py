@@ -17,6 +17,7 @@ from asyncrl.config import (
 )
 from asyncrl.config.aliases import explain_unknown, other_names
 from asyncrl.config.run_settings import Limits
+from asyncrl.contracts.section import kinds_of
 
 SFT = {
     "name": "sft",
@@ -25,6 +26,8 @@ SFT = {
     "data": {"train": "rows.parquet"},
 }
 DPO = {**SFT, "objective": "dpo"}
+NAMED = {"name": "dpo"}
+KTO, SIMPO = ({**NAMED, "loss": loss} for loss in ("kto", "simpo"))
 REWARD_MODEL = {**SFT, "objective": "reward_model"}
 
 
@@ -48,7 +51,7 @@ def test_the_objective_tells_the_kinds_of_run_apart(write):
 
 def test_the_command_may_name_the_objective(write):
     without = {name: value for name, value in SFT.items() if name != "objective"}
-    assert load_offline(write(without), objective="sft").objective == "sft"
+    assert load_offline(write(without), objective="sft").objective.name == "sft"
     with pytest.raises(ConfigError, match="has objective: dpo; run `asyncrl dpo`, or set"):
         load_offline(write(DPO), objective="sft")
 
@@ -57,7 +60,16 @@ def test_the_command_may_name_the_objective(write):
 def test_an_override_may_not_name_another_objective_than_the_command(write, given):
     with pytest.raises(ConfigError, match="--objective dpo is not what `asyncrl sft` trains; run"):
         load_offline(write(given), ["--objective", "dpo"], objective="sft")
-    assert load_any(write(given), ["--objective", "dpo"]).objective == "dpo"
+    assert load_any(write(given), ["--objective", "dpo"]).objective.name == "dpo"
+
+
+def test_a_mapping_of_the_objective_is_that_of_the_command(write):
+    tree = {**SFT, "objective": {"loss": "ipo"}}
+    assert load_offline(write(tree), objective="dpo").objective.loss.name == "ipo"
+    with pytest.raises(ConfigError, match=r"objective\.name = None: use one of sft, dpo, rew"):
+        load_any(write(tree))
+    named = load_any(write({**tree, "objective": {"name": "dpo", "ce_coef": 0.5}}))
+    assert (named.objective.name, named.objective.ce_coef) == ("dpo", 0.5)
 
 
 def test_a_file_without_an_objective_is_told_of_it(write):
@@ -81,7 +93,7 @@ def test_null_unsets_a_setting_that_may_be_a_list(write):
 @pytest.mark.parametrize(
     ("changes", "setting"),
     [
-        ({"dpo": {"ref_load": ""}}, "dpo.ref_load = ''"),
+        ({"objective": {"name": "dpo", "ref_load": ""}}, "objective.ref_load = ''"),
         ({"data": {"train": [{"path": " "}]}}, "data.train.0.path = ' '"),
         ({"eval": {"data": ""}}, "eval.data = ''"),
         ({"checkpoint": {"save": ""}}, "checkpoint.save = ''"),
@@ -135,50 +147,67 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({**SFT, "dpo": {"loss": {"beta": 0.2}}}, "section dpo has no effect with objective: sft"),
-        ({**DPO, "sft": {"packing_strategy": "wrapped"}}, "section sft has no effect"),
+        (
+            {**SFT, "objective": {"name": "sft", "loss": "ipo"}},
+            "^objective.loss has no effect with objective: sft; leave it out, or use it .*: dpo$",
+        ),
+        (
+            {**SFT, "objective": {"name": "dpo", "packing_strategy": "wrapped"}},
+            "^objective.packing_strategy has no effect with objective: dpo; .* objective: sft$",
+        ),
+        (
+            {**SFT, "sft": {"packing_strategy": "wrapped"}},
+            "^sft.packing_strategy has moved; write objective: {name: sft, packing_strategy: …}$",
+        ),
+        (
+            {**DPO, "dpo": {"loss": "ipo"}},
+            "^dpo.loss has moved; write objective: {name: dpo, loss: …}$",
+        ),
         (
             {**SFT, "data": {"train": "x", "length_policy": "split"}},
-            "length_policy: split needs objective: sft and sft.packing_strategy: bfd_split",
+            "length_policy: split needs objective: sft with packing_strategy: bfd_split",
         ),
         (
             {**SFT, "data": {"train": "x", "max_length": 5000}},
             "data.max_length = 5000 is above learner.max_tokens_per_gpu = 4096",
         ),
         (
-            {**DPO, "dpo": {"loss": {"name": "ipo", "label_smoothing": 0.1}}},
-            "dpo.loss.label_smoothing has no effect with loss: ipo; .* with loss: sigmoid$",
+            {**SFT, "objective": {**NAMED, "loss": {"name": "ipo", "label_smoothing": 0.1}}},
+            "objective.loss.label_smoothing has no effect with loss: ipo; .* with loss: sigmoid$",
         ),
         (
-            {**DPO, "dpo": {"loss": {"name": "simpo", "length_normalized": True}}},
-            "dpo.loss.length_normalized has no effect with loss: simpo; .* sigmoid or hinge$",
+            {
+                **DPO,
+                "objective": {**NAMED, "loss": {"name": "simpo", "length_normalized": True}},
+            },
+            "objective.loss.length_normalized has no effect with loss: simpo; .* sigmoid or hinge$",
         ),
         (
-            {**DPO, "dpo": {"loss": "simpo", "ref_load": "x"}},
-            "dpo.ref_load = .* only has an effect with a dpo.loss with a reference",
+            {**SFT, "objective": {"name": "dpo", "loss": "simpo", "ref_load": "x"}},
+            "objective.ref_load = .* only has an effect with a loss with a reference",
         ),
         (
-            {**DPO, "dpo": {"loss": {"beta": 0.0}}},
-            r"dpo.loss.beta = 0.0: input should be greater than 0",
+            {**SFT, "objective": {**NAMED, "loss": {"beta": 0.0}}},
+            r"objective.loss.beta = 0.0: input should be greater than 0",
         ),
         (
-            {**DPO, "dpo": {"loss": {"beta": 1e308}}},
-            r"dpo.loss.beta = 1e\+308: input should be less than",
+            {**SFT, "objective": {**NAMED, "loss": {"beta": 1e308}}},
+            r"objective.loss.beta = 1e\+308: input should be less than",
         ),
         ({**SFT, "num_epochs": 1e300}, r"num_epochs = 1e\+300: input should be less than"),
         ({**DPO, "data": {"train": []}}, "data.train is an empty list"),
         ({**SFT, "rollout": {}}, "rollout is unknown"),
         (
-            {**DPO, "dpo": {"loss": {"simpo_margin": 0.7}}},
+            {**SFT, "objective": {**NAMED, "loss": {"simpo_margin": 0.7}}},
             "simpo_margin has no effect with loss: sigmoid; .* with loss: simpo$",
         ),
         (
             {**DPO, "dpo": {"beta": 0.1}},
-            "dpo.beta has moved; write dpo: {loss: {name: …, beta: …}}$",
+            "dpo.beta has moved; write objective: {name: dpo, loss: {name: …, beta: …}}$",
         ),
         (
-            {**DPO, "dpo": {"loss": "simpo", "reference_batch": 8}},
-            "dpo.reference_batch = 8 only has an effect with a dpo.loss with a reference",
+            {**SFT, "objective": {"name": "dpo", "loss": "simpo", "reference_batch": 8}},
+            "objective.reference_batch = 8 only has an effect with a loss with a reference",
         ),
         (
             {**SFT, "learner": {"gpu_memory_utilization": 0.5}},
@@ -187,12 +216,15 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
         ({**SFT, "eval": {"every_steps": 5}}, "only has an effect with eval.data"),
         ({**SFT, "eval": {"max_rows": 5}}, "eval.max_rows = 5 only has an effect with eval.data"),
         (
-            {**DPO, "dpo": {"loss": "simpo", "ref_num_cpus": 1}},
-            "dpo.ref_num_cpus = 1.0 only has an effect with a dpo.loss with a reference",
+            {**SFT, "objective": {"name": "dpo", "loss": "simpo", "ref_num_cpus": 1}},
+            "objective.ref_num_cpus = 1.0 only has an effect with a loss with a reference",
         ),
         (
-            {**DPO, "dpo": {"loss": {"name": "ipo", "length_normalized": True}}},
-            "dpo.loss.length_normalized has no effect with loss: ipo; .* sigmoid or hinge$",
+            {
+                **DPO,
+                "objective": {**NAMED, "loss": {"name": "ipo", "length_normalized": True}},
+            },
+            "objective.loss.length_normalized has no effect with loss: ipo; .* sigmoid or hinge$",
         ),
         (
             {**SFT, "data": {"train": "x", "length_side": "keep_end"}},
@@ -210,11 +242,12 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
         ),
         (
             {**SFT, "learner": {"value_learning_rate": 1e-4}},
-            "^learner.value_learning_rate has moved; write reward_model: {value_learning_rate: …}$",
+            "^learner.value_learning_rate has moved; write"
+            " objective: {name: reward_model, value_learning_rate: …}$",
         ),
         (
-            {**SFT, "reward_model": {"value_learning_rate": 1e-4}},
-            "section reward_model has no effect with objective: sft",
+            {**SFT, "objective": {"name": "sft", "value_learning_rate": 1e-4}},
+            "objective.value_learning_rate has no effect with objective: sft; .* reward_model$",
         ),
         (
             {**SFT, "observe": {"completions_every": 3}},
@@ -222,16 +255,21 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
         ),
         ({**SFT, "name": "../x"}, "name = '../x'"),
         (
-            {**DPO, "dpo": {"loss": {"desirable_weight": 2.0}}},
+            {**SFT, "objective": {**NAMED, "loss": {"desirable_weight": 2.0}}},
             "desirable_weight has no effect with loss: sigmoid; .* with loss: kto$",
         ),
-        ({**DPO, "dpo": {"loss": "kto"}, "batch_size": 1}, "batch_size = 1 gives KTO's baseline"),
         (
-            {**DPO, "dpo": {"loss": {"name": "kto", "label_smoothing": 0.1}}},
+            {**SFT, "objective": KTO, "batch_size": 1},
+            "batch_size = 1 gives KTO's baseline",
+        ),
+        (
+            {**SFT, "objective": {**NAMED, "loss": {"name": "kto", "label_smoothing": 0.1}}},
             "label_smoothing has no effect with loss: kto; .* with loss: sigmoid$",
         ),
-        ({**SFT, "reward_model": {"center_coef": 0.1}}, "section reward_model has no effect"),
-        ({**REWARD_MODEL, "dpo": {"loss": {"beta": 0.2}}}, "section dpo has no effect"),
+        (
+            {**SFT, "reward_model": {"center_coef": 0.1}},
+            "^reward_model.center_coef has moved; write objective: {name: reward_model, cen",
+        ),
         (
             {**REWARD_MODEL, "data": {"train": "x", "max_length": 4096}},
             "a reward model needs one token more",
@@ -249,15 +287,17 @@ def test_contradictions_are_refused(write, tree, message):
 
 def test_a_splitting_strategy_takes_rows_above_the_cap(write):
     data = {"train": "x", "max_length": 5000, "length_policy": "split"}
-    config = load_offline(write(SFT, data=data, sft={"packing_strategy": "bfd_split"}))
+    config = load_offline(
+        write(SFT, data=data, objective={"name": "sft", "packing_strategy": "bfd_split"})
+    )
     assert config.longest_trajectory == 4096
 
 
 def test_what_the_run_reads_from_the_settings(write):
     learner = {"world_size": 100, "num_cpus": 0.5}
     loss = {"name": "hinge", "length_normalized": True}
-    dpo = {"ref_load": "other", "ref_num_cpus": 3, "loss": loss}
-    config = load_offline(write(DPO, learner=learner, dpo=dpo, batch_size=200, max_steps=9))
+    dpo = {"name": "dpo", "ref_load": "other", "ref_num_cpus": 3, "loss": loss}
+    config = load_offline(write(DPO, learner=learner, objective=dpo, batch_size=200, max_steps=9))
     assert [Path(path).name for path in config.models.values()] == ["model", "other"]
     assert (config.num_cpus, config.placement_wait_s) == (53.0, 100.0)
     assert (config.limits, config.last_step) == (Limits(0, 1, 200), 9)
@@ -275,15 +315,15 @@ def test_a_reward_model_adds_a_token_to_the_longest_sequence(write):
 
 def test_a_reference_is_read_only_by_losses_that_have_one(write):
     assert list(load_offline(write(SFT)).models) == ["model.path"]
-    assert list(load_offline(write(DPO)).models) == ["model.path", "dpo.ref_load"]
-    assert list(load_offline(write(DPO, dpo={"loss": "simpo"})).models) == ["model.path"]
+    assert list(load_offline(write(DPO)).models) == ["model.path", "objective.ref_load"]
+    assert list(load_offline(write(DPO, objective=SIMPO)).models) == ["model.path"]
 
 
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("loss_type", "asyncrl calls it dpo.loss"),
-        ("beta", "asyncrl calls it dpo.loss.beta"),
+        ("loss_type", "asyncrl calls it objective.loss"),
+        ("beta", "asyncrl calls it objective.loss.beta"),
         ("num_train_epochs", "asyncrl calls it num_epochs"),
         ("gradient_accumulation_steps", "asyncrl calls it batch_size, over all ranks"),
         ("packing", "not needed: rows are always packed"),
@@ -295,7 +335,7 @@ def test_a_reference_is_read_only_by_losses_that_have_one(write):
         ("pipeline_model_parallel_size", "not implemented: a learner rank computes whole layers"),
         ("expert_parallel_size", "not implemented: a learner rank computes whole layers"),
         ("remove_unused_columns", "not needed: other columns of a row are not used"),
-        ("center_rewards_coefficient", "asyncrl calls it reward_model.center_coef"),
+        ("center_rewards_coefficient", "asyncrl calls it objective.center_coef"),
         ("batchsize", "did you mean batch_size?"),
         ("lora_r", "asyncrl calls it lora.r"),
         ("trainer.nnodes", "asyncrl calls it learner.world_size, over all nodes"),
@@ -329,13 +369,17 @@ def test_every_setting_may_change_on_a_resume_or_is_fixed() -> None:
         *("placement_timeout_s", "max_steps", "num_epochs", "batch_size"),
         # The content of these is compared by its hash.
         *("model.path", "model.revision", "data.train", "data.prompt_column"),
-        *("model.dtype", "eval", "sft", "reward_model", "checkpoint", "observe", "learner"),
-        *("dpo.loss", "dpo.ce_coef", "dpo.ref_num_cpus", "dpo.reference_batch"),
+        *("model.dtype", "eval", "checkpoint", "observe", "learner"),
+        *(f"objective.{name}" for name in ("loss", "ce_coef", "ref_num_cpus", "reference_batch")),
+        *("objective.packing_strategy", "objective.center_coef", "objective.value_learning_rate"),
     }
     names = [
         f"{section}.{name}"
-        for section in ("data", "dpo", "model")
-        for name in OfflineConfig.model_fields[section].annotation.model_fields
+        for section in ("data", "objective", "model")
+        for one in kinds_of(OfflineConfig.model_fields[section].annotation)
+        for name in one.model_fields
     ]
-    names += [name for name in OfflineConfig.model_fields if name not in ("data", "dpo", "model")]
+    names += [
+        name for name in OfflineConfig.model_fields if name not in ("data", "objective", "model")
+    ]
     assert set(names) <= {*FIXED, *may_change}

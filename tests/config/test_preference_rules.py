@@ -194,13 +194,13 @@ def test_its_settings_have_names_and_reach_the_learner() -> None:
         },
         staleness={"max_staleness": 4},
     )
-    spec = learner_spec(config)
+    spec = learner_spec(config).online
     found = spec.algorithm.preference
     assert found is not None and spec.staleness.max_staleness == 4
     assert (found.loss.name, found.loss.beta, found.weight_cap) == ("ipo", 0.3, 1.5)
     assert (found.pairs.name, found.pairs.min_margin, found.pairs.max_pairs) == ("margin", 0.2, 3)
     assert (found.ce_coef, found.pairs.missing_eos_penalty) == (0.6, 0.4)
-    assert learner_spec(small_config()).algorithm.preference is None
+    assert learner_spec(small_config()).online.algorithm.preference is None
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,7 @@ Run = Callable[[Any], Any]
 @pytest.fixture(scope="module")
 def one_rank(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[RayLearner]:
     spec = learner_spec(learner_config(model_path, max_tokens=1024, algorithm=ALGORITHM))
-    dpo = DpoConfig(loss=Sigmoid(beta=0.2))
-    group = run(RayLearner.create(replace(spec, dpo=dpo), "run", 1))
+    group = run(RayLearner.create(spec, "run", 1))
     yield group
     run(group.close())
 
@@ -342,23 +341,31 @@ def test_supervised_steps_reach_exact_match(one_rank: RayLearner, run: Run) -> N
     assert run(one_rank.exact_match([*ROWS, ((5, 6, 7), (8, 10))])) == 0.75
 
 
-def test_preference_steps_separate_pairs_over_ray(one_rank: RayLearner, run: Run) -> None:
+def test_preference_steps_separate_pairs_over_ray(
+    ray_cluster: Any, run: Run, model_path: Path
+) -> None:
     """The table is a slice: only its rows travel to the ranks."""
+    spec = replace(
+        learner_spec(learner_config(model_path, max_tokens=1024)),
+        objective=DpoConfig(loss=Sigmoid(beta=0.2)),
+    )
+    learner = run(RayLearner.create(spec, "run", 1))
     chosen = token_table([((1, 2), (3,)), *ROWS])
     rejected = token_table([((1, 2), (3,)), *[(prompt, (30, 31)) for prompt, _ in ROWS]])
     pairs = pa.table([*chosen.columns, *rejected.columns], schema=PREFERENCE_SCHEMA)
     for name, side in zip(REFERENCE_COLUMNS, (chosen, rejected), strict=True):
         targets = [sum(mask) for mask in side["loss_mask"].to_pylist()]
         pairs = pairs.append_column(name, pa.array([[-4.0] * one for one in targets], REFERENCE))
-    run(one_rank.reset_optimizer(1e-2))
-    before = run(one_rank.held_out_preferences(pairs.slice(1)))
-    first = run(one_rank.preference_step(pairs.slice(1)))
+    run(learner.reset_optimizer(1e-2))
+    before = run(learner.held_out_preferences(pairs.slice(1)))
+    first = run(learner.preference_step(pairs.slice(1)))
     assert first["applied"] and first["pairs"] == before["pairs"] == 3
     assert first["pref/loss"] == pytest.approx(before["pref/loss"])
     for _ in range(10):
-        run(one_rank.preference_step(pairs.slice(1)))
-    after = run(one_rank.held_out_preferences(pairs.slice(1)))
+        run(learner.preference_step(pairs.slice(1)))
+    after = run(learner.held_out_preferences(pairs.slice(1)))
     assert after["pref/accuracy"] == 1.0 and after["pref/margin"] > before["pref/margin"] + 1
+    run(learner.close())
 
 
 def test_log_probs_and_loss_of_a_table_are_those_of_its_rows(

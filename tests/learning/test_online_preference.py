@@ -170,7 +170,9 @@ def observed(rank: int, world_size: int, path: Path) -> Observed:
     state.applied, state.trained_tokens = VERSION, 0
     skipped = online_preference_step(state, [batch()[2], batch()[4]])
     after_skip = state.applied, state.trained_tokens
-    state.spec = replace(spec, staleness=StalenessConfig(max_staleness=2))
+    state.spec = replace(
+        spec, objective=replace(spec.online, staleness=StalenessConfig(max_staleness=2))
+    )
     try:
         online_preference_step(state, batch())
     except RuntimeError as error:
@@ -267,7 +269,7 @@ def test_shuffled_rewards_come_before_the_pairs(model_path: Path) -> None:
     spec = learner_spec(preference_config(model_path))
     groups = [scored_group(ordinal, (1.0, 0.0)) for ordinal in range(8)]
     plain, _ = pairs_table(groups, spec, VERSION)
-    spec = replace(spec, reward=RewardConfig(shuffle=True))
+    spec = replace(spec, objective=replace(spec.online, reward=RewardConfig(shuffle=True)))
     shuffled = [pairs_table(groups, spec, version) for version in (5, 5, 6)]
     assert shuffled[0][0].equals(shuffled[1][0]) and not shuffled[0][0].equals(shuffled[2][0])
     assert not shuffled[0][0].equals(plain) and shuffled[0][1] > 0, "some groups have equal rewards"

@@ -13,7 +13,7 @@ import torch
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 from recorded import learner_config, state_without_model
 
-from asyncrl.config import DpoConfig, OfflineDataConfig
+from asyncrl.config import DpoConfig, SftConfig
 from asyncrl.learning.driver import _cause
 from asyncrl.learning.engine.out_of_memory import LearnerOutOfMemoryError, advice, explained
 from asyncrl.learning.steps import passes
@@ -114,10 +114,10 @@ def test_the_advised_setting_is_valid(
 def test_a_run_on_a_dataset_gets_advice_about_its_own_settings(tmp_path: Path) -> None:
     """A reference policy does not split rows, so the cap stays at the longest row."""
     config = learner_config(tmp_path, 2, 64, sequence_parallel_size=2, gradient_checkpointing=True)
-    spec = replace(learner_spec(config), data=OfflineDataConfig(train="t"))
+    spec = replace(learner_spec(config), objective=SftConfig())
     assert "or lower data.max_length" in advice(spec, 64, 1)
     assert "cannot be below 32," in advice(spec, 64, 1)
-    spec = replace(spec, dpo=DpoConfig())
+    spec = replace(spec, objective=DpoConfig())
     assert "cannot be below 64," in advice(spec, 64, 1)
 
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.algorithms.preference import Completions, kto_baseline, kto_loss, pair_loss
 from asyncrl.algorithms.preference_losses import Hinge, Ipo, Kto, Sigmoid, Simpo
-from asyncrl.config import DpoConfig, PolicyGradient
+from asyncrl.config import DpoConfig, RewardConfig, RolloutConfig, SftConfig, StalenessConfig
 from asyncrl.config.algorithm import OnlinePreferenceConfig, PreferenceTraining
 from asyncrl.contracts.messages import HeldOutLoss
 from asyncrl.contracts.offline_rows import (
@@ -37,7 +37,7 @@ from asyncrl.contracts.offline_rows import (
     UNPAIRED_SCHEMA,
     mismatched_rows,
 )
-from asyncrl.learning.spec import LearnerSpec
+from asyncrl.learning.spec import LearnerSpec, OnlineObjective
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.preflight.specs import learner_spec
 
@@ -169,6 +169,7 @@ def greedy_table(model: PreTrainedModel) -> pa.Table:
 
 
 Tables = dict[str, pa.Table]
+SAMPLED = RolloutConfig(max_completion_length=8)
 CASES = (*OBJECTIVES, "sft")
 
 
@@ -441,10 +442,12 @@ def observed(
 
 def training(spec: LearnerSpec, case: str) -> LearnerSpec:
     """The settings of a learner that trains this case."""
-    objective = OBJECTIVES.get(case)
-    if isinstance(objective, OnlinePreferenceConfig):
-        return replace(spec, dpo=None, algorithm=PreferenceTraining(preference=objective))
-    return replace(spec, dpo=objective, algorithm=PolicyGradient())
+    objective = OBJECTIVES.get(case, SftConfig())
+    if not isinstance(objective, OnlinePreferenceConfig):
+        return replace(spec, objective=objective)
+    algorithm = PreferenceTraining(preference=objective)
+    online = OnlineObjective(algorithm, SAMPLED, RewardConfig(), StalenessConfig())
+    return replace(spec, objective=online)
 
 
 def use(learner: Any, cap: int, packing: Any) -> None:

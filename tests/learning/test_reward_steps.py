@@ -157,7 +157,7 @@ def observed(
         max_grad_norm=1e6,
     )
     reward_model = RewardModelConfig(center_coef=CENTER_COEF)
-    spec = replace(learner_spec(config), reward_model=reward_model, lora=lora)
+    spec = replace(learner_spec(config), objective=reward_model, lora=lora)
     learner = LearnerRank(load_state(rank, spec), "run", 1)
     use(learner, 1024 // size, "rows")
     learned = [learner.reward_step(table) for _ in range(STEPS)]

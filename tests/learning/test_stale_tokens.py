@@ -117,7 +117,7 @@ def test_a_step_trains_fresh_tokens_with_the_weights_of_whole_trajectories(
     whole = token_weights(
         [len(versions) for versions in VERSIONS],
         aggregation,
-        state.spec.rollout.max_completion_length,
+        state.spec.online.rollout.max_completion_length,
     )
     assert given["weights"] == [whole[0], whole[1], whole[3]]
 

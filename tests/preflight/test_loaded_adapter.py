@@ -206,7 +206,7 @@ def test_the_reference_of_a_loaded_adapter_must_be_named(
 ) -> None:
     load = {"load": str(folder)}
     with pytest.raises(
-        ValueError, match=r"dpo with lora\.load .*name the .* policy in dpo\.ref_load"
+        ValueError, match=r"dpo with lora\.load .*name the .* policy in objective\.ref_load"
     ):
         plan(load, objective="dpo")
     changes = {"lora": load, "algorithm.reference.kl_loss_coef": 0.1}

@@ -164,9 +164,9 @@ def test_tensors_without_a_place_are_refused_in_every_objective_and_the_referenc
             ConfigError, match=rf"^model\.path = .* tensor '{name}' has no parameter"
         ):
             plan(data, objective=objective, model={"path": other})
-    missing = rf"^dpo\.ref_load = .* tensor '{name}' has no parameter"
+    missing = rf"^objective\.ref_load = .* tensor '{name}' has no parameter"
     with pytest.raises(ConfigError, match=missing):
-        plan(train, objective="dpo", dpo={"ref_load": other})
+        plan(train, objective={"name": "dpo", "ref_load": other})
 
 
 def test_a_reward_model_leaves_the_head_out_and_says_so(
@@ -209,7 +209,7 @@ def test_kto_refuses_a_single_completion(plan: Any, tmp_path: Path) -> None:
     rows = [{**row, "label": number % 2 == 0} for number, row in enumerate(ROWS)]
     train = written(tmp_path / "train.jsonl", rows)
     alone = written(tmp_path / "alone.jsonl", rows[:1])
-    kto = {"objective": "dpo", "dpo": {"loss": "kto"}}
+    kto = {"objective": {"name": "dpo", "loss": "kto"}}
     two = plan(train, eval={"data": train, "max_rows": 2}, **kto)
     assert two.held_out is not None and two.held_out.rows == 2
     for data in ({"data": alone}, {"data": train, "max_rows": 1}):

@@ -118,18 +118,16 @@ def settings_of(
             else {"chosen": answers, "rejected": [f"{answer}1" for answer in answers]}
         )
         pq.write_table(pa.table({"prompt": ["1+1="] * 36, **columns}), data)
-    pairs = {"dpo": {"ce_coef": 0.5}} if objective == "dpo" else {}
     return {
         "name": objective,
         "runs_root": str(folder / "runs"),
-        "objective": objective,
+        "objective": {"name": "dpo", "ce_coef": 0.5} if objective == "dpo" else objective,
         "max_steps": 6,
         "batch_size": 10,
         "model": {"path": str(model)},
         "data": {"train": str(data), "max_length": 12},
         "eval": {"data": str(data), "max_rows": 20, "every_steps": 4},
         "checkpoint": {"every_steps": 3},
-        **pairs,
         **changes,
     }
 

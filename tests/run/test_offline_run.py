@@ -287,7 +287,7 @@ def test_dpo_scores_the_pairs_once_and_learns_them(
     assert path.stat().st_mtime_ns == made and len(again.records("step")) == 7
     check_audit(again)
     trained = found.directory / "hf"  # the same config and tokenizer with other weights
-    with pytest.raises(ConfigError, match=r"^dpo\.ref_load .* has other weights than when"):
+    with pytest.raises(ConfigError, match=r"^objective\.ref_load .* has other weights than when"):
         run({**settings, "model": {"path": str(trained)}, "max_steps": 8, "resume": "must"})
 
 

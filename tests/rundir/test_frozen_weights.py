@@ -55,7 +55,7 @@ def begin(used: Config | OfflineConfig) -> None:
 
 
 KINDS = {
-    "dpo.ref_load": {"objective": "dpo"},
+    "objective.ref_load": {"objective": "dpo"},
     "algorithm.reference.ref_load": {"algorithm": {"reference": {"kl_loss_coef": 0.1}}},
     "algorithm.reference.ref_load ": {"algorithm": {"preference": {}}},
     "model.path": {"objective": "sft", "lora": {}},
@@ -74,7 +74,7 @@ def test_another_model_in_place_of_a_frozen_one_is_refused(models: Path, setting
 
 
 @pytest.mark.parametrize(
-    "kind", [{"objective": "sft"}, {"objective": "dpo", "dpo": {"loss": "simpo"}}]
+    "kind", [{"objective": "sft"}, {"objective": {"name": "dpo", "loss": "simpo"}}]
 )
 def test_without_a_frozen_model_only_config_and_tokenizer_count(
     models: Path, kind: dict[str, Any]
@@ -89,10 +89,10 @@ def test_another_run_may_have_another_reference_policy(models: Path) -> None:
     kind = KINDS["algorithm.reference.ref_load"]
     begin(config(models, "one", kind))
     begin(config(models, "other", kind, **load))
-    pairs = KINDS["dpo.ref_load"]
+    pairs = KINDS["objective.ref_load"]
     begin(config(models, "one", pairs, name="pairs"))
     load["checkpoint"] = {"load": str(models / "runs" / "pairs")}
-    with pytest.raises(ConfigError, match=r"^dpo\.ref_load "):
+    with pytest.raises(ConfigError, match=r"^objective\.ref_load "):
         RunDirectory(config(models, "other", pairs, **{**load, "name": "third"}))
 
 
@@ -110,7 +110,7 @@ def test_where_a_teacher_answers_may_change_within_a_run() -> None:
 def test_kto_and_pairs_do_not_continue_one_another(models: Path) -> None:
     """An ordinal counts single completions with KTO, and pairs with the other losses."""
     begin(config(models, "one", {"objective": "dpo"}))
-    begin(config(models, "one", {"objective": "dpo", "dpo": {"loss": "ipo"}}, resume="must"))
-    with pytest.raises(ConfigError, match=r"^dpo\.loss = kto, but .* was made with ipo"):
-        kto = {"objective": "dpo", "dpo": {"loss": "kto"}}
+    begin(config(models, "one", {"objective": {"name": "dpo", "loss": "ipo"}}, resume="must"))
+    with pytest.raises(ConfigError, match=r"^objective\.loss = kto, but .* was made with ipo"):
+        kto = {"objective": {"name": "dpo", "loss": "kto"}}
         RunDirectory(config(models, "one", kto, resume="must"))

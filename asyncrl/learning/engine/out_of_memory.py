@@ -43,7 +43,9 @@ def advice(spec: LearnerSpec, tokens: int, segments: int = 2) -> str:
     """
     learner, longest = spec.learner, spec.longest_trajectory
     # With a reference policy, a rank must fit a whole trajectory: that policy does not split rows.
-    smallest_cap = longest if spec.has_reference else -(-longest // learner.sequence_parallel_size)
+    smallest_cap = (
+        longest if spec.objective.has_reference else -(-longest // learner.sequence_parallel_size)
+    )
     used = min(learner.max_tokens_per_gpu, -(-tokens // learner.sequence_parallel_size))
     if segments > 1 and (lower := max(used // 2, smallest_cap)) < used:
         return f"set learner.max_tokens_per_gpu: {lower}"

@@ -16,10 +16,10 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from asyncrl.algorithms.objective import own_metrics
 from asyncrl.algorithms.schedules import learning_rate_at
-from asyncrl.config import PolicyGradient
+from asyncrl.config import PolicyGradient, RewardModelConfig
 from asyncrl.learning.engine import checkpoint, zero3
 from asyncrl.learning.engine.threads import Threads
-from asyncrl.learning.spec import LearnerSpec
+from asyncrl.learning.spec import LearnerSpec, OnlineObjective
 from asyncrl.learning.steps.quarantine import NormWatch
 from asyncrl.models.adapters import base_name, published_name
 from asyncrl.models.supported import Packing as Packed
@@ -101,7 +101,7 @@ class LearnerState:
     @property
     def value_learning_rate(self) -> float:
         """Peak learning rate of the value head."""
-        own = self.spec.value_learning_rate
+        own = self.spec.objective.value_learning_rate
         return self.learning_rate if own is None else own
 
     def scheduled(self, peak: float) -> float:
@@ -185,24 +185,26 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         ValueError: the learner cannot train this model.
         FunctionError: the user's loss failed on made-up numbers.
     """
-    learner, algorithm = spec.learner, spec.algorithm
+    learner, objective = spec.learner, spec.objective
+    algorithm = objective.algorithm if isinstance(objective, OnlineObjective) else None
+    scores = isinstance(objective, RewardModelConfig)
     threads = Threads(learner.num_threads)
     limit_gpu_memory(learner.device, spec.rank_share)
     torch.manual_seed(spec.seed * 1_000_003 + rank)
     # Make the table before the engine exists: afterwards, transformers shards every model.
     table = version_table(spec.model.path)
-    scoring = None if spec.reward_model is None else classifier_table(spec.model.path, table)
+    scoring = classifier_table(spec.model.path, table) if scores else None
     metrics = own_metrics(algorithm.loss) if isinstance(algorithm, PolicyGradient) else ()
     engine, sharded = zero3.start_engine(
         spec.model.path,
         learner,
-        spec.rollout.temperature,
-        algorithm.entropy_coef > 0,
-        spec.has_value_head,
+        spec.temperature,
+        algorithm is not None and algorithm.entropy_coef > 0,
+        objective.has_value_head,
         SequenceRanks.join(learner.sequence_parallel_size),
         spec.lora,
         spec.seed,
-        value_bias=spec.reward_model is None,
+        value_bias=not scores,
     )
     policy = zero3.policy_of(engine)
     # DeepSpeed adds the attributes of `ShardedParameter` to each parameter.

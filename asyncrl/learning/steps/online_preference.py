@@ -34,10 +34,11 @@ def online_preference_step(state: LearnerState, tables: Sequence[pa.Table]) -> S
         ValueError: the run has no algorithm.preference, or a column is missing.
         RuntimeError: a pair's staleness is not between 0 and the bound.
     """
-    spec, version = state.spec, state.applied
-    if spec.algorithm.preference is None:
+    spec, version = state.spec.online, state.applied
+    preference = spec.algorithm.preference
+    if preference is None:
         raise ValueError("this run has no preference objective; set algorithm.preference")
-    table, without = pairs_table(tables, spec, version)
+    table, without = pairs_table(tables, state.spec, version)
     counts = {"pairs": float(table.num_rows), "pref/groups_without_pair": float(without)}
     if not table.num_rows:
         nothing = {"applied": 0.0, "trajectories": 0.0, "tokens": 0.0}
@@ -45,7 +46,7 @@ def online_preference_step(state: LearnerState, tables: Sequence[pa.Table]) -> S
     _check_ages(table, version, spec.staleness.max_staleness)
     moment = f"version_{version:06d}"
     metrics, note = train_preferences(
-        state, table, spec.algorithm.preference, spec.rollout.temperature, moment, tables
+        state, table, preference, spec.rollout.temperature, moment, tables
     )
     applied = bool(metrics["applied"])
     return StepResult(applied, metrics | counts, note, "" if applied else NOT_FINITE)
@@ -63,10 +64,11 @@ def pairs_table(
     Raises:
         ValueError: the run has no algorithm.preference, or a column is missing.
     """
-    if spec.algorithm.preference is None:
+    preference = spec.online.algorithm.preference
+    if preference is None:
         raise ValueError("this run chooses no pairs; set algorithm.preference")
     groups = [_group(table) for table in tables]
-    if spec.reward.shuffle:
+    if spec.online.reward.shuffle:
         rewards = shuffled_rewards(
             [group.candidates.rewards for group in groups],
             [group.candidates.usable for group in groups],
@@ -76,7 +78,7 @@ def pairs_table(
             replace(group, candidates=replace(group.candidates, rewards=drawn))
             for group, drawn in zip(groups, rewards, strict=True)
         ]
-    chosen = [choose_pairs(group.candidates, spec.algorithm.preference.pairs) for group in groups]
+    chosen = [choose_pairs(group.candidates, preference.pairs) for group in groups]
     pairs = [
         tuple(group.sides[index] for index in pair)
         for group, found in zip(groups, chosen, strict=True)

@@ -51,8 +51,8 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
     The step is skipped on all ranks if any rank finds NaN or Inf, or if no loss token is left.
     """
     spec, version = state.spec, state.applied
-    algorithm = spec.policy
-    if spec.reward.shuffle:
+    algorithm, staleness = spec.policy, spec.online.staleness
+    if spec.online.reward.shuffle:
         tables = shuffle_rewards(tables, algorithm.advantage, (spec.seed, version))
     scored = [example for table in tables for example in examples_of(table)]
     examples = _with_step_advantages(state, scored, tables)
@@ -81,8 +81,8 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
     )
     if algorithm.distillation is not None:
         metrics |= distillation_metrics(scored, tables)
-    if spec.staleness.masks:
-        metrics |= kept_metrics(scored, version - spec.staleness.max_staleness)
+    if staleness.masks:
+        metrics |= kept_metrics(scored, version - staleness.max_staleness)
     applied = bool(metrics["applied"])
     if applied:
         state.trained_tokens += int(metrics["tokens"])
@@ -114,7 +114,7 @@ def _weights_of_trajectories(state: LearnerState, examples: Sequence[Example]) -
     with the tokens of all of them."""
     numbers = trajectories_of(examples)
     lengths = np.bincount(numbers, [example.loss_tokens for example in examples]).astype(int)
-    algorithm, longest = state.spec.policy, state.spec.rollout.max_completion_length
+    algorithm, longest = state.spec.policy, state.spec.online.rollout.max_completion_length
     weights = token_weights(lengths.tolist(), algorithm.loss_aggregation, longest)
     return [weights[number] for number in numbers]
 
@@ -123,9 +123,10 @@ def _fresh(
     state: LearnerState, examples: list[Example], weights: list[float]
 ) -> tuple[list[Example], list[float]]:
     """The examples and their weights, without tokens beyond the staleness bound."""
-    if not state.spec.staleness.masks:
+    staleness = state.spec.online.staleness
+    if not staleness.masks:
         return examples, weights
-    return with_fresh_tokens(examples, weights, state.applied - state.spec.staleness.max_staleness)
+    return with_fresh_tokens(examples, weights, state.applied - staleness.max_staleness)
 
 
 def _components(

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from asyncrl.algorithms.schedules import BatchSizes, rows_at
-from asyncrl.config import ConfigError, OfflineConfig
+from asyncrl.config import ConfigError, OfflineConfig, RewardModelConfig, SftConfig
 from asyncrl.data.mixture import Order
 from asyncrl.data.offline_checks import refuse_idle
 from asyncrl.data.offline_report import OfflineReport
@@ -118,7 +118,7 @@ class OfflinePlan:
         config, rows, unit = self.config, self.order.epoch, self.unit
         epochs = rows_at(self.steps, self.batch_sizes) / rows
         return (
-            f"# objective {config.objective}\n  {rows:,} {unit} per epoch; batch_size"
+            f"# objective {config.objective.name}\n  {rows:,} {unit} per epoch; batch_size"
             f" {config.batch_size} {unit} per step; {self.steps} steps = {epochs:.2f} epochs"
         )
 
@@ -129,24 +129,24 @@ class OfflinePlan:
 
     def objective_text(self) -> str:
         """The loss and its settings."""
-        config, dpo = self.config, self.config.dpo
-        if config.objective == "sft":
+        chosen = self.config.objective
+        if isinstance(chosen, SftConfig):
             return (
                 "# loss\n  next-token prediction, mean over the step's target tokens; packing"
-                f" {config.sft.packing_strategy}"
+                f" {chosen.packing_strategy}"
             )
-        if config.trains_reward_model:
-            center = config.reward_model.center_coef
+        if isinstance(chosen, RewardModelConfig):
+            center = chosen.center_coef
             around = f", squared sum of both scores {center:g}" if center else ""
             return f"# loss\n  Bradley-Terry on the scores of both sides{around}"
         settings = {
             name.replace("_", " "): value
-            for name, value in dpo.loss.model_dump().items()
+            for name, value in chosen.loss.model_dump().items()
             if name != "name" and value
-        } | ({"next-token loss on chosen sides": dpo.ce_coef} if dpo.ce_coef else {})
+        } | ({"next-token loss on chosen sides": chosen.ce_coef} if chosen.ce_coef else {})
         shown = "".join(f", {name} {_short(value)}" for name, value in settings.items())
-        reference = f" against {config.reference_path}" if dpo.has_reference else ""
-        return f"# loss\n  {dpo.loss.name}{shown}{reference}"
+        reference = f" against {self.config.reference_path}" if chosen.has_reference else ""
+        return f"# loss\n  {chosen.loss.name}{shown}{reference}"
 
     def rows_text(self) -> str:
         """What the limits did to each file, and the first row with its trained tokens marked."""
@@ -229,8 +229,8 @@ class OfflinePlan:
         """Logical CPUs of each part."""
         config = self.config
         parts = [("learner ranks", config.learner.world_size, config.learner.num_cpus)]
-        if len(config.models) > 1:
-            parts.append(("reference policy (before training)", 1, config.dpo.ref_num_cpus))
+        if (compared := config.compared) is not None:
+            parts.append(("reference policy (before training)", 1, compared.ref_num_cpus))
         rows = [
             f"  {name:<36}{count:>4} x {cpus:<5g} = {count * cpus:5.2f}"
             for name, count, cpus in parts
@@ -302,7 +302,7 @@ def _refuse_single_completions(config: OfflineConfig, reports: Mapping[str, Offl
 
 def rows_for(config: OfflineConfig) -> RowsFor:
     """What the token rows are for."""
-    return "kto" if config.is_kto else config.objective
+    return "kto" if config.is_kto else config.objective.name
 
 
 def _order(config: OfflineConfig, train: OfflineReport) -> Order:
@@ -322,14 +322,14 @@ def _forms_and_rows(report: OfflineReport) -> str:
 
 def _check_reference(config: OfflineConfig) -> None:
     """Check that the reference policy has the same tokens as the model."""
-    if "dpo.ref_load" not in config.models or config.dpo.ref_load is None:
+    if config.compared is None or config.compared.ref_load is None:
         return
-    model_context(config, config.reference_path, "dpo.ref_load")
+    model_context(config, config.reference_path, "objective.ref_load")
     if (
         load_tokenizer(config.reference_path).get_vocab()
         != load_tokenizer(config.model.path).get_vocab()
     ):
         raise ConfigError(
-            f"dpo.ref_load = {config.dpo.ref_load!r} has a different vocabulary from model.path ="
-            f" {config.model.path!r}; use a reference with the same tokenizer"
+            f"objective.ref_load = {config.reference_path!r} has a different vocabulary from"
+            f" model.path = {config.model.path!r}; use a reference with the same tokenizer"
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
-from asyncrl.config import OfflineConfig
+from asyncrl.config import DpoConfig, OfflineConfig, SftConfig
 from asyncrl.preflight.plan.offline import ORDER_FILE
 from asyncrl.run.audit.check import SHOWN, Check, close, listed
 from asyncrl.run.offline.books import MASKS, Books, Record, read_books, targets
@@ -165,8 +165,10 @@ def _check_metrics(books: Books) -> Check:
 
 def _parts(step: Record, config: OfflineConfig) -> float | None:
     """The loss of an applied step as the sum of its parts; None if one is missing."""
-    weights = {"pref/loss": 1.0, "ce/loss": config.dpo.ce_coef}
-    if config.objective == "sft":
+    weights = {"pref/loss": 1.0}
+    if isinstance(config.objective, DpoConfig):
+        weights["ce/loss"] = config.objective.ce_coef
+    elif isinstance(config.objective, SftConfig):
         weights = {"ce/loss": 1.0}
     found = [(weight, _number(step, name)) for name, weight in weights.items() if weight]
     known = [weight * value for weight, value in found if value is not None]

@@ -131,7 +131,7 @@ def _changed_files(directory: Path, config: OfflineConfig) -> dict[str, str]:
     sums = {TRAIN: (ORDER_FILE, "sha256")}
     if config.eval.data is not None:
         sums[HELD_OUT] = ORDER_FILE, "held_out_sha256"
-    if "dpo.ref_load" in config.models:
+    if config.compared is not None:
         names = ("train", "held_out") if config.eval.data is not None else ("train",)
         for name in names:
             sums[f"{name}_reference.arrow"] = f"{name}_reference.json", "sha256"

@@ -58,6 +58,8 @@ async def with_reference(
 
     The process of the reference policy ends before training, so it uses memory only here.
     """
+    compared = config.compared
+    assert compared is not None
     reference: Actor | None = None
     done: list[TokenFile] = []
     try:
@@ -71,7 +73,7 @@ async def with_reference(
                     await reference.ready.remote()
                 note(f"the reference policy scores {file.rows:,} {plan.unit} of {file.path.stem}")
                 longest = config.data.max_length
-                known = await score_rows(reference, file, path, config.dpo.reference_batch, longest)
+                known = await score_rows(reference, file, path, compared.reference_batch, longest)
                 replace_text(_seal(path), json.dumps({"key": key, "sha256": known.content_hash}))
             done.append(known)
     finally:

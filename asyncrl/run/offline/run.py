@@ -155,7 +155,7 @@ class OfflineAttempt:
         self.live.phase("starting the learner")
         await check_models(self.config)
         learner = await self._start_learner(stack)
-        if self.config.objective == "dpo" and self.config.dpo.has_reference:
+        if self.config.compared is not None:
             self.live.phase("scoring with the reference policy")
             train, held_out = await with_reference(
                 self.config, self.plan, train, held_out, self.live.note
@@ -241,7 +241,7 @@ class OfflineAttempt:
         return applied
 
     async def _take_step(self, learner: RayLearner, table: pa.Table) -> dict[str, float]:
-        match self.config.objective:
+        match self.config.objective.name:
             case "sft":
                 return await learner.supervised_step(table, scheduled=True)
             case "dpo":
@@ -266,7 +266,7 @@ class OfflineAttempt:
         self.live.phase("evaluating")
         started = time.monotonic()
         table = held_out.take(range(held_out.rows))
-        if self.config.objective != "sft":
+        if self.config.objective.name != "sft":
             scores = self.config.trains_reward_model
             found = await (
                 learner.held_out_scores(table) if scores else learner.held_out_preferences(table)
