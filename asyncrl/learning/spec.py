@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from asyncrl.algorithms.advantages.gae import Gae
 from asyncrl.algorithms.schedules import SAME, BatchSizes
@@ -52,6 +52,9 @@ class OnlineObjective:
         return gae.value_learning_rate if isinstance(gae, Gae) else None
 
 
+Objective: TypeAlias = OnlineObjective | SftConfig | DpoConfig | RewardModelConfig
+
+
 @dataclass(frozen=True, slots=True)
 class LearnerSpec:
     """The settings of one run that its learner needs."""
@@ -59,7 +62,7 @@ class LearnerSpec:
     learner: LearnerConfig
     model: ModelConfig
     lora: LoraConfig | None
-    objective: OnlineObjective | SftConfig | DpoConfig | RewardModelConfig
+    objective: Objective
     chat_template_kwargs: dict[str, Any]
     bucket_bytes: int
     """Size of a bucket of published weights."""
@@ -69,8 +72,6 @@ class LearnerSpec:
     """Peak learning rate."""
     max_steps: int
     seed: int
-    packing_strategy: Strategy
-    """How supervised rows are packed."""
     placement_wait_s: float
     """Seconds that the ranks may wait for resources."""
     run_directory: Path
@@ -78,6 +79,8 @@ class LearnerSpec:
     """Largest fraction of a GPU's memory that PyTorch may allocate in a rank."""
     rank_gpus: float
     """GPUs that one rank declares to Ray, a fraction where it shares one; 0 on the CPU."""
+    packing_strategy: Strategy = "bfd"
+    """How supervised rows are packed."""
     engine_share: float | None = None
     """Fraction of the GPU's memory of an engine that uses it in its shifts. None: no engine
     does."""

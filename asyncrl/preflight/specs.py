@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.algorithms.schedules import SAME, BatchSizes
-from asyncrl.config import (
-    Config,
-    OfflineConfig,
-)
+from asyncrl.config import Config, OfflineConfig
 from asyncrl.contracts.protocols import Generate
 from asyncrl.data.spec import DataSpec, OfflineDataSpec
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.learning.frozen.spec import ReferenceSpec, RefreshSpec
-from asyncrl.learning.spec import LearnerSpec, OnlineObjective
+from asyncrl.learning.spec import LearnerSpec, Objective, OnlineObjective
 from asyncrl.observe.spec import ObserveSpec
 from asyncrl.preflight.resources.model_limits import model_vocabulary
 from asyncrl.rewards.spec import ScoringSpec
@@ -84,24 +82,11 @@ def scoring_spec(config: Config) -> ScoringSpec:
 
 def learner_spec(config: Config) -> LearnerSpec:
     """The spec of the learner's ranks."""
-    return LearnerSpec(
-        learner=config.learner,
-        model=config.model,
-        lora=config.lora,
-        objective=OnlineObjective(
-            config.algorithm, config.rollout, config.reward, config.staleness
-        ),
-        chat_template_kwargs=config.data.chat_template_kwargs,
-        bucket_bytes=config.bucket_bytes,
-        longest_trajectory=config.longest_trajectory,
-        learning_rate=config.learning_rate,
-        max_steps=config.max_steps,
-        seed=config.seed,
+    objective = OnlineObjective(config.algorithm, config.rollout, config.reward, config.staleness)
+    spec = _learner_spec(config, objective, config.max_steps)
+    return replace(
+        spec,
         packing_strategy=config.warm_start.packing_strategy.name if config.warm_start else "bfd",
-        placement_wait_s=config.placement_wait_s,
-        run_directory=config.run_directory,
-        rank_share=config.rank_share,
-        rank_gpus=config.rank_gpus,
         engine_share=config.engine_share if config.takes_shifts_on_gpus else None,
     )
 
@@ -120,19 +105,24 @@ def offline_learner_spec(
         steps: optimizer steps of the whole run, which the learning-rate schedule needs.
         batch_sizes: rows of each of these steps.
     """
+    spec = _learner_spec(config, config.objective, steps)
+    packing = config.objective.packing_strategy
+    return replace(spec, packing_strategy=packing, batch_sizes=batch_sizes)
+
+
+def _learner_spec(config: Config | OfflineConfig, objective: Objective, steps: int) -> LearnerSpec:
+    """The part of the learner's spec that every kind of run has."""
     return LearnerSpec(
         learner=config.learner,
         model=config.model,
         lora=config.lora,
-        objective=config.objective,
+        objective=objective,
         chat_template_kwargs=config.data.chat_template_kwargs,
         bucket_bytes=config.bucket_bytes,
         longest_trajectory=config.longest_trajectory,
         learning_rate=config.learning_rate,
         max_steps=steps,
-        batch_sizes=batch_sizes,
         seed=config.seed,
-        packing_strategy=config.objective.packing_strategy,
         placement_wait_s=config.placement_wait_s,
         run_directory=config.run_directory,
         rank_share=config.rank_share,
