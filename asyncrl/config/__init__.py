@@ -8,7 +8,7 @@ message gives the name here (`asyncrl.config.aliases`).
 from __future__ import annotations
 
 from asyncrl.config.algorithm import AlgorithmConfig, PolicyGradient
-from asyncrl.config.config import Config
+from asyncrl.config.derived import Config
 from asyncrl.config.distillation import DistillationConfig
 from asyncrl.config.fields import field_names
 from asyncrl.config.load import explain, load_any, load_config, load_offline

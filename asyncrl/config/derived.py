@@ -1,4 +1,5 @@
-"""Settings that are derived from others by default, and the reason for each value.
+"""The config of a run: its settings, and those that are derived from others by default, with the
+reason for each value.
 
 This module is pure, except that it reads the sizes of the model files.
 """
@@ -10,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pydantic import model_validator
+
+from asyncrl.config.rules import check_rules
 from asyncrl.config.schema import LOGPROB_BYTES
 from asyncrl.config.settings import Settings
 
@@ -50,31 +54,86 @@ class Derived:
         return f"{self.name} = {shown:g} {self.unit}: {self.reason}"
 
 
+class Config(Settings):
+    """Every setting of a run."""
+
+    @model_validator(mode="after")
+    def settings_fit_together(self) -> Config:
+        check_rules(self)
+        if self.owns_generators and self.push_timeout_s <= self.stall_timeout_s:
+            raise ValueError(
+                f"weights.push_timeout_s = {self.push_timeout_s:g} is not above"
+                f" generator.stall_timeout_s = {self.stall_timeout_s:g}: a stalled generator would"
+                " end the run before it is replaced; raise push_timeout_s, or lower stall_timeout_s"
+            )
+        return self
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds after which a group's generation fails."""
+        return self.rollout.deadline_s or deadline(self).value
+
+    def evaluation_deadline_s(self, tokens: int | None) -> float:
+        """Seconds after which a completion of an evaluation is late. `tokens` is its longest
+        completion; None = as in rollouts."""
+        return self.rollout.deadline_s or deadline(self, tokens).value
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that one engine runs at once."""
+        return self.engines.max_num_seqs or int(sequences(self).value)
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Seconds from a replica's placement to its first answer."""
+        return self.generator.start_timeout_s or start(self.model.path).value
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """Seconds without any answer from an engine before it is replaced."""
+        return self.engines.stall_timeout_s or stall(self.model.path).value
+
+    @property
+    def push_timeout_s(self) -> float:
+        """Seconds that a replica may take to apply a version."""
+        return self.weights.push_timeout_s or push(self).value
+
+    @property
+    def commit_grace_s(self) -> float:
+        """Seconds that a version waits for all live replicas."""
+        given = self.weights.commit_grace_s
+        return grace(self).value if given is None else given
+
+    @property
+    def placement_wait_s(self) -> float:
+        return self.placement_timeout_s or placement(self).value
+
+
 def stored_bytes(model: str) -> int:
     """Bytes of the safetensors files in a checkpoint directory; 0 if there are none."""
     return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
 
 
-def sequences(settings: Settings) -> Derived:
+def sequences(config: Config) -> Derived:
     """generator.max_num_seqs."""
-    generator, most = settings.engines, MOST_SEQUENCES[settings.engines.device]
+    generator, most = config.engines, MOST_SEQUENCES[config.engines.device]
     name = "generator.max_num_seqs"
-    if not settings.owns_generators:
+    if not config.owns_generators:
         return Derived(name, most, f"the most on {generator.device}", "sequences")
-    share = math.ceil(_completions_at_once(settings) / generator.num_replicas)
+    share = math.ceil(_completions_at_once(config) / generator.num_replicas)
     reason = (
-        f"{settings.groups_at_once} groups x {settings.completions_per_group} completions /"
+        f"{config.groups_at_once} groups x {config.completions_per_group} completions /"
         f" {generator.num_replicas} replica(s) = {share}, at least {FEWEST_SEQUENCES} and on"
         f" {generator.device} at most {most}"
     )
     return Derived(name, min(max(share, FEWEST_SEQUENCES), most), reason, "sequences")
 
 
-def deadline(settings: Settings, tokens: int | None = None) -> Derived:
+def deadline(config: Config, tokens: int | None = None) -> Derived:
     """rollout.deadline_s for completions of at most `tokens` (default: those of rollouts)."""
-    if settings.environment is not None:
-        environment = settings.environment
-        at_once, waves = session_slots(settings), session_waves(settings)
+    if config.environment is not None:
+        environment = config.environment
+        at_once, waves = session_slots(config), session_waves(config)
         queued = f", in {waves} waves, as {at_once} run at once" if waves > 1 else ""
         return Derived(
             "rollout.deadline_s",
@@ -82,9 +141,9 @@ def deadline(settings: Settings, tokens: int | None = None) -> Derived:
             f"twice environment.deadline_s = {environment.deadline_s:g} s, because a session may"
             f" begin again{queued}, at least {SHORTEST_DEADLINE_S:g} s",
         )
-    tokens = settings.rollout.max_completion_length if tokens is None else tokens
+    tokens = config.rollout.max_completion_length if tokens is None else tokens
     waves = math.ceil(
-        _completions_at_once(settings) / (max_num_seqs(settings) * settings.engines.num_replicas)
+        _completions_at_once(config) / (config.max_num_seqs * config.engines.num_replicas)
     )
     queued = f", in {waves} waves, as not all completions run at once" if waves > 1 else ""
     reason = (
@@ -95,18 +154,18 @@ def deadline(settings: Settings, tokens: int | None = None) -> Derived:
     return Derived("rollout.deadline_s", seconds, reason)
 
 
-def session_slots(settings: Settings) -> int:
+def session_slots(config: Config) -> int:
     """Sessions that the environment processes of all rollout workers run at once, in a run with an
     environment."""
-    environment = settings.environment
+    environment = config.environment
     assert environment is not None
-    return settings.rollout.num_workers * environment.processes * environment.concurrency
+    return config.rollout.num_workers * environment.processes * environment.concurrency
 
 
-def session_waves(settings: Settings) -> int:
+def session_waves(config: Config) -> int:
     """Into how many waves the most sessions are divided that a run with an environment may start at
     once. Of more than one, the last waits until the others have ended."""
-    return math.ceil(_completions_at_once(settings) / session_slots(settings))
+    return math.ceil(_completions_at_once(config) / session_slots(config))
 
 
 def request_deadline_s(tokens: int) -> float:
@@ -114,13 +173,13 @@ def request_deadline_s(tokens: int) -> float:
     return _seconds(SHORTEST_DEADLINE_S, tokens / SLOWEST_TOKENS_PER_S)
 
 
-def placement(settings: Settings) -> Derived:
+def placement(config: Config) -> Derived:
     """placement_timeout_s."""
     processes = (
-        settings.learner.world_size
-        + settings.engines.num_replicas * settings.owns_generators
-        + settings.reward.tasks
-        + settings.rollout.num_workers
+        config.learner.world_size
+        + config.engines.num_replicas * config.owns_generators
+        + config.reward.tasks
+        + config.rollout.num_workers
     )
     reason = (
         f"1 s for each of {processes} processes, at least {SHORTEST_PLACEMENT_S:g} s; set more"
@@ -156,19 +215,19 @@ def _reading(name: str, shortest: float, model: str, what: str, rate: int) -> De
     return Derived(name, float(math.ceil(shortest + size / rate)), reason)
 
 
-def push(settings: Settings) -> Derived:
+def push(config: Config) -> Derived:
     """weights.push_timeout_s. With in_flight: drain, generators take a version only after their
     longest completion."""
-    fetched, drains = fetch_timeout(settings.model.path), settings.updates_drain
-    seconds = max(fetched.value, 2 * stall_timeout_s(settings)) + deadline_s(settings) * drains
-    waits = f", and {deadline_s(settings):g} s for completions that drain" if drains else ""
+    fetched, drains = fetch_timeout(config.model.path), config.updates_drain
+    seconds = max(fetched.value, 2 * config.stall_timeout_s) + config.deadline_s * drains
+    waits = f", and {config.deadline_s:g} s for completions that drain" if drains else ""
     reason = f"{fetched.reason}, at least twice generator.stall_timeout_s{waits}"
     return Derived("weights.push_timeout_s", seconds, reason)
 
 
-def grace(settings: Settings) -> Derived:
+def grace(config: Config) -> Derived:
     """weights.commit_grace_s."""
-    seconds = push_timeout_s(settings)
+    seconds = config.push_timeout_s
     reason = f"a fifth of weights.push_timeout_s = {seconds:g} s"
     return Derived("weights.commit_grace_s", seconds / 5, reason)
 
@@ -179,47 +238,27 @@ def logprob_bytes(device: str) -> Derived:
     return Derived("learner.logprob_memory_bytes", LOGPROB_BYTES[device], reason, "MiB")
 
 
-def max_num_seqs(settings: Settings) -> int:
-    """Sequences that one engine runs at once."""
-    return settings.engines.max_num_seqs or int(sequences(settings).value)
-
-
-def deadline_s(settings: Settings) -> float:
-    """Seconds after which a group's generation fails."""
-    return settings.rollout.deadline_s or deadline(settings).value
-
-
-def stall_timeout_s(settings: Settings) -> float:
-    """Seconds without any answer from an engine before it is replaced."""
-    return settings.engines.stall_timeout_s or stall(settings.model.path).value
-
-
-def push_timeout_s(settings: Settings) -> float:
-    """Seconds that a replica may take to apply a version."""
-    return settings.weights.push_timeout_s or push(settings).value
-
-
-def derived_settings(settings: Settings) -> list[Derived]:
+def derived_settings(config: Config) -> list[Derived]:
     """Every setting that the user did not set, with its derived value."""
     found = [
-        (settings.rollout.deadline_s, deadline(settings)),
-        (settings.engines.max_num_seqs, sequences(settings)),
-        (settings.generator.start_timeout_s, start(settings.model.path)),
-        (settings.engines.stall_timeout_s, stall(settings.model.path)),
-        (settings.weights.push_timeout_s, push(settings)),
-        (settings.weights.commit_grace_s, grace(settings)),
-        (settings.learner.logprob_memory_bytes, logprob_bytes(settings.learner.device)),
-        (settings.placement_timeout_s, placement(settings)),
+        (config.rollout.deadline_s, deadline(config)),
+        (config.engines.max_num_seqs, sequences(config)),
+        (config.generator.start_timeout_s, start(config.model.path)),
+        (config.engines.stall_timeout_s, stall(config.model.path)),
+        (config.weights.push_timeout_s, push(config)),
+        (config.weights.commit_grace_s, grace(config)),
+        (config.learner.logprob_memory_bytes, logprob_bytes(config.learner.device)),
+        (config.placement_timeout_s, placement(config)),
     ]
     acts = {
-        "generator.max_num_seqs": settings.owns_generators,
-        "generator.stall_timeout_s": settings.owns_generators,
+        "generator.max_num_seqs": config.owns_generators,
+        "generator.stall_timeout_s": config.owns_generators,
     }
     return [derived for given, derived in found if given is None and acts.get(derived.name, True)]
 
 
-def _completions_at_once(settings: Settings) -> int:
-    return settings.groups_at_once * settings.completions_per_group
+def _completions_at_once(config: Config) -> int:
+    return config.groups_at_once * config.completions_per_group
 
 
 def _seconds(shortest: float, needed: float) -> float:

@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 from asyncrl.config.algorithm import AlgorithmConfig, PreferenceTraining
 from asyncrl.config.algorithm_rules import check_algorithm
-from asyncrl.config.derived import push_timeout_s, stall_timeout_s
 from asyncrl.config.environment_rules import check_environment
 from asyncrl.config.placement_rules import check_placement
 from asyncrl.config.run_settings import RunSettings
@@ -92,7 +91,7 @@ def check_rules(config: Settings) -> None:
     check_lora(config)
     check_environment(config)
     _check_batches(config)
-    _check_lengths_and_timeouts(config)
+    _check_long_completions(config)
     _check_evaluation(config)
     check_algorithm(config)
     check_effects(config, ACTS_WITH)
@@ -213,7 +212,7 @@ def _comparing(algorithm: AlgorithmConfig) -> str:
     )
 
 
-def _check_lengths_and_timeouts(config: Settings) -> None:
+def _check_long_completions(config: Settings) -> None:
     overlong = config.reward.overlong
     if overlong is not None and overlong.buffer > config.rollout.max_completion_length:
         raise ValueError(
@@ -226,12 +225,6 @@ def _check_lengths_and_timeouts(config: Settings) -> None:
             f"data.max_length = {config.data.max_length} is above data.max_prompt_length +"
             f" rollout.max_completion_length = {longest}, so it has no effect; lower it, or leave"
             " it out"
-        )
-    if config.owns_generators and push_timeout_s(config) <= stall_timeout_s(config):
-        raise ValueError(
-            f"weights.push_timeout_s = {push_timeout_s(config):g} is not above"
-            f" generator.stall_timeout_s = {stall_timeout_s(config):g}: a stalled generator would"
-            " end the run before it is replaced; raise push_timeout_s, or lower stall_timeout_s"
         )
     _check_trajectories(config)
 
