@@ -54,7 +54,7 @@ TAKE_CONFIG = ("config", "rundir", "preflight", "run", "cli", "testing")
 """Folders that may take a whole `Config`."""
 WHOLE_CONFIG = {
     "asyncrl.config.Config",
-    "asyncrl.config.derived.Config",
+    "asyncrl.config.config.Config",
     "asyncrl.config.settings.Settings",
 }
 """Importing one of these gives access to the class of a whole config."""
@@ -138,7 +138,7 @@ def takes_whole_config(source: str, path: Path) -> bool:
     whole = {
         "asyncrl.config",
         "asyncrl.config.*",
-        "asyncrl.config.derived",
+        "asyncrl.config.config",
         "asyncrl.config.settings",
     }
     return bool(packages & whole or WHOLE_CONFIG & set(imports_of(source, path)))
@@ -241,11 +241,11 @@ def test_only_some_folders_take_a_whole_config() -> None:
     "line",
     [
         "from asyncrl.config import Config",
-        "from asyncrl.config.derived import Config",
-        "from asyncrl.config import derived",
+        "from asyncrl.config.config import Config",
+        "from asyncrl.config import config",
         "from asyncrl.config import *",
         "import asyncrl.config",
-        "import asyncrl.config.derived",
+        "import asyncrl.config.config",
         "from asyncrl import config",
         "from asyncrl.config import settings",
         "from asyncrl.config.settings import Settings",

@@ -11,7 +11,7 @@ from asyncrl.config.algorithm import (
     AlgorithmConfig as AlgorithmConfig,
     PolicyGradient as PolicyGradient,
 )
-from asyncrl.config.derived import Config as Config
+from asyncrl.config.config import Config as Config
 from asyncrl.config.distillation import DistillationConfig as DistillationConfig
 from asyncrl.config.fields import field_names as field_names
 from asyncrl.config.load import (

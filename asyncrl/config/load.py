@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.config.aliases import explain_unknown
-from asyncrl.config.derived import Config
+from asyncrl.config.config import Config
 from asyncrl.config.fields import alternatives, by_name, find, find_all, has_parts, known_names
 from asyncrl.config.offline import OBJECTIVES, OfflineConfig
 from asyncrl.config.overrides import with_overrides

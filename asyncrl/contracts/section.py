@@ -158,5 +158,5 @@ def _unset(value: object) -> object:
 
 
 Unset = BeforeValidator(_unset)
-"""Turns `auto` into None. Then the value is derived from other settings (`asyncrl.config.derived`).
+"""Turns `auto` into None. Then the value is derived from other settings (`asyncrl.config.config`).
 """

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from asyncrl.config import GeneratorConfig, Section
-from asyncrl.config.derived import MOST_SEQUENCES, fetch_timeout, stall, start
+from asyncrl.config.config import MOST_SEQUENCES, fetch_timeout, stall, start
 from asyncrl.config.rules import check_nodes
 
 

@@ -18,7 +18,7 @@ from asyncrl.api.contract import Dialect
 from asyncrl.api.fields import Open, Whole, check, invalid, not_an_object
 from asyncrl.api.messages import Messages
 from asyncrl.api.responses import LOGPROBS, Responses
-from asyncrl.config.derived import request_deadline_s
+from asyncrl.config.config import request_deadline_s
 from asyncrl.contracts.messages import Details, GenerateRequest
 from asyncrl.serving.answers import ChatTokenizer, siblings
 from asyncrl.serving.identity import ServedModel

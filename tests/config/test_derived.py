@@ -6,7 +6,7 @@ import yaml
 from small_config import SMALL, small_config as config
 
 from asyncrl.config import load_config
-from asyncrl.config.derived import derived_settings
+from asyncrl.config.config import derived_settings
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.preflight.specs import generator_app
 from asyncrl.run.evaluation import Evaluator

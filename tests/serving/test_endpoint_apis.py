@@ -397,7 +397,7 @@ NESTED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "more", "name"), NESTED, ids=[one[2] for one in NESTED])
 def test_unknown_fields_inside_others_are_refused_by_their_path(
-    endpoint: SimpleNamespace, path: str, more: dict[str, Any], name: str
+    endpoint: Endpoint, path: str, more: dict[str, Any], name: str
 ) -> None:
     text = {"input": "q"} if path == "/v1/responses" else {"messages": [QUESTION]}
     status, error = post(endpoint.address, path, {"model": "tiny", **text, **more})
@@ -454,7 +454,7 @@ HARMLESS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "body"), HARMLESS)
 def test_nested_fields_that_ask_for_nothing_are_accepted(
-    endpoint: SimpleNamespace, path: str, body: dict[str, Any]
+    endpoint: Endpoint, path: str, body: dict[str, Any]
 ) -> None:
     assert post(endpoint.address, path, {"model": "tiny", **body})[0] == 200
 
@@ -468,7 +468,7 @@ TEXTS_OF = {
 
 
 @pytest.mark.parametrize("path", TEXTS_OF)
-def test_null_is_the_same_as_an_absent_field(endpoint: SimpleNamespace, path: str) -> None:
+def test_null_is_the_same_as_an_absent_field(endpoint: Endpoint, path: str) -> None:
     body = {"model": "tiny", **TEXTS_OF[path]}
     names = {*SAMPLED, *NEUTRAL, *HINTS, "n", "stop", "max_tokens", "stream", "stream_options"}
     assert post(endpoint.address, path, {**body, **dict.fromkeys(names)})[0] == 200

@@ -22,7 +22,7 @@ from asyncrl.config import (
     PolicyGradient,
 )
 from asyncrl.config.algorithm import OnlinePreferenceConfig
-from asyncrl.config.derived import derived_settings, session_waves
+from asyncrl.config.config import derived_settings, session_waves
 from asyncrl.config.schema import Wait
 from asyncrl.contracts.section import Section
 from asyncrl.environments.pool import GUARD_S
