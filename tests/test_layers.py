@@ -82,10 +82,20 @@ NO_FILES = {"io", "os", "pathlib", "shutil", "tempfile"}
 FILE_MODULES = {"runtime.files"}
 
 
-def modules() -> Iterator[tuple[str, Path]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        yield name.removesuffix("__init__").rstrip("."), path
+@cache
+def modules() -> tuple[tuple[str, Path], ...]:
+    """Name and file of each module."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    names = (".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in paths)
+    return tuple(
+        (name.removesuffix("__init__").rstrip("."), path)
+        for name, path in zip(names, paths, strict=True)
+    )
+
+
+@cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(source)))
 
 
 @cache
@@ -96,7 +106,7 @@ def imports(path: Path) -> tuple[str, ...]:
 def imports_of(source: str, path: Path) -> Iterator[str]:
     """Absolute names of what the source of a file imports: modules, and names in modules.
     `from asyncrl.text import stops` imports `asyncrl.text.stops`, and not the package's exports."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -107,6 +117,7 @@ def imports_of(source: str, path: Path) -> Iterator[str]:
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
 
 
+@cache
 def is_module(name: str) -> bool:
     place = ROOT.joinpath(*name.split("."))
     return place.is_dir() or place.with_name(f"{place.name}.py").is_file()
@@ -122,16 +133,13 @@ def absolute(node: ast.ImportFrom, path: Path) -> str:
 
 def takes_whole_config(source: str, path: Path) -> bool:
     """Imports the class of a whole config, or its package: `import asyncrl.config`."""
-    tree = ast.parse(source)
+    nodes = nodes_of(source)
     packages = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
+        alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
     }
     packages |= {
         f"{absolute(node, path)}.{alias.name}"
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
@@ -152,7 +160,7 @@ def touches_files(source: str, path: Path) -> list[str]:
         for name in imports_of(source, path)
         if is_in(name.removeprefix("asyncrl."), sorted(FILE_MODULES))
     ]
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes_of(source) if isinstance(node, ast.Call)]
     called = {ast.unparse(node.func).rpartition(".")[2] for node in calls}
     return found + sorted(called & {"open", "read_text", "write_text", "read_bytes", "write_bytes"})
 
@@ -418,7 +426,7 @@ def test_nothing_is_computed_with_the_wall_clock() -> None:
     readers = {
         name
         for name, path in modules()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path.read_text())
         if isinstance(node, ast.Attribute) and ast.unparse(node) in wall
     }
     readers |= {name for name, path in modules() if "time.time" in imports(path)}
