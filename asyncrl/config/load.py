@@ -93,7 +93,7 @@ def load_any(path: str | Path, overrides: list[str] | None = None) -> Config | O
     tree = _read_tree(path)
     given = any(word.startswith("--objective") for word in overrides or ())
     if "objective" not in tree and not given:
-        return load_config(path, overrides)
+        return _validated(Config, tree, overrides)
     return load_offline(path, overrides)
 
 

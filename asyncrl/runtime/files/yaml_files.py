@@ -34,14 +34,16 @@ def parse_yaml(text: str) -> object:
     """
     if len(text) > LARGEST_TEXT:
         raise yaml.YAMLError(f"it has {len(text):,} characters, above {LARGEST_TEXT:,}")
+    loader = yaml.SafeLoader(text)
     try:
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = loader.get_single_node()
     except RecursionError:
         raise _too_deep() from None
-    if tree is not None:
-        _expanded(tree, {}, 0)
+    if tree is None:
+        return None
+    _expanded(tree, {}, 0)
     try:
-        value: object = yaml.safe_load(text)
+        value: object = loader.construct_document(tree)
         return value
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         # Such as an integer of 5,000 digits, or a date that does not exist.
