@@ -352,6 +352,8 @@ def survives(mutant: Mutant, folder: Path) -> bool:
         "pytest",
         "-q",
         "-x",
+        "-m",
+        "",
         "--hypothesis-profile=mutants",
         "--timeout=120",
         "-p",

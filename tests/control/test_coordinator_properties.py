@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from asyncrl.contracts.errors import EvaluationLostError
@@ -26,7 +27,7 @@ from asyncrl.testing import (
     VirtualTimeLoop,
 )
 
-EXAMPLES = 2000
+EXAMPLES, MORE_EXAMPLES = 500, 2000
 NEVER = 1e9
 MOST_RUNNING = 6
 TIMEOUT_S = 1e5
@@ -454,14 +455,29 @@ def check_attempt(coordinator, first):
     assert coordinator.parts.weights.replicas.held is None, "a replica was not released"
 
 
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+def bounded(examples):
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
+@bounded(EXAMPLES)
 @given(worlds())
 def test_every_situation(world):
+    check_situation(world)
+
+
+@pytest.mark.slow
+@bounded(MORE_EXAMPLES)
+@given(worlds())
+def test_more_situations(world):
+    check_situation(world)
+
+
+def check_situation(world):
     state, restored = State("run", 0, 0, 0, 0, ()), []
     for seconds in world.interrupted_after:
         coordinator = attempt(world, state, restored)
