@@ -152,7 +152,7 @@ def test_as_good_as_the_best_fixed_limit(kv_tokens, spread, drift):
     made = lengths(0, spread, drift)
     sweep = {
         limit: train(Concurrency(limit, limit, adaptive=False), made, kv_tokens)[:2]
-        for limit in [*range(6, 72, 3), most]
+        for limit in [*range(6, 72 * kv_tokens // 8192, 3), most]
     }
     best = max(sweep, key=lambda limit: sweep[limit][0])
     throughput, preemptions, records = train(
