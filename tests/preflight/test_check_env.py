@@ -21,6 +21,7 @@ from chat_families import CHATML, STRIPS_THINKING, save_chat_model
 from asyncrl import cli
 from asyncrl.config import AgentCommand, Config, ConfigError
 from asyncrl.contracts.nodes import Node
+from asyncrl.preflight.check_env.agent_checks import AgentChecks
 from asyncrl.preflight.check_env.command import Checked, check_environment
 from asyncrl.preflight.check_env.findings import Finding
 from asyncrl.preflight.check_env.tool_examples import example_arguments
@@ -79,6 +80,16 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slow agent waits, and the cost is measured, for less time than in use."""
     monkeypatch.setattr("asyncrl.preflight.check_env.agent_checks.DEADLINE_S", 0.3)
     monkeypatch.setattr("asyncrl.preflight.check_env.agent_checks.COSTED", 3)
+
+
+@pytest.fixture
+def without_slow_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the other findings. The slow agent has a process of its own, and waits."""
+
+    async def nothing(checks: AgentChecks) -> list[Finding]:
+        return []
+
+    monkeypatch.setattr(AgentChecks, "_slow", nothing)
 
 
 @pytest.fixture
@@ -160,6 +171,7 @@ def test_a_sound_environment_with_a_tool(config_of: Callable[..., Config]) -> No
     assert "ms of CPU a turn: rendering " in found(checked, "ok", "cost")
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_without_tools_the_parser_is_still_tried(config_of: Callable[..., Config]) -> None:
     checked = check_environment(config_of("sound", SAYS_QUOTES))
     assert not checked.failed
@@ -168,6 +180,7 @@ def test_without_tools_the_parser_is_still_tried(config_of: Callable[..., Config
     assert "offers no tools" in found(checked, "ok", "tool calls")
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_earlier_reasoning_that_the_template_strips(config_of: Callable[..., Config]) -> None:
     """The template still allows one row. `history` decides."""
     for history, effect in (
@@ -185,6 +198,7 @@ def test_earlier_reasoning_that_the_template_strips(config_of: Callable[..., Con
         assert "8 turns have" in found(checked, "ok", "masks")  # also of turns with reasoning
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 @pytest.mark.parametrize("fault", ["a context token", "half of the rows"])
 def test_wrong_masks_are_noticed(
     config_of: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, fault: str
@@ -205,6 +219,7 @@ def test_wrong_masks_are_noticed(
     assert wanted in found(checked, "FAIL", "masks")
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_the_game_of_the_demo(config_of: Callable[..., Config], tmp_path: Path) -> None:
     """Its tokenizer can write calls of its own tool, and no others."""
     make_model(tmp_path / "guess", seed=0)
@@ -227,6 +242,7 @@ def test_the_game_of_the_demo(config_of: Callable[..., Config], tmp_path: Path) 
     assert "its columns: low, hidden" in found(checked, "warn", "agent: right")
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_a_template_that_drifts(config_of: Callable[..., Config]) -> None:
     """The first other token is shown, and the drift is all that is wrong."""
     checked = check_environment(config_of("with_tool", COUNTS))
@@ -239,6 +255,7 @@ def test_a_template_that_drifts(config_of: Callable[..., Config]) -> None:
         assert re.search(r"drift: .*; token \d+ is \d+ \('3'\), and was \d+ \('1'\)$", one.text)
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 @pytest.mark.parametrize(
     ("template", "check", "text"),
     [
@@ -258,6 +275,7 @@ def test_a_template_with_which_tools_do_not_work(
     assert any(text in one for one in mine), checked.text()
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_a_template_that_takes_one_call_at_a_time(config_of: Callable[..., Config]) -> None:
     checked = check_environment(config_of("with_tool", ONE_CALL))
     assert not checked.failed, checked.text()
@@ -266,6 +284,7 @@ def test_a_template_that_takes_one_call_at_a_time(config_of: Callable[..., Confi
     assert warned == [f"note: {refused}", f"made-up: {refused}"]
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_a_template_whose_calls_cannot_be_read(config_of: Callable[..., Config]) -> None:
     """Without tools in the environment, that is only a warning."""
     checked = check_environment(config_of("sound", PLAIN_CALLS))
@@ -275,6 +294,7 @@ def test_a_template_whose_calls_cannot_be_read(config_of: Callable[..., Config])
     assert not checked.failed, checked.text()
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_a_template_that_writes_one_call_of_a_turn(config_of: Callable[..., Config]) -> None:
     first = HERMES.replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]")
     checked = check_environment(config_of("with_tool", first))
@@ -284,6 +304,7 @@ def test_a_template_that_writes_one_call_of_a_turn(config_of: Callable[..., Conf
     assert warned == [f"note: {only}", f"made-up: {only}"]
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_a_template_that_leaves_calls_out(config_of: Callable[..., Config]) -> None:
     checked = check_environment(config_of("with_tool", LEAVES_CALLS_OUT))
     warned = found(checked, "warn", "tool calls")
@@ -291,6 +312,7 @@ def test_a_template_that_leaves_calls_out(config_of: Callable[..., Config]) -> N
     assert not checked.failed, checked.text()
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_a_template_that_hides_the_tools(config_of: Callable[..., Config]) -> None:
     checked = check_environment(config_of("with_tool", HIDES_TOOLS))
     assert not checked.failed
@@ -314,8 +336,15 @@ def test_a_template_that_hides_the_tools(config_of: Callable[..., Config]) -> No
     ],
 )
 def test_an_environment_with_a_fault(
-    config_of: Callable[..., Config], function: str, verdict: str, check: str, text: str
+    config_of: Callable[..., Config],
+    request: pytest.FixtureRequest,
+    function: str,
+    verdict: str,
+    check: str,
+    text: str,
 ) -> None:
+    if check != "agent: slow":
+        request.getfixturevalue("without_slow_agent")
     checked = check_environment(config_of(function))
     assert text in found(checked, verdict, check)
     assert checked.failed == (verdict == "FAIL"), checked.text()
@@ -392,6 +421,7 @@ def test_a_program_that_cannot_start_is_one_line(
     assert text in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_what_a_program_prints_cannot_act_on_the_terminal(
     config_of: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -420,6 +450,7 @@ def test_a_program_gets_the_time_that_it_needs_to_start(config_of: Callable[...,
     assert found(checked, "ok", "agent: slow").startswith("ends deadline after ")
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 @pytest.mark.slow
 def test_an_agent_that_gives_up_after_a_cut_turn(config_of: Callable[..., Config]) -> None:
     """As `openai-agents` does with chat completions, if no visible text came."""
@@ -437,6 +468,7 @@ def test_an_agent_that_gives_up_after_a_cut_turn(config_of: Callable[..., Config
     assert text.endswith("Let the agent go on with a cut turn, so that length can cost")
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_one_reason_is_given_once(config_of: Callable[..., Config]) -> None:
     checked = check_environment(config_of("raises"))
     assert checked.text().count("no such table") == 1
@@ -445,6 +477,7 @@ def test_one_reason_is_given_once(config_of: Callable[..., Config]) -> None:
     )
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_a_first_chat_beyond_every_limit_is_a_finding(
     config_of: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,6 +489,7 @@ def test_a_first_chat_beyond_every_limit_is_a_finding(
     assert "so a session is one row" in found(checked, "ok", "template")
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_the_tools_of_a_later_agent_are_checked(config_of: Callable[..., Config]) -> None:
     checked = check_environment(config_of("hands_over"))
     assert checked.failed
@@ -466,6 +500,7 @@ def test_the_tools_of_a_later_agent_are_checked(config_of: Callable[..., Config]
     assert bad in [one.text for one in checked.findings if one.verdict == "FAIL"]
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_findings_come_while_it_works(config_of: Callable[..., Config]) -> None:
     """Those of the template come before the session of a slow task has ended."""
     came: list[Finding] = []
@@ -482,6 +517,7 @@ def test_findings_come_while_it_works(config_of: Callable[..., Config]) -> None:
     assert at["agent: right"] - at["stops"] > 0.5, "it did not wait for the slow task"
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_what_an_environment_prints_is_bounded(
     config_of: Callable[..., Config], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -491,6 +527,7 @@ def test_what_an_environment_prints_is_bounded(
     assert 1000 < (printed.out + printed.err).count("x") < 8192
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_reward_functions_are_the_reward(config_of: Callable[..., Config]) -> None:
     function = "asyncrl.rewards.builtin:exact_match"
     changes: Any = {"reward": {"functions": {"exact": {"function": function, "weight": 2.0}}}}
@@ -502,6 +539,7 @@ def test_reward_functions_are_the_reward(config_of: Callable[..., Config]) -> No
     assert "it takes solution, which" in some(checked, "FAIL", "reward")
 
 
+@pytest.mark.usefixtures("without_slow_agent")
 def test_secrets_are_named_and_not_shown(
     config_of: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
