@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -244,8 +246,9 @@ SPECIAL = sorted(
 )
 
 
+@cache
 def tokenizer_of(name: str) -> Any:
-    """A tokenizer whose chat template has the marks of a format."""
+    """A tokenizer whose chat template has the marks of a format. Tests share it."""
     tokenizer: Any = byte_tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": SPECIAL})
     marks = next(one.marks for one in TURN_FORMATS if one.name == name)
@@ -313,7 +316,7 @@ def test_a_text_stays_a_text(name: str) -> None:
 
 def test_a_turn_after_the_answer_of_a_tool_has_no_earlier_call() -> None:
     earlier = TURNS["Gemma 4"][1] + "response:weather{value:1}<tool_response|>"
-    tokenizer = tokenizer_of("Gemma 4")
+    tokenizer = deepcopy(tokenizer_of("Gemma 4"))
     tokenizer.add_special_tokens({"extra_special_tokens": [*SPECIAL, "<tool_response|>"]})
     tokenizer.chat_template += "{# <tool_response|> #}"
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in (earlier, "fine")]
