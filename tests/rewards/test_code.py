@@ -710,7 +710,7 @@ def test_reward_processes_run_it(sandboxed):
     config = small_config(
         reward={
             "functions": {"code": {"function": "asyncrl.rewards.builtin:code_tests"}},
-            "sandbox": {"level": probe().best.value, "wall_s": 20.0},
+            "sandbox": {"level": probe().best.value, "wall_s": 6.0},
             "processes": 1,
             "deadline_s": 120.0,
         }

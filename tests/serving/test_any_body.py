@@ -107,7 +107,7 @@ async def post(path: str, body: Any) -> tuple[int, str]:
     ],
 )
 def test_any_body_gets_an_answer(path: str, field: str, values: st.SearchStrategy[Any]) -> None:
-    @settings(deadline=None, max_examples=400)
+    @settings(deadline=None, max_examples=100)
     @given(values, OTHER_FIELDS)
     def check(value: Any, other_fields: dict[str, Any]) -> None:
         status, text = asyncio.run(post(path, {"model": "tiny", field: value, **other_fields}))
