@@ -76,6 +76,10 @@ HANGS = """
 """
 
 
+RECORDS: dict[tuple[str, int, str, str], bytes] = {}
+"""Source of an environment, samples, columns and settings → the file of its group."""
+
+
 class Recorded:
     """A run directory whose environment is a module in a folder of its own."""
 
@@ -122,9 +126,17 @@ class Recorded:
         columns: Mapping[str, object] = COLUMNS,
         **environment: Any,
     ) -> Run:
-        """Record one group of sessions of this environment."""
+        """Record one group of sessions of this environment. Equal ones are recorded once."""
         self.write(source)
         config = self.config(**environment)
+        self.directory.mkdir(parents=True)
+        (self.directory / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        path = self.directory / "groups" / "a.parquet"
+        key = (source, samples, str(columns), str(environment))
+        if key in RECORDS:
+            path.parent.mkdir()
+            path.write_bytes(RECORDS[key])
+            return open_run(self.directory)
         spec = sessions_spec(config)
         assert spec is not None
         text = "what is 3+4"
@@ -139,8 +151,8 @@ class Recorded:
 
         played = asyncio.run(scenario())
         group = Group(2, prompt, tuple(one.trajectory() for one in played), "fake", 1.0, 2.0)
-        write_groups(self.directory / "groups" / "a.parquet", [scored_table(group, played)])
-        (self.directory / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        write_groups(path, [scored_table(group, played)])
+        RECORDS[key] = path.read_bytes()
         return open_run(self.directory)
 
 
