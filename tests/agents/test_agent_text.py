@@ -40,7 +40,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> ResponseReader:
     return ResponseReader(tokenizer(tmp_path_factory.mktemp("model")))
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     parts=st.lists(st.sampled_from(PIECES), max_size=6),
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=4),
@@ -69,7 +69,7 @@ def format_pieces(form: TurnFormat) -> list[str]:
 
 
 @pytest.mark.parametrize("form", TURN_FORMATS, ids=lambda form: form.name)
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_released_text_begins_the_content_of_each_format(
     form: TurnFormat, data: st.DataObject

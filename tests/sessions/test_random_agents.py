@@ -30,7 +30,6 @@ from asyncrl.sessions.session_rows import session_rows
 from asyncrl.testing import VirtualTimeLoop
 from asyncrl.text.template import Message
 
-SESSIONS = 2000
 TEXTS = ("x", "yes no", "12 34", "<think>why</think>so")
 
 
@@ -280,7 +279,10 @@ async def play(template: SessionTemplate, model: Model, seed: int) -> tuple[Agen
     return agent, session
 
 
-def test_every_token_that_random_agents_sample_is_trained_once_or_masked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sessions", [500, pytest.param(2000, marks=pytest.mark.slow)])
+def test_every_token_that_random_agents_sample_is_trained_once_or_masked(
+    tmp_path: Path, sessions: int
+) -> None:
     events: Counter[str] = Counter()
     templates = []
     for name, text in (("a", CHATML), ("b", CHATML), ("c", NUMBERED), ("d", STRIPS_THINKING)):
@@ -289,7 +291,7 @@ def test_every_token_that_random_agents_sample_is_trained_once_or_masked(tmp_pat
         ends = frozenset({model.end})
         templates.append((SessionTemplate(model.tokenizer, ends, 80, history), model))
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        for seed in range(SESSIONS):
+        for seed in range(sessions):
             try:
                 agent, session = runner.run(play(*templates[seed % len(templates)], seed))
                 check_tokens(session.nodes, agent)
@@ -304,4 +306,4 @@ def test_every_token_that_random_agents_sample_is_trained_once_or_masked(tmp_pat
             events.update(agent.events)
             reasons = (node.branch_reason for node in session.nodes)
             events.update(branch_class(reason) for reason in reasons if reason)
-    assert len(events) == 16 and min(events.values()) >= SESSIONS // 50, events
+    assert len(events) == 16 and min(events.values()) >= sessions // 50, events
