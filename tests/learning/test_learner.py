@@ -120,6 +120,7 @@ def test_one_and_two_ranks_agree_over_three_steps(
         np.testing.assert_allclose(left, right, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_ranks_that_share_rows_agree_with_one_over_three_steps(
     one_rank: RayLearner, run: Run, tmp_path: Path
 ) -> None:
@@ -247,7 +248,8 @@ def test_save_load_continue_equals_uninterrupted(
         np.testing.assert_allclose(left, right, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_another_number_of_ranks_continues_as_the_one_that_saved(
     one_rank: RayLearner, two_ranks: RayLearner, run: Run, tmp_path: Path, ranks: int
 ) -> None:
