@@ -155,7 +155,8 @@ def offline_config(task: Task) -> OfflineConfig:
         },
     }
     if task.objective == "dpo":
-        tree["dpo"] = {
+        tree["objective"] = {
+            "name": "dpo",
             "loss": {"name": "sigmoid", "beta": BETA},
             "ref_load": str(folder / "reference"),
         }

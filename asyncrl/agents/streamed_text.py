@@ -33,7 +33,7 @@ class HeardParts:
         self._parts: asyncio.Queue[Part | None] = asyncio.Queue()
         # A continued text is content only.
         filters = [StreamedContent(bool(request.tools)).add for _ in range(request.n)]
-        self._certain = filters if request.prompt is None else [str] * request.n
+        self._filters = filters if request.prompt is None else [str] * request.n
 
     async def head(self) -> None:
         """Wait until a stream sends its head, also if nothing can be heard yet."""
@@ -59,5 +59,5 @@ class HeardParts:
 
     def _hear(self, choice: int, text: str) -> None:
         self._began.set()
-        if certain := self._certain[choice](text):
-            self._parts.put_nowait(Part(choice, certain))
+        if content := self._filters[choice](text):
+            self._parts.put_nowait(Part(choice, content))

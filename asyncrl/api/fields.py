@@ -43,7 +43,8 @@ KINDS = {
 }
 """Fields of several types → the valid ones. pydantic would name the first type only."""
 NOTHING: Sequence[object] = (None, False, [], ["direct"], {"type": "direct"})
-"""Values with which a field asks for nothing. `direct`: the model itself calls a tool."""
+"""Values of a field that has no effect. `direct` says that the model itself calls a tool,
+which is always so."""
 
 
 class Open(BaseModel):
@@ -94,7 +95,8 @@ def by_type(kinds: Mapping[str, type[Open]], default: str) -> Any:
 
     Args:
         kinds: its `type` → what it has.
-        default: the type of a part without one that is listed. An unknown one is refused later.
+        default: the type of a part that has none, or one that is not in `kinds`. The caller refuses
+            an unknown one later.
     """
 
     def tag(part: object) -> str:

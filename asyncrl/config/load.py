@@ -47,8 +47,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     tree = _read_tree(path)
     if "objective" in tree:
         raise ConfigError(
-            f"config {str(path)!r} has objective: {tree['objective']}, which trains on a dataset"
-            " without generators; use a config of a run with generators here"
+            f"config {str(path)!r} has objective: {_name(tree['objective'])}, which trains on a"
+            " dataset without generators; use a config of a run with generators here"
         )
     return _validated(Config, tree, overrides)
 
@@ -68,7 +68,7 @@ def load_offline(
     given = tree.get("objective", objective)
     if isinstance(given, dict) and objective is not None:
         given = {"name": objective, **given}
-    found = given.get("name") if isinstance(given, dict) else given
+    found = _name(given)
     if objective is not None and found != objective:
         raise ConfigError(
             f"config {str(path)!r} has objective: {found}; run `asyncrl {found}`, or set objective:"
@@ -94,7 +94,18 @@ def load_any(path: str | Path, overrides: list[str] | None = None) -> Config | O
     given = any(word.startswith("--objective") for word in overrides or ())
     if "objective" not in tree and not given:
         return _validated(Config, tree, overrides)
+    if "objective" in tree and (name := _name(tree["objective"])) not in OBJECTIVES:
+        setting = "objective.name" if isinstance(tree["objective"], dict) else "objective"
+        raise ConfigError(
+            f"{setting} = {name!r}: use one of {', '.join(OBJECTIVES)}, or leave objective out for"
+            " a run with generators"
+        )
     return load_offline(path, overrides)
+
+
+def _name(objective: Any) -> Any:
+    """The name of an objective in a YAML file. A text is the name itself."""
+    return objective.get("name") if isinstance(objective, dict) else objective
 
 
 def _read_tree(path: str | Path) -> dict[str, Any]:
@@ -180,7 +191,7 @@ def _explain_value(item: ErrorDetails, parts: list[str], name: str, kind: type[B
 
 
 def _way_off(item: ErrorDetails, name: str, kind: type[BaseModel]) -> str:
-    """How to turn off what a 0 does not: without the section that needs a value."""
+    """How to turn off a setting that may not be 0: without its section, if that is optional."""
     above = name.rpartition(".")[0]
     is_off = item["type"] in ("greater_than", "greater_than_equal") and item["input"] == 0
     needed = any(field.is_required() for field in find_all(kind, name))

@@ -618,11 +618,14 @@ def test_overrides_of_a_choice_that_are_refused(
 
 @pytest.mark.parametrize("old", sorted(other_names().off_at_zero))
 def test_an_old_zero_that_meant_off_is_left_out(old: str) -> None:
-    kind = OfflineConfig if old.startswith("dpo") else Config
+    kind = OfflineConfig if old.startswith(("dpo", "reward_model")) else Config
     known = field_names(kind)
     assert explain_unknown(old, known, 0.0) == f"{old} {LEAVE_OUT} 0.0"
     assert f"{old} has moved; write " in explain_unknown(old, known, 1)
-    assert "has moved; write " in explain_unknown("algorithm.eps_clip", known, 0) or kind != Config
+
+
+def test_an_old_zero_with_an_effect_is_written_in_its_new_place() -> None:
+    assert "has moved; write " in explain_unknown("algorithm.eps_clip", field_names(Config), 0)
 
 
 CORRECTED = [name for name in map(name_of, kinds_of(Loss)) if name not in ("", "reinforce")]

@@ -107,8 +107,11 @@ def test_an_empty_path_does_not_become_the_current_directory(write, changes, set
 def test_a_config_on_a_dataset_is_refused_where_generators_are_needed(write):
     with pytest.raises(ConfigError, match="has objective: sft, which trains on a dataset"):
         load_config(write(SFT))
-    with pytest.raises(ConfigError, match="objective = 'rlhf': use one of sft, dpo"):
-        load_any(write({**SFT, "objective": "rlhf"}))
+    with pytest.raises(ConfigError, match="has objective: dpo, which trains on a dataset"):
+        load_config(write({**DPO, "objective": {"name": "dpo"}}))
+    for given, name in (("rlhf", "objective"), ({"name": "rlhf"}, r"objective\.name")):
+        with pytest.raises(ConfigError, match=f"^{name} = 'rlhf': use one .* or leave objective"):
+            load_any(write({**SFT, "objective": given}))
 
 
 def test_objectives_have_their_default_learning_rates(write):

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import sys
 import threading
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from asyncrl.generation.engine import engine
 from asyncrl.generation.engine.engine import start_engine
 from asyncrl.generation.settings import GeneratorApp
+from asyncrl.runtime.processes.environment import Caches
 
 
 class Ending:
@@ -46,7 +48,7 @@ async def test_a_canceled_start_ends_vllm(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("LD_PRELOAD", "")
     monkeypatch.setenv(engine.STACKS, "")
     monkeypatch.setattr(engine, "preload_openmp", lambda before: before)
-    monkeypatch.setattr(engine, "claim_caches", lambda role: SimpleNamespace(damaged=None))
+    monkeypatch.setattr(engine, "claim_caches", lambda role: Caches(Path(), None))
     monkeypatch.setattr(engine, "EarlyProcess", contextlib.nullcontext)
     monkeypatch.setattr(engine, "engine_config", lambda *arguments: (None, None))
     monkeypatch.setattr(engine, "_make_llm", lambda *arguments: stub)

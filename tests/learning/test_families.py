@@ -64,7 +64,7 @@ LOSSES_OF_FAMILIES = [
     for family in FAMILIES
     for loss in LOSSES
 ]
-"""A loss sees log-probs and no family."""
+"""The arithmetic of a loss is the same for every family, so one family takes all losses."""
 
 WIDE = {"initializer_range": 0.2}
 """Ten times the usual standard deviation of the weights. Attention is then selective, so a leak or

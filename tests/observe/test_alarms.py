@@ -108,8 +108,8 @@ def test_recorded_steps_raise_the_alarms_of_their_kind_with_advice_that_follows(
 
 RUNS = Path(__file__).parent / "recorded"
 """The metrics with alarms of four whole runs of the main job (jobs/quickstart/quickstart.yaml), for
-each step and evaluation. `healthy` has the job's own settings, `diverging` a learning rate of 2e-2,
-and `stale` a max_staleness of 16. `stale_and_fast` has that and a learning rate of 3e-3."""
+each step and evaluation. `healthy` has a learning rate of 8e-4, `diverging` 2e-2, and `stale`
+a max_staleness of 16. `stale_and_fast` has that and a learning rate of 3e-3."""
 
 
 def records(run):

@@ -348,7 +348,9 @@ def test_a_new_attempt_starts_automatically_after_a_lost_placement(monkeypatch, 
     wanted = config(runs_root=str(tmp_path), generator=RANGE)
     monkeypatch.setattr(supervise, "_train", train)
     monkeypatch.setattr(run, "resolve_models", lambda config: config)
-    monkeypatch.setattr(run, "make_plan", lambda config: create_autospec(Plan, prompts=None))
+    monkeypatch.setattr(
+        run, "make_plan", lambda config: create_autospec(Plan, instance=True, prompts=None)
+    )
     monkeypatch.setattr(
         run, "reward_trial", lambda config: contextlib.nullcontext(lambda report: None)
     )

@@ -114,3 +114,5 @@ def test_kto_and_pairs_do_not_continue_one_another(models: Path) -> None:
     with pytest.raises(ConfigError, match=r"^objective\.loss = kto, but .* was made with ipo"):
         kto = {"objective": {"name": "dpo", "loss": "kto"}}
         RunDirectory(config(models, "one", kto, resume="must"))
+    with pytest.raises(ConfigError, match=r"^objective = sft, but .* was made with dpo"):
+        RunDirectory(config(models, "one", {"objective": "sft"}, resume="must"))
