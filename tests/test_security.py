@@ -437,6 +437,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("seed: 2001-99-99", "a value cannot be read"),
         ("seed: !!timestamp x", "a value cannot be read"),
         ("seed: !!bool x", "a value cannot be read"),
+        ('seed: !!int ""', "a value cannot be read"),
+        ('name: "\\U00110000"', "a value cannot be read"),
         ('name: "\\ud800"', "half of a surrogate pair"),
     ],
     ids=[
@@ -450,6 +452,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         "date",
         "time",
         "flag",
+        "empty number",
+        "no character",
         "half",
     ],
 )

@@ -196,7 +196,9 @@ def overridden_of(body: Open, known: Mapping[str, bool]) -> tuple[str, ...]:
     """
     extra = body.model_extra or {}
     unknown = [
-        printable(name) for name, value in extra.items() if value is not None and name not in LABELS
+        printable(name)
+        for name, value in extra.items()
+        if name not in LABELS and value not in NOTHING
     ]
     return (*unknown, *(name for name, given in known.items() if given))
 

@@ -463,10 +463,8 @@ def _messages(given: object) -> list[Message]:
             open_turn = {"role": "assistant", "content": "", **part}
             chat.append(open_turn)
         else:
-            open_turn["tool_calls"] = [
-                *open_turn.get("tool_calls", ()),
-                *part.pop("tool_calls", ()),
-            ]
+            # Copying the list for each call would make the time quadratic.
+            open_turn.setdefault("tool_calls", []).extend(part.pop("tool_calls", ()))
             open_turn.update(part)
     return [
         {name: value for name, value in message.items() if name != "tool_calls" or value}

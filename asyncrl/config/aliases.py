@@ -63,6 +63,8 @@ def _answers(rows: Sequence[Mapping[str, Any]], answer: str) -> dict[str, str]:
     return found
 
 
+OF_ANOTHER = "; leave it out with another objective"
+"""Earlier versions accepted the settings of all objectives in one file."""
 LIKENESS = 0.8
 """Similarity (`difflib`, 0 to 1) that a known name needs before it is suggested."""
 
@@ -81,7 +83,8 @@ def explain_unknown(name: str, known: Sequence[str], value: object = ...) -> str
         if ways and old == name and _was_default(name, value):
             return f"{old} has moved; leave it out, which is the same as {json.dumps(value)}"
         if ways:
-            return f"{old} has moved; write {', or '.join(ways)}"
+            other = OF_ANOTHER if ways[0].startswith("objective: {name") else ""
+            return f"{old} has moved; write {', or '.join(ways)}{other}"
     for ending in _endings(name):
         if offline and (here := names.offline_renamed.get(ending)) is not None:
             return _renamed(name, here)

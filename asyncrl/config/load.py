@@ -47,7 +47,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     tree = _read_tree(path)
     if "objective" in tree:
         raise ConfigError(
-            f"config {str(path)!r} has objective: {_name(tree['objective'])}, which trains on a"
+            f"config {str(path)!r} has objective = {_name(tree['objective'])!r}, which trains on a"
             " dataset without generators; use a config of a run with generators here"
         )
     return _validated(Config, tree, overrides)
@@ -70,9 +70,9 @@ def load_offline(
         given = {"name": objective, **given}
     found = _name(given)
     if objective is not None and found != objective:
+        other = f"run `asyncrl {found}`, or " if found in OBJECTIVES else ""
         raise ConfigError(
-            f"config {str(path)!r} has objective: {found}; run `asyncrl {found}`, or set objective:"
-            f" {objective}"
+            f"config {str(path)!r} has objective = {found!r}; {other}set objective: {objective}"
         )
     config = _validated(OfflineConfig, {**tree, "objective": given}, overrides)
     name = config.objective.name
@@ -91,7 +91,8 @@ def load_any(path: str | Path, overrides: list[str] | None = None) -> Config | O
         ConfigError: as in `load_config`.
     """
     tree = _read_tree(path)
-    given = any(word.startswith("--objective") for word in overrides or ())
+    options = [word.partition("=")[0].partition(".")[0] for word in overrides or ()]
+    given = "--objective" in options
     if "objective" not in tree and not given:
         return _validated(Config, tree, overrides)
     if "objective" in tree and (name := _name(tree["objective"])) not in OBJECTIVES:

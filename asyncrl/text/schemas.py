@@ -105,7 +105,10 @@ class _Resolution:
 
         self._tool, self._root, self._left = tool, root, MOST_PARTS
         registry: Any = Registry()
-        self._resolver = registry.resolver_with_root(DRAFT202012.create_resource(root))
+        try:
+            self._resolver = registry.resolver_with_root(DRAFT202012.create_resource(root))
+        except (AttributeError, TypeError, ValueError):
+            raise self._error(f"has $id = {root.get('$id')!r}, which is no address") from None
 
     def schema(self) -> Any:
         """The schema without references. Raises SchemaError."""
@@ -183,21 +186,27 @@ def _all_of(parts: Sequence[Any], own: Mapping[str, Any]) -> Any:
 def _merged(schemas: Sequence[Any]) -> dict[str, Any] | None:
     """One schema for all of these schemas. None: there is no such schema without `allOf`."""
     merged: dict[str, Any] = {}
+    required: dict[str, None] = {}
     for schema in schemas:
         if not isinstance(schema, Mapping):
             return None
+        if "required" in schema and not _are_texts(schema["required"]):
+            return None
+        required |= dict.fromkeys(schema.get("required", ()))
         for key, value in schema.items():
             if key not in merged or key in NOTES:
                 merged[key] = value
-            elif merged[key] == value:
+            elif key == "required" or merged[key] == value:
                 continue
             elif key == "properties" and isinstance(value, Mapping):
                 merged[key] = _joined(merged[key], value)
-            elif key == "required" and isinstance(value, list):
-                merged[key] = list(dict.fromkeys([*merged[key], *value]))
             else:
                 return None
-    return merged
+    return {**merged, "required": [*required]} if "required" in merged else merged
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _joined(some: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from small_config import SMALL
 
 from asyncrl.algorithms.losses import Loss
 from asyncrl.config import Config, ConfigError, OfflineConfig, explain, load_any, load_config
-from asyncrl.config.aliases import explain_unknown, other_names
+from asyncrl.config.aliases import OF_ANOTHER, explain_unknown, other_names
 from asyncrl.config.fields import by_name, field_names, find
 from asyncrl.contracts.section import Section, key_of, kinds_of, name_of
 
@@ -349,7 +349,8 @@ def test_an_old_key_is_refused_with_a_line_of_settings_that_exist(old: str) -> N
     kind = OfflineConfig if first in ("sft", "dpo", "reward_model") else Config
     known = field_names(kind)
     shown = [line for line in other_names().moved[old] if line.partition(":")[0] in known]
-    message = f"{old} has moved; write {', or '.join(shown)}"
+    of_another = OF_ANOTHER if shown[0].startswith("objective: {name") else ""
+    message = f"{old} has moved; write {', or '.join(shown)}{of_another}"
     assert shown and explain_unknown(old, known) == message
 
     changes: Any = 1

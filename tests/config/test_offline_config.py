@@ -52,8 +52,10 @@ def test_the_objective_tells_the_kinds_of_run_apart(write):
 def test_the_command_may_name_the_objective(write):
     without = {name: value for name, value in SFT.items() if name != "objective"}
     assert load_offline(write(without), objective="sft").objective.name == "sft"
-    with pytest.raises(ConfigError, match="has objective: dpo; run `asyncrl dpo`, or set"):
+    with pytest.raises(ConfigError, match="has objective = 'dpo'; run `asyncrl dpo`, or set"):
         load_offline(write(DPO), objective="sft")
+    with pytest.raises(ConfigError, match=r"has objective = 'x\\ny'; set objective: sft"):
+        load_offline(write({**SFT, "objective": "x\ny"}), objective="sft")
 
 
 @pytest.mark.parametrize("given", [SFT, {name: SFT[name] for name in SFT if name != "objective"}])
@@ -105,9 +107,9 @@ def test_an_empty_path_does_not_become_the_current_directory(write, changes, set
 
 
 def test_a_config_on_a_dataset_is_refused_where_generators_are_needed(write):
-    with pytest.raises(ConfigError, match="has objective: sft, which trains on a dataset"):
+    with pytest.raises(ConfigError, match="has objective = 'sft', which trains on a dataset"):
         load_config(write(SFT))
-    with pytest.raises(ConfigError, match="has objective: dpo, which trains on a dataset"):
+    with pytest.raises(ConfigError, match="has objective = 'dpo', which trains on a dataset"):
         load_config(write({**DPO, "objective": {"name": "dpo"}}))
     for given, name in (("rlhf", "objective"), ({"name": "rlhf"}, r"objective\.name")):
         with pytest.raises(ConfigError, match=f"^{name} = 'rlhf': use one .* or leave objective"):
@@ -160,11 +162,11 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
         ),
         (
             {**SFT, "sft": {"packing_strategy": "wrapped"}},
-            "^sft.packing_strategy has moved; write objective: {name: sft, packing_strategy: …}$",
+            "^sft.packing_strategy has moved; write objective: {name: sft, packing_strategy: …};",
         ),
         (
             {**DPO, "dpo": {"loss": "ipo"}},
-            "^dpo.loss has moved; write objective: {name: dpo, loss: …}$",
+            "^dpo.loss has moved; write objective: {name: dpo, loss: …}; leave",
         ),
         (
             {**SFT, "data": {"train": "x", "length_policy": "split"}},
@@ -206,7 +208,7 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
         ),
         (
             {**DPO, "dpo": {"beta": 0.1}},
-            "dpo.beta has moved; write objective: {name: dpo, loss: {name: …, beta: …}}$",
+            "dpo.beta has moved; write objective: {name: dpo, loss: {name: …, beta: …}}; leave",
         ),
         (
             {**SFT, "objective": {"name": "dpo", "loss": "simpo", "reference_batch": 8}},
@@ -246,7 +248,7 @@ def test_steps_follow_the_epochs(write, rows, changes, steps):
         (
             {**SFT, "learner": {"value_learning_rate": 1e-4}},
             "^learner.value_learning_rate has moved; write"
-            " objective: {name: reward_model, value_learning_rate: …}$",
+            " objective: {name: reward_model, value_learning_rate: …}; leave it out",
         ),
         (
             {**SFT, "objective": {"name": "sft", "value_learning_rate": 1e-4}},

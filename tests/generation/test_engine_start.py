@@ -21,13 +21,15 @@ from asyncrl.runtime.processes.environment import Caches
 class Ending:
     """A stub of vLLM and of its processes, whose shutdown waits for `may_end`."""
 
-    def __init__(self, folder: object) -> None:
-        self.folder = folder
+    def __init__(self, folder: object, fails: bool) -> None:
+        self.folder, self.fails = folder, fails
         self.ends, self.may_end, self.ended = threading.Event(), threading.Event(), asyncio.Event()
 
     def shutdown(self, timeout: float) -> None:
         self.ends.set()
         assert self.may_end.wait(20)
+        if self.fails:
+            raise OSError("the shutdown fails")
 
     def started(self) -> None: ...
 
@@ -36,8 +38,11 @@ class Ending:
         self.ended.set()
 
 
-async def test_a_canceled_start_ends_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    stub, loaded = Ending(tmp_path), asyncio.Event()
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_canceled_start_ends_vllm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool
+) -> None:
+    stub, loaded = Ending(tmp_path, fails), asyncio.Event()
 
     async def prepare(*arguments: object) -> None:
         loaded.set()

@@ -253,3 +253,20 @@ def test_the_schema_of_an_argument() -> None:
     assert property_schema({"additionalProperties": STRING}, "a") == STRING
     assert property_schema({"properties": {"a": STRING}}, "b") is True
     assert property_schema(None, "a") is True
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$id": 5, "$ref": "#"},
+        {"required": ["x", {}], "allOf": [{"required": [{"z": 1}]}]},
+        {"required": [1], "allOf": [{"required": 5}]},
+    ],
+)
+def test_what_is_no_schema_is_refused_or_stays_as_it_is(schema: dict[str, Any]) -> None:
+    tool = {"function": {"name": "f", "parameters": schema}}
+    if "$id" in schema:
+        with pytest.raises(SchemaError, match="the tool 'f' has \\$id = 5, which is no address"):
+            resolved_tool(tool)
+    else:
+        assert resolved_tool(tool) == tool

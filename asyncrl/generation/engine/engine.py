@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import time
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 UNREAD_S = 1.0
 """Seconds for reading an answer that has already arrived, before the engine counts as hung."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,8 @@ class Engine:
         llm = self._state.take_llm()
         if self._probe is not None:
             self._probe.cancel()
-        await _end(llm, self.processes)
+        # A caller that is canceled does not leave processes behind.
+        await asyncio.shield(_end(llm, self.processes))
 
 
 async def start_engine(
@@ -204,9 +207,13 @@ async def _load(
 
 async def _end(llm: AsyncLLM | None, processes: EngineProcesses) -> None:
     """End vLLM, and then what is left of its processes."""
-    if llm is not None:
-        await asyncio.to_thread(llm.shutdown, END_S)
-    await processes.end()
+    try:
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, END_S)
+    except Exception:
+        logger.exception("vLLM did not shut down by itself, so its processes are killed")
+    finally:
+        await processes.end()
 
 
 def _make_llm(

@@ -37,16 +37,15 @@ def parse_yaml(text: str) -> object:
     loader = yaml.SafeLoader(text)
     try:
         tree = loader.get_single_node()
-    except RecursionError:
-        raise _too_deep() from None
-    if tree is None:
-        return None
-    _expanded(tree, {}, 0)
-    try:
+        if tree is None:
+            return None
+        _expanded(tree, {}, 0)
         value: object = loader.construct_document(tree)
         return value
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        # Such as an integer of 5,000 digits, or a date that does not exist.
+    except RecursionError:
+        raise _too_deep() from None
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        # Such as an integer of 5,000 digits, a date that does not exist, or an empty `!!int`.
         raise yaml.YAMLError(f"a value cannot be read ({error}); put it in quotes") from None
 
 
