@@ -205,6 +205,8 @@ def _with_value(
     key, _, rest = name.partition(".")
     if isinstance(tree, str | int | float) and above:
         tree = _whole(tree, find(kind, above))
+    if isinstance(tree, list):
+        raise ConfigError(f"{above} is a list, and an option sets all of it; write --{above} '[…]'")
     if not isinstance(tree, dict):
         raise ConfigError(
             f"{above} = {tree!r} is not a mapping, so it has no {key!r}; write {above} as a mapping"

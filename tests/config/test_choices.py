@@ -608,6 +608,10 @@ def test_the_command_line_reaches_into_a_choice(
             ["--algorithm.ce", "0"],
             "algorithm.ce.coef = 0: input should be greater than 0, or leave algorithm.ce out",
         ),
+        (
+            ["--data.train", "[{path: a}, {path: b}]", "--data.train.0.path", "c"],
+            "data.train is a list, and an option sets all of it; write --data.train '[…]'",
+        ),
     ],
 )
 def test_overrides_of_a_choice_that_are_refused(
