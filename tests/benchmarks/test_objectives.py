@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.contracts.offline_rows import check_offline_table
 from benchmarks import objectives
-from benchmarks.objective_passes import weighted_mean
+from benchmarks.objective_passes import Task, offline_config, weighted_mean
 
 
 @pytest.mark.parametrize("make", [objectives.sft_rows, objectives.pairs])
@@ -23,6 +23,12 @@ def test_the_sides_of_a_pair_share_their_prompt() -> None:
         sides = row["chosen_ids"], row["rejected_ids"]
         assert sides[0][: objectives.PROMPT] == sides[1][: objectives.PROMPT]
         assert sides[0] != sides[1]
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_the_settings_of_a_task_are_valid(objective: str) -> None:
+    config = offline_config(Task(objective, "/bench", 8, 512, 4096, 1, "cpu"))
+    assert config.objective.name == objective and config.batch_size == 8
 
 
 def test_every_second_round_has_the_reverse_order() -> None:
