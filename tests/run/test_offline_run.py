@@ -181,7 +181,8 @@ def test_kto_scores_labels_once_and_learns_them(
     """From pairs, each of which gives a completion of both labels. 72 rows are scored 10 at a
     time, so the last call has two."""
     settings = tree(tmp_path, tiny_model, "dpo", name="kto", batch_size=12)
-    settings["dpo"] = {
+    settings["objective"] = {
+        "name": "dpo",
         "loss": {"name": "kto", "beta": 0.5, "desirable_weight": 1.2},
         "reference_batch": 10,
     }
