@@ -94,7 +94,7 @@ def test_a_running_cluster_answers(ray_cluster, monkeypatch):
 
 
 def test_train_ends_with_one_line_and_creates_no_directory(tmp_path: Path):
-    config = Path(__file__).parents[2] / "jobs" / "quickstart" / "quickstart.yaml"
+    config = Path(__file__).parents[3] / "jobs" / "quickstart" / "quickstart.yaml"
     environment = {
         **os.environ,
         "RAY_ADDRESS": "http://127.0.0.1:8265",
