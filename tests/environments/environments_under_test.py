@@ -34,8 +34,9 @@ async def faulty(task: Mapping[str, Any], model: Any) -> float | None:
     match task["fault"]:
         case "blocks":
             time.sleep(60)  # noqa: ASYNC251
-        case "blocks a while":
-            time.sleep(6)  # noqa: ASYNC251
+        case "blocks until":
+            while not os.path.exists(task["file"]):
+                time.sleep(0.01)  # noqa: ASYNC251
         case "blocks in a task of its own":
             await asyncio.gather(blocks(), asyncio.sleep(60))
         case "hangs in c":

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from clock_ahead import ClockAhead, put_forward, until
 from small_config import small_config
 
 from asyncrl.config import FunctionEnvironment
@@ -33,19 +35,22 @@ def ask():
 
 
 class Slow:
-    """Answers after some seconds, and after another session has ended."""
+    """Answers after some seconds, and after an event."""
 
-    def __init__(self, seconds: float = 0.0, after: Slow | None = None) -> None:
+    def __init__(self, seconds: float = 0.0, after: asyncio.Event | None = None) -> None:
         self.seconds, self.after = seconds, after
+        self.asked = self.answered = 0
         self.ended = asyncio.Event()
 
     def abandon(self, nodes: Sequence[int]) -> None:
         pass
 
     async def chat(self, request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
+        self.asked += 1
         await asyncio.sleep(self.seconds)
         if self.after is not None:
-            await self.after.ended.wait()
+            await self.after.wait()
+        self.answered += 1
         return [Answer({"role": "assistant", "content": "a"}, "stop", 2, 5, 1)]
 
 
@@ -130,8 +135,16 @@ def test_a_request_that_ends_after_its_session_starts_no_clock() -> None:
         runner.run(run())
 
 
-def played(*plays: tuple[dict[str, object], Slow], **settings: Any) -> list[Ended]:
-    """The ends of sessions that one environment process plays at once."""
+def played(
+    *plays: tuple[dict[str, object], Slow],
+    meanwhile: Callable[[], Awaitable[None]] | None = None,
+    **settings: Any,
+) -> list[Ended]:
+    """The ends of sessions that one environment process plays at once.
+
+    Args:
+        meanwhile: runs beside them, and may put the clock forward.
+    """
 
     async def run() -> list[Ended]:
         player = Player(
@@ -145,94 +158,147 @@ def played(*plays: tuple[dict[str, object], Slow], **settings: Any) -> list[Ende
                 slow.ended.set()
 
         try:
-            return await asyncio.gather(*(play(task, slow) for task, slow in plays))
+            beside = asyncio.ensure_future(meanwhile()) if meanwhile else None
+            ends = await asyncio.gather(*(play(task, slow) for task, slow in plays))
+            if beside is not None:
+                await beside
+            return ends
         finally:
             await player.close()
 
-    return asyncio.run(asyncio.wait_for(run(), 120))
+    with asyncio.Runner(loop_factory=ClockAhead) as runner:
+        return runner.run(asyncio.wait_for(run(), 300))
 
 
 def test_a_tool_that_hangs_ends_its_session_alone() -> None:
-    hangs = Slow()
+    hangs, other = Slow(), Slow()
+    waits = Slow(after=hangs.ended)
+
+    async def meanwhile() -> None:
+        await until(lambda: hangs.answered == 3 and waits.asked and other.ended.is_set())
+        put_forward(61)
+
     late, slow, done = played(
         ({"fault": "overrides and waits"}, hangs),
-        ({"fault": "none"}, Slow(after=hangs)),
-        ({"fault": "none"}, Slow()),
-        tool_s=5.0,
+        ({"fault": "none"}, waits),
+        ({"fault": "none"}, other),
+        meanwhile=meanwhile,
+        tool_s=60.0,
     )
     assert (late.end, late.turns, late.reward) == ("deadline", 3, None)
     assert late.overridden == 3, "two temperatures and a seed"
-    assert late.note.startswith("it asked for no turn within environment.tool_s = 5 s after an")
-    assert late.other_s >= 5.0 > late.model_s
+    assert late.note.startswith("it asked for no turn within environment.tool_s = 60 s after an")
+    assert late.other_s >= 60.0 > late.model_s
     assert (slow.end, slow.reward) == ("done", 1.0)
     assert (done.end, done.reward) == ("done", 1.0)
 
 
-def test_a_session_does_not_pay_for_another_that_blocks_their_process() -> None:
+def test_a_session_does_not_pay_for_another_that_blocks_their_process(tmp_path: Path) -> None:
+    culprit, file = Slow(), tmp_path / "over"
+
+    async def meanwhile() -> None:
+        await culprit.ended.wait()
+        file.touch()
+
     blocks, other = played(
-        ({"fault": "blocks a while"}, Slow()),
+        ({"fault": "blocks until", "file": str(file)}, culprit),
         ({"fault": "waits"}, Slow()),
-        tool_s=4.0,
+        meanwhile=meanwhile,
+        tool_s=2.5,
         block_s=60,
     )
-    # It blocked for 6 s, and both are held to 4 s. The culprit is.
+    # Both got no control for longer than the limit. The culprit pays for it.
     assert (blocks.end, other.end, other.reward) == ("deadline", "done", 1.0)
 
 
 def test_the_time_before_a_session_begins_is_not_its_own() -> None:
+    given = asyncio.Event()
+    before, after = Slow(after=given), Slow()
+
+    async def meanwhile() -> None:
+        await until(lambda: before.asked)
+        put_forward(100)  # the second one waits for a place
+        given.set()
+        await until(lambda: after.answered)
+        put_forward(61)
+
     first, second = played(
-        ({"fault": "none"}, Slow(5.0)),
-        ({"fault": "waits long"}, Slow()),
-        tool_s=4.0,
+        ({"fault": "none"}, before),
+        ({"fault": "waits long"}, after),
+        meanwhile=meanwhile,
+        tool_s=60.0,
         concurrency=1,
     )
     assert (first.end, second.end) == ("done", "deadline"), (first.note, second.note)
-    assert 4.0 <= second.other_s < 9.0, "it waited for a place for 5 s"
+    assert 60.0 <= second.other_s < 100.0, "it waited for a place for 100 s"
 
 
 def test_an_environment_that_swallows_the_end_has_ended() -> None:
+    swallows, beside = Slow(), Slow()
+
+    async def meanwhile() -> None:
+        await until(lambda: swallows.answered and beside.ended.is_set())
+        put_forward(61)
+
     ended, other = played(
-        ({"fault": "swallows its deadline"}, Slow()), ({"fault": "none"}, Slow()), tool_s=4.0
+        ({"fault": "swallows its deadline"}, swallows),
+        ({"fault": "none"}, beside),
+        meanwhile=meanwhile,
+        tool_s=60.0,
     )
     assert (ended.end, ended.reward, other.end) == ("deadline", None, "done")
 
 
-def at_url(code: str, **settings: Any) -> tuple[Ended, Ended]:
-    """The ends of an agent program with this code, and of one that asks once and is over."""
+def at_url(code: str, meanwhile: Callable[[Slow], Awaitable[None]]) -> Ended:
+    """The end of an agent program with this code, which has 60 s between its turns. Another one has
+    asked once and is over before `meanwhile` runs with the program's session."""
+    session, beside = Slow(), Slow()
 
-    async def run() -> tuple[Ended, Ended]:
-        command = [sys.executable, "-c", "{program}"]
-        config = FunctionEnvironment.model_validate(
-            {
-                "function": "asyncrl.environments.agent:play",
-                "arguments": {"command": command, "stdin": "none"},
-                "processes": 1,
-                "url": True,
-                **settings,
-            }
-        )
-        player = Player(config)
-        try:
-            programs = (ASKS + code, ASKS + "ask()")
-            plays = (player.play({"program": one, "prompt": ""}, Slow()) for one in programs)
-            first, second = await asyncio.gather(*plays)
-            return first, second
-        finally:
-            await player.close()
+    async def later() -> None:
+        await beside.ended.wait()
+        await meanwhile(session)
 
-    return asyncio.run(asyncio.wait_for(run(), 120))
+    command = [sys.executable, "-c", "{program}"]
+    ended, other = played(
+        ({"program": ASKS + code, "prompt": ""}, session),
+        ({"program": ASKS + "ask()", "prompt": ""}, beside),
+        meanwhile=later,
+        function="asyncrl.environments.agent:play",
+        arguments={"command": command, "stdin": "none"},
+        url=True,
+        tool_s=60.0,
+    )
+    assert other.end == "done"
+    return ended
 
 
 def test_a_program_whose_tool_hangs_is_ended() -> None:
-    ended, other = at_url("ask()\ntime.sleep(600)  # hangs in its tool", tool_s=6.0)
-    assert (ended.end, ended.turns, other.end) == ("deadline", 1, "done")
-    assert "environment.tool_s = 6 s" in ended.note
+    async def meanwhile(session: Slow) -> None:
+        await until(lambda: session.answered)
+        put_forward(61)
+
+    ended = at_url("ask()\ntime.sleep(600)  # hangs in its tool", meanwhile)
+    assert (ended.end, ended.turns) == ("deadline", 1)
+    assert "environment.tool_s = 60 s" in ended.note
     running = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
     assert not any("hangs in its tool" in one for one in running)
 
 
-def test_a_program_may_take_its_time_before_it_asks() -> None:
-    ended, _ = at_url("time.sleep(6.5)\nask()", tool_s=6.0)
+def test_a_program_may_take_its_time_before_it_asks(tmp_path: Path) -> None:
+    started, go = tmp_path / "started", tmp_path / "go"
+
+    async def meanwhile(session: Slow) -> None:
+        await until(started.exists)
+        put_forward(61)
+        go.touch()
+
+    code = f"""
+open({str(started)!r}, "w").close()
+while not os.path.exists({str(go)!r}):
+    time.sleep(0.01)
+ask()
+"""
+    ended = at_url(code, meanwhile)
     assert (ended.end, ended.turns) == ("done", 1)
 
 
