@@ -13,7 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
+from clock_ahead import ClockAhead, put_forward, until
 
+from asyncrl.environments import agent
 from asyncrl.environments.agent import command_columns, play, program_environment
 from asyncrl.environments.model import Model, SessionUrl
 from asyncrl.environments.running import AgentFailedError, Ended, Limits, run_session
@@ -103,16 +105,30 @@ def test_a_program_that_reads_nothing_and_writes_much() -> None:
     assert ended.end == "done" and len(ended.output) == 1 << 16 and ended.output.endswith("xend")
 
 
-def test_a_program_ends_with_its_session_and_all_that_it_has_started(tmp_path: Path) -> None:
+def test_a_program_ends_with_its_session_and_all_that_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "END_S", 1.0)
     note = tmp_path / "pids"
     code = (
         "import os, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
-        f"open({str(note)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); time.sleep(600)"
+        f"open({str(note)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}.'); time.sleep(600)"
     )
-    ended = run(command=python(code), deadline_s=8.0)
-    assert (ended.end, ended.note) == ("deadline", "it was not over after 8 s")
-    for pid in map(int, note.read_text().split()):
+
+    async def late() -> Ended:
+        own = {"command": python(code)}
+        playing = asyncio.ensure_future(
+            run_session(play, TASK, Silent(), Limits(5, 60.0), own, URL)
+        )
+        await until(lambda: playing.done() or (note.exists() and note.read_text().endswith(".")))
+        put_forward(61)
+        return await playing
+
+    with asyncio.Runner(loop_factory=ClockAhead) as runner:
+        ended = runner.run(late())
+    assert (ended.end, ended.note) == ("deadline", "it was not over after 60 s")
+    for pid in map(int, note.read_text().rstrip(".").split()):
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from asyncrl.config import FunctionEnvironment
+from asyncrl.environments import pool as environment_pool
 from asyncrl.environments.pool import (
     EnvironmentFailedError,
     EnvironmentPool,
@@ -21,6 +22,7 @@ from asyncrl.environments.pool import (
 )
 from asyncrl.environments.running import Ended
 from asyncrl.observe.memory import process_name
+from asyncrl.runtime.processes import pool as process_pool
 from asyncrl.sessions.answers import Answer, ChatRequest, ContextTooLongError
 
 Result = TypeVar("Result")
@@ -102,29 +104,49 @@ def test_two_hundred_sessions_run_at_once() -> None:
     assert time.monotonic() - began < 60  # one after the other they would take 200 s
 
 
-@pytest.mark.parametrize(
-    ("fault", "note"),
-    [
-        ("blocks", "it kept its process for over environment.block_s = 1 s"),
-        ("blocks in a task of its own", "it kept its process for over environment.block_s = 1 s"),
-        ("hangs in c", "it kept its process for over environment.block_s = 1 s"),
-        ("dies", r"it ended its process \(exit code 7\)"),
-        ("leaves", "SystemExit: 3"),
-        ("leaves with a text", r"^SystemExit: one \[31mtwo$"),
-        ("raises with control characters", r"^Odd name: one two three \(/.*:\d+\)$"),
-        ("raises", r"KeyError: 'no such thing' \(.*environments_under_test.py:\d+\)"),
-        ("allocates", "MemoryError"),
-        ("nonsense", r"reward is 'good' \(str\), not a finite number"),
-        ("base exception", "^BaseException: odd lines$"),
-        ("nests", "the messages are not JSON"),
-        ("surrogate", r"FileNotFoundError: caf\\udce9"),
-    ],
-)
-def test_a_faulty_session_is_the_environments_error(fault: str, note: str) -> None:
-    ended = one(fault, block_s=1, memory_bytes=4 << 30)
+FAULTS = {
+    "blocks": "it kept its process for over environment.block_s = 1 s",
+    "blocks in a task of its own": "it kept its process for over environment.block_s = 1 s",
+    "hangs in c": "it kept its process for over environment.block_s = 1 s",
+    "dies": r"it ended its process \(exit code 7\)",
+    "leaves": "SystemExit: 3",
+    "leaves with a text": r"^SystemExit: one \[31mtwo$",
+    "raises with control characters": r"^Odd name: one two three \(/.*:\d+\)$",
+    "raises": r"KeyError: 'no such thing' \(.*environments_under_test.py:\d+\)",
+    "allocates": "MemoryError",
+    "nonsense": r"reward is 'good' \(str\), not a finite number",
+    "base exception": "^BaseException: odd lines$",
+    "nests": "the messages are not JSON",
+    "surrogate": r"FileNotFoundError: caf\\udce9",
+}
+"""What a session does, and what the note of its end says."""
+
+
+@pytest.fixture(scope="module")
+def ends_of_faults() -> dict[str, tuple[Ended, Ended]]:
+    """Fault → the end of its session, and of one after it in the same pool."""
+
+    async def work(pool: EnvironmentPool) -> dict[str, tuple[Ended, Ended]]:
+        return {
+            fault: (
+                await pool.play({"fault": fault}, Echo()),
+                await pool.play({"fault": "none"}, Echo()),
+            )
+            for fault in FAULTS
+        }
+
+    return with_pool(work, block_s=1, memory_bytes=4 << 30)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_session_is_the_environments_error(
+    fault: str, ends_of_faults: dict[str, tuple[Ended, Ended]]
+) -> None:
+    ended, after = ends_of_faults[fault]
     expected = "reward_error" if fault == "nonsense" else "env_error"
     assert ended.end == expected and ended.reward is None
-    assert re.search(note, ended.note), ended.note
+    assert re.search(FAULTS[fault], ended.note), ended.note
+    assert after.end == "done"
 
 
 @pytest.mark.parametrize("fault", ["blocks", "dies"])
@@ -206,8 +228,10 @@ def test_where_the_cause_is_unknown_all_begin_again_alone() -> None:
     assert culprit.end == "env_error"
 
 
-def test_a_machine_that_stood_still_is_nobodys_fault() -> None:
+def test_a_machine_that_stood_still_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a pause of a container, or on a machine that is much too busy."""
+    monkeypatch.setattr(process_pool, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(process_pool, "MOST_SEEN_S", 0.2)
 
     async def work(pool: EnvironmentPool) -> Ended:
         asked = asyncio.Event()
@@ -223,14 +247,14 @@ def test_a_machine_that_stood_still_is_nobodys_fault() -> None:
         stopped = [child for child in children if process_name(child) == "environment process"]
         for child in stopped:
             child.suspend()
-        await asyncio.sleep(0.6)  # the pool sees that nothing changes
-        time.sleep(3.5)  # noqa: ASYNC251
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.15)  # the pool sees that nothing changes
+        time.sleep(1.5)  # noqa: ASYNC251
+        await asyncio.sleep(0.15)
         for child in stopped:
             child.resume()
         return await playing
 
-    assert with_pool(work, block_s=3).end == "done"
+    assert with_pool(work, block_s=1.5).end == "done"
 
 
 def test_what_a_session_leaves_behind_ends_with_it() -> None:
@@ -262,9 +286,10 @@ def test_an_abandoned_request_is_canceled() -> None:
     assert session.canceled
 
 
-def test_a_session_that_ignores_its_end_is_killed() -> None:
+def test_a_session_that_ignores_its_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_pool, "GUARD_S", 2.0)
     ended = one("ignores", deadline_s=1, block_s=1)
-    assert ended.end == "env_error" and "it did not end within 7 s" in ended.note
+    assert ended.end == "env_error" and "it did not end within 4 s" in ended.note
 
 
 def test_a_session_that_is_late_ends_at_its_deadline() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from clock_ahead import ClockAhead, put_forward, until
 
 from asyncrl.config import FunctionEnvironment
 from asyncrl.environments.agent import own_folder, play, program_environment
@@ -91,7 +92,7 @@ async def test_two_sessions_at_once_do_not_share_a_home(tmp_path: Path, place: P
 @pytest.mark.parametrize(
     ("code", "end"),
     [
-        ("import time; time.sleep(600)", "deadline"),
+        ("open('late', 'w').close(); import time; time.sleep(600)", "deadline"),
         ("raise SystemExit(3)", "agent_error"),
         ("import os; os.kill(os.getpid(), 9)", "agent_error"),
         ("import os; os.chmod('.', 0o500)", "done"),
@@ -103,12 +104,18 @@ async def test_two_sessions_at_once_do_not_share_a_home(tmp_path: Path, place: P
         ),
     ],
 )
-async def test_nothing_is_left_behind(place: Path, code: str, end: str) -> None:
+def test_nothing_is_left_behind(place: Path, code: str, end: str) -> None:
     home = "import os, pathlib; os.chdir(os.environ['HOME']); os.mkdir('d');"
     writes = f"{home} open('d/file', 'w').write('x'); os.chmod('d', 0o500); {code}"
-    deadline_s = 4.0 if end == "deadline" else 60.0
-    ended = await plays({"prompt": "p"}, deadline_s=deadline_s, command=python(writes))
-    assert ended.end == end
+
+    async def played() -> Ended:
+        playing = asyncio.ensure_future(plays({"prompt": "p"}, command=python(writes)))
+        await until(lambda: playing.done() or any(place.glob("session_*/late")))
+        put_forward(61)
+        return await playing
+
+    with asyncio.Runner(loop_factory=ClockAhead) as runner:
+        assert runner.run(played()).end == end
     assert list(place.iterdir()) == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from clock_ahead import ClockAhead, put_forward, until
 
 from asyncrl.config import FunctionEnvironment
 from asyncrl.contracts.text_listener import Heard
@@ -53,6 +53,7 @@ class Answers:
 
     def __init__(self, fault: str) -> None:
         self.fault, self.asked = fault, asyncio.Event()
+        self.answered = False
 
     def abandon(self, nodes: Sequence[int]) -> None:
         pass
@@ -63,6 +64,7 @@ class Answers:
             await asyncio.Event().wait()
         if self.fault == "broken":
             raise RuntimeError("the engine died")
+        self.answered = True
         return [Answer({"role": "assistant", "content": "a"}, "stop", 2, 5, 1)]
 
 
@@ -75,21 +77,32 @@ async def refusals(folder: Path) -> dict[str, Any]:
                 "processes": 1,
                 "url": True,
                 "max_turns": 1,
-                "tool_s": 3,
+                "tool_s": 60,
             }
         )
     )
 
+    names = [*ENDS, "canceled", "broken"]
+    sessions = {name: Answers(name) for name in names}
+    over: list[str] = []
+
     async def play(fault: str) -> str | None:
         task = {"fault": fault, "file": str(folder / fault)}
-        session = Answers(fault)
+        session = sessions[fault]
         playing = asyncio.ensure_future(player.play(task, session))
         if fault == "canceled":
             await session.asked.wait()
             playing.cancel()
-        with contextlib.suppress(asyncio.CancelledError, RuntimeError):
+        try:
             return (await playing).end
-        return None
+        except (asyncio.CancelledError, RuntimeError):
+            return None
+        finally:
+            over.append(fault)
+
+    async def reach_the_limit() -> None:
+        await until(lambda: sessions["waits long"].answered and len(over) == len(names) - 1)
+        put_forward(61)
 
     async def late(client: httpx2.AsyncClient, fault: str) -> Any:
         _, url, key = (folder / fault).read_text().split()
@@ -99,8 +112,7 @@ async def refusals(folder: Path) -> dict[str, Any]:
         return answer.json()["error"]
 
     try:
-        names = [*ENDS, "canceled", "broken"]
-        ends = await asyncio.gather(*map(play, names))
+        *ends, _ = await asyncio.gather(*map(play, names), reach_the_limit())
         assert ends == [*ENDS.values(), None, None]
         async with httpx2.AsyncClient() as client:
             return {name: await late(client, name) for name in names}
@@ -108,8 +120,9 @@ async def refusals(folder: Path) -> dict[str, Any]:
         await player.close()
 
 
-async def test_a_late_request_learns_how_its_session_ended(tmp_path: Path) -> None:
-    found = await asyncio.wait_for(refusals(tmp_path), 120)
+def test_a_late_request_learns_how_its_session_ended(tmp_path: Path) -> None:
+    with asyncio.Runner(loop_factory=ClockAhead) as runner:
+        found = runner.run(asyncio.wait_for(refusals(tmp_path), 180))
     ends = {**ENDS, "canceled": "closed", "broken": "closed"}
     assert {name: error["session_end"] for name, error in found.items()} == ends
     assert {error["code"] for error in found.values()} == {"session_closed"}
