@@ -11,8 +11,10 @@ import psutil
 import pytest
 
 from asyncrl.observe.memory import process_name
+from asyncrl.rewards import pool as reward_pool
 from asyncrl.rewards.contract import ContractError, GroupCall, RewardError
 from asyncrl.rewards.pool import RewardPool, total_rewards
+from asyncrl.runtime.processes import pool as process_pool
 
 
 def ask(pool, columns=None):
@@ -29,7 +31,15 @@ def test_total_is_the_weighted_sum_and_none_where_a_weighted_part_is_none() -> N
     assert total_rewards({"shown": [None, 1.0]}, {"shown": 0.0}) == [0.0, 0.0]
 
 
-def test_a_hang_in_c_code_is_killed_at_the_deadline_and_the_pool_continues(reward_config):
+@pytest.fixture
+def short_guard(monkeypatch):
+    """The pool kills a process that does not answer soon after the deadline."""
+    monkeypatch.setattr(reward_pool, "GUARD_S", 0.5)
+
+
+def test_a_hang_in_c_code_is_killed_at_the_deadline_and_the_pool_continues(
+    reward_config, short_guard
+):
     with RewardPool(reward_config("hangs_in_c", deadline_s=1.0, policy="drop_group")) as pool:
         rewards(pool, {"slow": "0"})
         began = time.monotonic()
@@ -124,7 +134,9 @@ def test_one_process_scores_at_most_concurrency_groups_at_once(reward_config, na
 
 
 @pytest.mark.parametrize("does", ["waits forever", "blocks the loop", "ends the process"])
-def test_what_one_group_does_to_its_process_is_not_charged_to_the_others(reward_config, does):
+def test_what_one_group_does_to_its_process_is_not_charged_to_the_others(
+    reward_config, short_guard, does
+):
     with RewardPool(
         reward_config("waits_or_tells", concurrency=4, deadline_s=2.0, policy="drop_group")
     ) as pool:
@@ -161,9 +173,10 @@ def test_a_thread_past_its_deadline_ends_with_its_process_and_the_others_run_aga
         assert first.failure is None and "was killed after" in second.failure
 
 
-def test_a_machine_that_stood_still_is_nobodys_fault(reward_config):
+def test_a_machine_that_stood_still_is_nobodys_fault(reward_config, monkeypatch):
+    monkeypatch.setattr(process_pool, "MOST_SEEN_S", 0.3)
     with RewardPool(
-        reward_config("waits_or_tells", deadline_s=3.0, policy="drop_group", processes=1)
+        reward_config("waits_or_tells", deadline_s=2.0, policy="drop_group", processes=1)
     ) as pool:
         rewards(pool, {"does": "nothing"})
         stopped = [
@@ -174,8 +187,8 @@ def test_a_machine_that_stood_still_is_nobodys_fault(reward_config):
         group = ask(pool, {"does": "takes its time"})
         for child in stopped:
             child.suspend()
-        pool._loop.call_soon_threadsafe(time.sleep, 4.0)
-        time.sleep(4.2)
+        pool._loop.call_soon_threadsafe(time.sleep, 2.6)
+        time.sleep(2.8)
         for child in stopped:
             child.resume()
         assert group.result(timeout=60).failure is None
