@@ -15,6 +15,8 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from asyncrl.contracts.messages import Manifest, ReplicaStatus, WeightsId
+from asyncrl.runtime.ray import serve_calls
+from asyncrl.testing import VirtualTimeLoop
 from asyncrl.testing.generators import fake_status
 from asyncrl.weights import push as push_module
 from asyncrl.weights.manifest import ManifestError
@@ -22,6 +24,21 @@ from asyncrl.weights.push import SILENT, ServeWeightSync
 from asyncrl.weights.version_registry import VersionRegistry
 
 MANIFEST = Manifest("r", 1, 4, (), (), (), ())
+
+
+@pytest.fixture
+def anyio_backend(monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any]]:
+    """All that the push waits for is in its event loop, so it waits in virtual time."""
+    for module in (push_module, serve_calls):
+        monkeypatch.setattr(module, "time", LoopTime())
+    return "asyncio", {"loop_factory": VirtualTimeLoop}
+
+
+class LoopTime:
+    """The time of the running event loop, in the place of a module's `time`."""
+
+    def monotonic(self) -> float:
+        return asyncio.get_running_loop().time()
 
 
 def at(replica: str, version: int, attempt: int = 1) -> ReplicaStatus:
