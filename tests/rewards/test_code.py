@@ -710,11 +710,12 @@ def test_reward_processes_run_it(sandboxed):
     config = small_config(
         reward={
             "functions": {"code": {"function": "asyncrl.rewards.builtin:code_tests"}},
-            "sandbox": {"level": probe().best.value, "wall_s": 6.0},
+            "sandbox": {"level": probe().best.value, "cpu_s": 2.0},
             "processes": 1,
             "deadline_s": 120.0,
         }
     ).reward
+    share_settings(config.sandbox)
     with RewardPool(config) as pool:
         found = pool.submit(
             group(
