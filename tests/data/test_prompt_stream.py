@@ -80,8 +80,9 @@ def test_the_stream_yields_every_ordinal_in_order_from_a_frontier(
     report = check_prompts(data_spec(config))
 
     async def scenario():
-        return await take(RayPromptSource(data_spec(config), report), 45), await take(
-            RayPromptSource(data_spec(config), report, 7, {9, 12}), 5
+        return await asyncio.gather(
+            take(RayPromptSource(data_spec(config), report), 45),
+            take(RayPromptSource(data_spec(config), report, 7, {9, 12}), 5),
         )
 
     from_start, from_frontier = asyncio.run(scenario())

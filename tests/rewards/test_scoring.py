@@ -89,7 +89,9 @@ class Station:
                 await asyncio.sleep(0.02)
 
 
-def test_twenty_steps_of_groups_come_once_each_in_one_execution(ray_cluster, tmp_path, monkeypatch):
+def test_the_groups_of_eight_steps_come_once_each_in_one_execution(
+    ray_cluster, tmp_path, monkeypatch
+):
     executions = []
     execute = StreamingExecutor.execute
     monkeypatch.setattr(
@@ -101,7 +103,7 @@ def test_twenty_steps_of_groups_come_once_each_in_one_execution(ray_cluster, tmp
     async def scenario():
         async with Station(make_config("by_length"), tmp_path) as station:
             groups = []
-            for step in range(20):
+            for step in range(8):
                 made = [
                     station.rollouts.rollout(prompt(step * 4 + index, answer="x"), 0)
                     for index in range(4)
@@ -120,7 +122,7 @@ def test_twenty_steps_of_groups_come_once_each_in_one_execution(ray_cluster, tmp
     groups, rows = asyncio.run(scenario())
     assert len(executions) == 1
     assert [group.ordinal for group in groups] == [row.ordinal for row in rows]
-    assert sorted(row.ordinal for row in rows) == list(range(80))
+    assert sorted(row.ordinal for row in rows) == list(range(32))
     for group, row in zip(groups, rows, strict=True):
         assert row.prompt == prompt(row.ordinal, answer="x")
         assert [t.reward for t in row.trajectories] == [
@@ -130,7 +132,7 @@ def test_twenty_steps_of_groups_come_once_each_in_one_execution(ray_cluster, tmp
             len(t.completion.token_ids) for t in row.trajectories
         )
     [merged] = tmp_path.iterdir()
-    assert sorted(pyarrow.parquet.read_table(merged)["ordinal"].to_pylist()) == list(range(80))
+    assert sorted(pyarrow.parquet.read_table(merged)["ordinal"].to_pylist()) == list(range(32))
 
 
 def test_closing_ends_rewards_that_still_run(ray_cluster, tmp_path):

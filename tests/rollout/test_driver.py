@@ -79,7 +79,7 @@ async def until_held(rollouts, groups):
 async def test_groups_are_spread_over_workers_and_forgotten_when_acknowledged(
     ray_cluster, tmp_path
 ):
-    rollouts = start_rollouts(make_spec(tmp_path / "gate", deadline_s=10.0))
+    rollouts = start_rollouts(make_spec(tmp_path / "gate", deadline_s=4.0))
     try:
         await rollouts.ready()
         finished = await asyncio.gather(
@@ -92,7 +92,7 @@ async def test_groups_are_spread_over_workers_and_forgotten_when_acknowledged(
         with pytest.raises(
             RolloutFailedError,
             match=(
-                r"^group 3 was not generated within rollout.deadline_s = 10 s"
+                r"^group 3 was not generated within rollout.deadline_s = 4 s"
                 r" .*StaleReplicaError:"
                 r" behind"
             ),

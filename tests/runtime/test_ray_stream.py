@@ -48,7 +48,7 @@ def test_a_source_without_a_reader_pauses_and_ends_when_closed(ray_cluster, tmp_
     before, made, deadline = -1, 0, time.monotonic() + 60
     while made != before and time.monotonic() < deadline:
         before = made
-        time.sleep(2.0)
+        time.sleep(1.0)
         made = int(counter.read_text())
     assert made == before and made < 50_000
     while len(taken) < 2 * made:

@@ -130,9 +130,9 @@ async def test_an_actor_without_room_is_named(ray_cluster, holder):
     holder(config().generator.num_cpus, wait=False)
     with pytest.raises(
         PlacementLostError,
-        match=r"Holder not placed within placement_timeout_s = 3 s.*\nresource.*\nCPU",
+        match=r"Holder not placed within placement_timeout_s = 1 s.*\nresource.*\nCPU",
     ):
-        await wait_for_placement(config(placement_timeout_s=3), "no-such-application", {})
+        await wait_for_placement(config(placement_timeout_s=1), "no-such-application", {})
 
 
 async def started():
@@ -157,13 +157,13 @@ async def test_a_stream_without_room_is_named(
     free = ray_cluster.available_resources()["CPU"]
     other = holder(free - 0.01)
     wanted = config(
-        placement_timeout_s=3,
+        placement_timeout_s=1,
         model={"path": str(tiny_model)},
         data={"train": str(tmp_path / "p.jsonl"), "max_prompt_length": 8},
     )
 
     with pytest.raises(
-        PlacementLostError, match=r"^prompt stream not placed within placement_timeout_s = 3 s"
+        PlacementLostError, match=r"^prompt stream not placed within placement_timeout_s = 1 s"
     ):
         prompts = RayPromptSource(data_spec(wanted), check_prompts(data_spec(wanted)))
         try:
