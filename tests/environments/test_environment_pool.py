@@ -412,35 +412,48 @@ def test_a_module_that_cannot_be_imported_is_one_line(
     assert "odd_module:solve" in text and "\n" not in text
 
 
-@pytest.mark.parametrize(
-    ("task", "end", "note"),
-    [
-        ({"fault": "none"}, "done", ""),
-        ({"fault": "goes on"}, "turns", "has taken its 3 turns"),
-        ({"fault": "waits"}, "deadline", "was not over after 1 s"),
-        ({"fault": "reset raises"}, "env_error", "OSError: no table"),
-        ({"fault": "step raises"}, "env_error", "OSError: no row"),
-        ({"fault": "none", "close": "raises"}, "env_error", "OSError: cannot close"),
-        ({"fault": "step raises", "close": "raises"}, "env_error", "OSError: no row"),
-        pytest.param(
-            *({"fault": "goes on", "close": "hangs"}, "turns", "has taken its 3 turns"),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_game_is_closed_at_every_end(
-    task: dict[str, str], end: str, note: str, tmp_path: Path
+GAMES: list[tuple[dict[str, str], str, str]] = [
+    ({"fault": "none"}, "done", ""),
+    ({"fault": "goes on"}, "turns", "has taken its 3 turns"),
+    ({"fault": "reset raises"}, "env_error", "OSError: no table"),
+    ({"fault": "step raises"}, "env_error", "OSError: no row"),
+    ({"fault": "none", "close": "raises"}, "env_error", "OSError: cannot close"),
+    ({"fault": "step raises", "close": "raises"}, "env_error", "OSError: no row"),
+]
+"""What a game does, how its session ends, and what the note says."""
+
+
+def closed(
+    folder: Path, games: list[tuple[dict[str, str], str, str]], deadline_s: float = 60.0
 ) -> None:
-    file = tmp_path / "closed"
-    task = {"file": str(file), **task}
+    """Check that these games, which one process plays at once, end so, and are closed once."""
+    files = [folder / str(number) for number in range(len(games))]
 
-    async def work(pool: EnvironmentPool) -> Ended:
-        return await pool.play(task, Echo())
+    async def work(pool: EnvironmentPool) -> list[Ended]:
+        plays = (
+            pool.play({"file": str(file), **task}, Echo())
+            for file, (task, _, _) in zip(files, games, strict=True)
+        )
+        return await asyncio.gather(*plays)
 
-    deadline_s = 1.0 if task["fault"] == "waits" else 60.0
-    ended = with_pool(work, "Closing", max_turns=3, deadline_s=deadline_s)
-    assert ended.end == end and note in ended.note
-    assert file.read_text() == "closed\n"
+    ends = with_pool(work, "Closing", max_turns=3, deadline_s=deadline_s)
+    for ended, file, (task, end, note) in zip(ends, files, games, strict=True):
+        assert ended.end == end and note in ended.note, task
+        assert file.read_text() == "closed\n", task
+
+
+def test_a_game_is_closed_at_every_end(tmp_path: Path) -> None:
+    closed(tmp_path, GAMES)
+
+
+def test_a_game_is_closed_at_its_deadline(tmp_path: Path) -> None:
+    closed(tmp_path, [({"fault": "waits"}, "deadline", "was not over after 1 s")], 1.0)
+
+
+@pytest.mark.slow
+def test_a_game_whose_close_hangs_has_ended(tmp_path: Path) -> None:
+    task = {"fault": "goes on", "close": "hangs"}
+    closed(tmp_path, [(task, "turns", "has taken its 3 turns")])
 
 
 async def until_there(file: Path) -> None:
