@@ -188,7 +188,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session")
 def engine_starts() -> list[str]:
     """Append an item for each engine process that the test starts. The session prints the count;
-    the default tests may start four."""
+    the default tests may start three."""
     return ENGINE_STARTS
 
 
@@ -345,6 +345,7 @@ def generators(
     app = GeneratorApp(
         model=str(tiny_model),
         max_model_len=256,
+        cache_block=32,  # as in runs with sessions
         generator=GeneratorConfig(num_cpus=0.2, max_num_seqs=128, kv_cache_memory_bytes=64 << 20),
     )
     engine_starts.append("generators")

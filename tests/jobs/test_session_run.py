@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from audited_runs import audited
-from transformers import AutoModelForCausalLM
+from session_turns import sampled_turns, worst_difference
 
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.run import replay_sessions
@@ -21,6 +19,7 @@ STEPS, GROUPS, SAMPLES = 4, 4, 4
 REUSED = ("session_reusable", "session_cached")
 
 
+@pytest.mark.slow  # tests/generation/test_session_turns.py is its short form
 @pytest.mark.timeout(400)
 def test_a_run_of_sessions_trains_what_was_sampled(
     start_run: Callable[..., Any], session_task: dict[str, Any], tmp_path: Path
@@ -85,29 +84,6 @@ def assert_replayed(run: Run, rows: list[dict[str, Any]]) -> None:
         assert {one.replayed.end for one in replayed if one.replayed is not None} == {end}
 
 
-def paths(row: dict[str, Any]) -> list[tuple[int, list[int], list[int], list[float], set[int]]]:
-    """For each turn: its trajectory, the tokens before it, its own, their log-probs and versions.
-    Without asyncrl's own code."""
-    begins = [0] * len(row["completion_ids"])
-    whole: list[list[int]] = []
-    found = []
-    for place, trajectory in enumerate(row["turn_trajectory"]):
-        begin, count = begins[trajectory], row["turn_tokens"][place]
-        own = slice(begin, begin + count)
-        begins[trajectory] += count
-        parent = row["turn_parent"][place]
-        before = [*(whole[parent] if parent >= 0 else []), *row["turn_context"][place]]
-        ids = row["completion_ids"][trajectory][own]
-        versions = {
-            span["version"]
-            for span in row["versions"][trajectory]
-            if span["start"] < own.stop and span["end"] > own.start
-        }
-        found.append((trajectory, before, ids, row["logprobs"][trajectory][own], versions))
-        whole.append([*before, *ids])
-    return found
-
-
 def assert_turn_advantages(rows: list[dict[str, Any]]) -> None:
     """By their formula, in groups whose sessions have three turns each."""
     for row in rows:
@@ -125,17 +101,10 @@ def assert_turn_advantages(rows: list[dict[str, Any]]) -> None:
 
 def assert_log_probs(model_path: Path, rows: list[dict[str, Any]]) -> None:
     """Every turn of version 0 has the log-probs that transformers computes after its tokens."""
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    turns = [turn for row in rows for turn in paths(row) if turn[-1] == {0}]
-    later = [turn for turn in turns if len(turn[1]) > 30]
+    turns = [turn for row in rows for turn in sampled_turns(row) if turn.versions == {0}]
+    later = [turn for turn in turns if len(turn.before) > 30]
     assert len(turns) >= 3 * GROUPS * SAMPLES and len(later) >= GROUPS * SAMPLES
-    worst = 0.0
-    for _, before, ids, logprobs, _ in turns:
-        with torch.no_grad():
-            logits = model(torch.tensor([[*before, *ids]])).logits[0, len(before) - 1 : -1]
-        known = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-        worst = max(worst, float(np.abs(known.numpy() - np.array(logprobs)).max()))
-    assert worst <= 1e-4, worst
+    assert worst_difference(model_path, turns) <= 1e-4
 
 
 def assert_learner_agrees(step: dict[str, Any]) -> None:
@@ -156,16 +125,16 @@ def assert_chats(model_path: Path, rows: list[dict[str, Any]]) -> None:
     first = [row["turn_request_hash"][place] for row in rows for place in range(0, 3 * SAMPLES, 3)]
     assert all(first) and len(set(first)) == len({row["low"] for row in rows})
     for row in rows:
-        turns = paths(row)
+        turns = sampled_turns(row)
         assert len(turns) == 3 * SAMPLES and row["turn_branch_reason"] == [""] * len(turns)
-        for place, (_, _, ids, _, _) in enumerate(turns):
+        for place, turn in enumerate(turns):
             parent = row["turn_parent"][place]
             number, closing = 0, ""
             if parent >= 0:
-                closing = "\n" if turns[parent][2][-1] == end else "<|im_end|>\n"
+                closing = "\n" if turns[parent].ids[-1] == end else "<|im_end|>\n"
                 number = 1 if row["turn_parent"][parent] < 0 else 2
             asked = (str(row["low"]), "higher", "lower")[number]
             wanted = f"{closing}<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
             assert tokenizer.decode(row["turn_context"][place]) == wanted
-            cut += ids[-1] != end
+            cut += turn.ids[-1] != end
     assert cut > 0, "no turn was cut"
