@@ -62,8 +62,8 @@ def test_a_run_end_to_end_with_its_notebook(start_run, shared_memory, tmp_path, 
     }  # so that the run is still alive when the notebook reads it
     run = start_run(
         {
-            "max_steps": 60,
-            "checkpoint.every_steps": 30,
+            "max_steps": 40,
+            "checkpoint.every_steps": 20,
             "reward.functions.unhurried": unhurried,
             "eval.accuracy": "digits",
         }
@@ -84,7 +84,7 @@ def test_a_run_end_to_end_with_its_notebook(start_run, shared_memory, tmp_path, 
     )
     log = (directory / "logs" / "attempt_0" / "driver.log").read_text()
     assert (
-        log.count(": version ") >= 60
+        log.count(": version ") >= 40
         and "evaluation of version 0: " in log
         and "checkpoint at step " in log
         and "held-out greedy" in log
@@ -93,7 +93,7 @@ def test_a_run_end_to_end_with_its_notebook(start_run, shared_memory, tmp_path, 
 
     finished = asyncrl.open_run(directory)
     trained = [ended for ended in finished.outcomes().to_pylist() if ended["outcome"] == "trained"]
-    assert len(trained) == 60 * 4 and len({ended["ordinal"] for ended in trained}) == len(trained)
+    assert len(trained) == 40 * 4 and len({ended["ordinal"] for ended in trained}) == len(trained)
     trajectories = finished.trajectories().to_pylist()
     assert (
         max(
@@ -119,16 +119,16 @@ def test_a_run_end_to_end_with_its_notebook(start_run, shared_memory, tmp_path, 
     assert len(phases) >= 6 and first_step["startup/first_step_s"] == pytest.approx(sum(phases))
     [truncation] = finished.records("truncation")
     assert truncation["truncation/data.train/used"] == truncation["truncation/data.train/rows"] > 0
-    assert [record["version"] for record in finished.records("evaluation")] == [0, 60]
+    assert [record["version"] for record in finished.records("evaluation")] == [0, 40]
     assert pq.read_table(next((directory / "groups").glob("*.parquet"))).num_rows > 0
     evaluated = finished.evaluations().to_pylist()
     assert Counter((row["set"], row["version"], row["status"]) for row in evaluated) == {
-        (name, at, "ok"): 16 for name in ("greedy", "sampled") for at in (0, 60)
+        (name, at, "ok"): 16 for name in ("greedy", "sampled") for at in (0, 40)
     }
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == [
         "LATEST",
-        "step_000030",
-        "step_000060",
+        "step_000020",
+        "step_000040",
     ]
     documented = known_names()
     for record in metrics.read_metrics(directory):
@@ -150,7 +150,7 @@ def test_a_run_end_to_end_with_its_notebook(start_run, shared_memory, tmp_path, 
         re.findall(r"Registered dataset logger for dataset (\w+)", executions)
     )  # Ray may do so again as an execution ends
     assert sorted(name.partition("_")[0] for name in registered) == ["prompts", "scoring"]
-    assert "committed version 60 -> 60" in execute_notebook(directory, tmp_path, monkeypatch)
+    assert "committed version 40 -> 40" in execute_notebook(directory, tmp_path, monkeypatch)
 
     before_and_after = [
         AutoModelForCausalLM.from_pretrained(path).state_dict()
