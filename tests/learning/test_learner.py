@@ -343,6 +343,7 @@ def test_supervised_steps_reach_exact_match(one_rank: RayLearner, run: Run) -> N
     assert run(one_rank.exact_match([*ROWS, ((5, 6, 7), (8, 10))])) == 0.75
 
 
+@pytest.mark.slow  # by default, the run of DPO in tests/run/test_offline_run.py trains over Ray
 def test_preference_steps_separate_pairs_over_ray(
     ray_cluster: Any, run: Run, model_path: Path
 ) -> None:
