@@ -302,11 +302,12 @@ class StubEngine:
 
     def __init__(self) -> None:
         self.held: set[int] = set()
-        self.refuses = ""
+        self.fails: Exception | None = None
+        """What loading an adapter raises."""
 
     async def add_lora(self, request: Any) -> bool:
-        if self.refuses:
-            raise ValueError(self.refuses)
+        if self.fails is not None:
+            raise self.fails
         self.held.add(request.lora_int_id)
         return True
 
@@ -344,10 +345,14 @@ async def test_an_adapter_stays_until_its_last_request_has_ended(tmp_path: Path)
         assert await adapters.load(llm, tmp_path, staged, settings, 2) == 2
         with adapters.using(llm) as second:
             assert second is not None and second.version == 2
-            llm.refuses = "no\nroom"
+            # vLLM reports what its process refuses as a plain Exception.
+            llm.fails = Exception("no\nroom")
             with pytest.raises(ManifestError, match="the adapter of version 3: no room"):
                 await adapters.load(llm, tmp_path, staged, settings, 3)
-            llm.refuses = ""
+            llm.fails = TypeError("a mistake, and no refusal")
+            with pytest.raises(TypeError, match="a mistake"):
+                await adapters.load(llm, tmp_path, staged, settings, 3)
+            llm.fails = None
             await settle()
             assert directories() == ["adapter-1", "adapter-2"] and llm.held == {1, 2}
     await settle()
@@ -355,7 +360,7 @@ async def test_an_adapter_stays_until_its_last_request_has_ended(tmp_path: Path)
     # The same version again, as in another attempt, is another adapter.
     assert await adapters.load(llm, tmp_path, staged, settings, 2) == 0
     await settle()
-    assert directories() == ["adapter-4"] and llm.held == {4}
+    assert directories() == ["adapter-5"] and llm.held == {5}
 
 
 async def test_at_most_as_many_adapters_as_places_have_requests(tmp_path: Path) -> None:

@@ -101,7 +101,6 @@ class Adapters:
             EngineDeadError: the engine has died.
         """
         from vllm.lora.request import LoRARequest
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         number = next(self._ids)
         # The cache of prefixes tells adapters apart by name and path. A number that rises with
@@ -115,7 +114,7 @@ class Adapters:
             await llm.add_lora(adapter.request)
         except BaseException as error:
             shutil.rmtree(directory, ignore_errors=True)
-            if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
+            if type(error) is not Exception:  # a refusal of the engine's process has no other class
                 raise
             raise ManifestError(
                 f"vLLM refuses the adapter of version {version}: {' '.join(str(error).split())}"
