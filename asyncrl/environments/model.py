@@ -25,6 +25,7 @@ from asyncrl.sessions.requests import (
     schema_of,
     stops_of,
 )
+from asyncrl.text.schemas import PartsLeft
 from asyncrl.text.template import Message, Schema, are_messages
 from asyncrl.web.answers import MOST_CHOICES
 
@@ -262,10 +263,12 @@ def _tools(tools: Sequence[Schema] | None) -> tuple[list[Schema] | None, list[st
     """The tools, and those of their fields that have no effect. `strict` would force tokens."""
     _, unused = function_tools(functions_of(tools or ()), "parameters")
     found: list[Schema] = []
+    parts = PartsLeft()
     for index, tool in enumerate(tools or ()):
         function = cast("Mapping[str, object]", tool["function"])
         kept = {name: value for name, value in function.items() if name != "strict"}
-        found.append(resolved({**tool, "function": kept}, f"tools.{index}.function.parameters"))
+        where = f"tools.{index}.function.parameters"
+        found.append(resolved({**tool, "function": kept}, where, parts))
     return found or None, unused
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from asyncrl.text.chat_messages import TEXT_PARTS
-from asyncrl.text.schemas import SchemaError, resolved_tool
+from asyncrl.text.schemas import PartsLeft, SchemaError, resolved_tool
 from asyncrl.text.template import Schema
 
 LABELS = frozenset(
@@ -154,12 +154,13 @@ def function_tools(
     Raises:
         UnsupportedError: a tool has no name, or its arguments have no schema that can be read.
     """
-    found = [_function_tool(tool, parameters, param) for param, tool in tools]
+    parts = PartsLeft()
+    found = [_function_tool(tool, parameters, param, parts) for param, tool in tools]
     return [tool for tool, _ in found], [name for _, names in found for name in names]
 
 
 def _function_tool(
-    given: Mapping[str, Any], parameters: str, param: str
+    given: Mapping[str, Any], parameters: str, param: str, parts: PartsLeft
 ) -> tuple[Schema, list[str]]:
     """A tool in the form of chat completions, and those of its fields that have no effect.
 
@@ -178,14 +179,14 @@ def _function_tool(
         for field, value in given.items()
         if field in ("name", "description", parameters) and value is not None
     }
-    tool = resolved({"type": "function", "function": function}, f"{param}.{parameters}")
+    tool = resolved({"type": "function", "function": function}, f"{param}.{parameters}", parts)
     return tool, ["strict"] if given.get("strict") else []
 
 
-def resolved(tool: Schema, param: str) -> Schema:
+def resolved(tool: Schema, param: str, parts: PartsLeft) -> Schema:
     """The tool without references in its schema. Raises UnsupportedError if it cannot be read."""
     try:
-        return resolved_tool(tool)
+        return resolved_tool(tool, parts)
     except SchemaError as error:
         raise UnsupportedError(str(error), param) from None
 

@@ -13,8 +13,9 @@ from typing import Any, Final
 
 from asyncrl.text.call_texts import Raw, json_text, python_text
 
-MOST_PARTS = 5_000
-"""Schemas in one tool without its references. A few references can stand for very many."""
+MOST_PARTS, MOST_IN_ALL = 5_000, 50_000
+"""Schemas in one tool, and in all tools of a list, without references. A few references can stand
+for very many."""
 DEEPEST = 64
 """Levels of nested schemas."""
 SCHEMAS = ("parameters", "input_schema", "return")
@@ -64,9 +65,19 @@ class SchemaError(ValueError):
     """The schema of a tool cannot be read. The message is one line and names the tool."""
 
 
-def resolved_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+class PartsLeft:
+    """How many schemas the tools of a list may still have without references."""
+
+    def __init__(self) -> None:
+        self.count = MOST_IN_ALL
+
+
+def resolved_tool(tool: Mapping[str, Any], parts: PartsLeft | None = None) -> Mapping[str, Any]:
     """The tool with no reference in its schemas, and with `allOf` as one schema where that says the
     same. Where a schema contains itself, the inner one has only its type, title and description.
+
+    Args:
+        parts: shared by the tools of a list.
 
     Raises:
         SchemaError: a reference leads nowhere, or the schemas are too large or nested too deeply.
@@ -74,8 +85,9 @@ def resolved_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     function = tool.get("function", tool)
     if not isinstance(function, Mapping):
         return tool
+    parts = parts or PartsLeft()
     found = {
-        name: _Resolution(str(function.get("name")), schema).schema()
+        name: _Resolution(str(function.get("name")), schema, parts).schema()
         for name in SCHEMAS
         if isinstance(schema := function.get(name), Mapping)
         and _mentions(schema, str(function.get("name")))
@@ -98,12 +110,12 @@ def _mentions(schema: Mapping[str, Any], name: str) -> bool:
 class _Resolution:
     """Resolves the references of one schema."""
 
-    def __init__(self, tool: str, root: Mapping[str, Any]) -> None:
+    def __init__(self, tool: str, root: Mapping[str, Any], parts: PartsLeft) -> None:
         # Imported here because most tools have no references.
         from referencing import Registry
         from referencing.jsonschema import DRAFT202012
 
-        self._tool, self._root, self._left = tool, root, MOST_PARTS
+        self._tool, self._root, self._left, self._parts = tool, root, MOST_PARTS, parts
         registry: Any = Registry()
         try:
             self._resolver = registry.resolver_with_root(DRAFT202012.create_resource(root))
@@ -122,6 +134,12 @@ class _Resolution:
         if self._left < 0 or depth > DEEPEST:
             what = f"{MOST_PARTS} parts" if self._left < 0 else f"{DEEPEST} levels"
             raise self._error(f"has more than {what} without its references; make it smaller")
+        self._parts.count -= 1
+        if self._parts.count < 0:
+            raise self._error(
+                f"and those before it have more than {MOST_IN_ALL} parts without their references;"
+                " give fewer tools, or smaller ones"
+            )
         if unknown := [name for name in REFERENCES[1:] if schema.get(name) is not None]:
             raise self._error(f"uses {unknown[0]}, which is not read; use $ref")
         own = {

@@ -21,7 +21,7 @@ from asyncrl.text.row_chats import (
     template_variables,
 )
 from asyncrl.text.row_messages import UnusedError, chat_value, row_messages, without_marks
-from asyncrl.text.schemas import SchemaError, resolved_tool
+from asyncrl.text.schemas import PartsLeft, SchemaError, resolved_tool
 from asyncrl.text.tokenizer import encode_prompts, load_tokenizer, special_tokens
 
 if TYPE_CHECKING:
@@ -470,7 +470,8 @@ def tool_schemas(given: object) -> list[Schema]:
         isinstance(schemas, Sequence) and all(isinstance(schema, Mapping) for schema in schemas)
     ):
         try:
-            return [resolved_tool(schema) for schema in schemas or ()]
+            parts = PartsLeft()
+            return [resolved_tool(schema, parts) for schema in schemas or ()]
         except SchemaError as error:
             raise MessagesError(str(error)) from None
     raise MessagesError(f"its tools are {str(schemas)[:80]!r}; give a list of JSON schemas")

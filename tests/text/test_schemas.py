@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from asyncrl.text.call_texts import Raw
 from asyncrl.text.schemas import SchemaError, property_schema, resolved_tool, typed, types_of
+from asyncrl.text.template import MessagesError, tool_schemas
 
 
 class Stop(BaseModel):
@@ -149,6 +150,16 @@ def test_what_cannot_be_resolved_is_refused_by_name(schema: Any, message: str) -
     with pytest.raises(SchemaError, match="the schema of the tool 'plan'") as error:
         resolved(schema)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_many_tools_together_are_refused_as_one_that_is_too_large() -> None:
+    """Each of them stands for some 4,000 schemas, which is allowed."""
+    large = {"$defs": {**DOUBLES["$defs"], "A10": {}}, "$ref": "#/$defs/A0"}
+    assert resolved(large)
+    tools = [tool(large)] * 20
+    with pytest.raises(MessagesError, match=r"and those before it have more than 50000 parts"):
+        tool_schemas(tools)
+    assert len(tool_schemas(tools[:12])) == 12
 
 
 ANY = {"null", "boolean", "integer", "number", "string", "array", "object"}
