@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -17,9 +18,13 @@ def listening(app: Any) -> Iterator[str]:
     started = threading.Event()
 
     class Server(uvicorn.Server):
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
+        """Ends at once when it is asked to, and not at its next tick."""
+
+        async def main_loop(self) -> None:
+            self.loop, self.asked_to_end = asyncio.get_running_loop(), asyncio.Event()
+            await self.on_tick(0)
             started.set()
+            await self.asked_to_end.wait()
 
     with socket.socket() as own:
         own.bind(("127.0.0.1", 0))
@@ -30,6 +35,6 @@ def listening(app: Any) -> Iterator[str]:
         try:
             yield f"http://127.0.0.1:{own.getsockname()[1]}"
         finally:
-            server.should_exit = True
+            server.loop.call_soon_threadsafe(server.asked_to_end.set)
             thread.join(30)
             assert not thread.is_alive()

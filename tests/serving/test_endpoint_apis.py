@@ -96,9 +96,14 @@ class Endpoint(NamedTuple):
     address: str
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("endpoint") / "model"
+
+
 @pytest.fixture
-def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
-    replica = TextServed(tmp_path / "model", TEXTS)
+def endpoint(model: Path) -> Iterator[Endpoint]:
+    replica = TextServed(model, TEXTS)
     with (
         listening(routes(replica, KEY)) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client,
