@@ -138,7 +138,7 @@ def test_what_one_group_does_to_its_process_is_not_charged_to_the_others(
     reward_config, short_guard, does
 ):
     with RewardPool(
-        reward_config("waits_or_tells", concurrency=4, deadline_s=1.5, policy="drop_group")
+        reward_config("waits_or_tells", concurrency=4, deadline_s=2.0, policy="drop_group")
     ) as pool:
         rewards(pool, {"does": "nothing"})
         others, harmful = (
@@ -148,7 +148,7 @@ def test_what_one_group_does_to_its_process_is_not_charged_to_the_others(
         failure = (
             "ended its process (exit code 7)"
             if does == "ends the process"
-            else "was killed after reward.deadline_s = 1.5 s"
+            else "was killed after reward.deadline_s = 2 s"
         )
         assert failure in harmful.result(timeout=60).failure
         assert all(other.result(timeout=60).failure is None for other in others)
