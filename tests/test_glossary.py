@@ -54,11 +54,16 @@ def texts() -> dict[Path, str]:
     }
 
 
+@cache
+def lowered(text: str) -> str:
+    return text.lower()
+
+
 def places(synonym: str, text: str) -> list[str]:
     """Lines with the word, alone or as part of a name such as `fate_of`."""
-    pattern = re.compile(rf"(?<![A-Za-z]){re.escape(synonym)}(?![A-Za-z])", re.IGNORECASE)
-    if pattern.search(text) is None:
+    if synonym.lower() not in lowered(text):
         return []
+    pattern = re.compile(rf"(?<![A-Za-z]){re.escape(synonym)}(?![A-Za-z])", re.IGNORECASE)
     return [line for line in text.splitlines() if pattern.search(line)]
 
 
@@ -105,6 +110,8 @@ def test_the_glossary_names_every_outcome() -> None:
 
 def vague_names(source: str) -> set[str]:
     """Names with `place` as a noun, which says nothing of what it is."""
+    if "place" not in source.lower():
+        return set()
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     names = {token.string for token in tokens if token.type == tokenize.NAME}
     parts = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
