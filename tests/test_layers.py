@@ -98,6 +98,13 @@ def nodes_of(source: str) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(ast.parse(source)))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_nodes() -> Iterator[None]:
+    """Garbage collection would visit the nodes during all later tests of the process."""
+    yield
+    nodes_of.cache_clear()
+
+
 @cache
 def imports(path: Path) -> tuple[str, ...]:
     return tuple(imports_of(path.read_text(), path))
