@@ -22,8 +22,9 @@ def unprotected(rewards):
     return (rewards - rewards.mean()) / rewards.std()
 
 def hangs(rewards):
+    import time
     while True:
-        pass
+        time.sleep(0.1)
 
 def leaves(rewards):
     raise SystemExit(3)
