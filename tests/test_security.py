@@ -206,10 +206,13 @@ IN_SANDBOX = ROOT / "asyncrl" / "rewards" / "in_sandbox.py"
 
 
 def test_the_grader_is_only_text_outside_the_sandbox() -> None:
-    for path in SOURCES:
+    texts = {path: path.read_text() for path in SOURCES}
+    with_word = {path: text for path, text in texts.items() if "in_sandbox" in text}
+    assert with_word
+    for path, text in with_word.items():
         imported = {
             name
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(ast.parse(text))
             if isinstance(node, ast.Import | ast.ImportFrom)
             for name in (getattr(node, "module", None), *(alias.name for alias in node.names))
         }
