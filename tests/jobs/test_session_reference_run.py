@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from audited_runs import audited
-from test_session_run import paths
+from session_turns import sampled_turns
 from transformers import AutoModelForCausalLM
 
 STEPS, GROUPS, SAMPLES = 4, 4, 4
@@ -85,7 +85,7 @@ def assert_reference(model_path: Path, rows: list[dict[str, Any]]) -> None:
             continue
         begins = [0] * SAMPLES
         for (trajectory, before, ids, _, _), status in zip(
-            paths(row), row["turn_status"], strict=True
+            sampled_turns(row), row["turn_status"], strict=True
         ):
             begin = begins[trajectory]
             begins[trajectory] += len(ids)
