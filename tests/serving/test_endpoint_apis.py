@@ -97,19 +97,25 @@ class Endpoint(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("endpoint") / "model"
-
-
-@pytest.fixture
-def endpoint(model: Path) -> Iterator[Endpoint]:
-    replica = TextServed(model, TEXTS)
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    """One server for all tests, because starts and clients take most of their time."""
+    replica = TextServed(tmp_path_factory.mktemp("endpoint") / "model", TEXTS)
     with (
         listening(routes(replica, KEY)) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client,
         anthropic.Anthropic(base_url=address, api_key=KEY, max_retries=0) as other,
     ):
         yield Endpoint(replica, client, other, address)
+
+
+@pytest.fixture
+def endpoint(served: Endpoint) -> Iterator[Endpoint]:
+    """The endpoint of a replica that has had no request."""
+    fresh = dict(vars(served.replica))
+    served.replica.requests, served.replica.texts = [], list(TEXTS)
+    yield served
+    vars(served.replica).clear()
+    vars(served.replica).update(fresh)
 
 
 def rendered(replica: TextServed, messages: list[Any], tools: Any) -> str:

@@ -4,6 +4,7 @@ replica."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import urllib.request
@@ -51,14 +52,29 @@ class Endpoint(NamedTuple):
     address: str
 
 
-@pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
+@contextlib.contextmanager
+def serving() -> Iterator[Endpoint]:
     replica = FakeServed(MODEL)
     with (
         listening(routes(replica, KEY)) as address,
         OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client,
     ):
         yield Endpoint(replica, client, address)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Endpoint]:
+    """One server for most tests, because starts and clients take most of their time."""
+    with serving() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def endpoint(served: Endpoint) -> Endpoint:
+    """The endpoint of a replica that has had no request. The server counts those of all tests."""
+    vars(served.replica).clear()
+    vars(served.replica).update(vars(FakeServed(MODEL)))
+    return served
 
 
 def test_chat_as_in_the_clients_readme(endpoint: Endpoint) -> None:
@@ -553,7 +569,14 @@ def test_closing_a_stream_ends_all_its_generations(endpoint: Endpoint, chat: boo
     assert all(ended.acquire(timeout=30) for _ in range(3))
 
 
-def test_metrics_have_prometheus_text_format(endpoint: Endpoint) -> None:
+@pytest.fixture
+def own_endpoint() -> Iterator[Endpoint]:
+    with serving() as endpoint:
+        yield endpoint
+
+
+def test_metrics_have_prometheus_text_format(own_endpoint: Endpoint) -> None:
+    endpoint = own_endpoint
     endpoint.client.completions.create(model="tiny", prompt="a")
     with pytest.raises(openai.NotFoundError):
         endpoint.client.completions.create(model="other", prompt="a")
