@@ -456,14 +456,16 @@ async def test_a_stream_continues_through_an_update(
     model = load_reference(tiny_model)
     first, second = generators.next_version(), generators.next_version()
     await sync.push(publish(disturb(model, seed=11), version=first))
-    streaming = [asyncio.Event() for _ in range(4)]
+    # Streams of one length would end at the same moment, in which the update could come.
+    lengths = (110, 140, 170, 200)
+    streaming = [asyncio.Event() for _ in lengths]
 
-    async def keep_streaming(own: asyncio.Event) -> list[list[StreamPiece]]:
+    async def keep_streaming(length: int, own: asyncio.Event) -> list[list[StreamPiece]]:
         streams: list[list[StreamPiece]] = []
         while not streams or not push.done():
             streams.append([])
             async for piece in generators.handle.options(stream=True).stream.remote(
-                request(max_tokens=200), Details(top=1)
+                request(max_tokens=length), Details(top=1)
             ):
                 streams[-1].append(piece)
                 own.set()
@@ -474,17 +476,18 @@ async def test_a_stream_continues_through_an_update(
         await sync.push(publish(disturb(model, seed=12), version=second))
 
     push = asyncio.create_task(update())
+    found = await asyncio.gather(*map(keep_streaming, lengths, streaming))
     streams = [
-        pieces for many in await asyncio.gather(*map(keep_streaming, streaming)) for pieces in many
+        (length, pieces) for length, many in zip(lengths, found, strict=True) for pieces in many
     ]
-    for pieces in streams:
+    for length, pieces in streams:
         assert (
             sum(len(piece.tokens.ids) for piece in pieces)
             == sum(len(piece.tokens.top) for piece in pieces)
-            == 200
+            == length
         )
         assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-        assert pieces[-1].versions[0].start == 0 and pieces[-1].versions[-1].end == 200
+        assert pieces[-1].versions[0].start == 0 and pieces[-1].versions[-1].end == length
     assert any(
-        [span.version for span in pieces[-1].versions] == [first, second] for pieces in streams
+        [span.version for span in pieces[-1].versions] == [first, second] for _, pieces in streams
     )
