@@ -293,7 +293,7 @@ def test_a_run_that_was_just_killed_passes(tmp_path, no_threads):
     assert "waiting" in checks_of(tmp_path / "run")["every admitted group is accounted for"].summary
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_a_run_killed_at_random_moments_passes(tmp_path, no_threads, seed):
     random_ = random.Random(seed)
     for _ in range(6):
