@@ -90,11 +90,9 @@ one, or measure which cores are free."""
 
 @cache
 def unit(file: str) -> str:
-    """What runs in one process: the tests of this file, those of whole runs, or all others with
-    Ray. More clusters at a time would take each other's cores."""
+    """What runs in one process: the tests of this file, or all with Ray. More clusters at a time
+    would take each other's cores."""
     path = Path(__file__).parents[1] / file
-    if path.parent.name == "jobs":
-        return "runs"
     apart = path.parent.name in BESIDE and path.name not in USES_RAY
     return file if apart and "ray_cluster" not in path.read_text() else "ray"
 
@@ -110,12 +108,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Let `pytest -n 2` run all tests with Ray in one process, in their order, and the others
-    beside them, file by file. (`--dist loadgroup` has no effect with pytest 9.2.)"""
+    beside them, file by file. The many whole runs of `make test-all` have a process of their own.
+    (`--dist loadgroup` has no effect with pytest 9.2.)"""
     from xdist.scheduler import LoadScopeScheduling
+
+    many_runs = config.option.markexpr == "slow"
 
     class Units(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return unit(nodeid.partition("::")[0])
+            file = nodeid.partition("::")[0]
+            return "runs" if many_runs and Path(file).parent.name == "jobs" else unit(file)
 
     return Units(config, log)
 
