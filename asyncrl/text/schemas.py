@@ -14,8 +14,8 @@ from typing import Any, Final
 from asyncrl.text.call_texts import Raw, json_text, python_text
 
 MOST_PARTS, MOST_IN_ALL = 5_000, 50_000
-"""Schemas in one tool, and in all tools of a list, without references. A few references can stand
-for very many."""
+"""What the schemas with references of one tool, and of all tools of a list, may stand for. A few
+references can stand for very many parts."""
 DEEPEST = 64
 """Levels of nested schemas."""
 SCHEMAS = ("parameters", "input_schema", "return")
@@ -69,7 +69,7 @@ class PartsLeft:
     """How many schemas the tools of a list may still have without references."""
 
     def __init__(self) -> None:
-        self.count = MOST_IN_ALL
+        self.left = MOST_IN_ALL
 
 
 def resolved_tool(tool: Mapping[str, Any], parts: PartsLeft | None = None) -> Mapping[str, Any]:
@@ -134,8 +134,8 @@ class _Resolution:
         if self._left < 0 or depth > DEEPEST:
             what = f"{MOST_PARTS} parts" if self._left < 0 else f"{DEEPEST} levels"
             raise self._error(f"has more than {what} without its references; make it smaller")
-        self._parts.count -= 1
-        if self._parts.count < 0:
+        self._parts.left -= 1
+        if self._parts.left < 0:
             raise self._error(
                 f"and those before it have more than {MOST_IN_ALL} parts without their references;"
                 " give fewer tools, or smaller ones"

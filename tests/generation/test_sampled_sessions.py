@@ -19,7 +19,7 @@ from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.text.tokenizer import load_tokenizer
 from asyncrl.weights.push import ServeWeightSync
 
-SAMPLES, MOST = 4, 12
+SAMPLES, TURN_TOKENS = 4, 12
 TEMPLATE = """\
 {%- for message in messages -%}
 {{ message.role + ':' + message.content + eos_token + '\\n' }}
@@ -61,7 +61,7 @@ async def test_sessions_record_what_the_engine_sampled(
             "model": {"path": str(chat_model)},
             "data": {"train": "unused", "max_length": 160},
             "environment": {"function": "environments_for_runs:three_questions", "processes": 1},
-            "rollout": {"n_samples_per_prompt": SAMPLES, "max_completion_length": MOST},
+            "rollout": {"n_samples_per_prompt": SAMPLES, "max_completion_length": TURN_TOKENS},
         }
     )
     handle = ServeGenerate(generators.handle)

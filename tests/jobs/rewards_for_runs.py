@@ -1,5 +1,6 @@
 """Rewards for whole runs: one hangs, some can be learned, one runs code, and one is slow."""
 
+import os
 import time
 
 from asyncrl.rewards.builtin import code_tests
@@ -23,7 +24,9 @@ def digits(prompts, completions, completion_ids, **columns):
 
 
 def unhurried(prompts, completions, completion_ids, **columns):
-    time.sleep(0.15)
+    """Always 0, and slow until the file exists that a variable of the run names."""
+    if not os.path.exists(os.environ["HURRY"]):
+        time.sleep(0.4)
     return [0.0 for _ in completions]
 
 

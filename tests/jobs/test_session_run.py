@@ -19,7 +19,7 @@ STEPS, GROUPS, SAMPLES = 4, 4, 4
 REUSED = ("session_reusable", "session_cached")
 
 
-@pytest.mark.slow  # tests/generation/test_sampled_sessions.py is its short form
+@pytest.mark.slow  # by default, test_sampled_sessions.py checks what a replica samples
 @pytest.mark.timeout(400)
 def test_a_run_of_sessions_trains_what_was_sampled(
     start_run: Callable[..., Any], session_task: dict[str, Any], tmp_path: Path

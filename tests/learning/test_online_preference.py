@@ -390,7 +390,6 @@ def rounding_of_weights(config: Config, after: Parameters) -> float:
     return 2.0**-23 * math.sqrt(config.max_steps / 6 * size / change)
 
 
-@pytest.mark.slow  # by default, tests/learning/test_synchronous.py compares a policy gradient
 @pytest.mark.timeout(400)
 def test_staleness_0_equals_a_plain_synchronous_loop(
     ray_cluster: Any, run: Any, model_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -137,7 +137,7 @@ def test_a_request_that_ends_after_its_session_starts_no_clock() -> None:
 
 def played(
     *plays: tuple[dict[str, object], Slow],
-    meanwhile: Callable[[], Awaitable[None]] | None = None,
+    meanwhile: Callable[[], Awaitable[None]],
     **settings: Any,
 ) -> list[Ended]:
     """The ends of sessions that one environment process plays at once.
@@ -158,11 +158,9 @@ def played(
                 slow.ended.set()
 
         try:
-            beside = asyncio.ensure_future(meanwhile()) if meanwhile else None
-            ends = await asyncio.gather(*(play(task, slow) for task, slow in plays))
-            if beside is not None:
-                await beside
-            return ends
+            plays_then = (play(task, slow) for task, slow in plays)
+            _, *ends = await asyncio.gather(meanwhile(), *plays_then)
+            return cast("list[Ended]", ends)
         finally:
             await player.close()
 
@@ -204,10 +202,10 @@ def test_a_session_does_not_pay_for_another_that_blocks_their_process(tmp_path: 
         ({"fault": "blocks until", "file": str(file)}, culprit),
         ({"fault": "waits"}, Slow()),
         meanwhile=meanwhile,
-        tool_s=2.5,
+        tool_s=4.0,
         block_s=60,
     )
-    # Both got no control for longer than the limit. The culprit pays for it.
+    # The other one got no control for longer than its limit. Only the culprit pays.
     assert (blocks.end, other.end, other.reward) == ("deadline", "done", 1.0)
 
 
@@ -233,15 +231,15 @@ def test_the_time_before_a_session_begins_is_not_its_own() -> None:
     assert 60.0 <= second.other_s < 100.0, "it waited for a place for 100 s"
 
 
-def test_an_environment_that_swallows_the_end_has_ended() -> None:
-    swallows, beside = Slow(), Slow()
+def test_an_environment_that_swallows_the_end_has_ended(tmp_path: Path) -> None:
+    swallows, beside, file = Slow(), Slow(), tmp_path / "waits"
 
     async def meanwhile() -> None:
-        await until(lambda: swallows.answered and beside.ended.is_set())
+        await until(lambda: file.exists() and beside.ended.is_set())
         put_forward(61)
 
     ended, other = played(
-        ({"fault": "swallows its deadline"}, swallows),
+        ({"fault": "swallows its deadline", "file": str(file)}, swallows),
         ({"fault": "none"}, beside),
         meanwhile=meanwhile,
         tool_s=60.0,

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
+from asyncrl.environments.model import _tools as model_tools
+from asyncrl.sessions.requests import UnsupportedError, function_tools, functions_of
 from asyncrl.text.call_texts import Raw
 from asyncrl.text.schemas import SchemaError, property_schema, resolved_tool, typed, types_of
 from asyncrl.text.template import MessagesError, tool_schemas
@@ -160,6 +162,10 @@ def test_many_tools_together_are_refused_as_one_that_is_too_large() -> None:
     with pytest.raises(MessagesError, match=r"and those before it have more than 50000 parts"):
         tool_schemas(tools)
     assert len(tool_schemas(tools[:12])) == 12
+    with pytest.raises(UnsupportedError, match=r"and those before it have more than 50000 parts"):
+        function_tools(functions_of(tools), "parameters")
+    with pytest.raises(UnsupportedError, match=r"and those before it have more than 50000 parts"):
+        model_tools(tools)
 
 
 ANY = {"null", "boolean", "integer", "number", "string", "array", "object"}

@@ -98,7 +98,7 @@ class Adapters:
         Raises:
             ManifestError: vLLM refuses the adapter. The former one stays.
             StagingError: the adapter's files cannot be written. The former one stays.
-            EngineDeadError: the engine has died.
+            EngineDeadError: the engine has died. Every other error leaves as it is.
         """
         from vllm.lora.request import LoRARequest
 
@@ -114,7 +114,8 @@ class Adapters:
             await llm.add_lora(adapter.request)
         except BaseException as error:
             shutil.rmtree(directory, ignore_errors=True)
-            if type(error) is not Exception:  # a refusal of the engine's process has no other class
+            # vLLM's client raises what its process refuses as a plain Exception.
+            if type(error) is not Exception:
                 raise
             raise ManifestError(
                 f"vLLM refuses the adapter of version {version}: {' '.join(str(error).split())}"
