@@ -148,6 +148,8 @@ class _Resolution:
             if key not in (*DEFINITIONS, "$ref")
         }
         parts = own.pop("allOf", None) or []
+        if not isinstance(parts, list):
+            raise self._error(f"has allOf = {str(parts)[:80]}; give a list of schemas")
         if schema.get("$ref") is not None:
             parts = [self._target(schema["$ref"], resolver, within, depth), *parts]
         return _all_of(parts, own) if parts else own
@@ -216,11 +218,20 @@ def _merged(schemas: Sequence[Any]) -> dict[str, Any] | None:
                 merged[key] = value
             elif key == "required" or merged[key] == value:
                 continue
-            elif key == "properties" and isinstance(value, Mapping):
+            elif key == "properties" and isinstance(value, Mapping) and _is_map(merged[key]):
                 merged[key] = _joined(merged[key], value)
             else:
                 return None
     return {**merged, "required": [*required]} if "required" in merged else merged
+
+
+def _is_map(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _items(value: object) -> Sequence[Any]:
+    """The items of a keyword that is a list. Another value says nothing."""
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _are_texts(value: object) -> bool:
@@ -245,9 +256,9 @@ def types_of(schema: object) -> frozenset[str]:
     for name in ("anyOf", "oneOf"):
         if isinstance(options := schema.get(name), list | tuple) and options:
             kinds &= frozenset[str]().union(*map(types_of, options))
-    for part in schema.get("allOf") or ():
+    for part in _items(schema.get("allOf")):
         kinds &= types_of(part)
-    given = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+    given = [*_items(schema.get("enum")), *([schema["const"]] if "const" in schema else ())]
     if given:
         kinds &= frozenset[str]().union(*map(kinds_of, given))
     if kinds == ALL:
@@ -298,7 +309,7 @@ def _properties(schema: object, name: str) -> Iterator[object]:
     if isinstance(named, Mapping) and name in named:
         yield named[name]
     for key in ("allOf", "anyOf", "oneOf"):
-        for one in schema.get(key) or ():
+        for one in _items(schema.get(key)):
             yield from _properties(one, name)
 
 
@@ -309,7 +320,7 @@ def typed(value: object, schema: object) -> object:
         return value
     kinds, text = types_of(schema), str(value)
     if "string" in kinds:
-        choices = schema.get("enum") or () if isinstance(schema, Mapping) else ()
+        choices = _items(schema.get("enum")) if isinstance(schema, Mapping) else ()
         if kinds == {"string"} or not isinstance(value, Raw) or text in choices:
             return text
     for found in _read(text.strip(), kinds):

@@ -462,7 +462,7 @@ def tool_schemas(given: object) -> list[Schema]:
     """
     try:
         schemas: object = json.loads(given or "null") if isinstance(given, str) else given
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MessagesError(
             f"its tools are not JSON ({error}); give a list of JSON schemas"
         ) from None

@@ -168,6 +168,25 @@ def test_many_tools_together_are_refused_as_one_that_is_too_large() -> None:
         model_tools(tools)
 
 
+@pytest.mark.parametrize(
+    "schema", [{"allOf": 5}, {"allOf": True}, {"properties": {"a": {"allOf": {"a": 1}}}}]
+)
+def test_all_of_that_is_no_list_is_refused(schema: Any) -> None:
+    with pytest.raises(SchemaError, match=r"has allOf = .*; give a list of schemas"):
+        resolved(schema)
+
+
+def test_keywords_of_a_wrong_kind_say_nothing() -> None:
+    parts = [{"properties": 5}, {"properties": {"a": {}}}]
+    assert resolved({"allOf": parts}) == {"allOf": parts}
+    assert resolved({"enum": 5, "properties": {"a": {"$ref": "#"}}})["enum"] == 5
+    for schema in ({"enum": 5}, {"allOf": 5}, {"anyOf": 5}):
+        assert types_of(schema) == ANY and property_schema(schema, "a") is True
+        assert typed("1", schema) == typed("1", {})
+    with pytest.raises(MessagesError, match="its tools are not JSON"):
+        tool_schemas("[" * 100_000)
+
+
 ANY = {"null", "boolean", "integer", "number", "string", "array", "object"}
 
 
