@@ -64,6 +64,18 @@ def test_a_schema_within_itself_has_only_its_type_and_name() -> None:
     assert resolved({"$ref": "#"}) == {}
 
 
+INTEGER, AT_LEAST, A = {"type": "integer"}, {"minimum": 1}, {"$ref": "#/$defs/A"}
+APART: Any = [
+    [{"properties": {"a": {}}, "additionalProperties": False}, {"properties": {"b": {}}}],
+    [{"patternProperties": {"^a": {}}}, {"additionalProperties": INTEGER}],
+    [{"prefixItems": [{}]}, {"items": INTEGER}],
+    [{"contains": INTEGER}, {"minContains": 2}],
+    [{"if": INTEGER}, {"else": AT_LEAST}],
+    [{"properties": {"a": {"type": "null"}}}, {"properties": {"a": INTEGER}}],
+]
+"""Schemas that say something else as one schema."""
+
+
 @pytest.mark.parametrize(
     ("schema", "expected"),
     [
@@ -93,6 +105,21 @@ def test_a_schema_within_itself_has_only_its_type_and_name() -> None:
         (
             {"allOf": [{"type": "integer"}, {"minimum": 1}, {"minimum": 2}]},
             {"allOf": [{"type": "integer"}, {"minimum": 1}, {"minimum": 2}]},
+        ),
+        *(({"allOf": parts}, {"allOf": parts}) for parts in APART),
+        # Both parts say the same of a property, or each says something else of it.
+        (
+            {"allOf": [{"properties": {"a": part}} for part in (True, INTEGER, INTEGER, AT_LEAST)]},
+            {"properties": {"a": {**INTEGER, **AT_LEAST}}},
+        ),
+        # A reference is relative to the nearest address.
+        (
+            {
+                "$defs": {"A": {"type": "null"}},
+                "items": {"$id": "urn:b", "$defs": {"A": INTEGER}, "contains": A},
+                "not": A,
+            },
+            {"items": {"$id": "urn:b", "contains": INTEGER}, "not": {"type": "null"}},
         ),
         # Data is no schema, and neither is the name of a property.
         (
@@ -136,6 +163,20 @@ def nested(depth: int) -> Any:
     return {"$defs": {"A": {}}, **schema}
 
 
+def deep(levels: int) -> Any:
+    """Nested mappings that are no schemas."""
+    found: dict[str, Any] = {}
+    for _ in range(levels):
+        found = {"x": found}
+    return found
+
+
+def repeated(**said: Any) -> Any:
+    """A schema that stands for another one many times."""
+    references = {f"p{i}": {"$ref": "#/$defs/A"} for i in range(40)}
+    return {"$defs": {"A": said}, "properties": references}
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
@@ -146,6 +187,20 @@ def nested(depth: int) -> Any:
         (DOUBLES, "has more than 5000 parts without its references; make it smaller"),
         (nested(100), "has more than 64 levels without its references"),
         (nested(100_000), "cannot be read"),
+        # A step into a text gives a text, for any number of steps.
+        ({"description": "ab", "$ref": "#/description/0/0"}, "refers to '#/description/0/0'"),
+        ({"$ref": "#" + "/items" * 129}, "refers to '#/items/items"),
+        ({"$ref": "#/%6Fdd" + "%2F0" * 129}, "refers to '#/%6Fdd%2F0"),
+        (
+            {**deep(101), "properties": {f"p{i}": {"$ref": "#" + "/x" * i} for i in range(101)}},
+            "has more than 5000 parts",
+        ),
+        (repeated(description="x" * 30_000), "more than 1000000 characters without their"),
+        (repeated(enum=["x" * 300] * 100), "more than 1000000 characters without their"),
+        (repeated(required=["x" * 300] * 100), "more than 1000000 characters without their"),
+        (repeated(anyOf=["x" * 300] * 100), "more than 1000000 characters without their"),
+        (repeated(properties={"x" * 30_000: {}}), "more than 1000000 characters without their"),
+        ({"$id": "urn:a", "items": {"$id": 5, "$ref": "#"}}, "has an $id or $anchor that"),
     ],
 )
 def test_what_cannot_be_resolved_is_refused_by_name(schema: Any, message: str) -> None:
@@ -302,7 +357,7 @@ def test_the_schema_of_an_argument() -> None:
 def test_what_is_no_schema_is_refused_or_stays_as_it_is(schema: dict[str, Any]) -> None:
     tool = {"function": {"name": "f", "parameters": schema}}
     if "$id" in schema:
-        with pytest.raises(SchemaError, match="the tool 'f' has \\$id = 5, which is no address"):
+        with pytest.raises(SchemaError, match=r"the tool 'f' has an \$id or \$anchor that cannot"):
             resolved_tool(tool)
     else:
         assert resolved_tool(tool) == tool
