@@ -111,7 +111,8 @@ class _Server:
         key = _key(request.headers)
         session = self._sessions.of(key)
         body = await body_of(request, self._largest_body)
-        dialect = api.dialect(parsed(body), session.notes)
+        # In a thread, because a large body takes long, and other requests go on meanwhile.
+        dialect = await asyncio.to_thread(lambda: api.dialect(parsed(body), session.notes))
         session.override((*dialect.overridden, *dialect.unread))
         name = self._names.key(key, request.url.path, request.headers, body)
         asked = replace(dialect.request, key=name)

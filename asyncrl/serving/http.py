@@ -206,7 +206,7 @@ class _Endpoint:
         """Answer one request with all its completions, or as a stream."""
         served, tokenizer, model = self._served, self._served.tokenizer, self._served.model
         tree = await json_body(request, min(LARGEST_BODY, model.largest_body))
-        asked = Asked(path, tree, model)
+        asked = await asyncio.to_thread(Asked, path, tree, model)
         dialect = asked.dialect
         async with self._encoding:
             prompts = await asked.prompts(tokenizer)

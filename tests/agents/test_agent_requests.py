@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,27 @@ async def test_a_context_that_is_too_long_has_its_code(tmp_path: Path) -> None:
             await other.messages.create(model="m", max_tokens=5, messages=[USER])  # type: ignore[list-item]
 
 
+@pytest.mark.asyncio
+async def test_others_are_answered_while_a_body_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, begun = threading.Event(), threading.Event()
+
+    def parsed(body: bytes) -> object:
+        begun.set()
+        read.wait(30)
+        return json.loads(body)
+
+    monkeypatch.setattr("asyncrl.agents.app.parsed", parsed)
+    async with Server(tmp_path, answers).http() as client:
+        slow = asyncio.create_task(client.post(CHAT, json=GOOD[CHAT]))
+        assert await asyncio.to_thread(begun.wait, 30)
+        assert (await client.get("/v1/models")).status_code == 200 and not slow.done()
+        read.set()
+        assert (await slow).status_code == 200
+
+
+@pytest.mark.asyncio
 async def test_models_have_any_name(tmp_path: Path) -> None:
     server = Server(tmp_path, answers)
 

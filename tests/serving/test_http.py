@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import tracemalloc
 from typing import Any
 
@@ -24,6 +25,7 @@ from asyncrl.serving.http import (
     routes,
 )
 from asyncrl.serving.identity import ServedModel
+from asyncrl.serving.requests import Asked
 from asyncrl.testing import FakeServed
 from asyncrl.web.errors import ApiError
 
@@ -817,3 +819,22 @@ def test_options_of_a_stream_that_are_no_object_are_refused(path: str, options: 
     replica_ = FakeServed(MODEL)
     status, answer, _ = ask(routes(replica_, None), "POST", path, body)
     assert status == 400 and "stream_options: send an object" in answer["error"]["message"]
+
+
+@pytest.mark.asyncio
+async def test_others_are_answered_while_a_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, begun = threading.Event(), threading.Event()
+
+    class Slow(Asked):
+        def __init__(self, *given: Any) -> None:
+            begun.set()
+            read.wait(30)
+            super().__init__(*given)
+
+    monkeypatch.setattr("asyncrl.serving.http.Asked", Slow)
+    app = routes(served(), None)
+    slow = asyncio.create_task(call(app, "POST", "/v1/completions", BODY))
+    assert await asyncio.to_thread(begun.wait, 30)
+    assert (await call(app, "GET", "/health"))[0] == 200 and not slow.done()
+    read.set()
+    assert (await slow)[0] == 200
