@@ -8,7 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest
@@ -18,12 +18,12 @@ from asyncrl.sessions.requests import (
     UnsupportedError,
     chat_message,
     chosen,
-    function_tools,
     functions_of,
     refuse_fields,
     resolved,
     schema_of,
     stops_of,
+    unused_of,
 )
 from asyncrl.text.schemas import PartsLeft
 from asyncrl.text.template import Message, Schema, are_messages
@@ -260,15 +260,15 @@ def _chat(messages: Sequence[Message | Reply]) -> list[Message]:
 
 
 def _tools(tools: Sequence[Schema] | None) -> tuple[list[Schema] | None, list[str]]:
-    """The tools, and those of their fields that have no effect. `strict` would force tokens."""
-    _, unused = function_tools(functions_of(tools or ()), "parameters")
+    """The tools, and those of their fields that have no effect."""
     found: list[Schema] = []
+    unused: list[str] = []
     parts = PartsLeft()
-    for index, tool in enumerate(tools or ()):
-        function = cast("Mapping[str, object]", tool["function"])
+    for index, (where, function) in enumerate(functions_of(tools or ())):
+        unused += unused_of(function, "parameters", where)
         kept = {name: value for name, value in function.items() if name != "strict"}
-        where = f"tools.{index}.function.parameters"
-        found.append(resolved({**tool, "function": kept}, where, parts))
+        tool = {**(tools or ())[index], "function": kept}
+        found.append(resolved(tool, f"{where}.parameters", parts))
     return found or None, unused
 
 

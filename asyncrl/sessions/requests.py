@@ -169,18 +169,25 @@ def _function_tool(
             order of the fields is kept, because templates write it.
         parameters: the name of that schema.
     """
-    if not isinstance(name := given.get("name"), str) or not name:
-        raise UnsupportedError(f"{param} has no name; set it", param)
-    schema = given.get(parameters)
-    if schema is not None and not isinstance(schema, Mapping):
-        raise UnsupportedError(f"{param}.{parameters} is no JSON schema; send an object", param)
+    unused = unused_of(given, parameters, param)
     function = {
         "parameters" if field == parameters else field: value
         for field, value in given.items()
         if field in ("name", "description", parameters) and value is not None
     }
-    tool = resolved({"type": "function", "function": function}, f"{param}.{parameters}", parts)
-    return tool, ["strict"] if given.get("strict") else []
+    where = f"{param}.{parameters}"
+    return resolved({"type": "function", "function": function}, where, parts), unused
+
+
+def unused_of(given: Mapping[str, Any], parameters: str, param: str) -> list[str]:
+    """The fields of a tool that have no effect: `strict` would force tokens. Raises
+    UnsupportedError if the tool has no name, or no JSON schema for its arguments."""
+    if not isinstance(name := given.get("name"), str) or not name:
+        raise UnsupportedError(f"{param} has no name; set it", param)
+    schema = given.get(parameters)
+    if schema is not None and not isinstance(schema, Mapping):
+        raise UnsupportedError(f"{param}.{parameters} is no JSON schema; send an object", param)
+    return ["strict"] if given.get("strict") else []
 
 
 def resolved(tool: Schema, param: str, parts: PartsLeft) -> Schema:
