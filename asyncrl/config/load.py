@@ -31,6 +31,8 @@ PATTERNS = {
     ENTRY_NAME: "its name is empty or has a '/'; choose another",
 }
 """Pattern of a text setting → how to write a valid value."""
+MOST_SHOWN = 200
+"""Characters of a value in a message."""
 MOST_MOVED = 5
 """Settings that have moved which a message names."""
 OF_PATHS = ("is ", "has ", "begins ")
@@ -176,19 +178,26 @@ def _explain_value(item: ErrorDetails, parts: list[str], name: str, kind: type[B
     if item["type"] == "missing":
         or_objective = f", or set objective: {' or '.join(OBJECTIVES)} for a run on a dataset"
         return f"{name} is missing; set it{or_objective if name == 'rollout' else ''}"
+    if item["type"] == "invalid_key":
+        return f"{name} is no name of a setting; leave it out"
+    value, text = item["input"], _shown(item["input"])
     if (way := _way_to_write(item)) is not None:
-        return f"{name.removesuffix('.[key]')} = {item['input']!r}: {way}"
+        return f"{name.removesuffix('.[key]')} = {text}: {way}"
     message = item["msg"].removeprefix("Value error, ")
-    value = item["input"]
     if isinstance(value, dict | Section) and name and item["type"] == "value_error":
         # The rule of a section begins with a setting in it.
         if message.startswith("use one of ") and isinstance(value, dict):
             return f"{name}.name = {value.get('name')!r}: {message}"
         return f"{name}: {message}" if message.startswith("give ") else f"{name}.{message}"
     if message.startswith(OF_PATHS):
-        return f"{name} = {value!r} {message}"
+        return f"{name} = {text} {message}"
     off = ", or leave it out" if value == "none" else _way_off(item, name, kind)
-    return f"{name} = {value!r}: {message[0].lower()}{message[1:]}{off}" if name else message
+    return f"{name} = {text}: {message[0].lower()}{message[1:]}{off}" if name else message
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 def _way_off(item: ErrorDetails, name: str, kind: type[BaseModel]) -> str:

@@ -1193,6 +1193,8 @@ def test_null_resets_a_setting_and_a_whole_mapping_is_replaced(tmp_path):
             " {'q': 1}: write a list, in brackets",
         ),
         ({"seed": 2**70}, f"seed = {2**70}: "),
+        ({"seed": "s" * 300}, f"seed = '{'s' * 199}…: input should be a valid integer"),
+        ({"learner": {1: 2}}, "learner.1 is no name of a setting; leave it out"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_explained_in_yaml_terms(tmp_path, changes, message):
