@@ -611,7 +611,7 @@ class Generator:
             )
         try:
             await self._catch_up()
-        except (ManifestError, StagingError, RuntimeError) as error:
+        except (ManifestError, OSError, RuntimeError) as error:
             raise StaleReplicaError(
                 f"replica {self.replica} at {self.weights} cannot apply the version registry's"
                 f" version: {error}"
