@@ -15,6 +15,8 @@ from asyncrl.config import WarmStartConfig
 from asyncrl.contracts.offline_rows import token_table
 
 Row = tuple[Sequence[int], Sequence[int]]
+FAR = 4
+"""How many times as many steps there are between checks far below the window."""
 
 
 class WarmStartFailedError(RuntimeError):
@@ -121,7 +123,10 @@ async def warm_start(
             await learner.set_learning_rate(learning_rate)
         else:
             await learner.snapshot()
-        taken = await _applied_steps(learner, batches, config.check_every_steps, max_skipped_steps)
+        is_far = not jumps and accuracy < config.min_accuracy / 2
+        count = config.check_every_steps * (FAR if is_far else 1)
+        count = min(count, config.max_steps - steps)
+        taken = await _applied_steps(learner, batches, count, max_skipped_steps)
         accuracy = await learner.exact_match(held_out_rows)
         checks.append(_check_after(steps + len(taken), accuracy, learning_rate, taken))
 

@@ -71,22 +71,17 @@ def config(**changes: float) -> WarmStartConfig:
 async def test_the_warm_start_ends_in_the_window() -> None:
     progress: list[WarmStartCheck] = []
     report = await warm_start(
-        Model(), ROWS, ROWS, config(learning_rate=0.01), progress=progress.append
+        Model(), ROWS, ROWS, config(learning_rate=0.0045), progress=progress.append
     )
-    assert report.accuracy == pytest.approx(0.4, abs=1e-6) or report.accuracy == pytest.approx(
-        0.5, abs=1e-6
-    )
-    assert [check.steps for check in progress] == list(
-        range(0, report.steps + 1, 10)
-    ) and report.checks == tuple(progress)
-    assert report.jumps == 0
-    assert [check.pieces_left_out for check in progress] == [0] + [20] * (len(progress) - 1), (
-        "two in each of the ten steps"
-    )
-    assert [check.tokens_left_out for check in progress] == [0] + [50] * (len(progress) - 1)
+    assert report.accuracy == pytest.approx(0.405) and report.jumps == 0
+    assert report.checks == tuple(progress)
+    # Below half of the window's lower edge, there are four times as many steps between checks.
+    assert [check.steps for check in progress] == [0, 40, 80, 90]
+    assert [check.pieces_left_out for check in progress] == [0, 80, 80, 20], "two in each step"
+    assert [check.tokens_left_out for check in progress] == [0, 200, 200, 50]
     first = progress[1].metrics()
     assert (
-        first["warm_start/fill"] == pytest.approx(0.055)
+        first["warm_start/fill"] == pytest.approx(0.205)
         and first["warm_start/imbalance"] == 0.5
         and first["warm_start/micro_batches"] == 3
     )
@@ -95,15 +90,24 @@ async def test_the_warm_start_ends_in_the_window() -> None:
 
 async def test_a_jump_restores_the_last_check_and_halves_the_learning_rate() -> None:
     model = Model()
-    # The first check jumps from 0 to 0.9. With half the rate, it reaches 0.45.
+    # The first check jumps from 0 to 1. With half the rate and a quarter of the steps, it reaches
+    # 0.45.
     report = await warm_start(model, ROWS, ROWS, config(learning_rate=0.09))
-    assert report.accuracy == pytest.approx(0.45) and report.jumps == 1 and report.steps == 20
+    assert report.accuracy == pytest.approx(0.45) and report.jumps == 1
+    assert [check.steps for check in report.checks] == [0, 40, 50]
     assert model.calls == ["reset", "snapshot", "restore", "rate 0.045"]
 
 
 async def test_two_jumps_from_the_same_check() -> None:
     report = await warm_start(Model(), ROWS, ROWS, config(learning_rate=0.2))
     assert report.jumps == 2 and report.accuracy == pytest.approx(0.5)
+
+
+async def test_no_more_steps_are_taken_than_allowed() -> None:
+    model = Model()
+    with pytest.raises(WarmStartFailedError, match="raise max_steps"):
+        await warm_start(model, ROWS, ROWS, config(learning_rate=0.0001, max_steps=25))
+    assert model.applied == 25
 
 
 async def test_a_model_already_in_the_window_takes_no_step() -> None:
