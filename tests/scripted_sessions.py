@@ -18,7 +18,7 @@ from asyncrl.rollout.session_groups import Played, session_table
 from asyncrl.sessions.answers import ChatRequest
 from asyncrl.sessions.session import Session, SessionTemplate
 from asyncrl.testing import FakeTurnGenerator
-from asyncrl.text.template import Message
+from asyncrl.text.chat_messages import Message
 from asyncrl.text.tokenizer import load_tokenizer
 
 PROMPT = "what is 3+4"

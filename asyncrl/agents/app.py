@@ -31,7 +31,7 @@ from asyncrl.api.responses import Responses, ResponsesAnswer, ResponsesBody
 from asyncrl.contracts.text_listener import Heard
 from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest, SessionClosedError
-from asyncrl.text.template import Message
+from asyncrl.text.chat_messages import Message
 
 LARGEST_BODY = 16 << 20
 """Upper limit of a request body, in bytes."""

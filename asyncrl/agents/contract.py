@@ -12,7 +12,7 @@ from typing import Protocol
 
 from asyncrl.contracts.text_listener import Heard
 from asyncrl.sessions.answers import Answer, ChatRequest
-from asyncrl.text.template import Message
+from asyncrl.text.chat_messages import Message
 
 
 class AgentSession(Protocol):

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from asyncrl.sessions.counted_session import Ask, CountedSession
-from asyncrl.text.template import Message
+from asyncrl.text.chat_messages import Message
 from asyncrl.web.errors import ApiError
 
 MOST_ENDED = 100_000

@@ -29,7 +29,7 @@ from asyncrl.sessions.requests import (
     schema_of,
     stops_of,
 )
-from asyncrl.text.template import Message
+from asyncrl.text.chat_messages import Message
 
 MESSAGE_FIELDS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 """Fields of a message that are kept as they are, beside its role, text and tool calls."""

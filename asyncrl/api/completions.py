@@ -20,7 +20,7 @@ from asyncrl.api.fields import (
 )
 from asyncrl.sessions.answers import Answer, ChatRequest, Token
 from asyncrl.sessions.requests import stops_of
-from asyncrl.text.template import Message
+from asyncrl.text.chat_messages import Message
 from asyncrl.web.answers import MOST_CHOICES, end_reason, finite
 
 

@@ -25,8 +25,7 @@ from asyncrl.api.fields import (
 )
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.sessions.requests import chosen, function_tools, part_text, stops_of, text_of
-from asyncrl.text.chat_messages import argument_values
-from asyncrl.text.template import Message
+from asyncrl.text.chat_messages import Message, argument_values
 from asyncrl.web.events import Event
 
 REFUSED = {

@@ -33,7 +33,7 @@ from asyncrl.runtime.clock import steady_time
 from asyncrl.sessions.answers import Answer, ChatRequest, Token
 from asyncrl.sessions.chat_answers import shown_token
 from asyncrl.sessions.requests import chosen, function_tools, schema_of, text_of
-from asyncrl.text.template import Message
+from asyncrl.text.chat_messages import Message
 from asyncrl.web.errors import ApiError
 from asyncrl.web.events import Event
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from asyncrl.data.form_rows import Chat, MalformedError, Text
-from asyncrl.text.chat_messages import MessagesError
+from asyncrl.text.chat_messages import Message, MessagesError
 from asyncrl.text.round_trip import Coverage
 from asyncrl.text.row_chats import RowChat, RowChats, render
 from asyncrl.text.row_messages import UnusedError
 from asyncrl.text.stops import chat_end_token
-from asyncrl.text.template import Message, marked_messages, marks_turns
+from asyncrl.text.template import marked_messages, marks_turns
 from asyncrl.text.tokenizer import decode, decode_prompt, encode_continuations, encode_prompts
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from asyncrl.contracts.columns import column_values, without_absent
 from asyncrl.data.forms import TOOLS, VARIABLES, Form, FormName
 from asyncrl.data.spec import OfflineDataSpec, RowsFor
-from asyncrl.text.chat_messages import MessagesError
+from asyncrl.text.chat_messages import Message, MessagesError, Schema, are_messages
 from asyncrl.text.row_messages import (
     MARKS,
     Mark,
@@ -24,7 +24,7 @@ from asyncrl.text.row_messages import (
     row_messages,
     without_marks,
 )
-from asyncrl.text.template import Message, Schema, are_messages, own_variables, tool_schemas
+from asyncrl.text.template import own_variables, tool_schemas
 
 REASONS: Final[Mapping[str, str]] = {
     "missing": "a value is missing",

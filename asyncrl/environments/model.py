@@ -25,8 +25,8 @@ from asyncrl.sessions.requests import (
     stops_of,
     unused_of,
 )
+from asyncrl.text.chat_messages import Message, Schema, are_messages
 from asyncrl.text.schemas import PartsLeft
-from asyncrl.text.template import Message, Schema, are_messages
 from asyncrl.web.answers import MOST_CHOICES
 
 WITHOUT_EFFECT = LABELS | {"modalities", "timeout"}

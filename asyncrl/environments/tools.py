@@ -12,8 +12,7 @@ from asyncrl.environments.model import Reply
 from asyncrl.runtime.functions import text_of
 from asyncrl.sessions.answers import ContextTooLongError
 from asyncrl.text.call_texts import arguments_of
-from asyncrl.text.chat_messages import plain_text
-from asyncrl.text.template import Message, Schema
+from asyncrl.text.chat_messages import Message, Schema, plain_text
 
 Tools: TypeAlias = Mapping[str, tuple[Schema, Callable[..., Awaitable[object]]]]
 """Name → its schema in OpenAI's form, and the async function that gets the call's arguments."""

@@ -28,10 +28,9 @@ from asyncrl.rollout.spec import SessionsSpec
 from asyncrl.runtime.all_or_nothing import all_or_nothing
 from asyncrl.sessions.answers import TurnDeadlineError
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
-from asyncrl.text.chat_messages import MessagesError, plain_text
+from asyncrl.text.chat_messages import Message, MessagesError, Schema, plain_text
 from asyncrl.text.response import ResponseReader
 from asyncrl.text.stops import Stops, load_stops
-from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from asyncrl.rollout.spec import SessionsSpec
     from asyncrl.rundir.reader import Run
-    from asyncrl.text.template import Message, Schema
+    from asyncrl.text.chat_messages import Message, Schema
 
 BEFORE, AFTER = 8, 24
 """Tokens that a message shows before a difference, and from there on."""

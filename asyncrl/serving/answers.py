@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from asyncrl.api.contract import Part
 from asyncrl.contracts.messages import Details, GenerateRequest, StreamPiece, Tokens
 from asyncrl.sessions.answers import Answer, ChatRequest, Token
+from asyncrl.text.chat_messages import Message, Schema
 from asyncrl.text.stops import first_stop
-from asyncrl.text.template import Message, Schema
 
 NO_TOKENS = Tokens((), ())
 

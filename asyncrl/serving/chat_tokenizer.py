@@ -9,10 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from asyncrl.api.streamed_content import StreamedContent
-from asyncrl.text.chat_messages import refuse_unencodable
+from asyncrl.text.chat_messages import Message, Schema, refuse_unencodable
 from asyncrl.text.continuation import render_chat
 from asyncrl.text.response import PREFIX_TOKENS, ResponseReader, in_reasoning
-from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode_prompt, encode_prompts, load_tokenizer
 
 if TYPE_CHECKING:

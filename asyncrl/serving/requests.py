@@ -22,8 +22,7 @@ from asyncrl.config.config import request_deadline_s
 from asyncrl.contracts.messages import Details, GenerateRequest
 from asyncrl.serving.answers import ChatTokenizer, siblings
 from asyncrl.serving.identity import ServedModel
-from asyncrl.text.chat_messages import MessagesError
-from asyncrl.text.template import Message
+from asyncrl.text.chat_messages import Message, MessagesError
 from asyncrl.web.errors import ApiError
 
 

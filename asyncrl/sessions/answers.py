@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from asyncrl.text.template import Message, Schema
+from asyncrl.text.chat_messages import Message, Schema
 from asyncrl.web.answers import end_reason
 
 

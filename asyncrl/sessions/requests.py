@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from asyncrl.text.chat_messages import TEXT_PARTS
+from asyncrl.text.chat_messages import TEXT_PARTS, Schema
 from asyncrl.text.schemas import PartsLeft, SchemaError, resolved_tool
-from asyncrl.text.template import Schema
 
 LABELS = frozenset(
     {

@@ -21,7 +21,7 @@ from asyncrl.sessions.answers import (
 from asyncrl.sessions.beginnings import Beginnings
 from asyncrl.sessions.chat_digests import ChatDigests, prompt_digest, request_hash
 from asyncrl.sessions.tree import Continued, SessionTree
-from asyncrl.text.chat_messages import MessagesError, refuse_unencodable
+from asyncrl.text.chat_messages import Message, MessagesError, Schema, refuse_unencodable
 from asyncrl.text.continuation import (
     ContinuationError,
     continuation,
@@ -30,7 +30,6 @@ from asyncrl.text.continuation import (
 )
 from asyncrl.text.response import PREFIX_TOKENS, in_reasoning
 from asyncrl.text.stops import first_stop
-from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode_prompt, encode_prompts
 
 if TYPE_CHECKING:

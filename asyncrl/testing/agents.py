@@ -9,7 +9,7 @@ from asyncrl.agents.served import session_closed, unknown_key
 from asyncrl.contracts.text_listener import Heard
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.sessions.session import Session
-from asyncrl.text.template import Message
+from asyncrl.text.chat_messages import Message
 
 
 class FakeAgentSession:

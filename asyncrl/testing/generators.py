@@ -27,8 +27,7 @@ from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.contracts.text_listener import Heard
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import HttpStatus, Traffic
-from asyncrl.text.chat_messages import MessagesError
-from asyncrl.text.template import Message, Schema
+from asyncrl.text.chat_messages import Message, MessagesError, Schema
 
 if TYPE_CHECKING:  # most fakes need no transformers
     from transformers import PreTrainedModel

@@ -24,8 +24,8 @@ from asyncrl.text.tokenizer import (
 )
 
 if TYPE_CHECKING:
+    from asyncrl.text.chat_messages import Message
     from asyncrl.text.response import ResponseReader
-    from asyncrl.text.template import Message
 
 logger = logging.getLogger(__name__)
 

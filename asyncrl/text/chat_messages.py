@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
+Message = Mapping[str, object]
+"""A chat message, with `role` and `content`."""
+Schema = Mapping[str, object]
+"""JSON schema of a function that the model may call."""
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's reasoning."""
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -110,3 +115,17 @@ def refuse_unencodable(
         ).encode()
     except (UnicodeEncodeError, RecursionError, ValueError) as error:
         raise MessagesError(f"the messages are no text: {error}") from None
+
+
+def are_messages(value: object) -> TypeGuard[list[Message]]:
+    """Whether the value is a list of messages, with at least one."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and ("content" in message or "tool_calls" in message)
+            for message in value
+        )
+    )

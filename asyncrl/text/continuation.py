@@ -8,8 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.contracts.nodes import CUT, DRIFT
-from asyncrl.text.chat_messages import REASONING_FIELDS, MessagesError, template_messages
-from asyncrl.text.template import Message, Schema, render_messages
+from asyncrl.text.chat_messages import (
+    REASONING_FIELDS,
+    Message,
+    MessagesError,
+    Schema,
+    template_messages,
+)
+from asyncrl.text.template import render_messages
 from asyncrl.text.tokenizer import (
     decode_prompt,
     encode_continuations,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.text.call_texts import Calls, Raw, Reads, call_of, json_value, some_calls
-from asyncrl.text.chat_messages import REASONING_FIELDS
+from asyncrl.text.chat_messages import REASONING_FIELDS, Message, Schema
 from asyncrl.text.reasoning import (
     MARKS,
     OPENED,
@@ -24,7 +24,6 @@ from asyncrl.text.reasoning import (
     opens_reasoning,
 )
 from asyncrl.text.schemas import property_schema, typed
-from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode, decode_prompt, special_tokens
 from asyncrl.text.turn_formats import (
     ARGUMENT_PARSERS,

@@ -9,9 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, cast
 
-from asyncrl.text.chat_messages import MessagesError
+from asyncrl.text.chat_messages import Message, MessagesError, Schema, are_messages
 from asyncrl.text.row_chats import (
     RowChat,
     RowChats,
@@ -27,10 +27,6 @@ from asyncrl.text.tokenizer import encode_prompts, load_tokenizer, special_token
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, object]
-"""A chat message, with `role` and `content`."""
-Schema = Mapping[str, object]
-"""JSON schema of a function that the model may call."""
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """The tag that a template puts before what the model writes."""
 
@@ -475,17 +471,3 @@ def tool_schemas(given: object) -> list[Schema]:
         except SchemaError as error:
             raise MessagesError(str(error)) from None
     raise MessagesError(f"its tools are {str(schemas)[:80]!r}; give a list of JSON schemas")
-
-
-def are_messages(value: object) -> TypeGuard[list[Message]]:
-    """Whether the value is a list of messages, with at least one."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(message, Mapping)
-            and isinstance(message.get("role"), str)
-            and ("content" in message or "tool_calls" in message)
-            for message in value
-        )
-    )

@@ -18,8 +18,8 @@ from asyncrl.contracts.rows import Completion
 from asyncrl.sessions.session import Session, SessionTemplate
 from asyncrl.sessions.session_rows import session_rows
 from asyncrl.testing import FakeAgentSessions, FakeTurnGenerator
+from asyncrl.text.chat_messages import Message
 from asyncrl.text.response import ResponseReader
-from asyncrl.text.template import Message
 from asyncrl.text.tokenizer import decode_prompt
 
 KEY = "key-of-a-session"

@@ -11,7 +11,7 @@ from chat_families import CHATML, save_chat_model
 from asyncrl.contracts.rows import Completion
 from asyncrl.sessions.session import Session, SessionTemplate
 from asyncrl.testing import FakeTurnGenerator
-from asyncrl.text.template import Message
+from asyncrl.text.chat_messages import Message
 from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
 
 NUMBERED = "{{ '<|im_start|>' + (messages | length | string) + ' messages' }}" + CHATML

@@ -28,7 +28,7 @@ from asyncrl.sessions.answers import (
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
 from asyncrl.sessions.session_rows import session_rows
 from asyncrl.testing import VirtualTimeLoop
-from asyncrl.text.template import Message
+from asyncrl.text.chat_messages import Message
 
 TEXTS = ("x", "yes no", "12 34", "<think>why</think>so")
 

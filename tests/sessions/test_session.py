@@ -20,8 +20,7 @@ from asyncrl.sessions.answers import Answer, ChatRequest, ContextTooLongError, S
 from asyncrl.sessions.session import Session, SessionTemplate
 from asyncrl.sessions.session_rows import session_rows
 from asyncrl.testing import FakeTurnGenerator
-from asyncrl.text.chat_messages import MessagesError
-from asyncrl.text.template import Message
+from asyncrl.text.chat_messages import Message, MessagesError
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from chat_families import CHATML, HEADERS, save_chat_model
 
+from asyncrl.text.chat_messages import Message
 from asyncrl.text.response import ResponseReader, format_name, in_reasoning
-from asyncrl.text.template import Message
 from asyncrl.text.tokenizer import decode, load_tokenizer
 from benchmarks.families import byte_tokenizer
 

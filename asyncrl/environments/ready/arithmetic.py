@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.environments.ready.graded import Grade, first_messages, graded
 from asyncrl.environments.tools import run_tools
-from asyncrl.text.template import Schema
+from asyncrl.text.chat_messages import Schema
 
 MOST_CHARACTERS = 400
 """Characters of an expression."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias, cast
 
-from asyncrl.text.template import Message
+from asyncrl.text.chat_messages import Message
 
 Grade: TypeAlias = Literal["math", "exact", "none"]
 """`math`: the answer is mathematically equal to the column `answer` (math-verify). `exact`: it is

@@ -20,7 +20,7 @@ from asyncrl.sandbox import (
     open_sandbox,
 )
 from asyncrl.sandbox.machine import usable_cpus
-from asyncrl.text.template import Schema
+from asyncrl.text.chat_messages import Schema
 
 RUN_PYTHON: Schema = {
     "type": "function",

@@ -40,9 +40,8 @@ from asyncrl.rewards.pool import RewardPool, total_rewards
 from asyncrl.rollout.session_player import Player
 from asyncrl.sessions.session import SessionTemplate
 from asyncrl.text.answer import answer_format
-from asyncrl.text.chat_messages import plain_text
+from asyncrl.text.chat_messages import Message, Schema, plain_text
 from asyncrl.text.response import ResponseReader
-from asyncrl.text.template import Message, Schema
 
 Request: TypeAlias = tuple[Sequence[Message], Sequence[Schema] | None]
 """The messages and tools of a turn."""

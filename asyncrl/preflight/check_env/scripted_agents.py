@@ -9,8 +9,7 @@ from asyncrl.contracts.rows import Prompt
 from asyncrl.preflight.check_env.scripted_model import Said, Script, call_message, turn_text
 from asyncrl.preflight.check_env.tool_examples import example_arguments, tool_name
 from asyncrl.sessions.session import SessionTemplate
-from asyncrl.text.chat_messages import MessagesError
-from asyncrl.text.template import Message, Schema
+from asyncrl.text.chat_messages import Message, MessagesError, Schema
 from asyncrl.text.tokenizer import special_tokens
 
 ANSWERS = ("answer", "solution", "target", "label", "expected", "gold", "ground_truth")

@@ -15,10 +15,9 @@ from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.contracts.text_listener import Heard
 from asyncrl.sessions.answers import Answer, ChatRequest
 from asyncrl.sessions.session import Sampled, Session, SessionTemplate, TurnRequest
-from asyncrl.text.chat_messages import MessagesError
+from asyncrl.text.chat_messages import Message, MessagesError, Schema
 from asyncrl.text.continuation import first_difference, render_chat
 from asyncrl.text.response import ResponseReader
-from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode, decode_prompt, encode_continuations
 
 if TYPE_CHECKING:

@@ -31,10 +31,9 @@ from asyncrl.preflight.check_env.tool_examples import (
 from asyncrl.sessions.answers import ChatRequest
 from asyncrl.sessions.session import SessionTemplate
 from asyncrl.sessions.session_rows import session_rows
-from asyncrl.text.chat_messages import MessagesError
+from asyncrl.text.chat_messages import Message, MessagesError, Schema
 from asyncrl.text.continuation import render_chat
 from asyncrl.text.response import ResponseReader, format_name
-from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode_prompt, encode_continuations
 from asyncrl.text.turn_formats import TAKES_TOOLS
 

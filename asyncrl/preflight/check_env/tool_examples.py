@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncrl.preflight.check_env.schema_examples import Example, refusal
-from asyncrl.text.template import Schema
+from asyncrl.text.chat_messages import Schema
 
 QUOTES, UNICODE = "say \"hi\" \\ 'x'\n{}", "Grüße, 日本語 🙂"
 PROBE: Schema = {

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.preflight.check_env.scripted_model import call_message, next_end, turn_text
 from asyncrl.sessions.session import SessionTemplate
-from asyncrl.text.chat_messages import MessagesError
+from asyncrl.text.chat_messages import Message, MessagesError, Schema
 from asyncrl.text.continuation import ContinuationError, first_difference
 from asyncrl.text.response import ResponseReader, format_name
-from asyncrl.text.template import Message, Schema
 from asyncrl.text.tokenizer import decode, decode_prompt, encode_continuations
 
 if TYPE_CHECKING:
