@@ -434,6 +434,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("name: &a [*a]\n", "an alias is inside the value that it names"),
         ("name: " + "[" * 600 + "]" * 600, "nested more than 64 deep"),
         ("name: " + "[" * 100 + "]" * 100, "more than 64 deep"),
+        ("name: " + "[" * 100_000, "more than 64 deep"),
         ("# " + "x" * (5 << 20), "characters, above"),
         ("seed: " + "9" * 5000, "a number has 5,000 digits"),
         ("seed: 0x" + "f" * 5000, "digits, above 100"),

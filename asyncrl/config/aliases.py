@@ -11,7 +11,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-import yaml
+from asyncrl.runtime.files.yaml_files import parse_yaml
 
 NOT_NEEDED = "nothing: "
 """Start of an answer about a setting that has no counterpart here, before the reason."""
@@ -40,7 +40,7 @@ class OtherNames:
 def other_names() -> OtherNames:
     """Read the tables. Raises ValueError if a table has a name twice."""
     source = resources.files("asyncrl.config").joinpath("other_systems.yaml")
-    tables = yaml.safe_load(source.read_text("utf-8"))
+    tables: Any = parse_yaml(source.read_text("utf-8"))
     return OtherNames(
         renamed=_answers(tables["renamed"], "here"),
         not_implemented=_answers(tables["not_implemented"], "why"),

@@ -10,10 +10,10 @@ import re
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import resources
-
-import yaml
+from typing import Any
 
 from asyncrl.observe.alarms import RANGES, Range
+from asyncrl.runtime.files.yaml_files import parse_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class MetricTable:
 def metric_tables() -> tuple[MetricTable, ...]:
     """The tables of `metrics.yaml`, in its order."""
     source = resources.files("asyncrl.observe").joinpath("metrics.yaml")
-    tables = yaml.safe_load(source.read_text("utf-8"))
+    tables: Any = parse_yaml(source.read_text("utf-8"))
     return tuple(
         MetricTable(
             table["title"], table["event"], tuple(Metric(**row) for row in table["metrics"])

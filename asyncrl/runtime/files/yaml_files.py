@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -15,6 +16,8 @@ MOST_NODES = 100_000
 aliases can expand to billions."""
 LONGEST_INTEGER = 100
 """Maximum characters of an integer."""
+FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's, where PyYAML has it: ten times as fast."""
 INTEGER = "tag:yaml.org,2002:int"
 DEEPEST = 64
 """Maximum nesting of lists and mappings."""
@@ -34,8 +37,17 @@ def parse_yaml(text: str) -> object:
     """
     if len(text) > LARGEST_TEXT:
         raise yaml.YAMLError(f"it has {len(text):,} characters, above {LARGEST_TEXT:,}")
-    loader = yaml.SafeLoader(text)
     try:
+        return _parsed(text, FAST_LOADER)
+    except yaml.YAMLError:
+        return _parsed(text, yaml.SafeLoader)  # its messages say more
+
+
+def _parsed(text: str, kind: Any) -> object:
+    try:
+        if kind is not yaml.SafeLoader:
+            _refuse_deep(text, kind)
+        loader = kind(text)
         tree = loader.get_single_node()
         if tree is None:
             return None
@@ -47,6 +59,16 @@ def parse_yaml(text: str) -> object:
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         # Such as an integer of 5,000 digits, a date that does not exist, or an empty `!!int`.
         raise yaml.YAMLError(f"a value cannot be read ({error}); put it in quotes") from None
+
+
+def _refuse_deep(text: str, kind: Any) -> None:
+    """Raise for too deep nesting, which would end the process: libyaml's loader is recursive."""
+    depth = 0
+    for event in yaml.parse(text, kind):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise _too_deep()
 
 
 def _expanded(node: yaml.Node, known: dict[int, int | None], depth: int) -> int:
