@@ -1007,14 +1007,14 @@ class WarmStartConfig(Section):
     """Lower edge of the accuracy window."""
     max_accuracy: float = Field(default=0.65, ge=0, le=1)
     """Upper edge of the accuracy window. If the accuracy jumps over it, the warm start returns to
-    its last check and halves the learning rate."""
+    its last check, and then checks more often or halves the learning rate."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Learning rate of the supervised steps."""
     batch_size: int = Field(default=256, gt=0)
     """Rows per supervised step."""
     check_every_steps: int = Field(default=10, gt=0)
-    """Supervised steps between two accuracy checks. There are four times as many while the accuracy
-    is below half of min_accuracy and has not jumped."""
+    """Supervised steps between two accuracy checks. Until the accuracy is half of min_accuracy,
+    four times as many."""
     max_steps: int = Field(default=2000, gt=0)
     """Supervised steps after which the warm start fails."""
 

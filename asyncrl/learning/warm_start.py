@@ -93,9 +93,10 @@ async def warm_start(
     """Take supervised steps until held-out accuracy is in [min_accuracy, max_accuracy]. Calls
     `progress` at every check.
 
-    If accuracy jumps over the window, weights and optimizer return to the last check, and the
-    learning rate is halved. Steps that the learner skipped do not count. The caller must reset the
-    optimizer for RL, because supervised steps are not policy versions.
+    If accuracy jumps over the window, weights and optimizer return to the last check. From there,
+    checks come more often, or else the learning rate is halved. Steps that the learner skipped do
+    not count. The caller must reset the optimizer for RL, because supervised steps are not policy
+    versions.
 
     Raises:
         WarmStartFailedError: there are no rows, `max_steps` are used up, the model was above the
@@ -106,7 +107,7 @@ async def warm_start(
             f"warm_start.data = {config.data!r} gave {len(train_rows)} training and"
             f" {len(held_out_rows)} held-out rows; give at least one of each"
         )
-    learning_rate, jumps = config.learning_rate, 0
+    learning_rate, jumps, is_far = config.learning_rate, 0, True
     await learner.reset_optimizer(learning_rate)
     accuracy = await learner.exact_match(held_out_rows)
     checks = [WarmStartCheck(0, accuracy, float("nan"), learning_rate)]
@@ -119,11 +120,13 @@ async def warm_start(
         _refuse_more_steps(checks[-1], config)
         if accuracy > config.max_accuracy:
             await learner.restore()
-            learning_rate, jumps = learning_rate / 2, jumps + 1
-            await learner.set_learning_rate(learning_rate)
+            jumps += 1
+            if not is_far:
+                learning_rate /= 2
+                await learner.set_learning_rate(learning_rate)
         else:
             await learner.snapshot()
-        is_far = not jumps and accuracy < config.min_accuracy / 2
+        is_far = is_far and accuracy < config.min_accuracy / 2
         count = config.check_every_steps * (FAR if is_far else 1)
         count = min(count, config.max_steps - steps)
         taken = await _applied_steps(learner, batches, count, max_skipped_steps)

@@ -90,17 +90,24 @@ async def test_the_warm_start_ends_in_the_window() -> None:
 
 async def test_a_jump_restores_the_last_check_and_halves_the_learning_rate() -> None:
     model = Model()
-    # The first check jumps from 0 to 1. With half the rate and a quarter of the steps, it reaches
-    # 0.45.
+    # 40 steps jump from 0 to 1, and 10 steps to 0.9. With half the rate, 10 reach 0.45.
     report = await warm_start(model, ROWS, ROWS, config(learning_rate=0.09))
-    assert report.accuracy == pytest.approx(0.45) and report.jumps == 1
-    assert [check.steps for check in report.checks] == [0, 40, 50]
-    assert model.calls == ["reset", "snapshot", "restore", "rate 0.045"]
+    assert report.accuracy == pytest.approx(0.45) and report.jumps == 2
+    assert [check.steps for check in report.checks] == [0, 40, 50, 60]
+    assert model.calls == ["reset", "snapshot", "restore", "restore", "rate 0.045"]
+
+
+async def test_a_jump_from_far_below_keeps_the_learning_rate() -> None:
+    model = Model()
+    report = await warm_start(model, ROWS, ROWS, config(learning_rate=0.017))
+    assert [check.steps for check in report.checks] == [0, 40, 50, 60, 70]
+    assert report.accuracy == pytest.approx(0.51) and report.jumps == 1
+    assert model.calls == ["reset", "snapshot", "restore", "snapshot", "snapshot"]
 
 
 async def test_two_jumps_from_the_same_check() -> None:
     report = await warm_start(Model(), ROWS, ROWS, config(learning_rate=0.2))
-    assert report.jumps == 2 and report.accuracy == pytest.approx(0.5)
+    assert report.jumps == 3 and report.accuracy == pytest.approx(0.5)
 
 
 async def test_no_more_steps_are_taken_than_allowed() -> None:
