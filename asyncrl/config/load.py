@@ -100,8 +100,8 @@ def load_any(path: str | Path, overrides: list[str] | None = None) -> Config | O
     if "objective" in tree and (name := _name(tree["objective"])) not in OBJECTIVES:
         setting = "objective.name" if isinstance(tree["objective"], dict) else "objective"
         raise ConfigError(
-            f"{setting} = {name!r}: use one of {', '.join(OBJECTIVES)}, or leave objective out for"
-            " a run with generators"
+            f"{setting} = {_shown(name)}: use one of {', '.join(OBJECTIVES)}, or leave objective"
+            " out for a run with generators"
         )
     return load_offline(path, overrides)
 
@@ -166,7 +166,7 @@ def explain(error: ValidationError, kind: type[BaseModel] = Config) -> str:
 
 
 def _explain_one(item: ErrorDetails, kind: type[BaseModel]) -> list[str]:
-    parts = [str(part) for part in item["loc"]]
+    parts = [str(part)[:MOST_SHOWN] for part in item["loc"]]
     name = _setting(parts, kind)
     if item["type"] == "extra_forbidden":
         leaves = _leaves(name, item["input"])
@@ -187,7 +187,7 @@ def _explain_value(item: ErrorDetails, parts: list[str], name: str, kind: type[B
     if isinstance(value, dict | Section) and name and item["type"] == "value_error":
         # The rule of a section begins with a setting in it.
         if message.startswith("use one of ") and isinstance(value, dict):
-            return f"{name}.name = {value.get('name')!r}: {message}"
+            return f"{name}.name = {_shown(value.get('name'))}: {message}"
         return f"{name}: {message}" if message.startswith("give ") else f"{name}.{message}"
     if message.startswith(OF_PATHS):
         return f"{name} = {text} {message}"
