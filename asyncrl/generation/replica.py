@@ -614,7 +614,7 @@ class Generator:
         except (ManifestError, OSError, RuntimeError) as error:
             raise StaleReplicaError(
                 f"replica {self.replica} at {self.weights} cannot apply the version registry's"
-                f" version: {error}"
+                f" version: {type(error).__name__}: {error}"
             ) from error
         if not self._has(wanted):
             raise StaleReplicaError(
