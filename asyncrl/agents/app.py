@@ -111,10 +111,10 @@ class _Server:
         key = _key(request.headers)
         session = self._sessions.of(key)
         body = await body_of(request, self._largest_body)
-        # In a thread, because a large body takes long, and other requests go on meanwhile.
+        name = self._names.key(key, request.url.path, request.headers, body)
+        # In a thread: a large body takes long, and other requests go on meanwhile.
         dialect = await asyncio.to_thread(lambda: api.dialect(parsed(body), session.notes))
         session.override((*dialect.overridden, *dialect.unread))
-        name = self._names.key(key, request.url.path, request.headers, body)
         asked = replace(dialect.request, key=name)
 
         async def chat(heard: Heard | None) -> list[Answer]:

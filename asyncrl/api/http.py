@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Awaitable, Sequence
@@ -59,9 +58,7 @@ def answer_unknown(app: Starlette, paths: Sequence[str], methods: str) -> None:
 
 async def json_body(request: Request, largest: int) -> object:
     """The parsed body. Raises ApiError, and ClientLeftError."""
-    body = await body_of(request, largest)
-    # In a thread, because a large body takes long, and other requests go on meanwhile.
-    return await asyncio.to_thread(parsed, body)
+    return parsed(await body_of(request, largest))
 
 
 async def body_of(request: Request, largest: int) -> bytes:

@@ -205,14 +205,15 @@ class Responses(Dialect):
         previous = self._body.previous_response_id
         if previous is None:
             return []
-        if previous not in self._notes:
+        # Another request may remove it meanwhile.
+        if (before := self._notes.get(previous)) is None:
             raise ApiError(
                 404,
                 "previous_response_id is not one of the last answers here; send all items",
                 "previous_response_not_found",
                 "previous_response_id",
             )
-        return self._notes[previous]
+        return before
 
     def _note(self, answer: Answer) -> None:
         """Keep the chat for requests that continue it."""

@@ -27,9 +27,10 @@ from asyncrl.api.answering import answered
 from asyncrl.api.contract import Part
 from asyncrl.api.http import (
     answer_unknown,
-    json_body,
+    body_of,
     model_entry,
     model_list,
+    parsed,
     path_of,
     refusal,
     safely,
@@ -205,11 +206,12 @@ class _Endpoint:
     async def answer(self, request: Request, path: str) -> Response:
         """Answer one request with all its completions, or as a stream."""
         served, tokenizer, model = self._served, self._served.tokenizer, self._served.model
-        tree = await json_body(request, min(LARGEST_BODY, model.largest_body))
-        asked = await asyncio.to_thread(Asked, path, tree, model)
-        dialect = asked.dialect
+        body = await body_of(request, min(LARGEST_BODY, model.largest_body))
         async with self._encoding:
+            # In a thread: a large body takes long, and other requests go on meanwhile.
+            asked = await asyncio.to_thread(lambda: Asked(path, parsed(body), model))
             prompts = await asked.prompts(tokenizer)
+        dialect = asked.dialect
         requests = asked.requests([ids for _, ids in prompts])
         identity = weights(await served.served_weights())
         is_chat = dialect.request.prompt is None

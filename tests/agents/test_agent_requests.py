@@ -226,17 +226,17 @@ async def test_a_context_that_is_too_long_has_its_code(tmp_path: Path) -> None:
 async def test_others_are_answered_while_a_body_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, begun = threading.Event(), threading.Event()
+    read, began = threading.Event(), threading.Event()
 
     def parsed(body: bytes) -> object:
-        begun.set()
-        read.wait(30)
+        began.set()
+        assert read.wait(30)
         return json.loads(body)
 
     monkeypatch.setattr("asyncrl.agents.app.parsed", parsed)
     async with Server(tmp_path, answers).http() as client:
         slow = asyncio.create_task(client.post(CHAT, json=GOOD[CHAT]))
-        assert await asyncio.to_thread(begun.wait, 30)
+        assert await asyncio.to_thread(began.wait, 30)
         assert (await client.get("/v1/models")).status_code == 200 and not slow.done()
         read.set()
         assert (await slow).status_code == 200

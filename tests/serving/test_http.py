@@ -823,18 +823,18 @@ def test_options_of_a_stream_that_are_no_object_are_refused(path: str, options: 
 
 @pytest.mark.asyncio
 async def test_others_are_answered_while_a_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, begun = threading.Event(), threading.Event()
+    read, began = threading.Event(), threading.Event()
 
     class Slow(Asked):
         def __init__(self, *given: Any) -> None:
-            begun.set()
-            read.wait(30)
+            began.set()
+            assert read.wait(30)
             super().__init__(*given)
 
     monkeypatch.setattr("asyncrl.serving.http.Asked", Slow)
     app = routes(served(), None)
     slow = asyncio.create_task(call(app, "POST", "/v1/completions", BODY))
-    assert await asyncio.to_thread(begun.wait, 30)
+    assert await asyncio.to_thread(began.wait, 30)
     assert (await call(app, "GET", "/health"))[0] == 200 and not slow.done()
     read.set()
     assert (await slow)[0] == 200
