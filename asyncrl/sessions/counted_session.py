@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from asyncrl.contracts.text_listener import Heard
 from asyncrl.sessions.answers import (
     Answer,
     ChatRequest,
@@ -15,6 +15,9 @@ from asyncrl.sessions.answers import (
     TurnsExceededError,
 )
 from asyncrl.text.chat_messages import MessagesError
+
+if TYPE_CHECKING:
+    from asyncrl.contracts.text_listener import Heard  # whose package imports pyarrow
 
 Ask = Callable[[ChatRequest, "Heard | None"], Awaitable[list[Answer]]]
 """Answers a request, as `Session.chat` does."""

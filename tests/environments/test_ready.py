@@ -44,7 +44,9 @@ def test_imports_stay_light() -> None:
     """Every environment process imports them."""
     script = (
         "import sys; from asyncrl.environments.ready import calculator, python, reasoning_gym\n"
+        "import asyncrl.environments.process\n"
         "heavy = {'transformers', 'torch', 'ray', 'reasoning_gym', 'math_verify', 'pyarrow'}\n"
+        "heavy |= {'numpy', 'jinja2', 'pydantic'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run(
