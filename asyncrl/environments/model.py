@@ -26,7 +26,7 @@ from asyncrl.sessions.requests import (
     unused_of,
 )
 from asyncrl.text.chat_messages import Message, Schema, are_messages
-from asyncrl.text.schemas import PartsLeft
+from asyncrl.text.schema_references import PartsLeft
 from asyncrl.web.answers import MOST_CHOICES
 
 WITHOUT_EFFECT = LABELS | {"modalities", "timeout"}

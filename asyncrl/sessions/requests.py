@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from asyncrl.text.chat_messages import TEXT_PARTS, Schema
-from asyncrl.text.schemas import PartsLeft, SchemaError, resolved_tool
+from asyncrl.text.schema_references import PartsLeft, SchemaError, resolved_tool
 
 LABELS = frozenset(
     {

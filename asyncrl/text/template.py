@@ -21,7 +21,7 @@ from asyncrl.text.row_chats import (
     template_variables,
 )
 from asyncrl.text.row_messages import UnusedError, chat_value, row_messages, without_marks
-from asyncrl.text.schemas import PartsLeft, SchemaError, resolved_tool
+from asyncrl.text.schema_references import PartsLeft, SchemaError, resolved_tool
 from asyncrl.text.tokenizer import encode_prompts, load_tokenizer, special_tokens
 
 if TYPE_CHECKING:

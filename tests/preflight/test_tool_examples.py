@@ -15,7 +15,7 @@ from asyncrl.preflight.check_env.template_checks import TemplateChecks
 from asyncrl.preflight.check_env.tool_examples import example_arguments, own_cases, refused_examples
 from asyncrl.sessions.session import SessionTemplate
 from asyncrl.text.response import ResponseReader
-from asyncrl.text.schemas import resolved_tool
+from asyncrl.text.schema_references import resolved_tool
 
 QWEN = "Qwen3-Coder, Qwen3.5 and Nemotron 3"
 

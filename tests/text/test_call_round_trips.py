@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from test_turn_formats import BARE, OPEN, SEP, TURNS, tokenizer_of
 
 from asyncrl.text.response import ResponseReader
-from asyncrl.text.schemas import resolved_tool
+from asyncrl.text.schema_references import resolved_tool
 from asyncrl.text.turn_formats import TURN_FORMATS
 
 SPOT = {"type": "object", "properties": {"town": {"type": "string"}, "days": {"type": "integer"}}}

@@ -11,7 +11,8 @@ from pydantic import BaseModel, Field
 from asyncrl.environments.model import _tools as model_tools
 from asyncrl.sessions.requests import UnsupportedError, function_tools, functions_of
 from asyncrl.text.call_texts import Raw
-from asyncrl.text.schemas import SchemaError, property_schema, resolved_tool, typed, types_of
+from asyncrl.text.schema_references import SchemaError, resolved_tool
+from asyncrl.text.schemas import property_schema, typed, types_of
 from asyncrl.text.template import MessagesError, tool_schemas
 
 
@@ -71,7 +72,8 @@ APART: Any = [
     [{"prefixItems": [{}]}, {"items": INTEGER}],
     [{"contains": INTEGER}, {"minContains": 2}],
     [{"if": INTEGER}, {"else": AT_LEAST}],
-    [{"properties": {"a": {"type": "null"}}}, {"properties": {"a": INTEGER}}],
+    [{"properties": {"a": {}}, "unevaluatedProperties": False}, {"anyOf": [INTEGER]}],
+    [{"const": 1}, {"const": True}],
 ]
 """Schemas that say something else as one schema."""
 
@@ -111,6 +113,55 @@ APART: Any = [
         (
             {"allOf": [{"properties": {"a": part}} for part in (True, INTEGER, INTEGER, AT_LEAST)]},
             {"properties": {"a": {**INTEGER, **AT_LEAST}}},
+        ),
+        (
+            {"allOf": [{"properties": {"a": {"type": "null"}}}, {"properties": {"a": INTEGER}}]},
+            {"properties": {"a": {"allOf": [{"type": "null"}, INTEGER]}}},
+        ),
+        # These act on all parts, or on nothing.
+        (
+            {"$defs": {"A": {"properties": {"a": {}}}}, **A, "unevaluatedProperties": False},
+            {"properties": {"a": {}}, "unevaluatedProperties": False},
+        ),
+        (
+            {
+                "allOf": [
+                    {"properties": {"a": {}}, "additionalProperties": True},
+                    {"properties": {}},
+                ]
+            },
+            {"properties": {"a": {}}, "additionalProperties": True},
+        ),
+        ({"$defs": {"A": {"properties": None}}, "not": A}, {"not": {"properties": None}}),
+        ({"$defs": {"A": {"items": [INTEGER]}}, "not": A}, {"not": {"items": [INTEGER]}}),
+        (
+            {"$id": "http://h/", "items": None, "anyOf": None, "$defs": {"A": INTEGER}, "not": A},
+            {"$id": "http://h/", "items": None, "anyOf": None, "not": INTEGER},
+        ),
+        # An address that begins with # is an old anchor.
+        (
+            {"$id": "http://h/s", "$defs": {"A": INTEGER}, "not": {"$id": "#/not", "contains": A}},
+            {"$id": "http://h/s", "not": {"$id": "#/not", "contains": INTEGER}},
+        ),
+        (
+            {
+                "$id": "schemas/foo.json",
+                "items": {"$ref": "bar.json"},
+                "contains": {"$ref": "bar.json#here"},
+                "$defs": {
+                    "B": {"$id": "bar.json", "$defs": {"A": {"$anchor": "here"}}, "not": A},
+                },
+            },
+            {
+                "$id": "schemas/foo.json",
+                "items": {"$id": "bar.json", "not": {"$anchor": "here"}},
+                "contains": {"$anchor": "here"},
+            },
+        ),
+        # A place that is no keyword can have a schema, too.
+        (
+            {"parts": {"A": {"not": A}}, "$defs": {"A": INTEGER}, "not": {"$ref": "#/parts/A"}},
+            {"parts": {"A": {"not": A}}, "not": {"not": INTEGER}},
         ),
         # A reference is relative to the nearest address.
         (
@@ -163,14 +214,6 @@ def nested(depth: int) -> Any:
     return {"$defs": {"A": {}}, **schema}
 
 
-def deep(levels: int) -> Any:
-    """Nested mappings that are no schemas."""
-    found: dict[str, Any] = {}
-    for _ in range(levels):
-        found = {"x": found}
-    return found
-
-
 def repeated(**said: Any) -> Any:
     """A schema that stands for another one many times."""
     references = {f"p{i}": {"$ref": "#/$defs/A"} for i in range(40)}
@@ -187,20 +230,23 @@ def repeated(**said: Any) -> Any:
         (DOUBLES, "has more than 5000 parts without its references; make it smaller"),
         (nested(100), "has more than 64 levels without its references"),
         (nested(100_000), "cannot be read"),
-        # A step into a text gives a text, for any number of steps.
         ({"description": "ab", "$ref": "#/description/0/0"}, "refers to '#/description/0/0'"),
-        ({"$ref": "#" + "/items" * 129}, "refers to '#/items/items"),
-        ({"$ref": "#/%6Fdd" + "%2F0" * 129}, "refers to '#/%6Fdd%2F0"),
+        ({"items": {"default": "ab", "$ref": "#/items/default"}}, "refers to '#/items/default'"),
         (
-            {**deep(101), "properties": {f"p{i}": {"$ref": "#" + "/x" * i} for i in range(101)}},
-            "has more than 5000 parts",
+            {"$id": "http://h/", "$ref": "#", "additionalItems": {"$id": "http://[x"}},
+            "has $id = 'http://[x', which is no address",
         ),
+        (
+            {"$ref": "#", "additionalItems": {"$id": 5}},
+            "has $id = '5', which is no address",
+        ),
+        ({"$id": "urn:" + "x" * 2_000, "$ref": "#"}, "which is no address"),
         (repeated(description="x" * 30_000), "more than 1000000 characters without their"),
         (repeated(enum=["x" * 300] * 100), "more than 1000000 characters without their"),
         (repeated(required=["x" * 300] * 100), "more than 1000000 characters without their"),
         (repeated(anyOf=["x" * 300] * 100), "more than 1000000 characters without their"),
         (repeated(properties={"x" * 30_000: {}}), "more than 1000000 characters without their"),
-        ({"$id": "urn:a", "items": {"$id": 5, "$ref": "#"}}, "has an $id or $anchor that"),
+        ({"allOf": "a\nb"}, "has allOf = 'a\\nb'; give a list of schemas"),
     ],
 )
 def test_what_cannot_be_resolved_is_refused_by_name(schema: Any, message: str) -> None:
@@ -343,6 +389,10 @@ def test_the_schema_of_an_argument() -> None:
     assert property_schema({"properties": {"a": STRING}}, "a") == STRING
     assert property_schema({"additionalProperties": STRING}, "a") == STRING
     assert property_schema({"properties": {"a": STRING}}, "b") is True
+    both = {"allOf": [{"properties": {"a": {}}}, {"additionalProperties": STRING}]}
+    assert property_schema(both, "n") == STRING and property_schema(both, "a") == {
+        "allOf": [{}, STRING]
+    }
     assert property_schema(None, "a") is True
 
 
@@ -357,7 +407,7 @@ def test_the_schema_of_an_argument() -> None:
 def test_what_is_no_schema_is_refused_or_stays_as_it_is(schema: dict[str, Any]) -> None:
     tool = {"function": {"name": "f", "parameters": schema}}
     if "$id" in schema:
-        with pytest.raises(SchemaError, match=r"the tool 'f' has an \$id or \$anchor that cannot"):
+        with pytest.raises(SchemaError, match=r"the tool 'f' has \$id = '5', which is no address"):
             resolved_tool(tool)
     else:
         assert resolved_tool(tool) == tool
