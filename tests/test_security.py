@@ -450,6 +450,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         "endless",
         "too deep to parse",
         "too deep",
+        "too deep for libyaml",
         "too long",
         "long",
         "hex",
