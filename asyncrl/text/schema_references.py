@@ -22,12 +22,12 @@ MOST_CHARACTERS = 1_000_000
 """Characters of JSON for which all tools of a list may stand, without the names of keywords."""
 DEEPEST = 64
 """Levels of nested schemas."""
-LONGEST_ADDRESS = 2_000
-"""Characters of an `$id` with those around it."""
+LONGEST_ADDRESS, MOST_ADDRESSES = 500, 1_000
+"""Characters of an `$id` with those around it, and how many `$id` and `$anchor` a schema has."""
 SCHEMAS = ("parameters", "input_schema", "return")
 """Where a tool has a schema."""
 SMALLER = "without its references; make it smaller"
-NAMED = ("properties", "patternProperties", "dependentSchemas")
+NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies")
 LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SINGLE = (
     "items",
@@ -37,6 +37,7 @@ SINGLE = (
     "unevaluatedProperties",
     "contains",
     "propertyNames",
+    "contentSchema",
     "not",
     "if",
     "then",
@@ -51,6 +52,8 @@ INTERACTING = (
     ("if", "then", "else"),
 )
 """Keywords whose meaning depends on the others of the same schema."""
+OPEN = ("properties", "patternProperties", "additionalProperties", "items", "additionalItems")
+"""Those that say nothing if they are true or empty."""
 UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 """Keywords whose meaning depends on all of the schema, with the parts of its `allOf`."""
 NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
@@ -86,6 +89,7 @@ def resolved_tool(tool: Mapping[str, Any], parts: PartsLeft | None = None) -> Ma
     for word in SCHEMAS:
         if isinstance(schema := function.get(word), Mapping):
             text = _text(schema, name)
+            _refuse_deep(schema, name)
             if any(f'"{key}"' in text for key in (*REFERENCES, "allOf")):
                 # A schema of Python may have the same object in several places.
                 found[word] = _Resolution(name, json.loads(text), parts).schema()
@@ -98,8 +102,20 @@ def resolved_tool(tool: Mapping[str, Any], parts: PartsLeft | None = None) -> Ma
 def _text(schema: object, name: str) -> str:
     try:
         return json.dumps(schema, default=str, ensure_ascii=False)
-    except (RecursionError, ValueError) as error:
+    except (RecursionError, TypeError, ValueError) as error:
         raise SchemaError(f"the schema of the tool {name[:64]!r} cannot be read: {error}") from None
+
+
+def _refuse_deep(schema: Any, name: str) -> None:
+    """Raise SchemaError for too many levels: whoever reads a schema calls itself for each."""
+    level, depth = [schema], 0
+    while level := [inner for one in level if isinstance(one, Mapping) for inner in _inner(one)]:
+        depth += 1
+        if depth > DEEPEST:
+            raise SchemaError(
+                f"the schema of the tool {name[:64]!r} has more than {DEEPEST} levels; make it"
+                " smaller"
+            )
 
 
 class _Resolution:
@@ -113,7 +129,7 @@ class _Resolution:
         """Id of a schema → the `$id` to which its references are relative."""
         self._targets: dict[tuple[str, str], Any] = {}
         self._characters: dict[int, int] = {}
-        self._cuts: dict[tuple[int, str], Any] = {}
+        self._kinds: dict[int, frozenset[str]] = {}
 
     def schema(self) -> Any:
         """The schema without references. Raises SchemaError."""
@@ -132,6 +148,10 @@ class _Resolution:
                     self._addresses.setdefault(base, schema)
                 if isinstance(anchor := schema.get("$anchor"), str):
                     self._addresses[f"{base}#{anchor}"] = schema
+                if str(schema.get("$id")).startswith("#"):
+                    self._addresses.setdefault(f"{base}{schema['$id']}", schema)
+                if len(self._addresses) > MOST_ADDRESSES:
+                    raise self._error(f"has more than {MOST_ADDRESSES} $id and $anchor; use fewer")
                 found += [(inner, base) for inner in _inner(schema)]
 
     def _base(self, address: Any, base: str) -> str:
@@ -181,10 +201,9 @@ class _Resolution:
         if id(target) not in within:
             return self._resolved(target, (*within, id(target)), depth + 1)
         self._count(target)
-        name = ref.rpartition("/")[2].lstrip("#")
-        if (id(target), name) not in self._cuts:
-            self._cuts[id(target), name] = _cut(target, name)
-        return self._cuts[id(target), name]
+        if id(target) not in self._kinds:
+            self._kinds[id(target)] = types_of(target)
+        return _cut(target, ref.rpartition("/")[2].lstrip("#"), self._kinds[id(target)])
 
     def _target(self, ref: Any, base: str) -> Any:
         """The schema that a reference leads to."""
@@ -210,7 +229,7 @@ class _Resolution:
         for step in unquote(fragment).split("/")[1:]:
             if isinstance(found, Mapping):
                 found = found[step.replace("~1", "/").replace("~0", "~")]
-            elif isinstance(found, list):
+            elif isinstance(found, list) and step.isdecimal():
                 found = found[int(step)]
             else:
                 raise LookupError(step)
@@ -265,10 +284,9 @@ def _said(schema: Any) -> Any:
     ]
 
 
-def _cut(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _cut(schema: Mapping[str, Any], name: str, kinds: frozenset[str]) -> dict[str, Any]:
     """A schema within itself: its type, and what it is called."""
     kept = {key: schema[key] for key in ("type", "title", "description") if key in schema}
-    kinds = types_of(schema)
     if "type" not in kept and kinds != ALL:
         kept["type"] = next(iter(kinds)) if len(kinds) == 1 else sorted(kinds)
     return kept if "title" in kept or not name else {"title": name, **kept}
@@ -326,20 +344,25 @@ def _interact(schemas: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _says(schema: Mapping[str, Any], word: str) -> bool:
-    """Whether a schema has this keyword, with another value than one that allows everything."""
-    return word in schema and schema[word] is not True and schema[word] != {}
+    """Whether a schema has this keyword, and it says something."""
+    return word in schema and not (word in OPEN and (schema[word] is True or schema[word] == {}))
 
 
 def _property(given: Sequence[Any]) -> Any:
     """The schema of a property for which several are given."""
-    if all(_same(schema, given[0]) for schema in given):
-        return given[0]
-    return _all_of(given, {})
+    first, *others = given
+    return first if all(_same(first, other) for other in others) else _all_of(given, {})
 
 
 def _same(one: object, other: object) -> bool:
     """Whether two values are the same JSON. Python takes 1 for true."""
-    return one == other and repr(one) == repr(other)
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one == other
 
 
 def _are_texts(value: object) -> bool:

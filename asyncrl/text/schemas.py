@@ -37,6 +37,18 @@ def _items(value: object) -> Sequence[Any]:
 
 def types_of(schema: object) -> frozenset[str]:
     """The JSON types of the values that a schema allows. All of them if it does not say."""
+    kinds = _said_types(schema)
+    if not isinstance(schema, Mapping):
+        return kinds
+    if kinds == ALL:
+        words = {word for part in _parts(schema) for word in part}
+        hinted = [KINDS[kind] for kind, hints in HINTS.items() if words & {*hints}]
+        kinds = frozenset[str]().union(*hinted) if hinted else kinds
+    return (kinds or ALL) | (frozenset({"null"}) if schema.get("nullable") is True else frozenset())
+
+
+def _said_types(schema: object) -> frozenset[str]:
+    """The types that a schema names, or whose values it names."""
     if not isinstance(schema, Mapping):
         return ALL
     kinds = _declared(schema.get("type"))
@@ -44,14 +56,19 @@ def types_of(schema: object) -> frozenset[str]:
         if isinstance(options := schema.get(name), list | tuple) and options:
             kinds &= frozenset[str]().union(*map(types_of, options))
     for part in _items(schema.get("allOf")):
-        kinds &= types_of(part)
+        kinds &= _said_types(part)
     given = [*_items(schema.get("enum")), *([schema["const"]] if "const" in schema else ())]
     if given:
         kinds &= frozenset[str]().union(*map(kinds_of, given))
-    if kinds == ALL:
-        hinted = [KINDS[kind] for kind, words in HINTS.items() if set(words) & set(schema)]
-        kinds = frozenset[str]().union(*hinted) if hinted else kinds
-    return (kinds or ALL) | (frozenset({"null"}) if schema.get("nullable") is True else frozenset())
+    return kinds
+
+
+def _parts(schema: object) -> Iterator[Mapping[str, Any]]:
+    """A schema, and the parts of its `allOf`."""
+    if isinstance(schema, Mapping):
+        yield schema
+        for part in _items(schema.get("allOf")):
+            yield from _parts(part)
 
 
 def _declared(given: object) -> frozenset[str]:
@@ -103,7 +120,7 @@ def typed(value: object, schema: object) -> object:
         return value
     kinds, text = types_of(schema), str(value)
     if "string" in kinds:
-        choices = _items(schema.get("enum")) if isinstance(schema, Mapping) else ()
+        choices = [one for part in _parts(schema) for one in _items(part.get("enum"))]
         if kinds == {"string"} or not isinstance(value, Raw) or text in choices:
             return text
     for found in _read(text.strip(), kinds):

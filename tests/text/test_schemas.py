@@ -71,6 +71,8 @@ APART: Any = [
     [{"patternProperties": {"^a": {}}}, {"additionalProperties": INTEGER}],
     [{"prefixItems": [{}]}, {"items": INTEGER}],
     [{"contains": INTEGER}, {"minContains": 2}],
+    [{"contains": {}}, {"minContains": 0}],
+    [{"if": True}, {"then": False}],
     [{"if": INTEGER}, {"else": AT_LEAST}],
     [{"properties": {"a": {}}, "unevaluatedProperties": False}, {"anyOf": [INTEGER]}],
     [{"const": 1}, {"const": True}],
@@ -158,6 +160,10 @@ APART: Any = [
                 "contains": {"$anchor": "here"},
             },
         ),
+        (
+            {"$defs": {"x": {"$id": "#a", "type": "null"}}, "dependencies": {"b": {"$ref": "#a"}}},
+            {"dependencies": {"b": {"$id": "#a", "type": "null"}}},
+        ),
         # A place that is no keyword can have a schema, too.
         (
             {"parts": {"A": {"not": A}}, "$defs": {"A": INTEGER}, "not": {"$ref": "#/parts/A"}},
@@ -191,6 +197,12 @@ def test_references_of_any_kind(schema: Any, expected: Any) -> None:
 def test_a_tool_without_references_stays() -> None:
     plain = tool({"type": "object", "properties": {"a": {"type": "string"}}})
     assert resolved_tool(plain) is plain
+    deep: Any = {}
+    for _ in range(65):
+        deep = {"anyOf": [deep]}
+    with pytest.raises(SchemaError, match="has more than 64 levels; make it smaller"):
+        resolved_tool(tool(deep))
+    assert resolved_tool(tool(deep["anyOf"][0])) == tool(deep["anyOf"][0])
     flat = {"name": "plan", "parameters": {"$defs": {"A": {"const": 1}}, "$ref": "#/$defs/A"}}
     assert resolved_tool(flat) == {"name": "plan", "parameters": {"const": 1}}
 
@@ -203,6 +215,12 @@ DOUBLES = {
         },
         "A16": {},
     },
+    "$ref": "#/$defs/A0",
+}
+
+
+LONG_CHAIN = {
+    "$defs": {f"A{i}": {"items": {"$ref": f"#/$defs/A{i + 1}"}} for i in range(70)} | {"A70": {}},
     "$ref": "#/$defs/A0",
 }
 
@@ -228,9 +246,15 @@ def repeated(**said: Any) -> Any:
         ({"items": {"$ref": 5}}, "refers to '5'"),
         ({"$dynamicRef": "#a"}, "uses $dynamicRef, which is not read; use $ref"),
         (DOUBLES, "has more than 5000 parts without its references; make it smaller"),
-        (nested(100), "has more than 64 levels without its references"),
+        (nested(100), "has more than 64 levels; make it smaller"),
+        (LONG_CHAIN, "has more than 64 levels without its references"),
         (nested(100_000), "cannot be read"),
         ({"description": "ab", "$ref": "#/description/0/0"}, "refers to '#/description/0/0'"),
+        ({"$ref": "#/anyOf/-1", "anyOf": [True]}, "refers to '#/anyOf/-1'"),
+        (
+            {"$ref": "#", "anyOf": [{"$anchor": str(i)} for i in range(1_001)]},
+            "has more than 1000 $id and $anchor; use fewer",
+        ),
         ({"items": {"default": "ab", "$ref": "#/items/default"}}, "refers to '#/items/default'"),
         (
             {"$id": "http://h/", "$ref": "#", "additionalItems": {"$id": "http://[x"}},
@@ -301,7 +325,8 @@ ANY = {"null", "boolean", "integer", "number", "string", "array", "object"}
         ({"anyOf": [{"type": "array"}, {"properties": {}}]}, {"array", "object"}),
         ({"oneOf": [{"const": "a"}, {"enum": [None, True]}]}, {"string", "null", "boolean"}),
         ({"type": "object", "anyOf": [{"required": ["a"]}]}, {"object"}),
-        ({"allOf": [{"type": ["integer", "string"]}, {"minimum": 1}]}, {"integer"}),
+        ({"allOf": [{"type": ["integer", "null"]}, {"minimum": 1}]}, {"integer", "null"}),
+        ({"allOf": [{"minimum": 1}, {"title": "a"}]}, {"integer", "number"}),
         ({"enum": [1, 2]}, {"integer", "number"}),
         ({"prefixItems": [{}]}, {"array"}),
         ({"format": "date"}, {"string"}),
@@ -394,6 +419,7 @@ def test_the_schema_of_an_argument() -> None:
         "allOf": [{}, STRING]
     }
     assert property_schema(None, "a") is True
+    assert typed(Raw("1"), {"allOf": [{"enum": ["1", "2", 3]}, {"title": "t"}]}) == "1"
 
 
 @pytest.mark.parametrize(
