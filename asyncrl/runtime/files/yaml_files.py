@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ MOST_NODES = 100_000
 aliases can expand to billions."""
 LONGEST_INTEGER = 100
 """Maximum characters of an integer."""
+MOST_DIRECTIVES, DIRECTIVE = 8, re.compile(r"^%", re.MULTILINE)
+"""For thousands, libyaml takes minutes."""
 FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's, where PyYAML has it: ten times as fast."""
 INTEGER = "tag:yaml.org,2002:int"
@@ -37,16 +40,18 @@ def parse_yaml(text: str) -> object:
     """
     if len(text) > LARGEST_TEXT:
         raise yaml.YAMLError(f"it has {len(text):,} characters, above {LARGEST_TEXT:,}")
+    if len(DIRECTIVE.findall(text)) > MOST_DIRECTIVES:
+        raise yaml.YAMLError(f"it has more than {MOST_DIRECTIVES} lines that begin with %")
     try:
         return _parsed(text, FAST_LOADER)
-    except yaml.YAMLError:
+    except (yaml.MarkedYAMLError, yaml.reader.ReaderError):
         return _parsed(text, yaml.SafeLoader)  # its messages say more
 
 
 def _parsed(text: str, kind: Any) -> object:
     try:
         if kind is not yaml.SafeLoader:
-            _refuse_deep(text, kind)
+            _refuse_large(text, kind)
         loader = kind(text)
         tree = loader.get_single_node()
         if tree is None:
@@ -61,14 +66,18 @@ def _parsed(text: str, kind: Any) -> object:
         raise yaml.YAMLError(f"a value cannot be read ({error}); put it in quotes") from None
 
 
-def _refuse_deep(text: str, kind: Any) -> None:
-    """Raise for too deep nesting, which would end the process: libyaml's loader is recursive."""
-    depth = 0
+def _refuse_large(text: str, kind: Any) -> None:
+    """Raise for too deep nesting, which would end the process because libyaml's loader is
+    recursive, and for too many values."""
+    depth = nodes = 0
     for event in yaml.parse(text, kind):
+        nodes += isinstance(event, yaml.NodeEvent)
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
             raise _too_deep()
+        if nodes > MOST_NODES:
+            raise _too_many()
 
 
 def _expanded(node: yaml.Node, known: dict[int, int | None], depth: int) -> int:
@@ -98,9 +107,7 @@ def _expanded(node: yaml.Node, known: dict[int, int | None], depth: int) -> int:
     )
     total = 1 + sum(_expanded(part, known, depth + 1) for part in parts)
     if total > MOST_NODES:
-        raise yaml.YAMLError(
-            f"its aliases expand to more than {MOST_NODES:,} values; write out what is needed"
-        )
+        raise _too_many()
     known[id(node)] = total
     return total
 
@@ -131,6 +138,13 @@ def _refuse_unusual(scalar: yaml.ScalarNode) -> None:
         raise yaml.YAMLError(
             f"{line}: a number has {len(scalar.value):,} digits, above {LONGEST_INTEGER}"
         )
+
+
+def _too_many() -> yaml.YAMLError:
+    return yaml.YAMLError(
+        f"it has more than {MOST_NODES:,} values, those of its aliases included; write out what is"
+        " needed"
+    )
 
 
 def _too_deep() -> yaml.YAMLError:
