@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from typing import Any
@@ -93,7 +94,10 @@ def parsed(body: bytes) -> object:
     """The JSON of a body. Raises ApiError, 400."""
     try:
         tree: object = json.loads(
-            body.decode(), parse_constant=_no_number, object_pairs_hook=_without_repetition
+            body.decode(),
+            parse_constant=_no_number,
+            parse_float=_finite,
+            object_pairs_hook=_without_repetition,
         )
         if b"\\ud" in body.lower():  # half of a surrogate pair is no text
             json.dumps(tree, ensure_ascii=False).encode()
@@ -105,6 +109,12 @@ def parsed(body: bytes) -> object:
 
 def _no_number(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is too large")
+    return number
 
 
 def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, Any]:
