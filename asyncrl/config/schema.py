@@ -1023,6 +1023,15 @@ class WarmStartConfig(Section):
         """Whether longer rows stay whole until they are packed."""
         return self.packing_strategy.completion_policy == "split"
 
+    @model_validator(mode="after")
+    def the_window_is_not_empty(self) -> WarmStartConfig:
+        if self.min_accuracy > self.max_accuracy:
+            raise ValueError(
+                f"min_accuracy = {self.min_accuracy} is above max_accuracy = {self.max_accuracy};"
+                " lower it"
+            )
+        return self
+
 
 class ObserveConfig(Section):
     sinks: list[Literal["wandb", "mlflow", "trackio"]] = Field(default=[])

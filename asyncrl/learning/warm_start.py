@@ -126,9 +126,9 @@ async def warm_start(
                 await learner.set_learning_rate(learning_rate)
         else:
             await learner.snapshot()
-        is_far = is_far and accuracy < config.min_accuracy / 2
-        count = config.check_every_steps * (FAR if is_far else 1)
-        count = min(count, config.max_steps - steps)
+        left, far = config.max_steps - steps, FAR * config.check_every_steps
+        is_far = is_far and accuracy < config.min_accuracy / 2 and 2 * far <= left
+        count = far if is_far else min(config.check_every_steps, left)
         taken = await _applied_steps(learner, batches, count, max_skipped_steps)
         accuracy = await learner.exact_match(held_out_rows)
         checks.append(_check_after(steps + len(taken), accuracy, learning_rate, taken))

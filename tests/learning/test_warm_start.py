@@ -110,6 +110,11 @@ async def test_two_jumps_from_the_same_check() -> None:
     assert report.jumps == 3 and report.accuracy == pytest.approx(0.5)
 
 
+async def test_few_steps_are_checked_often() -> None:
+    report = await warm_start(Model(), ROWS, ROWS, config(learning_rate=0.025, max_steps=40))
+    assert report.steps == 20 and report.jumps == 0
+
+
 async def test_no_more_steps_are_taken_than_allowed() -> None:
     model = Model()
     with pytest.raises(WarmStartFailedError, match="raise max_steps"):
@@ -153,3 +158,8 @@ async def test_skipped_steps_in_a_row_end_the_warm_start() -> None:
         await warm_start(
             Model(skips=lambda number: True), ROWS, ROWS, config(), max_skipped_steps=5
         )
+
+
+def test_an_empty_window_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"min_accuracy = 0\.7 is above max_accuracy = 0\.65"):
+        config(min_accuracy=0.7)
