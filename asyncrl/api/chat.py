@@ -12,6 +12,7 @@ from asyncrl.api.contract import Part
 from asyncrl.api.fields import (
     ContentPart,
     Harmless,
+    Items,
     Open,
     TopLogprobs,
     check,
@@ -56,8 +57,8 @@ class ChatMessage(Open):
 
     texts_read = MESSAGE_FIELDS
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Items[ContentPart] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -96,8 +97,8 @@ class ResponseFormat(Open):
 class ChatBody(ChoicesBody):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Items[ChatMessage] = Field(min_length=1)
+    tools: Items[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     """`auto`, or `none`: tool calls stay text. Others count as `auto`."""
     parallel_tool_calls: bool | None = None
@@ -106,7 +107,7 @@ class ChatBody(ChoicesBody):
     top_logprobs: TopLogprobs | None = None
     """How many of the most probable tokens to list. A session lists the sampled one."""
     response_format: ResponseFormat | None = None
-    modalities: list[str] | None = None
+    modalities: Items[str] | None = None
 
 
 class AnsweredMessage(Open):

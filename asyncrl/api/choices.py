@@ -11,6 +11,7 @@ from asyncrl.api.fields import (
     AtLeastOne,
     Body,
     Choices,
+    Items,
     Open,
     StreamOptions,
     new_id,
@@ -30,7 +31,7 @@ class ChoicesBody(Body):
     max_tokens: AtLeastOne | None = None
     max_completion_tokens: AtLeastOne | None = None
     """Most tokens of an answer. Default: as many as fit."""
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     stream_options: StreamOptions | None = None
 
 

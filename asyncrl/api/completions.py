@@ -11,6 +11,7 @@ from asyncrl.api.choices import ChoicesAnswer, ChoicesBody, ChoicesDialect
 from asyncrl.api.contract import Part
 from asyncrl.api.fields import (
     AtLeastOne,
+    Items,
     Open,
     TopLogprobs,
     Whole,
@@ -27,7 +28,7 @@ from asyncrl.web.answers import MOST_CHOICES, end_reason, finite
 class PromptsBody(ChoicesBody):
     """The body of POST /v1/completions, with texts and token ids."""
 
-    prompt: str | list[Whole] | list[str] | list[list[Whole]]
+    prompt: str | Items[Whole] | Items[str] | Items[Items[Whole]]
     """A text, token ids, or a list of either."""
     max_tokens: Annotated[Whole, Field(ge=0)] | None = None
     """Most tokens of an answer. 0 is valid with `echo`, and returns the prompt alone."""

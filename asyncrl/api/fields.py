@@ -29,6 +29,9 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list in a body. An error for each of a million wrong items would take minutes."""
 Whole = Annotated[int, BeforeValidator(_whole)]
 """A whole number, which a client may write as 1.0."""
 AtLeastOne = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
@@ -109,7 +112,7 @@ def by_type(kinds: Mapping[str, type[Open]], default: str) -> Any:
 
 FIRST = Field(union_mode="left_to_right")
 """Marks a union whose first fitting type is taken."""
-Content: TypeAlias = Annotated[list[Annotated[AnyPart | Any, FIRST]] | Any, FIRST]
+Content: TypeAlias = Annotated[Items[Annotated[AnyPart | Any, FIRST]] | Any, FIRST]
 """A text or parts, which are checked when they are read."""
 
 

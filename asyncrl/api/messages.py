@@ -15,6 +15,7 @@ from asyncrl.api.fields import (
     Content,
     ContentPart,
     Harmless,
+    Items,
     Open,
     by_type,
     check,
@@ -81,7 +82,7 @@ class MessageParam(Open):
     """A message of a chat."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]  # type: ignore[valid-type]
+    content: str | Items[Block]  # type: ignore[valid-type]
 
 
 class ToolParam(Open):
@@ -119,13 +120,13 @@ class OutputConfig(Open):
 class MessagesBody(Body):
     """The body of POST /v1/messages."""
 
-    messages: list[MessageParam] = Field(min_length=1)
+    messages: Items[MessageParam] = Field(min_length=1)
     max_tokens: AtLeastOne | None = None
     """Most tokens of the answer. Default: as many as fit."""
-    system: str | list[TextBlock] | None = None
-    tools: list[ToolParam] | None = None
+    system: str | Items[TextBlock] | None = None
+    tools: Items[ToolParam] | None = None
     tool_choice: ToolChoice | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Items[str] | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 

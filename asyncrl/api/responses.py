@@ -20,6 +20,7 @@ from asyncrl.api.fields import (
     Body,
     Content,
     Harmless,
+    Items,
     Open,
     TopLogprobs,
     by_type,
@@ -127,18 +128,18 @@ class TextSettings(Open):
 class ResponsesBody(Body):
     """The body of POST /v1/responses."""
 
-    input: str | list[Item] | None = None  # type: ignore[valid-type]
+    input: str | Items[Item] | None = None  # type: ignore[valid-type]
     instructions: str | None = None
     """The system message. It is not kept for requests that continue this one."""
     previous_response_id: str | None = None
     """An earlier answer of the session, whose chat this request continues."""
-    tools: list[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     """`auto`, or `none`: tool calls stay text. Others count as `auto`."""
     parallel_tool_calls: bool | None = None
     max_output_tokens: AtLeastOne | None = None
     text: TextSettings | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     top_logprobs: TopLogprobs | None = None
     truncation: Literal["disabled", "auto"] | None = None
 

@@ -821,6 +821,15 @@ def test_options_of_a_stream_that_are_no_object_are_refused(path: str, options: 
     assert status == 400 and "stream_options: send an object" in answer["error"]["message"]
 
 
+def test_a_list_of_wrong_items_is_refused_at_the_first_one() -> None:
+    tracemalloc.start()
+    with pytest.raises(ApiError, match=r"include\.0: input should be a valid string"):
+        Asked("/v1/responses", {"model": "tiny", "input": "q", "include": [1] * 100_000}, MODEL)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 << 20, "an error for each item would be 40 MB"
+
+
 @pytest.mark.asyncio
 async def test_others_are_answered_while_a_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read, began = threading.Event(), threading.Event()
