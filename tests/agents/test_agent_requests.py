@@ -223,7 +223,6 @@ async def test_a_context_that_is_too_long_has_its_code(tmp_path: Path) -> None:
             await other.messages.create(model="m", max_tokens=5, messages=[USER])  # type: ignore[list-item]
 
 
-@pytest.mark.asyncio
 async def test_others_are_answered_while_a_body_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +242,6 @@ async def test_others_are_answered_while_a_body_is_read(
         assert (await slow).status_code == 200
 
 
-@pytest.mark.asyncio
 async def test_models_have_any_name(tmp_path: Path) -> None:
     server = Server(tmp_path, answers)
 

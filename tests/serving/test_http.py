@@ -830,7 +830,6 @@ def test_a_list_of_wrong_items_is_refused_at_the_first_one() -> None:
     assert peak < 4 << 20, "an error for each item would be 40 MB"
 
 
-@pytest.mark.asyncio
 async def test_others_are_answered_while_a_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read, began = threading.Event(), threading.Event()
 
