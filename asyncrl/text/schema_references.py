@@ -125,6 +125,8 @@ class _Resolution:
         self._tool, self._root, self._left, self._parts = tool[:64], root, MOST_PARTS, parts
         self._addresses: dict[str, Any] = {"": root}
         """Schemas by `$id`, and by `$id#$anchor`."""
+        self._joined: dict[tuple[str, Any], Any] = {}
+        """The base around a schema and its `$id` → its own base."""
         self._bases: dict[int, str] = {}
         """Id of a schema → the `$id` to which its references are relative."""
         self._targets: dict[tuple[str, str], Any] = {}
@@ -150,7 +152,7 @@ class _Resolution:
                     self._addresses[f"{base}#{anchor}"] = schema
                 if str(schema.get("$id")).startswith("#"):
                     self._addresses.setdefault(f"{base}{schema['$id']}", schema)
-                if len(self._addresses) > MOST_ADDRESSES:
+                if max(len(self._addresses), len(self._joined)) > MOST_ADDRESSES:
                     raise self._error(f"has more than {MOST_ADDRESSES} $id and $anchor; use fewer")
                 found += [(inner, base) for inner in _inner(schema)]
 
@@ -159,7 +161,9 @@ class _Resolution:
         if address is None or address == "" or str(address).startswith("#"):
             return base
         try:
-            joined = urldefrag(urljoin(base, address)).url
+            if (base, address) not in self._joined:
+                self._joined[base, address] = urldefrag(urljoin(base, address)).url
+            joined = self._joined[base, address]
         except (AttributeError, TypeError, ValueError):
             joined = None
         if not isinstance(joined, str) or len(joined) > LONGEST_ADDRESS:

@@ -255,6 +255,10 @@ def repeated(**said: Any) -> Any:
             {"$ref": "#", "anyOf": [{"$anchor": str(i)} for i in range(1_001)]},
             "has more than 1000 $id and $anchor; use fewer",
         ),
+        (
+            {"$ref": "#", "anyOf": [{"$id": f"urn:a#{i}"} for i in range(1_001)]},
+            "has more than 1000 $id and $anchor; use fewer",
+        ),
         ({"items": {"default": "ab", "$ref": "#/items/default"}}, "refers to '#/items/default'"),
         (
             {"$id": "http://h/", "$ref": "#", "additionalItems": {"$id": "http://[x"}},
