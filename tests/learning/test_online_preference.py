@@ -4,19 +4,18 @@ synchronous algorithm, compared with a plain loop."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 from plain_ranks import on_ranks
-from recorded import VOCABULARY, learner_config
+from recorded import learner_config
+from scored_groups import VERSION, scored_group
 from test_synchronous import (
     EOS,
     GROUPS,
@@ -35,10 +34,8 @@ from transformers import PreTrainedModel
 from asyncrl.algorithms.pairs import BestWorst, Margin
 from asyncrl.algorithms.preference_losses import Sigmoid
 from asyncrl.config import Config, RewardConfig, StalenessConfig
-from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.messages import GenerateRequest, StepResult
 from asyncrl.contracts.outcomes import NO_PAIR
-from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
 from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
@@ -52,49 +49,10 @@ from asyncrl.rollout.worker import rollout_seed
 from asyncrl.testing import FakeRecorder, SeededGenerator
 
 STEPS, TEMPERATURE = 5, 0.8
-BOUND, VERSION = 3, 5
-Rewards = tuple[float | None, ...]
+BOUND = 3
 Parameters = dict[str, torch.Tensor]
 
 # Pairs, ages and weights on recorded groups
-
-
-def scored_group(ordinal: int, rewards: Rewards, **changes: Any) -> pa.Table:
-    """The row of a scored group with random tokens. A reward of None masks the trajectory.
-    `versions` are the spans' versions of each trajectory, `reasons` the finish reasons."""
-    generator = np.random.default_rng(ordinal)
-    versions = changes.get("versions", [[VERSION]] * len(rewards))
-    reasons = changes.get("reasons", ["stop"] * len(rewards))
-    prompt = tuple(generator.integers(3, VOCABULARY, 2 + ordinal % 4).tolist())
-    members = []
-    for index, value in enumerate(rewards):
-        length = int(generator.integers(6, 20))
-        ends = np.linspace(0, length, len(versions[index]) + 1).astype(int).tolist()
-        completion = Completion(
-            tuple(generator.integers(3, VOCABULARY, length).tolist()),
-            tuple((-4 + 0.05 * generator.standard_normal(length)).tolist()),
-            tuple(
-                VersionSpan(version, start, end)
-                for version, (start, end) in zip(
-                    versions[index], itertools.pairwise(ends), strict=True
-                )
-            ),
-            reasons[index],
-        )
-        members.append(
-            Trajectory(
-                completion,
-                tuple(int(at % 5 != 3) for at in range(length)),
-                value,
-                {},
-                None,
-                "unscored" if value is None else "ok",
-                tuple((-4 + 0.05 * generator.standard_normal(length)).tolist()),
-            )
-        )
-    return groups_to_table(
-        [Group(0, Prompt(ordinal, 0, "p", prompt), tuple(members), "r", 0, 1, 2)]
-    )
 
 
 def batch() -> list[pa.Table]:

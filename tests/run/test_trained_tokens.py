@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pyarrow as pa
 import pytest
+from scored_groups import scored_group
 from small_config import small_config
-from test_online_preference import scored_group
 from unread_books import unread_books
 
 from asyncrl.learning.steps.online_preference import pairs_table
