@@ -86,8 +86,10 @@ async def wait_for_resources(
     """
     limit, clock = config.placement_wait_s, asyncio.get_running_loop().time
     demand: _Demand | None = None
+    # Each decision belongs to the time of the look that it rests on, however long it takes.
+    looked = settled = clock()
+    deadline, last_told = looked + limit, looked - TELL_EVERY_S
     nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
-    deadline, settled, last_told = clock() + limit, clock(), clock() - TELL_EVERY_S
     try:
         while True:
             wanted = run_needs(config, version_bytes)
@@ -96,11 +98,11 @@ async def wait_for_resources(
             if not short:
                 return config, await _tables(config, version_bytes, nodes)
             # Some of several groups may hold resources that fewer replicas can use.
-            given_up = clock() > deadline and config.engines.nnodes > 1
+            given_up = looked >= deadline and config.engines.nnodes > 1
             if demand is not None and (given_up or await asyncio.to_thread(demand.placed)):
                 demand.remove()
                 demand, settled = None, clock() + GIVEN_BACK_S
-            late = clock() > max(deadline, settled)
+            late = looked >= max(deadline, settled)
             if late or (never and own_cluster()):
                 which: Amounts = "free" if late else "registered"
                 fewer = with_fewer_replicas(config, version_bytes, nodes, which)
@@ -110,13 +112,14 @@ async def wait_for_resources(
                 tell(_reduced_text(config, fewer, short[0]))
                 config = fewer
                 continue
-            may_grow = settled < clock() < deadline and not own_cluster()
+            may_grow = settled <= looked < deadline and not own_cluster()
             if demand is None and may_grow and shortages(run_needs(config), nodes, "free"):
                 demand = _Demand(config)
             if clock() - last_told >= TELL_EVERY_S:
                 last_told = clock()
                 tell(await _waiting_text(deadline - last_told, short[0]))
             await asyncio.sleep(LOOK_EVERY_S)
+            looked = clock()
             nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
     finally:
         if demand is not None:
