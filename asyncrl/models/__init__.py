@@ -8,7 +8,6 @@ from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
     from asyncrl.models.attention import (
-        Segments as Segments,
         register_attention as register_attention,
         segment_attention as segment_attention,
     )
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         head_settings as head_settings,
         load_policy as load_policy,
     )
+    from asyncrl.models.segments import Segments as Segments
     from asyncrl.models.supported import support as support
 
 __getattr__ = lazy_exports(
@@ -41,7 +41,7 @@ __getattr__ = lazy_exports(
     Policy="policy",
     register_attention="attention",
     segment_attention="attention",
-    Segments="attention",
+    Segments="segments",
     support="supported",
     token_example="micro_batches",
 )

@@ -8,9 +8,7 @@ for this attention. Causal attention needs no mask, and a sliding window is comp
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from asyncrl.models.segments import Run, Segments
 from asyncrl.models.supported import WAY_OUT
 from asyncrl.models.ulysses import SequenceRanks
 
@@ -26,28 +25,6 @@ ATTENTION = "asyncrl_segments"
 
 BLOCK = 512
 """Queries in a block. A longer segment of length L never has a mask or scores of size [L, L]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """The segments of one packed row of T tokens, in order. Neighbors of equal length share one
-    attention call, so sort them by length."""
-
-    lengths: tuple[int, ...]
-    runs: tuple[tuple[int, int], ...]
-    """(length, count) of neighbors of equal length."""
-    cu_seqlens: Tensor
-    """[segments + 1] int32: the start of each segment, and T, on the device of the row."""
-    attended: list[int] = field(default_factory=list, compare=False)
-    """The `id` of each attention module that has used these segments. After a forward pass, the
-    caller checks that no module bypassed them."""
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device | str) -> Segments:
-        """Make segments of these lengths, in tokens."""
-        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        runs = tuple((length, len(list(same))) for length, same in groupby(lengths))
-        return cls(tuple(lengths), runs, ends.to(device))
 
 
 def register_attention() -> str:
@@ -77,7 +54,7 @@ def shared_attention(
         return segment_attention(
             module, query, key, value, attention_mask, scaling, sliding_window, segments, **settings
         )
-    query, key, value = sequence_group.to_heads(query, key, value, sum(segments.lengths))
+    query, key, value = sequence_group.to_heads(query, key, value, segments.tokens)
     attended, _ = segment_attention(
         module, query, key, value, attention_mask, scaling, sliding_window, segments, **settings
     )
@@ -109,9 +86,9 @@ def segment_attention(
             f"attention {ATTENTION!r} needs segments=Segments.of(lengths, device) in the forward"
             " call"
         )
-    if query.shape[0] != 1 or query.shape[2] != sum(segments.lengths):
+    if query.shape[0] != 1 or query.shape[2] != segments.tokens:
         raise ValueError(
-            f"segments of {sum(segments.lengths)} tokens came with a row of shape"
+            f"segments of {segments.tokens} tokens came with a row of shape"
             f" {tuple(query.shape)}; pack all of them in one row"
         )
     _refuse_other_kinds(module, attention_mask, sliding_window, settings)
@@ -122,20 +99,36 @@ def segment_attention(
         and query.shape[-1] == value.shape[-1]
     ):
         return _varlen(query, key, value, scaling, sliding_window, segments), None
-    outputs = []
-    start = 0
-    for length, count in segments.runs:
-        end = start + length * count
-        out = _causal(
-            _batched(query[0, :, start:end], count),
-            _batched(key[0, :, start:end], count),
-            _batched(value[0, :, start:end], count),
+    sizes = [run.tokens for run in segments.runs]
+    # `split`, because the backward pass of a slice fills a tensor of the whole row with zeros.
+    queries, keys, values = (tensor[0].split(sizes, dim=1) for tensor in (query, key, value))
+    outputs = list[Tensor]()
+    for run, of_run in zip(segments.runs, queries, strict=True):
+        index = len(outputs)
+        out = _of_run(
+            run,
+            _batched(of_run, run.count),
+            _with_past(keys, index, run),
+            _with_past(values, index, run),
             scaling,
             sliding_window,
         )
-        outputs.append(out.transpose(1, 2).reshape(end - start, query.shape[1], value.shape[3]))
-        start = end
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None], None
+
+
+def _with_past(pieces: tuple[Tensor, ...], index: int, run: Run) -> Tensor:
+    """The keys or values of a run's blocks, after those of the segments that they continue:
+    [count, kv_heads, past + size, D].
+
+    Args:
+        pieces: [kv_heads, tokens, D] of each run.
+    """
+    own = _batched(pieces[index], run.count)
+    if not run.path:
+        return own
+    past = [pieces[at].expand(run.count, -1, -1, -1) for at in run.path]
+    return torch.cat([*past, own], dim=2)
 
 
 def _refuse_other_kinds(
@@ -177,35 +170,39 @@ def _window_of(module: torch.nn.Module) -> int | None:
     return window if slides else None
 
 
-def _causal(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+def _of_run(
+    run: Run, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute causal attention for `count` segments of one length L.
+    """Compute the attention of a run's blocks: [count, heads, L, D].
 
-    query is [count, heads, L, D], key [count, kv_heads, L, D], value [count, kv_heads, L, W].
+    query is [count, heads, L, D], key [count, kv_heads, past + L, D], value the same with width W.
 
     On a CPU, torch's flash kernel needs D = W. It keeps one block of scores at a time in the
     forward and backward pass, also for grouped heads. On a GPU, this function gets the inputs that
     the flash kernels there do not support: float32, or D other than W. torch's memory-efficient
     kernel takes them, if keys have as many heads as queries.
     """
-    length = query.shape[2]
+    length, longest = query.shape[2], key.shape[2]
     if query.is_cuda:
         key, value = _for_each_query_head(query, key, value)
-    windowed = window is not None and length > window
-    if windowed or (length > BLOCK and not query.is_cuda and key.shape[-1] != value.shape[-1]):
-        return _by_blocks(query, key, value, scaling, window)
-    # Without this, torch could silently use its plain implementation, which stores all L² scores.
-    kernel = SDPBackend.EFFICIENT_ATTENTION if query.is_cuda else SDPBackend.FLASH_ATTENTION
-    with sdpa_kernel(kernel) if length > BLOCK else contextlib.nullcontext():
-        return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=length > 1,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+    grouped = query.shape[1] != key.shape[1]
+    windowed = window is not None and longest > window
+    if run.shapes is None:
+        flash = query.is_cuda or key.shape[-1] == value.shape[-1]
+        if length > BLOCK and (windowed or run.past or not flash):
+            return _by_blocks(query, key, value, scaling, window)
+        if not run.past and not windowed:
+            # Without this, torch could silently use its plain implementation, which stores all L²
+            # scores.
+            kernel = SDPBackend.EFFICIENT_ATTENTION if query.is_cuda else SDPBackend.FLASH_ATTENTION
+            with sdpa_kernel(kernel) if length > BLOCK else contextlib.nullcontext():
+                return scaled_dot_product_attention(
+                    query, key, value, is_causal=length > 1, scale=scaling, enable_gqa=grouped
+                )
+    mask = run.mask(query.device, window if windowed else None)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped
+    )
 
 
 def _for_each_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,19 +216,21 @@ def _for_each_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
 def _by_blocks(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute `_causal` for BLOCK queries at a time, with the keys that their windows reach. A mask
-    has at most BLOCK rows."""
-    length, grouped = query.shape[2], query.shape[1] != key.shape[1]
+    """Compute `_of_run` for BLOCK queries at a time, with the keys that their windows reach. A mask
+    has at most BLOCK rows. Blocks of the run are single segments."""
+    length, keys = query.shape[2], key.shape[2]
+    past, grouped = keys - length, query.shape[1] != key.shape[1]
     outputs = []
     for start in range(0, length, BLOCK):
         end = min(start + BLOCK, length)
-        first = 0 if window is None else max(0, start - window + 1)
+        first = 0 if window is None else max(0, past + start - window + 1)
         distance = (
-            torch.arange(start, end, device=query.device)[:, None]
-            - torch.arange(first, end, device=query.device)[None, :]
+            torch.arange(past + start, past + end, device=query.device)[:, None]
+            - torch.arange(first, past + end, device=query.device)[None, :]
         )
-        mask = (distance >= 0) & (distance < (length if window is None else window))
-        part = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        mask = (distance >= 0) & (distance < (keys if window is None else window))
+        reached = slice(first, past + end)
+        part = query[:, :, start:end], key[:, :, reached], value[:, :, reached]
         outputs.append(
             scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling, enable_gqa=grouped)
         )
@@ -255,20 +254,23 @@ def _varlen(
     """Compute `segment_attention` by flash attention over variable lengths: [1, T, heads, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    longest = max(segments.lengths)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    left = -1 if window is None else window - 1
-    cu_seqlens = segments.cu_seqlens
+    starts, longest = segments.cu_seqlens, max(segments.lengths)
+    of_keys, longest_keys = starts, longest
+    if segments.shared:
+        # The kernel aligns the last query with the last key of each segment.
+        positions, of_keys, longest_keys = segments.keys()
+        k, v = k.index_select(0, positions), v.index_select(0, positions)
     out = varlen_attn(
         q,
         k,
         v,
-        cu_seqlens,
-        cu_seqlens,
+        starts,
+        of_keys,
         longest,
-        longest,
+        longest_keys,
         scale=scaling,
-        window_size=(left, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )
     assert isinstance(out, Tensor)

@@ -37,7 +37,8 @@ def check_isolation(
     """Compare the log-probs of one trajectory in different surroundings.
 
     Alone, they must equal those of transformers' own forward. In a packed row, they must not change
-    with the trajectory before it. Unpacked, they must not change with the tokens that follow.
+    with the trajectory before it, nor with one that continues the same prompt. Unpacked, they must
+    not change with the tokens that follow.
 
     This finds errors that a list of model types cannot: a recurrent state, a shifted token, wrong
     positions, or a model that looks ahead. It also finds an expert that runs full, a change of the
@@ -56,7 +57,10 @@ def check_isolation(
     """
 
     def logprobs(*rows: Example, plain: bool = False) -> Tensor:
-        return forward(micro_batch(rows, range(len(rows)), device), 1.0, False, plain)[0]
+        """Those of the last row."""
+        batch = micro_batch(rows, range(len(rows)), device)
+        found: tuple[Tensor, ...] = forward(batch, 1.0, False, plain)[0].split(list(batch.counts))
+        return found[batch.order.index(len(rows) - 1)]
 
     half, ids = TOKENS // 2, np.random.default_rng(0).integers(0, vocabulary, (3, TOKENS))
     first, second, probed = (token_example((row[:half], row[half:])) for row in ids)
@@ -66,11 +70,12 @@ def check_isolation(
     if packing == "none":
         short = plain_example(probed.tokens[:-2], probed.prompt_length, probed.loss_mask[:-2])
         _check_causal(alone[:-2], logprobs(short), tolerance, model)
-    else:
-        behind_first, behind_second = (
-            logprobs(row, probed)[-probed.loss_tokens :] for row in (first, second)
-        )
-        _check_apart(alone, behind_first, behind_second, tolerance, model)
+        return
+    prompt = probed.tokens[:half].tolist()
+    siblings = [token_example((prompt, row[half:])) for row in ids[:2]]
+    for others in ([first, second], siblings):
+        beside_first, beside_second = (logprobs(other, probed) for other in others)
+        _check_apart(alone, beside_first, beside_second, tolerance, model)
 
 
 def _check_arithmetic(
@@ -100,12 +105,12 @@ def _check_causal(alone: Tensor, shortened: Tensor, tolerance: float, model: str
 
 
 def _check_apart(
-    alone: Tensor, behind_first: Tensor, behind_second: Tensor, tolerance: float, model: str
+    alone: Tensor, beside_first: Tensor, beside_second: Tensor, tolerance: float, model: str
 ) -> None:
-    between_rows = float((behind_first - behind_second).abs().max())
-    leak = max(between_rows, float((alone - behind_first).abs().mean()))
+    between_rows = float((beside_first - beside_second).abs().max())
+    leak = max(between_rows, float((alone - beside_first).abs().mean()))
     if not leak <= tolerance:
         raise ValueError(
             f"model.path = {model!r} carries one packed trajectory into the next: log-probs change"
-            f" by {leak:.2g} with the trajectory before; {WAY_OUT}"
+            f" by {leak:.2g} with the trajectory beside; {WAY_OUT}"
         )

@@ -1,4 +1,5 @@
-"""The tensors of one micro-batch: a packed row without padding."""
+"""The tensors of one micro-batch: a packed row without padding. A common prefix of its trajectories
+is in it once."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from asyncrl.algorithms.policy_tokens import PolicyTokens
 from asyncrl.contracts.offline_rows import TokenRow
-from asyncrl.models.attention import Segments
+from asyncrl.models.forest import Forest, separate_rows, shared_rows
+from asyncrl.models.segments import Segments
 
 ALONE = -1
 """Packing unit of an example that need not stay with others."""
@@ -75,16 +77,18 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One packed row of T input tokens with N loss tokens. The last token of a trajectory is a
-    target and not an input."""
+    """One packed row of T input tokens with N loss tokens of B trajectories. The last token of a
+    trajectory is a target and not an input. Input tokens that trajectories begin with in common are
+    in the row once."""
 
     input_ids: Tensor
     """[1, T] int64."""
     position_ids: Tensor
-    """[1, T] int64, from 0 in each segment."""
+    """[1, T] int64: the position of each token in its trajectories, from 0."""
     segments: Segments
     select: Tensor
-    """[N] int64: the positions in the row whose hidden states predict the loss tokens."""
+    """[N] int64: the positions in the row whose hidden states predict the loss tokens, in the order
+    of the trajectories. Several trajectories may use one position."""
     targets: Tensor
     """[N] int64."""
     behavior_logprobs: Tensor
@@ -92,9 +96,9 @@ class MicroBatch:
     advantages: Tensor
     """[N] float32."""
     order: tuple[int, ...]
-    """The indices of the trajectories, in the order of their segments."""
+    """[B] the indices of the trajectories, longest first."""
     counts: tuple[int, ...]
-    """Loss tokens of each segment."""
+    """[B] loss tokens of each trajectory."""
     weights: Tensor
     """[N] float32: each token's weight in the step's loss."""
     sequence: Tensor
@@ -118,9 +122,9 @@ class MicroBatch:
     sequences: int = 0
     """Trajectories, which `sequence` numbers."""
     units: tuple[int, ...] = ()
-    """Packing unit of each segment, or `ALONE`."""
+    """[B] packing unit of each trajectory, or `ALONE`."""
     chosen: tuple[bool | None, ...] = ()
-    """Side of each segment."""
+    """[B] side of each trajectory."""
     slopes: Tensor | None = None
     """[N] float32: `Example.slope` at each loss token; None if all are 0."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
@@ -129,11 +133,11 @@ class MicroBatch:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """The segments of the two sides of each pair: chosen, rejected."""
+        """The two sides of each pair, as indices into `order`: chosen, rejected."""
         sides: dict[int, dict[bool | None, int]] = {}
-        for segment, (unit, chosen) in enumerate(zip(self.units, self.chosen, strict=True)):
+        for index, (unit, chosen) in enumerate(zip(self.units, self.chosen, strict=True)):
             if unit != ALONE:
-                sides.setdefault(unit, {})[chosen] = segment
+                sides.setdefault(unit, {})[chosen] = index
         return tuple((found[True], found[False]) for found in sides.values())
 
     def at_least(self, tokens: int) -> MicroBatch:
@@ -147,18 +151,18 @@ class MicroBatch:
             self,
             input_ids=torch.cat([self.input_ids, padding], dim=1),
             position_ids=torch.cat([self.position_ids, padding], dim=1),
-            segments=Segments.of([*self.segments.lengths, missing], self.input_ids.device),
+            segments=self.segments.with_padding(missing),
         )
 
-    def share(self, start: int, end: int) -> tuple[MicroBatch, int]:
+    def share(self, start: int, end: int) -> tuple[MicroBatch, Tensor]:
         """Return tokens `start` to `end` of the row with the loss tokens that they predict, and the
-        index of the first of these loss tokens.
+        indices of these loss tokens, int64.
 
         Only the fields that a forward pass reads are cut. The segments and all other fields remain
         those of the whole row.
         """
-        first, last = torch.searchsorted(self.select, self.select.new_tensor([start, end])).tolist()
-        row, chosen = slice(start, end), slice(first, last)
+        row = slice(start, end)
+        chosen = torch.nonzero((self.select >= start) & (self.select < end))[:, 0]
         return (
             replace(
                 self,
@@ -168,7 +172,7 @@ class MicroBatch:
                 targets=self.targets[chosen],
                 teacher_ids=None if self.teacher_ids is None else self.teacher_ids[chosen],
             ),
-            first,
+            chosen,
         )
 
     def evaluated(self, logprobs: Tensor) -> tuple[MicroBatch, Tensor]:
@@ -257,28 +261,36 @@ def micro_batch(
     device: torch.device | str,
     weights: Sequence[float] | None = None,
     version: int = 0,
+    shared: bool = True,
 ) -> MicroBatch:
-    """Pack these trajectories into one row, longest first. Without any, the row is one token
-    without loss, so that the rank still takes part in the collectives.
+    """Pack these trajectories into one row. Without any, the row is one token without loss, so that
+    the rank still takes part in the collectives.
 
     Args:
         indices: into `examples`.
         weights: the weight of each example's loss tokens in the step's loss; default: 1.
         version: the learner's policy version.
+        shared: compute a common prefix once. False = each trajectory is computed alone.
     """
     order = tuple(sorted(indices, key=lambda index: (-len(examples[index].tokens), index)))
     if not order:
         return _empty(device)
     chosen = [examples[index] for index in order]
-    lengths = [len(example.tokens) - 1 for example in chosen]
+    rows = [example.tokens[:-1] for example in chosen]
+    forest = (shared_rows if shared else separate_rows)(rows)
     loss = _LossTokens(chosen, device)
     trajectories = trajectories_of(chosen)
     weight = np.array([weights[i] if weights else 1.0 for i in order], dtype=np.float32)
+    segments = list(zip(forest.origins, forest.lengths, strict=True))
     return MicroBatch(
-        input_ids=_joined((example.tokens[:-1] for example in chosen), device)[None],
-        position_ids=_joined((np.arange(length) for length in lengths), device)[None],
-        segments=Segments.of(lengths, device),
-        select=loss.positions(lengths),
+        input_ids=_joined(
+            (rows[row][depth : depth + length] for (row, depth), length in segments), device
+        )[None],
+        position_ids=_joined(
+            (np.arange(depth, depth + length) for (_, depth), length in segments), device
+        )[None],
+        segments=Segments.of(forest.lengths, device, forest.parents),
+        select=loss.positions(forest),
         targets=loss.values(lambda example: example.tokens[example.prompt_length :]),
         behavior_logprobs=loss.values(lambda example: example.behavior_logprobs),
         advantages=loss.values(_per_token),
@@ -321,13 +333,13 @@ class _LossTokens:
         self.counts = tuple(map(len, self._at))
         """Loss tokens of each trajectory."""
 
-    def positions(self, lengths: Sequence[int]) -> Tensor:
+    def positions(self, forest: Forest) -> Tensor:
         """[N] int64: where in the packed row each loss token is predicted."""
-        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        pairs = zip(self._examples, self._at, strict=True)
         return _joined(
             (
-                start + example.prompt_length - 1 + at
-                for start, example, at in zip(starts, self._examples, self._at, strict=True)
+                forest.positions(row, example.prompt_length - 1)[at]
+                for row, (example, at) in enumerate(pairs)
             ),
             self._device,
         )

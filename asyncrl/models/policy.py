@@ -22,8 +22,9 @@ from asyncrl.algorithms.logprobs import (
     top_logprobs,
 )
 from asyncrl.config import LearnerConfig
-from asyncrl.models.attention import Segments, register_attention
+from asyncrl.models.attention import register_attention
 from asyncrl.models.micro_batches import MicroBatch
+from asyncrl.models.segments import Segments
 from asyncrl.models.supported import (
     NO_SHARES,
     WAY_OUT,
@@ -114,15 +115,15 @@ class Policy(nn.Module):
         if group is None:
             return self._forward(batch, temperature, greedy, with_entropy)
         batch = batch.at_least(group.size)
-        share, first = batch.share(*group.bounds(batch.input_ids.shape[1]))
+        share, chosen = batch.share(*group.bounds(batch.input_ids.shape[1]))
         found = self._forward(share, temperature, greedy)
         if greedy:
-            matches = group.whole([found[0].float()], first, len(batch.targets))[0].bool()
+            matches = group.whole([found[0].float()], chosen, len(batch.targets))[0].bool()
             return matches, found[1], found[2]
         logprobs, *others = found if self.value_head is not None else found[:2]
         several = logprobs.dim() == 2
         columns = logprobs.unbind(1) if several else [logprobs]
-        whole = group.whole([*columns, *others], first, len(batch.targets))
+        whole = group.whole([*columns, *others], chosen, len(batch.targets))
         logprobs = torch.stack(whole[: len(columns)], 1) if several else whole[0]
         entropy, *values = whole[len(columns) :]
         return logprobs, entropy, values[0] if values else found[2]

@@ -102,7 +102,7 @@ class SequenceRanks:
         )
         return whole
 
-    def whole(self, mine: Sequence[Tensor], first: int, total: int) -> list[Tensor]:
+    def whole(self, mine: Sequence[Tensor], chosen: Tensor, total: int) -> list[Tensor]:
         """Combine the values [n] of each rank's loss tokens into the values [total] of the row, the
         same on every rank.
 
@@ -112,18 +112,15 @@ class SequenceRanks:
 
         Args:
             mine: tensors [n] of this rank's values.
-            first: index in the row of this rank's first loss token.
+            chosen: [n] int64, the indices of these loss tokens among those of the row.
             total: loss tokens of the row.
         """
         if not total:
             return list(mine)
-        last = first + len(mine[0])
         values = mine[0].new_zeros(len(mine), total)
-        values[:, first:last] = torch.stack([own.detach() for own in mine])
+        values[:, chosen] = torch.stack([own.detach() for own in mine])
         dist.all_reduce(values, group=self.process_group)
-        return [
-            torch.cat([row[:first], own, row[last:]]) for row, own in zip(values, mine, strict=True)
-        ]
+        return [row.index_copy(0, chosen, own) for row, own in zip(values, mine, strict=True)]
 
 
 def _exchange(

@@ -1,5 +1,5 @@
-"""Micro-batches of pairs: which segments belong together, and the weights of their tokens in each
-component of the loss."""
+"""Micro-batches of pairs: which trajectories belong together, and the weights of their tokens in
+each component of the loss."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from asyncrl.models.micro_batches import (
 
 
 def example(length: int, unit: int = ALONE, chosen: bool | None = None, **changes) -> Example:
-    """A row of this many tokens, of which all but the first are targets."""
-    row = plain_example(np.arange(3, 3 + length), 1, np.ones(length - 1, dtype=bool))
+    """A row of this many tokens, of which all but the first are targets. Rows of different lengths
+    begin differently."""
+    row = plain_example(np.arange(length, 2 * length), 1, np.ones(length - 1, dtype=bool))
     return replace(row, unit=unit, chosen=chosen, **changes)
 
 
@@ -43,7 +44,7 @@ def test_a_micro_batch_knows_the_sides_of_its_pairs() -> None:
     batch = micro_batch(EXAMPLES, range(5), "cpu")
     assert batch.order == (2, 1, 3, 0, 4), "longest first"
     assert batch.pairs == ((3, 1), (2, 4))
-    assert [batch.chosen[segment] for segment, _ in batch.pairs] == [True, True]
+    assert [batch.chosen[side] for side, _ in batch.pairs] == [True, True]
     assert micro_batch(EXAMPLES, [2], "cpu").pairs == ()
     assert micro_batch(EXAMPLES, [], "cpu").pairs == ()
 

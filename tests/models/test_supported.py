@@ -301,7 +301,10 @@ def test_long_rope_changes_a_short_trajectory_behind_a_long_one() -> None:
     assert bound == 16
 
     def of_the_shorter(longest: int) -> torch.Tensor:
-        rows = [token_example((range(3, 6), range(6, 3 + length))) for length in (longest, 12)]
+        rows = [
+            token_example((range(first, first + 3), range(first + 3, first + length)))
+            for first, length in ((2, longest), (3, 12))
+        ]
         with torch.no_grad():
             return policy(micro_batch(rows, [0, 1], "cpu"))[0][-9:]
 
