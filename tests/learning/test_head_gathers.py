@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def count_gathers(
         lengths = [len(example.tokens) for example in examples]
         longest = tuple((index,) for index in range(len(lengths)) if lengths[index] > 10)
         shortest = tuple((index,) for index in range(len(lengths)) if lengths[index] <= 10)
-        return type(packing)((longest, shortest), packing.fill, packing.imbalance)
+        return replace(packing, micro_batches=(longest, shortest))
 
     chunk = logprobs_module._chunk
 

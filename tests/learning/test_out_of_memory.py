@@ -47,7 +47,7 @@ def test_the_message_names_the_micro_batch_and_the_setting(tmp_path: Path, fill:
         fill()
     text = str(error.value)
     assert (
-        "micro-batch of 52 tokens, 2 segments, the longest of 29, and 40 loss tokens;"
+        "micro-batch of 48 tokens, 2 trajectories, the longest of 29, and 40 loss tokens;"
         " learner.max_tokens_per_gpu cannot be below 64" in text
     )
     assert "\n" not in text and re.search("allocat", text, re.IGNORECASE)

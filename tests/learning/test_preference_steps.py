@@ -293,7 +293,7 @@ def test_packing_changes_neither_loss_nor_gradient(
     case: str,
     route: str,
 ) -> None:
-    assert_same(one_rank.steps[case, route], plain[case], 1e-6)
+    assert_same(one_rank.steps[case, route], plain[case], 2e-6)
 
 
 def test_several_ranks_compute_the_same_as_one(

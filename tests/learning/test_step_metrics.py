@@ -57,7 +57,7 @@ def test_means_are_taken_over_the_steps_tokens() -> None:
     }
     totals |= {"drift": 0.3, "drift_tokens": 2.0}
     examples = [token_example(((5, 6), (7, 8, 9))), token_example(((5,), (7,)))]
-    plan = Packing((((0, 1),),), 0.5, 0.0)
+    plan = Packing((((0, 1),),), 6, 6.0, 0.5, 0.0)
     found = step_metrics(totals, 4, examples, plan, 2.0, 1e-3, True, 0.5, policy=True)
     expected = {
         "loss": 0.25,
@@ -79,6 +79,7 @@ def test_means_are_taken_over_the_steps_tokens() -> None:
         "in_flight_drift_tokens": 2.0,
         "tokens": 4.0,
         "input_tokens": 7.0,
+        "computed_tokens": 6.0,
         "trajectories": 2.0,
         "micro_batches": 1.0,
         "fill": 0.5,
@@ -94,7 +95,7 @@ def test_a_mean_over_no_tokens_is_nan() -> None:
         dict.fromkeys(NAMES, 0.0) | {"ratio_max": 0.0},
         1,
         [],
-        Packing(((),), 0.0, 0.0),
+        Packing(((),), 0, 0.0, 0.0, 0.0),
         np.nan,
         0.0,
         False,
@@ -111,7 +112,7 @@ def test_every_sum_of_the_loss_is_summed_over_the_ranks() -> None:
 
 def test_a_step_on_fixed_rows_has_the_metrics_of_its_components_only() -> None:
     totals = dict.fromkeys((*NAMES, "ratio_max"), 1.0) | {"pref/loss": 0.25, "pref/margin": 0.5}
-    plan = Packing((((0,),),), 0.5, 0.0)
+    plan = Packing((((0,),),), 3, 3.0, 0.5, 0.0)
     example = token_example(((5,), (7, 8)))
     found = step_metrics(
         totals, 2, [example], plan, 1.0, 1e-3, True, 1.0, ("pref/loss", "pref/margin")
@@ -128,7 +129,7 @@ def test_chi2_of_small_ratios_is_not_negative() -> None:
         "ratio_squared": sum(ratio**2 for ratio in ratios),
         "ratio_max": 0.9,
     }
-    plan = Packing(((),), 0.0, 0.0)
+    plan = Packing(((),), 0, 0.0, 0.0, 0.0)
     found = step_metrics(totals, 2, [], plan, 1.0, 1e-3, True, 1.0, policy=True)
     chi2 = sum((ratio - 1) ** 2 for ratio in ratios) / 2
     assert found["chi2"] == pytest.approx(chi2) and chi2 > 0

@@ -12,8 +12,8 @@ from asyncrl.models.micro_batches import MicroBatch
 
 
 class LearnerOutOfMemoryError(RuntimeError):
-    """A micro-batch did not fit in memory. The message is one line: its tokens, segments and loss
-    tokens, the setting to change, and torch's error."""
+    """A micro-batch did not fit in memory. The message is one line: its tokens, trajectories and
+    loss tokens, the setting to change, and torch's error."""
 
 
 @contextmanager
@@ -25,21 +25,22 @@ def explained(batch: MicroBatch, spec: LearnerSpec) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         if not _ran_out(error):
             raise
-        lengths, tokens = batch.segments.lengths, batch.input_ids.shape[1]
+        tokens, count = batch.input_ids.shape[1], max(1, len(batch.order))
+        longest = batch.segments.longest
         cause = " ".join(str(error).split())[:160]
         raise LearnerOutOfMemoryError(
             f"out of memory on learner.device: {spec.learner.device} with a micro-batch of"
-            f" {tokens} tokens, {len(lengths)} segments, the longest of {max(lengths)}, and"
+            f" {tokens} tokens, {count} trajectories, the longest of {longest}, and"
             f" {len(batch.targets)} loss tokens;"
-            f" {advice(spec, tokens + len(lengths), len(lengths))}{_limit(spec)} ({cause})"
+            f" {advice(spec, tokens + count, count)}{_limit(spec)} ({cause})"
         ) from error
 
 
-def advice(spec: LearnerSpec, tokens: int, segments: int = 2) -> str:
+def advice(spec: LearnerSpec, tokens: int, trajectories: int = 2) -> str:
     """The setting to change after a micro-batch of `tokens` tokens ran out of memory.
 
-    With several segments, this is a cap of half the micro-batch, if the longest trajectory fits. A
-    cap cannot make a single trajectory smaller, so other settings follow.
+    With several trajectories, this is a cap of half the micro-batch, if the longest one fits. A cap
+    cannot make a single trajectory smaller, so other settings follow.
     """
     learner, longest = spec.learner, spec.longest_trajectory
     # With a reference policy, a rank must fit a whole trajectory: that policy does not split rows.
@@ -47,7 +48,7 @@ def advice(spec: LearnerSpec, tokens: int, segments: int = 2) -> str:
         longest if spec.objective.has_reference else -(-longest // learner.sequence_parallel_size)
     )
     used = min(learner.max_tokens_per_gpu, -(-tokens // learner.sequence_parallel_size))
-    if segments > 1 and (lower := max(used // 2, smallest_cap)) < used:
+    if trajectories > 1 and (lower := max(used // 2, smallest_cap)) < used:
         return f"set learner.max_tokens_per_gpu: {lower}"
     bound = (
         f"learner.max_tokens_per_gpu cannot be below {smallest_cap}, as the longest trajectory"

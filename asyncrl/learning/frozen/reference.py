@@ -181,6 +181,7 @@ class Reference:
         self, rows: Sequence[TokenRow], scored: Scored | None
     ) -> Iterator[tuple[list[int], MicroBatch]]:
         """The micro-batches of the rows with second ids, each with the rows' indices."""
+        from asyncrl.learning.packing.prefixes import pack_shared
         from asyncrl.learning.packing.strategies import pack
         from asyncrl.models.micro_batches import micro_batch, token_example
 
@@ -192,9 +193,12 @@ class Reference:
                 replace(example, loss_mask=mask)
                 for example, mask in zip(examples, masks, strict=True)
             ]
-        lengths = [len(example.tokens) for example in examples]
         limit = self.spec.learner.max_tokens_per_gpu
-        packed = pack(lengths, limit, 1, one_each=self.policy.packing == "none")
+        packed = (
+            pack([len(example.tokens) for example in examples], limit, one_each=True)
+            if self.policy.packing == "none"
+            else pack_shared([example.tokens for example in examples], limit)
+        )
         for indices in packed.micro_batches[0]:
             batch = micro_batch(examples, indices, self.device)
             yield [kept[index] for index in batch.order], batch

@@ -7,6 +7,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import fsum
 from typing import Literal
 
 import numpy as np
@@ -25,11 +26,27 @@ class Packing:
     unit first. All ranks have the same number of micro-batches. A micro-batch may be empty."""
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    tokens: int
+    """Tokens placed. A common prefix of a unit counts once."""
+    cost: float
+    """Sum of the rounds' largest costs."""
     fill: float
     """Tokens placed / (micro-batches x cap), in 0..1."""
     imbalance: float
     """The extra time that unequal costs cause: (sum of the rounds' largest costs) / (sum of their
     mean costs) - 1. 0 = perfectly balanced."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """Trajectories that stay together: U units."""
+
+    members: Sequence[tuple[int, ...]]
+    """[U] the trajectories of each."""
+    tokens: np.ndarray
+    """[U] int64: tokens of each in a micro-batch."""
+    costs: np.ndarray
+    """[U] float64: the cost of each, relative to a token without attention."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,30 +76,37 @@ def pack(
     world_size: int = 1,
     quadratic: float = 0.0,
     one_each: bool = False,
-    units: Sequence[Sequence[int]] | None = None,
 ) -> Packing:
-    """Pack every trajectory into one micro-batch, with at most `max_tokens` tokens in each and the
-    same number of micro-batches for each rank. The trajectories of a unit stay together.
+    """Pack every trajectory into one micro-batch. Each is its own unit: see `pack_units`.
+
+    Args:
+        lengths: tokens of each trajectory.
+        quadratic: a trajectory of l tokens costs l + quadratic * l² (`balance.quadratic_cost`).
+    """
+    each = np.asarray(lengths, dtype=np.int64)
+    units = Units([(index,) for index in range(len(each))], each, each + quadratic * each**2)
+    return pack_units(units, max_tokens, world_size, one_each)
+
+
+def pack_units(
+    units: Units, max_tokens: int, world_size: int = 1, one_each: bool = False
+) -> Packing:
+    """Pack every unit into one micro-batch, with at most `max_tokens` tokens in each and the same
+    number of micro-batches for each rank.
 
     Best-fit decreasing forms the micro-batches. `balance.balanced_rounds` makes their number a
     multiple of `world_size`, and balances the costs of micro-batches that run at the same time.
 
     Args:
-        lengths: tokens of each trajectory.
-        quadratic: a trajectory of l tokens costs l + quadratic * l² (`balance.quadratic_cost`).
         one_each: put at most one unit into a micro-batch.
-        units: indices of the trajectories of each unit, such as the two sides of a pair. Default:
-            each trajectory is its own unit.
 
     Raises:
         ValueError: the tokens of a unit are below 1 or above `max_tokens`.
     """
-    each = np.asarray(lengths, dtype=np.int64)
-    costs_each = each + quadratic * each**2
-    tokens, of_units = (each, costs_each) if units is None else _of_units(units, each, costs_each)
+    tokens, costs = units.tokens, units.costs.tolist()
     wrong = np.flatnonzero((tokens < 1) | (tokens > max_tokens))
     if wrong.size:
-        members = units[wrong[0]] if units is not None else (wrong[0],)
+        members = units.members[wrong[0]]
         name = f"trajectory {members[0]}"
         if len(members) > 1:
             name = f"the unit of trajectories {', '.join(map(str, members))}"
@@ -96,34 +120,22 @@ def pack(
         else best_fit_decreasing(tokens, max_tokens)
     )
     bins = [items.tolist() for items in np.split(order, offsets[1:-1])] if order.size else []
-    costs = of_units.tolist()
     rounds = balanced_rounds(bins, tokens.tolist(), costs, max_tokens, world_size)
     micro_batches = tuple(
-        tuple(_members(items[rank], units) for items in rounds) for rank in range(world_size)
+        tuple(
+            tuple(member for item in items[rank] for member in units.members[item])
+            for items in rounds
+        )
+        for rank in range(world_size)
     )
+    placed = int(tokens.sum())
     return Packing(
         micro_batches,
-        int(tokens.sum()) / (len(rounds) * world_size * max_tokens),
+        placed,
+        fsum(max(fsum(costs[item] for item in items) for items in group) for group in rounds),
+        placed / (len(rounds) * world_size * max_tokens),
         imbalance_of(rounds, costs),
     )
-
-
-def _of_units(
-    units: Sequence[Sequence[int]], tokens: np.ndarray, costs: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens and costs of each unit. Attention stays within a trajectory, so a unit
-    costs as much as its trajectories."""
-    members = np.array([member for unit in units for member in unit], dtype=np.int64)
-    owner = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
-    sums = [np.zeros(len(units), dtype=values.dtype) for values in (tokens, costs)]
-    for total, values in zip(sums, (tokens, costs), strict=True):
-        np.add.at(total, owner, values[members])
-    return sums[0], sums[1]
-
-
-def _members(items: Sequence[int], units: Sequence[Sequence[int]] | None) -> tuple[int, ...]:
-    """Return the trajectories of these units."""
-    return tuple(items if units is None else (member for item in items for member in units[item]))
 
 
 def pack_rows(

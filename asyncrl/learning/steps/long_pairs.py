@@ -16,6 +16,7 @@ from torch import Tensor
 
 from asyncrl.learning.engine.state import LearnerState
 from asyncrl.learning.examples.offline_examples import Pair
+from asyncrl.learning.packing.prefixes import row_tokens
 from asyncrl.learning.steps.passes import forward_batches
 from asyncrl.models.micro_batches import Example, MicroBatch
 
@@ -26,7 +27,8 @@ def split_pairs(state: LearnerState, pairs: Sequence[Pair]) -> tuple[list[Exampl
     limit = 0 if state.packing == "none" else state.spec.learner.max_tokens_per_row
     short, long = list[Pair](), list[Pair]()
     for pair in pairs:
-        (short if sum(len(side.tokens) for side in pair) <= limit else long).append(pair)
+        fits = row_tokens([side.tokens for side in pair]) <= limit
+        (short if fits else long).append(pair)
     return [replace(side, unit=unit) for unit, pair in enumerate(short) for side in pair], long
 
 
@@ -40,8 +42,8 @@ def values_of(
     collective). The same on every rank.
 
     Args:
-        of_batch: (log-probs, values of the head, micro-batch) → the values [segments] of its
-            segments.
+        of_batch: (log-probs, values of the head, micro-batch) → the values [B] of its
+            trajectories.
     """
     found = torch.zeros(len(examples), dtype=torch.float64, device=state.device)
     for batch, (logprobs, _, values) in forward_batches(state, examples, temperature):

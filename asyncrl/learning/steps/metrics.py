@@ -92,7 +92,8 @@ def step_metrics(
     policy: bool = False,
 ) -> dict[str, float]:
     """Metrics of one step. Means are over its `tokens` loss tokens. `input_tokens` also counts
-    prompts. `grad_norm` is the norm before clipping.
+    prompts. `computed_tokens` counts a common prefix of trajectories once in a micro-batch.
+    `grad_norm` is the norm before clipping.
 
     Args:
         parts: names of the components' metrics.
@@ -106,6 +107,7 @@ def step_metrics(
         "learning_rate": learning_rate,
         "tokens": float(tokens),
         "input_tokens": float(input_tokens),
+        "computed_tokens": float(plan.tokens),
         "trajectories": float(len(set(trajectories_of(examples)))),
         "micro_batches": float(sum(len(micro_batches) for micro_batches in plan.micro_batches)),
         "fill": plan.fill,

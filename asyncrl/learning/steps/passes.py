@@ -18,6 +18,7 @@ from asyncrl.learning.engine.optimizer import set_learning_rates
 from asyncrl.learning.engine.out_of_memory import explained
 from asyncrl.learning.engine.state import LearnerState
 from asyncrl.learning.packing.balance import quadratic_cost
+from asyncrl.learning.packing.prefixes import pack_shared
 from asyncrl.learning.packing.strategies import Packing, pack
 from asyncrl.learning.steps.metrics import StepSums, step_metrics
 from asyncrl.models.micro_batches import (
@@ -114,7 +115,7 @@ def backward(
             engine.backward(batch_loss * state.spec.learner.world_size, scale_wrt_gas=False)
         if state.sequence_rank == 0:  # ranks that share a row have the same sums
             sums.add(loss_sums, entropy.detach())
-        state.threads.adapt(sum(len(examples[index].tokens) for index in indices))
+        state.threads.adapt(batch.input_ids.shape[1])
     sums.nonfinite_gradient(not zero3.gradients_finite(engine))
     return sums.over_ranks(), plan
 
@@ -157,16 +158,14 @@ def forward_rows(
 def plan_micro_batches(state: LearnerState, examples: Sequence[Example]) -> Packing:
     """Assign the examples to micro-batches. Every data-parallel rank gets the same number of them.
     Ranks that share rows fit as many tokens as the sum of their caps. Examples of one packing unit
-    stay together."""
-    learner = state.spec.learner
-    return pack(
-        [len(example.tokens) for example in examples],
-        learner.max_tokens_per_row,
-        learner.data_parallel_size,
-        _quadratic_cost(state),
-        state.packing == "none",
-        packing_units(examples),
-    )
+    stay together, and so do those with a common prefix, as far as they fit."""
+    learner, quadratic = state.spec.learner, _quadratic_cost(state)
+    limit, ranks = learner.max_tokens_per_row, learner.data_parallel_size
+    if state.packing == "none":
+        lengths = [len(example.tokens) for example in examples]
+        return pack(lengths, limit, ranks, quadratic, one_each=True)
+    rows = [example.tokens for example in examples]
+    return pack_shared(rows, limit, ranks, quadratic, packing_units(examples))
 
 
 def _quadratic_cost(state: LearnerState) -> float:

@@ -253,7 +253,7 @@ def side_sums(state: LearnerState, examples: Sequence[Example], temperature: flo
     """The summed log-prob of each example's loss tokens, [number of examples] float64 on the CPU,
     without gradient (a collective). The same on every rank."""
     return values_of(
-        state, examples, temperature, lambda logprobs, _, batch: _of_segments(logprobs, batch)
+        state, examples, temperature, lambda logprobs, _, batch: _of_trajectories(logprobs, batch)
     )
 
 
@@ -263,24 +263,24 @@ def _sums(examples: Sequence[Example], name: str) -> Tensor:
     return torch.tensor(np.array([values.sum(dtype=np.float64) for values in found]))
 
 
-def _of_segments(values: Tensor, batch: MicroBatch) -> Tensor:
-    """The sums [segments] float64 of the values [N] of each segment's loss tokens."""
+def _of_trajectories(values: Tensor, batch: MicroBatch) -> Tensor:
+    """The sums [B] float64 of the values [N] of each trajectory's loss tokens."""
     return sequence_sum(values.double(), batch.sequence, len(batch.order))
 
 
 def _completions(
     logprobs: Tensor, batch: MicroBatch, loss: PairLoss | Kto, weight_cap: float | None = None
 ) -> Completions:
-    """The completions of a micro-batch, one for each segment."""
+    """The completions of a micro-batch, one for each trajectory."""
     return Completions(
-        _of_segments(logprobs, batch),
+        _of_trajectories(logprobs, batch),
         torch.tensor(batch.counts, device=logprobs.device),
         (
-            _of_segments(batch.reference_logprobs, batch)
+            _of_trajectories(batch.reference_logprobs, batch)
             if loss.has_reference and batch.reference_logprobs is not None
             else None
         ),
-        _of_segments(batch.behavior_logprobs, batch) if weight_cap is not None else None,
+        _of_trajectories(batch.behavior_logprobs, batch) if weight_cap is not None else None,
     )
 
 
@@ -304,7 +304,7 @@ def _pair_component(
         sides = completions.at(chosen), completions.at(rejected)
         preferred = pair_loss(*sides, loss, weight_cap)
         total = total + weight * preferred.loss.sum()
-        ages = _of_segments(batch.ages, batch) / completions.tokens if by_age else None
+        ages = _of_trajectories(batch.ages, batch) / completions.tokens if by_age else None
         found = _reported(sides, preferred, weight_cap, None if ages is None else ages[chosen])
         parts = {name: weight * values.sum() for name, values in found.items()}
     return total, supervised_sums(total, logprobs, parts)

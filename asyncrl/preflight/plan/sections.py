@@ -85,7 +85,7 @@ def rows_text(config: Config) -> str:
     if chosen_packing(tree, config.learner.packing) == "rows":
         return (
             "# learner rows\n  packed: many trajectories share a row of tokens, and each attends"
-            " only to itself"
+            f" only to itself\n  {_shared_text(config)}"
         )
     requested = "learner.packing: none is set, although this model allows packing, which is faster"
     reason = support(tree).reason
@@ -94,6 +94,21 @@ def rows_text(config: Config) -> str:
         "# learner rows\n  unpacked: one trajectory per forward pass, with the model's own"
         f" attention, because {why}"
     )
+
+
+def _shared_text(config: Config) -> str:
+    """What the learner saves by computing a group's prompt once."""
+    count, prompt = config.rollout.n_samples_per_prompt, config.data.max_prompt_length
+    completion, limit = config.longest_trajectory - prompt, config.learner.max_tokens_per_row
+    once = prompt + count * completion
+    text = (
+        "a common prefix is computed once: the longest group has max_prompt_length"
+        f" {prompt} + n_samples_per_prompt {count} * {completion} = {once} tokens,"
+        f" {once / (count * config.longest_trajectory):.2f} of those of separate trajectories"
+    )
+    if once > limit:
+        text += f". It does not fit into {limit} tokens, so each part of it has the prompt"
+    return text
 
 
 EXPERIMENTAL = (

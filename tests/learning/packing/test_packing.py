@@ -3,20 +3,29 @@ cap."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from asyncrl.learning.packing.prefixes import pack_shared, row_tokens, shared_units
 from asyncrl.learning.packing.strategies import (
     Pieces,
     Strategy,
+    Units,
     _fills,
     best_fit_decreasing,
     pack,
     pack_rows,
 )
+from asyncrl.models.forest import shared_rows
+
+
+def rows_of(lengths: list[int]) -> list[np.ndarray]:
+    """Rows of these lengths without a common prefix."""
+    return [np.full(length, index) for index, length in enumerate(lengths)]
+
 
 LENGTHS = st.integers(1, 300).flatmap(
     lambda cap: st.tuples(st.lists(st.integers(1, cap), max_size=150), st.just(cap))
@@ -220,7 +229,7 @@ def test_a_unit_stays_together(case: tuple[list[tuple[int, int]], int, int, floa
         start = len(lengths)
         lengths += [length for length in unit if length]
         units.append(tuple(range(start, len(lengths))))
-    plan = pack(lengths, cap, ranks, quadratic, units=units)
+    plan = pack_shared(rows_of(lengths), cap, ranks, quadratic, units)
     micro_batches = [items for rank in plan.micro_batches for items in rank]
     assert sorted(item for items in micro_batches for item in items) == list(range(len(lengths)))
     for items in micro_batches:
@@ -233,15 +242,16 @@ def test_a_unit_stays_together(case: tuple[list[tuple[int, int]], int, int, floa
 def test_units_of_single_trajectories_change_nothing() -> None:
     lengths = [3, 7, 4, 6, 9, 1, 1]
     alone = [(index,) for index in range(len(lengths))]
-    for ranks, quadratic, one_each in ((1, 0.0, False), (2, 0.1, False), (3, 0.0, True)):
-        plan = pack(lengths, 10, ranks, quadratic, one_each)
-        assert pack(lengths, 10, ranks, quadratic, one_each, alone) == plan
+    for ranks, quadratic in ((1, 0.0), (2, 0.1), (3, 0.0)):
+        plan = pack(lengths, 10, ranks, quadratic)
+        for units in (None, alone):
+            assert pack_shared(rows_of(lengths), 10, ranks, quadratic, units) == plan
 
 
 def test_a_unit_costs_as_much_as_its_trajectories() -> None:
     """Attention stays within a trajectory: 4 + 4 tokens cost 2 · (4 + 16), as much as 4 and 4."""
-    plan = pack([4, 4, 4, 4], 8, 2, 1.0, units=[(0, 1), (2,), (3,)])
-    assert plan.imbalance == 0.0
+    plan = pack_shared(rows_of([4, 4, 4, 4]), 8, 2, 1.0, [(0, 1), (2,), (3,)])
+    assert plan.imbalance == 0.0 and plan.tokens == 16
     assert sorted(map(sorted, (items for rank in plan.micro_batches for items in rank))) == [
         [0, 1],
         [2, 3],
@@ -250,6 +260,93 @@ def test_a_unit_costs_as_much_as_its_trajectories() -> None:
 
 def test_a_unit_above_the_cap_is_refused() -> None:
     with pytest.raises(ValueError, match="the unit of trajectories 1, 2 has 11 tokens, not 1 to 1"):
-        pack([3, 5, 6], 10, units=[(0,), (1, 2)])
+        pack_shared(rows_of([3, 5, 6]), 10, units=[(0,), (1, 2)])
     with pytest.raises(ValueError, match="trajectory 0 has 11 tokens"):
         pack([11], 10)
+
+
+def siblings(groups: int, prompt: int, answers: list[int]) -> list[np.ndarray]:
+    """Groups of answers with these lengths to a prompt of `prompt` tokens."""
+    number = count(groups)
+    return [
+        np.concatenate([np.full(prompt, group), np.full(answer, next(number))])
+        for group in range(groups)
+        for answer in answers
+    ]
+
+
+def units_of(
+    rows: list[np.ndarray],
+    limit: int,
+    quadratic: float = 0.0,
+    units: list[tuple[int, ...]] | None = None,
+) -> Units:
+    return shared_units(rows, shared_rows(rows), limit, limit, quadratic, units)
+
+
+def test_a_group_is_one_unit_that_has_its_prompt_once() -> None:
+    units = units_of(siblings(2, 10, [3, 4, 5]), 100, 0.5)
+    assert units.members == [(0, 1, 2), (3, 4, 5)]
+    assert units.tokens.tolist() == [22, 22]
+    # The prompt: 10². An answer of l tokens: l² + 2 · 10 · l.
+    assert units.costs.tolist() == [22 + 0.5 * (100 + 9 + 60 + 16 + 80 + 25 + 100)] * 2
+
+
+def test_a_group_above_the_cap_has_its_prompt_once_in_each_part() -> None:
+    rows = siblings(1, 10, [6, 6, 6, 6, 6])
+    units = units_of(rows, 22)
+    assert sorted(map(len, units.members)) == [1, 2, 2]
+    assert sorted(units.tokens.tolist()) == [16, 22, 22]
+    plan = pack_shared(rows, 22)
+    assert plan.tokens == 60 and sorted(sum(plan.micro_batches[0], ())) == [0, 1, 2, 3, 4]
+
+
+def test_equal_rows_are_computed_once_and_a_row_may_begin_another() -> None:
+    row = np.arange(8)
+    units = units_of([row, row, row[:5]], 8)
+    assert units.members == [(0, 1, 2)] and units.tokens.tolist() == [8]
+    branching = [row[:5], np.append(row[:5], 9), row]
+    with pytest.raises(ValueError, match="trajectory 2 has 8 tokens, not 1 to 7"):
+        pack_shared(branching, 7)
+    assert sorted(sum(units_of(branching, 7).members, ())) == [0, 1, 2]
+
+
+def test_units_are_small_enough_for_several_ranks() -> None:
+    # A group for each rank, or one group for both.
+    for groups, tokens in ((2, 2 * 640), (1, 2 * 128 + 8 * 64)):
+        plan = pack_shared(siblings(groups, 128, [64] * 8), 1000, 2)
+        assert plan.tokens == tokens and plan.imbalance == 0.0 and plan.cost == tokens / 2
+    # Three groups in two parts each: 3 · (128 + 4 · 64) for a rank instead of 2 · 640.
+    plan = pack_shared(siblings(3, 128, [64] * 8), 10_000, 2)
+    assert plan.tokens == 6 * 384 and plan.cost == 3 * 384
+
+
+def test_pairs_with_one_context_stay_pairs() -> None:
+    rows, pairs = siblings(1, 10, [5, 5, 5, 5]), [(0, 3), (1, 2)]
+    units = units_of(rows, 34, units=pairs)
+    assert units.members == [(0, 1, 2, 3)] and units.tokens.tolist() == [30]
+    apart = units_of(rows, 25, units=pairs)
+    assert apart.members == pairs and apart.tokens.tolist() == [20, 20]
+    assert row_tokens(rows[:2]) == 20
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), max_size=30),
+    st.integers(10, 60),
+    st.integers(1, 4),
+)
+def test_each_row_is_in_one_unit_whose_tokens_are_those_of_its_row(
+    lists: list[list[int]], cap: int, ranks: int
+) -> None:
+    rows = [np.array(row) for row in lists]
+    plan = pack_shared(rows, cap, ranks, 0.25)
+    assert sorted(sum((sum(items, ()) for items in plan.micro_batches), ())) == [*range(len(rows))]
+    assert plan.tokens <= sum(map(len, rows))
+    if not rows:
+        return
+    units = units_of(rows, cap, 0.25)
+    assert sorted(sum(units.members, ())) == list(range(len(rows)))
+    for members, tokens, cost in zip(units.members, units.tokens, units.costs, strict=True):
+        assert row_tokens([rows[member] for member in members]) <= tokens <= cap
+        assert tokens <= cost <= tokens + 0.25 * tokens**2
