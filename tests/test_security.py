@@ -321,7 +321,7 @@ def test_a_rank_file_that_runs_code_is_refused(tmp_path: Path, marker: Path) -> 
     (tmp_path / "counters.json").write_text('{"world_size": 1}')
     (tmp_path / "rank_0.pt").write_bytes(pickle.dumps(Touch(marker)))
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
-        load_rank(None, tmp_path, 0, 1, tmp_path)
+        load_rank(None, tmp_path, 0, 1, 3, tmp_path)
 
 
 # Names and paths

@@ -42,6 +42,10 @@ describes them)."""
 ACTS_IN_EVERY_RUN: ActsWith = (
     ("learner.cast_lm_head_to_fp32", "learner.bf16", (True,), "learner.bf16: true"),
     ("learner.gpu_memory_utilization", "learner.device", ("cuda",), "learner.device: cuda"),
+    *(
+        (f"learner.{name}", "learner.zero_stage", (3,), "learner.zero_stage: 3")
+        for name in ("offload_optimizer", "offload_param", "zero_hpz_partition_size")
+    ),
     (
         "learner.offload_param",
         "learner.offload_optimizer",

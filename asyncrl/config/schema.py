@@ -698,8 +698,13 @@ LOGPROB_BYTES = {"cpu": 224 << 20, "cuda": 1 << 30}
 
 class LearnerConfig(Section):
     world_size: int = Field(default=1, gt=0)
-    """ZeRO-3 ranks. Parameters, gradients and optimizer states are sharded over all of them.
+    """Ranks of the learner, over which ZeRO shards what `zero_stage` says.
     world_size / sequence_parallel_size of them process different rows."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """What ZeRO shards over the ranks. 3: optimizer states, gradients and weights. 2: optimizer
+    states and gradients. 1: optimizer states. With 1 and 2, each rank has all weights and gathers
+    none, which takes more memory and less time. For offload_optimizer, offload_param and
+    zero_hpz_partition_size, use 3; for bf16, 2 or 3. A resume may change it."""
     sequence_parallel_size: int = Field(default=1, gt=0)
     """Neighboring ranks that split the tokens of each packed row (DeepSpeed Ulysses). A trajectory
     may then be this many times as long. Must divide world_size and the model's attention heads."""
@@ -776,6 +781,15 @@ class LearnerConfig(Section):
             raise ValueError(
                 f"zero_hpz_partition_size = {size} must divide world_size = {ranks} and be below"
                 " it; use 1 to keep no second copy"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def the_stage_sums_gradients_in_float32(self) -> LearnerConfig:
+        if self.zero_stage == 1 and self.bf16:
+            raise ValueError(
+                "zero_stage = 1 keeps float32 weights only, not bf16: true; use zero_stage: 2,"
+                " or bf16: false"
             )
         return self
 

@@ -130,6 +130,7 @@ SCORED_WITH = (
 the checkpoint are generated again."""
 
 
+STAGE = "learner.zero_stage"
 FIX = "set it back, or start a new run under another --name (asyncrl export provides these weights)"
 
 
@@ -367,7 +368,8 @@ def _refuse_falsifying(
                 f"{name} = {_short(new)}, but {path} was made {made}, and {unchangeable[fixed]};"
                 f" {FIX}"
             )
-        if name == "learner.world_size" and (why := _why_not_converted(path, config)):
+        converts = name == "learner.world_size" or (name == STAGE and 3 in (old or 3, new))
+        if converts and (why := _why_not_converted(path, config, name)):
             raise ConfigError(f"{name} = {new}, but {path} was made with {old}, and {why}; {FIX}")
         if name == "algorithm.advantage" and "gae" in (old, new):
             raise ConfigError(
@@ -411,15 +413,16 @@ def _refuse_other_files(path: Path, state: State, config: RunSettings) -> None:
             )
 
 
-def _why_not_converted(path: Path, config: RunSettings) -> str | None:
-    """Why the shards of a checkpoint cannot be converted to another number of ranks; None if they
-    can."""
+def _why_not_converted(path: Path, config: RunSettings, name: str) -> str | None:
+    """Why the shards of a checkpoint cannot be converted to another number of ranks or another
+    stage; None if they can."""
+    what = "ZeRO stage" if name == STAGE else "number of ranks"
     if config.lora is not None:
-        return "an adapter's shards cannot be converted to another number of ranks"
+        return f"an adapter's shards cannot be converted to another {what}"
     if not isinstance(config.learner.optimizer, AdamW):
-        return "only AdamW's states can be converted to another number of ranks"
+        return f"only AdamW's states can be converted to another {what}"
     if not _steps_of_optimizer(path):
-        return "shards from before the first step cannot be converted to another number of ranks"
+        return f"shards from before the first step cannot be converted to another {what}"
     return None
 
 

@@ -286,10 +286,10 @@ def test_shards_that_cannot_be_converted_are_named(tmp_path: Path) -> None:
 
 def test_an_unusable_checkpoint_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no counters\.json; name a complete checkpoint"):
-        load_rank(None, tmp_path, 0, 1, tmp_path)
+        load_rank(None, tmp_path, 0, 1, 3, tmp_path)
     (tmp_path / "counters.json").write_text('{"world_size": 2}')
     with pytest.raises(ValueError, match=r"has no rank_0\.pt; name a complete checkpoint"):
-        load_rank(None, tmp_path, 0, 1, tmp_path)
+        load_rank(None, tmp_path, 0, 1, 3, tmp_path)
 
 
 def test_export_loads_in_plain_transformers(

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 TAG = "zero3"
 COUNTERS = "counters.json"
-"""File of the learner's counters: world_size, applied (steps), trained_tokens (loss tokens)."""
+"""File of the learner's counters: world_size, zero_stage, applied (steps), trained_tokens (loss
+tokens). A file without zero_stage is of ZeRO-3."""
 SCRIPTS = "zero_to_*.py"
 """Scripts that DeepSpeed adds to each checkpoint."""
 
@@ -79,21 +80,22 @@ def load_rank(
     directory: Path,
     rank: int,
     world_size: int,
+    zero_stage: int,
     folder: Path,
     trained_only: bool = False,
 ) -> tuple[dict[str, int], list[float]]:
     """Restore the files of `save_rank` (a collective). Returns counters and gradient norms.
 
-    The optimizer's state is restored. Its settings (weight decay, betas, epsilon) stay those of
-    this run. If another number of ranks wrote the files, each rank's random state begins anew. The
-    shards are pickles: load only files that this project wrote.
+    The optimizer's state is restored. Its settings (weight decay, betas, epsilon, clipping) stay
+    those of this run. If another number of ranks wrote the files, each rank's random state begins
+    anew. The shards are pickles: load only files that this project wrote.
 
     Args:
-        folder: a folder that all ranks see, for shards of another number of ranks.
+        folder: a folder that all ranks see, for shards that must be converted.
 
     Raises:
-        ValueError: the directory cannot be read, or another number of ranks wrote shards that
-            cannot be converted.
+        ValueError: the directory cannot be read, or its shards cannot be converted to this number
+            of ranks and this stage.
     """
     try:
         counters: dict[str, int] = json.loads((Path(directory) / COUNTERS).read_text())
@@ -104,11 +106,14 @@ def load_rank(
             f"learner state {str(directory)!r} has no {Path(error.filename).name}; name a complete"
             " checkpoint"
         ) from None
+    optimizer = engine.optimizer
+    clipping = optimizer.clip_grad
     settings = [
         {name: value for name, value in group.items() if name != "params"}
-        for group in engine.optimizer.param_groups
+        for group in optimizer.param_groups
     ]
-    if same_ranks:
+    was_sharded = counters.get("zero_stage", 3) == 3
+    if same_ranks and was_sharded == (zero_stage == 3):
         loaded, _ = engine.load_checkpoint(
             str(directory),
             tag=TAG,
@@ -119,12 +124,15 @@ def load_rank(
             raise ValueError(
                 f"learner state {str(directory)!r} cannot be read; name a complete checkpoint"
             )
-        torch.set_rng_state(own["rng"])
     else:
-        load_converted(engine, directory / TAG, folder, rank)
-    # torch replaces the settings of the groups by those in the file.
-    for group, ours in zip(engine.optimizer.param_groups, settings, strict=True):
+        load_converted(engine, directory / TAG, folder, rank, was_sharded)
+    if same_ranks:
+        torch.set_rng_state(own["rng"])
+    # torch replaces the settings of the groups by those in the file, and ZeRO-1 and ZeRO-2 clip as
+    # the file says.
+    for group, ours in zip(optimizer.param_groups, settings, strict=True):
         group.update(ours)
+    optimizer.clip_grad = clipping
     return counters, own["norms"]
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from asyncrl.contracts.errors import GpuMemoryError
+from asyncrl.learning.engine import whole
 from asyncrl.runtime.processes.gpu_memory import CUDA_CONTEXT_BYTES, check_room, gpu_memory
 
 if TYPE_CHECKING:
@@ -159,15 +160,22 @@ def device_shifts(state: LearnerState) -> DeviceShifts | None:
 
 def _tensors(engine: DeepSpeedEngine) -> Iterator[torch.Tensor]:
     """The tensors that an engine holds between two steps."""
+    yield from (parameter.data for parameter in engine.module.parameters())
+    yield from engine.module.buffers()
+    held = whole.held_tensors(engine) if whole.keeps_whole(engine) else _held_by_shards(engine)
+    states = engine.optimizer.optimizer.state.values()
+    for tensor in (*held, *(value for state in states for value in state.values())):
+        if isinstance(tensor, torch.Tensor):
+            yield tensor
+
+
+def _held_by_shards(engine: DeepSpeedEngine) -> Iterator[torch.Tensor | None]:
+    """The tensors that ZeRO-3 holds between two steps, besides its optimizer's states."""
     optimizer = engine.optimizer
     for parameter in engine.module.parameters():
-        yield parameter.data
         yield parameter.ds_tensor
-        copy = getattr(parameter, "ds_secondary_tensor", None)  # of zero_hpz_partition_size
-        if copy is not None:
-            yield copy
-    yield from engine.module.buffers()
-    for held in (
+        yield getattr(parameter, "ds_secondary_tensor", None)  # of zero_hpz_partition_size
+    yield from (
         getattr(optimizer, "lp_param_buffer", None),
         getattr(optimizer, "grad_partitions_flat_buffer", None),
         *optimizer.fp16_partitioned_groups_flat,
@@ -175,10 +183,7 @@ def _tensors(engine: DeepSpeedEngine) -> Iterator[torch.Tensor]:
         *(masters.grad for masters in optimizer.fp32_partitioned_groups_flat),
         *(bucket.buffer for bucket in optimizer.ipg_buckets.values()),
         *(shard for shards in optimizer.averaged_gradients.values() for shard in shards or ()),
-        *(value for state in optimizer.optimizer.state.values() for value in state.values()),
-    ):
-        if isinstance(held, torch.Tensor):
-            yield held
+    )
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

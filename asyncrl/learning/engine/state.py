@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +19,7 @@ from asyncrl.algorithms.schedules import learning_rate_at
 from asyncrl.config import PolicyGradient, RewardModelConfig
 from asyncrl.learning.engine import checkpoint, zero3
 from asyncrl.learning.engine.threads import Threads
+from asyncrl.learning.engine.whole import WholeParameter
 from asyncrl.learning.spec import LearnerSpec, OnlineObjective
 from asyncrl.learning.steps.quarantine import NormWatch
 from asyncrl.models.adapters import base_name, published_name
@@ -58,9 +59,9 @@ class LearnerState:
     rank: int
     spec: LearnerSpec
     engine: DeepSpeedEngine
-    sharded: HfDeepSpeedConfig
+    sharded: HfDeepSpeedConfig | None
     """transformers shards every model that it loads while this object exists. It must exist as long
-    as the engine."""
+    as the engine. None: each rank has all weights."""
     table: VersionTable
     """The tensors that are published and exported."""
     parameters: dict[str, ShardedParameter]
@@ -126,6 +127,7 @@ class LearnerState:
         files: name → size and checksum."""
         counters = {
             "world_size": self.spec.learner.world_size,
+            "zero_stage": self.spec.learner.zero_stage,
             "applied": self.applied,
             "trained_tokens": self.trained_tokens,
         }
@@ -138,14 +140,15 @@ class LearnerState:
         values, because a resume may change them.
 
         Raises:
-            ValueError: the directory cannot be read, or another number of ranks wrote shards that
-                cannot be converted.
+            ValueError: the directory cannot be read, or its shards cannot be converted to this
+                number of ranks and this stage.
         """
         counters, norms = checkpoint.load_rank(
             self.engine,
             directory,
             self.rank,
             self.spec.learner.world_size,
+            self.spec.learner.zero_stage,
             self.spec.run_directory / "converted",
             bool(self.adapter),
         )
@@ -179,7 +182,7 @@ def join_ranks(rank: int, spec: LearnerSpec, meeting: Meeting, address: str) -> 
 
 
 def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
-    """Load the model sharded and build the engine. The ranks must have joined (a collective).
+    """Load the model and build the engine. The ranks must have joined (a collective).
 
     Raises:
         ValueError: the learner cannot train this model.
@@ -207,8 +210,11 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         value_bias=not scores,
     )
     policy = zero3.policy_of(engine)
-    # DeepSpeed adds the attributes of `ShardedParameter` to each parameter.
-    named = cast("dict[str, ShardedParameter]", dict(policy.model.named_parameters()))
+    # ZeRO-3 adds the attributes of `ShardedParameter` to each parameter.
+    as_shards = WholeParameter if sharded is None else partial(cast, "ShardedParameter")
+    named: dict[str, ShardedParameter] = {
+        name: as_shards(parameter) for name, parameter in policy.model.named_parameters()
+    }
     parameters = {own: named[name] for name in named if (own := base_name(name))}
     adapter = {own: named[name] for name in named if (own := published_name(name))}
     if different := set(parameters) ^ set(table.parameters):
@@ -219,7 +225,7 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         )
     if scoring is not None:
         assert policy.value_head is not None
-        parameters[SCORE] = cast("ShardedParameter", policy.value_head.weight)
+        parameters[SCORE] = as_shards(policy.value_head.weight)
     return LearnerState(
         rank=rank,
         spec=spec,

@@ -1,5 +1,7 @@
-"""DeepSpeed ZeRO-3: process group, settings, engine, and functions that its public interface
-lacks."""
+"""DeepSpeed ZeRO: process group, settings, engine, and functions that its public interface lacks.
+
+ZeRO-3 is the default. `asyncrl.learning.engine.whole` has what differs for ZeRO-1 and ZeRO-2.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from asyncrl.config import LearnerConfig, LoraConfig
+from asyncrl.learning.engine import whole
 from asyncrl.learning.engine.optimizer import make_optimizer
 from asyncrl.models.adapters import add_adapter, load_adapter, share_weights_with_dora
 from asyncrl.models.isolation import NOT_FINITE, check_isolation
@@ -86,8 +89,8 @@ def join_process_group(
         # A rank sees one GPU. Without this NCCL guesses which from the rank's number, and warns.
         device_id=torch.device("cuda", 0) if backend == "nccl" else None,
     )
-    # DeepSpeed's shared-memory all-reduce compiles for a minute at first use, and ZeRO-3 never
-    # calls it: it uses reduce-scatter and all-gather.
+    # DeepSpeed's shared-memory all-reduce compiles for a minute at first use. ZeRO-3 never calls
+    # it: it uses reduce-scatter and all-gather. ZeRO-1 and ZeRO-2 use gloo's all-reduce instead.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
 
@@ -96,20 +99,8 @@ def settings(config: LearnerConfig) -> dict[str, object]:
     """DeepSpeed's configuration. A micro-batch is one packed row, so its batch sizes are 1. The
     caller scales the gradients.
 
-    A single rank has all weights anyway, so it releases no parameter and saves the bookkeeping of
-    gathers. Several ranks, or one with weights in host memory, release all parameters except biases
-    and norms. Gradients are summed in fp32 for any dtype of the weights: bfloat16 would lose small
-    ones.
+    Gradients are summed in fp32 for any dtype of the weights: bfloat16 would lose small ones.
     """
-    released = config.world_size > 1 or config.offload_param != "none"
-    offload = {
-        f"offload_{what}": {"device": device, "pin_memory": config.device == "cuda"}
-        for what, device in (
-            ("optimizer", config.offload_optimizer),
-            ("param", config.offload_param),
-        )
-        if device != "none"
-    }
     return {
         "train_batch_size": config.world_size,
         "train_micro_batch_size_per_gpu": 1,
@@ -122,15 +113,49 @@ def settings(config: LearnerConfig) -> dict[str, object]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
         "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": config.device == "cuda",
-            "contiguous_gradients": True,
+            "stage": config.zero_stage,
             "reduce_bucket_size": 50_000_000,
-            "stage3_prefetch_bucket_size": 50_000_000 if config.device == "cuda" else 0,
-            "stage3_param_persistence_threshold": 4_096 if released else EVERYTHING,
-            "zero_hpz_partition_size": config.zero_hpz_partition_size,
-            **offload,
+            **(_sharded_weights(config) if config.zero_stage == 3 else _whole_weights(config)),
         },
+    }
+
+
+def _sharded_weights(config: LearnerConfig) -> dict[str, object]:
+    """ZeRO-3's own settings.
+
+    A single rank has all weights anyway, so it releases no parameter and saves the bookkeeping of
+    gathers. Several ranks, or one with weights in host memory, release all parameters except biases
+    and norms.
+    """
+    released = config.world_size > 1 or config.offload_param != "none"
+    offload = {
+        f"offload_{what}": {"device": device, "pin_memory": config.device == "cuda"}
+        for what, device in (
+            ("optimizer", config.offload_optimizer),
+            ("param", config.offload_param),
+        )
+        if device != "none"
+    }
+    return {
+        "overlap_comm": config.device == "cuda",
+        "contiguous_gradients": True,
+        "stage3_prefetch_bucket_size": 50_000_000 if config.device == "cuda" else 0,
+        "stage3_param_persistence_threshold": 4_096 if released else EVERYTHING,
+        "zero_hpz_partition_size": config.zero_hpz_partition_size,
+        **offload,
+    }
+
+
+def _whole_weights(config: LearnerConfig) -> dict[str, object]:
+    """ZeRO-1's or ZeRO-2's own settings.
+
+    ZeRO-1 reduces the gradients once, after the last micro-batch. Neither overlapping that nor
+    copying them into a buffer pays, and without both DeepSpeed needs no hook on a parameter.
+    """
+    shards_gradients = config.zero_stage == 2
+    return {
+        "overlap_comm": shards_gradients and config.device == "cuda",
+        "contiguous_gradients": shards_gradients,
     }
 
 
@@ -144,9 +169,10 @@ def start_engine(
     lora: LoraConfig | None = None,
     seed: int = 0,
     value_bias: bool = True,
-) -> tuple[DeepSpeedEngine, HfDeepSpeedConfig]:
+) -> tuple[DeepSpeedEngine, HfDeepSpeedConfig | None]:
     """Load the policy at `path` and build its engine (a collective). Keep the second value as long
-    as the engine: while it exists, transformers loads models sharded.
+    as the engine: while it exists, transformers loads models sharded. It is None if each rank has
+    all weights.
 
     Args:
         lora: the adapter to train instead of the model's own weights.
@@ -158,7 +184,7 @@ def start_engine(
             adapter, or has weights that are no finite numbers.
     """
     chosen = settings(config)
-    sharded = HfDeepSpeedConfig(chosen)
+    sharded = HfDeepSpeedConfig(chosen) if config.zero_stage == 3 else None
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     policy = load_policy(
         path,
@@ -175,12 +201,10 @@ def start_engine(
         add_adapter(policy.model, lora, seed)
         if lora.load is not None:
             load_adapter(policy.model, Path(lora.load))
-        share_weights_with_dora(policy.model, deepspeed.zero.register_external_parameter)
     if config.gradient_checkpointing:
         checkpoint_activations(policy)
-    head = policy.model.get_output_embeddings()
-    for parameter in head.parameters():
-        deepspeed.zero.register_external_parameter(policy, parameter)
+    if config.zero_stage == 3:
+        _name_shared_parameters(policy)
     engine, _, _, _ = deepspeed.initialize(
         model=policy, optimizer=make_optimizer(policy, config), config=chosen
     )
@@ -198,6 +222,14 @@ def start_engine(
     return engine, sharded
 
 
+def _name_shared_parameters(policy: Policy) -> None:
+    """Tell ZeRO-3 which modules read parameters of other modules, so that it gathers these too."""
+    share = deepspeed.zero.register_external_parameter
+    share_weights_with_dora(policy.model, share)
+    for parameter in policy.model.get_output_embeddings().parameters():
+        share(policy, parameter)
+
+
 def policy_of(engine: DeepSpeedEngine) -> Policy:
     """The policy inside an engine."""
     policy: Policy = engine.module
@@ -212,6 +244,9 @@ def fresh_optimizer(engine: DeepSpeedEngine) -> None:
 def gradient_shards(engine: DeepSpeedEngine) -> Iterator[torch.Tensor]:
     """This rank's shards of the gradients of the current step. An offloaded optimizer keeps them
     with its fp32 master weights."""
+    if whole.keeps_whole(engine):
+        yield from whole.gradient_parts(engine)
+        return
     if engine.optimizer.offload_optimizer:
         yield from (
             masters.grad
@@ -242,9 +277,13 @@ def gradients_finite(engine: DeepSpeedEngine) -> bool:
 def parameters_finite(engine: DeepSpeedEngine) -> bool:
     """Whether all parameters and their norm are free of NaN and Inf on every rank (a
     collective)."""
-    norm = torch.nn.utils.get_total_norm(
-        [_own_part(parameter, dist.get_rank()) for parameter in engine.module.parameters()]
+    rank = dist.get_rank()
+    parts = (
+        whole.parameter_parts(engine, rank)
+        if whole.keeps_whole(engine)
+        else [_own_part(parameter, rank) for parameter in engine.module.parameters()]
     )
+    norm = torch.nn.utils.get_total_norm(parts)
     bad = (~torch.isfinite(norm)).int().to(engine.device)
     dist.all_reduce(bad)
     return not int(bad)
@@ -258,6 +297,9 @@ def _own_part(parameter: ShardedParameter, rank: int) -> torch.Tensor:
 
 def discard_gradients(engine: DeepSpeedEngine) -> None:
     """Drop the gradients of the current step, as the engine does on an overflow."""
+    if whole.keeps_whole(engine):
+        whole.discard(engine)
+        return
     engine.optimizer._pre_step()
     engine.optimizer._partition_all_parameters()
     engine.optimizer._overflow_clean_up(1.0)
