@@ -57,6 +57,30 @@ def test_offload_moves_states_to_the_host_and_ranks_share_them(tiny_model: Path)
     assert (both.on_device, both.on_host) == (layer, int(1.5 * 18 * one.parameters))
 
 
+def test_a_stage_that_keeps_weights_whole_takes_more_memory_on_several_ranks(
+    tiny_model: Path,
+) -> None:
+    by_stage = {
+        stage: estimate(learner_config(tiny_model, world_size=4, zero_stage=stage))
+        for stage in (1, 2, 3)
+    }
+    each = by_stage[3].parameters
+    assert by_stage[1].on_device == each * 4 + each * 12 // 4 + each * 4 + each * 4 // 4
+    assert by_stage[2].on_device == each * 4 + each * 12 // 4 + each * 4 + each * 8 // 4
+    assert by_stage[1].on_host == by_stage[2].on_host == 0
+    assert by_stage[3].other_stages == {stage: by_stage[stage].on_device for stage in (1, 2)}
+    text = memory_text(learner_config(tiny_model, world_size=4))
+    assert "zero_stage 3, offload" in text and "learner.zero_stage: 1 would take" in text
+    assert "DeepSpeed's own estimate" not in memory_text(learner_config(tiny_model, zero_stage=2))
+
+
+def test_the_plan_names_only_stages_that_the_settings_allow(tiny_model: Path) -> None:
+    assert list(estimate(learner_config(tiny_model, bf16=True)).other_stages) == [2]
+    offloaded = learner_config(tiny_model, offload_optimizer="cpu")
+    assert not estimate(offloaded).other_stages
+    assert "learner.zero_stage:" not in memory_text(offloaded)
+
+
 def test_publishing_needs_two_buckets_of_at_least_the_largest_parameter(
     tiny_model: Path,
 ) -> None:

@@ -7,11 +7,11 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from asyncrl.config import RunSettings
+from asyncrl.config import LearnerConfig, RunSettings
 from asyncrl.generation.served import text_config
 from asyncrl.models.supported import squares_scores
 from asyncrl.preflight.resources.adapter import run_outline, trained_elements
@@ -21,6 +21,9 @@ from asyncrl.weights.layout import ITEM_BYTES
 HEAD_GRADIENTS = 2
 """Gradients of the head's weight that exist at the same time in the backward pass of the log-probs:
 a chunk's, and their float32 sum."""
+STAGES = (1, 2, 3)
+REDUCE_ELEMENTS = 50_000_000
+"""Elements of the bucket in which ZeRO-2 reduces gradients (`learning.engine.zero3.settings`)."""
 KEPT_SCORES, LIVE_SCORES = 2, 3
 """Tensors of tokens × tokens per layer in the model's own eager attention: those kept for the
 backward pass, and temporary ones."""
@@ -43,7 +46,7 @@ class Needs:
     largest_layer: int
     """Parameters of the module with the most, without its submodules."""
     on_device: int
-    """Weights, gradients and optimizer states on the device, by DeepSpeed's formula."""
+    """Weights, gradients and optimizer states on the device; with ZeRO-3 by DeepSpeed's formula."""
     on_host: int
     """Offloaded states and DeepSpeed's buffers on the host, by the same formula."""
     buckets: int
@@ -53,6 +56,20 @@ class Needs:
     scores: int = 0
     """Attention scores (tokens × tokens) of the longest trajectory, if the model's own attention
     stores them. Device."""
+
+    other_stages: Mapping[int, int] = field(default_factory=dict)
+    """Stage of ZeRO that these settings allow too → `on_device` with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Elements of a model's parameters."""
+
+    total: int
+    trained: int
+    """Those that are not frozen."""
+    largest: int
+    """Those of the largest module, without its submodules."""
 
 
 def parameter_counts(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -65,38 +82,17 @@ def parameter_counts(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 
 
 def estimate(config: RunSettings) -> Needs:
-    """The needs of one rank, with all ranks on one machine. Imports DeepSpeed, which takes seconds.
-
-    DeepSpeed's formula (`estimate_zero3_model_states_mem_needs`) assumes mixed precision with 18
-    bytes per parameter. In float32 it is 16, plus 4 during a step.
-    """
-    # Only a formula is needed. This keeps DeepSpeed from searching for an accelerator and
-    # printing a message about a missing one.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
-
+    """The needs of one rank, with all ranks on one machine. Imports DeepSpeed, which takes
+    seconds."""
     from asyncrl.algorithms.logprobs import LIVE_CHUNKS, chunk_elements
 
     learner = config.learner
     version = run_outline(config)
     total, largest = parameter_counts(version.parameters)
-    offload = {
-        "cpu_offload": learner.offload_optimizer == "cpu",
-        "cpu_offload_params": learner.offload_param == "cpu",
-    }
     # With an adapter, the frozen weights have no gradients and no optimizer states.
     trained = total if config.lora is None else trained_elements(version)
-    host, device, _ = estimate_zero3_model_states_mem_needs(
-        trained, largest, num_gpus_per_node=learner.world_size, num_nodes=1, **offload
-    )
-    if config.lora is not None:
-        frozen = total * (2 if learner.bf16 else 4) // learner.world_size
-        if learner.offload_param == "cpu":
-            host += frozen * learner.world_size
-        else:
-            device += frozen
-    if learner.zero_hpz_partition_size > 1:
-        device += total * (2 if learner.bf16 else 4) // learner.zero_hpz_partition_size
+    sizes = Sizes(total, trained, largest)
+    device, host = _states(learner, sizes)
     bucket = max(config.bucket_bytes, version.largest * ITEM_BYTES[config.model.dtype])
     tree: dict[str, object] = json.loads((Path(config.model.path) / "config.json").read_text())
     text = text_config(tree)
@@ -113,11 +109,71 @@ def estimate(config: RunSettings) -> Needs:
         total,
         largest,
         device,
-        host // learner.world_size,
+        host,
         2 * min(bucket, version.nbytes(config.model.dtype)),
         logits,
         _scores(config, tree, text),
+        {
+            stage: _states(learner.model_copy(update={"zero_stage": stage}), sizes)[0]
+            for stage in STAGES
+            if stage != learner.zero_stage and not _refused(learner, stage)
+        },
     )
+
+
+def _refused(learner: LearnerConfig, stage: int) -> bool:
+    """Whether these settings refuse another stage."""
+    shards_more = learner.offload_optimizer != "none" or learner.zero_hpz_partition_size > 1
+    return (stage < 3 and shards_more) or (stage == 1 and learner.bf16)
+
+
+def _states(learner: LearnerConfig, sizes: Sizes) -> tuple[int, int]:
+    """Bytes of weights, gradients and optimizer states of one rank: (device, host)."""
+    if learner.zero_stage == 3:
+        return _sharded_states(learner, sizes)
+    ranks, trained = learner.world_size, sizes.trained
+    weights = (2 if learner.bf16 else 4) * sizes.total
+    masters_and_moments = 12 * trained // ranks
+    if learner.zero_stage == 1:
+        # Whole gradients until the step, which copies its shard of them.
+        gradients = 4 * trained + 4 * trained // ranks
+    else:
+        # A bucket to reduce, and the sum over micro-batches. Float32 weights have a shard of one
+        # micro-batch beside it; bfloat16 gradients are added to the sum at once.
+        shards = 1 if learner.bf16 else 2
+        gradients = 4 * min(REDUCE_ELEMENTS, trained) + 4 * shards * trained // ranks
+    return weights + masters_and_moments + gradients, 0
+
+
+def _sharded_states(learner: LearnerConfig, sizes: Sizes) -> tuple[int, int]:
+    """The same with ZeRO-3.
+
+    DeepSpeed's formula (`estimate_zero3_model_states_mem_needs`) assumes mixed precision with 18
+    bytes per parameter. In float32 it is 16, plus 4 during a step.
+    """
+    # Only a formula is needed. This keeps DeepSpeed from searching for an accelerator and
+    # printing a message about a missing one.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+
+    host, device, _ = estimate_zero3_model_states_mem_needs(
+        sizes.trained,
+        sizes.largest,
+        num_gpus_per_node=learner.world_size,
+        num_nodes=1,
+        cpu_offload=learner.offload_optimizer == "cpu",
+        cpu_offload_params=learner.offload_param == "cpu",
+    )
+    element = 2 if learner.bf16 else 4
+    if sizes.trained != sizes.total:
+        frozen = sizes.total * element // learner.world_size
+        if learner.offload_param == "cpu":
+            host += frozen * learner.world_size
+        else:
+            device += frozen
+    if learner.zero_hpz_partition_size > 1:
+        device += sizes.total * element // learner.zero_hpz_partition_size
+    return device, host // learner.world_size
 
 
 def _scores(config: RunSettings, tree: Mapping[str, object], text: Mapping[str, object]) -> int:
@@ -164,16 +220,20 @@ def memory_text(config: RunSettings) -> str:
         if on_cpu and learner.offload_optimizer == "cpu"
         else ""
     )
+    sharded = learner.zero_stage == 3
+    by_deepspeed = "; the first two rows are DeepSpeed's own estimate" if sharded else ""
     return "\n".join(
         [
             "# learner memory, per rank",
             (
                 f"  {needs.parameters / 1e6:.2f} M parameters, largest layer"
                 f" {needs.largest_layer / 1e6:.2f} M; {learner.world_size} ranks on one machine,"
-                f" offload_optimizer {learner.offload_optimizer}, offload_param"
-                f" {learner.offload_param}; the first two rows are DeepSpeed's own estimate"
+                f" zero_stage {learner.zero_stage}, offload_optimizer"
+                f" {learner.offload_optimizer}, offload_param"
+                f" {learner.offload_param}{by_deepspeed}"
             ),
             *(f"  {name:<50}{memory:<5}{_size(size)}" for name, memory, size in rows),
+            *_other_stages(needs),
             "  activations are not included: they grow with max_tokens_per_gpu"
             f" {learner.max_tokens_per_gpu}, "
             + (
@@ -186,6 +246,20 @@ def memory_text(config: RunSettings) -> str:
             f"  this machine: {_machine()}",
         ]
     )
+
+
+def _other_stages(needs: Needs) -> list[str]:
+    """What another stage of ZeRO would take, in one line; none if the settings refuse the
+    others."""
+    found = [
+        f"{stage} would take {_size(abs(size - needs.on_device)).strip()}"
+        f" {'more' if size >= needs.on_device else 'less'}"
+        for stage, size in needs.other_stages.items()
+    ]
+    if not found:
+        return []
+    time = "; 1 and 2 gather no weights, so a step takes less time"
+    return [f"  learner.zero_stage: {', '.join(found)}{time}"]
 
 
 def limit_text(fraction: float, needed: int, gpus: Mapping[str, int]) -> str:
