@@ -8,6 +8,7 @@ rows, model and optimizer.
   micro-batches of 16, padded to the longest, with an attention mask and full logits.
 - packed: asyncrl's policy and packing in the same plain loop.
 - learner: the learner's own rank, with DeepSpeed ZeRO-3 at world size 1.
+- learner_stage1, learner_stage2: the same with ZeRO-1 or ZeRO-2.
 - unpacked, learner_unpacked: the same with `learner.packing: none`. Each trajectory has its own
   forward in transformers' attention, on the same model.
 
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +41,10 @@ PADDED_ROWS, CAP = 16, 8192
 BAR = 2.5
 LEAST_OF_PACKED = 0.9
 """The learner's tokens per second, of those of the bare packed loop."""
+STAGES = {"learner_stage1": 1, "learner_stage2": 2}
+"""Variant of the learner → its learner.zero_stage."""
+LEAST_OF_STAGES = 0.92
+"""The same as LEAST_OF_PACKED, for the faster of these variants at `tiny`."""
 IDS, MASK = pa.list_(pa.int32()), pa.list_(pa.bool_())
 MODELS = {
     "tiny": {
@@ -175,6 +181,12 @@ def compare(model: str, path: str, rows: int, variants: tuple[str, ...] = VARIAN
         held = held and speed["packed"] >= BAR * speed["padded"]
     if speed.keys() >= {"packed", "learner"}:
         held = held and speed["learner"] >= LEAST_OF_PACKED * speed["packed"]
+    if "packed" in speed and (staged := {name: speed[name] for name in STAGES if name in speed}):
+        for name, of_stage in staged.items():
+            print(f"{name}: {of_stage / speed['packed']:.2f} of packed")
+        held = held and (
+            model != "tiny" or max(staged.values()) >= LEAST_OF_STAGES * speed["packed"]
+        )
     return held
 
 
@@ -216,9 +228,12 @@ def measure(variant: str, path: str, threads: int, rows: list) -> dict[str, floa
     torch.set_num_threads(threads)
     torch.manual_seed(SEED)
     packing = "none" if variant in UNPACKED else "rows"
-    made = {"padded": padded_step, "packed": packed_step, "learner": learner_step}[
-        UNPACKED.get(variant, variant)
-    ]
+    made = {
+        "padded": padded_step,
+        "packed": packed_step,
+        "learner": learner_step,
+        **{name: partial(learner_step, zero_stage=stage) for name, stage in STAGES.items()},
+    }[UNPACKED.get(variant, variant)]
     step, parameters = made(path, threads) if made is padded_step else made(path, threads, packing)
     step(rows[:WARM_UP_ROWS], 0.0)
     began, spent = time.perf_counter(), time.process_time()
@@ -311,7 +326,7 @@ def token_table(rows: list) -> pa.Table:
     )
 
 
-def learner_step(path: str, threads: int, packing: str):
+def learner_step(path: str, threads: int, packing: str, zero_stage: int = 3):
     """The same with the learner's rank."""
     from asyncrl.config import Config
     from asyncrl.learning import Meeting, start_rank
@@ -325,6 +340,7 @@ def learner_step(path: str, threads: int, packing: str):
         "reward": {"functions": {"none": {"function": "none:none"}}},
         "learner": {
             "packing": packing,
+            "zero_stage": zero_stage,
             "max_tokens_per_gpu": CAP,
             "num_threads": threads,
             "optimizer": {"name": "adamw", "betas": [0.9, 0.95]},
