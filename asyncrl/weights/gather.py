@@ -1,4 +1,4 @@
-"""Gathers one version's weights from ZeRO-3 shards into buckets of bounded size."""
+"""Gathers one version's weights from the learner's shards into buckets of bounded size."""
 
 from __future__ import annotations
 
@@ -33,13 +33,22 @@ Change = Callable[[str, int, torch.Tensor], torch.Tensor]
 class ShardedParameter(Protocol):
     """The attributes that DeepSpeed's ZeRO-3 adds to a parameter."""
 
-    ds_tensor: torch.Tensor
-    """This rank's shard, flat. All ranks' shards have the same size; the last one is padded."""
-    ds_numel: int
-    """Number of elements of the whole parameter."""
-    ds_shape: torch.Size
-    """Shape of the whole parameter."""
-    device: torch.device
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """This rank's shard, flat. All ranks' shards have the same size; the last one is
+        padded. A parameter that every rank has whole is one shard."""
+
+    @property
+    def ds_numel(self) -> int:
+        """Number of elements of the whole parameter."""
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameter is."""
 
 
 def weight_layout(

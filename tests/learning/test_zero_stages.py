@@ -4,6 +4,7 @@ checkpoints, on real ranks that are plain processes."""
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from plain_ranks import on_ranks
 from recorded import learner_config
 
-from asyncrl.config import LearnerConfig
+from asyncrl.config import LearnerConfig, LoraConfig
 from asyncrl.contracts.offline_rows import token_table
 from asyncrl.learning.engine import zero3
 from asyncrl.preflight.specs import learner_spec
@@ -96,6 +97,52 @@ def test_another_stage_continues_a_converted_checkpoint(
         exact = (1e-6, 1e-6) if same else (1e-5, 1e-3)
         for loss, expected, rel in zip(resumed.next_losses, saved.next_losses, exact, strict=False):
             assert loss == pytest.approx(expected, rel=rel)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True, "cast_lm_head_to_fp32": True},
+    "dora": {"lora": {"r": 4, "use_dora": True}},
+    "checkpointed": {"gradient_checkpointing": True},
+    "sgd": {"optimizer": "sgd"},
+    "values": {"values": True},
+    "shared rows": {"sequence_parallel_size": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(1, tuple(VARIANTS)[:-1]), (2, ("bf16", "dora", "values", "shared rows"))],
+)
+def test_other_settings_give_the_same_at_each_stage(
+    model_path: Path, ranks: int, names: tuple[str, ...]
+) -> None:
+    for seen in on_ranks(ranks, all_variants, model_path, names):
+        for name, by_stage in seen.items():
+            for stage, losses in by_stage.items():
+                rel = 1e-3 if name == "bf16" else 1e-5
+                assert losses == pytest.approx(by_stage[3], rel=rel), (name, stage)
+
+
+def all_variants(
+    rank: int, world_size: int, path: Path, names: tuple[str, ...]
+) -> dict[str, dict[int, list[float]]]:
+    return {
+        name: {
+            stage: losses_of(rank, world_size, path, stage, VARIANTS[name])
+            for stage in (STAGES if name != "bf16" else (3, 2))
+        }
+        for name in names
+    }
+
+
+def losses_of(
+    rank: int, world_size: int, path: Path, stage: int, settings: dict[str, Any]
+) -> list[float]:
+    learner = started(rank, world_size, path, stage, **settings)
+    taken = [learner.supervised_step(token_table(ROWS)) for _ in range(STEPS)]
+    assert all(step["applied"] for step in taken)
+    return [step[name] for step in taken for name in ("loss", "grad_norm")]
 
 
 @pytest.mark.parametrize(
@@ -181,8 +228,13 @@ def started(rank: int, world_size: int, path: Path, stage: int, **learner: Any) 
 
     gc.collect()
     unset_hf_deepspeed_config()  # that of the engine before
-    config = learner_config(path, world_size=world_size, max_tokens=64, zero_stage=stage, **learner)
-    return LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
+    lora, values = learner.pop("lora", None), learner.pop("values", False)
+    algorithm = {"advantage": "gae"} if values else None
+    config = learner_config(path, world_size, 64, algorithm, zero_stage=stage, **learner)
+    spec = learner_spec(config)
+    if lora is not None:  # DoRA is refused in a run with generators
+        spec = replace(spec, lora=LoraConfig.model_validate(lora))
+    return LearnerRank(load_state(rank, spec), "run", 1)
 
 
 def poisoned_step(learner: Any) -> float:

@@ -177,6 +177,11 @@ def test_a_requested_step_is_resumed_and_stays_the_newest(tmp_path):
             {"learner": {"world_size": 2}},
             "learner.world_size = 2, but .* was made with 1, and shards from before the first step",
         ),
+        (
+            {"learner": {"zero_stage": 1}},
+            "learner.zero_stage = 1, but .* was made with 3, and shards from before the first step"
+            " cannot be converted to another ZeRO stage",
+        ),
         ({"algorithm": {"advantage": "gae"}}, "only one of them has a value head"),
         (
             {"algorithm": {"preference": {}}},

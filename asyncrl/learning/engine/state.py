@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -210,10 +210,9 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         value_bias=not scores,
     )
     policy = zero3.policy_of(engine)
-    # ZeRO-3 adds the attributes of `ShardedParameter` to each parameter.
-    as_shards = WholeParameter if sharded is None else partial(cast, "ShardedParameter")
-    named: dict[str, ShardedParameter] = {
-        name: as_shards(parameter) for name, parameter in policy.model.named_parameters()
+    whole = sharded is None
+    named = {
+        name: _as_sharded(parameter, whole) for name, parameter in policy.model.named_parameters()
     }
     parameters = {own: named[name] for name in named if (own := base_name(name))}
     adapter = {own: named[name] for name in named if (own := published_name(name))}
@@ -225,7 +224,7 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         )
     if scoring is not None:
         assert policy.value_head is not None
-        parameters[SCORE] = as_shards(policy.value_head.weight)
+        parameters[SCORE] = _as_sharded(policy.value_head.weight, whole)
     return LearnerState(
         rank=rank,
         spec=spec,
@@ -241,3 +240,12 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         warmup_steps=learner.schedule.warmup_steps,
         threads=threads,
     )
+
+
+def _as_sharded(parameter: torch.Tensor, whole: bool) -> ShardedParameter:
+    """The parameter with the attributes that ZeRO-3 adds.
+
+    Args:
+        whole: whether each rank has all of it.
+    """
+    return WholeParameter(parameter) if whole else cast("ShardedParameter", parameter)

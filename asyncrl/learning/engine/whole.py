@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -23,7 +22,7 @@ class WholeParameter:
     """A parameter that every rank has, with the attributes that ZeRO-3 gives to a parameter. Rank 0
     owns all of it, so publishing and exporting need no other rank."""
 
-    parameter: nn.Parameter
+    parameter: torch.Tensor
 
     @property
     def ds_tensor(self) -> torch.Tensor:
