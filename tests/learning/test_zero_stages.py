@@ -120,7 +120,8 @@ def test_other_settings_give_the_same_at_each_stage(
     for seen in on_ranks(ranks, all_variants, model_path, names):
         for name, by_stage in seen.items():
             for stage, losses in by_stage.items():
-                rel = 1e-3 if name == "bf16" else 1e-5
+                # transformers rounds the rotary frequencies to bfloat16 when it loads sharded.
+                rel = 2e-2 if name == "bf16" else 1e-5
                 assert losses == pytest.approx(by_stage[3], rel=rel), (name, stage)
 
 
