@@ -25,7 +25,14 @@ from asyncrl.algorithms.schedules import Constant, Schedule
 from asyncrl.contracts.section import ByKey, ByName, Section, Short, Unset
 from asyncrl.runtime.functions import FUNCTION
 from asyncrl.runtime.ray.defaults import TASK_CPUS
-from asyncrl.runtime.setting_paths import DataPath, LocalPath, ModelPath, is_hub_data, is_hub_name
+from asyncrl.runtime.setting_paths import (
+    Arguments,
+    DataPath,
+    LocalPath,
+    ModelPath,
+    is_hub_data,
+    is_hub_name,
+)
 
 ENTRY_NAME = r"^[^/]+$"
 """Pattern of a reward function's name. It has no '/', because metric names put one after it."""
@@ -301,9 +308,10 @@ class RewardFunction(Section):
     """The function returns one reward per completion token of each trajectory. With advantage: gae,
     each token gets its own reward. Every other advantage uses their sum as the trajectory's reward.
     """
-    arguments: dict[str, Any] = Field(default={})
-    """Keyword arguments for every call, in addition to those that asyncrl passes. They are saved
-    and shown with the config, so do not put secrets here."""
+    arguments: Arguments = Field(default={})
+    """Keyword arguments for every call, in addition to those that asyncrl passes. `{runs_root}/` at
+    the start of a text is replaced. They are saved and shown with the config, so do not put secrets
+    here."""
 
     @property
     def compares_completions(self) -> bool:

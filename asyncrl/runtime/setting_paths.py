@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator
 
@@ -83,8 +83,20 @@ def _data(path: str) -> str:
     return given if is_hub_data(given) else _local(given)
 
 
+def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a function of the user, which may be paths below the runs root."""
+    return {
+        name: _local(value)
+        if isinstance(value, str) and value.startswith(("{runs_root}/", "${runs_root}/"))
+        else value
+        for name, value in given.items()
+    }
+
+
 LocalPath: TypeAlias = Annotated[str, AfterValidator(_local)]
 ModelPath: TypeAlias = Annotated[str, AfterValidator(_model)]
 """It may name a model on the hub instead."""
 DataPath: TypeAlias = Annotated[str, AfterValidator(_data)]
 """It may name a dataset on the hub instead."""
+Arguments: TypeAlias = Annotated[dict[str, Any], AfterValidator(_arguments)]
+"""Keyword arguments. A text that begins with `{runs_root}/` is a path."""

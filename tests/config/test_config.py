@@ -1243,6 +1243,15 @@ def test_the_runs_root_is_replaced_in_overrides(tmp_path, monkeypatch, option):
     assert (config.data.train, config.model.path) == ("/r/a.parquet", "/r/m")
 
 
+def test_an_argument_of_a_reward_may_be_a_path_under_the_runs_root(tmp_path, monkeypatch):
+    monkeypatch.setenv("ASYNCRL_RUNS", "/r")
+    given = {"packages": "{runs_root}/side", "text": "in {runs_root}/side", "number": 3}
+    function = {"function": "package:function", "arguments": given}
+    config = load(tmp_path, {"reward.functions.mine": function})
+    found = config.reward.functions["mine"].arguments
+    assert found == {**given, "packages": "/r/side"}
+
+
 TEXTS = ["007", "1e3", "true", "{question}", "[a", "{a: 1}", "a: b", "a # b", " x ", "'x'", "~"]
 
 
