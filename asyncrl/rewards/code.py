@@ -166,7 +166,7 @@ def with_heads(
     code: str, entry_point: str | None, heads: Sequence[str]
 ) -> tuple[str, tuple[str, ...]]:
     """(program, source to run before it). A completion that is only the body of the function is
-    put below the head that ends with that function's first lines."""
+    put below the head that ends with that function's first lines. HumanEval indents its bodies."""
     whole = tuple(head for head in heads if _defined(head) is not None)
     before = whole if entry_point is None or entry_point.isidentifier() else (PRELUDE, *whole)
     name = (entry_point or "").rpartition(".")[2]
@@ -175,7 +175,7 @@ def with_heads(
     for head in heads:
         last = head.rstrip().rpartition("\n")[2]
         depth = len(last) - len(last.lstrip()) + 4 * last.rstrip().endswith(":")
-        joined = f"{head.rstrip()}\n{textwrap.indent(code, ' ' * depth)}"
+        joined = f"{head.rstrip()}\n{textwrap.indent(textwrap.dedent(code), ' ' * depth)}"
         if depth and name in (_defined(joined) or ()):
             return joined, tuple(other for other in before if other != head)
     return code, before

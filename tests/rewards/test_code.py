@@ -5,6 +5,7 @@ import ast
 import asyncio
 import json
 import os
+import textwrap
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -305,6 +306,8 @@ def test_a_body_is_put_below_its_head() -> None:
     body = "c = a + b\nreturn c\n"
     program, before = with_heads(body, "add", (HEAD,))
     assert before == () and ast.parse(program).body[1].body[-1].value.id == "c"
+    indented = textwrap.indent(body, "    ")  # as the solutions of HumanEval are
+    assert with_heads(indented, "add", (HEAD,)) == (program, before)
     assert with_heads(ADD, "add", (HEAD,)) == (ADD, (HEAD,))
     program, _ = with_heads("return a\n", "Solution().add", (STARTER,))
     assert ast.parse(program).body[0].body[0].body[0].value.id == "a"
