@@ -1,4 +1,4 @@
-.PHONY: setup setup-run demo demo-agent demo-seeds test test-all hostile faults mutants lint types docs resolve sizes
+.PHONY: setup setup-run demo demo-agent demo-real demo-seeds test test-all hostile faults mutants lint types docs resolve sizes
 
 PYTHON := .venv/bin/python
 export PYTHONUNBUFFERED := 1
@@ -25,6 +25,9 @@ hostile: setup  ## machines that are not ours, imitated with namespaces, limits 
 
 demo-agent: setup-run  ## a model learns a game of several turns with a tool; ARGS="--max_steps 20" changes settings
 	@$(PYTHON) -m jobs.guess $(ARGS)
+
+demo-real: setup-run  ## a pretrained model of 135 M parameters from the package index learns to follow instructions; ARGS="--max_steps 20" changes settings
+	@$(PYTHON) -m jobs.smollm $(ARGS)
 
 demo-seeds: setup-run  ## the main job with three seeds, and once with shuffled rewards: about an hour
 	@$(PYTHON) -m jobs.quickstart.seeds
