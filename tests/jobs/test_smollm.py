@@ -325,7 +325,9 @@ def test_three_steps_with_the_real_model(tmp_path: Path) -> None:
     run = asyncrl.open_run(tmp_path / "smollm")
     assert [record["step"] for record in run.records("step")][-1] == 3
     before, *_, after = run.records("evaluation")
-    assert 0.05 < before["eval/greedy_accuracy"] < 0.8 and "eval/pairs_accuracy" in after
+    # A model with wrong weights writes no sentences about the subject.
+    assert before["eval/greedy_strict/words"] > 0.5 and before["eval/greedy_strict/subject"] > 0.5
+    assert 0 <= after["eval/pairs_accuracy"] <= 1
     groups = run.groups().to_pylist()
     assert len(groups) >= 24 and {len(group["reward"]) for group in groups} == {8}
     assert max(record["check/logprob_max_diff"] for record in run.records("logprob_check")) < 1e-3
