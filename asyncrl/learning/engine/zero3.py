@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import deepspeed
 import torch
 import torch.distributed as dist
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from asyncrl.config import LearnerConfig, LoraConfig
@@ -184,6 +186,7 @@ def start_engine(
             adapter, or has weights that are no finite numbers.
     """
     chosen = settings(config)
+    exact = computed_buffers(path) if config.zero_stage == 3 and config.bf16 else {}
     sharded = HfDeepSpeedConfig(chosen) if config.zero_stage == 3 else None
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     policy = load_policy(
@@ -197,6 +200,10 @@ def start_engine(
         head_settings(config),
         value_bias,
     )
+    for name, buffer in exact.items():
+        rounded = policy.model.get_buffer(name)
+        owner, _, own = name.rpartition(".")
+        setattr(policy.model.get_submodule(owner), own, buffer.to(rounded.device))
     if lora is not None:
         add_adapter(policy.model, lora, seed)
         if lora.load is not None:
@@ -220,6 +227,24 @@ def start_engine(
         policy.packing,
     )
     return engine, sharded
+
+
+def computed_buffers(path: str) -> dict[str, torch.Tensor]:
+    """The floating-point buffers that the model computes itself, such as the frequencies of rotary
+    position embeddings: name → buffer.
+
+    While ZeRO-3 shards a model that loads, DeepSpeed makes every new tensor in the dtype of the
+    weights. In bfloat16, frequencies would be wrong by up to 0.4%, and positions with them.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    saved = model.state_dict().keys()
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name not in saved and buffer.is_floating_point()
+    }
 
 
 def _name_shared_parameters(policy: Policy) -> None:
