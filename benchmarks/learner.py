@@ -15,6 +15,8 @@ rows, model and optimizer.
 Rows have lognormal lengths (median 64, at most 768, seeded). A step is one pass over all rows with
 one AdamW step at its end.
 
+`--prompts 32,128,512` compares groups that share a prompt instead (`benchmarks.long_prompts`).
+
 Each measurement has its own process, with a warm-up step on a few rows and a timed step, both at
 learning rate 0. A trial on a few rows chooses one or two threads for each variant. Then the
 variants take turns, and the fastest step of each counts. Their losses must agree to 1e-4.
@@ -84,6 +86,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--prompts", help="compare groups with prompts of these tokens instead")
     parser.add_argument(
         "--only", nargs=4, metavar=("VARIANT", "PATH", "THREADS", "ROWS"), help=argparse.SUPPRESS
     )
@@ -96,6 +99,11 @@ def main(arguments: list[str]) -> int:
             )
         )
         return 0
+    if options.prompts:
+        from benchmarks.long_prompts import compare_prompts
+
+        prompts = [int(tokens) for tokens in options.prompts.split(",")]
+        return 0 if compare_prompts(options.models.split(","), prompts) else 1
     lengths = [len(prompt) + len(following) for prompt, following in seeded_rows(options.rows, 32)]
     padded = sum(
         max(lengths[at : at + PADDED_ROWS]) * len(lengths[at : at + PADDED_ROWS])
@@ -293,7 +301,7 @@ def packed_step(path: str, threads: int, packing: str):
     import torch
 
     from asyncrl.algorithms import supervised_loss, token_weights
-    from asyncrl.learning import pack
+    from asyncrl.learning import pack, pack_shared
     from asyncrl.models import load_policy, micro_batch, token_example
 
     policy = load_policy(path, torch.float32, 1.0, packing=packing)
@@ -302,9 +310,12 @@ def packed_step(path: str, threads: int, packing: str):
     def step(rows: list, learning_rate: float) -> float:
         examples, total = [token_example(row) for row in rows], 0.0
         weights = token_weights([example.loss_tokens for example in examples], "token_mean", 1)
-        for indices in pack(
-            [len(example.tokens) for example in examples], CAP, one_each=packing == "none"
-        ).micro_batches[0]:
+        tokens = [example.tokens for example in examples]
+        alone = packing == "none"
+        plan = (
+            pack(list(map(len, tokens)), CAP, one_each=True) if alone else pack_shared(tokens, CAP)
+        )
+        for indices in plan.micro_batches[0]:
             batch = micro_batch(examples, indices, "cpu", weights)
             loss, _ = supervised_loss(policy(batch)[0], batch.weights)
             loss.backward()

@@ -302,7 +302,7 @@ SURFACE = {
     ),
     "learning": (
         "DeviceShifts RayLearner LearnerRank Meeting examples_with pack pack_blocks pack_rows "
-        "pairs_of start_rank start_reference"
+        "pack_shared pairs_of start_rank start_reference"
     ),
     "models": (
         "head_settings segment_attention "

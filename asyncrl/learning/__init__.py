@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from asyncrl.learning.frozen.reference import start_reference as start_reference
     from asyncrl.learning.packing.blocks import pack_blocks as pack_blocks
+    from asyncrl.learning.packing.prefixes import pack_shared as pack_shared
     from asyncrl.learning.packing.strategies import pack as pack, pack_rows as pack_rows
     from asyncrl.learning.rank import LearnerRank as LearnerRank, start_rank as start_rank
 
@@ -29,6 +30,7 @@ __getattr__ = lazy_exports(
     pack="packing.strategies",
     pack_blocks="packing.blocks",
     pack_rows="packing.strategies",
+    pack_shared="packing.prefixes",
     pairs_of="examples.offline_examples",
     start_rank="rank",
     start_reference="frozen.reference",
