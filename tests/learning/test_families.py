@@ -23,6 +23,7 @@ from asyncrl.learning.packing.strategies import pack
 from asyncrl.models import attention
 from asyncrl.models.micro_batches import Example, micro_batch
 from asyncrl.models.policy import Policy, load_policy
+from asyncrl.models.segments import Segments
 
 TEMPERATURE, VERSION = 0.8, 3
 FAMILIES = ["qwen3", "llama", "llama with biases"]
@@ -86,34 +87,44 @@ def checkpoints(
 
 @cache
 def rows(
-    vocabulary: int = 64, lengths: tuple[int, ...] = (3, 4, 4, 9, 17, 17, 30, 90), longest: int = 0
+    vocabulary: int = 64,
+    lengths: tuple[int, ...] = (3, 4, 4, 9, 17, 17, 30, 90),
+    longest: int = 0,
+    common: bool = False,
 ) -> tuple[Example, ...]:
-    """Trajectories of random tokens with gaps in their loss masks. `recorded` fills in the behavior
+    """Trajectories of random tokens with gaps in their loss masks. With `common`, five more have a
+    prefix or all of their tokens in common with others. `recorded` fills in the behavior
     log-probs."""
     draw = np.random.default_rng(1)
-    made = []
-    for length in (*lengths, *([longest] if longest else [])):
-        prompt = int(draw.integers(1, length - 1))
-        completion = length - prompt
-        mask = draw.random(completion) < 0.8
-        mask[-1] = True
-        versions = draw.integers(0, VERSION + 1, completion)
-        zeros, reference = (
-            np.zeros(completion, np.float32),
-            draw.normal(-4, 0.3, completion).astype(np.float32),
-        )
-        made.append(
-            Example(
-                draw.integers(3, vocabulary, length),
-                prompt,
-                mask,
-                zeros,
-                float(draw.normal()),
-                versions.astype(np.int32),
-                reference,
-            )
-        )
-    return tuple(made)
+    made = [
+        _row(draw, draw.integers(3, vocabulary, length))
+        for length in (*lengths, *([longest] if longest else []))
+    ]
+    if not common:
+        return tuple(made)
+    long, short = made[7].tokens, made[6].tokens
+    siblings = [
+        np.concatenate([known, draw.integers(3, vocabulary, count)])
+        for known, count in ((long[:60], 20), (long[:75], 5), (short[:12], 9), (short, 0))
+    ]
+    return (*made, *(_row(draw, tokens) for tokens in (*siblings, short[:20])))
+
+
+def _row(draw: np.random.Generator, tokens: np.ndarray) -> Example:
+    prompt = int(draw.integers(1, len(tokens) - 1))
+    completion = len(tokens) - prompt
+    mask = draw.random(completion) < 0.8
+    mask[-1] = True
+    versions = draw.integers(0, VERSION + 1, completion)
+    return Example(
+        tokens,
+        prompt,
+        mask,
+        np.zeros(completion, np.float32),
+        float(draw.normal()),
+        versions.astype(np.int32),
+        draw.normal(-4, 0.3, completion).astype(np.float32),
+    )
 
 
 def alone(model: PreTrainedModel, row: Example) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,7 +257,7 @@ def test_loss_and_gradient_equal_those_of_one_trajectory_at_a_time(
         TEMPERATURE,
         entropy_gradient=algorithm is not None and algorithm.entropy_coef > 0,
     )
-    examples = recorded(plain, rows(longest=600))
+    examples = recorded(plain, rows(longest=600, common=True))
     draw = np.random.default_rng(3)
     weights = [
         float(draw.uniform(0.5, 1.5)) / sum(row.loss_tokens for row in examples) for row in examples
@@ -277,7 +288,7 @@ def test_log_probs_equal_those_of_one_trajectory_at_a_time(
         checkpoints[family], dtype=torch.float32, attn_implementation="sdpa"
     )
     policy = load_policy(str(checkpoints[family]), torch.float32, TEMPERATURE)
-    examples = rows(longest=600)
+    examples = rows(longest=600, common=True)
     for name, plan in PLANS.items():
         for indices in (
             indices
@@ -417,7 +428,7 @@ def test_heads_of_other_widths_for_keys_and_values_are_attended_in_blocks() -> N
     query, key, value = (
         torch.randn(1, heads, length, width, requires_grad=True) for width in (24, 24, 16)
     )
-    module, segments = torch.nn.Module(), attention.Segments.of([length], "cpu")
+    module, segments = torch.nn.Module(), Segments.of([length], "cpu")
     with Allocations() as allocations:
         found, _ = attention.segment_attention(module, query, key, value, None, segments=segments)
         gradients = torch.autograd.grad(found.sum(), (query, key, value))

@@ -14,9 +14,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from asyncrl.models.attention import Segments, register_attention
+from asyncrl.models.attention import register_attention
 from asyncrl.models.micro_batches import Example, micro_batch
 from asyncrl.models.policy import Policy
+from asyncrl.models.segments import Segments
 
 SIZES = {
     "vocab_size": 50,

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from token_masks import whole_mask
 from torch import Tensor
 
-from asyncrl.models.attention import Segments, _for_each_query_head, segment_attention
+from asyncrl.models.attention import _for_each_query_head, segment_attention
+from asyncrl.models.forest import ROOT
+from asyncrl.models.segments import Segments
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LENGTHS = (700, 700, 33, 1)
+PARENTS = {"separate": (ROOT,) * 4, "continued": (ROOT, 0, 0, 2)}
 
 
-def exact(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    """Attention within LENGTHS by its formula, in float64: [1, T, heads, W]."""
+def exact(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """Attention to the tokens that are seen by its formula, in float64: [1, T, heads, W]."""
     times = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(times, 1).double() for tensor in (key, value))
     scores = query.double() @ key.mT * query.shape[-1] ** -0.5
-    segment = torch.repeat_interleave(torch.tensor(LENGTHS)).to(query.device)
-    at = torch.arange(len(segment), device=query.device)
-    distance = at[:, None] - at[None, :]
-    seen = (segment[:, None] == segment[None, :]) & (distance >= 0)
-    seen &= distance < (window or len(at))
     scores = scores.masked_fill(~seen, float("-inf"))
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
@@ -47,6 +46,7 @@ def of_layer(window: int | None) -> torch.nn.Module:
 
 
 @gpu
+@pytest.mark.parametrize("parents", PARENTS)
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
     ("dtype", "width", "value_width", "tolerance"),
@@ -59,15 +59,20 @@ def of_layer(window: int | None) -> torch.nn.Module:
     ],
 )
 def test_every_kernel_computes_the_formula(
-    dtype: torch.dtype, width: int, value_width: int, tolerance: float, window: int | None
+    dtype: torch.dtype,
+    width: int,
+    value_width: int,
+    tolerance: float,
+    window: int | None,
+    parents: str,
 ) -> None:
     tensors = inputs(dtype, width, value_width, "cuda")
     copies = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    segments = Segments.of(LENGTHS, "cuda")
+    segments = Segments.of(LENGTHS, "cuda", PARENTS[parents])
     found, _ = segment_attention(
         of_layer(window), *tensors, None, sliding_window=window, segments=segments
     )
-    wanted = exact(*copies, window)
+    wanted = exact(*copies, whole_mask(LENGTHS, PARENTS[parents], window).cuda())
     outer = torch.randn(wanted.shape, device="cuda", dtype=torch.float64)
     found.backward(outer.to(dtype))
     wanted.backward(outer.to(dtype).double())

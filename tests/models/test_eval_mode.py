@@ -41,7 +41,7 @@ ROWS = [
     ((7,), tuple(range(8, 30))),
     ((9, 10, 11), tuple(range(12, 40))),
 ]
-LONG = [((3, 4), tuple(3 + at % 40 for at in range(1400)))] * 2
+LONG = [((first, 4), tuple(3 + at % 40 for at in range(1400))) for first in (3, 5)]
 
 
 def save(family: str, directory: Path) -> Path:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from token_masks import whole_mask
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -94,21 +95,6 @@ def test_a_sibling_has_no_effect_at_all() -> None:
     assert all(torch.equal(before[index], after[index]) for index in (1, 2, 3))
 
 
-def whole_mask(parents: Sequence[int], lengths: Sequence[int], window: int | None) -> Tensor:
-    """[T, T] bool, token by token."""
-    before = list[list[int]]()
-    ends = list[int]()
-    for length, parent in zip(lengths, parents, strict=True):
-        for number in range(length):
-            last = len(before) - 1 if number else (ROOT if parent == ROOT else ends[parent])
-            before.append([*(before[last] if last != ROOT else []), len(before)])
-        ends.append(len(before) - 1)
-    mask = torch.zeros(len(before), len(before), dtype=torch.bool)
-    for token, path in enumerate(before):
-        mask[token, path if window is None else path[-window:]] = True
-    return mask
-
-
 FORESTS = {
     "equal answers": ([4, 3, 3, 3, 4, 3, 3, 3], [-1, 0, 0, 0, -1, 4, 4, 4]),
     "a branch in an answer": ([6, 5, 2, 2, 4, 9], [-1, 0, 1, 1, 0, -1]),
@@ -147,7 +133,7 @@ def test_attention_equals_that_of_a_whole_mask(
         segments=Segments.of(lengths, "cpu", parents),
     )
     wanted = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=whole_mask(parents, lengths, window), enable_gqa=True
+        query, key, value, attn_mask=whole_mask(lengths, parents, window), enable_gqa=True
     ).transpose(1, 2)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
     upstream = torch.randn_like(wanted)

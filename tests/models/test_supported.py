@@ -28,10 +28,11 @@ from transformers import (
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from asyncrl.models.attention import Segments, register_attention, segment_attention
+from asyncrl.models.attention import register_attention, segment_attention
 from asyncrl.models.isolation import check_isolation
 from asyncrl.models.micro_batches import Example, micro_batch, token_example
 from asyncrl.models.policy import Policy, load_policy
+from asyncrl.models.segments import Segments
 from asyncrl.models.supported import (
     caps_attention,
     chosen_packing,
