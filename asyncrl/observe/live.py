@@ -34,7 +34,7 @@ MOST_ROWS, MOST_CHARACTERS = 16, 4096
 """Limits of a table of completions in a sink: its rows, and the characters of each text."""
 
 RATE_WINDOW_S, ASK_EVERY_S = 15.0, 3.0
-"""Window of the tokens per second, and time between two questions to the generators. In seconds."""
+"""Shortest window of the tokens per second, and time between two questions to the generators. In seconds."""
 
 Statuses = Callable[[], Awaitable[Sequence[ReplicaStatus]]]
 """Asks the generators for their states."""
@@ -141,7 +141,7 @@ class Live:
         self._training_began = started
         self._generated: list[tuple[float, int]] = []
         self._trained: list[tuple[float, int]] = []
-        """Times of updates within RATE_WINDOW_S, and the tokens until then."""
+        """Times, and the tokens until then. The learner's are from the ends of steps."""
         self._engine_tokens: dict[str, int] = {}
         """Replica → tokens that its engine has generated."""
         self._shared = SharedText()
@@ -254,9 +254,14 @@ class Live:
                 self._engine_tokens[status.replica] = status.tokens_generated
             if known:
                 made = (now, sum(self._engine_tokens.values()))
-                self._generated = _within(RATE_WINDOW_S, [*self._generated, made])
+                self._generated = _since(self._rates_since(now), [*self._generated, made])
                 self.progress.generated_tokens_per_s = _rate(self._generated)
             await asyncio.sleep(ASK_EVERY_S)
+
+    def _rates_since(self, now: float) -> float:
+        """The begin of the time for which rates count: the last two steps, and at least
+        RATE_WINDOW_S. In a shorter time, the rate of a large model would mostly be 0."""
+        return min([now - RATE_WINDOW_S, *(at for at, _ in self._trained[-3:])])
 
     def take_lag(self) -> float:
         """The longest delay of the event loop since the last call, in seconds."""
@@ -314,7 +319,9 @@ class Live:
             counters.learner_waited_s,
             counters.generators_waited_s,
         )
-        self._trained = _within(RATE_WINDOW_S, [*self._trained, (now, counters.trained_tokens)])
+        if not self._trained or self._trained[-1][1] != counters.trained_tokens:
+            self._trained.append((now, counters.trained_tokens))
+            self._trained = _since(self._rates_since(now), self._trained)
         progress.trained_tokens_per_s = _rate(self._trained)
         first = self._coordinator.first_version
         progress.left_s = time_left(
@@ -329,9 +336,9 @@ def held_out(spec: ObserveSpec, value: float | None) -> str | None:
     return share(value) if spec.is_accuracy else f"{spec.accuracy} {value:.4g}"
 
 
-def _within(seconds: float, counts: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """The counts of the last seconds."""
-    return [count for count in counts if counts[-1][0] - count[0] <= seconds]
+def _since(moment: float, counts: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """The counts from this moment on."""
+    return [count for count in counts if count[0] >= moment]
 
 
 def _rate(counts: Sequence[tuple[float, int]]) -> float | None:

@@ -8,6 +8,7 @@ import errno
 import io
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -218,6 +219,30 @@ async def test_the_rate_counts_tokens_in_flight(monkeypatch: pytest.MonkeyPatch)
     assert (live.progress.generated_tokens_per_s or 0) > 0
     assert _rate([(10.0, 100), (12.0, 400)]) == 150.0
     assert _rate([(10.0, 400), (12.0, 100)]) == 0.0 and _rate([(10.0, 400)]) is None
+
+
+def test_rates_cover_the_last_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a large model takes minutes, and its tokens are counted when it ends."""
+    clock, counters = (
+        [100.0],
+        SimpleNamespace(
+            version=0, committed=0, examples=(), learner_waited_s=0.0, generators_waited_s=0.0
+        ),
+    )
+    monkeypatch.setattr("asyncrl.observe.live.time.monotonic", lambda: clock[0])
+    live = Live(observe_spec(small_config()), 100.0)
+    live._coordinator = SimpleNamespace(progress=counters, first_version=0)
+    rates = []
+    for seconds, tokens in ((0, 0), (50, 0), (100, 1000), (120, 1000), (200, 4000), (300, 4500)):
+        clock[0], counters.trained_tokens = 100.0 + seconds, tokens
+        live._update()
+        rates.append(live.progress.trained_tokens_per_s)
+    assert rates == [None, None, 10.0, 10.0, 20.0, 17.5]
+    # A fast run has the rate of the last RATE_WINDOW_S.
+    for step in range(1, 101):
+        clock[0], counters.trained_tokens = 400.0 + step, 4500 + 100 * step
+        live._update()
+    assert live.progress.trained_tokens_per_s == 100.0 and len(live._trained) == 16
 
 
 def test_a_terminal_gets_the_live_table() -> None:
