@@ -34,7 +34,8 @@ MOST_ROWS, MOST_CHARACTERS = 16, 4096
 """Limits of a table of completions in a sink: its rows, and the characters of each text."""
 
 RATE_WINDOW_S, ASK_EVERY_S = 15.0, 3.0
-"""Shortest window of the tokens per second, and time between two questions to the generators. In seconds."""
+"""Shortest window of the tokens per second, and time between two questions to the generators. In
+seconds."""
 
 Statuses = Callable[[], Awaitable[Sequence[ReplicaStatus]]]
 """Asks the generators for their states."""

@@ -94,7 +94,7 @@ def test_shows_each_source_of_every_data_setting(write, tmp_path):
             },
             [
                 "long: 2 prompts x 256 at temperature 1, up to 300 tokens each",
-                "before, every 5 steps and after; about 43 s on one replica",
+                "before, every 5 steps and after; about 32 s on one replica",
                 "num_replicas: 2",
             ],
         ),

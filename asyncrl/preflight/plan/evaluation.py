@@ -7,21 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncrl.config import Config
+from asyncrl.weights.layout import ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Cost of one engine step: `step_s` seconds, plus `token_s` seconds per sequence, plus reading
-    the weights at `bytes_per_s`."""
+    """Cost of one engine step: `step_s` seconds, plus reading the weights at `bytes_per_s`, plus
+    for each sequence `token_s` seconds and 2 operations for each parameter."""
 
     step_s: float
     token_s: float
     bytes_per_s: float
+    operations_per_s: float
 
 
-SPEEDS = {"cpu": Speed(0.005, 2.4e-4, 1e10), "cuda": Speed(0.01, 1e-5, 2e12)}
-"""On CPU as measured with the quickstart's model (4,200 tokens/s on one core). On a GPU, a typical
-order of magnitude."""
+SPEEDS = {"cpu": Speed(0.005, 1.6e-4, 1e10, 2e10), "cuda": Speed(0.01, 1e-5, 2e12, 2e14)}
+"""On CPU as measured with the quickstart's model (4,200 tokens/s on one core) and with one of 135 M
+parameters (70 tokens/s). On a GPU, a typical order of magnitude."""
 
 
 def evaluation_seconds(config: Config, prompts: Mapping[str, int], weights_bytes: int) -> float:
@@ -33,6 +35,8 @@ def evaluation_seconds(config: Config, prompts: Mapping[str, int], weights_bytes
         weights_bytes: bytes of one version.
     """
     speed, at_once = SPEEDS[config.engines.device], config.max_num_seqs
+    operations = 2 * weights_bytes / ITEM_BYTES[config.model.dtype]
+    token_s = speed.token_s + operations / speed.operations_per_s
     seconds = 0.0
     for name, eval_set in config.evaluation_sets.items():
         completions = eval_set.n * min(prompts[name], eval_set.max_prompts or prompts[name])
@@ -40,7 +44,7 @@ def evaluation_seconds(config: Config, prompts: Mapping[str, int], weights_bytes
         steps = -(-completions // at_once) * longest
         seconds += (
             steps * (speed.step_s + weights_bytes / speed.bytes_per_s)
-            + completions * longest * speed.token_s
+            + completions * longest * token_s
         )
     return seconds
 
