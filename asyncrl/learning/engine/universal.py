@@ -99,7 +99,7 @@ def _adapt(folder: Path, was_sharded: bool) -> None:
 
 
 def _saved(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=False)
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _convert(source: Path, folder: Path) -> str | None:
