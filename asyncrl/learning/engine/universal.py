@@ -17,6 +17,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint import OPTIMIZER_STATE_DICT, PARAM, PARAM_GROUPS
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from asyncrl.learning.engine.whole import keeps_whole
 
@@ -28,6 +31,8 @@ OF_SHARDS, OF_WHOLE = "zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_m
 """The engine's own file of ZeRO-3, and of the other stages."""
 STEP = "asyncrl_step"
 """Key of AdamW's step count, which ZeRO-3 keeps elsewhere than the other stages."""
+SAVED_CLASSES = [ZeroStageEnum, LossScaler, fragment_address]
+"""Classes of DeepSpeed in the files of ZeRO-1 and ZeRO-2, besides tensors, numbers and texts."""
 LINES = 3
 """Last lines of the converter's errors in a message."""
 
@@ -99,7 +104,8 @@ def _adapt(folder: Path, was_sharded: bool) -> None:
 
 
 def _saved(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
+    with torch.serialization.safe_globals(SAVED_CLASSES):
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _convert(source: Path, folder: Path) -> str | None:
