@@ -236,7 +236,7 @@ def test_a_cut_answer_counts_the_value_after_it(
     cut = torch.tensor([0.1, 0.2, 0.7] if bootstrap else [0.1, 0.2])
     ranks = TwoRanks(monkeypatch, [torch.tensor([-0.3]), cut])
     ranks.parts = ([0, 1],)
-    monkeypatch.setattr(policy_step, "moments_over_ranks", lambda values, summed: (0.0, 1.0))
+    monkeypatch.setattr(policy_step, "standardized", lambda values, every: values)
     found = policy_step._with_value_advantages(state, examples, gae)
     np.testing.assert_allclose(found[0].advantage, [3.0], rtol=1e-5)
     last = 4.0 + 7.0 - 2.0 if bootstrap else 4.0 - 2.0
@@ -244,6 +244,28 @@ def test_a_cut_answer_counts_the_value_after_it(
     assert found[1].returns is not None
     np.testing.assert_allclose(found[1].returns, [2.0, last + 2.0], rtol=1e-6)
     assert (found[1].tokens == examples[1].tokens).all(), "the trained trajectory is no longer"
+
+
+@pytest.mark.parametrize("bootstrap", [False, True])
+def test_every_rank_has_the_values_of_all_trajectories(
+    bootstrap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may train other trajectories than it evaluated: a cut one has one more token in the
+    evaluation, so that its micro-batches differ."""
+    examples = examples_of(scored_tables([[0.0, 4.0]], [[0.0, 4.0]])[0])
+    gae = Gae(gae_lambda=0.0, bootstrap_truncated=bootstrap)
+    state = state_without_model(learner_config(Path("model"), algorithm={"advantage": gae}))
+    cut = torch.tensor([0.1, 0.2, 0.7] if bootstrap else [0.1, 0.2])
+    ranks = TwoRanks(monkeypatch, [torch.tensor([-0.3]), cut])
+    for parts in (([0],), ([1],)):
+        ranks.parts = parts
+        found = policy_step._with_value_advantages(state, examples, gae)
+    ranks.parts, ranks.sums = ([0, 1],), np.zeros(0)
+    alone = policy_step._with_value_advantages(state, examples, gae)
+    for together, one in zip(found, alone, strict=True):
+        assert together.returns is not None and one.returns is not None
+        np.testing.assert_allclose(together.returns, one.returns)
+        np.testing.assert_allclose(together.advantage, one.advantage)
 
 
 def test_the_value_after_a_trajectory_is_that_of_its_last_hidden_state(tmp_path: Path) -> None:

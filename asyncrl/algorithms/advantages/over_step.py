@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.algorithms.advantages.group_advantage import STD_FLOOR
@@ -28,30 +28,11 @@ def normalized(advantages: Sequence[float], shares: Sequence[float]) -> list[flo
     return list(((values - mean) / (std + STD_FLOOR)).tolist())
 
 
-def moments_over_ranks(
-    values: np.ndarray, summed: Callable[[np.ndarray], np.ndarray]
-) -> tuple[float, float]:
-    """Return the mean and population std of all ranks' values.
-
-    This takes two passes, because E[v²] - E[v]² would lose the std of values far from 0.
-
-    Args:
-        values: this rank's values, any number of them.
-        summed: sums a float64 array over all ranks. Every rank calls it twice.
-    """
-    import numpy as np
-
-    values = np.asarray(values, dtype=np.float64)
-    total, count = summed(np.array([values.sum(), len(values)]))
-    mean = total / count
-    (squares,) = summed(np.array([((values - mean) ** 2).sum()]))
-    return float(mean), float(np.sqrt(squares / count))
-
-
-def standardized(values: np.ndarray, mean: float, std: float) -> np.ndarray:
-    """Return (A - mean) / (std + 1e-6), with the mean and std of all token advantages of the step.
+def standardized(values: np.ndarray, every: np.ndarray) -> np.ndarray:
+    """Return (A - mean) / (std + 1e-6), with the mean and population std of all token advantages of
+    the step, float64.
 
     This is PPO's advantage normalization (Andrychowicz et al. 2020, arXiv:2006.05990, choice
     C67)."""
-    found: np.ndarray = (values - mean) / (std + STD_FLOOR)
+    found: np.ndarray = (values - every.mean()) / (every.std() + STD_FLOOR)
     return found

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.advantages.gae import Gae
 from asyncrl.algorithms.advantages.group_advantage import StepAdvantage, StepInputs
-from asyncrl.algorithms.advantages.over_step import moments_over_ranks, standardized
+from asyncrl.algorithms.advantages.over_step import standardized
 from asyncrl.algorithms.covariance import covariances
 from asyncrl.algorithms.loss_metrics import LossSums
 from asyncrl.algorithms.objective import policy_loss, token_weights, truncated_weights
@@ -213,27 +213,32 @@ def _with_step_advantages(
 
 def _with_value_advantages(state: LearnerState, examples: list[Example], gae: Gae) -> list[Example]:
     """The examples with returns, and with advantages from the current value head, normalized over
-    the loss tokens of all ranks (a collective). Only the examples that this rank trains get their
-    values."""
+    the step's loss tokens (a collective). All ranks get those of all examples, because a rank may
+    train other examples than it evaluated: a truncated one has one more token here."""
     cut = [gae.bootstrap_truncated and example.truncated for example in examples]
     valued = [
         with_next_token(example) if longer else example
         for example, longer in zip(examples, cut, strict=True)
     ]
-    found = list(examples)
-    mine = [np.zeros(0)]
+    begins = np.cumsum([0, *(example.loss_tokens for example in valued)])
+    of_step = np.zeros(begins[-1])
     for batch, (_, _, values) in forward_batches(state, valued):
-        parts = values.cpu().double().split(list(batch.counts)) if batch.counts else ()
+        if state.sequence_rank or not batch.counts:  # ranks that share a row have the same values
+            continue
+        parts = values.cpu().double().split(list(batch.counts))
         for index, part in zip(batch.order, parts, strict=True):
-            own, after = (part[:-1], float(part[-1])) if cut[index] else (part, 0.0)
-            found[index] = with_values(
-                examples[index], own.numpy(), gae.gamma, gae.gae_lambda, after
-            )
-            mine.append(np.asarray(found[index].advantage)[found[index].loss_mask])
-    mean, std = moments_over_ranks(np.concatenate(mine), partial(_sum_over_ranks, state))
+            of_step[begins[index] : begins[index + 1]] = part.numpy()
+    of_examples = np.split(_sum_over_ranks(state, of_step), begins[1:-1])
+    found = []
+    for example, longer, known in zip(examples, cut, of_examples, strict=True):
+        own, after = (known[:-1], float(known[-1])) if longer else (known, 0.0)
+        found.append(with_values(example, own, gae.gamma, gae.gae_lambda, after))
+    advantages = [np.asarray(example.advantage) for example in found]
+    masked = [each[example.loss_mask] for example, each in zip(found, advantages, strict=True)]
+    every = np.concatenate(masked)
     return [
-        replace(example, advantage=standardized(np.asarray(example.advantage), mean, std))
-        for example in found
+        replace(example, advantage=standardized(each, every))
+        for example, each in zip(found, advantages, strict=True)
     ]
 
 
