@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import pairwise
 
 from asyncrl.contracts.messages import ReplicaStatus, TrajectoryText
 from asyncrl.contracts.outcomes import Outcome
@@ -260,8 +261,8 @@ class Live:
             await asyncio.sleep(ASK_EVERY_S)
 
     def _rates_since(self, now: float) -> float:
-        """The begin of the time for which rates count: the last two steps, and at least
-        RATE_WINDOW_S. In a shorter time, the rate of a large model would mostly be 0."""
+        """The start of the period of rates: the last two steps, and at least RATE_WINDOW_S. In a
+        shorter one, the rate of a large model would mostly be 0."""
         return min([now - RATE_WINDOW_S, *(at for at, _ in self._trained[-3:])])
 
     def take_lag(self) -> float:
@@ -323,7 +324,7 @@ class Live:
         if not self._trained or self._trained[-1][1] != counters.trained_tokens:
             self._trained.append((now, counters.trained_tokens))
             self._trained = _since(self._rates_since(now), self._trained)
-        progress.trained_tokens_per_s = _rate(self._trained)
+        progress.trained_tokens_per_s = _rate(self._trained, now)
         first = self._coordinator.first_version
         progress.left_s = time_left(
             counters.version - first, self.spec.max_steps - first, now - self._training_began
@@ -342,7 +343,17 @@ def _since(moment: float, counts: list[tuple[float, int]]) -> list[tuple[float, 
     return [count for count in counts if count[0] >= moment]
 
 
-def _rate(counts: Sequence[tuple[float, int]]) -> float | None:
-    """Tokens per second; None for a single count. A replaced replica counts from 0 again."""
-    (began, before), (now, after) = counts[0], counts[-1]
-    return max(0, after - before) / (now - began) if now > began else None
+def _rate(counts: Sequence[tuple[float, int]], now: float | None = None) -> float | None:
+    """Tokens per second; None for a single count. A replaced replica counts from 0 again.
+
+    Args:
+        now: with it, the rate falls once nothing was counted for longer than between any two
+            counts.
+    """
+    (began, before), (ended, after) = counts[0], counts[-1]
+    if ended <= began:
+        return None
+    longest = max(later[0] - earlier[0] for earlier, later in pairwise(counts))
+    if now is not None and now - ended > longest:
+        ended = now
+    return max(0, after - before) / (ended - began)

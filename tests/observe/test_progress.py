@@ -243,6 +243,10 @@ def test_rates_cover_the_last_two_steps(monkeypatch: pytest.MonkeyPatch) -> None
         clock[0], counters.trained_tokens = 400.0 + step, 4500 + 100 * step
         live._update()
     assert live.progress.trained_tokens_per_s == 100.0 and len(live._trained) == 16
+    # Nothing is trained any more.
+    clock[0] += 85
+    live._update()
+    assert live.progress.trained_tokens_per_s == 15.0
 
 
 def test_a_terminal_gets_the_live_table() -> None:
