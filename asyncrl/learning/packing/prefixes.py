@@ -18,6 +18,10 @@ PARTS_OF_RANK = (0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
 have fewer prefixes twice, and smaller ones can be balanced better. The fastest plan is used."""
 MANY_TREES = 8
 """Trees of at most this part of a rank's tokens, 1 / MANY_TREES, can be balanced whole."""
+SHORT_PREFIX = 8
+"""Rows below a prefix that has at most 1 / SHORT_PREFIX of their tokens are a unit of their own, if
+the tree is cut. Small units fill micro-batches better, and those of one micro-batch share the
+prefix all the same."""
 
 
 def pack_shared(
@@ -41,17 +45,48 @@ def pack_shared(
     """
     if not rows:
         return pack_units(Units([], np.zeros(0, dtype=np.int64), np.zeros(0)), max_tokens)
-    forest = shared_rows(rows)
-    fair, limits = forest.tokens / world_size, {max_tokens}
+    forest, limit = shared_rows(rows), max_tokens
+    while True:
+        plan = _planned(rows, forest, limit, max_tokens, world_size, quadratic, units)
+        above = _largest(rows, plan) - max_tokens
+        if above <= 0 or limit <= above:
+            return plan
+        limit -= above
+
+
+def _planned(
+    rows: Sequence[np.ndarray],
+    forest: Forest,
+    limit: int,
+    max_tokens: int,
+    world_size: int,
+    quadratic: float,
+    units: Sequence[Sequence[int]] | None,
+) -> Packing:
+    """The fastest plan, in which a micro-batch has about `limit` tokens, if no unit has more."""
+    fair, limits = forest.tokens / world_size, {limit}
     if world_size > 1 and max(_Sums.of(forest).tokens) > fair / MANY_TREES:
-        limits = {min(max_tokens, ceil(fair / part)) for part in PARTS_OF_RANK}
-    plans = [
-        pack_units(
-            shared_units(rows, forest, limit, max_tokens, quadratic, units), max_tokens, world_size
-        )
-        for limit in sorted(limits, reverse=True)
-    ]
+        limits = {min(limit, ceil(fair / part)) for part in PARTS_OF_RANK}
+    plans = []
+    for most in sorted(limits, reverse=True):
+        found = shared_units(rows, forest, most, max_tokens, quadratic, units)
+        room = min(max_tokens, max(limit, int(found.tokens.max())))
+        plans.append(pack_units(found, room, world_size))
     return min(plans, key=lambda plan: plan.cost)
+
+
+def _largest(rows: Sequence[np.ndarray], plan: Packing) -> int:
+    """Tokens of the largest micro-batch, whose rows have other common prefixes that are worth a
+    segment than those of the whole step."""
+    return max(
+        (
+            row_tokens([rows[member] for member in members])
+            for rank in plan.micro_batches
+            for members in rank
+            if len(members) > 1
+        ),
+        default=0,
+    )
 
 
 def shared_units(
@@ -120,6 +155,10 @@ def _parts(forest: Forest, limit: int) -> list[_Part]:
                 waiting.append((tree.children[segment], *own))
                 if tree.ending[segment]:
                     parts.append(_Part(tuple(tree.ending[segment]), *own))
+                continue
+            if needed >= SHORT_PREFIX * past > 0:
+                own = past + needed, past_squares + tree.squares[segment]
+                parts.append(_Part(tuple(sorted(tree.rows[segment])), *own))
                 continue
             if rows and used + needed > limit:
                 parts.append(_Part(tuple(sorted(rows)), used, used_squares))

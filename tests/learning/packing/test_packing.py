@@ -330,6 +330,36 @@ def test_pairs_with_one_context_stay_pairs() -> None:
     assert row_tokens(rows[:2]) == 20
 
 
+def test_a_short_common_head_changes_neither_the_micro_batches_nor_their_number() -> None:
+    """All chats of a model begin with the same tokens."""
+    draw = np.random.default_rng(0)
+    bodies = [
+        np.append(index, draw.integers(1000, 9999, draw.integers(20, 900))) for index in range(200)
+    ]
+    separate = pack_shared(bodies, 2048)
+    for head in (1, 5, 25):
+        rows = [np.concatenate([np.full(head, 7), body]) for body in bodies]
+        plan = pack_shared(rows, 2048 + head)
+        assert len(plan.micro_batches[0]) <= len(separate.micro_batches[0]) + 2
+
+
+def test_no_micro_batch_is_above_the_cap() -> None:
+    """The prefixes that are worth a segment in the whole step may not be in a part of it."""
+    draw = np.random.default_rng(0)
+    for trial in range(60):
+        head = draw.integers(0, 9999, draw.integers(1, 30))
+        stems = [draw.integers(0, 9999, draw.integers(5, 60)) for _ in range(4)]
+        rows = [
+            np.concatenate([head, stems[draw.integers(4)], draw.integers(0, 9999, size)])
+            for size in draw.integers(1, 200, 40)
+        ]
+        cap = int(draw.integers(300, 900))
+        for ranks in (1, 3):
+            plan = pack_shared(rows, cap, ranks, 0.001)
+            for members in (items for rank in plan.micro_batches for items in rank if items):
+                assert row_tokens([rows[member] for member in members]) <= cap, trial
+
+
 @settings(deadline=None, derandomize=True)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), max_size=30),
