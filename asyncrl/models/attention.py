@@ -2,7 +2,8 @@
 transformers, for any causal LM that uses transformers' attention interface.
 
 A dense [T, T] mask is never built. transformers builds none, because no mask function is registered
-for this attention. Causal attention needs no mask, and a sliding window is computed block by block.
+for this attention. Causal attention needs no mask. Windows, and long segments that continue others,
+are computed block by block. All layers share the masks of a row.
 """
 
 from __future__ import annotations
@@ -16,15 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from asyncrl.models.segments import Run, Segments
+from asyncrl.models.segments import BLOCK, Run, Segments
 from asyncrl.models.supported import WAY_OUT
 from asyncrl.models.ulysses import SequenceRanks
 
 ATTENTION = "asyncrl_segments"
 """The name of the attention function in transformers."""
-
-BLOCK = 512
-"""Queries in a block. A longer segment of length L never has a mask or scores of size [L, L]."""
 
 
 def register_attention() -> str:
@@ -190,7 +188,7 @@ def _of_run(
     if run.shapes is None:
         flash = query.is_cuda or key.shape[-1] == value.shape[-1]
         if length > BLOCK and (windowed or run.past or not flash):
-            return _by_blocks(query, key, value, scaling, window)
+            return _by_blocks(run, query, key, value, scaling, window if windowed else None)
         if not run.past and not windowed:
             # Without this, torch could silently use its plain implementation, which stores all L²
             # scores.
@@ -199,7 +197,7 @@ def _of_run(
                 return scaled_dot_product_attention(
                     query, key, value, is_causal=length > 1, scale=scaling, enable_gqa=grouped
                 )
-    mask = run.mask(query.device, window if windowed else None)
+    mask = run.mask(query, window if windowed else None)
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped
     )
@@ -214,23 +212,18 @@ def _for_each_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
 
 
 def _by_blocks(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    run: Run, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute `_of_run` for BLOCK queries at a time, with the keys that their windows reach. A mask
-    has at most BLOCK rows. Blocks of the run are single segments."""
-    length, keys = query.shape[2], key.shape[2]
-    past, grouped = keys - length, query.shape[1] != key.shape[1]
+    """Compute `_of_run` for BLOCK queries at a time, with the keys that their windows reach. The
+    run's blocks are single segments."""
+    length, grouped = query.shape[2], query.shape[1] != key.shape[1]
     outputs = []
     for start in range(0, length, BLOCK):
         end = min(start + BLOCK, length)
-        first = 0 if window is None else max(0, past + start - window + 1)
-        distance = (
-            torch.arange(past + start, past + end, device=query.device)[:, None]
-            - torch.arange(first, past + end, device=query.device)[None, :]
-        )
-        mask = (distance >= 0) & (distance < (keys if window is None else window))
-        reached = slice(first, past + end)
+        first = 0 if window is None else max(0, run.past + start - window + 1)
+        reached = slice(first, run.past + end)
         part = query[:, :, start:end], key[:, :, reached], value[:, :, reached]
+        mask = run.part_of_mask(query, window, start, first)
         outputs.append(
             scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling, enable_gqa=grouped)
         )

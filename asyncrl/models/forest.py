@@ -16,9 +16,9 @@ import numpy as np
 ROOT = -1
 """Parent of a segment that continues no other."""
 
-LEAST_SAVED, LEAST_PART = 16, 1 / 32
-"""A common prefix becomes its own segment if this saves so many tokens, or this part of the tokens
-of its rows. Less, such as one common first word, is not worth the further segment."""
+LEAST_SAVED = 1 / 32
+"""A common prefix becomes its own segment if this saves at least this part of the tokens of its
+rows. Less, such as the first token of all chats, is not worth the further segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def _kept_children(prefix: _Prefix) -> list[_Prefix]:
     while waiting:
         child = waiting.pop()
         child.start = prefix.depth
-        if not child.children or child.saves >= min(LEAST_SAVED, LEAST_PART * child.tokens):
+        if not child.children or child.saves >= LEAST_SAVED * child.tokens:
             kept.append(child)
             continue
         if child.ends:

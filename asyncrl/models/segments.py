@@ -1,12 +1,13 @@
 """The segments of a packed row, and the attention calls that they need.
 
 A segment's tokens attend to the segments that it continues, and to those before them in their own
-segment. Segments are joined to blocks, and equal blocks to runs. A run needs one attention call.
+segment. Segments are joined into blocks, and equal blocks into runs. A run needs one attention
+call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -18,6 +19,9 @@ from asyncrl.models.forest import ROOT
 
 CALL = 8192
 """The scores that an attention call could compute in the time that its start takes."""
+
+BLOCK = 512
+"""Most queries in a call with a mask. A mask has at most this many rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +36,18 @@ class Run:
     """Tokens of `path`."""
     shapes: tuple[Shape, ...] | None = None
     """The segments in each block. None: each block is one segment."""
-    masks: dict[tuple[torch.device, int | None], Tensor] = field(
+    masks: dict[tuple[torch.device, torch.dtype, int | None, int], Tensor] = field(
         default_factory=dict, compare=False
     )
+    """The masks that were needed. All layers use the same ones."""
 
     @property
     def tokens(self) -> int:
         return self.size * self.count
 
-    def mask(self, device: torch.device, window: int | None) -> Tensor:
-        """Return which tokens each token of a block attends to, bool.
+    def mask(self, query: Tensor, window: int | None) -> Tensor:
+        """Return what is added to the scores of a block: 0 for the tokens that a token attends to,
+        else -inf. It has the device and dtype of `query`.
 
         Args:
             window: the tokens that a sliding window contains.
@@ -49,15 +55,44 @@ class Run:
         Returns:
             [size, past + size], or [count, 1, size, past + size] if the blocks differ.
         """
-        if (device, window) not in self.masks:
-            shapes = self.shapes or (((self.size, ROOT),),)
-            different = shapes if len(set(shapes)) > 1 else shapes[:1]
-            found = np.stack([_block_mask(shape, self.past, window) for shape in different])
-            mask = (
-                torch.from_numpy(found)[:, None] if len(found) > 1 else torch.from_numpy(found[0])
-            )
-            self.masks[device, window] = mask.to(device)
-        return self.masks[device, window]
+        return self._kept(query, window, 0, lambda: self._whole_mask(window))
+
+    def part_of_mask(self, query: Tensor, window: int | None, start: int, first: int) -> Tensor:
+        """Return the same for BLOCK tokens of a block that is one segment.
+
+        Args:
+            start: the first of these tokens in the block.
+            first: the first token to attend to, of `past` and the block.
+
+        Returns:
+            [tokens, past + start + tokens - first]
+        """
+
+        def made() -> np.ndarray:
+            end = min(start + BLOCK, self.size)
+            attending = np.arange(self.past + start, self.past + end)
+            distance = attending[:, None] - np.arange(first, self.past + end)
+            return (distance >= 0) & (distance < (window or self.past + end))
+
+        return self._kept(query, window, start, made)
+
+    def _kept(
+        self, query: Tensor, window: int | None, start: int, made: Callable[[], np.ndarray]
+    ) -> Tensor:
+        """A mask that is made once. SDPA keeps it for the backward pass, and would keep a copy for
+        each layer if it had to convert it."""
+        key = query.device, query.dtype, window, start
+        if key not in self.masks:
+            seen = torch.from_numpy(made())
+            added = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, float("-inf"))
+            self.masks[key] = added.to(query.device)
+        return self.masks[key]
+
+    def _whole_mask(self, window: int | None) -> np.ndarray:
+        shapes = self.shapes or (((self.size, ROOT),),)
+        different = shapes if len(set(shapes)) > 1 else shapes[:1]
+        found = [_block_mask(shape, self.past, window) for shape in different]
+        return np.stack(found)[:, None] if len(found) > 1 else found[0]
 
 
 Shape = tuple[tuple[int, int], ...]
@@ -143,7 +178,7 @@ def runs_of(lengths: Sequence[int], parents: Sequence[int]) -> tuple[Run, ...]:
     """Choose the attention calls of a row whose segments have these lengths and parents.
 
     A block is either one segment, or a segment with everything that continues it. The latter
-    computes scores that its mask drops, but takes one call. The cheaper of both is chosen.
+    computes scores that its mask drops, but takes one call. The cheaper of the two is chosen.
     """
     if all(parent == ROOT for parent in parents):
         return tuple(Run(length, len(list(same))) for length, same in groupby(lengths))
@@ -181,10 +216,12 @@ class _Planner:
             size, own, past = self.sizes[segment], self.lengths[segment], self.past[segment]
             children = self.children[segment]
             different = len({self.sizes[child] for child in children})
-            apart = own * (past + own) + sum(costs[child] for child in children) + CALL * different
-            together = size * (past + size)
-            self.whole[segment] = together <= apart
-            costs[segment] = min(together, apart)
+            # A causal call without `past` computes half of the scores.
+            alone = own * (past + own) if past else own * own // 2
+            apart = alone + sum(costs[child] for child in children) + CALL * different
+            together = size * (past + size) if children else alone
+            self.whole[segment] = not children or (size <= BLOCK and together <= apart)
+            costs[segment] = together if self.whole[segment] else apart
 
     def runs(self) -> tuple[Run, ...]:
         found = list[Run]()

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.models import segments as planning
-from asyncrl.models.attention import BLOCK, register_attention, segment_attention
+from asyncrl.models.attention import register_attention, segment_attention
 from asyncrl.models.forest import ROOT
 from asyncrl.models.micro_batches import Example, micro_batch, token_example
 from asyncrl.models.policy import Policy
-from asyncrl.models.segments import Segments, runs_of
+from asyncrl.models.segments import BLOCK, Segments, runs_of
 from benchmarks.families import family
 
 FAMILIES = """
@@ -154,8 +154,24 @@ def test_short_groups_share_one_attention_call_and_long_ones_do_not() -> None:
         (40, 2, (0,), 500),
         (30, 1, (0,), 500),
     ]
+    # A word of answer does not make the mask of a long prompt worth its scores.
+    assert all(run.shapes is None for run in runs_of([2000, 1, 1], [ROOT, 0, 0]))
+    assert all(run.shapes is None for run in runs_of([BLOCK, 1], [ROOT, 0]))
+    assert runs_of([100, 1, 2], [ROOT, 0, 0])[0].shapes is not None
     alone = runs_of([9, 9, 4], [ROOT, ROOT, ROOT])
     assert [(run.size, run.count) for run in alone] == [(9, 2), (4, 1)]
+
+
+def test_all_layers_share_the_masks() -> None:
+    segments = Segments.of([5, 600, 600, 4], "cpu", [ROOT, 0, 0, 0])
+    module = torch.nn.Module()
+    kept = list[int]()
+    for _ in range(2):
+        tensors = [torch.randn(1, 2, segments.tokens, 8, requires_grad=True) for _ in range(3)]
+        segment_attention(module, *tensors, None, segments=segments)
+        kept.append(sum(mask.numel() for run in segments.runs for mask in run.masks.values()))
+    assert kept[0] == kept[1] > 0
+    assert all(mask.dtype == torch.float32 for run in segments.runs for mask in run.masks.values())
 
 
 def test_keys_of_segments_are_their_paths() -> None:
