@@ -85,7 +85,7 @@ def rows_text(config: Config) -> str:
     if chosen_packing(tree, config.learner.packing) == "rows":
         return (
             "# learner rows\n  packed: many trajectories share a row of tokens, and each attends"
-            f" only to itself\n  {_shared_text(config)}"
+            f" only to itself{_shared_text(config)}"
         )
     requested = "learner.packing: none is set, although this model allows packing, which is faster"
     reason = support(tree).reason
@@ -97,12 +97,15 @@ def rows_text(config: Config) -> str:
 
 
 def _shared_text(config: Config) -> str:
-    """What the learner saves by computing a group's prompt once."""
+    """What the learner saves by computing a group's prompt once, as a line; empty for groups of
+    one."""
     count, prompt = config.rollout.n_samples_per_prompt, config.data.max_prompt_length
+    if count == 1:
+        return ""
     completion, limit = config.longest_trajectory - prompt, config.learner.max_tokens_per_row
     once = prompt + count * completion
     text = (
-        "a common prefix is computed once: the longest group has max_prompt_length"
+        "\n  a common prefix is computed once: the longest group has max_prompt_length"
         f" {prompt} + n_samples_per_prompt {count} * {completion} = {once} tokens,"
         f" {once / (count * config.longest_trajectory):.2f} of those of separate trajectories"
     )

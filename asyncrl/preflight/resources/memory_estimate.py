@@ -141,7 +141,11 @@ def _states(learner: LearnerConfig, sizes: Sizes) -> tuple[int, int]:
         # A bucket to reduce, and the sum over micro-batches. Float32 weights have a shard of one
         # micro-batch beside it; bfloat16 gradients are added to the sum at once.
         shards = 1 if learner.bf16 else 2
-        gradients = 4 * min(REDUCE_ELEMENTS, trained) + 4 * shards * trained // ranks
+        # DeepSpeed allocates whole buckets, and on a GPU fills one while another is reduced. Host
+        # memory is used as far as it is filled.
+        on_gpu = learner.device == "cuda"
+        buckets = 2 * REDUCE_ELEMENTS if on_gpu else min(REDUCE_ELEMENTS, trained)
+        gradients = (2 if learner.bf16 else 4) * buckets + 4 * shards * trained // ranks
     return weights + masters_and_moments + gradients, 0
 
 
