@@ -10,7 +10,7 @@ from math import ceil
 
 import numpy as np
 
-from asyncrl.learning.packing.strategies import Packing, Units, pack_units
+from asyncrl.learning.packing.strategies import Packing, Units, pack, pack_units
 from asyncrl.models.forest import ROOT, Forest, shared_rows
 
 PARTS_OF_RANK = (0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
@@ -44,49 +44,18 @@ def pack_shared(
         ValueError: the tokens of a row, or of `units`, are above `max_tokens`.
     """
     if not rows:
-        return pack_units(Units([], np.zeros(0, dtype=np.int64), np.zeros(0)), max_tokens)
-    forest, limit = shared_rows(rows), max_tokens
-    while True:
-        plan = _planned(rows, forest, limit, max_tokens, world_size, quadratic, units)
-        above = _largest(rows, plan) - max_tokens
-        if above <= 0 or limit <= above:
-            return plan
-        limit -= above
-
-
-def _planned(
-    rows: Sequence[np.ndarray],
-    forest: Forest,
-    limit: int,
-    max_tokens: int,
-    world_size: int,
-    quadratic: float,
-    units: Sequence[Sequence[int]] | None,
-) -> Packing:
-    """The fastest plan, in which a micro-batch has about `limit` tokens, if no unit has more."""
-    fair, limits = forest.tokens / world_size, {limit}
+        return pack((), max_tokens, world_size)
+    forest = shared_rows(rows)
+    fair, limits = forest.tokens / world_size, {max_tokens}
     if world_size > 1 and max(_Sums.of(forest).tokens) > fair / MANY_TREES:
-        limits = {min(limit, ceil(fair / part)) for part in PARTS_OF_RANK}
-    plans = []
-    for most in sorted(limits, reverse=True):
-        found = shared_units(rows, forest, most, max_tokens, quadratic, units)
-        room = min(max_tokens, max(limit, int(found.tokens.max())))
-        plans.append(pack_units(found, room, world_size))
+        limits = {min(max_tokens, ceil(fair / part)) for part in PARTS_OF_RANK}
+    plans = [
+        pack_units(
+            shared_units(rows, forest, limit, max_tokens, quadratic, units), max_tokens, world_size
+        )
+        for limit in sorted(limits, reverse=True)
+    ]
     return min(plans, key=lambda plan: plan.cost)
-
-
-def _largest(rows: Sequence[np.ndarray], plan: Packing) -> int:
-    """Tokens of the largest micro-batch, whose rows have other common prefixes that are worth a
-    segment than those of the whole step."""
-    return max(
-        (
-            row_tokens([rows[member] for member in members])
-            for rank in plan.micro_batches
-            for members in rank
-            if len(members) > 1
-        ),
-        default=0,
-    )
 
 
 def shared_units(

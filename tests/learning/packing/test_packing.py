@@ -343,6 +343,11 @@ def test_a_short_common_head_changes_neither_the_micro_batches_nor_their_number(
         assert len(plan.micro_batches[0]) <= len(separate.micro_batches[0]) + 2
 
 
+def test_without_rows_every_rank_has_an_empty_micro_batch() -> None:
+    plan = pack_shared([], 10, 3)
+    assert plan == pack([], 10, 3) and plan.micro_batches == (((),),) * 3
+
+
 def test_no_micro_batch_is_above_the_cap() -> None:
     """The prefixes that are worth a segment in the whole step may not be in a part of it."""
     draw = np.random.default_rng(0)
