@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +154,23 @@ def _lives(pid: str) -> bool:
 
 
 @pytest.fixture
-def shared_memory() -> Callable[[], set[str]]:
+def shared_memory() -> Callable[..., set[str]]:
     """Files in shared memory that no living process has mapped, so that a process has left them
     behind. Other programs on this machine may have such files too. A file with the id of a living
-    process in its name is no such file: an engine of other tests is about to read it."""
+    process in its name is no such file: an engine of other tests is about to read it.
 
-    def left() -> set[str]:
+    `shared_memory(before)` waits until only files of `before` are left, 30 s at most: a process of
+    other tests that ends just now unmaps its files before it removes them."""
+
+    def left(before: AbstractSet[str] | None = None) -> set[str]:
+        deadline = time.monotonic() + 30
+        while (found := look()) - (found if before is None else before):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.5)
+        return found
+
+    def look() -> set[str]:
         files = {
             str(path)
             for path in Path("/dev/shm").rglob("*")

@@ -41,7 +41,7 @@ def test_turns_train_what_separate_sides_train(
         assert started.wait() == 0, started.output
         assert started.gone() == []
         directories[placement] = tmp_path / "runs" / placement
-    assert shared_memory() <= before
+    assert shared_memory(before) <= before
 
     runs = {name: audited(path) for name, path in directories.items()}
     for name, run in runs.items():

@@ -195,7 +195,7 @@ def test_a_run_survives_what_it_should(placement, start_run, shared_memory, tmp_
             print(f"{fault.name:<52} {rows[-1][1]:6.1f} s to {STEPS_AFTER} steps", flush=True)
     run.stop(signal.SIGINT)
     assert run.wait(60) == 130, run.output
-    assert run.gone() == [] and shared_memory() <= before
+    assert run.gone() == [] and shared_memory(before) <= before
     finished = asyncrl.open_run(directory)
     checks = audit(finished)
     with capsys.disabled():
@@ -342,4 +342,4 @@ def test_eight_generators_on_one_node(start_run, shared_memory, tmp_path, engine
     assert run.wait(600) == 0, run.output
     assert len({record["replica"] for record in asyncrl.open_run(directory).records("push")}) == 8
     assert all(check.passed for check in audit(asyncrl.open_run(directory)))
-    assert run.gone() == [] and shared_memory() <= before
+    assert run.gone() == [] and shared_memory(before) <= before

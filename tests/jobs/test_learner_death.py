@@ -60,7 +60,7 @@ def test_engines_outlive_the_death_of_a_rank_and_restart_if_they_died_too(
     )
     run.stop(signal.SIGTERM)
     assert run.wait() == 130, run.output
-    assert run.gone() == [] and shared_memory() <= before
+    assert run.gone() == [] and shared_memory(before) <= before
 
     attempts = read_record(directory)["attempts"]
     assert len(attempts) == 3 and attempts[1]["version"] >= 5

@@ -26,7 +26,7 @@ def test_a_rank_that_dies_is_started_again_and_no_row_is_lost(
     run.having("ray::RankProcess")[0].kill()
     assert run.wait() == 0, run.output
     assert run.output.count("a new attempt starts automatically") == 1
-    assert run.gone() == [] and shared_memory() <= before
+    assert run.gone() == [] and shared_memory(before) <= before
     found = asyncrl.open_run(directory)
     checks = audit(found)
     assert all(check.passed for check in checks), audit_text(checks)

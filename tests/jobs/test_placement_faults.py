@@ -153,7 +153,7 @@ def faults(
 ) -> Iterator[Faults]:
     before = shared_memory()
     yield Faults(start_run, tmp_path / "runs" / "run", capsys)
-    assert shared_memory() <= before
+    assert shared_memory(before) <= before
 
 
 @pytest.mark.faults

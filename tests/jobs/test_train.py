@@ -78,7 +78,7 @@ def test_a_run_end_to_end_with_its_notebook(start_run, shared_memory, tmp_path, 
     ]
     assert versions[0] < versions[1], live
     assert run.wait() == 0, run.output
-    assert run.gone() == [] and shared_memory() <= before
+    assert run.gone() == [] and shared_memory(before) <= before
     assert (
         "held-out greedy accuracy" in run.output
         and "reward mean" in run.output
@@ -209,7 +209,7 @@ def test_parts_of_a_run_are_killed_and_nothing_is_lost(
             and "its process died" in second.output
             and "a new attempt starts automatically" in second.output
         )
-    assert second.gone() == [] and shared_memory() <= before
+    assert second.gone() == [] and shared_memory(before) <= before
 
     run = asyncrl.open_run(directory)
     checks = audit(run)
@@ -313,10 +313,10 @@ def test_a_signal_stops_the_run_cleanly(start_run, task, shared_memory, tmp_path
         assert (
             run.gone(180) == []
         )  # Ray's agents wait a minute for the head node before they give up
-        assert shared_memory() <= before
+        assert shared_memory(before) <= before
         return
     assert run.wait(30) == 130, run.output
-    assert run.gone() == [] and shared_memory() <= before
+    assert run.gone() == [] and shared_memory(before) <= before
     assert "interrupted" in run.output and "--resume" in run.output
     if len(numbers) > 1:  # the second Ctrl-C does not wait for the checkpoint
         return

@@ -290,7 +290,8 @@ def test_a_submitted_job_trains_in_its_runs_folder(cluster, runs, engine_starts)
     } == set()
     assert sum(file.stat().st_size for file in uploaded) < 6 << 20
 
-    assert not cluster.having("ServeController")  # the run started it, so it also ended it
+    _, alive = psutil.wait_procs(cluster.having("ServeController"), 30)
+    assert alive == []  # the run started it, so it also ended it
 
     cluster.stop()
     run = asyncrl.open_run(runs / "quickstart")

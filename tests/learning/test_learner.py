@@ -144,7 +144,7 @@ def test_two_ranks_that_share_rows_agree_with_one_over_three_steps(
             alone, together = (
                 run(group.step(recorded_batch(30 + step))) for group in (one_rank, shared)
             )
-            assert alone.applied and together.applied and together.metrics["micro_batches"] > 4
+            assert alone.applied and together.applied and together.metrics["micro_batches"] >= 4
             for name in (
                 "grad_norm",
                 "loss",

@@ -128,7 +128,7 @@ def observed(rank: int, world_size: int, path: Path) -> Observed:
     spec = replace(spec, learning_rate=0.0)
     state = load_state(rank, spec)
     results = []
-    for cap in (1024, 30):
+    for cap in (1024, 25):
         state.applied = VERSION
         learner = spec.learner.model_copy(update={"max_tokens_per_gpu": cap})
         state.spec = replace(spec, learner=learner)

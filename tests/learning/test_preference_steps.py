@@ -302,7 +302,7 @@ def test_several_ranks_compute_the_same_as_one(
     for rank in ranks:
         assert len(rank.steps) >= 3
         for step, found in rank.steps.items():
-            assert_same(found, plain[step[0]], 1e-6)
+            assert_same(found, plain[step[0]], 2e-6)
             for name, value in ranks[0].steps[step].metrics.items():
                 same = found.metrics[name] == value
                 assert same or name in ("step_s", "tokens_per_s"), (step, name)

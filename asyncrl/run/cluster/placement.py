@@ -115,9 +115,9 @@ async def wait_for_resources(
             may_grow = settled <= looked < deadline and not own_cluster()
             if demand is None and may_grow and shortages(run_needs(config), nodes, "free"):
                 demand = _Demand(config)
-            if clock() - last_told >= TELL_EVERY_S:
-                last_told = clock()
-                tell(await _waiting_text(deadline - last_told, short[0]))
+            if looked - last_told >= TELL_EVERY_S:
+                last_told = looked
+                tell(await _waiting_text(max(0.0, deadline - looked), short[0]))
             await asyncio.sleep(LOOK_EVERY_S)
             looked = clock()
             nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
