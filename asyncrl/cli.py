@@ -1,34 +1,16 @@
-"""The `asyncrl` command. Heavy imports come after the arguments are parsed."""
+"""The `asyncrl` command: its arguments. What it does is imported after they are parsed."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import errno
-import os
-import shutil
 import sys
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from asyncrl.config import (
-    Config,
-    ConfigError,
-    OfflineConfig,
-    load_any,
-    load_offline,
-)
-from asyncrl.runtime.clock import process_began
 from asyncrl.runtime.encodings import restart_in_utf8, safe_output
-from asyncrl.runtime.imports import current_folder, user_folder_last
-from asyncrl.runtime.output import lasting_output, open_missing_streams
-from asyncrl.runtime.redact import OutputError, print_shown
-
-if TYPE_CHECKING:
-    from asyncrl.rundir.reader import Run
+from asyncrl.runtime.imports import current_folder
+from asyncrl.runtime.output import open_missing_streams
+from asyncrl.runtime.redact import print_shown
 
 ON_A_CONFIG = {
     "train": "train a model as configured in a YAML file",
@@ -41,8 +23,6 @@ ON_A_CONFIG = {
         " calls, masks, stops, rewards, secrets, cost"
     ),
 }
-OFFLINE = ("sft", "dpo", "reward_model")
-"""Commands that train on a dataset. Each is the objective of its config."""
 AUDIT = (
     "recompute a run's counts from its groups or token rows, outcomes, metrics, evaluations and"
     " checkpoints, and check its invariants"
@@ -82,14 +62,16 @@ def main(arguments: list[str] | None = None) -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+    from asyncrl.commands import on_a_run, reader_may_leave, run, show_help
+
     if known.command not in ON_A_CONFIG:
         if overrides:
             commands[known.command].error(f"unrecognized arguments: {' '.join(overrides)}")
-        with _reader_may_leave():
+        with reader_may_leave():
             sys.exit(on_a_run(known))
     if known.help is not None:
-        with _reader_may_leave():
-            sys.exit(_show_help(commands[known.command], known.command, known.help))
+        with reader_may_leave():
+            sys.exit(show_help(commands[known.command], known.command, known.help))
     if known.config is None:
         print_shown(
             "asyncrl: CONFIG is missing: give the path of a YAML file, such as"
@@ -99,26 +81,6 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
     options = {option for option in PLAN_OPTIONS if getattr(known, f"show_{option}", False)}
     sys.exit(run(known.command, known.config, overrides, options))
-
-
-def _show_help(parser: argparse.ArgumentParser, command: str, asked: str) -> int:
-    """Print a config command's own help with the sections of the settings, or the settings asked
-    for, and return the exit code."""
-    from asyncrl.config.help_text import sections_help, settings_help
-
-    width = shutil.get_terminal_size().columns
-    kinds = (OfflineConfig,) if command in OFFLINE else (Config, OfflineConfig)
-    try:
-        text = (
-            settings_help(kinds, asked, width)
-            if asked
-            else f"{parser.format_help()}\n{sections_help(kinds[0], width)}"
-        )
-    except ConfigError as error:
-        print_shown(f"asyncrl: {error}", file=sys.stderr)
-        return 2
-    print_shown(text)
-    return 0
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
@@ -227,259 +189,6 @@ def _add_export_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--out", metavar="DIRECTORY", help="default: export/step_N in the run directory"
     )
-
-
-def run(command: str, path: str, overrides: list[str], options: Collection[str] = ()) -> int:
-    """Run a subcommand on a config and return its exit code. Training goes on without its standard
-    output, and SIGTERM and SIGHUP stop it as Ctrl-C does.
-
-    Args:
-        options: the given PLAN_OPTIONS.
-    """
-    if command in ("plan", "check-env"):
-        return _run(command, path, overrides, options)
-    from asyncrl.run.stopping import handling_signals
-
-    # Until the last line is written: `timeout` sends its signal twice.
-    with handling_signals(_once()), lasting_output():
-        return _run(command, path, overrides, options)
-
-
-def _once() -> Callable[[str], None]:
-    """A handler of signals that raises KeyboardInterrupt, but once for one request."""
-    from asyncrl.run.stopping import is_repeated
-
-    asked: list[tuple[str, float]] = []
-
-    def interrupt(cause: str) -> None:
-        now = time.monotonic()
-        repeated = bool(asked) and is_repeated(cause, now - asked[0][1])
-        asked[:] = asked or [(cause, now)]
-        if not repeated:
-            raise KeyboardInterrupt(cause)
-
-    return interrupt
-
-
-def _run(command: str, path: str, overrides: list[str], options: Collection[str]) -> int:
-    user_folder_last()  # reward functions may be in it
-    try:
-        config = (
-            load_offline(path, overrides, objective=command)
-            if command in OFFLINE
-            else load_any(path, overrides)
-        )
-        if command == "plan":
-            with _reader_may_leave():
-                return _plan(config, options)
-        if command == "check-env":
-            with _reader_may_leave():
-                return _check_env(config)
-        return _train(command, config, path, overrides)
-    except ConfigError as error:
-        print_shown(f"asyncrl: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as stop:
-        cause = str(stop) or "Ctrl-C"
-        print_shown(f"\nasyncrl: interrupted ({cause}); nothing was started", file=sys.stderr)
-        return 130
-
-
-def _train(command: str, config: Config | OfflineConfig, path: str, overrides: list[str]) -> int:
-    from asyncrl.run.before_start import check_before_start
-
-    config, finished = check_before_start(config)
-    if finished is not None:
-        print_shown(finished)
-        return 0
-    # Imported after that, because they take seconds.
-    from asyncrl.run.supervise import command_name
-
-    resume = [command_name(), command, path, *overrides]
-    if isinstance(config, OfflineConfig):
-        from asyncrl.run.offline.run import run_offline
-
-        return run_offline(config, resume)
-    from asyncrl.run.train import run_training
-
-    return run_training(config, resume, asked=process_began())
-
-
-@contextlib.contextmanager
-def _reader_may_leave() -> Iterator[None]:
-    """End the command if its standard output cannot be written: silently if the reader closes the
-    pipe, as `head` does, or if the terminal was closed."""
-    try:
-        yield
-    except OutputError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for output that is not flushed yet
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            with contextlib.suppress(OutputError):
-                print_shown(
-                    f"asyncrl: standard output cannot be written ({error.strerror})",
-                    file=sys.stderr,
-                )
-        sys.exit(1)
-
-
-def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
-    from asyncrl.preflight.machine import refuse_machine
-
-    refuse_machine(config)
-    if isinstance(config, OfflineConfig):
-        return _offline_plan(config, options)
-    from asyncrl.preflight.model_snapshot import resolve_models
-    from asyncrl.preflight.plan.plan import make_plan
-    from asyncrl.preflight.trials.code import try_code
-    from asyncrl.preflight.trials.rewards import reward_trial, rewards_text
-    from asyncrl.preflight.trials.user_functions import own_text, try_own
-
-    config, brief = resolve_models(config), "brief" in options
-    with reward_trial(config) as try_rewards:
-        plan = make_plan(config)
-        if "config" in options:
-            print_shown(f"{plan.config_text()}\n")
-        print_shown(plan.brief() if brief else plan.text())
-        given = try_rewards(plan.prompts)
-    tried = [rewards_text(given), try_code(config), own_text(try_own(config))]
-    if not brief:
-        for text in filter(None, tried):
-            print_shown(f"\n{text}")
-    elif given is not None:
-        for note in given.notes:
-            print_shown(f"note: {note}")
-    if "cluster" in options:
-        from asyncrl.run.cluster.placement import plan_on_cluster
-
-        print_shown()
-        if code := plan_on_cluster(config, plan.weights_bytes):
-            return code
-    if not brief:
-        # Imported last, because it imports DeepSpeed, which takes seconds.
-        from asyncrl.preflight.resources.memory_estimate import memory_text
-
-        print_shown(f"\n{memory_text(config)}")
-    return 0
-
-
-def _check_env(config: Config | OfflineConfig) -> int:
-    from asyncrl.preflight.check_env.command import check_environment, settings_text
-    from asyncrl.preflight.check_env.findings import Finding, counts_text
-    from asyncrl.preflight.machine import refuse_environment
-    from asyncrl.preflight.model_snapshot import resolve_models
-
-    refuse_environment()
-    if isinstance(config, OfflineConfig):
-        raise ConfigError(
-            f"objective: {config.objective.name} has no environment to check; run `asyncrl plan`"
-        )
-    config = resolve_models(config)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    before = [f"{settings_text(config)}\n"]
-
-    def tell(finding: Finding) -> None:
-        print_shown("\n".join([*before, finding.lines(width)]))
-        before.clear()
-
-    checked = check_environment(config, tell)
-    print_shown(f"\n{counts_text(checked.findings)}")
-    return 2 if checked.failed else 0
-
-
-def _offline_plan(config: OfflineConfig, options: Collection[str]) -> int:
-    from asyncrl.preflight.model_snapshot import resolve_models
-    from asyncrl.preflight.plan.offline import make_offline_plan
-
-    if "cluster" in options:
-        raise ConfigError(
-            "--cluster: a run on a dataset asks the cluster only for its learner ranks; run"
-            " `ray status` to see whether it has room, and leave the option out"
-        )
-    plan = make_offline_plan(resolve_models(config))
-    if "config" in options:
-        print_shown(f"{plan.config_text()}\n")
-    print_shown(plan.brief() if "brief" in options else plan.text())
-    if "brief" not in options:
-        # Imported last, because it imports DeepSpeed, which takes seconds.
-        from asyncrl.preflight.resources.memory_estimate import memory_text
-
-        print_shown(f"\n{memory_text(config)}")
-    return 0
-
-
-def on_a_run(known: argparse.Namespace) -> int:
-    """Run a subcommand on a run directory and return its exit code."""
-    import pyarrow as pa
-
-    from asyncrl.rundir.reader import RunNotFoundError, open_run
-
-    try:
-        directory = open_run(known.run)
-        if known.command == "audit":
-            from asyncrl.run.audit import audit, audit_text
-
-            checks = audit(directory)
-            print_shown(audit_text(checks))
-            return 0 if all(check.passed for check in checks) else 1
-        if known.command == "samples":
-            return _samples(directory, known.count, known.order, known.of_version)
-        if known.command == "replay":
-            return _replay(directory, known.ordinal, known.sample, known.attempt)
-        return _export(directory.checkpoints_directory, directory.directory, known.step, known.out)
-    except (RunNotFoundError, ConfigError) as error:
-        print_shown(f"asyncrl: {error}", file=sys.stderr)
-        return 2
-    except pa.ArrowInvalid as error:
-        print_shown(f"asyncrl: {error}; restore the file, or move it away", file=sys.stderr)
-        return 2
-    except OutputError:
-        raise
-    except OSError as error:
-        refused = isinstance(error, PermissionError)
-        way_out = "; give this user permission, or name another path" if refused else ""
-        named = f"{error.filename}: " if error.filename else ""
-        print_shown(f"asyncrl: {named}{error.strerror}{way_out}", file=sys.stderr)
-        return 2
-
-
-def _samples(directory: Run, count: int, order: str, version: int | None) -> int:
-    from asyncrl.observe.samples import choose_samples, samples_text
-
-    if count < 1:
-        raise ConfigError(f"-n = {count}: give at least 1")
-    if isinstance(directory.settings, OfflineConfig):
-        raise ConfigError(
-            f"{directory.directory} is a run on a dataset, which samples no completions;"
-            " rows/*.arrow has its token rows"
-        )
-    rows = choose_samples(directory.trajectories(), count, order, version)
-    if not rows:
-        of = "" if version is None else f" of version {version}"
-        raise ConfigError(
-            f"{directory.directory} contains no completions{of} yet; the first appear in groups/"
-            " after they are scored"
-        )
-    print_shown(samples_text(rows))
-    return 0
-
-
-def _replay(directory: Run, ordinal: int, sample: int | None, attempt: int | None) -> int:
-    from asyncrl.run.replay import replay_sessions, replay_text
-
-    user_folder_last()  # the environment may be in it
-    sessions = replay_sessions(directory, ordinal, sample, attempt)
-    print_shown(replay_text(sessions))
-    return 1 if any(session.difference for session in sessions) else 0
-
-
-def _export(checkpoints: Path, run_directory: Path, step: int | None, out: str | None) -> int:
-    from asyncrl.run.export import export_checkpoint, find_checkpoint
-
-    path = find_checkpoint(checkpoints, step)
-    target = Path(out).absolute() if out else run_directory / "export" / path.name
-    export_checkpoint(path, target)
-    print_shown(f"{path} → {target}   (loads in transformers and vLLM)")
-    return 0
 
 
 if __name__ == "__main__":

@@ -818,12 +818,12 @@ def test_model_text_cannot_act_on_a_terminal(live: bool) -> None:
 def test_an_error_that_quotes_model_text_cannot_act_on_a_terminal(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from asyncrl import cli
+    from asyncrl import commands
     from asyncrl.run import supervise as run
 
     assert harmless(run._one_line(RuntimeError(HOSTILE))) and harmless(shown(HOSTILE))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree(tmp_path, prompt=HOSTILE)))
-    assert cli.run("plan", str(tmp_path / "config.yaml"), [HOSTILE]) == 2
+    assert commands.run("plan", str(tmp_path / "config.yaml"), [HOSTILE]) == 2
     assert harmless(capsys.readouterr().err)
 
 

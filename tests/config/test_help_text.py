@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from asyncrl import cli
+from asyncrl import cli, commands
 from asyncrl.config import Config, OfflineConfig
 from asyncrl.config.fields import by_name, field_names, find, section_of
 from asyncrl.config.help_text import sections_help, settings_help
@@ -26,7 +26,7 @@ def test_each_command_shows_its_own_help_and_the_sections(command, capsys, monke
     assert text.startswith(f"usage: asyncrl {command} ")
     assert " ".join(cli.ON_A_CONFIG[command].split()) in " ".join(text.split())
     assert ("--brief" in text) == (command == "plan")
-    kind = OfflineConfig if command in cli.OFFLINE else Config
+    kind = OfflineConfig if command in commands.OFFLINE else Config
     sections = {name for name, field in kind.model_fields.items() if kinds_of(field.annotation)}
     assert set(re.findall(r"^  ([a-z_]+) {2,}", text, re.MULTILINE)) == sections
     assert len(text.splitlines()) < 80 and max(map(len, text.splitlines())) <= 80

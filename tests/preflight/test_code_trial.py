@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl import cli
+from asyncrl import commands
 from asyncrl.config import ConfigError, load_config
 from asyncrl.preflight.trials.code import try_code
 from asyncrl.sandbox import probe
@@ -111,8 +111,8 @@ def test_tests_that_tell_nothing_are_refused_by_row(trial, rows, message):
 
 
 def test_the_command_prints_it_and_ends_with_the_refusal(trial, capsys, tmp_path):
-    assert cli.run("plan", str(trial.write({"tests": "add(1, 2) == 3"})), []) == 2
+    assert commands.run("plan", str(trial.write({"tests": "add(1, 2) == 3"})), []) == 2
     assert "is an expression whose value is lost" in capsys.readouterr().err
-    assert cli.run("plan", str(trial.write({"tests": "assert add(1, 2) == 3"})), []) == 0
+    assert commands.run("plan", str(trial.write({"tests": "assert add(1, 2) == 3"})), []) == 0
     assert "# code_tests\n  tests of the first 1 rows" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()

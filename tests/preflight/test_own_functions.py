@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl import cli
+from asyncrl import commands
 from asyncrl.config import ConfigError, load_config
 from asyncrl.preflight.trials.user_functions import own_text, try_own
 
@@ -144,7 +144,7 @@ def test_the_command_ends_with_the_error_and_leaves_nothing(
     made, command, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert cli.run(command, str(made(loss="trial_own:half")), []) == 2
+    assert commands.run(command, str(made(loss="trial_own:half")), []) == 2
     output = capsys.readouterr().err
     assert (
         output.startswith("asyncrl: on made-up numbers: algorithm.loss = 'trial_own:half' (")

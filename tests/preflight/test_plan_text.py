@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from asyncrl import cli
+from asyncrl import commands
 from asyncrl.config import load_config
 from asyncrl.observe.metric_catalog import known_names
 from asyncrl.preflight.plan.notes import plan_notes
@@ -263,7 +263,7 @@ def test_what_is_usual_depends_on_the_models_size(write):
 
 def test_brief_and_config_are_printed_on_request(write, capsys):
     path = str(write())
-    assert cli.run("plan", path, [], {"brief"}) == 0
+    assert commands.run("plan", path, [], {"brief"}) == 0
     output = capsys.readouterr().out
     assert [line.split()[0] for line in output.splitlines()] == [
         *(

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl import cli
+from asyncrl import commands
 from asyncrl.config import Config, ConfigError, load_config
 from asyncrl.data.prompts import PromptReport, check_prompts
 from asyncrl.preflight.specs import data_spec
@@ -318,7 +318,7 @@ def test_an_error_is_reported_under_every_policy(trial, name, message, policy):
 @pytest.mark.parametrize("command", ["plan", "train"])
 def test_the_command_ends_with_the_error_and_leaves_nothing(trial, command, capsys, tmp_path):
     one = trial("nested")
-    assert cli.run(command, str(one.path), []) == 2
+    assert commands.run(command, str(one.path), []) == 2
     error = capsys.readouterr().err
     assert error.startswith("asyncrl: the first prompt of data.train") and re.search(
         r"trial_rewards.py:\d+, in inner; columns of the data: .*\nTraceback", error

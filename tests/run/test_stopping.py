@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from small_config import small_config
 
-from asyncrl import cli
+from asyncrl import commands
 from asyncrl.contracts.errors import PartDiedError, RunStoppedError
 from asyncrl.run import across_attempts as attempts, ray_watch
 from asyncrl.run.cluster.cluster import RayEndedError
@@ -266,9 +266,9 @@ def test_a_signal_before_the_run_begins_is_named(tmp_path, monkeypatch, capfd, n
         send(number)
         raise AssertionError("the signal was lost")
 
-    monkeypatch.setattr(cli, "load_any", load)
+    monkeypatch.setattr(commands, "load_any", load)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert cli.run("train", "config.yaml", []) == 130
+    assert commands.run("train", "config.yaml", []) == 130
     assert capfd.readouterr().err == (
         f"\nasyncrl: interrupted ({CAUSES[number]}); nothing was started\n"
     )
@@ -288,11 +288,11 @@ def test_a_signal_that_timeout_sends_twice_is_named_once(tmp_path, monkeypatch, 
         send(signal.SIGTERM)
         print(text, file=file, flush=True)
 
-    monkeypatch.setattr(cli, "load_any", load)
+    monkeypatch.setattr(commands, "load_any", load)
     if place == "telling":
-        monkeypatch.setattr(cli, "print_shown", tell)
+        monkeypatch.setattr(commands, "print_shown", tell)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert cli.run("train", "config.yaml", []) == 130
+    assert commands.run("train", "config.yaml", []) == 130
     assert capfd.readouterr().err == "\nasyncrl: interrupted (SIGTERM); nothing was started\n"
 
 

@@ -733,7 +733,7 @@ def test_what_is_cheap_is_refused_before_anything_is_imported(tmp_path):
             refuse_early(config(tmp_path, resume="must"))
     script = """if True:
         import sys
-        from asyncrl.cli import run
+        from asyncrl.commands import run
         codes = [run("train", sys.argv[1], words.split()) for words in sys.argv[2:]]
         print(codes, {"torch", "deepspeed", "asyncrl.preflight.plan.plan"} & {*sys.modules})
     """
